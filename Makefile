@@ -1,0 +1,58 @@
+# `make demo` and `make test` need only make and Python 3.11 or newer; each sets up .venv on its first use.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+JOBS ?= 2
+
+BIN := .venv/bin
+READY := .venv/.ready
+EXAMPLE := examples/ag_matmul.py
+SMALL := --set M=64 --set K=32 --set N=32
+TORCHRUN = $(BIN)/torchrun --standalone --nproc-per-node 4
+
+# Simulated ranks and torchrun's processes share the cores: more threads in each only get in each other's way.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint setup clean
+.DEFAULT_GOAL := demo
+
+demo: $(READY)
+	@echo "==> 1/5 the host program of a sharded all-gather matmul, lowered from examples/ag_matmul.py"
+	@$(BIN)/hostir lower $(EXAMPLE)
+	@echo "==> 2/5 it runs on 8 simulated ranks with ATen, compared with the unsharded result"
+	@$(BIN)/hostir run $(EXAMPLE) --compare --kernels aten
+	@echo "==> 3/5 the same with the Triton kernels, in Triton's interpreter and small"
+	@TRITON_INTERPRET=1 $(BIN)/hostir run $(EXAMPLE) $(SMALL) --compare --kernels triton
+	@echo "==> 4/5 under torchrun it runs on 4 processes with gloo and ATen"
+	@$(TORCHRUN) -m hostir run $(EXAMPLE) --compare --device cpu --kernels aten
+	@echo "==> 5/5 the same with the Triton kernels, in Triton's interpreter and small"
+	@TRITON_INTERPRET=1 $(TORCHRUN) -m hostir run $(EXAMPLE) $(SMALL) --compare --device cpu --kernels triton
+
+test: lint
+	@echo "==> pytest: the tests, $(JOBS) at a time"
+	@$(BIN)/python -m pytest -q -n $(JOBS) -m "not torchrun"
+	@echo "==> pytest: the tests that start processes of their own, one at a time"
+	@$(BIN)/python -m pytest -q -m torchrun
+
+lint: $(READY)
+	@echo "==> ruff: style and formatting"
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@echo "==> mypy: types"
+	@$(BIN)/mypy
+	@echo "==> import-linter: the layers of hostir"
+	@$(BIN)/lint-imports --no-logo
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "hostir needs Python 3.11 or newer: install it, or name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "==> making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+	@echo "==> installing hostir and its development tools, versions from constraints.txt (minutes, the first time)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	@echo "==> removing .venv and the caches of the tools"
+	@rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -1,0 +1,113 @@
+"""Timing on several GPUs, fair to everyone: ours and the peers in one process, lined up, L2 flushed, random data."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+import triton
+
+L2_FLUSH = 256 << 20  # bytes written before each run: more than the L2 holds
+WARM = 4
+
+
+@dataclass
+class Clock:
+    """Times work on all ranks: every run starts behind a barrier on the device, so that ranks start together.
+
+    The figure is the maximum over ranks of each rank's median, in microseconds.
+    """
+
+    device: torch.device
+    runs: int = 30
+
+    def __post_init__(self) -> None:
+        self.flush = torch.empty(L2_FLUSH, dtype=torch.uint8, device=self.device)
+        space = symm_mem.empty(16, dtype=torch.float32, device=self.device)
+        self.line = symm_mem.rendezvous(space, dist.group.WORLD)
+
+    def time(self, work: Callable[[], Any]) -> float:
+        """One work alone."""
+        return self.race({"": work})[""]
+
+    def race(self, works: dict[str, Callable[[], Any]]) -> dict[str, float]:
+        """Several works in turn, one run of each a round, so that drifting clocks and heat touch all alike."""
+        for work in works.values():
+            for _ in range(WARM):
+                work()
+        torch.cuda.synchronize(self.device)
+        dist.barrier()
+        marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
+        for _ in range(self.runs):
+            for name, work in works.items():
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                self.flush.zero_()
+                self.line.barrier(channel=7)
+                start.record()
+                work()
+                end.record()
+                marks[name].append((start, end))
+        torch.cuda.synchronize(self.device)
+        medians = [statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs) for pairs in marks.values()]
+        worst = torch.tensor(medians, device=self.device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return {name: round(t, 1) for name, t in zip(works, worst.tolist(), strict=True)}
+
+
+def graphed(work: Callable[[], Any]) -> Callable[[], None]:
+    """The replay of a CUDA graph of `work`."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        work()
+    torch.cuda.synchronize()
+    dist.barrier()
+    return graph.replay
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit or "unknown",
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": dist.get_world_size() if dist.is_initialized() else 1,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "triton": triton.__version__,
+    }
+
+
+def table(headers: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [headers, ["---", *["---:"] * (len(headers) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write(path: Path, title: str, text: str, data: dict[str, Any]) -> None:
+    """Writes `path`.json and `path`.md, each with the environment."""
+    around = environment()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps({"environment": around, **data}, indent=1) + "\n")
+    said = ", ".join(f"{k} {v}" for k, v in around.items())
+    path.with_suffix(".md").write_text(f"# {title}\n\n{said}\n\n{text}\n")

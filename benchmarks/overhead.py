@@ -1,0 +1,143 @@
+"""What hostir costs on the host: a plan's time a statement against the same torch calls by hand; parse, lower, verify.
+
+    python benchmarks/overhead.py                                                        parse, lower, verify only
+    torchrun --standalone --nproc-per-node 2 benchmarks/overhead.py --out benchmarks/results/overhead
+
+The statements are those of the pipelined all-gather + matmul on tiny tensors, so that issuing is all that takes time.
+By hand means: the same selects, collectives, waits, matmuls, stream switches and events, written out in a Python loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import table, write
+
+import hostir as hi
+from hostir.ir import parse, verify
+from hostir.runtime.session import Session, session
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import patterns
+
+SLICES, STREAMS = 8, 4
+
+
+def timed(work: Callable[[], Any], repeats: int, settle: Callable[[], Any]) -> float:
+    """The median host time of a call, in microseconds; the device catches up between two calls."""
+    found = []
+    for n in range(repeats + 5):
+        settle()
+        begun = time.perf_counter()
+        work()
+        if n >= 5:
+            found.append((time.perf_counter() - begun) * 1e6)
+    settle()
+    return statistics.median(found)
+
+
+def by_hand(a: torch.Tensor, b: torch.Tensor, streams: list[torch.cuda.Stream], ranks: int, group: Any) -> torch.Tensor:
+    """The pipeline as one would write it with torch."""
+    user = torch.cuda.current_stream()
+    full = torch.empty(SLICES, ranks, a.shape[2], a.shape[3], dtype=a.dtype, device=a.device)
+    c = torch.empty(SLICES, ranks, a.shape[2], b.shape[1], dtype=a.dtype, device=a.device)
+    for stream in streams:
+        stream.wait_stream(user)
+    for i in range(SLICES):
+        torch.cuda.set_stream(streams[i % STREAMS])
+        full_i = full.select(0, i)
+        work = dist.all_gather_into_tensor(full_i, a.select(0, i), group=group, async_op=True)
+        work.wait()
+        torch.cuda._sleep(10_000)  # as the program's 'delay 5 us'
+        torch.matmul(full_i, b, out=c.select(0, i))
+    torch.cuda.set_stream(user)
+    for stream in streams:
+        user.wait_stream(stream)
+    return c
+
+
+def issuing(joined: Session, repeats: int) -> dict[str, Any]:
+    """Host time of one call: ours, and by hand."""
+    ranks, device = joined.size, joined.device
+    program = hi.lower(
+        patterns.allgather_matmul(ranks=ranks, S=SLICES, M=SLICES * ranks * 16, K=64, N=64, dtype="bf16"),
+        streams=STREAMS,
+    )
+    a = torch.randn(SLICES, 1, 16, 64, device=device, dtype=torch.bfloat16)
+    b = torch.randn(64, 64, device=device, dtype=torch.bfloat16)
+    executor = hi.Executor(program, kernels="aten")
+    streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]
+    group = dist.new_group(list(range(ranks)))
+    settle = partial(torch.cuda.synchronize, device)
+    with torch.no_grad():
+        pairs = [
+            (
+                timed(lambda: executor(a, b), repeats, settle),
+                timed(lambda: by_hand(a, b, streams, ranks, group), repeats, settle),
+            )
+            for _ in range(5)
+        ]
+    ours, hand = (statistics.median(side) for side in zip(*pairs, strict=True))
+    statements = sum(len(s.body) * s.count.bind({}) if hasattr(s, "body") else 1 for s in program.body)
+    return {
+        "what": f"pipeline, {statements} statements issued",
+        "ours us": ours,
+        "by hand us": hand,
+        "ratio": ours / hand,
+    }
+
+
+def compiling(repeats: int) -> list[dict[str, Any]]:
+    """Time to build, lower, print, parse and verify."""
+    fusion = patterns.allgather_matmul()
+    program = hi.lower(fusion)
+    text = str(program)
+    steps = {
+        "build the fusion": patterns.allgather_matmul,
+        "lower it": lambda: hi.lower(fusion),
+        "print": lambda: str(program),
+        "parse": lambda: parse(text),
+        "verify": lambda: verify(program),
+    }
+    return [{"what": name, "ours us": timed(work, repeats, lambda: None)} for name, work in steps.items()]
+
+
+def main() -> None:
+    """Measures, prints a table, and writes it on rank 0."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--out", type=Path)
+    options.add_argument("--repeats", type=int, default=100)
+    given = options.parse_args()
+    found: list[dict[str, Any]] = compiling(given.repeats)
+    with session() as joined:
+        if joined is not None and joined.device.type == "cuda":
+            found.append(issuing(joined, given.repeats))
+        text = table(
+            ["what", "hostir us", "by hand us", "ratio"],
+            [
+                [
+                    f["what"],
+                    f"{f['ours us']:.0f}",
+                    f"{f['by hand us']:.0f}" if "ratio" in f else "",
+                    f"{f['ratio']:.3f}" if "ratio" in f else "",
+                ]
+                for f in found
+            ],
+        )
+        if joined is None or joined.rank == 0:
+            print(text, flush=True)
+            if given.out:
+                write(given.out, "What hostir costs on the host", text, {"results": found})
+
+
+if __name__ == "__main__":
+    main()

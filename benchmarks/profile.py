@@ -1,0 +1,126 @@
+"""What the GPU really does during a pipelined run: kernels on their streams, from the CUDA profiler, as pictures.
+
+    torchrun --standalone --nproc-per-node 8 benchmarks/profile.py --out docs/images
+
+Draws rank 0's runs, replayed from CUDA graphs so that launching does not show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import graphed
+from torch.profiler import ProfilerActivity, profile
+
+import hostir as hi
+from hostir.ir.host_ops import Delay
+from hostir.ir.program import rewrite
+from hostir.ir.types import bind_shape
+from hostir.runtime.session import Session, session
+from hostir.runtime.trace import Trace
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import patterns
+
+
+def kernels(work: Callable[[], None]) -> list[tuple[str, int, float, float]]:
+    """Name, stream, start and end in seconds of every kernel of one run."""
+    with profile(activities=[ProfilerActivity.CUDA]) as watched:
+        for _ in range(3):
+            dist.barrier()  # an allreduce on the device, so that ranks start together; what follows the last one counts
+            work()
+        torch.cuda.synchronize()
+    found = watched.profiler.kineto_results.events()
+    device = [e for e in found if e.device_type() == torch.autograd.DeviceType.CUDA and e.duration_ns() > 0]
+    begun = max(e.end_ns() for e in device if "AllReduce" in e.name())
+    return [
+        (e.name(), e.device_resource_id(), e.start_ns() * 1e-9, e.end_ns() * 1e-9)
+        for e in device
+        if e.start_ns() >= begun
+    ]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture: `kind` is allgather or reduce_scatter; N and K are those of one rank."""
+
+    file: str
+    kind: str
+    M: int
+    N: int
+    K: int
+    slices: int
+    streams: int
+    delays: bool = True
+
+    def __str__(self) -> str:
+        without = "" if self.delays else ", without delay"
+        return f"{self.kind} and matmul, {self.M}x{self.N}x{self.K} a rank, {self.slices} slices{without}"
+
+    def program(self, ranks: int) -> hi.Program:
+        """The pipelined program, its delays taken out where the picture is to show what they are for."""
+        sizes = {"ranks": ranks, "S": self.slices, "M": self.M, "N": self.N, "dtype": "bf16"}
+        if self.kind == "allgather":
+            fusion = patterns.allgather_matmul(K=self.K, **sizes)
+        else:
+            fusion = patterns.row_parallel_scattered(K=self.K * ranks, **sizes)
+        program = hi.lower(fusion, streams=self.streams)
+        if self.delays:
+            return program
+        return program.with_body(rewrite(program.body, lambda s: () if isinstance(s, Delay) else (s,)))
+
+
+PICTURES = (
+    Picture("pipeline.svg", "allgather", 4096, 6656, 16384, slices=4, streams=4),
+    Picture("with-delay.svg", "allgather", 8192, 1792, 4096, slices=2, streams=2),
+    Picture("without-delay.svg", "allgather", 8192, 1792, 4096, slices=2, streams=2, delays=False),
+    Picture("reduce-scatter.svg", "reduce_scatter", 8192, 8192, 3584, slices=2, streams=2),
+    Picture("small.svg", "reduce_scatter", 4096, 4096, 1792, slices=2, streams=2),
+)
+
+
+def short(name: str) -> str:
+    """A kernel's name for the picture; what it starts with decides its colour."""
+    if "nccl" in name:
+        return "allgather (NCCL)" if "AllGather" in name else "reduce_scatter (NCCL)"
+    if "spin" in name or "sleep" in name:
+        return "delay"
+    return "matmul" if any(part in name for part in ("gemm", "nvjet", "matmul", "cutlass")) else name.split("(")[0][:40]
+
+
+def draw(joined: Session, picture: Picture, folder: Path) -> None:
+    """Profiles one program and writes its picture on rank 0."""
+    program, device = picture.program(joined.size), joined.device
+    inputs = [torch.randn(bind_shape(v.tensor.local_shape, {}), device=device).bfloat16() for v in program.inputs]
+    replay = graphed(partial(hi.Executor(program, kernels="aten"), *inputs))
+    found = kernels(replay)
+    if joined.rank == 0:
+        trace = Trace(f"{picture}, rank 0 of {joined.size}")
+        lanes = {s: f"stream {i}" for i, s in enumerate(sorted({k[1] for k in found if "nccl" not in k[0]}))}
+        for name, stream, start, end in found:
+            trace.add(0, "communication" if "nccl" in name else lanes[stream], short(name), start, end)
+        trace.to_svg(folder / picture.file)
+        total = max(k[3] for k in found) - min(k[2] for k in found)
+        print(f"{picture.file}: {len(found)} kernels, {total * 1e6:.0f} us", flush=True)
+
+
+def main() -> None:
+    """Draws all pictures."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--out", type=Path, required=True)
+    given = options.parse_args()
+    with session("cuda") as joined:
+        assert joined
+        for picture in PICTURES:
+            draw(joined, picture, given.out)
+
+
+if __name__ == "__main__":
+    main()

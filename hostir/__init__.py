@@ -1,0 +1,128 @@
+"""hostir: sharded tensor programs become host programs of streams, collectives and matmuls, as text that reads back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hostir import ir, knobs
+from hostir.dsl import (
+    DeviceMesh,
+    Fusion,
+    ParallelType,
+    Tensor,
+    add,
+    cast,
+    gelu,
+    linear,
+    matmul,
+    mul,
+    permute,
+    relu,
+    reshape,
+    reshard,
+    silu,
+    sum,
+    tensor,
+)
+from hostir.ir import Diagnostic, HostIRError, Phase, Program
+from hostir.ir.source import error, user_span
+from hostir.lower import lower
+
+if TYPE_CHECKING:
+    import torch
+
+    from hostir.runtime.executor import Executor
+    from hostir.runtime.trace import Trace
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the runtime, and with it torch, when its executor is first used."""
+    if name != "Executor":
+        raise AttributeError(f"module 'hostir' has no attribute '{name}'")
+    from hostir.runtime.executor import Executor
+
+    return Executor
+
+
+def parse(text: str, file: str = "<text>") -> Program:
+    """Reads a program from its text; `file` is what mistakes say they are in.
+
+    Raises HostIRError with file:line:col, a caret and what was expected.
+    """
+    if not isinstance(text, str):
+        raise error(f"not a text: {text!r}", user_span(), expected="a string, such as path.read_text()")
+    return ir.parse(text, file)
+
+
+def check(program: Fusion | Program) -> list[Diagnostic]:
+    """Every finding about a fusion or a program, in program order; empty for a sound one."""
+    built = program.program() if isinstance(program, Fusion) else program
+    if not isinstance(built, Program):
+        raise error(f"not a program: {program!r}", user_span(), expected="a hostir.Fusion or a hostir.Program")
+    return ir.check(built)
+
+
+def run(
+    fusion: Fusion | Program,
+    *inputs: torch.Tensor,
+    strategy: str = "pipeline",
+    streams: int = 4,
+    sizes: Mapping[str, int] | None = None,
+    kernels: str | None = None,
+    seed: int = 0,
+    machine: str | None = None,
+    trace: Trace | None = None,
+    timeout: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Lowers a fusion (a host program runs as it is) and runs it once, on whole tensors, to whole tensors.
+
+    Outside torchrun the ranks are simulated. Under torchrun every rank gives the same inputs and gets the same outputs;
+    to run more than once, on parts, make an `Executor`.
+
+    Args:
+        fusion: what to run.
+        inputs: one whole tensor an input, in order.
+        strategy: as for `lower`.
+        streams: as for `lower`.
+        sizes, kernels, seed, machine, trace, timeout: as for `Executor`.
+    """
+    from hostir.runtime.executor import run as run_program
+
+    host = isinstance(fusion, Program) and fusion.phase is Phase.HOST
+    program = fusion if isinstance(fusion, Program) and host else lower(fusion, strategy, streams)
+    return run_program(
+        program, *inputs, sizes=sizes, kernels=kernels, seed=seed, machine=machine, trace=trace, timeout=timeout
+    )
+
+
+__all__ = [
+    "DeviceMesh",
+    "Diagnostic",
+    "Executor",
+    "Fusion",
+    "HostIRError",
+    "ParallelType",
+    "Program",
+    "Tensor",
+    "add",
+    "cast",
+    "check",
+    "gelu",
+    "knobs",
+    "linear",
+    "lower",
+    "matmul",
+    "mul",
+    "parse",
+    "permute",
+    "relu",
+    "reshape",
+    "reshard",
+    "run",
+    "silu",
+    "sum",
+    "tensor",
+]

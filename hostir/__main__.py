@@ -1,0 +1,222 @@
+"""The command line: `hostir lower | check | run | ops`.
+
+Exit codes: 0 good; 1 a finding or a mismatch; 2 bad usage or input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hostir import knobs
+from hostir.ir import Diagnostic, HostIRError, Phase, Program, check, format_program
+from hostir.ir.source import did_you_mean, error
+from hostir.loading import load
+from hostir.lower import STRATEGIES, lower, passes
+
+FORMATS = ("hir", "nvfuser", "dot")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise error(message, hint=f"{self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hostir", description="Lowers, checks and runs sharded tensor programs.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+
+    source = _Parser(add_help=False)
+    source.add_argument("file", metavar="FILE[:NAME]", help="a .py with a fusion, a .hir text, or an nvFuser dump")
+    source.add_argument("--from", dest="form", choices=["hir", "nvfuser"], help="how to read a text (default: hir)")
+    source.add_argument(
+        "--set",
+        dest="given",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter of the fusion's function, or a size",
+    )
+    source.add_argument("--ranks", type=int, help="the number of ranks: what a parameter named 'ranks' gets")
+
+    lowering = _Parser(add_help=False)
+    lowering.add_argument("--strategy", help=f"one of: {', '.join(STRATEGIES)} (default: pipeline)")
+    lowering.add_argument("--streams", type=int, help="the most worker streams (default: 4)")
+
+    low = commands.add_parser("lower", parents=[source, lowering], help="print the host program of a fusion")
+    stages = low.add_mutually_exclusive_group()
+    stages.add_argument("--after", metavar="PASS", help="print the program after this pass")
+    stages.add_argument("--all", action="store_true", help="print the program after every pass")
+    low.add_argument("--format", choices=FORMATS, default="hir")
+    low.add_argument("-o", dest="out", metavar="OUT", help="write to a file")
+
+    chk = commands.add_parser("check", parents=[source, lowering], help="check structure, types, shapes and phases")
+    chk.add_argument("--json", action="store_true")
+
+    run = commands.add_parser(
+        "run", parents=[source, lowering], help="run on simulated ranks, or under torchrun on real ones"
+    )
+    run.add_argument("--compare", action="store_true", help="compare with the unsharded reference")
+    run.add_argument(
+        "--seed", type=int, default=0, help="of the inputs, and of the simulated ranks' schedule (0: program order)"
+    )
+    run.add_argument("--kernels", help="auto, triton or aten (default: HOSTIR_KERNELS, or auto)")
+    run.add_argument(
+        "--device", choices=["cpu", "cuda"], help="default: cuda under torchrun where there is one, else cpu"
+    )
+    run.add_argument("--trace", metavar="OUT", help="write a timeline: .json for Perfetto, .svg to look at")
+    run.add_argument("--repeat", type=int, default=1, help="run this often, with fresh inputs each time")
+    run.add_argument("--json", action="store_true")
+
+    ops = commands.add_parser("ops", help="the language reference")
+    ops.add_argument("--markdown", action="store_true")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; every mistake is one message."""
+    try:
+        options = _parser().parse_args(arguments)
+        return {"lower": _lower, "check": _check, "run": _run, "ops": _ops}[options.command](options)
+    except HostIRError as wrong:
+        sys.stderr.write(f"{wrong}\n")  # in one piece, as several ranks may be writing
+        for note in getattr(wrong, "__notes__", ()):
+            print(note, file=sys.stderr)
+        return 2
+    except knobs.KnobError as wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _load(options: argparse.Namespace) -> tuple[Program, dict[str, int]]:
+    file, colon, name = options.file.rpartition(":")
+    if not colon or "." in name or "/" in name:  # the colon, if any, belongs to a path
+        file, name = options.file, None
+    given: dict[str, str] = {}
+    for item in options.given:
+        key, equals, value = item.partition("=")
+        if not equals or not key or not value:
+            raise error(f"--set {item}", expected="NAME=VALUE")
+        given[key] = value
+    if options.ranks is not None and options.ranks < 1:
+        raise error(f"--ranks {options.ranks}", expected="at least 1")
+    world = os.environ.get("WORLD_SIZE")
+    if world and options.ranks not in (None, int(world)):
+        raise error(f"--ranks {options.ranks} under torchrun with {world} processes", hint="leave --ranks out")
+    program, sizes, told = load(
+        file, name=name, form=options.form, given=given, ranks=options.ranks or (int(world) if world else None)
+    )
+    if program.phase is Phase.HOST and (options.strategy is not None or options.streams is not None):
+        option = "--streams" if options.strategy is None else "--strategy"
+        raise error(f"@{program.name} is a host program already", hint=f"{option} is for lowering a fusion")
+    if os.environ.get("RANK", "0") == "0":
+        for diagnostic in told:
+            print(str(diagnostic).replace("error:", "note:", 1), file=sys.stderr)
+    return program, sizes
+
+
+def _how(options: argparse.Namespace) -> dict[str, Any]:
+    """What was said of the lowering."""
+    given = {"strategy": options.strategy, "streams": options.streams}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _lowered(program: Program, options: argparse.Namespace) -> Program:
+    """The host program: what the file holds, or the fusion lowered."""
+    return program if program.phase is Phase.HOST else lower(program, **_how(options))
+
+
+def _lower(options: argparse.Namespace) -> int:
+    program, _ = _load(options)
+    if program.phase is Phase.HOST:
+        if options.after or options.all:
+            raise error(
+                f"@{program.name} is a host program already", hint="--after and --all show the passes over a fusion"
+            )
+        return _write(_formatted(program, options.format), options.out)
+    stages: list[tuple[str, Program]] = [("fusion", program)]
+    final = lower(program, **_how(options), watch=lambda name, after: stages.append((name, after)))
+    if options.after:
+        names = [p.name for p in passes(**_how(options))]
+        if options.after not in names:
+            hint = did_you_mean(options.after, names)
+            raise error(f"unknown pass '{options.after}'", expected=f"one of: {', '.join(names)}", hint=hint)
+        return _write(_formatted(dict(stages)[options.after], options.format), options.out)
+    if options.all:
+        return _write("\n".join(f"// after {n}\n{_formatted(p, options.format)}" for n, p in stages), options.out)
+    return _write(_formatted(final, options.format), options.out)
+
+
+def _formatted(program: Program, form: str) -> str:
+    if form == "nvfuser":
+        from hostir.ir.nvfuser import print_nvfuser
+
+        return print_nvfuser(program)
+    if form == "dot":
+        from hostir.ir.dot import to_dot
+
+        return to_dot(program)
+    return format_program(program, notes=True)
+
+
+def _write(text: str, out: str | None) -> int:
+    if out is None:
+        print(text, end="" if text.endswith("\n") else "\n")
+        return 0
+    try:
+        Path(out).write_text(text)
+    except OSError as problem:
+        raise error(f"cannot write {out}: {problem.strerror}") from None
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    program, _ = _load(options)
+    findings = check(program)
+    if not findings:
+        try:
+            program = _lowered(program, options)
+            findings = check(program)
+        except HostIRError as refused:
+            findings = list(refused.diagnostics)
+    if options.json:
+        print(json.dumps({"program": program.name, "findings": [_as_json(d) for d in findings]}, indent=2))
+    elif findings:
+        print("\n".join(map(str, findings)), file=sys.stderr)
+    else:
+        print(f"@{program.name}: {sum(1 for _ in program.walk())} statements, {program.ranks} ranks, nothing to report")
+    return 1 if findings else 0
+
+
+def _as_json(found: Diagnostic) -> dict[str, object]:
+    span = found.span
+    where = {"file": span.file, "line": span.line, "column": span.column} if span else None
+    return {"message": found.message, "where": where, "expected": found.expected, "hint": found.hint}
+
+
+def _run(options: argparse.Namespace) -> int:
+    program, sizes = _load(options)
+    if program.phase is Phase.HOST and (findings := check(program)):
+        raise HostIRError(*findings)
+    from hostir.runtime.command import run_command  # loads torch
+
+    return run_command(program, _lowered(program, options), sizes, options)
+
+
+def _ops(options: argparse.Namespace) -> int:
+    from hostir.ir.reference import markdown, table
+
+    print(markdown() if options.markdown else table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

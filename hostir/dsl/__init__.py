@@ -1,0 +1,54 @@
+"""What users write: sharded tensors on a device mesh, and computations on them.
+
+    with hi.Fusion("ag_matmul") as fusion:
+        a = hi.tensor("a", [4, 8, 128, 1024], "bf16")
+        b = hi.tensor("b", [1024, 512], "bf16")
+        c = hi.matmul(a, b)
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(8))
+    for t in (a, b, c):
+        t.set_device_mesh(mesh)
+    a.axis(1).parallelize(hi.ParallelType.DIDx)
+    c.axis(0).parallelize(hi.ParallelType.Stream)
+
+A tensor with a mesh lies exactly as its axes say; one without gets its sharding by propagation from the inputs. Results
+are named after the variable they are assigned to. Mistakes are reported where they are made, at the user's line.
+"""
+
+from hostir.dsl.functions import (
+    add,
+    cast,
+    gelu,
+    linear,
+    matmul,
+    mul,
+    permute,
+    relu,
+    reshape,
+    reshard,
+    silu,
+    sum,
+)
+from hostir.dsl.fusion import Fusion, tensor
+from hostir.dsl.mesh import DeviceMesh, ParallelType
+from hostir.dsl.tensor import Tensor
+
+__all__ = [
+    "DeviceMesh",
+    "Fusion",
+    "ParallelType",
+    "Tensor",
+    "add",
+    "cast",
+    "gelu",
+    "linear",
+    "matmul",
+    "mul",
+    "permute",
+    "relu",
+    "reshape",
+    "reshard",
+    "silu",
+    "sum",
+    "tensor",
+]

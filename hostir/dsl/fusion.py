@@ -1,0 +1,199 @@
+"""A fusion under construction: `with hi.Fusion(...)`, its inputs and outputs, and the program it makes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextvars import ContextVar, Token
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from hostir.dsl.mesh import NAME
+from hostir.dsl.tensor import Extent, Tensor
+from hostir.ir.op import Phase, Statement
+from hostir.ir.program import Names, Program
+from hostir.ir.sizes import Size
+from hostir.ir.source import Span, did_you_mean, error, user_span
+from hostir.ir.tensor_ops import TensorOp
+from hostir.ir.types import DTYPES, Axis, DType, Mesh, TensorType
+from hostir.ir.values import Value
+
+TORCH_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
+NUMBER = "a number enters as an input of one element: hi.tensor('scale', [1], dtype)"
+
+_building: ContextVar[Fusion | None] = ContextVar("building", default=None)
+
+
+class Fusion:
+    """A tensor program, before lowering. Statements are added inside `with`; annotations may follow after it."""
+
+    def __init__(self, name: str = "fusion") -> None:
+        self.span = user_span()
+        _check_name(name, "a fusion", self.span)
+        self.name = name
+        self.tensors: dict[str, Tensor] = {}
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self._statements: list[Statement] = []
+        self._names = Names()
+        self._entered: list[Token[Fusion | None]] = []
+
+    def __enter__(self) -> Fusion:
+        self._entered.append(_building.set(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _building.reset(self._entered.pop())
+
+    def output(self, *tensors: Tensor) -> None:
+        """Declares outputs, in order."""
+        span = user_span()
+        for t in tensors:
+            if not isinstance(t, Tensor) or t.fusion is not self:
+                hint = "build it inside this fusion's 'with'"
+                raise error(f"not a tensor of fusion @{self.name}: {t!r}", span, hint=hint)
+            if t in self.inputs:
+                expected = "the result of a computation"
+                raise error(f"the output %{t.name} is an input, never computed", span, expected=expected)
+            if t in self.outputs:
+                raise error(f"%{t.name} is declared as an output twice", span)
+            self.outputs.append(t)
+
+    def program(self) -> Program:
+        """The fusion as a program, with the annotations made so far."""
+        if not self.outputs:
+            raise error(f"fusion @{self.name} has no output", self.span, hint="fusion.output(c)")
+        meshes: dict[tuple[Any, ...], Mesh] = {}
+        types = {}
+        for t in self.tensors.values():
+            mesh = None
+            if t.mesh:
+                key = (t.mesh.names, t.mesh.shape, t.mesh.devices)
+                name = f"mesh_{len(meshes)}" if meshes else "mesh"
+                mesh = meshes.setdefault(key, Mesh(name, *key))
+            types[t.name] = TensorType(t.dtype, t.axes, mesh)
+        values = {t.name: Value(t.name, types[t.name], t.span) for t in self.tensors.values()}
+        return Program(
+            self.name,
+            Phase.FUSION,
+            tuple(meshes.values()) or (Mesh("mesh", ("didx",), (1,), (0,)),),
+            tuple(values[t.name] for t in self.inputs),
+            tuple(values[t.name] for t in self.outputs),
+            tuple(s.rename(values) for s in self._statements),
+        )
+
+    def combine(self, cls: type[Any], **operands: Any) -> Tensor:
+        """Adds a statement on these tensors of the fusion being built."""
+        span = user_span()
+        return apply(cls, None, **{name: operand(t, span) for name, t in operands.items()})
+
+    def size(self, extent: Extent, span: Span | None) -> Size:
+        """A size of a result or a split, whose symbols must be those of inputs."""
+        size = Size.of(extent, span)
+        known = {n for t in self.inputs for s in t.shape for n in s.names}
+        if unknown := sorted(size.names - known):
+            hint = did_you_mean(unknown[0], known) or "sizes get their names from the shapes of inputs"
+            expected = f"one of: {', '.join(sorted(known)) or 'none'}"
+            raise error(f"unknown size name '{unknown[0]}'", span, expected=expected, hint=hint)
+        return size
+
+    def _new(self, name: str, dtype: DType, shape: Sequence[Size], span: Span | None) -> Tensor:
+        t = Tensor(self, self._names.fresh(name), dtype, shape, span)
+        self.tensors[t.name] = t
+        return t
+
+    def __str__(self) -> str:
+        return str(self.program())
+
+    def __repr__(self) -> str:
+        return f"fusion @{self.name}"
+
+    def _repr_markdown_(self) -> str:
+        return self.program()._repr_markdown_()
+
+
+def _check_name(name: object, what: str, span: Span | None) -> None:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise error(f"{name!r} cannot name {what}", span, expected="letters, digits and _, not starting with a digit")
+
+
+def building(span: Span | None) -> Fusion:
+    """The fusion of the innermost `with`."""
+    fusion = _building.get()
+    if fusion is None:
+        raise error("no fusion is being built", span, hint="with hi.Fusion('name') as fusion: ...")
+    return fusion
+
+
+def sizes(shape: Any, span: Span | None, fusion: Fusion | None = None) -> list[Size]:
+    """A shape as users write it; its names must be those of the inputs of `fusion`, where it is given."""
+    if isinstance(shape, str) or not isinstance(shape, Sequence):
+        raise error(f"not a shape: {shape!r}", span, expected="a list of sizes, such as [4, 'M', 128]")
+    return [fusion.size(s, span) if fusion else Size.of(s, span) for s in shape]
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of an element type, which may be given as torch's."""
+    return TORCH_NAMES.get(str(dtype), str(dtype))
+
+
+def tensor(name: str, shape: Sequence[Extent], dtype: Any = "bf16") -> Tensor:
+    """An input.
+
+    Sizes are integers, names bound at run time ("M"), or products and quotients of them ("M/8"). The dtype is `f32`,
+    `f16` or `bf16`, or torch's dtype of that kind.
+    """
+    span = user_span()
+    fusion = building(span)
+    _check_name(name, "a tensor", span)
+    if name in fusion._names.taken:
+        raise error(f"%{name} is defined twice", span, hint="give it another name")
+    if (kind := dtype_name(dtype)) not in DTYPES:
+        hint = did_you_mean(kind, DTYPES)
+        raise error(f"unknown dtype {dtype!r}", span, expected=f"one of: {', '.join(DTYPES)}", hint=hint)
+    t = fusion._new(name, DTYPES[kind], sizes(shape, span), span)
+    fusion.inputs.append(t)
+    return t
+
+
+def operand(t: Any, span: Span | None) -> Value:
+    """A tensor as a statement of the fusion being built reads it."""
+    fusion = building(span)
+    if not isinstance(t, Tensor):
+        hint = NUMBER if isinstance(t, int | float) else ""
+        raise error(f"not a tensor: {t!r}", span, expected="a tensor of this fusion", hint=hint)
+    if t.fusion is not fusion:
+        whose = f"%{t.name} belongs to fusion @{t.fusion.name}, not to @{fusion.name}"
+        raise error(whose, span, hint="declare it as an input here: hi.tensor(...)")
+    return Value(t.name, TensorType(t.dtype, tuple(Axis.of(s) for s in t.shape)), t.span)
+
+
+def apply(cls: type[Any], shape: Sequence[Size] | None = None, **fields: Any) -> Tensor:
+    """Adds a statement of the user's line; its result has `shape`, or the one that the statement infers."""
+    span = user_span()
+    fusion = building(span)
+    unknown = Value("out", TensorType(DTYPES["f32"], ()))
+    draft = cls(out=unknown, span=span, **fields)
+    if isinstance(draft, TensorOp):
+        dtype, shape = draft.result()
+    elif shape is None:
+        dtype, shape = draft.infer().dtype, draft.infer().shape
+    else:
+        dtype = draft.x.tensor.dtype
+    t = fusion._new(_assigned(span, cls.keyword()), dtype, shape, span)
+    statement = replace(draft, out=Value(t.name, TensorType(dtype, tuple(Axis.of(s) for s in shape)), span))
+    statement.verify()
+    fusion._statements.append(statement)
+    return t
+
+
+def _assigned(span: Span | None, otherwise: str) -> str:
+    """The variable that the result is assigned to on the user's line."""
+    if span is None or not span.column:
+        return otherwise
+    before, after = span.text[: span.column - 1], span.text[span.column - 1 + span.width :]
+    match = re.search(r"([A-Za-z_]\w*)\s*(?::[^=]*)?=\s*$", before)
+    return match[1] if match and re.match(r"\s*([#;]|$)", after) else otherwise

@@ -1,0 +1,90 @@
+"""Device meshes, as users write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+from hostir.ir.source import Span, did_you_mean, error, user_span
+from hostir.ir.types import STREAM
+
+NAME = re.compile(r"[A-Za-z_]\w*")  # what may stand in the text as a name
+
+
+class ParallelType(Enum):
+    """Where an axis lies: DIDx on the mesh's last axis, DIDy on the one before, Stream on the pipeline's slices."""
+
+    DIDx = "didx"
+    DIDy = "didy"
+    Stream = STREAM
+
+
+class DeviceMesh:
+    """Devices in a line, or in a grid of named axes.
+
+    Args:
+        devices: `range(8)`, or rows of equal length such as `[[0, 1, 2, 3], [4, 5, 6, 7]]`; or an array of integers.
+        names: one name an axis, outermost first; `("didx",)` or `("didy", "didx")` by default.
+    """
+
+    def __init__(self, devices: Iterable[Any], names: Sequence[str] | None = None) -> None:
+        span = user_span()
+        rows, self.shape = _grid(devices, span)
+        self.devices: tuple[int, ...] = tuple(d for row in rows for d in row)
+        if any(isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in self.devices):
+            raise error(f"a mesh names devices by rank, not {list(self.devices)}", span, expected="integers from 0")
+        if len(set(self.devices)) != len(self.devices):
+            raise error(f"the mesh names a device twice: {list(self.devices)}", span, expected="each device once")
+        self.names = _names(names, len(self.shape), span)
+
+    def axis_name(self, on: ParallelType | str, span: Span | None) -> str:
+        """The mesh axis that DIDx, DIDy or a name stands for."""
+        if on is ParallelType.DIDx:
+            return self.names[-1]
+        if on is ParallelType.DIDy:
+            if len(self.names) < 2:
+                raise error("DIDy needs a mesh of two axes", span, hint="such as DeviceMesh([[0, 1], [2, 3]])")
+            return self.names[-2]
+        if not isinstance(on, str) or on not in self.names:
+            known = ", ".join(self.names)
+            hint = did_you_mean(str(on), self.names)
+            raise error(f"the mesh has no axis {on!r}", span, expected=f"one of: {known}, or a ParallelType", hint=hint)
+        return on
+
+    def ranks(self, name: str) -> int:
+        """How many ranks lie along an axis."""
+        return self.shape[self.names.index(name)]
+
+
+def _grid(devices: Iterable[Any], span: Span | None) -> tuple[list[list[Any]], tuple[int, ...]]:
+    """The devices in rows, and the mesh's shape."""
+    plain = (
+        devices.tolist() if hasattr(devices, "tolist") and not isinstance(devices, type) else devices
+    )  # arrays and tensors
+    lines = list(plain) if isinstance(plain, Iterable) else []
+    rows = [list(d) for d in lines if isinstance(d, Iterable)]
+    if any(isinstance(device, Iterable) and not isinstance(device, str) for row in rows for device in row):
+        raise error("a mesh has one or two axes, not more", span, expected="range(8), or [[0, 1], [2, 3]]")
+    if not lines or len(rows) not in (0, len(lines)) or len({len(row) for row in rows}) > 1 or [] in rows:
+        raise error(
+            f"no mesh can be made of {devices!r}",
+            span,
+            expected="devices in a line or in rows of equal length: range(8), or [[0, 1], [2, 3]]",
+        )
+    return (rows, (len(rows), len(rows[0]))) if rows else ([lines], (len(lines),))
+
+
+def _names(names: Sequence[str] | None, axes: int, span: Span | None) -> tuple[str, ...]:
+    given = (names,) if isinstance(names, str) else tuple(names) if names else ("didy", "didx")[-axes:]
+    if len(given) != axes or len(set(given)) != axes:
+        raise error(f"the mesh has {axes} axes, not {len(set(given))}: {given}", span, expected="one name an axis")
+    for name in given:
+        if not isinstance(name, str) or not NAME.fullmatch(name) or name == STREAM:
+            raise error(
+                f"{name!r} cannot name a mesh axis",
+                span,
+                expected=f"letters, digits and _, not starting with a digit, and not '{STREAM}'",
+            )
+    return given

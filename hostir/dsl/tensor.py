@@ -1,0 +1,170 @@
+"""A tensor of a fusion, as users annotate it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hostir.dsl.mesh import DeviceMesh, ParallelType
+from hostir.ir.sizes import Size
+from hostir.ir.source import Span, error, user_span
+from hostir.ir.tensor_ops import Add, Matmul, Mul
+from hostir.ir.types import STREAM, Axis, DType, Factor
+
+Extent = int | str | Size
+NEGATE = "multiply with an input that holds -1, such as hi.tensor('minus', [1], dtype), and add"
+INVERT = "multiply with an input that holds the inverse"
+
+
+class Owner(Protocol):
+    """What a tensor needs of its fusion."""
+
+    name: str
+
+    def size(self, extent: Extent, span: Span | None) -> Size:
+        """A size of a result or a split."""
+
+    def combine(self, cls: type[Any], **operands: Any) -> Tensor:
+        """Adds a statement on these tensors and gives its result."""
+
+
+@dataclass
+class LoopAxis:
+    """One axis of a tensor after its splits: what `t.axis(i)` gives."""
+
+    tensor: Tensor
+    position: int
+
+    def parallelize(self, on: ParallelType | str) -> None:
+        """Puts the axis on a mesh axis, or on the Stream."""
+        self.tensor._mark(self.position, on, user_span())
+
+
+class Tensor:
+    """A tensor of a fusion: its dtype, logical shape, and how its axes are split and spread."""
+
+    def __init__(self, fusion: Owner, name: str, dtype: DType, shape: Sequence[Size], span: Span | None) -> None:
+        self.fusion = fusion
+        self.name = name
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.span = span
+        self.mesh: DeviceMesh | None = None
+        self._loop = [(k, Factor(size)) for k, size in enumerate(shape)]
+
+    def axis(self, position: int) -> LoopAxis:
+        """An axis, counted after splits; negative counts from the end."""
+        self._loop_at(position, user_span())
+        return LoopAxis(self, position % len(self._loop))
+
+    def set_device_mesh(self, mesh: DeviceMesh) -> None:
+        """Puts the tensor on a mesh: from now on it lies as its axes say, replicated where they say nothing."""
+        span = user_span()
+        if not isinstance(mesh, DeviceMesh):
+            raise error(f"not a mesh: {mesh!r}", span, expected="a hi.DeviceMesh")
+        for _, factor in self._loop:
+            if factor.on and factor.on != STREAM:
+                if factor.on not in mesh.names:
+                    lies = f"%{self.name} lies on {factor.on}"
+                    raise error(
+                        f"{lies}, which the mesh does not have", span, expected=f"a mesh with an axis {factor.on}"
+                    )
+                self._check_extent(factor.extent, factor.on, mesh, span)
+        self.mesh = mesh
+
+    def split(self, position: int, outer: Extent) -> None:
+        """Splits an axis of extent E into two: `outer`, and E / outer inside it. The shape of the tensor stays."""
+        span = user_span()
+        k, factor = self._loop_at(position, span)
+        size = self.fusion.size(outer, span)
+        if factor.on:
+            already = f"axis {position} of %{self.name} already lies on {factor.on}"
+            raise error(already, span, hint="split first, then parallelize")
+        if not factor.extent.divisible_by(size):
+            raise error(f"{size} does not divide axis {position} of %{self.name}, which is {factor.extent}", span)
+        at = position % len(self._loop)
+        self._loop[at : at + 1] = [(k, Factor(size)), (k, Factor(factor.extent / size))]
+
+    def shard(self, axis: int, mesh: DeviceMesh, on: ParallelType | str = ParallelType.DIDx) -> Tensor:
+        """Spreads a whole axis over the mesh in equal contiguous blocks: the short way to split and parallelize."""
+        self.set_device_mesh(mesh)
+        self._mark(axis, on, user_span())
+        return self
+
+    def _loop_at(self, position: int, span: Span | None) -> tuple[int, Factor]:
+        count = len(self._loop)
+        whole = isinstance(position, int) and not isinstance(position, bool)
+        if not whole or not -count <= position < count:
+            expected = f"an axis from 0 to {count - 1}" if count else "a tensor with axes"
+            raise error(f"%{self.name} has no axis {position!r}", span, expected=expected)
+        return self._loop[position]
+
+    def _check_extent(self, extent: Size, name: str, mesh: DeviceMesh, span: Span | None) -> None:
+        ranks = mesh.ranks(name)
+        if not extent.divisible_by(ranks):
+            raise error(
+                f"the mesh's {ranks} ranks do not divide an axis of {extent} in %{self.name}",
+                span,
+                expected=f"a multiple of {ranks}",
+                hint="change the mesh, or pad the axis",
+            )
+
+    def _mark(self, position: int, on: ParallelType | str, span: Span | None) -> None:
+        k, factor = self._loop_at(position, span)
+        if on is ParallelType.Stream:
+            name = STREAM
+        elif self.mesh is None:
+            raise error(f"%{self.name} has no mesh yet", span, hint=f"{self.name}.set_device_mesh(mesh) first")
+        else:
+            name = self.mesh.axis_name(on, span)
+            self._check_extent(factor.extent, name, self.mesh, span)
+        if factor.on == name:
+            return
+        if factor.on:
+            raise error(f"axis {position} of %{self.name} already lies on {factor.on}", span)
+        if any(f.on == name for _, f in self._loop):
+            hint = "a loop slices one axis" if name == STREAM else "use a mesh of two axes, or shard only one"
+            raise error(f"two axes of %{self.name} on {name}", span, expected=f"at most one axis on {name}", hint=hint)
+        self._loop[position] = (k, Factor(factor.extent, name))
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The logical axes, each as the product of its splits."""
+        return tuple(Axis(tuple(f for j, f in self._loop if j == k)) for k in range(len(self.shape)))
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        return self.fusion.combine(Matmul, a=self, b=other)
+
+    def __add__(self, other: Tensor) -> Tensor:
+        return self.fusion.combine(Add, x=self, y=other)
+
+    def __mul__(self, other: Tensor) -> Tensor:
+        return self.fusion.combine(Mul, x=self, y=other)
+
+    def __rmatmul__(self, other: Any) -> Tensor:
+        return self.fusion.combine(Matmul, a=other, b=self)
+
+    def __radd__(self, other: Any) -> Tensor:
+        return self.fusion.combine(Add, x=other, y=self)
+
+    def __rmul__(self, other: Any) -> Tensor:
+        return self.fusion.combine(Mul, x=other, y=self)
+
+    def __sub__(self, other: Any) -> Tensor:
+        raise error("a fusion has no subtraction", user_span(), hint=NEGATE)
+
+    def __rsub__(self, other: Any) -> Tensor:
+        raise error("a fusion has no subtraction", user_span(), hint=NEGATE)
+
+    def __neg__(self) -> Tensor:
+        raise error("a fusion has no negation", user_span(), hint=NEGATE)
+
+    def __truediv__(self, other: Any) -> Tensor:
+        raise error("a fusion has no division", user_span(), hint=INVERT)
+
+    def __rtruediv__(self, other: Any) -> Tensor:
+        raise error("a fusion has no division", user_span(), hint=INVERT)
+
+    def __repr__(self) -> str:
+        return f"%{self.name}: {self.dtype}[{', '.join(map(str, self.axes))}]"

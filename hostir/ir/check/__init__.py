@@ -1,0 +1,5 @@
+"""Checks of whole programs."""
+
+from hostir.ir.check.structure import check, verify
+
+__all__ = ["check", "verify"]

@@ -1,0 +1,174 @@
+"""Structure: names, scopes, phases, types and handles. What every program must satisfy first of all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from hostir.ir.check.buffers import Buffers
+from hostir.ir.check.indices import divisions_by_zero
+from hostir.ir.comm_ops import Reshard
+from hostir.ir.host_ops import For, Wait
+from hostir.ir.op import Codec, Phase, Statement, codecs_of
+from hostir.ir.program import Program
+from hostir.ir.source import Diagnostic, HostIRError, did_you_mean
+from hostir.ir.tensor_ops import TensorOp
+from hostir.ir.types import Kind, TensorType
+from hostir.ir.values import Value
+from hostir.ir.view_ops import ViewOp
+
+MOST_STREAMS = 1024  # in the pool of a rank; few devices tell more than a hundred apart
+MOST_RANKS = 65536
+
+
+def check(program: Program, *, settled: bool = False) -> list[Diagnostic]:
+    """Every structural finding, in program order; empty for a sound program.
+
+    `settled` asks more of a fusion: that its shardings are propagated and every change of sharding explicit, so that
+    each declared type is what the statement gives. Host programs are always held to that.
+    """
+    checker = _Checker(program, settled or program.phase is Phase.HOST)
+    if found := list(checker.run()):
+        return found
+    # Asked last, and of a sound program only: a statement that is wrong may be the one that meant to write the output.
+    return list(checker.buffers.unwritten_outputs(program.outputs)) if program.phase is Phase.HOST else []
+
+
+def verify(program: Program, *, settled: bool = False) -> Program:
+    """The program itself, or a HostIRError with all findings."""
+    if found := check(program, settled=settled):
+        raise HostIRError(*found)
+    return program
+
+
+class _Checker:
+    def __init__(self, program: Program, settled: bool) -> None:
+        self.program = program
+        self.phase = program.phase
+        self.settled = settled
+        self.scope: dict[str, Value] = {}
+        self.buffers = Buffers(program)
+        self.waited: dict[str, Statement] = {}  # by handle
+        self.pending: dict[str, Statement] = {}  # handles in flight
+
+    def run(self) -> Iterator[Diagnostic]:
+        yield from self.limits()
+        for value in self.program.inputs:
+            yield from self.define(value, None)
+        yield from self.block(self.program.body)
+        for value in self.program.outputs:
+            yield from self.known(value, None)
+        yield from self.buffers.freed_outputs(self.program.outputs)
+        for handle, s in self.pending.items():
+            yield Diagnostic(
+                f"%{handle} is never waited for", s.span, hint=f"add 'wait %{handle}' before its result is used"
+            )
+
+    def limits(self) -> Iterator[Diagnostic]:
+        if self.program.streams > MOST_STREAMS:
+            yield Diagnostic(
+                f"@{self.program.name} has a pool of {self.program.streams} streams", expected=f"at most {MOST_STREAMS}"
+            )
+        for mesh in self.program.meshes:
+            if (device := max(mesh.devices)) >= MOST_RANKS:
+                yield Diagnostic(f"mesh @{mesh.name} names device {device}", expected=f"devices below {MOST_RANKS}")
+
+    def block(self, body: tuple[Statement, ...], outside: Collection[str] = ()) -> Iterator[Diagnostic]:
+        """Statements in order; `outside` are the names from outside the loop that they stand in."""
+        for s in body:
+            if self.phase not in s.phases:
+                yield Diagnostic(f"'{s.keyword()}' does not belong to a {self.phase.value}", s.span)
+                continue
+            found = [d for v in s.uses(self.phase) for d in self.known(v, s)]
+            found = found or list(self.typed(s))
+            yield from found
+            yield from self.divisors(s)
+            yield from self.flights(s)
+            if self.phase is Phase.HOST:
+                yield from self.buffers.lifetimes(s, outside)
+                if not found:
+                    yield from self.buffers.overlaps(s)
+            outer = dict(self.scope)
+            if defined := s.defines(self.phase):
+                yield from self.define(defined, s)
+            for inner in s.bodies:
+                pending, self.pending = self.pending, {}
+                yield from self.block(inner, outer)
+                for handle, started in self.pending.items():
+                    yield Diagnostic(
+                        f"%{handle} is not waited for in the round that starts it",
+                        started.span,
+                        hint=f"add 'wait %{handle}' to the body",
+                    )
+                self.pending = pending
+            if isinstance(s, For):
+                self.scope = outer
+
+    def define(self, value: Value, s: Statement | None) -> Iterator[Diagnostic]:
+        if value.name in self.scope:
+            yield Diagnostic(f"{value} is defined twice", s.span if s else value.span, hint="give it another name")
+        self.scope[value.name] = value
+
+    def known(self, value: Value, s: Statement | None) -> Iterator[Diagnostic]:
+        span = s.span if s else value.span
+        if value.name not in self.scope:
+            yield Diagnostic(f"{value} is not defined here", span, hint=did_you_mean(value.name, self.scope))
+        elif self.scope[value.name] != value:
+            yield Diagnostic(f"{value} is used as {value.type} but defined as {self.scope[value.name].type}", span)
+
+    def typed(self, s: Statement) -> Iterator[Diagnostic]:
+        try:
+            s.verify()
+            if self.settled:
+                s.verify_layout()
+            expected = s.infer() if self.settled or not isinstance(s, TensorOp) else None
+        except HostIRError as wrong:
+            yield from wrong.diagnostics
+            return
+        result = s.out if isinstance(s, (TensorOp, ViewOp)) else s.defines(self.phase)
+        if result is None:
+            return
+        if isinstance(s, TensorOp) and (found := list(self.computed(s))):
+            yield from found
+            return
+        declared = result.type
+        if isinstance(expected, TensorType) and isinstance(declared, TensorType):
+            if self.settled and not _agree(expected, declared):
+                yield Diagnostic(
+                    f"{result} is declared {declared}, but {s.keyword()} gives {expected}",
+                    s.span,
+                    expected=str(expected),
+                )
+        elif isinstance(expected, Kind) and expected is not declared:
+            yield Diagnostic(f"{result} is a {declared}, but {s.keyword()} gives a {expected}", s.span)
+
+    def computed(self, s: TensorOp) -> Iterator[Diagnostic]:
+        dtype, shape = s.result()
+        declared = s.out.tensor
+        if declared.dtype != dtype or declared.shape != shape:
+            gives = f"{dtype}[{', '.join(map(str, shape))}]"
+            yield Diagnostic(f"{s.out} is {declared}, but {s.keyword()} gives {gives}", s.span, expected=gives)
+
+    def divisors(self, s: Statement) -> Iterator[Diagnostic]:
+        for name, codec in codecs_of(type(s)).items():
+            if codec in (Codec.STREAM, Codec.INDEX):
+                for division in divisions_by_zero(getattr(s, name)):
+                    yield Diagnostic(f"'{division}' divides by zero", s.span, expected="a divisor of at least 1")
+
+    def flights(self, s: Statement) -> Iterator[Diagnostic]:
+        if isinstance(s, Wait) and s.handle.type is Kind.HANDLE:
+            if self.pending.pop(s.handle.name, None) is None and s.handle.name in self.waited:
+                yield Diagnostic(
+                    f"{s.handle} is waited for twice", s.span, notes=((self.waited[s.handle.name].span, "first here"),)
+                )
+            self.waited[s.handle.name] = s
+        if (defined := s.defines(self.phase)) is not None and defined.type is Kind.HANDLE:
+            self.waited.pop(defined.name, None)
+            self.pending[defined.name] = s
+        if isinstance(s, Reshard) and self.settled:
+            yield Diagnostic("a reshard is left after communications were chosen", s.span)
+
+
+def _agree(a: TensorType, b: TensorType) -> bool:
+    """Equal up to Stream marks and normal form."""
+    same_mesh = a.mesh is None or b.mesh is None or a.mesh == b.mesh
+    return same_mesh and a.host().axes == b.host().axes and a.dtype == b.dtype and a.partial == b.partial

@@ -1,0 +1,332 @@
+"""The vocabulary of communication: statements that change where a tensor's parts lie, and nothing else.
+
+Seen from all ranks together each is the identity; the types of `x` and `out` say what moves. In a fusion a
+communication defines its result; in a host program it fills a buffer and gives a handle to wait for:
+
+    %h = allgather %x -> %y over didx
+    wait %h
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from hostir.ir.layout import Mark, flat_marks, leads
+from hostir.ir.machine import Exchange, Move, meshes_of
+from hostir.ir.op import BOTH, DefineIf, Name, Phase, Read, Statement, Write, statement
+from hostir.ir.sizes import Size, product
+from hostir.ir.types import Mesh, TensorType
+
+if TYPE_CHECKING:
+    from hostir.ir.machine import Frame
+
+
+@statement
+@dataclass(frozen=True)
+class Reshard(Statement):
+    """An explicit change of sharding in a fusion; lowering turns it into communications.
+
+    Example: %y: f32[16, 32] = reshard %x: f32[16@didx, 32]
+    """
+
+    syntax = "{out} = reshard {x}"
+    phases: ClassVar[frozenset[Phase]] = frozenset({Phase.FUSION})
+    x: Read
+    out: Write
+
+    def verify(self) -> None:
+        x, out = self.x.tensor, self.out.tensor
+        if x.dtype != out.dtype or x.shape != out.shape:
+            raise self.fail(
+                f"reshard changes where {self.x} lies, not what it is: {x} to {out}", expected=f"{x.dtype}, equal sizes"
+            )
+
+    def evaluate(self, frame: Frame) -> None:
+        frame[self.out] = frame[self.x]
+
+
+@dataclass(frozen=True)
+class Communication(Statement):
+    """The base of communications.
+
+    In a host program `x` and `out` are dense and what moves is outermost in them; lowering sees to it. In a fusion,
+    where a communication has no handle, any axis may move.
+    """
+
+    phases: ClassVar[frozenset[Phase]] = BOTH
+
+    x: Read
+    out: Write
+    handle: DefineIf = None
+
+    @classmethod
+    def form(cls, phase: Phase) -> str:
+        if phase is Phase.HOST:
+            return cls.syntax
+        return "{out} = " + cls.syntax.replace("{handle} = ", "").replace(" -> {out}", "")
+
+    @property
+    def meshes(self) -> tuple[Mesh | None, ...]:
+        return meshes_of([self.x, self.out])
+
+    def exchange(self, rank: int) -> Exchange:
+        """What this rank does."""
+        raise AssertionError(type(self).__name__)
+
+    def verify(self) -> None:
+        x, out = self.x.tensor, self.out.tensor
+        if x.dtype != out.dtype or product(x.shape) != product(out.shape):
+            raise self.fail(
+                f"{self.keyword()} moves elements and keeps them: {x} to {out}", expected="equal dtypes and sizes"
+            )
+
+    def evaluate(self, frame: Frame) -> None:
+        if not frame.here(*self.meshes):
+            return
+        if frame[self.out] is None and frame.here(self.out.tensor.mesh):
+            frame[self.out] = frame.machine.allocate(frame.shape(self.out.tensor), self.out.tensor.dtype)
+        rank = frame.machine.rank
+        exchange = Exchange(self.keyword(), ()) if rank is None else self.exchange(rank)
+        handle = frame.machine.communicate(exchange, frame[self.x], frame[self.out])
+        if self.handle is None:
+            frame.machine.wait(handle)
+        else:
+            frame[self.handle] = handle
+
+
+@dataclass(frozen=True)
+class Collective(Communication):
+    """A communication among the ranks along one mesh axis."""
+
+    over: Name = ""
+
+    @property
+    def mesh(self) -> Mesh:
+        mesh = self.x.tensor.mesh
+        if mesh is None or mesh != self.out.tensor.mesh or self.over not in mesh.axes:
+            known = ", ".join(mesh.axes) if mesh else "none"
+            raise self.fail(
+                f"no mesh axis '{self.over}' shared by {self.x} and {self.out}", expected=f"one of: {known}"
+            )
+        return mesh
+
+    def exchange(self, rank: int) -> Exchange:
+        return Exchange(self.keyword(), self.mesh.team(rank, self.over))
+
+    def verify(self) -> None:
+        super().verify()
+        if self.mesh and not self.fits(self.x.tensor, self.out.tensor):
+            raise self.fail(
+                f"{self.keyword()} over {self.over} does not lead from {self.x.tensor} to {self.out.tensor}",
+                expected=self.rule.format(over=self.over),
+            )
+
+    def _outermost(self, type: TensorType) -> bool:
+        return self.handle is None or leads(type, self.over)
+
+    rule: ClassVar[str] = ""
+
+    def fits(self, x: TensorType, out: TensorType) -> bool:
+        raise AssertionError(type(self).__name__)
+
+
+def _marks(type: TensorType) -> list[str]:
+    return [m for axis in type.axes for m in axis.marks]
+
+
+def _unmarked(type: TensorType, mark: str) -> TensorType:
+    return type.with_axes(axis.without(mark) for axis in type.axes)
+
+
+@statement
+@dataclass(frozen=True)
+class AllGather(Collective):
+    """Every rank gets all parts, in the order of the ranks.
+
+    Example: %h = allgather %x: f32[8@didx, 16, 32] -> %y: f32[8, 16, 32] over didx
+    """
+
+    syntax = "{handle} = allgather {x} -> {out} over {over}"
+    rule = "x with its outermost axis on {over}, and out the same without it"
+
+    def fits(self, x: TensorType, out: TensorType) -> bool:
+        return self._outermost(x) and self.over in _marks(x) and _unmarked(x, self.over).host() == out.host()
+
+
+@statement
+@dataclass(frozen=True)
+class AllReduce(Collective):
+    """Every rank gets the sum of all partial sums. `x` and `out` may be the same memory.
+
+    Example: %h = allreduce %x: f32[16, 32] partial(didx) -> %y: f32[16, 32] over didx
+    """
+
+    syntax = "{handle} = allreduce {x} -> {out} over {over}"
+    rule = "x a partial sum over {over}, and out the same but whole"
+
+    def fits(self, x: TensorType, out: TensorType) -> bool:
+        return self.over in x.partial and _summed(x, self.over).host() == out.host()
+
+
+def _summed(type: TensorType, mark: str) -> TensorType:
+    return replace(type, partial=tuple(m for m in type.partial if m != mark))
+
+
+@statement
+@dataclass(frozen=True)
+class ReduceScatter(Collective):
+    """Each rank gets its block of the sum of all partial sums.
+
+    Example: %h = reduce_scatter %x: f32[8, 16, 32] partial(didx) -> %y: f32[8@didx, 16, 32] over didx
+    """
+
+    syntax = "{handle} = reduce_scatter {x} -> {out} over {over}"
+    rule = "x a partial sum over {over}, and out whole with its outermost axis on {over}"
+
+    def fits(self, x: TensorType, out: TensorType) -> bool:
+        whole = _summed(x, self.over).host()
+        moved = self.over in x.partial and self.over in _marks(out)
+        return moved and self._outermost(out) and whole == _unmarked(out, self.over).host()
+
+
+@statement
+@dataclass(frozen=True)
+class AllToAll(Collective):
+    """The sharding moves from one axis to another: each rank sends a block to each rank.
+
+    In a host program `x` is `[D, A@over, ...]` and `out` is `[D@over, A, ...]`, D being the number of ranks.
+
+    Example: %h = alltoall %x: f32[8, 16@didx, 4] -> %y: f32[8@didx, 16, 4] over didx
+    """
+
+    syntax = "{handle} = alltoall {x} -> {out} over {over}"
+    rule = "x = [D, A@{over}, ...] and out = [D@{over}, A, ...]"
+
+    def fits(self, x: TensorType, out: TensorType) -> bool:
+        if _unmarked(x, self.over).host() != _unmarked(out, self.over).host() or x.axis_on(self.over) is None:
+            return False
+        if self.handle is None:
+            return out.axis_on(self.over) not in (None, x.axis_on(self.over))
+        ranks = Size(self.mesh.size(self.over))
+        before = [outer for mark, outer, _ in flat_marks(x) if mark == self.over]
+        return leads(out, self.over) and before == [ranks] and x.axes[0].extent == ranks
+
+
+@dataclass(frozen=True)
+class Transfer(Communication):
+    """A communication between two meshes."""
+
+    def exchange(self, rank: int) -> Exchange:
+        source, target = self._meshes
+        team = tuple(sorted({*source.devices, *target.devices}))
+        moves = tuple(m for m in self.moves(source, target) if rank in (m.source, m.target))
+        return Exchange(self.keyword(), team, moves)
+
+    @property
+    def _meshes(self) -> tuple[Mesh, Mesh]:
+        source, target = self.x.tensor.mesh, self.out.tensor.mesh
+        if source is None or target is None:
+            raise self.fail(f"{self.keyword()} needs a mesh on both sides", hint="set_device_mesh on both tensors")
+        return source, target
+
+    def moves(self, source: Mesh, target: Mesh) -> tuple[Move, ...]:
+        """Every message of every rank."""
+        raise AssertionError(type(self).__name__)
+
+    def verify(self) -> None:
+        super().verify()
+        source, target = self._meshes
+        x, out = flat_marks(self.x.tensor), flat_marks(self.out.tensor)
+        if not self.agrees(x, out, source, target):
+            start, end = f"{self.x.tensor} on @{source.name}", f"{self.out.tensor} on @{target.name}"
+            raise self.fail(f"{self.keyword()} does not lead from {start} to {end}", expected=self.rule)
+
+    def sharded(self, type: TensorType, marks: tuple[Mark, ...]) -> bool:
+        """Whether one axis lies over the whole of the type's mesh, in a host program the outermost."""
+        one = len(marks) == 1 and type.mesh is not None and len(type.mesh.axes) == 1
+        return one and (self.handle is None or leads(type, type.mesh.axes[0] if type.mesh else ""))
+
+    rule: ClassVar[str] = ""
+
+    def agrees(self, x: tuple[Mark, ...], out: tuple[Mark, ...], source: Mesh, target: Mesh) -> bool:
+        raise AssertionError(type(self).__name__)
+
+
+@statement
+@dataclass(frozen=True)
+class Broadcast(Transfer):
+    """The first device of one mesh gives its copy to every device of another.
+
+    Example: %h = broadcast %x: f32[16, 32] -> %y: f32[16, 32] on @other
+    """
+
+    syntax = "{handle} = broadcast {x} -> {out}"
+    rule = "both sides replicated"
+
+    def agrees(self, x: tuple[Mark, ...], out: tuple[Mark, ...], source: Mesh, target: Mesh) -> bool:
+        return not x and not out
+
+    def moves(self, source: Mesh, target: Mesh) -> tuple[Move, ...]:
+        return tuple(Move(source.devices[0], d, (0, 1), (0, 1)) for d in target.devices)
+
+
+@statement
+@dataclass(frozen=True)
+class Gather(Transfer):
+    """Every device of another mesh gets all parts.
+
+    Example: %h = gather %x: f32[8@didx, 32] -> %y: f32[8, 32] on @other
+    """
+
+    syntax = "{handle} = gather {x} -> {out}"
+    rule = "x with its outermost axis over a mesh of one axis, out replicated"
+
+    def agrees(self, x: tuple[Mark, ...], out: tuple[Mark, ...], source: Mesh, target: Mesh) -> bool:
+        return not out and self.sharded(self.x.tensor, x)
+
+    def moves(self, source: Mesh, target: Mesh) -> tuple[Move, ...]:
+        n = len(source.devices)
+        return tuple(Move(s, d, (0, 1), (i, n)) for d in target.devices for i, s in enumerate(source.devices))
+
+
+@statement
+@dataclass(frozen=True)
+class Scatter(Transfer):
+    """The first device of one mesh (the first that is in both, if any) gives each device of another its part.
+
+    Example: %h = scatter %x: f32[8, 32] -> %y: f32[8@didx, 32] on @other
+    """
+
+    syntax = "{handle} = scatter {x} -> {out}"
+    rule = "x replicated, out with its outermost axis over a mesh of one axis"
+
+    def agrees(self, x: tuple[Mark, ...], out: tuple[Mark, ...], source: Mesh, target: Mesh) -> bool:
+        return not x and self.sharded(self.out.tensor, out)
+
+    def moves(self, source: Mesh, target: Mesh) -> tuple[Move, ...]:
+        root = next((d for d in source.devices if d in target.devices), source.devices[0])
+        n = len(target.devices)
+        return tuple(Move(root, d, (i, n), (0, 1)) for i, d in enumerate(target.devices))
+
+
+@statement
+@dataclass(frozen=True)
+class SendRecv(Transfer):
+    """Each device of one mesh gives its part to the device at the same place of another.
+
+    Example: %h = sendrecv %x: f32[8@didx, 32] -> %y: f32[8@didx, 32] on @other
+    """
+
+    syntax = "{handle} = sendrecv {x} -> {out}"
+    rule = "equal sharding over meshes of equal shape"
+
+    def agrees(self, x: tuple[Mark, ...], out: tuple[Mark, ...], source: Mesh, target: Mesh) -> bool:
+        def places(marks: tuple[Mark, ...], mesh: Mesh) -> list[tuple[int, Size]]:
+            return [(mesh.axes.index(mark), outer) for mark, outer, _ in marks]  # the names of the axes may differ
+
+        return source.shape == target.shape and places(x, source) == places(out, target)
+
+    def moves(self, source: Mesh, target: Mesh) -> tuple[Move, ...]:
+        pairs = zip(source.devices, target.devices, strict=True)
+        return tuple(Move(s, d, (0, 1), (0, 1)) for s, d in pairs)

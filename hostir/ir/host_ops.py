@@ -1,0 +1,277 @@
+"""The vocabulary of host programs: buffers, views by index, streams, handles and loops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hostir.ir.layout import refine
+from hostir.ir.op import Body, Define, Extent, Free, Index, Int, Name, Phase, Statement, StreamRef, Use, statement
+from hostir.ir.sizes import Size
+from hostir.ir.types import Axis, Kind, TensorType
+from hostir.ir.view_ops import ViewOp
+
+if TYPE_CHECKING:
+    from hostir.ir.machine import Frame
+
+HOST = frozenset({Phase.HOST})
+
+
+@statement
+@dataclass(frozen=True)
+class Allocate(Statement):
+    """A new dense buffer, uninitialised. Each rank of the type's mesh gets its part.
+
+    Example: %x: bf16[4, 8@didx, 32] = allocate
+    """
+
+    syntax = "{out} = allocate"
+    out: Define
+
+    def verify(self) -> None:
+        if not isinstance(self.out.type, TensorType):
+            raise self.fail(f"allocate gives a tensor, not a {self.out.type}", expected="a tensor type behind the name")
+
+    def evaluate(self, frame: Frame) -> None:
+        if frame.here(self.out.tensor.mesh):
+            frame[self.out] = frame.machine.allocate(frame.shape(self.out.tensor), self.out.tensor.dtype)
+
+
+@statement
+@dataclass(frozen=True)
+class FreeBuffer(Statement):
+    """Ends a buffer: nothing issued later may touch it.
+
+    Example: free %x: bf16[4, 8@didx, 32]
+    """
+
+    syntax = "free {x}"
+    x: Free
+
+    def evaluate(self, frame: Frame) -> None:
+        if frame.here(self.x.tensor.mesh):
+            frame.machine.free(frame[self.x])
+
+
+@statement
+@dataclass(frozen=True)
+class Select(ViewOp):
+    """The view at one index of an axis, the first unless said; the axis goes away. The axis is not sharded.
+
+    Example: %y: f32[8@didx, 32] = select %x: f32[4, 8@didx, 32][%i]
+    """
+
+    phases: ClassVar[frozenset[Phase]] = HOST
+    syntax = "{out} = select {x}[{index}]<? axis {axis}?>"
+    index: Index
+    axis: Int = 0
+
+    def infer(self) -> TensorType:
+        type = self.x.tensor
+        if self.axis >= len(type.axes):
+            raise self.fail(f"{self.x} has no axis {self.axis}", expected=f"an axis below {len(type.axes)}")
+        if marks := type.axes[self.axis].marks:
+            raise self.fail(
+                f"axis {self.axis} of {self.x} lies over {marks[0]}", hint="select another axis, or use chunk"
+            )
+        return type.with_axes(a for i, a in enumerate(type.axes) if i != self.axis)
+
+    def verify(self) -> None:
+        self.infer()
+
+    def view(self, frame: Frame, x: Any) -> Any:
+        index, extent = frame.index(self.index), self.x.tensor.shape[self.axis].bind(frame.sizes)
+        if not 0 <= index < extent:
+            raise self.fail(f"index {index} is outside axis {self.axis} of {self.x}", expected=f"0 to {extent - 1}")
+        return frame.machine.select(x, self.axis, index)
+
+
+@statement
+@dataclass(frozen=True)
+class Chunk(ViewOp):
+    """The view of one of `count` equal pieces of an axis, counted within each rank's part; the axis stays.
+
+    Example: %y: f32[16, 8@didx] = chunk %x: f32[16, 32@didx][%i of 4] axis 1
+    """
+
+    phases: ClassVar[frozenset[Phase]] = HOST
+    syntax = "{out} = chunk {x}[{index} of {count}]<? axis {axis}?>"
+    index: Index
+    count: Extent
+    axis: Int = 0
+
+    def _cut(self) -> tuple[Size, Axis]:
+        """The number of blocks outside the pieces, which are spread over ranks, and the axis of one piece."""
+        type = self.x.tensor
+        if self.axis >= len(type.axes):
+            raise self.fail(f"{self.x} has no axis {self.axis}", expected=f"an axis below {len(type.axes)}")
+        outer, mesh, axis = Size(), type.mesh, type.axes[self.axis]
+        for factor in axis.factors:
+            if factor.on is None or mesh is None:
+                break
+            outer = outer * mesh.size(factor.on)
+            if not type.local_factor(factor).is_one:
+                break
+        cut = refine(axis, outer, self.count, mesh)
+        if cut is None:
+            raise self.fail(
+                f"axis {self.axis} of {self.x}, {axis}, cannot be cut in {self.count} equal pieces",
+                expected=f"each rank's part to divide by {self.count}",
+            )
+        before, inner = cut
+        return outer, Axis((*before, *inner)).normal()
+
+    def infer(self) -> TensorType:
+        piece = self._cut()[1]
+        return self.x.tensor.with_axes(piece if i == self.axis else a for i, a in enumerate(self.x.tensor.axes))
+
+    def verify(self) -> None:
+        self.infer()
+
+    def view(self, frame: Frame, x: Any) -> Any:
+        index, count = frame.index(self.index), self.count.bind(frame.sizes)
+        if not 0 <= index < count:
+            raise self.fail(f"piece {index} is outside axis {self.axis} of {self.x}", expected=f"0 to {count - 1}")
+        whole = frame.machine.rank is None
+        return frame.machine.chunk(x, self.axis, self._cut()[0].bind(frame.sizes) if whole else 1, count, index)
+
+
+@statement
+@dataclass(frozen=True)
+class AsPartial(ViewOp):
+    """The same buffer holding, for now, each rank's partial sum: what an in-place allreduce starts from.
+
+    Example: %p: f32[16, 32] partial(didx) = as_partial %x: f32[16, 32] over didx
+    """
+
+    phases: ClassVar[frozenset[Phase]] = HOST
+    syntax = "{out} = as_partial {x} over {over}"
+    over: Name
+
+    def infer(self) -> TensorType:
+        type = self.x.tensor
+        if type.mesh is None or self.over not in type.mesh.axes or self.over in type.partial:
+            raise self.fail(f"{self.x} cannot hold partial sums over '{self.over}'", expected="an axis of its mesh")
+        return replace(type, partial=tuple(sorted((*type.partial, self.over))))
+
+    def verify(self) -> None:
+        self.infer()
+
+    def view(self, frame: Frame, x: Any) -> Any:
+        return x
+
+
+@statement
+@dataclass(frozen=True)
+class Wait(Statement):
+    """The current stream waits for a communication; its result may be read on this stream from here on.
+
+    Example: wait %h: handle
+    """
+
+    syntax = "wait {handle}"
+    handle: Use
+
+    def verify(self) -> None:
+        if self.handle.type is not Kind.HANDLE:
+            raise self.fail(
+                f"{self.handle} is no communication in flight",
+                expected="a handle",
+                hint="wait for the %h of '%h = allgather ...'",
+            )
+
+    def evaluate(self, frame: Frame) -> None:
+        handle = frame[self.handle]
+        if handle is not None:
+            frame.machine.wait(handle)
+
+
+@statement
+@dataclass(frozen=True)
+class CurrentStream(Statement):
+    """The stream that statements are issued to now: at the start, the caller's.
+
+    Example: %user = current_stream
+    """
+
+    syntax = "{out} = current_stream"
+    out: Define
+
+    def infer(self) -> Kind:
+        return Kind.STREAM
+
+    def evaluate(self, frame: Frame) -> None:
+        frame[self.out] = frame.machine.current_stream()
+
+
+@statement
+@dataclass(frozen=True)
+class SetStream(Statement):
+    """What follows is issued to this stream: a stream value, or a member of the pool by index.
+
+    Example: set_stream %i % 2
+    """
+
+    syntax = "set_stream {stream}"
+    stream: StreamRef
+
+    def evaluate(self, frame: Frame) -> None:
+        frame.machine.set_stream(frame.stream(self.stream))
+
+
+@statement
+@dataclass(frozen=True)
+class Synchronize(Statement):
+    """The current stream waits for all that was issued on another so far. Nothing blocks the host.
+
+    Example: synchronize 1
+    """
+
+    syntax = "synchronize {stream}"
+    stream: StreamRef
+
+    def evaluate(self, frame: Frame) -> None:
+        frame.machine.synchronize(frame.stream(self.stream))
+
+
+@statement
+@dataclass(frozen=True)
+class Delay(Statement):
+    """The current stream stands still, so that a communication that gets ready meanwhile takes its SMs first.
+
+    A computation that fills the device keeps a communication out until its first blocks have ended. A delay orders
+    nothing: a program means the same without it, and machines without SMs pass over it. The idea is the nudge in
+    torch's fused matmul + reduce-scatter.
+
+    Example: delay 5 us
+    """
+
+    syntax = "delay {microseconds} us"
+    microseconds: Int
+
+    def evaluate(self, frame: Frame) -> None:
+        frame.machine.delay(self.microseconds)
+
+
+@statement
+@dataclass(frozen=True)
+class For(Statement):
+    """Runs the body for each index from 0; every rank goes through every round.
+
+    Example: for %i in 0..4 { set_stream %i % 2 }
+    """
+
+    syntax = "for {index} in 0..{count} {body}"
+    index: Define
+    count: Extent
+    body: Body
+
+    def infer(self) -> Kind:
+        return Kind.INDEX
+
+    def rounds(self, frame: Frame) -> range:
+        return range(self.count.bind(frame.sizes))
+
+    def begin(self, frame: Frame, index: int) -> None:
+        """Enters a round. The interpreter walks the body, so that it can name the statement that fails."""
+        frame[self.index] = index

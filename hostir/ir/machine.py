@@ -1,0 +1,126 @@
+"""The seam between what a statement means and what executes it.
+
+A statement's `evaluate` speaks to a `Frame`: one rank's view of one run of a program. The frame resolves names, indices
+and sizes, and hands them to a `Machine`. Machines that plan first (streams, graphs) record what they are told; machines
+that are eager do it at once. The same thirteen methods serve both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hostir.ir.types import DType, Kind, Mesh, TensorType, bind_shape
+from hostir.ir.values import Bin, Expr, Lit, Value
+
+Handle = Any  # what a machine stands for a tensor, a stream or a communication in flight
+
+
+@dataclass(frozen=True)
+class Move:
+    """One message: block `take[0]` of `take[1]` equal blocks at the source becomes block `put[0]` of `put[1]` there."""
+
+    source: int
+    target: int
+    take: tuple[int, int]
+    put: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A communication as one rank sees it: its kind, its team in order, and for kinds between meshes the messages."""
+
+    kind: str
+    team: tuple[int, ...]
+    moves: tuple[Move, ...] = ()
+
+
+class Machine(Protocol):
+    """What executes statements. `rank` is None on a machine that holds whole, unsharded tensors."""
+
+    @property
+    def rank(self) -> int | None:
+        """Which rank it is."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: DType) -> Handle:
+        """A dense uninitialised tensor."""
+
+    def free(self, x: Handle) -> None:
+        """Ends a tensor: nothing issued later may touch it."""
+
+    def select(self, x: Handle, axis: int, index: int) -> Handle:
+        """The view of `x` at one index of an axis, which goes away."""
+
+    def chunk(self, x: Handle, axis: int, outer: int, count: int, index: int) -> Handle:
+        """Views the axis as [outer, count, inner], takes `index` of `count`, and merges outer and inner again."""
+
+    def reshape(self, x: Handle, shape: tuple[int, ...]) -> Handle:
+        """The view of `x` in another shape."""
+
+    def permute(self, x: Handle, axes: tuple[int, ...]) -> Handle:
+        """The view of `x` with its axes in another order."""
+
+    def compute(self, kind: str, out: Handle, operands: Sequence[Handle | None], options: Mapping[str, Any]) -> None:
+        """Runs kernel `kind` on the current stream, writing `out`."""
+
+    def communicate(self, exchange: Exchange, x: Handle | None, out: Handle | None) -> Handle:
+        """Starts a communication after the current stream's earlier work; returns its handle."""
+
+    def wait(self, handle: Handle) -> None:
+        """The current stream waits for a communication."""
+
+    def current_stream(self) -> Handle:
+        """The stream that statements are issued to now."""
+
+    def set_stream(self, stream: Handle | int) -> None:
+        """Issues what follows to a stream, or to a member of the pool."""
+
+    def synchronize(self, stream: Handle | int) -> None:
+        """The current stream waits for all that was issued on another so far; the host does not."""
+
+    def delay(self, microseconds: int) -> None:
+        """The current stream stands still for about so long, if that helps anyone on this machine."""
+
+
+@dataclass
+class Frame:
+    """One rank's run of a program: its machine, the sizes, and what every name stands for so far."""
+
+    machine: Machine
+    sizes: Mapping[str, int]
+    handles: dict[str, Handle] = field(default_factory=dict)
+
+    def __getitem__(self, value: Value | None) -> Handle | None:
+        return None if value is None else self.handles.get(value.name)
+
+    def __setitem__(self, value: Value, handle: Handle) -> None:
+        self.handles[value.name] = handle
+
+    def here(self, *meshes: Mesh | None) -> bool:
+        """Whether this rank belongs to any of the meshes."""
+        rank = self.machine.rank
+        return rank is None or any(mesh is None or rank in mesh.devices for mesh in meshes)
+
+    def shape(self, type: TensorType) -> tuple[int, ...]:
+        """The shape that this machine gives a tensor: one rank's part, or the whole."""
+        return bind_shape(type.shape if self.machine.rank is None else type.local_shape, self.sizes)
+
+    def index(self, expr: Expr) -> int:
+        if isinstance(expr, Lit):
+            return expr.value
+        if isinstance(expr, Bin):
+            a, b = self.index(expr.left), self.index(expr.right)
+            return {"+": a.__add__, "-": a.__sub__, "*": a.__mul__, "/": a.__floordiv__, "%": a.__mod__}[expr.op](b)
+        return int(self.handles[expr.value.name])
+
+    def stream(self, expr: Expr) -> Handle | int:
+        """A stream operand: a stream value, or an index into the pool."""
+        if not isinstance(expr, (Lit, Bin)) and expr.value.type is Kind.STREAM:
+            return self.handles[expr.value.name]
+        return self.index(expr)
+
+
+def meshes_of(values: Iterable[Value]) -> tuple[Mesh | None, ...]:
+    """The meshes of the tensors among these values."""
+    return tuple(v.type.mesh for v in values if isinstance(v.type, TensorType))

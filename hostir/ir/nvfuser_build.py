@@ -1,0 +1,131 @@
+"""What reading an nvFuser dump keeps: scopes of names, the statements so far, and what streams and indices mean."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostir.ir import host_ops as host
+from hostir.ir.nvfuser_settle import equate, pairwise
+from hostir.ir.nvfuser_syntax import Dump, Formula, StreamNode, Tensor, Token
+from hostir.ir.nvfuser_types import Types
+from hostir.ir.op import Statement
+from hostir.ir.program import Names
+from hostir.ir.sizes import Size
+from hostir.ir.source import Span, did_you_mean, error
+from hostir.ir.types import Kind, TensorType, Type
+from hostir.ir.values import Bin, Expr, Lit, Ref, Value
+
+STREAMS = 4  # nvFuser's default number of streams
+
+
+class Builder:
+    """Builds a program statement by statement.
+
+    A tensor's name may be bound anew; every binding becomes a value with a name of its own.
+    """
+
+    def __init__(self, dump: Dump) -> None:
+        self.types = Types(dump)
+        self.names = Names()
+        self.scope: dict[str, Value] = {}  # T4, Communication 7, Stream 0 and index i0, as printed
+        self.body: list[Statement] = []
+        self.depth = 0
+        self.rounds: dict[str, Size] = {}  # of each loop, by the name of its index
+        self.pool = STREAMS if dump.streams is None else dump.streams
+        self.uses_pool = dump.streams is not None
+        self.lone_streams: dict[str, int] = {}
+
+    # Names and scopes --------------------------------------------------------------------------------------------
+    def define(self, key: str, name: str, type: Type, span: Span) -> Value:
+        self.scope[key] = Value(self.names.fresh(name), type, span)
+        return self.scope[key]
+
+    def bind(self, tensor: Tensor, type: TensorType) -> Value:
+        return self.define(tensor.name, tensor.name, type, tensor.span)
+
+    def tensor(self, tensor: Tensor) -> Value:
+        if tensor.name not in self.scope:
+            known = [n for n in self.scope if n.startswith("T")]
+            hint = did_you_mean(tensor.name, known)
+            expected = f"one of: {', '.join(known) or 'none'}"
+            raise error(f"{tensor.name} does not exist here", tensor.span, expected=expected, hint=hint)
+        return self.scope[tensor.name]
+
+    def destination(self, tensor: Tensor) -> Value:
+        """What a statement writes: memory that the tensor already stands for, or else new memory."""
+        return self.scope.get(tensor.name) or self.allocate(tensor)
+
+    def allocate(self, tensor: Tensor) -> Value:
+        value = self.bind(tensor, self.type_of(tensor))
+        self.emit(host.Allocate(value), tensor.span)
+        return value
+
+    def temporary(self, near: Tensor, type: TensorType) -> Value:
+        return Value(self.names.fresh(near.name), type, near.span)
+
+    def type_of(self, tensor: Tensor) -> TensorType:
+        return self.types.type_of(tensor, sliced=self.depth > 0)
+
+    def emit(self, statement: Statement, span: Span) -> None:
+        self.body.append(replace(statement, span=span))
+
+    def same_shape(self, a: Value, b: Value, span: Span) -> None:
+        equate(self.types.sizes, pairwise(a.tensor, a, b.tensor, b), span)
+
+    # Streams and indices -----------------------------------------------------------------------------------------
+    def stream_node(self, node: StreamNode) -> None:
+        if node.verb == "get":
+            if not isinstance(node.stream, Token):
+                raise error("the current stream needs a name", node.span, expected="such as Stream 0")
+            value = self.define(f"Stream {node.stream.text}", "stream", Kind.STREAM, node.span)
+            self.emit(host.CurrentStream(value), node.span)
+            return
+        stream = self.stream(node.stream)
+        self.emit(host.SetStream(stream) if node.verb == "set" else host.Synchronize(stream), node.span)
+
+    def stream(self, formula: Formula) -> Expr:
+        """A stream: one that was got, or a member of the pool by index.
+
+        In nvFuser every index has a stream of its own; the pool has so many, and an index beyond it begins again at 0.
+        One that was made elsewhere, `Stream 0x1f`, becomes one more member of the pool.
+        """
+        if isinstance(formula, Token):
+            if (got := self.scope.get(f"Stream {formula.text}")) is not None:
+                return Ref(got)
+            if formula.text[:2].lower() == "0x":
+                self.uses_pool = True
+                return Lit(self.pool + self.lone_streams.setdefault(formula.text, len(self.lone_streams)))
+        self.uses_pool = True
+        index = self.index(formula)
+        if isinstance(index, Lit):
+            return Lit(index.value % self.pool)
+        return index if self.in_pool(index) else Bin("%", index, Lit(self.pool))
+
+    def in_pool(self, index: Expr) -> bool:
+        """Whether an index is known to stay inside the pool."""
+        if isinstance(index, Ref):
+            rounds = self.rounds[index.value.name].value
+            return rounds is not None and rounds <= self.pool
+        right = index.right if isinstance(index, Bin) and index.op == "%" else None
+        return isinstance(right, Lit) and right.value <= self.pool
+
+    def index(self, formula: Formula) -> Expr:
+        if not isinstance(formula, Token):
+            left, right = self.index(formula.left), self.index(formula.right)
+            if formula.op in "/%" and right == Lit(0):
+                raise error("an index is divided by zero", self.first(formula).span)
+            return Bin(formula.op, left, right)
+        if formula.text.isdecimal():
+            return Lit(int(formula.text))
+        if formula.text == "numberOfStreams":
+            return Lit(self.pool)
+        found = self.scope.get(f"index {formula.text}")
+        if found is None:
+            known = [n.removeprefix("index ") for n in self.scope if n.startswith("index ")]
+            hint = "an index that is not a loop's, such as a rank, has no meaning here: every rank runs one program"
+            message, expected = f"'{formula.text}' is no loop index here", f"one of: {', '.join(known) or 'none'}"
+            raise error(message, formula.span, expected=expected, hint=did_you_mean(formula.text, known) or hint)
+        return Ref(found)
+
+    def first(self, formula: Formula) -> Token:
+        return formula if isinstance(formula, Token) else self.first(formula.left)

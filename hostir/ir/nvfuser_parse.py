@@ -1,0 +1,336 @@
+"""Parses an nvFuser dump of host IR into the nodes of `nvfuser_syntax`, by recursive descent.
+
+Every mistake, and every node that host programs have no meaning for, raises one HostIRError at its place. Options that
+carry no meaning here (`mem_type`, `size`, `cache_op`, `backend`, `initial value`, ...) are stepped over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from hostir.ir.nvfuser_scan import TENSOR, Scanner
+from hostir.ir.nvfuser_syntax import (
+    AllocateNode,
+    CommunicationNode,
+    ComputeNode,
+    DeallocateNode,
+    DelayNode,
+    Dump,
+    Formula,
+    IterDomain,
+    LoopNode,
+    Node,
+    Operation,
+    StreamNode,
+    Tensor,
+    Token,
+    ViewNode,
+    WaitNode,
+)
+from hostir.ir.source import HostIRError, Span, did_you_mean, error
+
+_CAST = re.compile(r"__(float|half|bfloat)2(float|half|bfloat)")
+CASTS = {"float": "f32", "half": "f16", "bfloat": "bf16"}
+INFIX = {"+": "add", "*": "mul"}
+COMPUTE: dict[str, tuple[str, *tuple[int, ...]]] = {  # what it is here, and how many operands it may have
+    "matmul": ("matmul", 2),
+    "linear": ("linear", 2, 3),
+    "reduction": ("sum", 1),
+    "relu": ("relu", 1),
+    "gelu": ("gelu", 1),
+    "silu": ("silu", 1),
+    "Set": ("copy", 1),
+}
+RESHAPES = ("view", "reshape", "broadcast", "squeeze")  # all of them only change how the same elements are counted
+CALLS = (*COMPUTE, *RESHAPES, "ALLOCATE", "select", "HirAliasSelect", "ShardByStream", "Set.Permute", "AsPartial")
+STATEMENTS = (
+    "GetCurrentStream",
+    "SetCurrentStream",
+    "Synchronize",
+    "Stream",
+    "Wait",
+    "Delay",
+    "Communication",
+    "FOR",
+    "Deallocate",
+)
+
+_RANKS = "the dump shows device 0 only, and here every rank runs one and the same program"
+_P2P = "use a pipeline made of collectives: in nvFuser, the Stream axis outermost and the device axis inside it"
+_MOE = "mixture-of-experts routing depends on data that only the device knows"
+UNSUPPORTED = {
+    "PostOnStream": "it posts a fused kernel; schedule the kernel's operations as host statements",
+    "LaunchKernel": "it launches a compiled kernel that is not in the dump; dump before kernels are compiled",
+    "HostUnit": "it is a fused kernel; schedule the kernel's operations as host statements",
+    "IF": _RANKS,
+    "ELSE": _RANKS,
+    "P2PCommunication": _P2P,
+    "CollectivePermute": _P2P,
+    "ShareMemHandles": _P2P,
+    "StartCoalescing": _P2P,
+    "EndCoalescing": _P2P,
+    "SymmetricContiguousView": "use an allgather where the whole tensor is read",
+    "Dispatch": _MOE,
+    "Combine": _MOE,
+}
+
+T = TypeVar("T")
+Option = Tensor | IterDomain | Formula | tuple[int, ...]
+
+
+@dataclass
+class Call:
+    """`name(tensor, ..., key=value, ...)`."""
+
+    name: Token
+    tensors: list[Tensor] = field(default_factory=list)
+    options: dict[str, Option] = field(default_factory=dict)
+
+    def need(self, key: str, kind: type[T]) -> T:
+        found = self.options.get(key)
+        if not isinstance(found, kind):
+            raise error(f"{self.name.text} lacks '{key}='", self.name.span)
+        return found
+
+    def word(self, key: str) -> str:
+        found = self.options.get(key)
+        return found.text if isinstance(found, Token) else ""
+
+    def operands(self, *counts: int) -> tuple[Tensor, ...]:
+        if len(self.tensors) not in counts:
+            expected = " or ".join(map(str, counts)) + ", all tensors"
+            raise error(f"{self.name.text} has {len(self.tensors)} operands", self.name.span, expected=expected)
+        return tuple(self.tensors)
+
+
+def parse_dump(text: str, file: str) -> Dump:
+    """Parses the `%HostIrContainer` of a text; what stands before it, and nearly all that stands behind, is ignored."""
+    return _Parser(text, file).dump()
+
+
+class _Parser(Scanner):
+    def __init__(self, text: str, file: str) -> None:
+        super().__init__(text, file)
+        self.options: dict[str, Callable[[], Option]] = {
+            "buffer": self.tensor,
+            "input": self.tensor,
+            "output": self.tensor,
+            "axis": self.domain,
+            "index": self.formula,
+            "stream_index": self.formula,
+            "root": self.formula,
+            "team": self.team,
+            "type": self.take,
+            "op": self.take,
+            "over": self.take,
+            "zero_init": self.take,
+            "resets_to_zero": self.take,
+        }
+
+    # The container -----------------------------------------------------------------------------------------------
+    def dump(self) -> Dump:
+        while self.next is not self.end and self.next.text != "%HostIrContainer":
+            self.at += 1
+        if self.next is self.end:
+            start = self.tokens[0].span if self.tokens else self.end.span
+            expected = "%HostIrContainer { (...) -> (...) :"
+            hint = "make one with NVFUSER_DUMP=host_ir; a hostir program starts with 'hostir 1'"
+            raise error("this is no dump of nvFuser's host IR", start, expected=expected, hint=hint)
+        self.take()
+        self.expect("{")
+        while self.next.text in ("HOST", "IRS", "FUSION", ":"):  # the first versions wrote a title
+            self.at += 1
+        inputs = self.tensors()
+        self.expect("->")
+        outputs = self.tensors()
+        self.expect(":")
+        body = self.block(0)
+        self.expect("}")
+        return Dump(inputs, outputs, body, self.definitions(), tuple(self.symbols))
+
+    def definitions(self) -> int | None:
+        """`numberOfStreams = 8`, among the index definitions behind the container."""
+        while self.next is not self.end:
+            if self.take().text == "numberOfStreams" and self.skip("="):
+                span = self.next.span
+                if (streams := self.integer()) < 1:
+                    raise error(f"a pool of {streams} streams", span, expected="at least 1")
+                return streams
+        return None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        self.expect("(")
+        found: list[Tensor] = []
+        while not self.skip(")"):
+            found.append(self.tensor())
+            if self.next.text != ")":
+                self.expect(",")
+        return tuple(found)
+
+    def block(self, column: int) -> tuple[Node, ...]:
+        """The statements that start right of a column."""
+        body: list[Node] = []
+        while self.next is not self.end and self.next.text != "}" and self.next.span.column > column:
+            if not self.next.leads:
+                raise self.unexpected("the end of the line")
+            body.append(self.deeper(self.statement))
+        return tuple(body)
+
+    # Statements --------------------------------------------------------------------------------------------------
+    def statement(self) -> Node:
+        head = self.next
+        if TENSOR.fullmatch(head.text):
+            return self.assignment()
+        self.take()
+        match head.text:
+            case "FOR":
+                return self.loop(head)
+            case "GetCurrentStream":
+                self.expect("into")
+                return StreamNode(head.span, "get", self.stream())
+            case "Stream":
+                self.at -= 1
+                stream = self.stream()
+                self.expect("=")
+                self.expect("GetCurrentStream")
+                self.expect("(")
+                self.expect(")")
+                return StreamNode(head.span, "get", stream)
+            case "SetCurrentStream":
+                return StreamNode(head.span, "set", self.maybe_in_parentheses(self.stream, "to"))
+            case "Synchronize":
+                return StreamNode(head.span, "synchronize", self.maybe_in_parentheses(self.stream))
+            case "Wait":
+                return WaitNode(head.span, self.maybe_in_parentheses(self.communication_number))
+            case "Delay":
+                return DelayNode(head.span, self.maybe_in_parentheses(self.integer))
+            case "Communication":
+                return self.communication(head)
+            case "Deallocate":
+                self.expect("{")
+                x = self.tensor()
+                self.expect("}")
+                return DeallocateNode(head.span, x)
+        raise self.no_meaning(head, STATEMENTS)
+
+    def no_meaning(self, head: Token, known: tuple[str, ...]) -> HostIRError:
+        name = re.sub(r"\d+$", "", head.text)
+        if name in UNSUPPORTED:
+            return error(f"{name} has no meaning here", head.span, hint=UNSUPPORTED[name])
+        expected, hint = f"one of: {', '.join(known)}", did_you_mean(head.text, known)
+        return error(f"'{head.text}' has no meaning here", head.span, expected=expected, hint=hint)
+
+    def maybe_in_parentheses(self, read: Callable[[], T], word: str = "") -> T:
+        """`Verb(x)` as today, `Verb x` or `Verb word x` as it used to be."""
+        if not self.skip("("):
+            self.skip(word)
+            return read()
+        found = read()
+        self.expect(")")
+        return found
+
+    def communication_number(self) -> str:
+        self.expect("Communication")
+        return str(self.integer())
+
+    def stream(self) -> Formula:
+        self.expect("Stream")
+        return self.deeper(self.atom)
+
+    def loop(self, head: Token) -> LoopNode:
+        index = self.word("a loop index")
+        if self.expect("in", "from").text == "in":
+            count = self.domain().extent
+        else:
+            if (start := self.take()).text != "0":
+                raise error(f"a loop that starts at '{start.text}'", start.span, expected="FOR ... from 0 to ...")
+            self.expect("to")
+            count = self.extent()
+        self.expect(":")
+        return LoopNode(head.span, index, count, self.block(head.span.column))
+
+    def communication(self, head: Token) -> CommunicationNode:
+        number = str(self.integer())
+        call = self.call(head)
+        type, team, root = call.need("type", Token), call.need("team", tuple), call.options.get("root")
+        x, out = call.need("input", Tensor), call.need("output", Tensor)
+        root = root if isinstance(root, (Token, Operation)) else None
+        return CommunicationNode(head.span, number, type, team, root, x, out)
+
+    def assignment(self) -> Node:
+        span = self.next.span
+        out = self.tensor()
+        self.expect("=")
+        if not TENSOR.fullmatch(self.next.text):
+            return self.called(span, out)
+        left = self.tensor()
+        sign = self.next
+        if sign.text not in INFIX:
+            raise self.no_meaning(sign, tuple(INFIX)) if sign.text else self.unexpected("+ or *")
+        self.take()
+        right = self.tensor()
+        self.skip(";")
+        return ComputeNode(span, INFIX[sign.text], out, (left, right))
+
+    def called(self, span: Span, out: Tensor) -> Node:
+        head = self.word("what gives the tensor")
+        cast = _CAST.fullmatch(head.text)
+        if head.text not in CALLS and not cast:
+            raise self.no_meaning(head, CALLS)
+        call = self.call(head)
+        self.skip(";")
+        name = head.text
+        if cast:
+            return ComputeNode(span, "cast", out, call.operands(1), CASTS[cast[2]])
+        if name == "ALLOCATE":
+            if "true" in (call.word("zero_init"), call.word("resets_to_zero")):
+                raise error("a buffer filled with zeros has no meaning here", head.span, expected="zero_init=false")
+            return AllocateNode(span, out, "buffer" not in call.options)
+        if name == "reduction" and call.word("op") not in ("add", ""):
+            raise error(f"a reduction by '{call.word('op')}' has no meaning here", head.span, expected="op = add")
+        if name in COMPUTE:
+            op, *counts = COMPUTE[name]
+            return ComputeNode(span, str(op), out, call.operands(*counts))
+        x = call.operands(1)[0]
+        if name in ("select", "HirAliasSelect"):
+            return ViewNode(span, "select", out, x, call.need("axis", IterDomain), self.formula_of(call, "index"))
+        if name == "ShardByStream":
+            return ViewNode(span, "chunk", out, x, index=self.formula_of(call, "stream_index"))
+        if name == "AsPartial":
+            return ViewNode(span, "as_partial", out, x, over=call.need("over", Token).text[-1:])
+        return ViewNode(span, "permute" if name == "Set.Permute" else "reshape", out, x)
+
+    def formula_of(self, call: Call, key: str) -> Formula:
+        found = call.options.get(key)
+        if not isinstance(found, (Token, Operation)):
+            raise error(f"{call.name.text} lacks '{key}='", call.name.span)
+        return found
+
+    def call(self, name: Token) -> Call:
+        """What stands in the parentheses behind a name."""
+        call = Call(name)
+        self.expect("(")
+        while not self.skip(")"):
+            if TENSOR.fullmatch(self.next.text):
+                call.tensors.append(self.tensor())
+            else:
+                self.option(call)
+            if self.next.text != ")":
+                self.expect(",")
+        return call
+
+    def option(self, call: Call) -> None:
+        words = 0
+        while self.ahead(words).text.isidentifier():
+            words += 1
+        key = self.ahead(words - 1).text.lower() if words else ""
+        if self.ahead(words).text != "=":
+            raise self.unexpected("a tensor, or key=value")
+        self.at += words + 1
+        if key in self.options:
+            call.options[key] = self.options[key]()
+        else:
+            self.step_over()

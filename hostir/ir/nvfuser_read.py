@@ -1,0 +1,332 @@
+"""Turns the nodes of an nvFuser dump into a host program: scopes, views, streams, and the sizes that must be equal."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from hostir.ir import comm_ops as comm
+from hostir.ir import host_ops as host
+from hostir.ir import tensor_ops as ops
+from hostir.ir import view_ops as views
+from hostir.ir.nvfuser_build import Builder
+from hostir.ir.nvfuser_settle import computed, equate, pairwise, settled
+from hostir.ir.nvfuser_syntax import (
+    AllocateNode,
+    CommunicationNode,
+    ComputeNode,
+    DeallocateNode,
+    DelayNode,
+    Dump,
+    LoopNode,
+    Node,
+    StreamNode,
+    Tensor,
+    Token,
+    ViewNode,
+    WaitNode,
+)
+from hostir.ir.nvfuser_types import REDUCING
+from hostir.ir.op import Phase
+from hostir.ir.program import Program
+from hostir.ir.source import Diagnostic, Span, did_you_mean, error
+from hostir.ir.types import Kind, TensorType
+from hostir.ir.values import Value
+
+COLLECTIVES: dict[str, type[comm.Collective]] = {
+    "Allgather": comm.AllGather,
+    "Allreduce": comm.AllReduce,
+    "ReduceScatter": comm.ReduceScatter,
+    "AllToAll": comm.AllToAll,
+}
+TRANSFERS: dict[str, type[comm.Transfer]] = {
+    "Broadcast": comm.Broadcast,
+    "Gather": comm.Gather,
+    "Scatter": comm.Scatter,
+    "SendRecv": comm.SendRecv,
+}
+UNARY: dict[str, type[ops.Unary]] = {"relu": ops.Relu, "gelu": ops.Gelu, "silu": ops.Silu, "copy": ops.Copy}
+BINARY: dict[str, type[ops.Binary]] = {"add": ops.Add, "mul": ops.Mul}
+V = TypeVar("V", bound=views.ViewOp)
+
+
+class Reader(Builder):
+    """Reads one dump, node by node."""
+
+    def __init__(self, dump: Dump, file: str) -> None:
+        super().__init__(dump)
+        self.dump = dump
+        self.file = file
+        self.selected: dict[str, host.Select] = {}  # by the name of the view
+        self.transfers: dict[tuple[str, str, str], set[str]] = {}  # the roots of each transfer so far
+        self.merged: set[str] = set()  # communications that another one stands for
+
+    def program(self) -> tuple[Program, list[Diagnostic]]:
+        inputs = tuple(self.bind(t, self.types.type_of(t, sliced=False)) for t in self.dump.inputs)
+        for node in self.dump.body:
+            self.node(node)
+        warnings: list[Diagnostic] = []
+        outputs = tuple(v for t in self.dump.outputs if (v := self.output(t, warnings)))
+        streams = (self.pool if self.uses_pool else 0) + len(self.lone_streams)
+        meshes = tuple(dict.fromkeys(self.types.meshes.values()))
+        name = re.sub(r"\W+", "_", Path(self.file).stem, flags=re.ASCII).strip("_") or "dump"
+        name = name if name[0].isalpha() else f"dump_{name}"
+        sizes = self.types.sizes
+        program = Program(name, Phase.HOST, meshes, inputs, outputs, tuple(self.body), streams, sizes.aliases)
+        return settled(program, sizes), warnings
+
+    def output(self, tensor: Tensor, warnings: list[Diagnostic]) -> Value | None:
+        """The value behind an output. One that lives in a loop only is reported and dropped."""
+        if tensor.name in self.scope:
+            return self.scope[tensor.name]
+        if not any(tensor.name == t.name for n in self.dump.walk() for t in n.tensors):
+            hint = "drop it from the list of outputs"
+            raise error(f"the output {tensor.name} is never computed", tensor.span, hint=hint)
+        message = f"the output {tensor.name} exists in the rounds of a loop only, so it is dropped"
+        hint = "nvFuser lists views that a loop makes among the outputs; list the tensor that they show to keep it"
+        warnings.append(Diagnostic(message, tensor.span, hint=hint, level="warning"))
+        return None
+
+    # Statements --------------------------------------------------------------------------------------------------
+    def node(self, node: Node) -> None:
+        match node:
+            case LoopNode():
+                self.loop(node)
+            case StreamNode():
+                self.stream_node(node)
+            case AllocateNode(out=out):
+                if node.always or out.name not in self.scope:
+                    self.allocate(out)
+            case DeallocateNode(x=x):
+                self.emit(host.FreeBuffer(self.tensor(x)), node.span)
+            case ViewNode():
+                self.view(node)
+            case ComputeNode():
+                self.compute(node)
+            case CommunicationNode():
+                self.communication(node)
+            case DelayNode(microseconds=microseconds):
+                self.emit(host.Delay(microseconds), node.span)
+            case WaitNode(number=number):
+                self.wait(number, node.span)
+
+    def loop(self, node: LoopNode) -> None:
+        outer, body = dict(self.scope), self.body
+        name = node.index.text.replace(".", "_")
+        index = self.define(f"index {node.index.text}", name, Kind.INDEX, node.index.span)
+        self.rounds[index.name] = node.count.size
+        self.body = []
+        self.depth += 1
+        for inner in node.body:
+            self.node(inner)
+        self.depth -= 1
+        loop = host.For(index, node.count.size, tuple(self.body))
+        self.scope, self.body = outer, body
+        self.emit(loop, node.span)
+
+    def view(self, node: ViewNode) -> None:
+        x = self.tensor(node.x)
+        if node.op == "select":
+            return self.select(node, x)
+        if node.op == "chunk":
+            return self.chunk(node, x)
+        over = self.types.mark(node.over, self.types.mesh(node.x), node.span) if node.over else ""
+        partial = (*x.tensor.partial, over)
+        out = self.scope.get(node.out.name)
+        printed = self.types.type_of(node.out, sliced=self.depth > 0, partial=partial)
+        target = self.bind(node.out, printed) if out is None else self.temporary(node.out, printed)
+        view: views.ViewOp = views.Reshape(x, target)
+        if node.op == "permute":
+            view = views.Permute(x, target, self.order(node))
+        elif over:
+            view = host.AsPartial(x, target, over)
+        self.emit(self.inferred(view, node), node.span)
+        if out is not None:  # the view is written to memory that exists
+            self.same_shape(out, target, node.span)
+            self.emit(ops.Copy(out, target), node.span)
+        return None
+
+    def inferred(self, view: V, node: ViewNode) -> V:
+        """The view with the type that follows from its operand, which must have the printed shape."""
+        printed, name = view.out.tensor, node.out.name
+        view = replace(view, span=node.span)
+        type = view.infer()
+        if not isinstance(type, TensorType):
+            return view
+        if len(type.axes) != len(printed.axes):
+            message = f"{name} is printed with {len(printed.axes)} axes, but {view.keyword()} gives {len(type.axes)}"
+            raise error(message, node.out.span)
+        pairs = pairwise(type, f"{view.keyword()} of {node.x.name}", printed, name)
+        equate(self.types.sizes, pairs, node.span)
+        out = replace(view.out, type=type)
+        if self.scope.get(name) == view.out:
+            self.scope[name] = out
+        return replace(view, out=out)
+
+    def select(self, node: ViewNode, x: Value) -> None:
+        assert node.axis is not None
+        assert node.index is not None
+        kept = [g for g in self.types.logical(node.x, x.tensor.partial)[0] if not g.reduced]
+        axis = next((k for k, g in enumerate(kept) if node.axis.number in [d.number for d in g.domains]), None)
+        if axis is None or len(kept[axis].domains) > 1:
+            raise error(f"the selected axis is not one of the axes of {node.x.name}", node.axis.span)
+        index = self.index(node.index)
+        before = self.scope.get(node.out.name)
+        old = self.selected.get(before.name) if before else None
+        if old and (old.x, old.axis, old.index) == (x, axis, index):
+            return  # nvFuser repeats selects
+        printed = self.types.type_of(node.out, sliced=self.depth > 0, partial=x.tensor.partial)
+        view = self.inferred(host.Select(x, self.bind(node.out, printed), index, axis), node)
+        self.selected[view.out.name] = view
+        self.emit(view, node.span)
+
+    def chunk(self, node: ViewNode, x: Value) -> None:
+        assert node.index is not None
+        for tensor in (node.out, node.x):
+            kept = [g for g in self.types.logical(tensor, x.tensor.partial)[0] if not g.reduced]
+            found = next(((k, d) for k, g in enumerate(kept) if (d := g.find("stream"))), None)
+            if found:
+                break
+        else:
+            raise error(f"neither {node.x.name} nor {node.out.name} has a streamIdx axis", node.span)
+        axis, stream = found
+        printed = self.types.type_of(node.out, sliced=True, partial=x.tensor.partial)
+        target = self.bind(node.out, printed)
+        view = host.Chunk(x, target, self.index(node.index), stream.extent.size, axis)
+        self.emit(self.inferred(view, node), node.span)
+
+    def order(self, node: ViewNode) -> tuple[int, ...]:
+        """The order of a permute: nvFuser numbers the axes of the result in the order of the operand's axes."""
+        numbers = [min(d.number for d in g.domains) for g in self.types.logical(node.out)[0] if not g.reduced]
+        return tuple(sorted(numbers).index(n) for n in numbers)
+
+    # Computations ------------------------------------------------------------------------------------------------
+    def compute(self, node: ComputeNode) -> None:
+        operands = [self.tensor(t) for t in node.operands]
+        if node.op == "copy" and self.shards(node, operands[0]):
+            return
+        out = self.destination(node.out)
+        first, *rest = operands
+        statement: ops.TensorOp
+        if node.op == "matmul":
+            statement = ops.Matmul(out, first, rest[0])
+        elif node.op == "linear":
+            statement = ops.Linear(out, first, *rest)
+        elif node.op in BINARY:
+            statement = BINARY[node.op](out, first, rest[0])
+        elif node.op == "sum":
+            statement = ops.Sum(out, first, self.summed(node, first, out))
+        elif node.op == "cast":
+            statement = ops.Cast(out, first, node.dtype)
+        else:
+            statement = UNARY[node.op](out, first)
+        equate(self.types.sizes, computed(statement), node.span)
+        self.emit(statement, node.span)
+
+    def shards(self, node: ComputeNode, x: Value) -> bool:
+        """A Set whose result lies on devices where the operand does not takes each rank's own block."""
+        out = self.scope.get(node.out.name)
+        type = out.tensor if out else self.type_of(node.out)
+        if type.mesh != x.tensor.mesh or not _marks(type) - _marks(x.tensor):
+            return False
+        target = self.temporary(node.out, type) if out else self.bind(node.out, type)
+        self.same_shape(x, target, node.span)
+        self.emit(views.Shard(x, target), node.span)
+        if out:
+            self.emit(ops.Copy(out, target), node.span)
+        return True
+
+    def summed(self, node: ComputeNode, x: Value, out: Value) -> int:
+        """The axis that a reduction sums: the reduced one among the printed axes of its result."""
+        kept, _ = self.types.logical(node.out, out.tensor.partial)
+        reduced = [k for k, group in enumerate(kept) if group.reduced]
+        if len(reduced) != 1 or len(kept) != len(x.tensor.axes):
+            expected = (
+                f"the {len(x.tensor.axes)} axes of {node.operands[0].name} in {node.out.name}, one of them reduced"
+            )
+            raise error(f"this reduction sums {len(reduced)} axes", node.span, expected=expected)
+        axis = self.types.axis(kept[reduced[0]], self.types.mesh(node.out), sliced=self.depth > 0)
+        summand = ((x.tensor.shape[reduced[0]], x, reduced[0]), (axis.extent, node.out.name, reduced[0]))
+        equate(self.types.sizes, [summand], node.span)
+        return reduced[0]
+
+    # Communications ----------------------------------------------------------------------------------------------
+    def communication(self, node: CommunicationNode) -> None:
+        kind, x = node.type.text, self.tensor(node.x)
+        key = f"Communication {node.number}"
+        if kind in TRANSFERS:
+            out = self.destination(node.out)
+            self.same_shape(x, out, node.span)
+            if not self.merges(node, x, out):
+                handle = self.define(key, f"h{node.number}", Kind.HANDLE, node.span)
+                self.emit(TRANSFERS[kind](x, out, handle), node.span)
+            return
+        if kind not in COLLECTIVES:
+            known = (*COLLECTIVES, *TRANSFERS)
+            hint = "reduce to every rank (Allreduce)" if kind == "Reduce" else did_you_mean(kind, known)
+            message = f"a communication of type {kind} has no meaning here"
+            raise error(message, node.type.span, expected=f"one of: {', '.join(known)}", hint=hint)
+        over = self.types.over(node)
+        if kind in REDUCING and over not in x.tensor.partial:
+            x = self.summand(x, over, node)
+        out = self.destination(node.out)
+        self.same_shape(x, out, node.span)
+        handle = self.define(key, f"h{node.number}", Kind.HANDLE, node.span)
+        self.emit(COLLECTIVES[kind](x, out, handle, over), node.span)
+
+    def summand(self, x: Value, over: str, node: CommunicationNode) -> Value:
+        """A tensor whose device axis holds summands side by side, as the partial sum that we reduce."""
+        axis = x.tensor.axis_on(over)
+        if axis is None:
+            hint = "a reducing communication starts from a tensor with one axis on the devices of its team"
+            raise error(f"{node.x.name} holds nothing to sum over {over}", node.x.span, hint=hint)
+        axes = tuple(a for k, a in enumerate(x.tensor.axes) if k != axis)
+        type = replace(x.tensor, axes=axes, partial=tuple(sorted((*x.tensor.partial, over))))
+        sum = self.temporary(node.x, type)
+        self.emit(host.Allocate(sum), node.span)
+        self.emit(ops.Sum(sum, x, axis), node.span)
+        return sum
+
+    def merges(self, node: CommunicationNode, x: Value, out: Value) -> bool:
+        """Checks the root of a transfer, and says whether it is part of one that was issued.
+
+        nvFuser issues one Gather for each receiver, one SendRecv for each pair of devices; one of ours stands for all.
+        """
+        kind, source, target = node.type.text, self.types.mesh(node.x), self.types.mesh(node.out)
+        common = [d for d in source.devices if d in target.devices]
+        roots = {
+            "Broadcast": source.devices[:1],
+            "Scatter": tuple([*common, *source.devices][:1]),
+            "Gather": target.devices,
+            "SendRecv": source.devices,
+        }[kind]
+        if not set(node.team) <= {*source.devices, *target.devices}:
+            raise error("the team has devices that neither mesh has", node.span)
+        if node.root is None:
+            return False
+        digits = node.root.text if isinstance(node.root, Token) and node.root.text.isdecimal() else ""
+        root = int(digits) if digits else -1
+        if root not in roots and not (0 <= root < len(node.team) and node.team[root] in roots):
+            hint = "a root that changes from round to round, as in nvFuser's broadcast pipelines, has no meaning here"
+            expected = f"root={' or '.join(map(str, roots))}"
+            raise error(f"{kind} from this root has no meaning here", node.span, expected=expected, hint=hint)
+        seen = self.transfers.setdefault((kind, x.name, out.name), set())
+        part = bool(seen) and digits not in seen and kind in ("Gather", "SendRecv")
+        seen.add(digits)
+        if part:
+            self.merged.add(node.number)
+        return part
+
+    def wait(self, number: str, span: Span) -> None:
+        handle = self.scope.get(f"Communication {number}")
+        if handle is not None:
+            self.emit(host.Wait(handle), span)
+        elif number not in self.merged:
+            hint = "a communication is waited for in the round that starts it"
+            raise error(f"Communication {number} is not in flight here", span, hint=hint)
+
+
+def _marks(type: TensorType) -> set[str]:
+    return {mark for axis in type.axes for mark in axis.marks}

@@ -1,0 +1,234 @@
+"""What a statement is: a frozen dataclass whose fields, syntax template and methods drive everything else.
+
+A statement class declares
+- its fields, each annotated with the codec that says how it is written and what it does (reads, writes, defines);
+- `syntax`, the template that printer and grammar are both made from: literal words, `{field}`, `<? optional ?>`;
+- `infer`, the type of its result, where the operands give it;
+- `evaluate`, its meaning on the machine protocol;
+- a docstring that ends with an example, which the tests parse, print, check and run.
+
+The idea of one declarative string for both directions is xDSL's `assembly_format`; that of registering codecs by
+annotation is ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
+
+from hostir.ir.sizes import Size
+from hostir.ir.source import HostIRError, Span, error
+from hostir.ir.types import Type
+from hostir.ir.values import Expr, Value, expr_values, rename_expr
+
+if TYPE_CHECKING:
+    from hostir.ir.machine import Frame
+
+
+class Phase(Enum):
+    """Before lowering a program is a fusion (values); after it, a host program (buffers, streams, handles)."""
+
+    FUSION = "fusion"
+    HOST = "program"
+
+
+BOTH = frozenset(Phase)
+
+
+class Codec(Enum):
+    """How a field is written, and what the statement does with it."""
+
+    READ = "tensor operand that is read"
+    WRITE = "tensor operand that is written"
+    ALIAS = "tensor operand of which the result is a view"
+    FREE = "tensor operand that ends here"
+    DEFINE = "value that is defined here"
+    USE = "handle or stream that is used"
+    STREAM = "stream: an index into the pool, or a stream value"
+    INDEX = "index expression"
+    SIZE = "size"
+    INT = "integer"
+    INTS = "integers in parentheses"
+    NAME = "name"
+    BLOCK = "statements in braces"
+
+
+Read = Annotated[Value, Codec.READ]
+ReadIf = Annotated[Value | None, Codec.READ]
+Write = Annotated[Value, Codec.WRITE]
+Alias = Annotated[Value, Codec.ALIAS]
+Free = Annotated[Value, Codec.FREE]
+Define = Annotated[Value, Codec.DEFINE]
+DefineIf = Annotated[Value | None, Codec.DEFINE]
+Use = Annotated[Value, Codec.USE]
+StreamRef = Annotated[Expr, Codec.STREAM]
+Index = Annotated[Expr, Codec.INDEX]
+Extent = Annotated[Size, Codec.SIZE]
+Int = Annotated[int, Codec.INT]
+Ints = Annotated[tuple[int, ...], Codec.INTS]
+Name = Annotated[str, Codec.NAME]
+
+VALUE_CODECS = {Codec.READ, Codec.WRITE, Codec.ALIAS, Codec.FREE, Codec.DEFINE, Codec.USE}
+
+
+@dataclass(frozen=True)
+class Statement:
+    """The base of all statements."""
+
+    syntax: ClassVar[str] = ""
+    phases: ClassVar[frozenset[Phase]] = frozenset({Phase.HOST})
+
+    span: Span | None = field(default=None, compare=False, repr=False, kw_only=True)
+    note: str = field(default="", compare=False, repr=False, kw_only=True)
+
+    def infer(self) -> Type | None:
+        """The type of what it defines, from its operands; None where the text must declare it."""
+        return None
+
+    def verify(self) -> None:
+        """Raises where the operands do not fit each other."""
+
+    def verify_layout(self) -> None:
+        """Raises where the parts that a rank holds do not meet. Asked once every change of sharding is explicit."""
+
+    def evaluate(self, frame: Frame) -> None:
+        """Runs the statement on the frame's machine."""
+        raise AssertionError(f"{type(self).__name__} has no meaning on a machine")
+
+    # What the fields say -----------------------------------------------------------------------------------------
+    def values(self, *codecs: Codec) -> Iterator[Value]:
+        """The values in fields of these codecs, in the order of the fields; index expressions count as USE."""
+        for name, codec in codecs_of(type(self)).items():
+            got = getattr(self, name)
+            if got is None:
+                continue
+            if codec in codecs and codec in VALUE_CODECS:
+                yield got
+            elif Codec.USE in codecs and codec in (Codec.STREAM, Codec.INDEX):
+                yield from expr_values(got)
+
+    def defines(self, phase: Phase) -> Value | None:
+        """The value this statement defines, if any: in a fusion, what it would write in a host program."""
+        return next(self.values(Codec.DEFINE, *([Codec.WRITE] if phase is Phase.FUSION else [])), None)
+
+    def uses(self, phase: Phase) -> tuple[Value, ...]:
+        """Every value it uses but does not define."""
+        written = [] if phase is Phase.FUSION else [Codec.WRITE]
+        return tuple(self.values(Codec.READ, *written, Codec.ALIAS, Codec.FREE, Codec.USE))
+
+    @property
+    def named(self) -> tuple[Value, ...]:
+        """Every value it mentions."""
+        return tuple(self.values(*VALUE_CODECS))
+
+    @property
+    def bodies(self) -> tuple[tuple[Statement, ...], ...]:
+        return tuple(getattr(self, n) for n, c in codecs_of(type(self)).items() if c is Codec.BLOCK)
+
+    def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
+        """An error that points at this statement."""
+        return error(message, self.span, expected=expected, hint=hint)
+
+    def rename(self, names: dict[str, Value]) -> Statement:
+        """The same statement on other values: every operand whose name is in `names` is replaced."""
+        changes: dict[str, Any] = {}
+        for name, codec in codecs_of(type(self)).items():
+            got = getattr(self, name)
+            if got is None:
+                continue
+            if codec in VALUE_CODECS:
+                changes[name] = names.get(got.name, got)
+            elif codec in (Codec.STREAM, Codec.INDEX):
+                changes[name] = rename_expr(got, names)
+            elif codec is Codec.BLOCK:
+                changes[name] = tuple(s.rename(names) for s in got)
+        return replace(self, **changes)
+
+    @classmethod
+    def keyword(cls) -> str:
+        """The word that names the statement in the text."""
+        words = re.findall(r"[a-z_]+", re.sub(r"<\?.*?\?>|\{\w+\}", "", cls.syntax))
+        return str(words[0])
+
+    @classmethod
+    def form(cls, phase: Phase) -> str:
+        """The template in a phase."""
+        return cls.syntax
+
+
+Body = Annotated[tuple[Statement, ...], Codec.BLOCK]
+
+
+_codecs: dict[type[Statement], dict[str, Codec]] = {}  # typing works each out once: it is slow
+
+
+def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
+    """The codec of each field of a statement class, by field name."""
+    if cls not in _codecs:
+        hints = get_type_hints(cls, include_extras=True)
+        _codecs[cls] = {
+            f.name: next(a for a in get_args(hints[f.name])[1:] if isinstance(a, Codec)) for f in _own_fields(cls)
+        }
+    return _codecs[cls]
+
+
+def defaults_of(cls: type[Statement]) -> dict[str, Any]:
+    """The default of each field that has one."""
+    return {f.name: f.default for f in _own_fields(cls) if f.default is not MISSING}
+
+
+def _own_fields(cls: type[Statement]) -> list[Field[Any]]:
+    return [f for f in fields(cls) if f.name not in ("span", "note")]
+
+
+# The registry -----------------------------------------------------------------------------------------------------
+REGISTRY: dict[str, type[Statement]] = {}
+
+
+S = TypeVar("S", bound="Statement")
+
+
+def statement(cls: type[S]) -> type[S]:
+    """Adds a statement class to the language, under its keyword."""
+    REGISTRY[cls.keyword()] = cls
+    return cls
+
+
+# Templates --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class FieldPart:
+    """A field in a template."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class OptionalPart:
+    """What is left out while its first field has its default."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def field(self) -> str:
+        return next(p.name for p in self.parts if isinstance(p, FieldPart))
+
+
+Part = str | FieldPart | OptionalPart
+
+
+@cache
+def template(syntax: str) -> tuple[Part, ...]:
+    """A syntax template as literal strings, fields and optional groups."""
+    parts: list[Part] = []
+    for piece in re.split(r"(<\?.*?\?>|\{\w+\})", syntax):
+        if piece.startswith("<?"):
+            parts.append(OptionalPart(template(piece[2:-2])))
+        elif piece.startswith("{"):
+            parts.append(FieldPart(piece[1:-1]))
+        elif piece:
+            parts.append(piece)
+    return tuple(parts)

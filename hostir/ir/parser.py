@@ -1,0 +1,309 @@
+"""Turns the parse tree of a text into a program: resolves names and infers the types that the text leaves out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lark import Token, Tree
+
+from hostir.ir.grammar import grammar, tree_of
+from hostir.ir.op import VALUE_CODECS, Codec, OptionalPart, Part, Phase, Statement, codecs_of, defaults_of, template
+from hostir.ir.printer import VERSION
+from hostir.ir.program import Program
+from hostir.ir.sizes import DIGITS, Size
+from hostir.ir.source import WIDEST, Span, did_you_mean, error
+from hostir.ir.types import DTYPES, STREAM, Axis, Factor, Kind, Mesh, TensorType, Type
+from hostir.ir.values import Bin, Expr, Lit, Ref, Value
+
+DEEPEST = 64  # blocks within each other, and operators in one index expression
+
+
+def read(text: str, file: str) -> Program:
+    """Parses and resolves a text."""
+    return Reader(text, file).program(tree_of(text, file))
+
+
+def _parts(tree: Tree[Token]) -> list[Any]:
+    """A tree's children. The grammar says which is a token, a tree or None; lark's types do not."""
+    return tree.children
+
+
+def _fields(parts: tuple[Part, ...]) -> list[str]:
+    """The fields of a template, in order."""
+    nested = (_fields(p.parts) if isinstance(p, OptionalPart) else [p.name] for p in parts if not isinstance(p, str))
+    return [name for names in nested for name in names]
+
+
+def _spelled(form: str) -> str:
+    """A template as people read it."""
+    return re.sub(r"\{(\w+)\}", r"%\1", re.sub(r"<\?.*?\?>", "", form))
+
+
+class Reader:
+    """Turns a parse tree into a program: resolves names in their scopes and infers the types the text leaves out."""
+
+    def __init__(self, text: str, file: str) -> None:
+        self.lines = text.split("\n")
+        self.file = file
+        self.meshes: dict[str, Mesh] = {}
+        self.scope: dict[str, Value] = {}
+        self.phase = Phase.HOST
+        self.depth = 0  # of the block that is being read
+
+    def span(self, token: Token) -> Span:
+        line = token.line or 1
+        return Span(self.file, line, token.column or 0, min(len(token), WIDEST), self.lines[line - 1])
+
+    def whole(self, tree: Tree[Token]) -> Span:
+        """A statement, or the first line of a loop."""
+        line, column, text = tree.meta.line, tree.meta.column, self.lines[tree.meta.line - 1]
+        end = tree.meta.end_column if tree.meta.end_line == line else len(text.rstrip()) + 1
+        return Span(self.file, line, column, min(end - column, WIDEST), text)
+
+    def program(self, tree: Tree[Token]) -> Program:
+        version, *meshes, head = _parts(tree)
+        if self.integer(version) != VERSION:
+            raise error(f"text version {version}", self.span(version), expected=f"hostir {VERSION}")
+        for mesh in meshes:
+            self.mesh(mesh)
+        phase, name, params, outputs, streams, block = _parts(head)
+        if not self.meshes:
+            raise error(
+                f"{name} has no mesh", self.span(name), hint="write a line such as 'mesh @mesh [didx] = 0 1 2 3' above"
+            )
+        self.phase = Phase(str(phase))
+        pool = self.integer(streams) if streams else 0
+        inputs = tuple(self.parameter(p) for p in (_parts(params) if params else ()))
+        body = self.block(block)
+        outs = tuple(self.value(t) for t in (_parts(outputs) if outputs else ()))
+        for token, out in zip(_parts(outputs) if outputs else (), outs, strict=True):
+            if not isinstance(out.type, TensorType):
+                raise error(f"the output {out} is a {out.type}", self.span(token), expected="a tensor")
+        return Program(str(name)[1:], self.phase, tuple(self.meshes.values()), inputs, outs, body, pool)
+
+    def mesh(self, tree: Tree[Token]) -> None:
+        name, *names, grid = _parts(tree)
+        span, axes = self.span(name), tuple(map(str, names))
+        rows = [[self.integer(d) for d in _parts(row)] for row in (_parts(grid) if grid.data == "grid" else [grid])]
+        devices = tuple(d for row in rows for d in row)
+        shape = (len(rows), len(rows[0])) if grid.data == "grid" else (len(devices),)
+        if len(axes) != len(shape) or len({len(row) for row in rows}) != 1:
+            named = f"{len(axes)} named {'axis' if len(axes) == 1 else 'axes'}"
+            found = (
+                f"rows of {', '.join(str(len(row)) for row in rows)} devices"
+                if len(shape) == 2
+                else "one line of devices"
+            )
+            raise error(
+                f"mesh {name} has {named}, and {found}", span, expected="[x] = 0 1 2 3, or [y, x] = (0 1) (2 3)"
+            )
+        if len(set(devices)) != len(devices) or len(set(axes)) != len(axes):
+            raise error(f"mesh {name} names a device or an axis twice", span, expected="each device and each axis once")
+        if STREAM in axes:
+            raise error(
+                f"a mesh axis cannot be called '{STREAM}'", span, hint="that is the mark of a pipeline's slices"
+            )
+        if name[1:] in self.meshes:
+            raise error(f"mesh {name} is defined twice", span, hint="give it another name")
+        self.meshes[name[1:]] = Mesh(name[1:], axes, shape, devices)
+
+    def parameter(self, tree: Tree[Token]) -> Value:
+        token, type = _parts(tree)
+        if type is None:
+            raise error(f"the input {token} has no type", self.span(token), expected=f"{token}: bf16[...]")
+        return self.define(token, self.tensor_type(type))
+
+    def define(self, token: Token, type: Type) -> Value:
+        name = str(token)[1:]
+        if name in self.scope:
+            notes = ((self.scope[name].span, "first defined here"),)
+            raise error(f"{token} is defined twice", self.span(token), notes=notes, hint="give it another name")
+        self.scope[name] = Value(name, type, self.span(token))
+        return self.scope[name]
+
+    def value(self, token: Token) -> Value:
+        found = self.scope.get(token[1:])
+        if found is None:
+            raise error(
+                f"{token} is not defined here",
+                self.span(token),
+                hint=did_you_mean(token, [f"%{n}" for n in self.scope]),
+            )
+        return found
+
+    def tensor_type(self, tree: Tree[Token]) -> TensorType:
+        name, *axes, partial, place = _parts(tree)
+        if str(name) not in DTYPES:
+            raise error(
+                f"unknown dtype '{name}'",
+                self.span(name),
+                expected=f"one of: {', '.join(DTYPES)}",
+                hint=did_you_mean(name, DTYPES),
+            )
+        mesh: Mesh | None = next(iter(self.meshes.values()))
+        if place:
+            token = _parts(place)[0]
+            mesh = None if token == "auto" else self.meshes.get(token[1:])
+            if mesh is None and token != "auto":
+                raise error(
+                    f"unknown mesh {token}",
+                    self.span(token),
+                    expected=f"one of: {', '.join(f'@{n}' for n in self.meshes)}",
+                    hint=did_you_mean(token, [f"@{n}" for n in self.meshes]),
+                )
+            if mesh is None and self.phase is Phase.HOST:
+                raise error(
+                    "'auto' belongs to a fusion", self.span(token), hint="in a host program every tensor lies on a mesh"
+                )
+        marks: list[str] = []
+        read = [self.axis(a, mesh, marks) for a in axes if a is not None]
+        over = [self.mark(t, mesh, marks) for t in (_parts(partial) if partial else ())]
+        return TensorType(DTYPES[str(name)], tuple(read), mesh, tuple(sorted(over)))
+
+    def axis(self, tree: Tree[Token], mesh: Mesh | None, marks: list[str]) -> Axis:
+        factors = []
+        for factor in _parts(tree):
+            size, at = _parts(factor)
+            extent = self.size(size)
+            on = None if at is None else STREAM if at == "@stream" else self.mark(at, mesh, marks)
+            if on == STREAM and self.phase is Phase.HOST:
+                raise error(
+                    "a Stream axis belongs to a fusion", self.span(at), hint="in a host program the loop says it"
+                )
+            if on and mesh and on in mesh.axes and not extent.divisible_by(mesh.size(on)):
+                raise error(
+                    f"{mesh.size(on)} ranks do not divide {extent}",
+                    self.span(at),
+                    expected=f"an extent that {mesh.size(on)} divides",
+                )
+            factors.append(Factor(extent, on))
+        return Axis(tuple(factors))
+
+    def mark(self, token: Token, mesh: Mesh | None, marks: list[str]) -> str:
+        name = token.lstrip("@")
+        if mesh is None:
+            raise error(
+                f"an 'auto' tensor lies nowhere yet, and not on {name}",
+                self.span(token),
+                hint="take off 'auto', or the mark",
+            )
+        known = mesh.axes
+        if name not in known:
+            raise error(
+                f"the mesh has no axis '{name}'",
+                self.span(token),
+                expected=f"one of: {', '.join(known)}",
+                hint=did_you_mean(name, known),
+            )
+        if name in marks:
+            raise error(f"two axes on {name}", self.span(token), expected="each mesh axis at most once in a type")
+        marks.append(name)
+        return name
+
+    def size(self, tree: Tree[Token]) -> Size:
+        first = _parts(tree)[0]
+        return Size.of("".join(_parts(tree)), self.span(first))
+
+    def integer(self, token: Token) -> int:
+        if len(token) > DIGITS:
+            raise error(
+                f"an integer of {len(token)} digits",
+                self.span(token),
+                expected=f"an integer of at most {DIGITS} digits",
+            )
+        return int(token)
+
+    def block(self, tree: Tree[Token]) -> tuple[Statement, ...]:
+        self.depth += 1
+        body = tuple(self.statement(s) for s in _parts(tree))
+        self.depth -= 1
+        return body
+
+    def statement(self, tree: Tree[Token]) -> Statement:
+        rules = grammar()[1]
+        cls, phase = rules[tree.data]
+        span = self.whole(tree)
+        if self.phase not in cls.phases:
+            raise error(
+                f"'{cls.keyword()}' does not belong to a {self.phase.value}",
+                span,
+                expected=f"a statement of a {self.phase.value}",
+            )
+        if cls.form(self.phase) != cls.form(phase):
+            raise error(
+                f"in a {self.phase.value} '{cls.keyword()}' is written otherwise",
+                span,
+                expected=f"'{_spelled(cls.form(self.phase))}'",
+            )
+        codecs, defaults = codecs_of(cls), defaults_of(cls)
+        given: dict[str, Any] = {}
+        binder: tuple[str, Tree[Token]] | None = None
+        block = any(c is Codec.BLOCK for c in codecs.values())
+        if block and self.depth == DEEPEST:
+            raise error(f"blocks {DEEPEST + 1} deep", span, expected=f"at most {DEEPEST} within each other")
+        outer = dict(self.scope) if block else self.scope
+        for name, child in zip(_fields(template(cls.form(phase))), _parts(tree), strict=True):
+            if isinstance(child, Tree) and child.data == "binder":
+                binder = (name, child)
+                given[name] = Value(_parts(child)[0][1:], Kind.INDEX)  # its type follows from the others
+            elif codecs[name] is Codec.DEFINE:
+                given[name] = self.define(child, Kind.INDEX)
+            else:
+                given[name] = defaults[name] if child is None else self.field(codecs[name], child)
+        if block:
+            self.scope = outer
+        if binder is None:
+            return cls(**given, span=span)
+        return self.bound(cls, given, *binder, span)
+
+    def bound(self, cls: type[Statement], given: dict[str, Any], name: str, tree: Tree[Token], span: Span) -> Statement:
+        token, declared = _parts(tree)
+        type: Type | None = self.tensor_type(declared) if declared else None
+        if name == "handle":
+            if declared:
+                raise error(f"{token} is a handle, not a tensor", self.span(token), expected=f"{token} without a type")
+            type = Kind.HANDLE
+        if type is None:
+            type = cls(**given, span=span).infer()
+        if type is None:
+            raise error(f"{token} needs its type", self.span(token), expected=f"{token}: bf16[...] = ...")
+        given[name] = self.define(token, type)
+        return cls(**given, span=span)
+
+    def field(self, codec: Codec, child: Any) -> Any:
+        if codec in VALUE_CODECS:
+            return self.value(child)
+        if codec in (Codec.STREAM, Codec.INDEX):
+            return self.index(child)
+        if codec is Codec.SIZE:
+            return self.size(child)
+        if codec is Codec.INT:
+            return self.integer(child)
+        if codec is Codec.INTS:
+            return tuple(self.integer(t) for t in _parts(child) if t is not None)
+        if codec is Codec.BLOCK:
+            return self.block(child)
+        return str(child)
+
+    def index(self, tree: Tree[Token] | Token) -> Expr:
+        if isinstance(tree, Tree):
+            operators = sum(len(part.children) // 2 for part in tree.iter_subtrees())
+            if operators > DEEPEST:
+                span = self.whole(tree)
+                raise error(f"an index expression with {operators} operators", span, expected=f"at most {DEEPEST}")
+        return self.expr(tree)
+
+    def expr(self, tree: Tree[Token] | Token) -> Expr:
+        if isinstance(tree, Token):
+            if tree.type == "INT":
+                return Lit(self.integer(tree))
+            value = self.value(tree)
+            if isinstance(value.type, TensorType) or value.type is Kind.HANDLE:
+                raise error(f"{tree} is a {value.type}", self.span(tree), expected="a loop index or a stream")
+            return Ref(value)
+        left, *rest = _parts(tree)
+        result = self.expr(left)
+        for op, right in zip(rest[::2], rest[1::2], strict=True):
+            result = Bin(str(op), result, self.expr(right))
+        return result

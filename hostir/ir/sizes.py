@@ -1,0 +1,152 @@
+"""Sizes of axes: integers, named symbols bound at run time, and products and quotients of both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+from hostir.ir.source import HostIRError, Span, did_you_mean, error
+
+DIGITS = 18  # of the integers in a size: what fits in 64 bits
+_TERM = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*))\s*")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A monomial `num * symbols / den`, in lowest terms: `4096`, `M`, `M/8`, `4*M*K`."""
+
+    num: int = 1
+    den: int = 1
+    symbols: tuple[tuple[str, int], ...] = ()
+
+    @staticmethod
+    def of(value: Size | int | str, span: Span | None = None) -> Size:
+        """Reads an integer, a symbol's name, or a product and quotient of them such as `"M*K/8"`."""
+        if isinstance(value, Size):
+            return value
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise error(
+                f"a size must be an integer or a name, not {value!r}", span, expected="such as 4096, 'M', 'M/8'"
+            )
+        if isinstance(value, int):
+            if abs(value) >= 10**DIGITS:
+                raise _too_long(span)
+            if value < 1:
+                raise error(f"a size must be at least 1, not {value}", span)
+            return Size(value)
+        return _parse(value, span)
+
+    @property
+    def value(self) -> int | None:
+        """The integer, where no symbol is left."""
+        return self.num if not self.symbols and self.den == 1 else None
+
+    @property
+    def is_one(self) -> bool:
+        return self.num == 1 and self.den == 1 and not self.symbols
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is an integer whatever the symbols are."""
+        return self.den == 1 and all(power > 0 for _, power in self.symbols)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.symbols)
+
+    def __mul__(self, other: Size | int) -> Size:
+        return _combine(self, Size(other) if isinstance(other, int) else other, 1)
+
+    def __truediv__(self, other: Size | int) -> Size:
+        return _combine(self, Size(other) if isinstance(other, int) else other, -1)
+
+    def divisible_by(self, other: Size | int) -> bool:
+        """False only where the division is known to leave a remainder; a symbol is given the benefit of the doubt."""
+        quotient = self / other
+        return quotient.whole or bool(quotient.symbols)
+
+    def bind(self, values: Mapping[str, int]) -> int:
+        """The integer for these values of the symbols. Raises where one is missing or a division leaves a remainder."""
+        num, den = self.num, self.den
+        for name, power in self.symbols:
+            if name not in values:
+                hint = did_you_mean(name, values) or f"bind it: --set {name}=..."
+                raise error(
+                    f"unknown size '{name}'",
+                    expected=f"one of: {', '.join(sorted(values)) or 'none is bound'}",
+                    hint=hint,
+                )
+            num, den = (num * values[name] ** power, den) if power > 0 else (num, den * values[name] ** -power)
+        if num % den:
+            given = ", ".join(f"{n}={values[n]}" for n, _ in self.symbols)
+            raise error(
+                f"the size {self} is not whole for {given}: {num}/{den}",
+                hint=f"choose sizes so that {self} is an integer",
+            )
+        return num // den
+
+    def __str__(self) -> str:
+        up = [name for name, power in self.symbols for _ in range(power)]
+        down = [name for name, power in self.symbols for _ in range(-power)]
+        if self.num != 1 or not up:
+            up.insert(0, str(self.num))
+        if self.den != 1:
+            down.insert(0, str(self.den))
+        return "/".join(["*".join(up), *down])
+
+
+ONE = Size()
+
+
+@lru_cache(maxsize=4096)
+def _combine(a: Size, b: Size, sign: int) -> Size:
+    num, den = (a.num * b.num, a.den * b.den) if sign > 0 else (a.num * b.den, a.den * b.num)
+    powers = dict(a.symbols)
+    for name, power in b.symbols:
+        powers[name] = powers.get(name, 0) + sign * power
+    common = gcd(num, den)
+    return Size(num // common, den // common, tuple(sorted((n, p) for n, p in powers.items() if p)))
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes; 1 for none."""
+    result = ONE
+    for size in sizes:
+        result = result * size
+    return result
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str, span: Span | None) -> Size:
+    result, operator, rest = ONE, "*", text
+    while True:
+        term = _TERM.match(rest)
+        if term and term[1] and len(term[1]) > DIGITS:
+            raise _too_long(span)
+        if term and term[1] and int(term[1]) < 1:
+            raise error(f"a size must be at least 1, not {term[1]}", span)
+        if not term:
+            raise error(
+                f"cannot read the size '{text}'", span, expected="integers and names joined by * and /, such as 'M/8'"
+            )
+        one = Size(int(term[1])) if term[1] else Size(symbols=((term[2], 1),))
+        result = result * one if operator == "*" else result / one
+        rest = rest[term.end() :]
+        if not rest:
+            if result.den != 1 and not result.symbols:
+                raise error(f"the size '{text}' is not whole", span, expected="an integer")
+            if max(result.num, result.den) >= 10**DIGITS:
+                raise _too_long(span)
+            return result
+        operator, rest = rest[0], rest[1:]
+        if operator not in "*/":
+            raise error(
+                f"cannot read the size '{text}'", span, expected="integers and names joined by * and /, such as 'M/8'"
+            )
+
+
+def _too_long(span: Span | None) -> HostIRError:
+    return error(f"a size of more than {DIGITS} digits", span, expected=f"a number below 10^{DIGITS}")

@@ -1,0 +1,127 @@
+"""Where things stand in a source, and how a mistake is told: file:line:col, a caret, what was expected, what to do."""
+
+from __future__ import annotations
+
+import difflib
+import linecache
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType
+
+WIDEST = 160  # of a longer line, messages show a part
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of one source line. Lines and columns count from 1; `width` is how many carets to draw."""
+
+    file: str
+    line: int
+    column: int = 0
+    width: int = 1
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}" if self.column else f"{self.file}:{self.line}"
+
+    def render(self) -> str:
+        """The source line with carets below the span, or nothing where the line is not known."""
+        if not self.text.strip():
+            return ""
+        gutter = f"{self.line:5} | "
+        text, column = _window(self.text.rstrip(), self.column)
+        if not column:
+            return f"{gutter}{text}"
+        lead = "".join("\t" if c == "\t" else " " for c in text[: column - 1])
+        return f"{gutter}{text}\n{' ' * (len(gutter) - 2)}| {lead}{'^' * max(1, self.width)}"
+
+
+def _window(text: str, column: int) -> tuple[str, int]:
+    """The part of a long line around a column, and the column in it."""
+    if len(text) <= WIDEST:
+        return text, column
+    start = max(0, min(column - WIDEST // 3, len(text) - WIDEST))
+    before, after = "... " if start else "", " ..." if start + WIDEST < len(text) else ""
+    return before + text[start : start + WIDEST] + after, column and column - start + len(before)
+
+
+def user_span(package: str = "hostir") -> Span | None:
+    """The line of the nearest caller outside this package: where the user wrote what is being built."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module != package and not module.startswith(package + "."):
+            return _frame_span(frame)
+        frame = frame.f_back
+    return None
+
+
+def _frame_span(frame: FrameType) -> Span:
+    line = frame.f_lineno
+    text = linecache.getline(frame.f_code.co_filename, line).rstrip("\n")
+    file = from_here(frame.f_code.co_filename)
+    positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    start_line, end_line, start, end = positions
+    if start_line != line or end_line != line or start is None or end is None:
+        return Span(file, line, 0, 1, text)
+    return Span(file, line, start + 1, end - start, text)
+
+
+def from_here(file: str) -> str:
+    """A path as one would type it: relative to the current folder where it lies inside."""
+    inside = os.path.join(os.getcwd(), "")
+    return file.removeprefix(inside)
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One finding: what is wrong, where, what was expected, and what to do about it."""
+
+    message: str
+    span: Span | None = None
+    expected: str = ""
+    hint: str = ""
+    notes: tuple[tuple[Span | None, str], ...] = ()
+    level: str = "error"  # or "warning"
+
+    def __str__(self) -> str:
+        parts = [f"{self.span}: {self.level}: {self.message}" if self.span else f"{self.level}: {self.message}"]
+        if self.span and (drawn := self.span.render()):
+            parts.append(drawn)
+        if self.expected:
+            parts.append(f"  expected: {self.expected}")
+        if self.hint:
+            parts.append(f"  hint: {self.hint}")
+        for span, text in self.notes:
+            parts.append(f"{span}: note: {text}" if span else f"  note: {text}")
+            if span and (drawn := span.render()):
+                parts.append(drawn)
+        return "\n".join(parts)
+
+
+class HostIRError(Exception):
+    """Raised for every mistake in a program, a text or a call. `str(error)` is what a person should read."""
+
+    def __init__(self, *diagnostics: Diagnostic) -> None:
+        self.diagnostics = diagnostics
+        super().__init__("\n".join(map(str, diagnostics)))
+
+
+def error(
+    message: str,
+    span: Span | None = None,
+    *,
+    expected: str = "",
+    hint: str = "",
+    notes: tuple[tuple[Span | None, str], ...] = (),
+) -> HostIRError:
+    """A HostIRError with one diagnostic, ready to raise."""
+    return HostIRError(Diagnostic(message, span, expected, hint, notes))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint naming the nearest known word, or an empty string when none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean '{near[0]}'?" if near else ""

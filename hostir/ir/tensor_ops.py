@@ -1,0 +1,315 @@
+"""The vocabulary of computations on sharded tensors. Host programs use the same statements as fusions.
+
+In a fusion a computation defines its result (`%c: bf16[8, 4] = matmul %a, %b`); in a host program it writes a buffer
+that exists (`matmul %a, %b -> %c`). `Map` says how each operand's axes relate to the result's; sharding propagation,
+slicing and type inference all read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from hostir.ir.layout import join
+from hostir.ir.machine import meshes_of
+from hostir.ir.op import (
+    BOTH,
+    VALUE_CODECS,
+    Codec,
+    Int,
+    Name,
+    Phase,
+    Read,
+    ReadIf,
+    Statement,
+    Write,
+    codecs_of,
+    statement,
+)
+from hostir.ir.sizes import Size
+from hostir.ir.types import DTYPES, DType, TensorType
+from hostir.ir.values import Value
+
+if TYPE_CHECKING:
+    from hostir.ir.machine import Frame
+
+CONTRACTED = -1  # in a Map: the axis is summed away
+ALONE = -2  # in a Map: the axis has extent one and is spread over the result's axis
+Map = tuple[int, ...]  # for each axis of an operand, the axis of the result that it becomes
+
+
+@dataclass(frozen=True)
+class TensorOp(Statement):
+    """A computation: `infer` follows from `result` and `maps`, `evaluate` from the fields."""
+
+    phases: ClassVar[frozenset[Phase]] = BOTH
+
+    out: Write
+
+    @property
+    def operands(self) -> tuple[Value, ...]:
+        return tuple(self.values(Codec.READ))
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        """The result's dtype and logical shape; raises where the operands do not fit."""
+        raise AssertionError(type(self).__name__)
+
+    def maps(self) -> tuple[Map, ...]:
+        """One Map for each operand."""
+        raise AssertionError(type(self).__name__)
+
+    def infer(self) -> TensorType:
+        """The result's type when every rank computes on its own parts; raises where the parts do not meet."""
+        dtype, shape = self.result()
+        return join(self, dtype, shape, self.operands, self.maps())
+
+    def verify(self) -> None:
+        self.result()
+
+    def verify_layout(self) -> None:
+        meshes = {m.name for m in meshes_of([*self.operands, self.out]) if m}
+        if len(meshes) > 1:
+            raise self.fail(
+                f"operands of {self.keyword()} lie on different meshes: {', '.join(sorted(meshes))}",
+                hint="move one of them with hi.reshard",
+            )
+
+    def evaluate(self, frame: Frame) -> None:
+        if not frame.here(self.out.tensor.mesh):
+            return
+        if frame[self.out] is None:  # in a fusion the result is a new value
+            frame[self.out] = frame.machine.allocate(frame.shape(self.out.tensor), self.out.tensor.dtype)
+        codecs = codecs_of(type(self))
+        operands = [frame[getattr(self, n)] for n, c in codecs.items() if c is Codec.READ]
+        options = {n: getattr(self, n) for n, c in codecs.items() if c not in VALUE_CODECS}
+        frame.machine.compute(self.keyword(), frame[self.out], operands, options)
+
+    @classmethod
+    def form(cls, phase: Phase) -> str:
+        return cls.syntax if phase is Phase.HOST else "{out} = " + cls.syntax.replace(" -> {out}", "")
+
+
+def same_dtype(op: Statement, values: Sequence[Value]) -> DType:
+    """The one dtype of these operands."""
+    first = values[0]
+    for other in values[1:]:
+        if other.tensor.dtype != first.tensor.dtype:
+            raise op.fail(
+                f"mixed dtypes: {first} is {first.tensor.dtype}, {other} is {other.tensor.dtype}",
+                expected="operands of one dtype",
+                hint=f"hi.cast one of them, such as hi.cast({other.name}, '{first.tensor.dtype}')",
+            )
+    return first.tensor.dtype
+
+
+def _contract(op: Statement, a: Value, b: Value, b_axis: int) -> None:
+    if len(b.tensor.axes) != 2:
+        raise op.fail(f"{b} has {len(b.tensor.axes)} axes", expected="a right side with 2 axes")
+    if not a.tensor.axes:
+        raise op.fail(f"{a} has no axes", expected="a left side with at least 1 axis")
+    k, other = a.tensor.shape[-1], b.tensor.shape[b_axis]
+    if k != other:
+        raise op.fail(
+            f"contraction of different sizes: {a} has {k} in its last axis, {b} has {other} in axis {b_axis}",
+            expected=f"{b} with {k} in axis {b_axis}",
+        )
+
+
+@statement
+@dataclass(frozen=True)
+class Matmul(TensorOp):
+    """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32.
+
+    Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
+    """
+
+    syntax = "matmul {a}, {b} -> {out}"
+    a: Read
+    b: Read
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        dtype = same_dtype(self, [self.a, self.b])
+        _contract(self, self.a, self.b, 0)
+        return dtype, (*self.a.tensor.shape[:-1], self.b.tensor.shape[1])
+
+    def maps(self) -> tuple[Map, ...]:
+        rows = len(self.a.tensor.axes) - 1
+        return (*range(rows), CONTRACTED), (CONTRACTED, rows)
+
+
+@statement
+@dataclass(frozen=True)
+class Linear(TensorOp):
+    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, accumulated in f32; the bias may be left out.
+
+    Example: %c: f32[16, 32] = linear %a: f32[16, 64], %w: f32[32, 64], %bias: f32[32]
+    """
+
+    syntax = "linear {a}, {weight}<?, {bias}?> -> {out}"
+    a: Read
+    weight: Read
+    bias: ReadIf = None
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        dtype = same_dtype(self, self.operands)
+        _contract(self, self.a, self.weight, 1)
+        n = self.weight.tensor.shape[0]
+        if self.bias is not None and self.bias.tensor.shape != (n,):
+            raise self.fail(f"the bias {self.bias} is {self.bias.type}", expected=f"one axis of {n}")
+        return dtype, (*self.a.tensor.shape[:-1], n)
+
+    def maps(self) -> tuple[Map, ...]:
+        rows = len(self.a.tensor.axes) - 1
+        return ((*range(rows), CONTRACTED), (rows, CONTRACTED), (rows,))[: len(self.operands)]
+
+
+@dataclass(frozen=True)
+class Binary(TensorOp):
+    """An elementwise computation on two tensors; axes align at the end, and an axis of extent one is spread."""
+
+    x: Read
+    y: Read
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        dtype = same_dtype(self, [self.x, self.y])
+        long, short = sorted((self.x.tensor.shape, self.y.tensor.shape), key=len, reverse=True)
+        shape = list(long)
+        for i, size in enumerate(short, len(long) - len(short)):
+            if shape[i] != size and not shape[i].is_one and not size.is_one:
+                raise self.fail(
+                    f"shapes do not align: {self.x} is {self.x.type}, {self.y} is {self.y.type}",
+                    expected="equal sizes from the last axis on, or 1",
+                )
+            shape[i] = size if shape[i].is_one else shape[i]
+        return dtype, tuple(shape)
+
+    def maps(self) -> tuple[Map, ...]:
+        shape = self.result()[1]
+
+        def one(value: Value) -> Map:
+            lead = len(shape) - len(value.tensor.axes)
+            return tuple(i + lead if s == shape[i + lead] else ALONE for i, s in enumerate(value.tensor.shape))
+
+        return one(self.x), one(self.y)
+
+
+@statement
+@dataclass(frozen=True)
+class Add(Binary):
+    """Elementwise sum.
+
+    Example: %z: f32[16, 32] = add %x: f32[16, 32], %y: f32[32]
+    """
+
+    syntax = "add {x}, {y} -> {out}"
+
+
+@statement
+@dataclass(frozen=True)
+class Mul(Binary):
+    """Elementwise product.
+
+    Example: %z: f32[16, 32] = mul %x: f32[16, 32], %y: f32[16, 32]
+    """
+
+    syntax = "mul {x}, {y} -> {out}"
+
+
+@dataclass(frozen=True)
+class Unary(TensorOp):
+    """An elementwise computation on one tensor."""
+
+    x: Read
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        return self.x.tensor.dtype, self.x.tensor.shape
+
+    def maps(self) -> tuple[Map, ...]:
+        return (tuple(range(len(self.x.tensor.axes))),)
+
+
+@statement
+@dataclass(frozen=True)
+class Relu(Unary):
+    """`max(x, 0)`.
+
+    Example: %y: f16[16, 32] = relu %x: f16[16, 32]
+    """
+
+    syntax = "relu {x} -> {out}"
+
+
+@statement
+@dataclass(frozen=True)
+class Gelu(Unary):
+    """The exact Gaussian error linear unit, `x * (1 + erf(x / sqrt 2)) / 2`.
+
+    Example: %y: bf16[16, 32] = gelu %x: bf16[16, 32]
+    """
+
+    syntax = "gelu {x} -> {out}"
+
+
+@statement
+@dataclass(frozen=True)
+class Silu(Unary):
+    """`x / (1 + exp(-x))`.
+
+    Example: %y: bf16[16, 32] = silu %x: bf16[16, 32]
+    """
+
+    syntax = "silu {x} -> {out}"
+
+
+@statement
+@dataclass(frozen=True)
+class Copy(Unary):
+    """The same elements in a dense buffer: what the lowering inserts where a layout does not serve.
+
+    Example: %y: f32[16, 32] = copy %x: f32[16, 32]
+    """
+
+    syntax = "copy {x} -> {out}"
+
+    def infer(self) -> TensorType:
+        return self.x.tensor  # a partial sum stays one
+
+
+@statement
+@dataclass(frozen=True)
+class Cast(Unary):
+    """The same values in another dtype, rounded to nearest even.
+
+    Example: %y: bf16[16, 32] = cast %x: f32[16, 32] to bf16
+    """
+
+    syntax = "cast {x} to {dtype} -> {out}"
+    dtype: Name
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        if self.dtype not in DTYPES:
+            raise self.fail(f"unknown dtype '{self.dtype}'", expected=f"one of: {', '.join(DTYPES)}")
+        return DTYPES[self.dtype], self.x.tensor.shape
+
+
+@statement
+@dataclass(frozen=True)
+class Sum(Unary):
+    """The sum over one axis, accumulated in f32; the axis goes away.
+
+    Example: %y: f32[32] = sum %x: f32[16, 32] axis 0
+    """
+
+    syntax = "sum {x} axis {axis} -> {out}"
+    axis: Int
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        shape = self.x.tensor.shape
+        if self.axis >= len(shape):
+            raise self.fail(f"{self.x} has no axis {self.axis}", expected=f"an axis below {len(shape)}")
+        return self.x.tensor.dtype, (*shape[: self.axis], *shape[self.axis + 1 :])
+
+    def maps(self) -> tuple[Map, ...]:
+        axes = range(len(self.x.tensor.axes))
+        return (tuple(CONTRACTED if i == self.axis else i - (i > self.axis) for i in axes),)

@@ -1,0 +1,21 @@
+"""The canonical text and how it is read. Grammar and printer are made from the statements' own templates.
+
+hostir 1
+mesh @mesh [didx] = 0 1
+program @name(%a: bf16[2@didx, 64]) -> (%c) streams 2 {
+  ...
+}
+"""
+
+from __future__ import annotations
+
+import hostir.ir.comm_ops
+import hostir.ir.host_ops  # noqa: F401  the vocabulary registers itself
+from hostir.ir.program import Program
+
+
+def parse(text: str, file: str = "<text>") -> Program:
+    """Reads a program. Raises HostIRError with file:line:col, a caret and what was expected."""
+    from hostir.ir.parser import read  # lark loads only when a text is read
+
+    return read(text, file)

@@ -1,0 +1,187 @@
+"""Types of values: dtypes, device meshes, tensor axes and how they are spread over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import prod
+
+from hostir.ir.sizes import ONE, Size, product
+
+STREAM = "stream"  # the mark of an axis whose slices go to round-robin streams
+
+
+@dataclass(frozen=True)
+class DType:
+    """An element type: its name in the text and its size in bytes."""
+
+    name: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# fp8 joins here, with its scales as operands of the statements that use it.
+DTYPES = {d.name: d for d in (DType("f32", 4), DType("f16", 2), DType("bf16", 2))}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices in a grid of one or two named axes, outermost first; `devices` is row-major.
+
+    The last axis is DIDx, the one before it DIDy; they go by their own names in the text (`didx`, `tp`, ...).
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    def size(self, axis: str) -> int:
+        return self.shape[self.axes.index(axis)]
+
+    def coordinate(self, device: int, axis: str) -> int:
+        """Where a device stands on a mesh axis."""
+        k = self.axes.index(axis)
+        return self.devices.index(device) // prod(self.shape[k + 1 :]) % self.shape[k]
+
+    def team(self, device: int, axis: str) -> tuple[int, ...]:
+        """The devices that differ from `device` only along `axis`, in order: the members of a collective over it."""
+        k = self.axes.index(axis)
+        stride = prod(self.shape[k + 1 :])
+        first = self.devices.index(device) - self.coordinate(device, axis) * stride
+        return tuple(self.devices[first + i * stride] for i in range(self.shape[k]))
+
+    def teams(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        return tuple(dict.fromkeys(self.team(device, axis) for device in self.devices))
+
+    def __str__(self) -> str:
+        if len(self.shape) == 1:
+            grid = " ".join(map(str, self.devices))
+        else:
+            n = self.shape[1]
+            rows = (self.devices[i : i + n] for i in range(0, len(self.devices), n))
+            grid = " ".join(f"({' '.join(map(str, row))})" for row in rows)
+        return f"@{self.name} [{', '.join(self.axes)}] = {grid}"
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A part of an axis. `on` a mesh axis: in equal contiguous blocks over its ranks; on STREAM: sliced by a loop."""
+
+    extent: Size
+    on: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.extent}@{self.on}" if self.on else str(self.extent)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A logical axis as the product of its factors, outermost first. `(8@didx 512)` is 4096 rows, 512 a rank."""
+
+    factors: tuple[Factor, ...]
+
+    @staticmethod
+    def of(extent: Size | int | str, on: str | None = None) -> Axis:
+        return Axis((Factor(Size.of(extent), on),))
+
+    @property
+    def extent(self) -> Size:
+        return self.factors[0].extent if len(self.factors) == 1 else product([f.extent for f in self.factors])
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What its factors lie on, outermost first: mesh axes and STREAM."""
+        return tuple(f.on for f in self.factors if f.on)
+
+    def without(self, *marks: str) -> Axis:
+        """The same axis with these marks taken off."""
+        return Axis(tuple(replace(f, on=None) if f.on in marks else f for f in self.factors)).normal()
+
+    def normal(self) -> Axis:
+        """The shortest equal layout: plain neighbours merge, and a sharded factor absorbs the plain ones inside it."""
+        merged: list[Factor] = []
+        for factor in self.factors:
+            last = merged[-1] if merged else None
+            if last and factor.on is None and last.on != STREAM:
+                merged[-1] = Factor(last.extent * factor.extent, last.on)
+            elif not (factor.extent.is_one and factor.on is None):
+                merged.append(factor)
+        return Axis(tuple(merged) or (Factor(ONE),))
+
+    def __str__(self) -> str:
+        if len(self.factors) == 1:
+            return str(self.factors[0])
+        return f"({' '.join(map(str, self.factors))})"
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """A tensor's dtype, logical axes, mesh, and the mesh axes over which each rank holds only a partial sum.
+
+    `mesh` is None while the sharding is still to be propagated ("auto").
+    """
+
+    dtype: DType
+    axes: tuple[Axis, ...]
+    mesh: Mesh | None = None
+    partial: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        return tuple(axis.extent for axis in self.axes)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The size symbols it uses."""
+        return frozenset(n for axis in self.axes for f in axis.factors for n in f.extent.names)
+
+    def axis_on(self, mark: str) -> int | None:
+        """The axis that carries this mark, or None."""
+        return next((k for k, axis in enumerate(self.axes) if mark in axis.marks), None)
+
+    def local_factor(self, factor: Factor) -> Size:
+        """The part of a factor that one rank holds."""
+        if factor.on in (None, STREAM) or self.mesh is None:
+            return factor.extent
+        return factor.extent / self.mesh.size(factor.on or "")
+
+    @property
+    def local_shape(self) -> tuple[Size, ...]:
+        """The shape of the part that one rank holds."""
+        return tuple(product([self.local_factor(f) for f in axis.factors]) for axis in self.axes)
+
+    def with_axes(self, axes: Iterable[Axis]) -> TensorType:
+        return replace(self, axes=tuple(axes))
+
+    def host(self) -> TensorType:
+        """As it stands in a host program: no Stream marks (the loop says it), every axis in normal form."""
+        return self.with_axes(axis.without(STREAM) for axis in self.axes)
+
+    def __str__(self) -> str:
+        text = f"{self.dtype}[{', '.join(map(str, self.axes))}]"
+        if self.partial:
+            text += f" partial {', '.join(self.partial)}"
+        return text
+
+
+class Kind(Enum):
+    """Types of values that are not tensors."""
+
+    STREAM = "stream"
+    HANDLE = "handle"
+    INDEX = "index"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+Type = TensorType | Kind
+
+
+def bind_shape(shape: Iterable[Size], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The integers for these values of the symbols."""
+    return tuple(size.bind(sizes) for size in shape)

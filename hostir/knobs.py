@@ -1,0 +1,184 @@
+"""Every environment variable that hostir reads.
+
+A knob is set, the strongest first, by the argument of a call, by a surrounding ``with knobs.scope(...)``, or by the
+environment::
+
+    with knobs.scope(spec=2):
+        program = hostir.lower(fusion)  # checks as HOSTIR_SPEC=2 would
+    timeout = knobs.TIMEOUT.get(argument)  # argument, or None where the caller gave none
+
+All three pass the same check, so a bad value is refused with the same words wherever it comes from. A scope holds for
+the thread or task that entered it. Threads do not inherit it: read a knob where the user's call arrives and hand
+its value on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+__all__ = ["DUMP", "KERNELS", "KNOBS", "SPEC", "TIMEOUT", "Knob", "KnobError", "Row", "scope", "table"]
+
+T = TypeVar("T")
+
+_scoped: ContextVar[Mapping[str, object]] = ContextVar("hostir_knobs")
+
+
+class KnobError(ValueError):
+    """A knob was given a value that it does not accept, or has a name that does not exist."""
+
+
+@dataclass(frozen=True)
+class Knob(Generic[T]):
+    """One setting.
+
+    Args:
+        name: the environment variable.
+        default: the value where nothing sets it.
+        expected: the values it accepts, in words, for errors and for the documentation.
+        parse: makes a value from text; raises ValueError for text that it does not accept.
+        doc: what the setting does.
+    """
+
+    name: str
+    default: T
+    expected: str
+    parse: Callable[[str], T]
+    doc: str
+
+    @property
+    def keyword(self) -> str:
+        """What ``scope`` calls it: ``HOSTIR_SPEC`` is ``spec``."""
+        return self.name.removeprefix("HOSTIR_").lower()
+
+    def get(self, argument: T | str | None = None) -> T:
+        """The value in force: the argument's unless it is None, else the innermost scope's, else the environment's.
+
+        Raises:
+            KnobError: the value is not one that the knob accepts.
+        """
+        if argument is not None:
+            return self.check(argument, self.keyword)
+        scoped = _scoped.get({})
+        if self.keyword in scoped:
+            return self.check(scoped[self.keyword], self.keyword)
+        return self.check(os.environ.get(self.name), self.name)
+
+    def check(self, value: object, given_as: str) -> T:
+        """The typed value. None and empty text stand for the default, as in ``HOSTIR_SPEC= hostir ...``.
+
+        Raises:
+            KnobError: the knob does not accept the value; the message calls the knob ``given_as``.
+        """
+        text = "" if value is None else str(value)
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise KnobError(f"{given_as}={value!r}: expected {self.expected}") from None
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
+        return text
+
+    return parse
+
+
+def _level(text: str) -> int:
+    return int(_one_of("0", "1", "2")(text))
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(text)
+    return seconds
+
+
+def _directory(text: str) -> Path:
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise ValueError(text)
+    return path
+
+
+DUMP: Knob[Path | None] = Knob(
+    "HOSTIR_DUMP",
+    None,
+    "a directory, or a path where one can be made",
+    _directory,
+    "Directory into which lowering writes the program after every pass, as numbered files that can be fed back in.",
+)
+SPEC: Knob[int] = Knob(
+    "HOSTIR_SPEC",
+    1,
+    "0, 1 or 2",
+    _level,
+    "How much lowering checks its own work: 0 the finished program, 1 the program after every pass, "
+    "2 also that each of these prints, parses back equal, and verifies again.",
+)
+TIMEOUT: Knob[float] = Knob(
+    "HOSTIR_TIMEOUT",
+    30.0,
+    "a number of seconds greater than 0",
+    _seconds,
+    "Seconds that a run may stand still before every rank ends, each naming the statement it stands at.",
+)
+KERNELS: Knob[str] = Knob(
+    "HOSTIR_KERNELS",
+    "auto",
+    "auto, triton or aten",
+    _one_of("auto", "triton", "aten"),
+    "What computes: Triton kernels, ATen, or (auto) what suits the device: ATen on a CPU.",
+)
+
+KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str], ...] = (DUMP, SPEC, TIMEOUT, KERNELS)
+
+
+@contextmanager
+def scope(**values: object) -> Iterator[None]:
+    """Set knobs for the calls inside the block: ``scope(spec=2, kernels="aten")``. None stands for the default.
+
+    Raises:
+        KnobError: no knob has that name, or it does not accept the value. Nothing has been set then.
+    """
+    known = {knob.keyword: knob for knob in KNOBS}
+    for keyword, value in values.items():
+        if keyword not in known:
+            close = difflib.get_close_matches(keyword, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+            raise KnobError(f"no knob is called {keyword}: {hint}")
+        known[keyword].check(value, keyword)
+    token = _scoped.set({**_scoped.get({}), **values})
+    try:
+        yield
+    finally:
+        _scoped.reset(token)
+
+
+class Row(NamedTuple):
+    """A knob, in words, for the documentation."""
+
+    name: str
+    expected: str
+    default: str
+    doc: str
+
+
+def table() -> list[Row]:
+    """One row for each knob, in the order in which they are documented."""
+    return [
+        Row(knob.name, knob.expected, "unset" if knob.default is None else str(knob.default), knob.doc)
+        for knob in KNOBS
+    ]

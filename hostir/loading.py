@@ -1,0 +1,187 @@
+"""From a file on the command line to a program: Python with a fusion, canonical text, or an nvFuser dump."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hostir.dsl import Fusion
+from hostir.ir import Diagnostic, HostIRError, Program, parse
+from hostir.ir.source import Span, did_you_mean, error, from_here
+
+
+def load(
+    file: str, *, name: str | None, form: str | None, given: Mapping[str, str], ranks: int | None
+) -> tuple[Program, dict[str, int], list[Diagnostic]]:
+    """Reads `FILE`.
+
+    Args:
+        file: a `.py`, a text of hostir, or an nvFuser dump (`form="nvfuser"`).
+        name: which fusion of a `.py` to take.
+        given: `--set` values by name: a function's parameters, or sizes.
+        ranks: what a parameter named `ranks` gets.
+
+    Returns:
+        the program, the sizes that `given` binds, and what is worth telling of the file.
+    """
+    path = Path(file)
+    if path.is_dir():
+        inside = ", ".join(sorted(p.name for p in path.iterdir() if p.suffix in (".py", ".hir")))
+        raise error(f"{file} is a folder", expected="a file", hint=f"it holds {inside or 'no .py or .hir'}")
+    if not path.is_file():
+        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else [])
+        raise error(f"no such file: {file}", hint=near)
+    if path.suffix == ".py":
+        if form is not None:
+            raise error(f"--from {form} says how to read a text, and {path.name} is Python", hint="leave it out")
+        fusion, parameters = _from_python(path, name, given, ranks)
+        program = fusion.program()
+        return program, _sizes(program, given, parameters), []
+    if name:
+        raise error(f"':{name}' picks a fusion of a .py file, and {path.name} is none")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise error(f"{file} is not a text", expected="a .py, a .hir or an nvFuser dump") from None
+    except OSError as problem:
+        raise error(f"cannot read {file}: {problem.strerror}") from None
+    if form == "nvfuser":
+        from hostir.ir.nvfuser import read_nvfuser
+
+        program, told = read_nvfuser(text, file)
+        return program, _sizes(program, given), told
+    if text.lstrip().startswith("%HostIrContainer"):
+        raise error(f"{file} is an nvFuser dump", hint="add --from nvfuser")
+    program = parse(text, file)
+    return program, _sizes(program, given), []
+
+
+def _sizes(program: Program, given: Mapping[str, str], parameters: Sequence[str] = ()) -> dict[str, int]:
+    """What was given beside the parameters of the fusion's function: sizes of the program."""
+    names = [*sorted(program.size_names), *(name for name, _ in program.aliases)]
+    left = {name: value for name, value in given.items() if name not in parameters}
+    for name, value in left.items():
+        if name not in names:
+            known, what = [*parameters, *names], "parameter or size" if parameters else "size"
+            expected, hint = f"one of: {', '.join(known) or 'none'}", did_you_mean(name, known)
+            raise error(f"@{program.name} has no {what} '{name}'", expected=expected, hint=hint)
+        if not value.isdecimal() or int(value) < 1:
+            raise error(f"--set {name}={value}: not a size", expected="a positive integer")
+    return {name: int(value) for name, value in left.items()}
+
+
+def _from_python(
+    path: Path, name: str | None, given: Mapping[str, str], ranks: int | None
+) -> tuple[Fusion, Sequence[str]]:
+    """The fusion, and the parameters of the function that made it."""
+    module = _import(path)
+    found = _fusions(module)
+    if name is not None and inspect.isfunction(function := getattr(module, name, None)):
+        found.setdefault(name, function)  # who names a function need not annotate it
+    if name is not None and name not in found:
+        raise error(
+            f"{path} has no fusion '{name}'",
+            expected=f"one of: {', '.join(found) or 'none'}",
+            hint=did_you_mean(name, found),
+        )
+    if name is None and len(found) != 1:
+        if not found:
+            raise error(
+                f"{path} has no fusion", expected="a function annotated '-> hi.Fusion', or a module-level Fusion"
+            )
+        raise error(f"{path} has several fusions", expected=f"{path}:NAME with one of: {', '.join(found)}")
+    chosen = found[name or next(iter(found))]
+    if isinstance(chosen, Fusion):
+        return chosen, ()
+    return _call(chosen, _arguments(chosen, given, ranks)), tuple(inspect.signature(chosen).parameters)
+
+
+def _import(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"_hostir_{path.stem}", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.parent))  # as `python FILE` does, for what it imports from beside it
+    try:
+        spec.loader.exec_module(module)
+    except HostIRError:
+        raise
+    except Exception as problem:
+        raise _users_fault(f"importing {path}", problem, str(path.resolve())) from problem
+    return module
+
+
+def _users_fault(what: str, problem: Exception, file: str) -> HostIRError:
+    """A failure of the user's own Python, with the deepest line of the file."""
+    if isinstance(problem, SyntaxError):
+        where = from_here(problem.filename or file)
+        return error(
+            f"{what}: {problem.msg}", Span(where, problem.lineno or 1, problem.offset or 0, 1, problem.text or "")
+        )
+    lines = [line for frame, line in traceback.walk_tb(problem.__traceback__) if frame.f_code.co_filename == file]
+    span = Span(from_here(file), lines[-1], 0, 1, linecache.getline(file, lines[-1]).rstrip()) if lines else None
+    return error(f"{what}: {type(problem).__name__}: {problem}", span)
+
+
+def _fusions(module: ModuleType) -> dict[str, Fusion | Callable[..., Fusion]]:
+    """Module-level fusions, and functions annotated to return one."""
+    found: dict[str, Fusion | Callable[..., Fusion]] = {}
+    for key, value in vars(module).items():
+        if isinstance(value, Fusion):
+            found[key] = value
+        elif inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_"):
+            returns = value.__annotations__.get("return")
+            if returns is Fusion or (isinstance(returns, str) and returns.split(".")[-1] == "Fusion"):
+                found[key] = value
+    return found
+
+
+def _arguments(function: Callable[..., Fusion], given: Mapping[str, str], ranks: int | None) -> dict[str, Any]:
+    """The keyword arguments for a fusion's function."""
+    parameters = inspect.signature(function).parameters
+    chosen: dict[str, Any] = {}
+    for key, parameter in parameters.items():
+        if key in given:
+            chosen[key] = _convert(key, given[key], parameter)
+        elif key == "ranks" and ranks is not None:
+            chosen[key] = ranks
+        elif parameter.default is inspect.Parameter.empty:
+            raise error(
+                f"the parameter '{key}' of {function.__name__} has no default", hint=f"give it one, or --set {key}=..."
+            )
+    return chosen
+
+
+def _convert(key: str, text: str, parameter: inspect.Parameter) -> Any:
+    default = parameter.default
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false", "0", "1"):
+            raise error(f"--set {key}={text}: not a truth value", expected="true or false")
+        return text.lower() in ("true", "1")
+    if not isinstance(default, int | float):
+        return text
+    try:
+        return type(default)(text)
+    except ValueError:
+        raise error(f"--set {key}={text}: not {'an integer' if isinstance(default, int) else 'a number'}") from None
+
+
+def _call(function: Callable[..., Fusion], arguments: dict[str, Any]) -> Fusion:
+    try:
+        fusion = function(**arguments)
+    except HostIRError:
+        raise
+    except Exception as problem:
+        file = inspect.getsourcefile(function) or ""
+        raise _users_fault(f"calling {function.__name__}", problem, file) from problem
+    if not isinstance(fusion, Fusion):
+        raise error(f"{function.__name__} returned {type(fusion).__name__}", expected="a hostir.Fusion")
+    return fusion

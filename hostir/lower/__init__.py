@@ -1,0 +1,70 @@
+"""Lowering: from a fusion to a host program, by named passes, each a pure function of a program."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hostir.ir import Phase, Program
+from hostir.ir.source import did_you_mean, error, user_span
+from hostir.lower.communicate import Communicate
+from hostir.lower.interleave import Pipeline, Sequential
+from hostir.lower.memory import FreeBuffers, Tidy
+from hostir.lower.passes import Pass, Watcher, run_passes
+from hostir.lower.propagate import Propagate
+from hostir.lower.reshard import MakeReshards
+from hostir.lower.stagger import Stagger
+from hostir.lower.streams import AssignStreams
+
+STRATEGIES: dict[str, type[Pass]] = {"sequential": Sequential, "pipeline": Pipeline}
+
+
+def passes(strategy: str = "pipeline", streams: int = 4) -> list[Pass]:
+    """The passes of a strategy, in order."""
+    if strategy not in STRATEGIES:
+        hint = did_you_mean(strategy, STRATEGIES)
+        raise error(f"unknown strategy '{strategy}'", expected=f"one of: {', '.join(STRATEGIES)}", hint=hint)
+    if isinstance(streams, bool) or not isinstance(streams, int) or streams < 1:
+        raise error(f"streams must be at least 1, not {streams!r}")
+    return [
+        Propagate(),
+        MakeReshards(),
+        Communicate(),
+        STRATEGIES[strategy](),
+        AssignStreams(streams),
+        Stagger(),
+        FreeBuffers(),
+        Tidy(),
+    ]
+
+
+class HasProgram(Protocol):
+    """What the DSL builds."""
+
+    def program(self) -> Program:
+        """The fusion as a program."""
+
+
+def lower(
+    fusion: HasProgram | Program, strategy: str = "pipeline", streams: int = 4, watch: Watcher | None = None
+) -> Program:
+    """Lowers a fusion to a host program.
+
+    Args:
+        fusion: a `hostir.Fusion`, or a program in the fusion phase.
+        strategy: `pipeline` runs what can be sliced along the Stream axis in a loop over worker streams; `sequential`
+            runs each communication and computation whole, on the caller's stream.
+        streams: the most worker streams to use.
+        watch: called with the name of each pass and the program it left.
+    """
+    known = isinstance(fusion, (Program, type))  # a class has `program`, but nothing to call it on
+    build = fusion if known else getattr(fusion, "program", None)
+    program = build() if callable(build) and not known else build
+    if not isinstance(program, Program):
+        hint = "call it, and lower what it returns" if callable(fusion) else ""
+        raise error(f"not a fusion: {fusion!r}", user_span(), expected="a hostir.Fusion", hint=hint)
+    if program.phase is not Phase.FUSION:
+        raise error(f"@{program.name} is a host program already", expected="a fusion")
+    return run_passes(program, passes(strategy, streams), watch)
+
+
+__all__ = ["STRATEGIES", "Pass", "lower", "passes", "run_passes"]

@@ -1,0 +1,71 @@
+"""The host program of a fusion while it is built: statements outside loops, and the buffers of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostir.ir import Program, Statement, TensorType, Value
+from hostir.ir.comm_ops import AllReduce, Communication
+from hostir.ir.host_ops import Allocate, AsPartial
+from hostir.ir.op import Codec
+from hostir.ir.program import Names
+from hostir.ir.view_ops import ViewOp
+from hostir.lower.scope import Scope
+from hostir.lower.sharding import result_of
+
+
+class Host(Scope):
+    """Builds the host program of a fusion."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(Names.of(program))
+        self.program = program
+        self.values = {v.name: replace(v, type=v.tensor.host()) for v in program.inputs}
+        self.dense |= self.values.keys()
+        self.users: dict[str, list[Statement]] = {}
+        for s in program.body:
+            for v in s.values(Codec.READ, Codec.ALIAS):
+                self.users.setdefault(v.name, []).append(s)
+        self.outputs = {v.name for v in program.outputs}
+
+    def whole(self, s: Statement) -> None:
+        """A statement outside any loop: its result is a buffer of its own, or a view."""
+        out = result_of(s)
+        if isinstance(s, ViewOp):
+            self.values[out.name] = replace(out, type=out.tensor.host())
+            moved = s.rename(self.values)
+            assert isinstance(moved, ViewOp)
+            self.view(moved)
+            return
+        if out.name not in self.values:
+            self.values[out.name] = self.buffer(out)
+        moved = s.rename(self.values)
+        if isinstance(moved, Communication):
+            self.communicate(moved)
+        else:
+            self.body.append(moved)
+
+    def scratch(self, wish: str, type: TensorType, like: Value) -> Value:
+        buffer = Value(self.names.fresh(wish), type, like.span)
+        self.body.append(Allocate(buffer, span=like.span))
+        self.dense.add(buffer.name)
+        return buffer
+
+    def buffer(self, value: Value) -> Value:
+        """A buffer for a value; for what only an allreduce reads, the buffer that the allreduce fills."""
+        host = replace(value, type=value.tensor.host())
+        self.dense.add(host.name)
+        reduce = self.only_reduced(value)
+        if reduce is None:
+            self.body.append(Allocate(host, span=value.span))
+            return host
+        if reduce.out.name not in self.values:
+            self.values[reduce.out.name] = self.buffer(reduce.out)
+        self.body.append(AsPartial(self.values[reduce.out.name], host, reduce.over, span=value.span))
+        return host
+
+    def only_reduced(self, value: Value) -> AllReduce | None:
+        """The allreduce that is the one user of a value."""
+        users = self.users.get(value.name, [])
+        lone = users[0] if len(users) == 1 and value.name not in self.outputs else None
+        return lone if isinstance(lone, AllReduce) else None

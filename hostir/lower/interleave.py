@@ -1,0 +1,85 @@
+"""Passes `sequential` and `pipeline`: from values to buffers, whole or slice by slice.
+
+`pipeline` is nvFuser's collective-based pipeline (its pull request 3606, later its StreamParallelType pass), made
+generic: whatever statements can be sliced along the Stream axis run in one loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hostir.ir import Phase, Program, Statement
+from hostir.ir.op import Codec
+from hostir.lower.host import Host
+from hostir.lower.loop import Loop
+from hostir.lower.passes import Pass
+from hostir.lower.sharding import result_of
+from hostir.lower.slicing import Group, groups
+
+
+@dataclass(frozen=True)
+class Sequential(Pass):
+    """Each communication whole, then each computation whole, on the caller's stream."""
+
+    name = "sequential"
+
+    def run(self, program: Program) -> Program:
+        return build(program, [])
+
+
+@dataclass(frozen=True)
+class Pipeline(Pass):
+    """A loop over the Stream axis: a slice is selected, communicated and computed in each round."""
+
+    name = "pipeline"
+
+    def run(self, program: Program) -> Program:
+        found = groups(program)
+        for group in found:
+            if group.left_out and not group.communicates:  # a loop that hides nothing is not what was asked for
+                raise next(iter(group.left_out.values()))
+        reasons = {name: why.diagnostics[0].message for group in found for name, why in group.left_out.items()}
+        body = (_told(s, reasons.get(result_of(s).name)) for s in program.body)
+        return build(program.with_body(body), [group for group in found if group.communicates])
+
+
+def _told(s: Statement, reason: str | None) -> Statement:
+    """A communication that the loop cannot hide says so in the dump."""
+    return s if reason is None else replace(s, note=f"whole: {reason}")
+
+
+def build(program: Program, loops: list[Group]) -> Program:
+    """The host program that runs these loops, and the rest of the fusion whole."""
+    host = Host(program)
+    for step in schedule(program.body, loops):
+        if isinstance(step, Group):
+            host.body.append(Loop(host, step).build())
+        else:
+            host.whole(step)
+    outputs = tuple(host.values[v.name] for v in program.outputs)
+    inputs = tuple(host.values[v.name] for v in program.inputs)
+    return Program(program.name, Phase.HOST, program.meshes, inputs, outputs, tuple(host.body))
+
+
+def schedule(body: tuple[Statement, ...], loops: list[Group]) -> list[Statement | Group]:
+    """Program order, except that a loop runs as one, once all that it needs has run."""
+    loop_of = {result_of(s).name: g for g in loops for s in g.statements}
+    made = {result_of(s).name for s in body}
+    steps: list[Statement | Group] = []
+    waiting = list(body)
+    ready: set[str] = set()
+    while waiting:
+        for s in waiting:
+            group = loop_of.get(result_of(s).name)
+            members = group.statements if group else [s]
+            inside = {result_of(m).name for m in members}
+            needs = {v.name for m in members for v in m.values(Codec.READ, Codec.ALIAS)} & made
+            if needs <= ready | inside:
+                break
+        else:
+            hint = "take Stream off one of the two tensors"
+            raise waiting[0].fail("the loops of two Stream axes need each other's results", hint=hint)
+        steps.append(group or s)
+        ready |= inside
+        waiting = [w for w in waiting if result_of(w).name not in inside]
+    return steps

@@ -1,0 +1,69 @@
+"""What a pass is, and how a list of them runs: checked, dumped and watched between any two."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from hostir import knobs
+from hostir.ir import HostIRError, Phase, Program, format_program, parse, verify
+from hostir.ir.source import error
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pure function of a program. Its fields are its options; its first docstring line says what it does."""
+
+    name: ClassVar[str]
+    settles: ClassVar[bool] = True  # after it, every change of sharding is explicit
+
+    @abstractmethod
+    def run(self, program: Program) -> Program:
+        """The program after the pass."""
+
+
+Watcher = Callable[[str, Program], None]
+
+
+def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None = None) -> Program:
+    """Runs the passes in order, each held to its contract: what it leaves verifies.
+
+    HOSTIR_DUMP writes the program before and after every pass as numbered files that can be fed back in. HOSTIR_SPEC=0
+    verifies only at the end, 1 after every pass, 2 also prints and parses after every pass and demands an equal
+    program.
+    """
+    spec, folder = knobs.SPEC.get(), knobs.DUMP.get()
+    verify(program)
+    _dump(folder, 0, "fusion", program)
+    for number, each in enumerate(passes, 1):
+        program = each.run(program)
+        if spec:
+            _hold(each, program, spec)
+        _dump(folder, number, each.name, program)
+        if watch:
+            watch(each.name, program)
+    return verify(program, settled=program.phase is Phase.HOST)
+
+
+def _hold(each: Pass, program: Program, spec: int) -> None:
+    try:
+        verify(program, settled=each.settles)
+        if spec > 1 and parse(str(program)) != program:
+            raise AssertionError(f"the text after {each.name} does not parse back to the same program:\n{program}")
+    except HostIRError as wrong:
+        wrong.add_note(f"after the pass '{each.name}', which left:\n{format_program(program, notes=True)}")
+        raise
+
+
+def _dump(folder: Path | None, number: int, name: str, program: Program) -> None:
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{program.name}-{number:02}-{name}.hir").write_text(format_program(program, notes=True))
+    except OSError as problem:
+        expected = "a folder that can be made and written to"
+        raise error(f"HOSTIR_DUMP='{folder}': {problem.strerror}", expected=expected) from None

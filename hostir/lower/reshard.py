@@ -1,0 +1,198 @@
+"""Pass `reshard`: makes every change of sharding a statement of its own, one mesh axis at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hostir.ir import Program, Statement, TensorType, Value
+from hostir.ir.comm_ops import Communication, Reshard
+from hostir.ir.op import Codec, codecs_of
+from hostir.ir.program import Names
+from hostir.ir.tensor_ops import Add, Linear, TensorOp
+from hostir.ir.types import Axis, Mesh
+from hostir.ir.view_ops import Shard, ViewOp
+from hostir.lower.passes import Pass
+from hostir.lower.sharding import Choice, choose, choose_view, result_of
+
+
+@dataclass(frozen=True)
+class MakeReshards(Pass):
+    """Inserts a reshard where an operand lies otherwise than a statement needs, or a result otherwise than declared."""
+
+    name = "reshard"
+    settles = False
+
+    def run(self, program: Program) -> Program:
+        names = Names.of(program)
+        body: list[Statement] = []
+        resharded: dict[tuple[str, TensorType], Value] = {}
+        for s in program.body:
+            body += _explicit(s, names, resharded)
+        return program.with_body(body)
+
+
+def _explicit(s: Statement, names: Names, resharded: dict[tuple[str, TensorType], Value]) -> Iterator[Statement]:
+    """The statement with reshards before its operands and after its result."""
+    declared = result_of(s).tensor
+    if isinstance(s, Reshard):
+        yield from chain(s.x, s.out, s, names)
+        return
+    if isinstance(s, (Communication, Shard)):  # explicit already
+        yield s
+        return
+    choice = _choice(s, declared)
+    if isinstance(s, Linear) and s.bias is not None and choice.result.partial:
+        yield from _bias_last(s, names, resharded)
+        return
+    operands = {
+        n: c for n, c in codecs_of(type(s)).items() if c in (Codec.READ, Codec.ALIAS) and getattr(s, n) is not None
+    }
+    moved: dict[str, Any] = {}  # by field: one tensor may be two operands that must lie differently
+    for name, needed in zip(operands, choice.operands, strict=True):
+        value: Value = getattr(s, name)
+        if _same(value.tensor, needed):
+            continue
+        key = (value.name, needed.host())
+        if key not in resharded:
+            resharded[key] = Value(
+                names.fresh(f"{value.name}_full" if not _marks(needed) else f"{value.name}_part"), needed.host(), s.span
+            )
+            yield from chain(value, resharded[key], s, names)
+        moved[name] = resharded[key]
+    s = replace(s, **moved)
+    if _same(choice.result, declared):
+        yield s
+        return
+    raw = Value(names.fresh(f"{result_of(s).name}_part"), _keep_stream(choice.result, declared), s.span)
+    yield s.rename({result_of(s).name: raw})
+    yield from chain(raw, result_of(s), s, names)
+
+
+def _marks(type: TensorType) -> bool:
+    return any(axis.marks for axis in type.axes)
+
+
+def _choice(s: Statement, declared: TensorType) -> Choice:
+    if isinstance(s, TensorOp):
+        return choose(s, [v.tensor for v in s.operands], declared)
+    assert isinstance(s, ViewOp)
+    return choose_view(s, s.x.tensor, declared)
+
+
+def _bias_last(s: Linear, names: Names, resharded: dict[tuple[str, TensorType], Value]) -> Iterator[Statement]:
+    """A bias must be added once, not on every rank's partial sum: after the reduction."""
+    assert s.bias is not None
+    product = Value(names.fresh(f"{s.out.name}_sum"), s.out.type, s.span)
+    yield from _explicit(replace(s, bias=None, out=product), names, resharded)
+    yield from _explicit(Add(out=s.out, x=product, y=s.bias, span=s.span), names, resharded)
+
+
+def _same(a: TensorType, b: TensorType) -> bool:
+    return a.host() == b.host()
+
+
+def _keep_stream(type: TensorType, declared: TensorType) -> TensorType:
+    """The type with the declared Stream split on axes that are not spread otherwise."""
+    return type.with_axes(
+        d if d.without("stream").normal() == a.normal() else a for a, d in zip(type.axes, declared.axes, strict=True)
+    )
+
+
+def chain(x: Value, out: Value, s: Statement, names: Names) -> Iterator[Statement]:
+    """Reshards from `x` to `out`, each changing one mesh axis, or the mesh."""
+    if made := [mark for mark in out.tensor.partial if mark not in x.tensor.partial]:
+        raise s.fail(f"{out} cannot be made a partial sum over {made[0]}", expected="a whole result")
+    steps = list(_steps(x.tensor, out.tensor))
+    if not steps:
+        steps = [out.tensor.host()]
+    current = x
+    for step in steps[:-1]:
+        following = Value(names.fresh(f"{out.name}_step"), step, s.span)
+        yield Reshard(current, following, span=s.span)
+        current = following
+    yield Reshard(current, out, span=s.span)
+
+
+def _steps(old: TensorType, new: TensorType) -> Iterator[TensorType]:
+    """The types on the way, the last being the new one."""
+    assert old.mesh
+    assert new.mesh
+    current, goal = old.host(), new.host()
+    if old.mesh != new.mesh:
+        yield from _between(current, goal, old.mesh, new.mesh)
+        return
+    while current != goal:
+        current = _nearer(current, goal, old.mesh)
+        yield current
+
+
+def _nearer(current: TensorType, goal: TensorType, mesh: Mesh) -> TensorType:
+    """One mesh axis nearer to the goal: sums first, then local slices, then moves to another axis, then gathers."""
+    for mark in current.partial:
+        if mark not in goal.partial:
+            whole = replace(current, partial=tuple(m for m in current.partial if m != mark))
+            return _put(whole, goal, mark) or whole
+    spread = [mark for mark in mesh.axes if current.axis_on(mark) is not None]
+    for mark in mesh.axes:
+        if mark not in spread and (put := _put(current, goal, mark)):
+            return put
+    for mark in spread:
+        before, after = current.axis_on(mark), goal.axis_on(mark)
+        put = _put(_without(current, mark), goal, mark)
+        if put is None or before is None or after is None or before == after:
+            continue
+        if len(current.axes[before].factors) == len(put.axes[after].factors) == 1:
+            return put  # one alltoall
+    wrong = next(k for k, axis in enumerate(current.axes) if axis != _partly(goal.axes[k], axis.marks))
+    marks = current.axes[wrong].marks
+    strange = [mark for mark in marks if mark not in goal.axes[wrong].marks]
+    return _without(current, (strange or marks)[-1])
+
+
+def _without(type: TensorType, *marks: str) -> TensorType:
+    return type.with_axes(axis.without(*marks) for axis in type.axes)
+
+
+def _partly(axis: Axis, marks: Sequence[str]) -> Axis:
+    """The axis with no other marks than these."""
+    return axis.without(*(mark for mark in axis.marks if mark not in marks))
+
+
+def _put(type: TensorType, goal: TensorType, mark: str) -> TensorType | None:
+    """The type with a mark put where the goal has it; None where the axis lies otherwise than the goal's."""
+    k = goal.axis_on(mark)
+    if k is None:
+        return None
+    axis = _partly(goal.axes[k], (*type.axes[k].marks, mark))
+    if axis.without(mark) != type.axes[k]:
+        return None
+    return type.with_axes(axis if i == k else a for i, a in enumerate(type.axes))
+
+
+def _between(current: TensorType, goal: TensorType, source: Mesh, target: Mesh) -> Iterator[TensorType]:
+    """From mesh to mesh: sums and gathers the meshes cannot exchange directly happen on the source's side."""
+    for mark in current.partial:
+        current = replace(current, partial=tuple(m for m in current.partial if m != mark))
+        yield current
+    sends = replace(current, mesh=target) == goal and source.shape == target.shape
+    gathers = not _marks(goal) and _in_line(current, source)
+    if sends or gathers:
+        yield goal
+        return
+    for mark in source.axes:
+        if current.axis_on(mark) is not None:
+            current = _without(current, mark)
+            yield current
+    if not _marks(goal) or _in_line(goal, target):
+        yield goal
+        return
+    bare = replace(current, mesh=target)
+    yield bare
+    yield from _steps(bare, goal)
+
+
+def _in_line(type: TensorType, mesh: Mesh) -> bool:
+    """Whether a tensor lies in whole blocks over a mesh of one axis, as gather and scatter need it."""
+    return len(mesh.axes) == 1 and all(len(axis.factors) == 1 for axis in type.axes)

@@ -1,0 +1,1 @@
+"""What runs programs: the interpreter, the machines, the kernels, and what watches them. Loads torch."""

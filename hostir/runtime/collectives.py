@@ -1,0 +1,143 @@
+"""Communications among simulated ranks: which rank's call belongs to which, and what moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+
+from hostir.ir.machine import Exchange, Move
+from hostir.ir.source import Diagnostic, HostIRError, Span
+from hostir.runtime.tasks import Task, join
+
+Note = tuple[Span | None, str]
+
+
+class Part:
+    """One rank's side of a communication: `take` reads its tensor once all ranks have come, `give` writes its result.
+
+    `tail` is what the rank's stream had issued before; `peers` are all sides, in the order of the team.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        tail: Sequence[Task],
+        task: Callable[[Callable[[], object], tuple[torch.Tensor | None]], Task],
+    ) -> None:
+        self.exchange, self.x, self.out, self.tail = exchange, x, out, tail
+        self.take = task(self._snapshot, (x,))
+        self.give = task(self._fill, (out,)).follow([self.take])
+        self.earlier: Part | None = None  # of its team, on this rank
+        self.peers: list[Part] = []
+        self.taken: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.take.rank
+
+    @property
+    def shapes(self) -> tuple[object, ...]:
+        """Dtype and shape of what it reads and writes."""
+        return tuple(None if t is None else (t.dtype, t.shape) for t in (self.x, self.out))
+
+    def __str__(self) -> str:
+        return " to ".join("nothing" if t is None else f"{t.dtype} {list(t.shape)}" for t in (self.x, self.out))
+
+    def agrees(self, other: Part) -> bool:
+        """Whether two ranks mean the same communication."""
+        if self.exchange.kind != other.exchange.kind:
+            return False
+        if not (self.exchange.moves or other.exchange.moves):
+            return self.shapes == other.shapes
+        ends = {self.rank, other.rank}
+        mine, theirs = ({m for m in p.exchange.moves if {m.source, m.target} == ends} for p in (self, other))
+        return mine == theirs and all(_fits(m, {self.rank: self, other.rank: other}) for m in mine)
+
+    def _snapshot(self) -> None:
+        if self.earlier is not None:  # a team's wires carry one at a time; that is a matter of time, not of order
+            self.take.start = max(self.take.start, self.earlier.give.end)
+        if self.x is not None:
+            self.taken = self.x.reshape(-1).clone()
+
+    def _fill(self) -> None:
+        n, me = len(self.peers), self.exchange.team.index(self.rank)
+        kind, moves = self.exchange.kind, [m for m in self.exchange.moves if m.target == self.rank]
+        if moves:
+            for m in moves:
+                source = self.peers[self.exchange.team.index(m.source)].taken
+                blocks(self.out, m.put[1])[m.put[0]] = blocks(source, m.take[1])[m.take[0]]
+        elif kind == "allreduce":
+            blocks(self.out, 1)[0] = self.peers[0].sum()
+        elif kind == "reduce_scatter":
+            blocks(self.out, 1)[0] = blocks(self.peers[0].sum(), n)[me]
+        elif kind in ("allgather", "alltoall"):
+            out = blocks(self.out, n)
+            for i, peer in enumerate(self.peers):
+                out[i] = blocks(peer.taken, 1)[0] if kind == "allgather" else blocks(peer.taken, n)[me]
+
+    def sum(self) -> torch.Tensor:
+        """The sum of what all sides hold: in f32, in the order of the team, rounded once."""
+        if self.total is None:
+            parts = [peer.taken for peer in self.peers if peer.taken is not None]
+            total = parts[0].to(torch.float32, copy=True)
+            for part in parts[1:]:
+                total += part
+            self.total = total.to(parts[0].dtype)
+        return self.total
+
+
+def blocks(x: torch.Tensor | None, count: int) -> torch.Tensor:
+    """A dense tensor as `count` equal blocks, `[count, elements]`."""
+    assert x is not None
+    return x.view(count, -1)
+
+
+def _fits(move: Move, sides: Mapping[int, Part]) -> bool:
+    x, out = sides[move.source].x, sides[move.target].out
+    return x is not None and out is not None and x.numel() * move.put[1] == out.numel() * move.take[1]
+
+
+def match(issued: Sequence[dict[tuple[int, ...], list[Part]]], note: Callable[[Task], Note]) -> list[Task]:
+    """Joins the sides of every communication; `issued[rank][team]` are a rank's sides in the order issued.
+
+    Returns the tasks of joining. Raises HostIRError where ranks differ in what they issue to a team; `note` says where
+    a task comes from.
+    """
+    joints: list[Task] = []
+    for team in dict.fromkeys(team for rank in issued for team in rank):
+        calls = [issued[rank].get(team, []) if rank < len(issued) else [] for rank in team]
+        for number, peers in enumerate(zip_longest(*calls)):
+            sides = [part for part in peers if part is not None]
+            if len(sides) < len(team) or not all(a.agrees(b) for i, a in enumerate(sides) for b in sides[:i]):
+                raise _disagreement(team, number, peers, note)
+            start = join(task for part in sides for task in part.tail)
+            met = join(part.take.follow([start]) for part in sides)
+            for part in sides:
+                part.peers = sides
+                part.give.follow([met])
+            joints += [start, met]
+    return joints
+
+
+def _disagreement(
+    team: Sequence[int], number: int, peers: Sequence[Part | None], note: Callable[[Task], Note]
+) -> HostIRError:
+    notes: list[Note] = []
+    for rank, part in zip(team, peers, strict=True):
+        if part is None:
+            notes.append((None, f"rank {rank} issues only {number}"))
+        else:
+            span, text = note(part.take)
+            notes.append((span, f"{text}, {part}"))
+    return HostIRError(
+        Diagnostic(
+            f"the ranks {' '.join(map(str, team))} differ in communication {number + 1} of their team",
+            expected="every rank of a team to issue the same communications in the same order",
+            notes=tuple(notes),
+        )
+    )

@@ -1,0 +1,178 @@
+"""`hostir run`: fresh inputs, one run or several, and what they are compared with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from hostir import knobs
+from hostir.ir import Program, TensorType
+from hostir.ir.source import error
+from hostir.runtime.compare import Comparison, compare
+from hostir.runtime.executor import Executor
+from hostir.runtime.local import run_whole
+from hostir.runtime.reference import reference
+from hostir.runtime.session import Session, launched, session
+from hostir.runtime.sharding import random_inputs, shard
+from hostir.runtime.trace import Event, Trace
+
+COMPARING = 600.0  # seconds: a rank may wait so long for another's reference
+Tensors = Sequence[torch.Tensor]
+
+
+def run_command(source: Program, program: Program, sizes: dict[str, int], options: Namespace) -> int:
+    """Runs `program`, and with `--compare` holds it against `source`, the fusion or host program it came from.
+
+    Returns the exit code: 1 where a result is too far from the reference.
+    """
+    if options.repeat < 1:
+        raise error(f"--repeat {options.repeat}", expected="at least 1")
+    program.check_sizes(sizes)
+    sizes = {name: value for name, value in sizes.items() if name in program.size_names}
+    trace = Trace(program.name) if options.trace else None
+    _check_trace(options.trace)
+    if launched():
+        with session(options.device) as joined:
+            assert joined is not None
+            return _on_ranks(joined, source, program, sizes, options, trace)
+    if options.device == "cuda":
+        hint = "start real ranks: torchrun --nproc-per-node N -m hostir run ..."
+        raise error("simulated ranks run on the CPU", hint=hint)
+    if options.ranks is not None and options.ranks != program.ranks:
+        hint = "give its function a parameter named 'ranks', or leave --ranks out"
+        raise error(f"@{program.name} is for {program.ranks} ranks, not {options.ranks}", hint=hint)
+    return _simulated(source, program, sizes, options, trace)
+
+
+def _check_trace(path: str | None) -> None:
+    if path and Path(path).suffix not in (".json", ".svg"):
+        raise error(f"--trace {path}", expected="a file ending in .json (Perfetto) or .svg (picture)")
+
+
+def _write_trace(trace: Trace | None, path: str | None) -> None:
+    if trace is None or path is None:
+        return
+    try:
+        (trace.to_svg if Path(path).suffix == ".svg" else trace.to_chrome)(path)
+    except OSError as problem:
+        raise error(f"cannot write {path}: {problem.strerror}") from None
+
+
+def _turns(count: int, title: str, *, speaks: bool = True) -> Iterable[int]:
+    """The runs to do; where there are several and somebody is watching, with a progress bar."""
+    if count == 1 or not speaks or not sys.stderr.isatty():
+        return range(count)
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(range(count), title, console=Console(stderr=True), transient=True)
+
+
+def _simulated(
+    source: Program, program: Program, sizes: dict[str, int], options: Namespace, trace: Trace | None
+) -> int:
+    kernels = knobs.KERNELS.get(options.kernels)
+    worst: list[Comparison] = []
+    for turn in _turns(options.repeat, f"@{program.name}"):
+        last = turn == options.repeat - 1
+        inputs = random_inputs(program, sizes, options.seed + turn)
+        outputs = run_whole(program, inputs, sizes, seed=options.seed, kernels=kernels, trace=trace if last else None)
+        if options.compare:
+            worst = _worse(worst, compare(program, outputs, *_expected(source, inputs, sizes)))
+    _write_trace(trace, options.trace)
+    return _report(program, f"{program.ranks} simulated ranks", kernels, worst, options)
+
+
+def _on_ranks(
+    joined: Session, source: Program, program: Program, sizes: dict[str, int], options: Namespace, trace: Trace | None
+) -> int:
+    """The same on this rank of a job; rank 0 speaks for all."""
+    device, rank = joined.device, joined.rank
+    kernels = knobs.KERNELS.get(options.kernels)
+    executor = Executor(program, sizes=sizes, kernels=kernels, trace=trace)
+    worst: list[Comparison] = []
+    for turn in _turns(options.repeat, f"@{program.name}", speaks=rank == 0):
+        inputs = random_inputs(program, sizes, options.seed + turn, device)
+        parts = [shard(x, v.tensor, rank, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
+        if trace is not None:
+            trace.events.clear()
+        outputs = executor(*parts)
+        if options.compare:
+            worst = _worse(worst, _part_against(joined, source, program, inputs, outputs, sizes, turn))
+    executor.synchronize()
+    if trace is not None:
+        every = joined.exchange("trace", json.dumps(trace.events))
+        trace.events = [Event(e[0], e[1], e[2], e[3], e[4], tuple(e[5])) for text in every for e in json.loads(text)]
+        if rank == 0:
+            _write_trace(trace, options.trace)
+    verdicts = joined.exchange("verdict", "good" if all(c.good for c in worst) else "bad")
+    if rank == 0:
+        _report(program, f"{joined.size} ranks on {device.type}", kernels, worst, options)
+    return 1 if "bad" in verdicts else 0
+
+
+def _expected(source: Program, inputs: Tensors, sizes: dict[str, int]) -> tuple[Tensors, Tensors]:
+    """The unsharded result in the program's own dtypes, and in float64."""
+    bound = {name: value for name, value in sizes.items() if name in source.size_names}
+    return reference(source, inputs, bound, None), reference(source, inputs, bound)
+
+
+def _part_against(
+    joined: Session,
+    source: Program,
+    program: Program,
+    inputs: Tensors,
+    held: Sequence[torch.Tensor | None],
+    sizes: dict[str, int],
+    turn: int,
+) -> list[Comparison]:
+    """Each rank compares its own parts; the squares of all errors are added up."""
+    plain, exact = _expected(source, inputs, sizes)
+    squares = []
+    for value, part, expected in zip(program.outputs, held, exact, strict=True):
+        mine = shard(expected, value.tensor, joined.rank, sizes)
+        off = 0.0 if part is None or mine is None else float(torch.linalg.vector_norm(part.to(mine.dtype) - mine)) ** 2
+        squares.append(off / copies(value.tensor))
+    every = [json.loads(text) for text in joined.exchange(f"errors of run {turn}", json.dumps(squares), COMPARING)]
+    found = compare(program, exact, plain, exact, ring=joined.device.type == "cuda")
+    norms = [float(torch.linalg.vector_norm(e)) or 1.0 for e in exact]
+    return [replace(c, error=sum(e[n] for e in every) ** 0.5 / norms[n]) for n, c in enumerate(found)]
+
+
+def copies(type: TensorType) -> int:
+    """How many ranks hold each element."""
+    assert type.mesh
+    spread = prod(type.mesh.size(mark) for axis in type.axes for mark in axis.marks)
+    return len(type.mesh.devices) // spread
+
+
+def _worse(old: list[Comparison], new: list[Comparison]) -> list[Comparison]:
+    """Of each output the comparison that is nearer to its bound, or beyond it."""
+    if not old:
+        return new
+    pairs = zip(old, new, strict=True)
+    return [b if not b.good or (a.good and b.error / b.bound > a.error / a.bound) else a for a, b in pairs]
+
+
+def _report(program: Program, where: str, kernels: str, found: list[Comparison], options: Namespace) -> int:
+    """Says how it went, for people or as JSON; returns the exit code."""
+    good = all(c.good for c in found)
+    if options.json:
+        outputs = [{"output": c.output, "error": c.error, "bound": c.bound, "good": c.good} for c in found]
+        ran = {"program": program.name, "ranks": program.ranks, "where": where, "kernels": kernels}
+        print(json.dumps(ran | {"outputs": outputs}))
+        return 0 if good else 1
+    times = f", {options.repeat} times" if options.repeat > 1 else ""
+    print(f"@{program.name}: ran on {where}, kernels {kernels}{times}")
+    for c in found:
+        print(f"  {c}", file=sys.stdout if c.good else sys.stderr)
+    if found and good:
+        print(f"  maximum error {max(c.error for c in found):.2e}")
+    return 0 if good else 1

@@ -1,0 +1,79 @@
+"""How far a result may be from the unsharded reference, and how far it is.
+
+The reference is computed in float64. A result passes when its error is at most 1.1 times that of the unsharded torch
+computation in the program's own dtypes, on the same inputs, times what sums over ranks add. A sum over R ranks rounds
+to the dtype each partial sum, and rounding errors are independent and add up in squares: where the sum itself is made
+in f32, as on the CPU, it adds 1 to the square. NCCL's ring also rounds every sum of the first j partial sums, of size
+sqrt(j/R), which makes it (R + 1) / 2. Half a unit of f32 is added for another order of summation, and, as a few
+elements are no statistics, what the roundings of n elements may be off by chance: 1/sqrt(n) of a unit or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+
+import torch
+
+from hostir.ir import Program
+from hostir.ir.comm_ops import AllReduce, ReduceScatter
+
+SLACK = 1.1
+CHANCE = 1.5  # units in the last place, by which one element's roundings may differ
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Errors relative to the reference's norm: of one output, and the most it may have."""
+
+    output: str
+    error: float
+    bound: float
+
+    @property
+    def good(self) -> bool:
+        return isfinite(self.error) and self.error <= self.bound
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.good else "MISMATCH"
+        return f"%{self.output}: error {self.error:.2e}, at most {self.bound:.2e} allowed: {verdict}"
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """`|got - expected| / |expected|` in the Frobenius norm; NaN anywhere gives NaN."""
+    difference = torch.linalg.vector_norm(got.to(expected.dtype) - expected)
+    norm = torch.linalg.vector_norm(expected)
+    return float(difference / norm) if norm else float(difference)
+
+
+def reductions(program: Program, *, ring: bool = False) -> float:
+    """What the sums over ranks of a host program add to the square of the error, relative to one rounding.
+
+    `ring`: they are made by NCCL, in the dtype, hop by hop.
+    """
+    sums = [s for s in program.walk() if isinstance(s, (AllReduce, ReduceScatter))]
+    return sum((s.mesh.size(s.over) + 1) / 2 if ring else 1 for s in sums)
+
+
+def bound(plain: torch.Tensor, expected: torch.Tensor, sums: float) -> float:
+    """The largest error that a result may have: `plain` is the unsharded computation in the program's own dtypes."""
+    chance = CHANCE * torch.finfo(plain.dtype).eps / sqrt(max(plain.numel(), 1))
+    slack = chance + torch.finfo(torch.float32).eps / 2
+    return (SLACK * relative_error(plain, expected) + slack) * sqrt(1 + sums)
+
+
+def compare(
+    program: Program,
+    got: Sequence[torch.Tensor],
+    plain: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    *,
+    ring: bool = False,
+) -> list[Comparison]:
+    """One comparison an output of a host program, on whole tensors; `ring` as for `reductions`."""
+    sums = reductions(program, ring=ring)
+    return [
+        Comparison(v.name, relative_error(g, e), bound(p, e, sums))
+        for v, g, p, e in zip(program.outputs, got, plain, expected, strict=True)
+    ]

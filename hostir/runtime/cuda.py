@@ -1,0 +1,290 @@
+"""Programs on one CUDA device a rank: CUDA streams and events, NCCL, and a host that never waits.
+
+A run issues everything and returns; the caller's stream is the one current when the call is made. All of it may be
+captured into a CUDA graph: memory comes from torch's allocator, events carry no times, nothing asks the device
+anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
+
+from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.lifetimes import late_streams
+from hostir.runtime.plan import (
+    CALLER,
+    Allocate,
+    Collective,
+    Compute,
+    Delay,
+    Free,
+    Mark,
+    Messages,
+    Op,
+    Recording,
+    Step,
+    Synchronize,
+    View,
+    Wait,
+    bind,
+)
+from hostir.runtime.timeline import Timeline
+
+if TYPE_CHECKING:
+    from hostir.runtime.session import Groups
+
+
+CYCLES = 2000  # of a clock near 2 GHz in a microsecond
+
+
+class CudaMachine:
+    """A device, its pool of worker streams, and the process groups of this rank's teams."""
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device, streams: int, kernels: Mapping[str, Kernel], groups: Groups) -> None:
+        self.device = device
+        self.kernels = kernels
+        self.groups = groups
+        self.streams = [torch.cuda.Stream(device) for _ in range(streams)]
+
+    def plan(self, recording: Recording, timeline: Timeline | None = None) -> CudaPlan:
+        return CudaPlan(self, recording, timeline)
+
+
+class CudaPlan:
+    """A recording bound to a device: a flat list of closures over one list of registers."""
+
+    def __init__(self, machine: CudaMachine, recording: Recording, timeline: Timeline | None) -> None:
+        self.machine = machine
+        self.recording = recording
+        self.timeline = timeline
+        self.registers: list[Any] = [None] * len(recording.buffers)
+        self.blank = list(self.registers)
+        self.streams = [*machine.streams, torch.cuda.default_stream(machine.device)]  # CALLER indexes the last
+        self.steps: list[Step] = []
+        self.ops: list[Op] = []  # of each step
+        self.cursor: Iterator[Step] = iter(self.steps)
+        self.current = CALLER
+        self.late = late_streams(recording)
+        for op in recording.ops:
+            self.add(op)
+        for buffer in sorted(self.late):
+            self.mark(recording.ops[-1], buffer)
+        if self.current != CALLER:
+            self.append(recording.ops[-1], self.switch(CALLER))
+
+    # Running ------------------------------------------------------------------------------------------------------
+    def run(self, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Issues one run. Raises HostIRError naming the statement whose launch raised."""
+        registers, held = self.registers, self.recording.inputs
+        self.streams[CALLER] = torch.cuda.current_stream(self.machine.device)
+        registers[held.start : held.stop] = inputs
+        # The iterator counts the steps for whoever asks where the run stands, at no cost to the run.
+        self.cursor = cursor = iter(self.steps)
+        try:
+            for step in cursor:
+                step()
+            return tuple([registers[i] for i in self.recording.outputs])
+        except BaseException as problem:
+            self.abandon()
+            if not isinstance(problem, Exception):
+                raise
+            raise self.recording.failure(self.in_flight()[0], problem) from problem
+        finally:
+            registers[:] = self.blank
+
+    def abandon(self) -> None:
+        """The caller's stream waits for what has been issued, so that memory dropped now is not reused too early."""
+        caller = self.streams[CALLER]
+        for stream in self.machine.streams:
+            with contextlib.suppress(RuntimeError):  # in a capture, a worker that never joined it cannot be waited for
+                caller.wait_stream(stream)
+        torch.cuda.set_stream(caller)
+
+    def in_flight(self) -> list[Op]:
+        """The operation that the host issued last."""
+        issued = len(self.ops) - operator.length_hint(self.cursor)
+        return self.ops[issued - 1 : issued] if issued else []
+
+    def progress(self) -> None:
+        """The host never stands still; what the device does, `Executor.synchronize` watches."""
+
+    def busy(self) -> list[Op]:
+        """The communications on streams that the device has not finished. Asks the device: not during a capture."""
+        pool = len(self.machine.streams)
+        running = {i if i < pool else CALLER for i, stream in enumerate(self.streams) if not stream.query()}
+        return [op for op in self.recording.ops if isinstance(op, Collective | Messages) and op.stream in running]
+
+    # Binding ------------------------------------------------------------------------------------------------------
+    def append(self, op: Op, step: Step) -> None:
+        self.steps.append(step)
+        self.ops.append(op)
+
+    def add(self, op: Op) -> None:
+        """Binds one operation, on its stream."""
+        if isinstance(op, View | Free | Synchronize | Mark):  # these do not depend on the current stream
+            self.append(op, self.bind_anywhere(op))
+            return
+        if op.stream != self.current:
+            self.append(op, self.switch(op.stream))
+            self.current = op.stream
+        step = self.bind_here(op)
+        self.append(op, self.timeline.timed(op, step, self.streams) if self.timeline else step)
+
+    def switch(self, stream: int) -> Step:
+        streams, set_stream = self.streams, torch.cuda.set_stream
+        return lambda: set_stream(streams[stream])
+
+    def bind_anywhere(self, op: Op) -> Step:
+        if isinstance(op, Synchronize):
+            return self.bind_synchronize(op.stream, op.other)
+        if isinstance(op, Mark):
+            return self.bind_mark(op)
+        if isinstance(op, Free):
+            return self.bind_free(op)
+        assert isinstance(op, View)
+        return bind(op, self.registers, self.machine.device, self.machine.kernels)
+
+    def bind_here(self, op: Op) -> Step:
+        registers = self.registers
+        if isinstance(op, Wait):
+            handle = op.handle
+            return lambda: registers[handle].wait()
+        if isinstance(op, Collective):
+            return collective(op, registers, *self.machine.groups.of(op.team))
+        if isinstance(op, Messages):
+            return messages(op, registers, *self.machine.groups.of(op.team), self.machine.device)
+        if isinstance(op, Delay):
+            return partial(torch.cuda._sleep, op.microseconds * CYCLES)
+        assert isinstance(op, Allocate | Compute)
+        return bind(op, registers, self.machine.device, self.machine.kernels)
+
+    def bind_synchronize(self, stream: int, other: int) -> Step:
+        streams, event = self.streams, torch.cuda.Event()
+
+        def step() -> None:
+            event.record(streams[other])
+            event.wait(streams[stream])
+
+        return step
+
+    def bind_mark(self, op: Mark) -> Step:
+        registers, streams, event = self.registers, self.streams, torch.cuda.Event()
+
+        def step() -> None:
+            event.record(streams[op.stream])
+            registers[op.handle] = event  # waiting on it is like waiting on a Work
+
+        return step
+
+    def bind_free(self, op: Free) -> Step:
+        registers = self.registers
+        gone = [i for i, buffer in enumerate(self.recording.buffers) if buffer == op.buffer]
+        self.mark(op, op.buffer)
+
+        def step() -> None:
+            for i in gone:
+                registers[i] = None
+
+        return step
+
+    def mark(self, op: Op, buffer: int) -> None:
+        """Tells the allocator of the streams that may still use a buffer when it is dropped."""
+        registers, streams = self.registers, self.streams
+
+        def recording(stream: int) -> Step:
+            return lambda: registers[buffer].record_stream(streams[stream])
+
+        for stream in self.late.pop(buffer, ()):
+            self.append(op, recording(stream))
+
+
+# Communication ----------------------------------------------------------------------------------------------------
+def collective(op: Collective, registers: list[Any], group: Any, members: tuple[int, ...]) -> Step:
+    """The closure that starts a collective; its Work goes to the handle's register.
+
+    A group numbers its ranks in ascending order. A team in another order takes the calls that name every block.
+    """
+    x, out, handle = op.x, op.out, op.handle
+    order = [op.team.index(rank) for rank in members]
+    if op.kind == "allreduce":
+        options = _options(AllreduceOptions)
+
+        def allreduce() -> None:
+            registers[handle] = group.allreduce([registers[out]], options)
+
+        return allreduce
+    if order != sorted(order):
+        return _block_by_block(op, registers, group, order)
+    if op.kind == "alltoall":
+        options = _options(AllToAllOptions)
+
+        def alltoall() -> None:
+            registers[handle] = group.alltoall_base(registers[out], registers[x], [], [], options)
+
+        return alltoall
+    gather = op.kind == "allgather"
+    call = group._allgather_base if gather else group._reduce_scatter_base
+    options = _options(AllgatherOptions if gather else ReduceScatterOptions)
+
+    def base() -> None:
+        registers[handle] = call(registers[out], registers[x], options)
+
+    return base
+
+
+def _options(kind: Any) -> Any:
+    options = kind()
+    options.asyncOp = True  # else NCCL runs on the current stream, in the way of what follows
+    return options
+
+
+def _block_by_block(op: Collective, registers: list[Any], group: Any, order: list[int]) -> Step:
+    def blocks(register: int) -> list[torch.Tensor]:
+        rows = registers[register].view(len(order), -1).unbind(0)
+        return [rows[i] for i in order]
+
+    def flat(register: int) -> torch.Tensor:
+        return registers[register].view(-1)
+
+    def step() -> None:
+        if op.kind == "allgather":
+            work = group.allgather([blocks(op.out)], [flat(op.x)], _options(AllgatherOptions))
+        elif op.kind == "reduce_scatter":
+            options = _options(ReduceScatterOptions)
+            work = group.reduce_scatter([flat(op.out)], [blocks(op.x)], options)
+        else:
+            work = group.alltoall(blocks(op.out), blocks(op.x), _options(AllToAllOptions))
+        registers[op.handle] = work
+
+    return step
+
+
+def messages(op: Messages, registers: list[Any], group: Any, members: tuple[int, ...], device: torch.device) -> Step:
+    """The closure that sends and receives all of an exchange's pieces as one NCCL group."""
+    handle = op.handle
+    sends = [(register, members.index(rank)) for register, rank in op.sends]
+    receives = [(register, members.index(rank)) for register, rank in op.receives]
+
+    def step() -> None:
+        group._start_coalescing(device)
+        for register, peer in sends:
+            group.send([registers[register]], peer, 0)
+        for register, peer in receives:
+            group.recv([registers[register]], peer, 0)
+        registers[handle] = group._end_coalescing(device)
+
+    return step

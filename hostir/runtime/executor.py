@@ -1,0 +1,311 @@
+"""What runs host programs: under torchrun on this rank's real machine, elsewhere on simulated ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hostir.ir.op import Phase
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, error
+from hostir.knobs import KERNELS, TIMEOUT
+from hostir.runtime.cuda import CudaMachine, CudaPlan
+from hostir.runtime.gloo import GlooMachine, GlooPlan
+from hostir.runtime.kernels.table import kernel_table
+from hostir.runtime.local import run_local
+from hostir.runtime.plan import teams_of
+from hostir.runtime.recorder import record
+from hostir.runtime.session import Groups, Session, joined, launched
+from hostir.runtime.sharding import assemble, bind_sizes, shard, solve_sizes
+from hostir.runtime.timeline import Timeline
+from hostir.runtime.trace import Trace
+from hostir.runtime.watchdog import Watchdog, headline
+
+DEVICES = {"gloo": "cpu", "cuda": "cuda"}
+Part = torch.Tensor | None
+Key = list[tuple[Any, ...] | None]
+Plan = CudaPlan | GlooPlan
+LOWER = "a fusion: lower it first, hi.lower(fusion)"
+KEPT = 128  # plans of an executor: where shapes never repeat, they must not pile up
+
+
+class Executor:
+    """Runs a host program, as often as it is called.
+
+        executor = Executor(program)
+        outputs = executor(a, b)
+
+    Under torchrun, `a` and `b` are this rank's parts of the inputs, `outputs` its parts of the outputs, and None stands
+    where it holds none. On the local machine each is a list of parts, one for each simulated rank. The caller owns the
+    outputs. On CUDA a call returns when everything is issued, and may be captured into a CUDA graph after a first call
+    with tensors of the same shapes; on CPU it returns when all is done. Calls come from one thread at a time.
+
+    Gradients do not pass through: inputs that require them are refused, unless the call is under `torch.no_grad()`. An
+    input may have any strides where the program computes with it, and is contiguous where it communicates it.
+
+    Args:
+        program: a host program; it says how many ranks there must be. Ranks beyond hold None.
+        sizes: of symbols that do not follow from the shapes of the inputs.
+        kernels: what computes: `auto`, `triton` or `aten`; see the knob HOSTIR_KERNELS.
+        machine: `local`, `gloo` or `cuda`. Left out: under torchrun what the session's device calls for, else `local`.
+            Outside torchrun `gloo` and `cuda` run programs of one rank.
+        seed: of the order in which the local machine runs what may run in any order; 0 is program order.
+        trace: gets an event for each statement of each run. On CUDA each call then waits for the device.
+        timeout: seconds that `synchronize` waits; see the knob HOSTIR_TIMEOUT.
+
+    Fields:
+        machine: the name of the machine.
+        plans: the plans of the latest 128 kinds of inputs, by their shapes, strides and dtypes.
+
+    Raises HostIRError, on every rank, where ranks run different programs or there are fewer ranks than the program's.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        kernels: str | None = None,
+        machine: str | None = None,
+        seed: int = 0,
+        trace: Trace | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if not isinstance(program, Program):
+            raise error(f"not a host program: {program!r}", expected="what hi.lower or hi.parse gives", hint=LOWER)
+        if program.phase is not Phase.HOST:
+            raise error(f"@{program.name} is a fusion", expected="a host program", hint=LOWER)
+        if machine not in (None, "local", *DEVICES):
+            raise error(f"unknown machine '{machine}'", expected="one of: local, gloo, cuda")
+        self.program = program
+        self.sizes = dict(sizes or {})
+        self.kernels = KERNELS.get(kernels)
+        self.seed = seed
+        self.trace = trace
+        self.timeout = TIMEOUT.get(timeout)
+        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.session: Session | None = None
+        self.watchdog: Watchdog | None = None
+        self.rank = 0
+        self._key: Key | None = None
+        self._plan: Plan | None = None
+        self._agreed: set[tuple[tuple[str, int], ...]] = set()  # sizes
+        self._agreements = itertools.count()
+        self._without_gradients = torch.no_grad()
+        if machine == "local" or (machine is None and not launched()):
+            self.machine = "local"
+            return
+        self._machine = self._join(machine)
+        self.machine = self._machine.name
+
+    def _join(self, machine: str | None) -> CudaMachine | GlooMachine:
+        """This rank's machine, in a program of as many ranks as there are."""
+        size = 1
+        device = torch.device("cpu" if machine == "gloo" else "cuda")
+        if launched():
+            self.session = joined(DEVICES[machine] if machine else None)
+            self.watchdog, self.rank, size = self.session.watchdog, self.session.rank, self.session.size
+            device, self.number = self.session.device, next(self.session.executors)
+        elif device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        if size < self.program.ranks:
+            raise error(
+                f"rank {self.rank}: @{self.program.name} runs on {self.program.ranks} ranks, and there are {size}",
+                hint=f"start it with torchrun --nproc-per-node {self.program.ranks}, or use machine='local'",
+            )
+        table = kernel_table(self.kernels, device.type)
+        groups = self.session.groups if self.session else Groups(0, device)
+        if device.type == "cuda":
+            return CudaMachine(device, self.program.streams, table, groups)
+        return GlooMachine(self.program.streams, table, groups)
+
+    # Running ------------------------------------------------------------------------------------------------------
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        """One run. Raises HostIRError for inputs that do not fit, and naming the statement that raised."""
+        if self.machine == "local":
+            self._check_local(inputs)
+            parts = run_local(self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace)
+            return tuple(parts)
+        try:
+            grad = torch.is_grad_enabled()
+            key: Key | None = [
+                None if x is None else (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad)
+                for x in inputs
+            ]
+        except AttributeError:  # not a tensor, which the check of the inputs will say
+            key = None
+        plan = self._plan
+        if plan is None or key != self._key:
+            plan = self._choose(key, inputs)
+        if self.watchdog is not None:
+            self.watchdog.plan = plan
+        try:
+            with self._without_gradients:
+                outputs = plan.run(inputs)
+        except HostIRError as failure:
+            if self.watchdog is None:
+                raise
+            raise self.watchdog.blame(failure) from failure.__cause__
+        if isinstance(plan, CudaPlan) and plan.timeline is not None:
+            plan.timeline.collect()
+        return outputs
+
+    def synchronize(self) -> None:
+        """Waits for everything issued so far; on CUDA at most `timeout` seconds.
+
+        Raises HostIRError naming the communications that the device has not finished by then.
+        """
+        plan = self._plan
+        if not isinstance(plan, CudaPlan):
+            return
+        reached = torch.cuda.Event()
+        reached.record(torch.cuda.current_stream(plan.machine.device))
+        deadline = time.monotonic() + self.timeout
+        while not reached.query():
+            if time.monotonic() > deadline:
+                failure = self._stuck(plan)
+                raise self.watchdog.blame(failure) if self.watchdog is not None else failure
+            time.sleep(1e-4)
+
+    def _stuck(self, plan: CudaPlan) -> HostIRError:
+        busy = plan.busy()
+        notes = tuple((op.place.statement.span, f"may be in flight: {plan.recording.describe(op)}") for op in busy)
+        return error(
+            f"rank {self.rank}: the device has not finished @{self.program.name} after {self.timeout:g} s",
+            busy[0].place.statement.span if busy else None,
+            hint="HOSTIR_TIMEOUT sets how long it may take",
+            notes=notes,
+        )
+
+    # Planning -----------------------------------------------------------------------------------------------------
+    def _choose(self, key: Key | None, inputs: Sequence[Part]) -> Plan:
+        """The plan for inputs of these shapes, made where there is none."""
+        plan = self.plans.pop(tuple(key), None) if key is not None else None
+        if plan is None:
+            plan = self._make(inputs)
+        self.plans[tuple(key or ())] = plan  # the latest last
+        if len(self.plans) > KEPT:
+            del self.plans[next(iter(self.plans))]
+        self._key, self._plan = key, plan
+        return plan
+
+    def _make(self, inputs: Sequence[Part]) -> Plan:
+        machine = self._machine
+        if machine.name == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise error(
+                f"@{self.program.name} runs with these shapes for the first time inside a CUDA graph capture",
+                hint="call it once with tensors of the same shapes before the capture",
+            )
+        try:
+            sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
+            self._refuse_gradients(inputs)
+            recording = record(self.program, self.rank, sizes, inputs)
+        except HostIRError as refusal:
+            self._refuse(refusal)
+            raise
+        self._agree(sizes)
+        if isinstance(machine, GlooMachine):
+            return machine.plan(recording, self.trace)
+        return machine.plan(recording, Timeline(recording, self.trace) if self.trace is not None else None)
+
+    def _check_local(self, inputs: Sequence[Any]) -> None:
+        """Refuses what a real rank would: simulated ranks compute with dense copies, and without gradients."""
+        parts = [x if isinstance(x, list | tuple) else [x] for x in inputs]
+        ranks = list(enumerate(zip(*parts, strict=False)))
+        for _, mine in ranks:
+            self._refuse_gradients(mine)
+        odd = [(rank, mine) for rank, mine in ranks if any(_not_dense(x) for x in mine)]
+        if not odd or len(ranks) != self.program.ranks or not all(isinstance(x, list | tuple) for x in inputs):
+            return  # of whole tensors every rank gets a dense part
+        sizes: Mapping[str, int] = self.sizes
+        for rank, mine in ranks:
+            sizes = solve_sizes(self.program, mine, sizes, rank=rank, device="cpu")
+        for rank, mine in odd:
+            record(self.program, rank, sizes, mine)
+
+    def _refuse_gradients(self, inputs: Sequence[Any]) -> None:
+        """Autograd knows nothing of what an executor computes, so that gradients would silently be lost."""
+        if not torch.is_grad_enabled():
+            return
+        for value, x in zip(self.program.inputs, inputs, strict=False):
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                raise error(
+                    f"input {value} requires gradients, which do not pass through a program",
+                    value.span,
+                    hint=f"pass {value.name}.detach(), or call under torch.no_grad()",
+                )
+
+    def _refuse(self, refusal: HostIRError) -> None:
+        """Lets ranks that are about to compare what they run know that this one does not."""
+        if self.session is not None:
+            self.session.tell(self._next_agreement(), json.dumps({"refusal": headline(refusal)}))
+
+    def _agree(self, sizes: dict[str, int]) -> None:
+        """Ranks go on together or not at all: they compare what they are about to run for the first time.
+
+        Raises on every rank where one refuses, or where programs, sizes or kernels differ.
+        """
+        bound = tuple(sorted(sizes.items()))
+        if self.session is None or bound in self._agreed:
+            return
+        mine = {"digest": self.program.digest, "sizes": sizes, "kernels": self.kernels}
+        theirs = [json.loads(text) for text in self.session.exchange(self._next_agreement(), json.dumps(mine))]
+        what = f"rank {self.rank} does not run @{self.program.name}"
+        if (refused := next((rank for rank, it in enumerate(theirs) if "refusal" in it), None)) is not None:
+            raise error(f"{what}, because rank {refused} does not: {theirs[refused]['refusal']}")
+        if any(it != theirs[0] for it in theirs):
+            raise error(
+                f"{what}: the ranks run different programs",
+                expected="one program, with the same sizes and kernels, on every rank",
+                notes=tuple((None, _group(theirs, it)) for i, it in enumerate(theirs) if it not in theirs[:i]),
+            )
+        self._agreed.add(bound)
+        self.session.groups.prepare(teams_of(self.program))
+
+    def _next_agreement(self) -> str:
+        return f"executor {self.number}, agreement {next(self._agreements)}"
+
+
+def _group(all: Sequence[dict[str, Any]], one: dict[str, Any]) -> str:
+    ranks = ", ".join(str(rank) for rank, it in enumerate(all) if it == one)
+    sizes = "".join(f", {name}={size}" for name, size in sorted(one["sizes"].items()))
+    return f"rank {ranks}: digest {one['digest']}, kernels {one['kernels']}{sizes}"
+
+
+def _not_dense(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not x.is_contiguous()
+
+
+def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    """Runs a host program once on whole tensors and returns whole tensors, on every machine.
+
+    Under torchrun every rank gives the same inputs and gets the same outputs: each takes its parts, and at the end the
+    ranks send each other theirs. For tests and small runs. `options` are those of Executor.
+    """
+    executor = Executor(program, **options)
+    sizes = bind_sizes(program, inputs, executor.sizes)
+    executor.sizes = sizes
+    if executor.machine == "local":
+        outputs = executor(*inputs)
+    else:
+        parts = executor(
+            *[shard(x, v.tensor, executor.rank, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
+        )
+        outputs = tuple(zip(*_everyones(parts, executor), strict=True))
+    return tuple(assemble(parts, v.tensor, sizes) for v, parts in zip(program.outputs, outputs, strict=True))
+
+
+def _everyones(parts: Sequence[Part], executor: Executor) -> list[Sequence[Part]]:
+    """Each rank's outputs."""
+    if executor.session is None:
+        return [parts]
+    device = executor.session.device
+    gathered: list[Any] = [None] * executor.session.size
+    dist.all_gather_object(gathered, [None if x is None else x.cpu() for x in parts])
+    return [[None if x is None else x.to(device) for x in theirs] for theirs in gathered]

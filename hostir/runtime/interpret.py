@@ -1,0 +1,73 @@
+"""Walks a program on a machine: the one place where statements meet hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hostir.ir.host_ops import For
+from hostir.ir.machine import Frame, Handle, Machine
+from hostir.ir.op import Statement
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+
+MOST = 1_000_000  # statements, once loops are unrolled: beyond it planning takes minutes, and much memory
+
+
+class Observer:
+    """Told of every statement before it is evaluated, by machines that name statements in traces or errors."""
+
+    def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
+        """The statement that what follows belongs to, and the indices of the loops around it, outermost first."""
+
+
+def interpret(
+    program: Program,
+    machine: Machine,
+    sizes: Mapping[str, int],
+    inputs: Sequence[Handle | None],
+    observer: Observer | None = None,
+) -> tuple[Handle | None, ...]:
+    """Evaluates every statement in program order, loops unrolled; returns the outputs' handles.
+
+    `inputs` are this rank's parts (or whole tensors, where the machine's rank is None), None where it holds none.
+    Raises HostIRError at the loop that makes the program longer than `MOST` statements.
+    """
+    _unrolled(program.body, sizes)
+    frame = Frame(machine, sizes)
+    for value, handle in zip(program.inputs, inputs, strict=True):
+        frame[value] = handle
+    _run(program.body, frame, observer or Observer(), ())
+    return tuple(frame[value] for value in program.outputs)
+
+
+def _unrolled(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> int:
+    """How many statements a body is with its loops unrolled, each round being one more."""
+    total = 0
+    for statement in body:
+        if not isinstance(statement, For):
+            total += 1
+            continue
+        total += statement.count.bind(sizes) * (1 + _unrolled(statement.body, sizes))
+        if total > MOST:
+            raise statement.fail(
+                f"with this loop the program has {total} statements and rounds to go through",
+                expected=f"at most {MOST}",
+                hint="choose fewer rounds, each with more work",
+            )
+    return total
+
+
+def _run(body: tuple[Statement, ...], frame: Frame, observer: Observer, rounds: tuple[int, ...]) -> None:
+    for statement in body:
+        if isinstance(statement, For):
+            for index in statement.rounds(frame):
+                statement.begin(frame, index)
+                _run(statement.body, frame, observer, (*rounds, index))
+            continue
+        observer.at(statement, rounds)
+        try:
+            statement.evaluate(frame)
+        except HostIRError:
+            raise
+        except Exception as problem:
+            raise statement.fail(f"{type(problem).__name__}: {problem}") from problem

@@ -1,0 +1,90 @@
+"""The computations of the language in ATen: one function for each kind, `f(out, *operands, **options)`.
+
+Each writes all of `out`, whatever its strides, and accumulates in f32 or better. `out` shares no memory with the
+operands of a contraction or a sum; elementwise it may be an operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hostir.runtime.kernels.layout import rows
+
+
+def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`out[..., N] = a[..., K] @ b[K, N]`."""
+    _contract(out, a, b, None)
+
+
+def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once."""
+    _contract(out, a, weight.t(), bias)
+
+
+def add(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+    """`out = x + y`, broadcast from the last axis on."""
+    torch.add(x, y, out=out)
+
+
+def mul(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+    """`out = x * y`, broadcast from the last axis on."""
+    torch.mul(x, y, out=out)
+
+
+def relu(out: torch.Tensor, x: torch.Tensor) -> None:
+    """`out = max(x, 0)`; NaN stays NaN."""
+    torch.clamp_min(x, 0, out=out)
+
+
+def gelu(out: torch.Tensor, x: torch.Tensor) -> None:
+    """`out = x * (1 + erf(x / sqrt 2)) / 2`."""
+    if out.is_contiguous():
+        torch.ops.aten.gelu.out(x, approximate="none", out=out)
+    else:  # there torch 2.13 leaves elements of `out` unwritten on a CPU
+        out.copy_(torch.nn.functional.gelu(x))
+
+
+def silu(out: torch.Tensor, x: torch.Tensor) -> None:
+    """`out = x / (1 + exp(-x))`."""
+    torch.ops.aten.silu.out(x, out=out)
+
+
+def copy(out: torch.Tensor, x: torch.Tensor) -> None:
+    """`out = x`."""
+    out.copy_(x)
+
+
+def cast(out: torch.Tensor, x: torch.Tensor, *, dtype: str) -> None:
+    """`out = x` in the dtype of `out`, rounded to nearest even."""
+    out.copy_(x)
+
+
+def sum(out: torch.Tensor, x: torch.Tensor, *, axis: int) -> None:
+    """`out = x.sum(axis)`; torch accumulates f16 and bf16 in f32."""
+    torch.sum(x, axis, out=out)
+
+
+KERNELS: dict[str, Callable[..., None]] = {
+    f.__name__: f for f in (matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum)
+}
+
+
+def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """`out = a @ b (+ bias)`. `torch.matmul(out=...)` is not used: it fails where `out` is strided and has 3 axes."""
+    a_rows, out_rows = rows(a), rows(out)
+    if a_rows is not None and out_rows is not None:
+        if bias is None:
+            torch.mm(a_rows, b, out=out_rows)
+        else:
+            torch.addmm(bias, a_rows, b, out=out_rows)
+    elif a.ndim == 3:
+        batched = b.expand(len(a), *b.shape)
+        if bias is None:
+            torch.bmm(a, batched, out=out)
+        else:
+            torch.baddbmm(bias, a, batched, out=out)
+    else:
+        for out_part, a_part in zip(out, a, strict=True):
+            _contract(out_part, a_part, b, bias)

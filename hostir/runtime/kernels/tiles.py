@@ -1,0 +1,119 @@
+"""Which tile shape a matmul runs with."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile of the output and how the kernel works on it.
+
+    Fields:
+        m, n, k: rows and columns of the output tile, and the contraction's step.
+        stages: depth of the software pipeline.
+        warps: warps of one program.
+        rate: throughput, relative to the fastest tile of the same table (an estimate to choose by).
+        halves: store the tile in two halves, which needs half the shared memory and so leaves room for a stage.
+        group: rows of tiles walked together, so that they find each other's operands in L2.
+    """
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+    rate: float = 1.0
+    halves: bool = False
+    group: int = 8
+
+    def shared_memory(self, itemsize: int, *, descriptors: bool) -> int:
+        """Bytes of shared memory for elements of `itemsize` bytes.
+
+        Counts the pipeline, the tile that a TMA store sends out, and room for barriers and layout changes.
+        """
+        pipeline = self.stages * (self.m + self.n) * self.k * itemsize
+        outgoing = self.m * self.n * itemsize // (2 if self.halves else 1)
+        return pipeline + (outgoing if descriptors else 0) + _SCRATCH
+
+
+# What the compiler takes for barriers and changes of layout, rounded up: 1 KiB was the most seen.
+_SCRATCH = 2 << 10
+
+# Tables are ordered by preference: of two tiles with the same estimate, the first wins.
+_TMA_16_BIT = (
+    Config(128, 256, 64, stages=4, warps=8, halves=True),
+    Config(256, 128, 64, stages=4, warps=8, halves=True, rate=0.99),
+    Config(128, 128, 64, stages=5, warps=8, rate=0.85),
+    Config(64, 256, 64, stages=4, warps=4, rate=0.75),
+    Config(64, 128, 64, stages=6, warps=4, rate=0.65),
+    Config(128, 64, 64, stages=6, warps=4, rate=0.6),
+    Config(64, 64, 128, stages=4, warps=4, rate=0.45),
+    Config(64, 64, 64, stages=4, warps=4, rate=0.4),
+)
+_POINTERS_16_BIT = (
+    Config(128, 128, 64, stages=3, warps=8),
+    Config(128, 64, 64, stages=3, warps=8, rate=0.8),
+    Config(64, 64, 64, stages=3, warps=4, rate=0.6),
+    Config(64, 64, 32, stages=3, warps=4, rate=0.5),
+)
+_TF32 = (
+    Config(128, 128, 32, stages=3, warps=8),
+    Config(64, 128, 32, stages=3, warps=4, rate=0.8),
+    Config(64, 64, 32, stages=3, warps=4, rate=0.6),
+)
+# Without tensor cores arithmetic is the bottleneck whatever the tile; a small one keeps all of it in registers.
+_IEEE_32_BIT = (
+    Config(64, 64, 16, stages=4, warps=4),
+    Config(32, 32, 32, stages=3, warps=4, rate=0.6),
+)
+
+# The interpreter pays for each operation, not for each element; small tiles make small tensors ragged.
+INTERPRETER = Config(32, 32, 32, stages=1, warps=1, group=2)
+
+# What a tile costs besides its arithmetic (filling the pipeline, storing), in multiply-adds of the fastest tile.
+_FIXED_COST = 256 * 128 * 256
+
+
+def candidates(dtype: torch.dtype, *, descriptors: bool = True, tf32: bool = False) -> tuple[Config, ...]:
+    """The tiles worth trying for operands of `dtype` (float32 on tensor cores when `tf32`)."""
+    if dtype == torch.float32:
+        return _TF32 if tf32 else _IEEE_32_BIT
+    return _TMA_16_BIT if descriptors else _POINTERS_16_BIT
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    sms: int,
+    *,
+    batch: int = 1,
+    descriptors: bool = True,
+    tf32: bool = False,
+    shared_memory: int = 227 << 10,
+) -> Config:
+    """The tile for `batch` products `[M, K] @ [K, N]` on `sms` multiprocessors with `shared_memory` bytes each.
+
+    Estimates each candidate's time as its number of waves (tiles over multiprocessors, rounded up) times the time of
+    one tile, and takes the least. Raises ValueError when no candidate fits into the shared memory.
+    """
+    fitting = [
+        tile
+        for tile in candidates(dtype, descriptors=descriptors, tf32=tf32)
+        if tile.shared_memory(dtype.itemsize, descriptors=descriptors) <= shared_memory
+    ]
+    if not fitting:
+        raise ValueError(f"no {dtype} matmul tile fits into {shared_memory} bytes of shared memory")
+
+    def estimate(tile: Config) -> float:
+        tiles = batch * -(-M // tile.m) * -(-N // tile.n)
+        waves = -(-tiles // sms)
+        return waves * (K * tile.m * tile.n / tile.rate + _FIXED_COST)
+
+    return min(fitting, key=estimate)

@@ -1,0 +1,109 @@
+"""Which buffers may go back to the allocator as soon as the host drops them, and which must wait for a stream.
+
+An allocator of CUDA memory hands a dropped buffer to the next allocation on the stream it came from. That is safe where
+that stream has already waited for every stream that used the buffer. One pass over a recording proves it, or names the
+streams it cannot prove it for; they are then marked on the tensor (`record_stream`), at some cost in memory. Programs
+that lowering emits allocate on the caller's stream and join all workers to it, so they pass; texts edited by hand may
+not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hostir.runtime.plan import (
+    CALLER,
+    NONE,
+    Allocate,
+    Collective,
+    Compute,
+    Free,
+    Mark,
+    Messages,
+    Op,
+    Recording,
+    Synchronize,
+    Wait,
+)
+
+
+def late_streams(recording: Recording) -> dict[int, tuple[int, ...]]:
+    """For each buffer that needs it, the streams that may still use it when the host drops it.
+
+    Buffers are dropped where the program frees them, else at the end of the run. Outputs go to the caller, who uses
+    them on its stream; inputs come from the caller, who drops them after the run.
+    """
+    scan = _Scan(recording)
+    for op in recording.ops:
+        scan.pass_over(op)
+    for buffer in scan.home.keys() - scan.dropped:
+        scan.drop(buffer)
+    for output in recording.outputs:
+        buffer = recording.buffers[output]
+        if scan.home.get(buffer, CALLER) != CALLER:
+            scan.late[buffer] = tuple(sorted({*scan.late.get(buffer, ()), CALLER}))
+    return scan.late
+
+
+@dataclass
+class _Scan:
+    """Vector clocks: `seen[s][t]` is how many operations of stream t are over before the next of stream s begins."""
+
+    recording: Recording
+    seen: dict[int, dict[int, int]] = field(default_factory=dict)
+    home: dict[int, int] = field(default_factory=dict)  # the stream a buffer was allocated on
+    uses: dict[int, dict[int, int]] = field(default_factory=dict)  # of a buffer: the last operation of each stream
+    flights: dict[int, tuple[list[int], dict[int, int]]] = field(default_factory=dict)  # by handle: buffers, clock
+    flying: dict[int, int] = field(default_factory=dict)  # by handle: the stream, until something waits
+    late: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.home = dict.fromkeys(self.recording.inputs, CALLER)
+
+    def pass_over(self, op: Op) -> None:
+        here = self.seen.setdefault(op.stream, {})
+        here[op.stream] = here.get(op.stream, 0) + 1
+        if isinstance(op, Allocate):
+            self.home[op.out] = op.stream
+        elif isinstance(op, Compute):
+            self.use((op.out, *op.operands), op.stream)
+        elif isinstance(op, Collective):
+            self.launch(op.handle, (op.x, op.out), op.stream)
+        elif isinstance(op, Messages):
+            self.launch(op.handle, tuple(r for r, _ in (*op.sends, *op.receives)), op.stream)
+        elif isinstance(op, Mark):
+            self.launch(op.handle, (), op.stream)
+        elif isinstance(op, Wait):
+            self.flying.pop(op.handle, None)
+            buffers, before = self.flights[op.handle]
+            self.catch_up(op.stream, before)
+            self.use(buffers, op.stream)
+        elif isinstance(op, Synchronize):
+            self.catch_up(op.stream, self.seen.get(op.other, {}))
+        elif isinstance(op, Free):
+            self.drop(op.buffer)
+
+    def use(self, registers: tuple[int, ...] | list[int], stream: int) -> None:
+        for register in registers:
+            self.uses.setdefault(self.recording.buffers[register], {})[stream] = self.seen[stream][stream]
+
+    def launch(self, handle: int, registers: tuple[int, ...], stream: int) -> None:
+        """A communication uses its buffers until a stream waits for it, which then has seen what it started after."""
+        self.use(registers, stream)
+        self.flying[handle] = stream
+        self.flights[handle] = ([self.recording.buffers[r] for r in registers], dict(self.seen[stream]))
+
+    def catch_up(self, stream: int, other: dict[int, int]) -> None:
+        here = self.seen[stream]
+        for name, count in other.items():
+            here[name] = max(here.get(name, 0), count)
+
+    def drop(self, buffer: int) -> None:
+        self.dropped.add(buffer)
+        home = self.home[buffer]
+        known = self.seen.get(home, {})
+        late = {s for s, last in self.uses.get(buffer, {}).items() if s != home and known.get(s, 0) < last}
+        late |= {stream for handle, stream in self.flying.items() if buffer in self.flights[handle][0]}
+        if late and buffer != NONE:
+            self.late[buffer] = tuple(sorted(late))

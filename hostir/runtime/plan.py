@@ -1,0 +1,225 @@
+"""A program unrolled for one rank and one set of shapes: what the rank does, as data, in the order of issue.
+
+Names, loops, indices and sizes are gone: operations on numbered registers are left, each knowing the statement it came
+from. `recorder.record` makes them. The machines bind them to closures over one list of registers, and a run is those
+closures called one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hostir.ir.comm_ops import Communication
+from hostir.ir.op import Statement
+from hostir.ir.program import Program, format_statement
+from hostir.ir.source import HostIRError
+from hostir.runtime.kernels.table import Kernel
+
+CALLER = -1  # the caller's stream; the pool's are 0, 1, ...
+NONE = 0  # the register that always holds None
+
+
+@dataclass(frozen=True)
+class Place:
+    """A statement, and the indices of the loops around it, outermost first."""
+
+    statement: Statement
+    rounds: tuple[int, ...]
+
+
+# Operations -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Op:
+    """One operation. `stream` is the stream that is current where it is issued."""
+
+    place: Place
+    stream: int
+
+
+@dataclass(frozen=True)
+class Allocate(Op):
+    """`registers[out]` becomes a dense uninitialised tensor."""
+
+    out: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class View(Op):
+    """`registers[out]` becomes a view of the buffer `x`; `offset` counts elements from the buffer's first.
+
+    Where the view is `x[index]`, `index` says so: torch makes such a view in two thirds of the time.
+    """
+
+    out: int
+    x: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    index: int | None
+
+
+@dataclass(frozen=True)
+class Free(Op):
+    """The buffer and all its views go."""
+
+    buffer: int
+
+
+@dataclass(frozen=True)
+class Compute(Op):
+    """Kernel `kind` writes `out`."""
+
+    kind: str
+    out: int
+    operands: tuple[int, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Collective(Op):
+    """A communication of the whole team. `x` and `out` are dense, and the same memory for an allreduce."""
+
+    kind: str
+    team: tuple[int, ...]
+    x: int
+    out: int
+    handle: int
+
+
+@dataclass(frozen=True)
+class Messages(Op):
+    """Pieces to and from other ranks: pairs of a register and a rank."""
+
+    team: tuple[int, ...]
+    sends: tuple[tuple[int, int], ...]
+    receives: tuple[tuple[int, int], ...]
+    handle: int
+
+
+@dataclass(frozen=True)
+class Mark(Op):
+    """The end, on its own stream, of a communication that stayed within the rank: what other streams wait for."""
+
+    handle: int
+
+
+@dataclass(frozen=True)
+class Wait(Op):
+    """The stream waits for a communication."""
+
+    handle: int
+
+
+@dataclass(frozen=True)
+class Synchronize(Op):
+    """The stream waits for all that was issued on the stream `other`."""
+
+    other: int
+
+
+@dataclass(frozen=True)
+class Delay(Op):
+    """The stream stands still."""
+
+    microseconds: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Operations in the order of issue, and where a call's tensors go and come from.
+
+    Fields:
+        inputs: the registers of the program's inputs; they follow one another.
+        outputs: the registers of its outputs, NONE where this rank holds none.
+        buffers: for each register the register of the memory behind it, NONE for a handle.
+    """
+
+    program: Program
+    rank: int
+    ops: tuple[Op, ...]
+    inputs: range
+    outputs: tuple[int, ...]
+    buffers: tuple[int, ...]
+
+    def text(self, op: Op) -> str:
+        """The statement behind an operation, in one line."""
+        return format_statement(op.place.statement, self.program).strip()
+
+    def describe(self, op: Op) -> str:
+        """The same with its round in each loop, for a message."""
+        rounds = ", ".join(map(str, op.place.rounds))
+        return f"'{self.text(op)}'" + (f" in round {rounds}" if rounds else "")
+
+    def failure(self, op: Op, problem: BaseException) -> HostIRError:
+        """What a person reads when an operation raises: the rank, the statement, the line it stands in, the cause."""
+        what = str(problem) if isinstance(problem, HostIRError) else f"{type(problem).__name__}: {problem}"
+        return op.place.statement.fail(f"rank {self.rank}, {self.describe(op)}: {what}")
+
+
+# Teams ------------------------------------------------------------------------------------------------------------
+def teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
+    """The members, in ascending order, of every team of two ranks or more, in the order of the program.
+
+    The same on every rank: what must be made for a team is made in this order everywhere.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for statement in program.walk():
+        if not isinstance(statement, Communication):
+            continue
+        devices = sorted({device for mesh in statement.meshes if mesh for device in mesh.devices})
+        found.update((tuple(sorted(statement.exchange(device).team)), None) for device in devices)
+    return tuple(team for team in found if len(team) > 1)
+
+
+# Binding ----------------------------------------------------------------------------------------------------------
+Step = Callable[[], object]
+
+
+def bind(
+    op: Allocate | View | Compute, registers: list[Any], device: torch.device, kernels: Mapping[str, Kernel]
+) -> Step:
+    """The closure that carries out an operation that is the same on every machine."""
+    if isinstance(op, Allocate):
+        return _bind_allocate(op, registers, device)
+    if isinstance(op, View):
+        return _bind_view(op, registers)
+    return _bind_compute(op, registers, kernels[op.kind])
+
+
+def _bind_allocate(op: Allocate, registers: list[Any], device: torch.device) -> Step:
+    out, shape, dtype, empty = op.out, op.shape, op.dtype, torch.empty
+
+    def step() -> None:
+        registers[out] = empty(shape, dtype=dtype, device=device)
+
+    return step
+
+
+def _bind_view(op: View, registers: list[Any]) -> Step:
+    out, x, shape, stride, offset, index = op.out, op.x, op.shape, op.stride, op.offset, op.index
+
+    def item() -> None:
+        registers[out] = registers[x][index]
+
+    def strided() -> None:
+        buffer = registers[x]  # an input may start anywhere in its own storage
+        registers[out] = buffer.as_strided(shape, stride, buffer.storage_offset() + offset)
+
+    return strided if index is None else item
+
+
+def _bind_compute(op: Compute, registers: list[Any], kernel: Kernel) -> Step:
+    out, operands, options = op.out, op.operands, dict(op.options)
+    if options or len(operands) > 2:
+        return lambda: kernel(registers[out], *[registers[i] for i in operands], **options)
+    if len(operands) == 2:
+        x, y = operands
+        return lambda: kernel(registers[out], registers[x], registers[y])
+    (x,) = operands
+    return lambda: kernel(registers[out], registers[x])

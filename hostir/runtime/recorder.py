@@ -1,0 +1,304 @@
+"""The machine that takes notes: it turns a program, for one rank and one set of shapes, into a Recording.
+
+Views cost nothing until something uses them: a chain of select, chunk and reshape becomes one strided view of its
+buffer, and the same view is made once a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hostir.ir.machine import Exchange
+from hostir.ir.op import Statement
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, error
+from hostir.ir.types import DType
+from hostir.runtime.interpret import Observer, interpret
+from hostir.runtime.plan import (
+    CALLER,
+    NONE,
+    Allocate,
+    Collective,
+    Compute,
+    Delay,
+    Free,
+    Mark,
+    Messages,
+    Op,
+    Place,
+    Recording,
+    Synchronize,
+    View,
+    Wait,
+)
+from hostir.runtime.sharding import torch_dtype
+
+COLLECTIVES = ("allgather", "allreduce", "reduce_scatter", "alltoall")
+
+
+def record(program: Program, rank: int, sizes: Mapping[str, int], inputs: Sequence[torch.Tensor | None]) -> Recording:
+    """Unrolls a program for this rank and for tensors like `inputs`, of which only shapes, strides and dtypes count.
+
+    Raises HostIRError where the program asks for what no machine can do: a stream outside the pool, a view that needs a
+    copy, a communication of memory that is not dense or that nothing waits for, a use after free.
+    """
+    recorder = Recorder(program, rank)
+    outputs = interpret(program, recorder, sizes, recorder.take(inputs), recorder)
+    return recorder.finish(inputs, outputs)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor while recording: the register of its buffer, and its place in it as a tensor without data."""
+
+    buffer: int
+    meta: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream value, as `current_stream` gives it."""
+
+    number: int
+
+
+@dataclass
+class Flight:
+    """A communication while recording."""
+
+    handle: int
+    op: Op
+    waited: bool = False
+
+
+@dataclass
+class Recorder(Observer):
+    """The machine that takes notes."""
+
+    program: Program
+    rank: int
+    ops: list[Op] = field(default_factory=list)
+    buffers: list[int] = field(default_factory=lambda: [NONE])
+    freed: set[int] = field(default_factory=set)
+    owned: set[int] = field(default_factory=set)
+    flights: list[Flight] = field(default_factory=list)
+    stream: int = CALLER
+
+    def __post_init__(self) -> None:
+        self.metas: dict[int, torch.Tensor] = {}
+        self.views: dict[tuple[Any, ...], int] = {}
+        self.marked: set[int] = set()  # handles of Marks that another stream waits for
+
+    def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
+        self.place = Place(statement, rounds)
+
+    def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
+        return self.place.statement.fail(message, expected=expected, hint=hint)
+
+    def fail_layout(self, x: Part, message: str, expected: str) -> HostIRError:
+        """An error for how a tensor lies in memory; it names the input, where the tensor is a view of one not dense."""
+        if x.buffer > len(self.program.inputs) or self.metas[x.buffer].is_contiguous():
+            return self.fail(message, expected=expected, hint="copy it to a buffer of its own first")
+        value, meta = self.program.inputs[x.buffer - 1], self.metas[x.buffer]
+        shape, strides = list(meta.shape), list(meta.stride())
+        return error(
+            f"input {value} of rank {self.rank} is not contiguous: shape {shape}, strides {strides}",
+            value.span,
+            hint=f"pass {value.name}.contiguous()",
+            notes=((self.place.statement.span, message),),
+        )
+
+    def take(self, inputs: Sequence[torch.Tensor | None]) -> list[Part | None]:
+        """A part for each input of a call."""
+        parts: list[Part | None] = []
+        for x in inputs:
+            buffer = self.new_register()
+            parts.append(None if x is None else self.whole(buffer, _like(x)))
+        return parts
+
+    # The machine protocol -----------------------------------------------------------------------------------------
+    def allocate(self, shape: tuple[int, ...], dtype: DType) -> Part:
+        return self.dense(shape, torch_dtype(dtype))
+
+    def free(self, x: Part) -> None:
+        self.check_held(x)
+        self.freed.add(x.buffer)
+        if x.buffer in self.owned:
+            self.emit(Free, buffer=x.buffer)
+
+    def select(self, x: Part, axis: int, index: int) -> Part:
+        return Part(x.buffer, x.meta.select(axis, index))
+
+    def chunk(self, x: Part, axis: int, outer: int, count: int, index: int) -> Part:
+        shape = x.meta.shape
+        cut = self.view(x, (*shape[:axis], outer, count, shape[axis] // (outer * count), *shape[axis + 1 :]))
+        piece = Part(x.buffer, cut.meta.select(axis + 1, index))
+        return self.view(piece, (*shape[:axis], shape[axis] // count, *shape[axis + 1 :]))
+
+    def reshape(self, x: Part, shape: tuple[int, ...]) -> Part:
+        return self.view(x, shape)
+
+    def permute(self, x: Part, axes: tuple[int, ...]) -> Part:
+        return Part(x.buffer, x.meta.permute(axes))
+
+    def compute(self, kind: str, out: Part, operands: Sequence[Part | None], options: Mapping[str, Any]) -> None:
+        registers = tuple(map(self.register, operands))
+        self.emit(Compute, kind=kind, out=self.register(out), operands=registers, options=options)
+
+    def communicate(self, exchange: Exchange, x: Part | None, out: Part | None) -> Flight:
+        for part, what in ((x, "sends"), (out, "fills")):
+            if part is not None and not part.meta.is_contiguous():
+                shape, strides = list(part.meta.shape), list(part.meta.stride())
+                expected = f"the strides of a dense {shape}, not {strides}"
+                raise self.fail_layout(part, f"the tensor that {exchange.kind} {what} is not dense", expected)
+        if exchange.kind not in COLLECTIVES:
+            return self.messages(exchange, x, out)
+        if len(exchange.team) == 1 or exchange.kind == "allreduce":
+            self.copy(x, out)
+        if len(exchange.team) == 1:
+            return self.start(Mark)
+        source = self.register(out if exchange.kind == "allreduce" else x)
+        return self.start(Collective, kind=exchange.kind, team=exchange.team, x=source, out=self.register(out))
+
+    def wait(self, handle: Flight | None) -> None:
+        assert handle is not None
+        handle.waited = True
+        if not isinstance(handle.op, Mark):
+            self.emit(Wait, handle=handle.handle)
+        elif handle.op.stream != self.stream:
+            self.marked.add(handle.handle)
+            self.emit(Wait, handle=handle.handle)
+
+    def current_stream(self) -> Stream:
+        return Stream(self.stream)
+
+    def set_stream(self, stream: Stream | int) -> None:
+        self.stream = self.number(stream)
+
+    def synchronize(self, stream: Stream | int) -> None:
+        other = self.number(stream)
+        if other != self.stream:
+            self.emit(Synchronize, other=other)
+
+    def delay(self, microseconds: int) -> None:
+        self.emit(Delay, microseconds=microseconds)
+
+    # How it takes them --------------------------------------------------------------------------------------------
+    def emit(self, op: type[Op], /, **fields: Any) -> Op:
+        self.ops.append(op(self.place, self.stream, **fields))
+        return self.ops[-1]
+
+    def new_register(self, buffer: int = NONE) -> int:
+        self.buffers.append(buffer)
+        return len(self.buffers) - 1
+
+    def dense(self, shape: tuple[int, ...], dtype: torch.dtype) -> Part:
+        buffer = self.new_register()
+        self.owned.add(buffer)
+        self.emit(Allocate, out=buffer, shape=shape, dtype=dtype)
+        return self.whole(buffer, torch.empty(shape, dtype=dtype, device="meta"))
+
+    def whole(self, buffer: int, meta: torch.Tensor) -> Part:
+        """A new buffer, as the tensor that it is."""
+        self.buffers[buffer] = buffer
+        self.metas[buffer] = meta
+        self.views[_key(buffer, meta)] = buffer
+        return Part(buffer, meta)
+
+    def register(self, x: Part | None) -> int:
+        """The register of a tensor, made by a View where it has none yet."""
+        if x is None:
+            return NONE
+        self.check_held(x)
+        key = _key(x.buffer, x.meta)
+        if key not in self.views:
+            self.views[key] = self.new_register(x.buffer)
+            _, shape, stride, offset = key
+            index = _index(self.metas[x.buffer], x.meta)
+            self.emit(View, out=self.views[key], x=x.buffer, shape=shape, stride=stride, offset=offset, index=index)
+        return self.views[key]
+
+    def check_held(self, x: Part) -> None:
+        if x.buffer in self.freed:
+            raise self.fail("the memory of an operand was freed earlier", hint="free it after its last use, and once")
+
+    def view(self, x: Part, shape: tuple[int, ...]) -> Part:
+        try:
+            return Part(x.buffer, x.meta.view(shape))
+        except RuntimeError:
+            old, strides = list(x.meta.shape), list(x.meta.stride())
+            seen = f"shape {old} with strides {strides} cannot be seen as {list(shape)}"
+            raise self.fail_layout(x, seen, "memory that lies in the order of the new shape") from None
+
+    def number(self, stream: Stream | int) -> int:
+        if isinstance(stream, Stream):
+            return stream.number
+        if not 0 <= stream < self.program.streams:
+            pool = self.program.streams
+            raise self.fail(
+                f"no stream {stream} in a pool of {pool}",
+                expected=f"0 to {pool - 1}" if pool else "a program with 'streams N' in its head",
+            )
+        return stream
+
+    def start(self, op: type[Op], /, **fields: Any) -> Flight:
+        handle = self.new_register()
+        self.flights.append(Flight(handle, self.emit(op, handle=handle, **fields)))
+        return self.flights[-1]
+
+    def copy(self, x: Part | None, out: Part | None) -> None:
+        """A copy between dense tensors of equal size, nothing where they are the same memory."""
+        source, target = self.register(self.block(x, 0, 1)), self.register(self.block(out, 0, 1))
+        if source != target:
+            self.emit(Compute, kind="copy", out=target, operands=(source,), options={})
+
+    def messages(self, exchange: Exchange, x: Part | None, out: Part | None) -> Flight:
+        sends, receives = [], []
+        for move in exchange.moves:
+            if move.source == move.target:
+                self.copy(self.block(x, *move.take), self.block(out, *move.put))
+            elif move.source == self.rank:
+                sends.append((self.register(self.block(x, *move.take)), move.target))
+            else:
+                receives.append((self.register(self.block(out, *move.put)), move.source))
+        if not sends and not receives:
+            return self.start(Mark)
+        return self.start(Messages, team=exchange.team, sends=tuple(sends), receives=tuple(receives))
+
+    def block(self, x: Part | None, index: int, count: int) -> Part:
+        assert x is not None
+        size, rest = divmod(x.meta.numel(), count)
+        if rest:
+            raise self.fail(f"{x.meta.numel()} elements do not divide in {count} blocks")
+        return Part(x.buffer, x.meta.view(-1).narrow(0, index * size, size))
+
+    def finish(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[Part | None]) -> Recording:
+        if flight := next((f for f in self.flights if not f.waited), None):
+            raise flight.op.place.statement.fail(
+                "nothing waits for this communication", hint="add 'wait' with its handle before the result is read"
+            )
+        self.stream = CALLER
+        registers = tuple(map(self.register, outputs))
+        held = range(1, 1 + len(inputs))
+        ops = tuple(op for op in self.ops if not isinstance(op, Mark) or op.handle in self.marked)
+        return Recording(self.program, self.rank, ops, held, registers, tuple(self.buffers))
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _index(whole: torch.Tensor, view: torch.Tensor) -> int | None:
+    """The i for which the view is `whole[i]`, or None."""
+    if view.shape != whole.shape[1:] or view.stride() != whole.stride()[1:] or not whole.ndim:
+        return None
+    index, rest = divmod(int(view.storage_offset()), max(int(whole.stride(0)), 1))
+    return index if rest == 0 and index < whole.shape[0] else None
+
+
+def _key(buffer: int, meta: torch.Tensor) -> tuple[Any, ...]:
+    return buffer, tuple(meta.shape), meta.stride(), meta.storage_offset()

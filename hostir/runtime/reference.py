@@ -1,0 +1,144 @@
+"""The meaning of a program: its statements one after another, at once, on whole tensors.
+
+Here a sharded axis is an axis, a partial sum is the sum, and every communication copies. Nothing is fast, and nothing
+depends on ranks, streams or order, so that all other machines can be held against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hostir.ir.machine import Exchange
+from hostir.ir.program import Program
+from hostir.ir.types import DType
+from hostir.runtime.interpret import interpret
+from hostir.runtime.kernels.aten import KERNELS
+from hostir.runtime.sharding import bind_sizes, torch_dtype
+
+
+class Whole:
+    """A tensor with memory of its own."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def get(self) -> torch.Tensor:
+        """Its elements, perhaps in memory that others hold too: not to be written."""
+        return self.tensor
+
+    def put(self, elements: torch.Tensor) -> None:
+        """Replaces its elements."""
+        self.tensor = elements
+
+
+@dataclass(frozen=True)
+class View:
+    """Some elements of `parent`: those of `part(parent)`, a strided view, in the shape `shape`.
+
+    A piece of a sharded axis is some rows of every rank's part, which no strides express; two steps do.
+    """
+
+    parent: Whole | View
+    part: Callable[[torch.Tensor], torch.Tensor]
+    shape: tuple[int, ...]
+
+    def get(self) -> torch.Tensor:
+        """Its elements, perhaps in memory that others hold too: not to be written."""
+        return self.part(self.parent.get()).reshape(self.shape)
+
+    def put(self, elements: torch.Tensor) -> None:
+        """Replaces its elements in the parent."""
+        whole = self.parent.get().clone()
+        part = self.part(whole)
+        part.copy_(elements.reshape(part.shape))
+        self.parent.put(whole)
+
+
+Handle = Whole | View
+
+
+class Reference:
+    """The machine that holds whole tensors, on one device.
+
+    `dtype` is what it computes in; None stands for what programs declare.
+    """
+
+    rank: int | None = None
+
+    def __init__(self, dtype: torch.dtype | None = torch.float64, device: torch.device | str = "cpu") -> None:
+        self.dtype = dtype
+        self.device = device
+
+    def allocate(self, shape: tuple[int, ...], dtype: DType) -> Whole:
+        return Whole(torch.full(shape, float("nan"), dtype=self.dtype or torch_dtype(dtype), device=self.device))
+
+    def free(self, x: Handle) -> None:
+        x.put(torch.full_like(x.get(), float("nan")))
+
+    def select(self, x: Handle, axis: int, index: int) -> View:
+        shape = tuple(x.get().shape)
+        return View(x, lambda t: t.select(axis, index), (*shape[:axis], *shape[axis + 1 :]))
+
+    def chunk(self, x: Handle, axis: int, outer: int, count: int, index: int) -> View:
+        shape = tuple(x.get().shape)
+        inner = shape[axis] // (outer * count)
+        pieces = (outer, count, inner)
+        return View(
+            x,
+            lambda t: t.unflatten(axis, pieces).select(axis + 1, index),
+            (*shape[:axis], outer * inner, *shape[axis + 1 :]),
+        )
+
+    def reshape(self, x: Handle, shape: tuple[int, ...]) -> View:
+        return View(x, lambda t: t, shape)
+
+    def permute(self, x: Handle, axes: tuple[int, ...]) -> View:
+        shape = x.get().shape
+        return View(x, lambda t: t.permute(axes), tuple(shape[axis] for axis in axes))
+
+    def compute(self, kind: str, out: Handle, operands: Sequence[Handle | None], options: Mapping[str, Any]) -> None:
+        result = torch.empty_like(out.get(), memory_format=torch.contiguous_format)
+        KERNELS[kind](result, *(None if x is None else x.get() for x in operands), **options)
+        out.put(result)
+
+    def communicate(self, exchange: Exchange, x: Handle | None, out: Handle | None) -> None:
+        if x is not None and out is not None:  # as they always are: whole tensors lie on every mesh
+            out.put(x.get().reshape(out.get().shape))
+
+    def wait(self, handle: None) -> None:
+        """Nothing is in flight here."""
+
+    def current_stream(self) -> int:
+        return 0
+
+    def set_stream(self, stream: int) -> None:
+        """All is one stream."""
+
+    def synchronize(self, stream: int) -> None:
+        """All is done when it is issued."""
+
+    def delay(self, microseconds: int) -> None:
+        """Nothing else wants to run."""
+
+
+@torch.no_grad()
+def reference(
+    program: Program,
+    inputs: Sequence[torch.Tensor],
+    sizes: Mapping[str, int] | None = None,
+    dtype: torch.dtype | None = torch.float64,
+) -> tuple[torch.Tensor, ...]:
+    """The whole outputs of a fusion or a host program, from whole inputs.
+
+    Computes in `dtype`, or in the program's own dtypes where it is None, on the device of the inputs. `sizes` need name
+    only the symbols that do not follow from the inputs' shapes. Raises HostIRError for inputs that do not fit.
+    """
+    bound = bind_sizes(program, inputs, sizes)
+    handles = [Whole(x.to(dtype or x.dtype)) for x in inputs]
+    device = inputs[0].device if inputs else "cpu"
+    outputs = interpret(program, Reference(dtype, device), bound, handles)
+    return tuple(x.get().clone() for x in outputs if x is not None)

@@ -1,0 +1,3 @@
+# error: argument --all: not allowed with argument --after
+# hint: --help
+lower examples/patterns.py:mlp --after communicate --all

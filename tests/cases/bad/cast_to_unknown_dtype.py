@@ -1,0 +1,12 @@
+# error: unknown dtype 'bf61'
+# at: 11:13
+# expected: one of: f32, f16, bf16
+import hostir as hi
+
+
+def bad(ranks: int = 4) -> hi.Fusion:
+    with hi.Fusion("bad") as fusion:
+        a = hi.tensor("a", [16, 8], "f32")
+        b = hi.tensor("b", [8, 4], "f32")
+        c = hi.cast(a, "bf61")
+    return fusion

@@ -1,0 +1,3 @@
+# error: the following arguments are required: command
+# hint: hostir --help
+

@@ -1,0 +1,12 @@
+# error: fusion @bad has no output
+# at: 8:10
+# hint: fusion.output(c)
+import hostir as hi
+
+
+def bad(ranks: int = 4) -> hi.Fusion:
+    with hi.Fusion("bad") as fusion:
+        a = hi.tensor("a", [16, 8], "f32")
+        b = hi.tensor("b", [8, 4], "f32")
+        c = a @ b
+    return fusion

@@ -1,0 +1,2 @@
+# error: cannot write examples: Is a directory
+lower examples/patterns.py:mlp -o examples

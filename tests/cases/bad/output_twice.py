@@ -1,0 +1,13 @@
+# error: %c is declared as an output twice
+# at: 12:9
+import hostir as hi
+
+
+def bad(ranks: int = 4) -> hi.Fusion:
+    with hi.Fusion("bad") as fusion:
+        a = hi.tensor("a", [16, 8], "f32")
+        b = hi.tensor("b", [8, 4], "f32")
+        c = a @ b
+        fusion.output(c)
+        fusion.output(c)
+    return fusion

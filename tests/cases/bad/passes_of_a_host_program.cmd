@@ -1,0 +1,2 @@
+# error: @mlp is a host program already
+lower tests/cases/patterns/mlp-pipeline.hir --all

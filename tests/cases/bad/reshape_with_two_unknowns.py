@@ -1,0 +1,10 @@
+# error: a size must be at least 1, not -1
+# at: 9:23
+import hostir as hi
+
+
+def bad(ranks: int = 4) -> hi.Fusion:
+    with hi.Fusion("bad") as fusion:
+        a = hi.tensor("a", [16, 8], "f32")
+        fusion.output(hi.reshape(a, [-1, -1]))
+    return fusion

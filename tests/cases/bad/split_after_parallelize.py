@@ -1,0 +1,15 @@
+# error: axis 0 of %a already lies on didx
+# at: 14:5
+# hint: split first
+import hostir as hi
+
+
+def bad(ranks: int = 4) -> hi.Fusion:
+    with hi.Fusion("bad") as fusion:
+        a = hi.tensor("a", [16, 8], "f32")
+        b = hi.tensor("b", [8, 4], "f32")
+        c = a @ b
+        fusion.output(c)
+    a.shard(0, hi.DeviceMesh(range(4)))
+    a.split(0, 4)
+    return fusion

@@ -1,0 +1,3 @@
+# error: --trace out.txt
+# expected: .json
+run examples/patterns.py:mlp --trace out.txt

@@ -1,0 +1,2 @@
+# error: invalid choice: 'compile'
+compile examples/patterns.py:mlp

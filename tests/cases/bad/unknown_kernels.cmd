@@ -1,0 +1,2 @@
+# error: expected auto, triton or aten
+run examples/patterns.py:mlp --kernels cutlass

@@ -1,0 +1,2 @@
+# error: unrecognized arguments: --strem 4
+lower examples/patterns.py:mlp --strem 4

@@ -1,0 +1,47 @@
+"""What all tests share: golden files, the settings of hypothesis, and GPUs that a test may need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests.golden import Golden
+
+TESTS = Path(__file__).parent
+NO_GPU = "for lack of a CUDA GPU"
+
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=False, print_blob=True)
+hypothesis.settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--accept", action="store_true", help="write the golden files under tests/cases anew")
+
+
+@pytest.fixture(scope="session")
+def golden(pytestconfig: pytest.Config) -> Golden:
+    """``golden("lower/ag_matmul.hir", text)`` holds the text against tests/cases/lower/ag_matmul.hir."""
+    return Golden(TESTS / "cases", accept=pytestconfig.getoption("accept"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not item.path.is_relative_to(TESTS / "gpu"):
+        return
+    import torch  # here, because most runs have no test that needs it
+
+    marker = item.get_closest_marker("gpus")
+    needed = marker.args[0] if marker else 1
+    found = torch.cuda.device_count()
+    if found < needed:
+        pytest.skip(f"{NO_GPU}: needs {needed}, found {found}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_GPU in str(report.longrepr)]
+    if skipped:
+        message = (
+            f"NOT RUN: {len(skipped)} tests under tests/gpu, {NO_GPU}; run `pytest tests/gpu` on a machine that has one"
+        )
+        terminalreporter.write_line(message, yellow=True, bold=True)

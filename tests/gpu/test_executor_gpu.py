@@ -1,0 +1,264 @@
+"""Executors on one CUDA device: streams that are really behind one another, graph capture, and memory that comes back.
+
+Kernels are tiny and would hide a missing edge, so `torch.cuda._sleep` holds up the stream that a test is about.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+from hostir.ir.text import parse
+from hostir.runtime.executor import Executor
+from hostir.runtime.trace import Trace
+
+SLEEP = 100_000_000  # cycles: about 50 ms
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[torch.device]:
+    with torch.device("cuda"):
+        yield torch.device("cuda")
+    torch.cuda.synchronize()
+
+
+def alone(body: str, inputs: str, streams: int = 2) -> Program:
+    head = f"hostir 1\nmesh @mesh [didx] = 0\nprogram @p({inputs}) -> (%c) streams {streams} {{\n"
+    return parse(f"{head}  %user = current_stream\n{body}\n}}\n", "p.hir")
+
+
+def pipeline(dtype: str = "f32") -> Program:
+    body = f"""  %a_full: {dtype}[4, 1, 64, 128] = allocate
+  %c: {dtype}[4, 1, 64, 256] = allocate
+  for %s in 0..2 {{ set_stream %s   synchronize %user }}
+  for %i in 0..4 {{
+    set_stream %i % 2
+    %a_i = select %a[%i]
+    %g_i = select %a_full[%i]
+    %h = allgather %a_i -> %g_i over didx
+    wait %h
+    %c_i = select %c[%i]
+    matmul %g_i, %b -> %c_i
+  }}
+  set_stream %user
+  for %s in 0..2 {{ synchronize %s }}
+  free %a_full"""
+    return alone(body, f"%a: {dtype}[4, 1@didx, 64, 128], %b: {dtype}[128, 256]")
+
+
+def inputs_of(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(4, 1, 64, 128).to(dtype), torch.randn(128, 256).to(dtype)
+
+
+def close(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+    exact, plain = a.double() @ b.double(), a @ b
+    limit = 1.1 * (plain - exact).abs().max() + torch.finfo(a.dtype).eps * exact.abs().max()
+    return bool((found - exact).abs().max() <= limit)
+
+
+def slowed(executor: Executor, kind: str) -> None:
+    """Every kernel of this kind starts late, on its own stream."""
+    kernel = executor._machine.kernels[kind]
+
+    def late(out: torch.Tensor, *operands: torch.Tensor, **options: object) -> None:
+        torch.cuda._sleep(SLEEP)
+        kernel(out, *operands, **options)
+
+    executor._machine.kernels = {**executor._machine.kernels, kind: late}
+
+
+def poison() -> None:
+    """Leaves NaN in the memory that the allocator gives out next."""
+    torch.cuda.synchronize()
+    held = [torch.full((1 << n,), NAN) for n in range(8, 24) for _ in range(2)]
+    del held
+
+
+@pytest.mark.parametrize("kernels", ["aten", "triton"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_calls_back_to_back_give_fresh_outputs(dtype: str, kernels: str) -> None:
+    executor = Executor(pipeline(dtype), machine="cuda", kernels=kernels)
+    kept = []
+    for _ in range(10):
+        poison()
+        a, b = inputs_of({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[dtype])
+        kept.append((executor(a, b)[0], a, b))
+    assert all(close(*one) for one in kept)
+    assert len(executor.plans) == 1
+
+
+def test_workers_wait_for_what_the_caller_is_still_writing() -> None:
+    executor = Executor(pipeline(), machine="cuda")
+    a, b = inputs_of()
+    executor(a, b)
+    fresh = torch.randn_like(a)
+    torch.cuda._sleep(SLEEP)
+    a.copy_(fresh)
+    (c,) = executor(a, b)
+    assert close(c, fresh, b)
+
+
+def test_the_caller_may_overwrite_inputs_and_read_outputs_as_soon_as_a_call_returns() -> None:
+    executor = Executor(pipeline(), machine="cuda")
+    slowed(executor, "matmul")
+    a, b = inputs_of()
+    kept_a, kept_b = a.clone(), b.clone()
+    (c,) = executor(a, b)
+    a.fill_(NAN)
+    b.fill_(NAN)
+    assert close(c.clone(), kept_a, kept_b)
+
+
+def test_a_call_does_not_wait_for_the_device() -> None:
+    executor = Executor(pipeline(), machine="cuda")
+    a, b = inputs_of()
+    executor(a, b)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(20 * SLEEP)
+    begin = time.monotonic()
+    executor(a, b)
+    issued = time.monotonic() - begin
+    done = torch.cuda.Event()
+    done.record()
+    assert not done.query(), f"issuing took {issued:.3f} s"
+
+
+def test_the_callers_stream_is_the_one_current_at_the_call_and_stays_current() -> None:
+    executor = Executor(pipeline(), machine="cuda")
+    stream = torch.cuda.Stream()
+    a, b = inputs_of()
+    torch.cuda.synchronize()
+    for _ in range(2):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP)
+            a.copy_(torch.randn_like(a))
+            (c,) = executor(a, b)
+            assert torch.cuda.current_stream() == stream
+        torch.cuda.current_stream().wait_stream(stream)
+        assert close(c, a, b)
+
+
+def test_the_callers_stream_is_current_again_after_an_error() -> None:
+    executor = Executor(pipeline(), machine="cuda")
+
+    def fails(out: torch.Tensor, *operands: torch.Tensor) -> None:
+        raise ValueError("no more")
+
+    executor._machine.kernels = {**executor._machine.kernels, "matmul": fails}
+    before = torch.cuda.current_stream()
+    with pytest.raises(HostIRError, match=r"rank 0, 'matmul %g_i, %b -> %c_i' in round 0: ValueError: no more"):
+        executor(*inputs_of())
+    assert torch.cuda.current_stream() == before
+
+
+@pytest.mark.parametrize("kernels", ["aten", "triton"])
+def test_a_call_can_be_captured_and_replayed_with_new_data(kernels: str) -> None:
+    executor = Executor(pipeline("bf16"), machine="cuda", kernels=kernels)
+    a, b = inputs_of(torch.bfloat16)
+    executor(a, b)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (c,) = executor(a, b)
+    for _ in range(5):
+        a.copy_(torch.randn_like(a))
+        b.copy_(torch.randn_like(b))
+        c.fill_(NAN)
+        graph.replay()
+        assert close(c, a, b)
+    (eager,) = executor(a, b)
+    assert close(eager, a, b)
+
+
+def test_a_first_call_inside_a_capture_is_refused() -> None:
+    executor = Executor(pipeline(), machine="cuda")
+    a, b = inputs_of()
+    said: list[str] = []
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        a.add_(0)
+        try:
+            executor(a, b)
+        except HostIRError as problem:
+            said.append(str(problem))
+    assert "for the first time inside a CUDA graph capture" in said[0]
+    assert "call it once" in said[0]
+
+
+@pytest.mark.parametrize("home", ["%user", "1"], ids=["from the caller's stream", "from a worker's stream"])
+def test_memory_freed_while_a_worker_still_reads_it_is_not_given_out(home: str) -> None:
+    body = f"""  %c: f32[512, 512] = allocate
+  set_stream {home}
+  synchronize %user
+  %t: f32[512, 512] = allocate
+  set_stream 0
+  synchronize %user
+  relu %a -> %t
+  gelu %t -> %c
+  set_stream {home}
+  free %t
+  %u: f32[512, 512] = allocate
+  mul %nan, %nan -> %u
+  set_stream %user
+  synchronize 0
+  synchronize 1"""
+    executor = Executor(alone(body, "%a: f32[512, 512], %nan: f32[512, 512]"), machine="cuda")
+    slowed(executor, "gelu")
+    nan = torch.full((512, 512), NAN)
+    for _ in range(3):
+        a = torch.randn(512, 512)
+        (c,) = executor(a, nan)
+        assert torch.allclose(c, torch.nn.functional.gelu(a.relu()))
+
+
+def test_inputs_and_outputs_of_a_worker_that_never_joins_outlive_it() -> None:
+    body = "  %c: f32[512, 512] = allocate\n  set_stream 0\n  synchronize %user\n  gelu %a -> %c"
+    executor = Executor(alone(body, "%a: f32[512, 512]"), machine="cuda")
+    slowed(executor, "gelu")
+    a = torch.randn(512, 512)
+    exact = torch.nn.functional.gelu(a)
+    torch.cuda.synchronize()
+    (c,) = executor(a)
+    del a
+    torch.full((512, 512), NAN)  # would take the memory of `a`
+    executor._machine.streams[0].synchronize()
+    assert torch.allclose(c, exact)
+
+
+def test_nothing_stays_allocated_between_calls() -> None:
+    executor = Executor(pipeline(), machine="cuda")
+    a, b = inputs_of()
+    executor(a, b)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        executor(a, b)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_trace_has_the_times_of_both_streams() -> None:
+    trace = Trace()
+    executor = Executor(pipeline(), machine="cuda", trace=trace)
+    executor(*inputs_of())
+    matmuls = [e for e in trace.events if e.keyword == "matmul"]
+    assert sorted((e.rounds, e.stream) for e in matmuls) == [((i,), f"stream {i % 2}") for i in range(4)]
+    assert all(e.start < e.end and abs(e.end - time.time()) < 60 for e in trace.events)
+
+
+def test_synchronize_gives_up_on_a_device_that_does_not_finish() -> None:
+    executor = Executor(pipeline(), machine="cuda", timeout=0.1)
+    a, b = inputs_of()
+    executor(a, b)
+    torch.cuda.synchronize()
+    executor.synchronize()
+    torch.cuda._sleep(20 * SLEEP)
+    executor(a, b)
+    with pytest.raises(HostIRError, match=r"the device has not finished @p after 0\.1 s"):
+        executor.synchronize()

@@ -1,0 +1,208 @@
+"""The kernels compiled, on a real GPU (tests/conftest.py says so where there is none)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hostir.runtime.kernels.layout import rows
+from hostir.runtime.kernels.matmul import DTYPES, matmul, matmul_reference
+from hostir.runtime.kernels.reduce import reduce_sum
+from hostir.runtime.kernels.tiles import candidates
+from tests.runtime.kernels.checking import (
+    assert_as_accurate,
+    assert_only_view_written,
+    check_matmul,
+    check_reduce_sum,
+    embedded,
+    filled,
+)
+
+CUDA = "cuda"
+
+
+def descriptor_modes() -> list[bool]:
+    """Whether to use TMA descriptors: both ways where the GPU has TMA."""
+    return [False, True] if torch.cuda.get_device_capability() >= (9, 0) else [False]
+
+
+@pytest.mark.parametrize("transpose_b", [True, False])
+@pytest.mark.parametrize(
+    ("M", "N", "K"),
+    [(1, 4096, 4096), (16, 1792, 4096), (512, 3584, 8192), (2048, 1792, 4096), (4096, 4096, 1792), (1000, 3000, 2000)],
+)
+def test_shapes_of_models_give_the_product(M, N, K, transpose_b):
+    a = filled([M, K], torch.bfloat16, device=CUDA)
+    b = filled([N, K] if transpose_b else [K, N], torch.bfloat16, device=CUDA)
+    for use_descriptors in descriptor_modes():
+        out, buffer = embedded([M, N], torch.bfloat16, device=CUDA)
+        check_matmul(a, b, out, buffer, transpose_b=transpose_b, use_descriptors=use_descriptors)
+
+
+@pytest.mark.parametrize("transpose_b", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 1), (7, 5, 3), (130, 257, 65), (300, 129, 1001), (255, 512, 63)])
+def test_ragged_shapes_give_the_product(M, N, K, dtype, transpose_b):
+    a = filled([M, K], dtype, device=CUDA)
+    b = filled([N, K] if transpose_b else [K, N], dtype, device=CUDA)
+    bias = filled([N], dtype, device=CUDA) if transpose_b else None
+    out, buffer = embedded([M, N], dtype, pad=[1, 1], device=CUDA)
+    check_matmul(a, b, out, buffer, bias=bias, transpose_b=transpose_b)
+
+
+@pytest.mark.parametrize("column_major", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ragged_shapes_in_aligned_memory_use_descriptors_where_there_are_any(dtype, column_major):
+    B, M, N, K = 3, 201, 328, 187  # rows of out end on 16 bytes: TMA would write beyond others
+    order = [1, 0] if column_major else [0, 1]
+    a = filled([B, M, K], dtype, pad=[0, 2, -K % 8], device=CUDA)
+    b = filled([K, N], dtype, order=order, pad=[-K % 8, -N % 8], device=CUDA)
+    for use_descriptors in descriptor_modes():
+        out, buffer = embedded([B, M, N], dtype, pad=[0, 1, 8], device=CUDA)
+        check_matmul(a, b, out, buffer, use_descriptors=use_descriptors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_behind_a_ragged_row_is_left_alone(dtype):
+    a, b = filled([201, 64], dtype, device=CUDA), filled([64, 333], dtype, pad=[0, 3], device=CUDA)
+    out, buffer = embedded([201, 333], dtype, pad=[1, 3], device=CUDA)
+    check_matmul(a, b, out, buffer)
+    with pytest.raises(ValueError, match="end within 16 bytes"):
+        matmul(a, b, out, use_descriptors=True)
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2), (0, 2, 1)])
+def test_any_strides_give_the_product(order):
+    a = filled([4, 100, 120], torch.bfloat16, order=order, pad=[1, 2, 3], offset=1, device=CUDA)
+    b = filled([120, 90], torch.bfloat16, order=[1, 0], pad=[1, 0], offset=3, device=CUDA)
+    out, buffer = embedded([4, 100, 90], torch.bfloat16, order=order, pad=[1, 0, 1], device=CUDA)
+    check_matmul(a, b, out, buffer)
+
+
+@pytest.mark.parametrize("transpose_b", [True, False])
+def test_every_tile_gives_the_product(transpose_b):
+    M, N, K, dtype = 700, 904, 520, torch.bfloat16
+    a = filled([2, M, K], dtype, pad=[0, 8, 0], device=CUDA)
+    b = filled([N, K] if transpose_b else [K, N], dtype, pad=[0, 0 if transpose_b else -N % 8], device=CUDA)
+    bias = filled([N], dtype, device=CUDA)
+    plain = torch.nn.functional.linear(a, b if transpose_b else b.t(), bias)
+    exact = matmul_reference(a, b, bias=bias, transpose_b=transpose_b)
+    magnitude = matmul_reference(a.abs(), b.abs(), transpose_b=transpose_b)
+    for use_descriptors in descriptor_modes():
+        for tile in candidates(dtype, descriptors=use_descriptors):
+            out, buffer = embedded([2, M, N], dtype, pad=[0, 8, -N % 8], device=CUDA)
+            matmul(*(a, b, out), bias=bias, transpose_b=transpose_b, use_descriptors=use_descriptors, config=tile)
+            assert_only_view_written(out, buffer)
+            assert_as_accurate(out, plain, exact, magnitude)
+
+
+def test_slices_of_an_inner_axis_are_used_in_place():
+    a = filled([4, 8, 64, 512], torch.bfloat16, device=CUDA)
+    b = filled([512, 384], torch.bfloat16, device=CUDA)
+    out, buffer = embedded([4, 8, 64, 384], torch.bfloat16, device=CUDA)
+    for i in range(8):
+        assert rows(a[:, i]) is None
+        matmul(a[:, i], b, out[:, i])
+        assert buffer.isnan().sum().item() == (7 - i) * 4 * 64 * 384
+    assert torch.equal(out, matmul(a, b, torch.empty_like(out)))
+
+
+def test_float32_is_exact_unless_tf32_is_allowed():
+    a, b = filled([256, 1024], torch.float32, device=CUDA), filled([1024, 512], torch.float32, device=CUDA)
+    exact = matmul_reference(a, b)
+
+    def error(use_descriptors: bool) -> float:
+        out = matmul(a, b, torch.full((256, 512), math.nan, device=CUDA), use_descriptors=use_descriptors)
+        return (out.double() - exact).abs().max().item()
+
+    for use_descriptors in descriptor_modes():
+        assert error(use_descriptors) < 1e-3
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            assert 1e-3 < error(use_descriptors) < 1
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_one_address_with_other_strides_is_another_matrix():
+    memory = torch.randn(1 << 20, device=CUDA).bfloat16()
+    b = filled([256, 128], torch.bfloat16, device=CUDA)
+    for shape, strides in [((64, 256), (256, 1)), ((64, 256), (512, 1)), ((128, 256), (1024, 1)), ((32, 256), (1, 32))]:
+        a = memory.as_strided(shape, strides)
+        out, buffer = embedded([shape[0], 128], torch.bfloat16, device=CUDA)
+        check_matmul(a, b, out, buffer)
+
+
+def test_a_captured_launch_computes_anew_at_each_replay():
+    a, b = filled([512, 1024], torch.bfloat16, device=CUDA), filled([1024, 768], torch.bfloat16, device=CUDA)
+    x, total = filled([8, 64, 256], torch.bfloat16, device=CUDA), torch.empty(64, 256, device=CUDA).bfloat16()
+    out = torch.empty(512, 768, device=CUDA).bfloat16()
+    matmul(a, b, out)
+    reduce_sum(x, total, 0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        matmul(a, b, out)
+        reduce_sum(x, total, 0)
+    a.copy_(torch.randn_like(a))
+    x.copy_(torch.randn_like(x))
+    out.fill_(math.nan)
+    total.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(out, matmul(a, b, torch.empty_like(out)))
+    assert torch.equal(total, reduce_sum(x, torch.empty_like(total), 0))
+
+
+def test_work_goes_to_the_current_stream():
+    a, b = filled([4096, 4096], torch.bfloat16, device=CUDA), filled([4096, 4096], torch.bfloat16, device=CUDA)
+    out = torch.zeros(4096, 4096, device=CUDA).bfloat16()
+    expected = matmul(a, b, torch.empty_like(out))
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        matmul(a, b, out)
+    assert not side.query()
+    side.synchronize()
+    assert torch.equal(out, expected)
+
+
+def test_offsets_beyond_32_bits_are_right():
+    far = (1 << 31) + 1024  # elements between two batches
+    if torch.cuda.get_device_properties(0).total_memory < 24 << 30:
+        pytest.skip("for lack of a CUDA GPU with 24 GiB")
+    memory = torch.full((far + 64 * 256,), math.nan, dtype=torch.bfloat16, device=CUDA)
+    a = memory.as_strided((2, 64, 256), (far, 256, 1)).copy_(torch.randn(2, 64, 256, device=CUDA))
+    b = filled([256, 128], torch.bfloat16, device=CUDA)
+    for use_descriptors in descriptor_modes():
+        out, buffer = embedded([2, 64, 128], torch.bfloat16, device=CUDA)
+        check_matmul(a, b, out, buffer, use_descriptors=use_descriptors)
+    total, buffer = embedded([64, 256], torch.bfloat16, device=CUDA)
+    check_reduce_sum(a, total, buffer, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((8, 512, 4096), 0),
+        ((2, 333, 1001), 0),
+        ((64, 8, 1024), 1),
+        ((500, 5000), 1),
+        ((3000, 7), 0),
+        ((2, 3, 4, 5, 6), 2),
+    ],
+)
+def test_sums_over_any_axis(shape, axis, dtype):
+    kept = [*shape[:axis], *shape[axis + 1 :]]
+    out, buffer = embedded(kept, dtype, pad=[1] * len(kept), device=CUDA)
+    check_reduce_sum(filled(shape, dtype, device=CUDA), out, buffer, axis)
+
+
+def test_sums_of_any_strides():
+    for order in [(0, 1, 2), (2, 1, 0), (1, 2, 0)]:
+        x = filled([8, 60, 70], torch.bfloat16, order=order, pad=[1, 2, 3], offset=1, device=CUDA)
+        out, buffer = embedded([60, 70], torch.bfloat16, order=[1, 0], pad=[0, 1], device=CUDA)
+        check_reduce_sum(x, out, buffer, 0)

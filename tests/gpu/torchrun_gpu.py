@@ -1,0 +1,223 @@
+"""Every collective on real GPUs, one process a GPU:
+
+    python -m torch.distributed.run --standalone --nproc-per-node N tests/gpu/torchrun_gpu.py [CASE ...]
+
+Prints one line a case and ends non-zero where one fails. Each case runs with ATen and Triton kernels, first as calls
+back to back that nothing synchronizes, with ranks held up at random, then captured into a CUDA graph and replayed.
+Inputs are fresh each time; memory holds NaN before eager calls, outputs hold NaN before replays. Results are compared
+with float64 on the whole tensors: the error, in the norm, may be 1.1 times that of the same parts computed and reduced
+by torch, plus half a unit of f32.
+
+`killed` runs none of these: rank 1 kills itself in a run, and every other rank must end within HOSTIR_TIMEOUT seconds
+with a diagnostic that names its statement.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
+
+from hostir.ir.program import Program
+from hostir.runtime.compare import relative_error
+from hostir.runtime.executor import Executor
+from hostir.runtime.session import joined, session
+from hostir.runtime.sharding import TORCH, random_inputs, shard
+from tests.runtime import torchrun_cases as programs
+from tests.runtime.torchrun_cases import GRID, RANK, SIZE, TRANSFERS, Reference, product
+
+CALLS = 6
+NAN = float("nan")
+Tensors = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, what it computes on whole tensors, and what torch makes of the parts (None: exactly the same)."""
+
+    name: str
+    program: Program
+    exact: Reference
+    by_torch: Callable[..., Tensors] | None = None
+    m: int = 64
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"M": self.m} if "M" in self.program.size_names else {}
+
+
+def summed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The ranks' products, added up by NCCL."""
+    partial = a @ b
+    dist.all_reduce(partial)
+    return partial
+
+
+def summed_and_scattered(a: torch.Tensor, b: torch.Tensor) -> Tensors:
+    whole = summed(a, b)
+    return whole[:, RANK : RANK + 1], whole
+
+
+def twice(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return 2 * product(a, b)
+
+
+def cases() -> list[Case]:
+    found = []
+    for dtype in TORCH:
+        found += [
+            Case(f"all_gather {dtype}", programs.ag_matmul(dtype=dtype), product),
+            Case(f"all_gather ragged {dtype}", programs.ag_matmul(dtype=dtype), product, m=5),
+            Case(f"all_reduce {dtype}", programs.row_parallel(dtype), product, lambda a, b: (summed(a, b),)),
+            Case(f"reduce_scatter {dtype}", programs.row_scattered(dtype), twice, summed_and_scattered),
+        ]
+    backwards = " ".join(map(str, reversed(range(SIZE))))
+    found += [
+        Case("all_to_all", programs.swap(), lambda x: (x,)),
+        Case("all_gather backwards", programs.ag_matmul(backwards), product),
+        Case("all_to_all backwards", programs.swap(backwards), lambda x: (x,)),
+        Case("reduce_scatter backwards", programs.row_scattered("f32", backwards), twice),
+    ]
+    if SIZE == 4:
+        found += [
+            Case("two mesh axes", programs.parse(GRID), twice),
+            Case("transfers", programs.parse(TRANSFERS), lambda whole, parts: 3 * (whole, parts)),
+        ]
+    return found
+
+
+# Checking ---------------------------------------------------------------------------------------------------------
+def poison() -> None:
+    """Leaves NaN in the memory that the allocator gives out next."""
+    held = [torch.full((1 << n,), NAN, device="cuda") for n in range(7, 24) for _ in range(3)]
+    del held
+
+
+def parts_of(case: Case, wholes: Sequence[torch.Tensor]) -> Tensors:
+    return [shard(x, v.tensor, RANK, case.sizes) for x, v in zip(wholes, case.program.inputs, strict=True)]
+
+
+def fresh(case: Case, seed: int) -> list[torch.Tensor]:
+    return [x.cuda() for x in random_inputs(case.program, case.sizes, seed)]
+
+
+def check(case: Case, wholes: Sequence[torch.Tensor], outputs: Tensors) -> float:
+    """The largest error as a share of what is allowed, infinite for NaN. Raises nothing: ranks must stay together."""
+    exact = case.exact(*[x.double() for x in wholes])
+    plain = case.exact(*wholes)
+    parts = parts_of(case, wholes)
+    torchs = case.by_torch(*parts) if case.by_torch else [None] * len(outputs)
+    worst = 0.0
+    for value, found, true, other, theirs in zip(case.program.outputs, outputs, exact, plain, torchs, strict=True):
+        mine = shard(true, value.tensor, RANK, case.sizes)
+        if mine is None or found is None:
+            worst = worst if mine is None and found is None else inf
+            continue
+        near = theirs if theirs is not None else shard(other, value.tensor, RANK, case.sizes)
+        assert near is not None
+        slack = torch.finfo(torch.float32).eps / 2  # for another order of summation
+        allowed = 1.1 * relative_error(near, mine) + slack
+        share = relative_error(found, mine) / allowed
+        worst = max(worst, share if isfinite(share) else inf)
+    return worst
+
+
+def eager(case: Case, executor: Executor) -> float:
+    runs = []
+    for call in range(CALLS):
+        wholes = fresh(case, seed=1000 + call)
+        parts = parts_of(case, wholes)
+        poison()
+        torch.cuda._sleep(random.randrange(20_000_000))  # up to 10 ms; each rank its own
+        runs.append((wholes, executor(*parts)))
+    return max(check(case, wholes, outputs) for wholes, outputs in runs)
+
+
+def captured(case: Case, executor: Executor) -> float:
+    parts = parts_of(case, fresh(case, seed=1))
+    executor(*parts)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = executor(*parts)
+    worst = 0.0
+    for call in range(CALLS):
+        wholes = fresh(case, seed=2000 + call)
+        for part, new in zip(parts, parts_of(case, wholes), strict=True):
+            if part is not None and new is not None:
+                part.copy_(new)
+        for out in outputs:
+            if out is not None:
+                out.fill_(NAN)
+        torch.cuda._sleep(random.randrange(20_000_000))
+        graph.replay()
+        worst = max(worst, check(case, wholes, outputs))
+    return worst
+
+
+def everywhere(good: bool) -> bool:
+    """Whether it is good on all ranks."""
+    flag = torch.tensor([float(good)], device="cuda")
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def ran(case: Case, kernels: str) -> bool:
+    """Runs a case and prints its line."""
+    said, worst = "", 0.0
+    try:
+        executor = Executor(case.program, kernels=kernels)
+        worst = eager(case, executor)
+        worst = max(worst, captured(case, executor))
+    except Exception as problem:
+        said = f"FAILED {case.name}, {kernels}, rank {RANK}: {problem}"
+        traceback.print_exc()
+    if said:
+        print(said, flush=True)
+    good = everywhere(not said and worst <= 1)
+    if worst > 1:
+        print(f"rank {RANK}: {case.name}, {kernels}: {worst:.2f} of the allowed error", flush=True)
+    if RANK == 0:
+        print(f"{'ok    ' if good else 'FAILED'} {case.name}, {kernels}: {worst:.2f} of the allowed error", flush=True)
+    return good
+
+
+def killed() -> None:
+    executor = Executor(programs.ag_matmul())
+    parts = parts_of(Case("killed", executor.program, product), fresh(Case("killed", executor.program, product), 0))
+    for call in range(1000):
+        if RANK == 1 and call == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        executor(*parts)
+        torch.cuda.synchronize()
+        time.sleep(0.01)
+
+
+def main() -> None:
+    random.seed(RANK)
+    wanted = sys.argv[1:]
+    with session("cuda"):
+        assert joined().rank == RANK
+        if wanted == ["killed"]:
+            killed()
+        chosen = [case for case in cases() if not wanted or any(case.name.startswith(name) for name in wanted)]
+        results = [ran(case, kernels) for case in chosen for kernels in ("aten", "triton")]
+        if RANK == 0:
+            print(f"{sum(results)} of {len(results)} cases passed on {SIZE} GPUs", flush=True)
+    sys.exit(not all(results) or not results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Every pattern on real GPUs: eager and inside the caller's CUDA graph, every kernel policy, held against float64.
+
+    torchrun --standalone --nproc-per-node 2 tests/gpu/torchrun_patterns.py
+
+Prints a line a case and exits with 1 where one fails.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import hostir as hi
+from hostir.runtime.command import copies
+from hostir.runtime.compare import bound, reductions
+from hostir.runtime.reference import reference
+from hostir.runtime.session import Session, session
+from hostir.runtime.sharding import random_inputs, shard
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import patterns
+
+REAL = {"M": 1024, "K": 512, "N": 768, "H": 1024}
+
+
+def sizes_for(pattern: Callable[..., hi.Fusion], large: bool) -> dict[str, int]:
+    """Keyword arguments for a pattern: real sizes, or its own small ones."""
+    names = pattern.__code__.co_varnames[: pattern.__code__.co_argcount]
+    return {n: v for n, v in REAL.items() if n in names} if large else {}
+
+
+def errors(
+    joined: Session, program: hi.Program, outputs: tuple[torch.Tensor | None, ...], exact: tuple[torch.Tensor, ...]
+) -> float:
+    """The largest relative error of any output, from the squares of all ranks' parts."""
+    squares = torch.zeros(len(outputs), device=joined.device, dtype=torch.float64)
+    for n, (value, part, whole) in enumerate(zip(program.outputs, outputs, exact, strict=True)):
+        mine = shard(whole, value.tensor, joined.rank, {})
+        if part is not None and mine is not None:
+            squares[n] = torch.linalg.vector_norm(part.double() - mine) ** 2 / copies(value.tensor)
+    torch.distributed.all_reduce(squares)
+    norms = torch.stack([torch.linalg.vector_norm(whole) for whole in exact])
+    return float((squares.sqrt() / norms).nan_to_num(nan=float("inf")).max())
+
+
+def one(
+    joined: Session, pattern: Callable[..., hi.Fusion], strategy: str, dtype: str, kernels: str, large: bool
+) -> tuple[bool, str]:
+    """Runs one case; eager twice with fresh inputs, then captured, then replayed with fresh inputs."""
+    fusion = pattern(ranks=joined.size, dtype=dtype, **sizes_for(pattern, large))
+    program = hi.lower(fusion, strategy)
+    executor = hi.Executor(program, kernels=kernels)
+    source, found = fusion.program(), []
+
+    def fresh(seed: int) -> tuple[list[torch.Tensor | None], tuple[torch.Tensor, ...], float]:
+        inputs = random_inputs(source, {}, seed, joined.device)
+        exact, plain = reference(source, inputs), reference(source, inputs, dtype=None)
+        most = max(bound(p, e, reductions(program, ring=True)) for p, e in zip(plain, exact, strict=True))
+        return [shard(x, v.tensor, joined.rank, {}) for v, x in zip(program.inputs, inputs, strict=True)], exact, most
+
+    for seed in (int(time.time()) // 60, 2):
+        parts, exact, most = fresh(seed)
+        found.append((errors(joined, program, executor(*parts), exact), most))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = executor(*parts)
+    later, exact, most = fresh(3)
+    for held, new in zip(parts, later, strict=True):
+        if held is not None and new is not None:
+            held.copy_(new)
+    for out in captured:
+        if out is not None:
+            out.fill_(float("nan"))
+    graph.replay()
+    found.append((errors(joined, program, captured, exact), most))
+    return all(e <= m for e, m in found), " ".join(f"{e:.1e}/{m:.1e}" for e, m in found)
+
+
+def main() -> int:
+    """Runs all cases and returns the exit code."""
+    failed = 0
+    with session("cuda") as joined:
+        assert joined
+        for pattern in patterns.PATTERNS:
+            for strategy in ("sequential", "pipeline"):
+                for dtype, kernels, large in (
+                    ("bf16", "aten", True),
+                    ("bf16", "triton", True),
+                    ("f32", "aten", False),
+                    ("f32", "triton", True),
+                ):
+                    good, text = one(joined, pattern, strategy, dtype, kernels, large)
+                    failed += not good
+                    if joined.rank == 0:
+                        case = f"{pattern.__name__:24} {strategy:10} {dtype:4} {kernels:6}"
+                        print(f"{'ok  ' if good else 'FAIL'} {case} {text}", flush=True)
+        if joined.rank == 0:
+            print(f"{failed} failed on {joined.size} GPUs", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

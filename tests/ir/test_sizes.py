@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hostir.ir import HostIRError
+from hostir.ir.sizes import ONE, Size, product
+from tests.strategies import sizes
+
+bindings = st.fixed_dictionaries({name: st.integers(1, 60) for name in ("M", "K", "on", "streams")})
+
+
+def fraction(size: Size, values: dict[str, int]) -> float:
+    value = size.num / size.den
+    for name, power in size.symbols:
+        value *= values[name] ** power
+    return value
+
+
+@given(sizes())
+def test_a_size_reads_back_from_its_text(size: Size) -> None:
+    assert Size.of(str(size)) == size
+
+
+@given(sizes(), sizes(), bindings)
+def test_products_and_quotients_are_those_of_the_numbers(a: Size, b: Size, values: dict[str, int]) -> None:
+    assert fraction(a * b, values) == pytest.approx(fraction(a, values) * fraction(b, values))
+    assert fraction(a / b, values) == pytest.approx(fraction(a, values) / fraction(b, values))
+    assert a * b == b * a
+    assert a * b / b == a
+
+
+@given(sizes(), sizes(), bindings)
+def test_a_division_said_to_leave_no_remainder_leaves_none(a: Size, b: Size, values: dict[str, int]) -> None:
+    if (a / b).whole:
+        assert a.divisible_by(b)
+        assert fraction(a / b, values) == pytest.approx((a / b).bind(values))
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [("4096", "4096"), ("M", "M"), ("2*M*4", "8*M"), ("M*K/8", "K*M/8"), ("M/M", "1"), ("M/K", "M/K"), ("M*M", "M*M")],
+)
+def test_the_canonical_form(text: str, canonical: str) -> None:
+    assert str(Size.of(text)) == canonical
+
+
+@pytest.mark.parametrize("text", ["", "M+1", "-4", "0", "M//8", "4.5", "M/0", "8 8", "7/2", "M*", "é?"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(HostIRError, match="size"):
+        Size.of(text)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, None])
+def test_a_number_that_is_no_size_is_refused(value: object) -> None:
+    with pytest.raises(HostIRError, match="a size must be"):
+        Size.of(value)  # type: ignore[arg-type]
+
+
+def test_binding_needs_every_symbol_and_leaves_no_remainder() -> None:
+    assert Size.of("M*K/8").bind({"M": 4, "K": 6, "N": 1}) == 3
+    with pytest.raises(HostIRError, match=r"the size M/8 is not whole for M=12: 12/8"):
+        Size.of("M/8").bind({"M": 12})
+    with pytest.raises(HostIRError, match="unknown size 'Mx'") as wrong:
+        Size.of("Mx").bind({"M": 12})
+    assert "did you mean 'M'?" in str(wrong.value)
+
+
+def test_a_symbol_is_given_the_benefit_of_the_doubt() -> None:
+    assert Size.of("M").divisible_by(8)
+    assert Size(16).divisible_by(8)
+    assert not Size(12).divisible_by(8)
+    assert Size.of("8*M").divisible_by(Size.of("M"))
+
+
+def test_the_product_of_nothing_is_one() -> None:
+    assert product([]) == ONE
+    assert product([Size(2), Size.of("M"), Size(3)]) == Size.of("6*M")

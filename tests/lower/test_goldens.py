@@ -1,0 +1,53 @@
+"""What each pattern becomes, as files that people read; each file is a program that reads, checks and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import hostir as hi
+from examples.patterns import PATTERNS
+from hostir.ir import format_program
+from hostir.lower import STRATEGIES
+from hostir.runtime.compare import compare
+from hostir.runtime.local import run_whole
+from hostir.runtime.reference import reference
+from hostir.runtime.sharding import random_inputs
+from tests.golden import Golden
+
+Pattern = Callable[[], hi.Fusion]
+CASES = Path(__file__).parent.parent / "cases" / "patterns"
+every_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.__name__)
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+@every_pattern
+def test_the_fusion(pattern: Pattern, golden: Golden) -> None:
+    golden(f"patterns/{pattern.__name__}-fusion.hir", str(pattern()))
+
+
+@every_pattern
+@every_strategy
+def test_the_host_program(pattern: Pattern, strategy: str, golden: Golden) -> None:
+    text = format_program(hi.lower(pattern(), strategy), notes=True)
+    golden(f"patterns/{pattern.__name__}-{strategy}.hir", text)
+
+
+@every_pattern
+@every_strategy
+def test_the_files_are_programs_that_check_and_run(pattern: Pattern, strategy: str) -> None:
+    file = CASES / f"{pattern.__name__}-{strategy}.hir"
+    program = hi.parse(file.read_text(), str(file))
+    fusion = hi.parse((CASES / f"{pattern.__name__}-fusion.hir").read_text())
+    assert hi.check(program) == []
+    assert hi.lower(fusion, strategy) == program
+    inputs = random_inputs(fusion, {}, seed=11)
+    plain, exact = reference(fusion, inputs, dtype=None), reference(fusion, inputs)
+    assert all(found.good for found in compare(program, run_whole(program, inputs, seed=3), plain, exact))
+
+
+def test_no_file_is_left_over() -> None:
+    expected = {f"{p.__name__}-{kind}.hir" for p in PATTERNS for kind in ("fusion", *STRATEGIES)}
+    assert {file.name for file in CASES.iterdir()} == expected

@@ -1,0 +1,160 @@
+"""Passes one by one: what each leaves reads back, checks, and gives the same result when it is fed back in."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+import hostir as hi
+from examples import patterns
+from hostir import knobs
+from hostir.__main__ import main
+from hostir.ir import HostIRError, Phase, Program, verify
+from hostir.ir.comm_ops import Communication, Reshard
+from hostir.ir.host_ops import Allocate, FreeBuffer
+from hostir.ir.tensor_ops import Matmul
+from hostir.lower import Pass, passes, run_passes
+
+NAMES = ["propagate", "reshard", "communicate", "pipeline", "streams", "stagger", "free", "tidy"]
+
+
+def stages(fusion: hi.Fusion, strategy: str = "pipeline") -> dict[str, Program]:
+    seen: dict[str, Program] = {}
+    hi.lower(fusion, strategy, watch=lambda name, program: seen.update({name: program}))
+    return seen
+
+
+def test_the_passes_run_in_this_order() -> None:
+    assert [p.name for p in passes("pipeline")] == NAMES
+    assert [p.name for p in passes("sequential")] == [n.replace("pipeline", "sequential") for n in NAMES]
+    assert list(stages(patterns.mlp())) == NAMES
+
+
+def test_a_pass_is_a_pure_function() -> None:
+    program = patterns.mlp().program()
+    for each in passes("pipeline"):
+        before = str(program)
+        after = each.run(program)
+        assert each.run(program) == after
+        assert str(program) == before
+        program = after
+
+
+def test_after_propagate_every_tensor_lies_somewhere() -> None:
+    with hi.Fusion("f") as fusion:
+        x, w = hi.tensor("x", [8, 16], "f32"), hi.tensor("w", [16, 32], "f32")
+        h = hi.gelu(x @ w)
+        fusion.output(h)
+    mesh = hi.DeviceMesh(range(4))
+    w.shard(1, mesh)
+    assert fusion.program().body[0].defines(Phase.FUSION).tensor.mesh is None  # type: ignore[union-attr]
+    after = stages(fusion)["propagate"]
+    assert "%matmul: f32[8, 32@didx] = matmul %x, %w" in str(after)
+    assert "%h: f32[8, 32@didx] = gelu %matmul" in str(after)
+    assert "auto" not in str(after)
+
+
+def test_after_reshard_each_statement_agrees_with_its_types_and_after_communicate_no_reshard_is_left() -> None:
+    seen = stages(patterns.column_parallel())
+    assert [s.keyword() for s in seen["reshard"].body] == ["reshard", "linear", "gelu"]
+    assert [s.keyword() for s in seen["communicate"].body] == ["allgather", "linear", "gelu"]
+    verify(seen["communicate"], settled=True)
+    assert hi.check(seen["reshard"]) == []
+    with pytest.raises(HostIRError, match="a reshard is left"):
+        verify(seen["reshard"], settled=True)
+
+
+def test_every_buffer_but_the_outputs_is_freed_once() -> None:
+    for pattern in patterns.PATTERNS:
+        program = hi.lower(pattern())
+        made = {s.out.name for s in program.walk() if isinstance(s, Allocate)}
+        freed = [s.x.name for s in program.walk() if isinstance(s, FreeBuffer)]
+        assert len(set(freed)) == len(freed)
+        assert not set(freed) & {v.name for v in program.outputs}
+        assert made - set(freed) <= {v.name for v in program.outputs}
+
+
+def test_what_the_sequential_strategy_runs_is_whole() -> None:
+    program = hi.lower(patterns.mlp(), "sequential")
+    assert [s.keyword() for s in program.walk() if isinstance(s, (Communication, Matmul))] == [
+        "allgather",
+        "matmul",
+        "matmul",
+        "reduce_scatter",
+    ]
+    assert program.streams == 0
+
+
+@pytest.mark.parametrize("pattern", patterns.PATTERNS, ids=lambda p: p.__name__)
+def test_dumped_files_are_numbered_and_feed_back_in(pattern: type, tmp_path: Path) -> None:
+    with knobs.scope(dump=tmp_path):
+        final = hi.lower(pattern())
+    files = sorted(tmp_path.iterdir())
+    assert [f.name for f in files] == [f"{final.name}-{n:02}-{name}.hir" for n, name in enumerate(["fusion", *NAMES])]
+    for file in files:
+        program = hi.parse(file.read_text(), str(file))
+        assert hi.check(program) == []
+        if program.phase is Phase.FUSION:
+            assert hi.lower(program) == final, file.name
+    assert program == final
+
+
+def test_dumped_files_run_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with knobs.scope(dump=tmp_path):
+        hi.lower(patterns.row_parallel_bias())
+    for file in tmp_path.iterdir():
+        assert main(["check", str(file)]) == 0
+        assert main(["lower", str(file)]) == 0
+        assert main(["run", str(file), "--compare"]) == 0
+    assert "MISMATCH" not in capfd.readouterr().err
+
+
+def test_spec_2_reads_back_what_every_pass_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+
+    def spy(text: str) -> Program:
+        parsed.append(text)
+        return hi.parse(text)
+
+    monkeypatch.setattr(importlib.import_module("hostir.lower.passes"), "parse", spy)
+    with knobs.scope(spec=2):
+        seen = stages(patterns.mlp())
+    assert parsed == [str(program) for program in seen.values()]
+
+
+@dataclass(frozen=True)
+class Break(Pass):
+    """Leaves an operand that nothing defines."""
+
+    name = "break"
+
+    def run(self, program: Program) -> Program:
+        return replace(program, body=program.body[1:])
+
+
+@pytest.mark.parametrize("spec", [0, 1, 2])
+def test_a_pass_that_breaks_a_program_is_named_with_what_it_left(spec: int) -> None:
+    program = patterns.mlp().program()
+    with knobs.scope(spec=spec), pytest.raises(HostIRError, match="%h is not defined here") as wrong:
+        run_passes(program, [Break()])
+    assert ("after the pass 'break'" in "".join(getattr(wrong.value, "__notes__", ()))) == (spec > 0)
+
+
+def test_a_host_program_is_not_lowered_again() -> None:
+    with pytest.raises(HostIRError, match="@mlp is a host program already"):
+        hi.lower(hi.lower(patterns.mlp()))
+
+
+def test_reshards_between_two_meshes_go_by_way_of_what_both_can_express() -> None:
+    with hi.Fusion("f") as fusion:
+        x = hi.tensor("x", [8, 8], "f32")
+        y = hi.reshard(x)
+        fusion.output(y)
+    x.shard(0, hi.DeviceMesh([[0, 1], [2, 3]]), "didx")
+    y.shard(1, hi.DeviceMesh([3, 1]))
+    seen = stages(fusion)
+    assert all(isinstance(s, Reshard) for s in seen["reshard"].body)
+    assert [s.keyword() for s in seen["communicate"].body] == ["allgather", "scatter"]

@@ -1,0 +1,156 @@
+"""Every pattern, lowered every way, gives the unsharded result on simulated ranks under several schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import hostir as hi
+from examples import patterns
+from hostir.ir import HostIRError, Program, Statement
+from hostir.ir.comm_ops import Communication
+from hostir.ir.host_ops import For, Synchronize, Wait
+from hostir.runtime.compare import compare
+from hostir.runtime.local import run_whole
+from hostir.runtime.reference import reference
+from hostir.runtime.sharding import random_inputs
+
+Pattern = Callable[..., hi.Fusion]
+every_pattern = pytest.mark.parametrize("pattern", patterns.PATTERNS, ids=lambda p: p.__name__)
+SEEDS = (0, 1, 2)
+
+
+def check_against_reference(
+    source: Program, programs: list[Program], seeds: tuple[int, ...] = SEEDS, **sizes: int
+) -> None:
+    inputs = random_inputs(source, sizes, seed=len(programs))
+    plain, exact = reference(source, inputs, sizes, None), reference(source, inputs, sizes)
+    for program in programs:
+        for seed in seeds:
+            for found in compare(program, run_whole(program, inputs, sizes, seed=seed), plain, exact):
+                assert found.good, f"seed {seed}: {found}\n{program}"
+
+
+def arguments(pattern: Pattern, **given: int) -> dict[str, int]:
+    names = pattern.__code__.co_varnames[: pattern.__code__.co_argcount]
+    return {name: value for name, value in given.items() if name in names}
+
+
+@every_pattern
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_a_pattern_gives_the_unsharded_result(pattern: Pattern, ranks: int) -> None:
+    for slices in (1, 4):
+        fusion = pattern(**arguments(pattern, ranks=ranks, S=slices, M=64, K=16, N=32, H=32))
+        programs = {hi.lower(fusion, "pipeline", streams) for streams in (1, 3, 8)} | {hi.lower(fusion, "sequential")}
+        check_against_reference(fusion.program(), sorted(programs, key=str))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@every_pattern
+def test_a_pattern_gives_the_unsharded_result_in_half_precision(pattern: Pattern, dtype: str) -> None:
+    fusion = pattern(ranks=4, dtype=dtype)
+    check_against_reference(fusion.program(), [hi.lower(fusion, "pipeline"), hi.lower(fusion, "sequential")])
+
+
+def symbolic(ranks: int) -> hi.Fusion:
+    """Row counts and widths bound at run time: gathered before, reduce-scattered after."""
+    with hi.Fusion("symbolic") as fusion:
+        x = hi.tensor("x", ["M", "K"], "f32")
+        w1 = hi.tensor("w1", ["K", "H"], "f32")
+        w2 = hi.tensor("w2", ["H", "K"], "f32")
+        y = hi.gelu(x @ w1) @ w2
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.shard(0, mesh)
+    w1.shard(1, mesh)
+    w2.shard(0, mesh)
+    y.set_device_mesh(mesh)
+    y.split(0, ranks)
+    y.axis(0).parallelize(hi.ParallelType.DIDx)
+    y.split(1, 3)
+    y.axis(1).parallelize(hi.ParallelType.Stream)
+    return fusion
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_one_program_serves_every_size_bound_at_run_time(ranks: int) -> None:
+    fusion = symbolic(ranks)
+    programs = [hi.lower(fusion, "pipeline"), hi.lower(fusion, "sequential")]
+    for rows, inner, hidden in ((3, 5, 8), (9, 16, 4), (12, 1, 24)):
+        check_against_reference(fusion.program(), programs, M=rows * ranks, K=inner, H=hidden)
+
+
+def test_sizes_that_the_program_does_not_divide_are_refused() -> None:
+    program = hi.lower(symbolic(2))
+    with pytest.raises(HostIRError, match="is not whole for M=8"):
+        run_whole(program, [torch.ones(8, 4), torch.ones(4, 4), torch.ones(4, 4)])
+
+
+def test_a_pipeline_without_communication_has_no_loop_and_no_streams() -> None:
+    program = hi.lower(patterns.no_communication(), "pipeline")
+    assert [s.keyword() for s in program.walk()] == ["allocate", "matmul"]
+    assert program.streams == 0
+
+
+@pytest.mark.parametrize("pattern", [patterns.allgather_matmul, patterns.mlp, patterns.row_parallel])
+def test_the_pipeline_uses_no_more_streams_than_slices(pattern: Pattern) -> None:
+    assert hi.lower(pattern(S=2), "pipeline", streams=8).streams == 2
+    assert hi.lower(pattern(S=4), "pipeline", streams=3).streams == 3
+
+
+def test_a_slice_that_is_not_contiguous_is_copied_and_the_dump_says_so() -> None:
+    program = hi.lower(patterns.allgather_matmul_rows(), "pipeline")
+    assert any(s.note.startswith("copy: ") for s in program.walk())
+
+
+# Edges that a pipeline cannot do without --------------------------------------------------------------------------
+def without_each(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, tuple[Statement, ...]]]:
+    """Every body with one wait or synchronize left out, and the statement that is missing."""
+    for n, s in enumerate(body):
+        if isinstance(s, (Wait, Synchronize)):
+            yield s, (*body[:n], *body[n + 1 :])
+        if isinstance(s, For):
+            for missing, inner in without_each(s.body):
+                yield missing, (*body[:n], replace(s, body=inner), *body[n + 1 :])
+
+
+def convicted(program: Program, inputs: list[torch.Tensor], seeds: range) -> bool:
+    exact = reference(program, inputs)
+    for seed in seeds:
+        try:
+            got = run_whole(program, inputs, seed=seed)
+        except HostIRError:  # copies of an output differ
+            return True
+        if not torch.allclose(got[0].double(), exact[0], rtol=1e-4, atol=1e-4):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_each_wait_and_synchronize_of_the_pipeline_is_needed(streams: int) -> None:
+    program = hi.lower(patterns.allgather_matmul(ranks=2, S=4, M=32, K=8, N=8), "pipeline", streams)
+    inputs = random_inputs(program, {}, seed=5)
+    assert not convicted(program, inputs, range(20))
+    mutants = list(without_each(program.body))
+    assert len(mutants) == 3  # the fork, the wait in the loop, the join
+    for missing, body in mutants:
+        assert convicted(program.with_body(body), inputs, range(200)), f"'{missing.keyword()}' is not missed"
+
+
+def test_communications_and_loops_are_where_the_pattern_says() -> None:
+    program = hi.lower(patterns.mlp(), "pipeline")
+    (loop,) = [s for s in program.body if isinstance(s, For) and any(isinstance(x, Communication) for x in s.body)]
+    assert [x.keyword() for x in loop.body if not x.defines(program.phase) or isinstance(x, Communication)] == [
+        "set_stream",
+        "allgather",
+        "wait",
+        "delay",
+        "matmul",
+        "gelu",
+        "matmul",
+        "reduce_scatter",
+        "wait",
+    ]

@@ -1,0 +1,84 @@
+"""Triton compiles for a GPU that is not there: every tile must fit on a Hopper and use its matrix and copy units."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hostir.runtime.kernels.matmul import EXACT_RUN, _matmul_kernel
+from hostir.runtime.kernels.tiles import Config, candidates
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 << 10
+
+
+def compiled(tile: Config, *, dtype: str, descriptors: bool, b_is_nk: bool, batched: bool = False, bias: bool = False):
+    """The matmul kernel for one tile."""
+    columns = tile.n // 2 if tile.halves else tile.n
+    lead = "1," if batched else ""
+    blocks = {
+        "a": f"{lead}{tile.m},{tile.k}",
+        "b": f"{tile.n},{tile.k}" if b_is_nk else f"{tile.k},{tile.n}",
+        "out": f"{lead}{tile.m},{columns}",
+    }
+    constants = {
+        "BM": tile.m,
+        "BN": tile.n,
+        "BK": tile.k,
+        "GROUP": tile.group,
+        "HALVES": tile.halves,
+        "DESCRIPTORS": descriptors,
+        "B_IS_NK": b_is_nk,
+        "BATCHED": batched,
+        "HAS_BIAS": bias,
+        "PRECISION": "ieee",
+        "EXACT": dtype == "fp32",
+        "RUN": max(1, EXACT_RUN // tile.k),
+        **({} if bias else {"bias": None}),
+    }
+    if not descriptors:  # unit strides: rows of a and out, and of b, are contiguous
+        constants |= {"a_column": 1, "out_column": 1, "b_row" if b_is_nk else "b_column": 1}
+    signature = {name: "constexpr" if name in constants else "i32" for name in _matmul_kernel.arg_names}
+    signature |= {
+        name: f"tensordesc<{dtype}[{block}]>" if descriptors else f"*{dtype}" for name, block in blocks.items()
+    }
+    if bias:
+        signature["bias"] = f"*{dtype}"
+    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] in "*i"}
+    source = ASTSource(_matmul_kernel, signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=HOPPER, options={"num_warps": tile.warps, "num_stages": tile.stages})
+
+
+@pytest.mark.parametrize("b_is_nk", [True, False])
+@pytest.mark.parametrize("tile", candidates(torch.bfloat16), ids=str)
+def test_tiles_with_descriptors_use_hopper(tile, b_is_nk):
+    kernel = compiled(tile, dtype="bf16", descriptors=True, b_is_nk=b_is_nk)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True) <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_batches_and_a_bias_fit_as_well(batched):
+    tile = candidates(torch.bfloat16)[0]
+    kernel = compiled(tile, dtype="bf16", descriptors=True, b_is_nk=True, batched=batched, bias=True)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
+
+
+@pytest.mark.parametrize("tile", candidates(torch.bfloat16, descriptors=False), ids=str)
+def test_tiles_with_pointers_copy_asynchronously(tile):
+    kernel = compiled(tile, dtype="bf16", descriptors=False, b_is_nk=True)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=False)
+
+
+@pytest.mark.parametrize("tile", candidates(torch.float32), ids=str)
+def test_float32_is_multiplied_exactly(tile):
+    kernel = compiled(tile, dtype="fp32", descriptors=True, b_is_nk=True)
+    assert "mma" not in kernel.asm["ptx"].replace("fma", "")
+    assert kernel.metadata.shared <= tile.shared_memory(4, descriptors=True)

@@ -1,0 +1,30 @@
+"""Runs the kernels' own tests in a process where Triton interprets."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def test_the_kernels_hold_in_tritons_interpreter():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["TRITON_INTERPRET"] = "1"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted")],
+        cwd=HERE.parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    report = run.stdout + run.stderr
+    assert run.returncode == 0, report
+    passed = re.search(r"(\d+) passed", report)
+    assert passed, report
+    assert int(passed.group(1)) > 0, report
+    assert "skipped" not in report, report

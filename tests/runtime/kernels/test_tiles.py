@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hostir.runtime.kernels.tiles import choose
+
+EXTENTS = st.integers(1, 1 << 17)
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "tile"),
+    [
+        (8192, 3584, 8192, (128, 256)),
+        (4096, 6656, 16384, (128, 256)),
+        (512, 3584, 8192, (128, 128)),  # 112 of 132 multiprocessors, not 56
+        (16, 8192, 4096, (64, 64)),
+    ],
+)
+def test_tiles_are_as_large_as_keeps_the_multiprocessors_busy(M, N, K, tile):
+    chosen = choose(M, N, K, torch.bfloat16, 132)
+    assert (chosen.m, chosen.n) == tile
+
+
+@given(
+    *(EXTENTS, EXTENTS, EXTENTS, st.integers(1, 200), st.integers(1, 64)),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    *(st.booleans(), st.booleans()),
+    st.sampled_from([99 << 10, 163 << 10, 227 << 10]),
+)
+def test_every_choice_fits_into_shared_memory(M, N, K, sms, batch, dtype, descriptors, tf32, shared_memory):
+    tile = choose(M, N, K, dtype, sms, batch=batch, descriptors=descriptors, tf32=tf32, shared_memory=shared_memory)
+    assert tile.shared_memory(dtype.itemsize, descriptors=descriptors) <= shared_memory
+
+
+def test_too_little_shared_memory_is_said():
+    with pytest.raises(ValueError, match=r"no torch\.bfloat16 matmul tile fits into 1024 bytes"):
+        choose(64, 64, 64, torch.bfloat16, 1, shared_memory=1024)

@@ -1,0 +1,50 @@
+"""Small programs for the tests of executors, and what a refusal says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+from hostir.ir.text import parse
+
+FORK = "%user = current_stream\n  for %s in 0..2 { set_stream %s   synchronize %user }"
+JOIN = "set_stream %user\n  for %s in 0..2 { synchronize %s }"
+
+
+def program(body: str, inputs: str, outputs: str = "%c", mesh: str = "0 1", streams: int = 2) -> Program:
+    head = f"hostir 1\nmesh @mesh [didx] = {mesh}\n"
+    return parse(f"{head}program @p({inputs}) -> ({outputs}) streams {streams} {{\n  {body}\n}}\n", "p.hir")
+
+
+def pipeline(ranks: int = 2, streams: int = 2) -> Program:
+    mesh = " ".join(map(str, range(ranks)))
+    body = f"""%a_full: f32[4, {ranks}, 3, 8] = allocate
+  %c: f32[4, {ranks}, 3, 5] = allocate
+  {FORK}
+  for %i in 0..4 {{
+    set_stream %i % 2
+    %a_i = select %a[%i]
+    %again = select %a[%i]
+    %g_i = select %a_full[%i]
+    %h = allgather %again -> %g_i over didx
+    wait %h
+    %c_i = select %c[%i]
+    matmul %g_i, %b -> %c_i
+  }}
+  {JOIN}
+  free %a_full"""
+    return program(body, f"%a: f32[4, {ranks}@didx, 3, 8], %b: f32[8, 5]", mesh=mesh, streams=streams)
+
+
+def alone(body: str, inputs: str = "%a: f32[4, 8], %b: f32[8, 5]", outputs: str = "%c", streams: int = 2) -> Program:
+    """A program of one rank."""
+    return program(body, inputs, outputs, mesh="0", streams=streams)
+
+
+def said(function: Callable[[], object]) -> str:
+    with pytest.raises(HostIRError) as caught:
+        function()
+    return str(caught.value)

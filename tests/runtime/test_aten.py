@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hostir.ir.op import REGISTRY
+from hostir.ir.source import HostIRError
+from hostir.ir.tensor_ops import TensorOp
+from hostir.runtime.kernels import launch
+from hostir.runtime.kernels.aten import KERNELS
+from hostir.runtime.kernels.table import kernel_table
+from tests.runtime.kernels.checking import assert_as_accurate, assert_only_view_written, embedded, filled
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+    "copy": torch.clone,
+}
+
+
+def layout(draw: st.DrawFn, axes: int) -> dict[str, object]:
+    """Axes in any order in memory, padded, from any offset."""
+    return {
+        "order": draw(st.permutations(range(axes))),
+        "pad": [draw(st.integers(0, 2)) for _ in range(axes)],
+        "offset": draw(st.integers(0, 1)),
+    }
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_contractions_of_any_layout_are_as_accurate_as_torch(data: st.DataObject) -> None:
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1 << 30)))
+    dtype, linear, biased = draw(st.sampled_from(DTYPES)), draw(st.booleans()), draw(st.booleans())
+    lead = draw(st.lists(st.integers(1, 4), max_size=3))
+    n, k = draw(st.integers(1, 9)), draw(st.integers(1, 40))
+    a = filled([*lead, k], dtype, **layout(draw, len(lead) + 1))
+    b = filled([n, k] if linear else [k, n], dtype, **layout(draw, 2))
+    out, buffer = embedded([*lead, n], dtype, **layout(draw, len(lead) + 1))
+    weight = b.t() if linear else b
+    exact, torchs = a.double() @ weight.double(), a @ weight
+    magnitude = a.double().abs() @ weight.double().abs()
+    if linear and biased:
+        bias = filled([n], dtype, **layout(draw, 1))
+        KERNELS["linear"](out, a, b, bias)
+        exact, torchs, magnitude = exact + bias.double(), torchs + bias, magnitude + bias.double().abs()
+    else:
+        KERNELS["linear" if linear else "matmul"](out, a, b)
+    assert_only_view_written(out, buffer)
+    assert_as_accurate(out, torchs, exact, magnitude)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_elementwise_kernels_of_any_layout_are_as_accurate_as_torch(data: st.DataObject) -> None:
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1 << 30)))
+    dtype, kind = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([*ELEMENTWISE, "add", "mul"]))
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    x = filled(shape, dtype, **layout(draw, len(shape)))
+    out, buffer = embedded(shape, dtype, **layout(draw, len(shape)))
+    if kind in ELEMENTWISE:
+        f = ELEMENTWISE[kind]
+        KERNELS[kind](out, x)
+        torchs, exact = f(x), f(x.double())
+    else:
+        short = [draw(st.sampled_from([1, size])) for size in shape[draw(st.integers(0, len(shape))) :]]
+        y = filled(short, dtype, **layout(draw, len(short)))
+        KERNELS[kind](out, x, y)
+        torchs, exact = (x + y, x.double() + y.double()) if kind == "add" else (x * y, x.double() * y.double())
+    assert_only_view_written(out, buffer)
+    assert_as_accurate(out, torchs, exact, exact.abs())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("inner", [0, 1])
+def test_sums_are_accumulated_in_f32(dtype: torch.dtype, axis: int, inner: int) -> None:
+    shape = (3000, 40) if axis == 0 else (40, 3000)
+    x = torch.rand(shape).to(dtype) + 1  # one sign: an f16 or bf16 sum would stand still long before the end
+    x = x if inner else x.t().contiguous().t()
+    out, buffer = embedded((40,), dtype, pad=[3])
+    KERNELS["sum"](out, x, axis=axis)
+    exact = x.double().sum(axis)
+    assert_only_view_written(out, buffer)
+    assert_as_accurate(out, x.float().sum(axis).to(dtype), exact, exact)
+
+
+def test_cast_rounds_to_nearest_even() -> None:
+    x = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1e30, -0.0])
+    out = torch.full((4,), float("nan"), dtype=torch.bfloat16)
+    KERNELS["cast"](out, x, dtype="bf16")
+    assert torch.equal(out, torch.tensor([1, 1 + 2**-6, 1e30, -0.0]).bfloat16())
+
+
+def test_relu_keeps_nan() -> None:
+    out = torch.zeros(2)
+    KERNELS["relu"](out, torch.tensor([float("nan"), -1.0]))
+    assert out[0].isnan()
+    assert out[1] == 0
+
+
+def test_every_computation_of_the_language_has_a_kernel() -> None:
+    computations = {keyword for keyword, statement in REGISTRY.items() if issubclass(statement, TensorOp)}
+    assert computations <= kernel_table("aten", "cpu").keys()
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(HostIRError, match=r"(?s)unknown kernels 'cublas'.*one of: auto, triton, aten"):
+        kernel_table("cublas", "cpu")
+
+
+def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    with pytest.raises(HostIRError, match=r"(?s)'triton' on a CPU.*TRITON_INTERPRET=1"):
+        kernel_table("triton", "cpu")
+    assert set(kernel_table("triton", "cuda")) == set(KERNELS)

@@ -1,0 +1,142 @@
+"""Programs on real processes: torchrun, gloo, one thread a stream. The ranks run tests/runtime/torchrun_cases.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("torchrun_cases.py")
+ROOT = SCRIPT.parent.parent.parent
+TWO = [
+    "all_gather",
+    "all_reduce_in_place",
+    "reduce_scatter",
+    "all_to_all",
+    "many_calls_back_to_back",
+    "different_programs_are_refused",
+    "different_sizes_are_refused",
+    "wrong_inputs_are_refused_everywhere",
+    "another_number_of_ranks_is_refused",
+]
+FOUR = [
+    "all_gather",
+    "all_reduce_in_place",
+    "reduce_scatter",
+    "all_to_all",
+    "devices_in_another_order",
+    "two_mesh_axes",
+    "transfers_between_meshes",
+    "a_plan_for_each_shape",
+    "whole_tensors",
+    "a_trace_of_all_streams",
+    "different_programs_are_refused",
+]
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(120)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", **more}
+
+
+def torchrun(ranks: int, cases: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    env = {**environment(**variables), "PYTHONWARNINGS": "default"}  # the launcher itself is not ours to judge
+    return subprocess.run(
+        [*command, str(SCRIPT), *cases], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def started(rank: int, ranks: int, case: str, port: int, timeout: float) -> subprocess.Popen[str]:
+    """One rank without a launcher, which would end the others by itself."""
+    job = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HOSTIR_TIMEOUT": str(timeout)}
+    command = [sys.executable, str(SCRIPT), case]
+    env = environment(**job, **address)
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def passed(output: str) -> set[tuple[str, int]]:
+    return {(name, int(rank)) for name, rank in re.findall(r"PASS (\w+) (\d+)", output)}
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)], ids=["2 ranks", "4 ranks"])
+def test_programs_give_the_unsharded_result_and_bad_calls_are_refused(ranks: int, cases: list[str]) -> None:
+    result = torchrun(ranks, cases)
+    assert result.returncode == 0, result.stderr
+    assert passed(result.stdout) == {(name, rank) for name in cases for rank in range(ranks)}
+
+
+def test_a_statement_that_raises_ends_every_rank_each_naming_the_statement() -> None:
+    begin = time.monotonic()
+    result = torchrun(2, ["a_statement_raises"])
+    assert result.returncode != 0
+    assert time.monotonic() - begin < 40
+    statement = r"rank 1, 'matmul %g_i, %b -> %c_i' in round \d: RuntimeError: the floating point unit is on strike"
+    assert re.search(rf"HostIRError: <text>:\d+:\d+: error: {statement}", result.stderr), result.stderr
+    # The other rank learns it from the store, or finds the connection closed and then looks there.
+    assert re.search(rf"(error: rank 0 is ended at '.*' in round \d: |note: first, ){statement}", result.stderr)
+
+
+def test_a_killed_rank_ends_the_others_each_naming_its_statement() -> None:
+    begin = time.monotonic()
+    result = torchrun(2, ["a_rank_is_killed"])
+    assert result.returncode != 0
+    assert time.monotonic() - begin < 40
+    # Either the launcher's signal comes first, or gloo finds the connection closed.
+    assert re.search(r"error: rank 0(,| is ended at) '%h = allgather .*' in round \d", result.stderr), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "timeout", "cause"),
+    [
+        ("a_rank_freezes", 6, r"rank 1 died: no sign of life for \d+ s"),
+        ("a_rank_stays_away", 12, r"it has stood still for \d+ s; HOSTIR_TIMEOUT sets how long it may"),
+    ],
+)
+def test_a_rank_that_does_not_come_ends_the_others_without_a_launcher(case: str, timeout: float, cause: str) -> None:
+    port = free_port()
+    ranks = [started(rank, 2, case, port, timeout) for rank in range(2)]
+    try:
+        _, said = ranks[0].communicate(timeout=60)
+        assert ranks[0].returncode == 1
+        assert re.search(rf"error: rank 0 is ended at '%h = allgather .*' in round \d: {cause}", said), said
+        if case == "a_rank_stays_away":
+            _, said = ranks[1].communicate(timeout=30)
+            assert ranks[1].returncode == 1
+            assert re.search(r"error: rank 1 is ended between runs: rank 0, '%h = allgather", said), said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_a_teardown_that_never_ends_is_left_and_the_exit_code_stays() -> None:
+    code = (
+        "import sys, threading, torch.distributed as dist\n"
+        "from hostir.runtime import session\n"
+        "session.PARTING = 0.2\n"
+        "dist.destroy_process_group = threading.Event().wait\n"
+        "with session.session('cpu'):\n    pass\n"
+        "sys.exit(3)\n"
+    )
+    job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    env = environment(**job, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert "could not be destroyed" in ended.stderr

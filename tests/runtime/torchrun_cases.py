@@ -1,0 +1,400 @@
+"""What the ranks of tests/runtime/test_torchrun.py run: `torchrun_cases.py NAME ...` runs the cases of these names.
+
+A case that ends well prints `PASS name rank`. Inputs are random and fresh for every call; memory that is allocated
+holds NaN until it is written; results are compared with the same computation on whole tensors in float64.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+from hostir.ir.text import parse
+from hostir.runtime import kernels
+from hostir.runtime.executor import Executor, run
+from hostir.runtime.session import joined, session
+from hostir.runtime.sharding import TORCH, random_inputs, shard
+from hostir.runtime.trace import Trace
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANKS = " ".join(map(str, range(SIZE)))
+CASES: dict[str, Callable[[], None]] = {}
+Reference = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+# Programs ---------------------------------------------------------------------------------------------------------
+FORK = "for %s in 0..2 { set_stream %s   synchronize %user }"
+JOIN = "set_stream %user\n  for %s in 0..2 { synchronize %s }"
+
+
+def ag_matmul(mesh: str = RANKS, dtype: str = "bf16") -> Program:
+    """The seed: every slice is gathered and multiplied on its own stream."""
+    n = len(mesh.split())
+    return parse(f"""hostir 1
+mesh @mesh [didx] = {mesh}
+program @ag_matmul(%a: {dtype}[4, {n}@didx, M, 32], %b: {dtype}[32, 24]) -> (%c) streams 2 {{
+  %user = current_stream
+  %a_full: {dtype}[4, {n}, M, 32] = allocate
+  %c: {dtype}[4, {n}, M, 24] = allocate
+  {FORK}
+  for %i in 0..4 {{
+    set_stream %i % 2
+    %a_i = select %a[%i]
+    %g_i = select %a_full[%i]
+    %h = allgather %a_i -> %g_i over didx
+    wait %h
+    %c_i = select %c[%i]
+    matmul %g_i, %b -> %c_i
+  }}
+  {JOIN}
+  free %a_full
+}}
+""")
+
+
+def row_parallel(dtype: str) -> Program:
+    """Partial products, summed in place."""
+    k = 16 * SIZE
+    return parse(f"""hostir 1
+mesh @mesh [didx] = {RANKS}
+program @row_parallel(%a: {dtype}[4, 16, {k}@didx], %b: {dtype}[{k}@didx, 24]) -> (%c) streams 2 {{
+  %user = current_stream
+  %c: {dtype}[4, 16, 24] = allocate
+  {FORK}
+  for %i in 0..4 {{
+    set_stream %i % 2
+    %a_i = select %a[%i]
+    %c_i = select %c[%i]
+    %p_i = as_partial %c_i over didx
+    matmul %a_i, %b -> %p_i
+    %h = allreduce %p_i -> %c_i over didx
+    wait %h
+  }}
+  {JOIN}
+}}
+""")
+
+
+def row_scattered(dtype: str, mesh: str = RANKS) -> Program:
+    """Partial products, summed and scattered; and the same summed to a buffer of its own."""
+    n, k = len(mesh.split()), 16 * len(mesh.split())
+    return parse(f"""hostir 1
+mesh @mesh [didx] = {mesh}
+program @row_scattered(%a: {dtype}[4, {n}, 16, {k}@didx], %b: {dtype}[{k}@didx, 24]) -> (%c, %d) streams 2 {{
+  %user = current_stream
+  %c: {dtype}[4, {n}@didx, 16, 24] = allocate
+  %d: {dtype}[4, {n}, 16, 24] = allocate
+  %p: {dtype}[4, {n}, 16, 24] partial(didx) = allocate
+  {FORK}
+  for %i in 0..4 {{
+    set_stream %i % 2
+    %a_i = select %a[%i]
+    %c_i = select %c[%i]
+    %d_i = select %d[%i]
+    %p_i = select %p[%i]
+    matmul %a_i, %b -> %p_i
+    %h = reduce_scatter %p_i -> %c_i over didx
+    %g = allreduce %p_i -> %d_i over didx
+    wait %g
+    wait %h
+  }}
+  {JOIN}
+  free %p
+}}
+""")
+
+
+def swap(mesh: str = RANKS) -> Program:
+    n = len(mesh.split())
+    return parse(f"""hostir 1
+mesh @mesh [didx] = {mesh}
+program @swap(%x: f16[{n}, {2 * n}@didx, 4]) -> (%y) {{
+  %y: f16[{n}@didx, {2 * n}, 4] = allocate
+  %h = alltoall %x -> %y over didx
+  wait %h
+}}
+""")
+
+
+GRID = """hostir 1
+mesh @grid [dp, tp] = (0 1) (2 3)
+program @grid(%a: f32[16@dp, 32@tp], %b: f32[32@tp, 24]) -> (%c, %d) streams 1 {
+  %user = current_stream
+  %d: f32[16@dp, 24] = allocate
+  %c: f32[16, 24] = allocate
+  %p = as_partial %d over tp
+  matmul %a, %b -> %p
+  %h = allreduce %p -> %d over tp
+  set_stream 0
+  wait %h
+  %g = allgather %d -> %c over dp
+  set_stream %user
+  wait %g
+  synchronize 0
+}
+"""
+
+TRANSFERS = """hostir 1
+mesh @left [x] = 0 1
+mesh @right [y] = 2 3
+mesh @all [z] = 3 0 2 1
+program @transfers(%whole: bf16[8, 4], %parts: bf16[8@x, 4]) -> (%b, %g, %s, %r, %t, %u) {
+  %b: bf16[8, 4] on @right = allocate
+  %g: bf16[8, 4] on @all = allocate
+  %s: bf16[8@z, 4] on @all = allocate
+  %r: bf16[8@y, 4] on @right = allocate
+  %t: bf16[8, 4] on @all = allocate
+  %u: bf16[8@x, 4] = allocate
+  %h0 = broadcast %whole -> %b
+  %h1 = gather %parts -> %g
+  %h2 = scatter %whole -> %s
+  %h3 = sendrecv %parts -> %r
+  %h4 = broadcast %b -> %t
+  %h5 = sendrecv %parts -> %u
+  wait %h5
+  wait %h3
+  wait %h4
+  wait %h0
+  wait %h2
+  wait %h1
+}
+"""
+TRANSFERS = TRANSFERS.replace("  %h4 = broadcast %b -> %t\n", "  wait %h0\n  %h4 = broadcast %b -> %t\n")
+
+
+# Checking ---------------------------------------------------------------------------------------------------------
+def error_of(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).abs().max())
+
+
+def check(program: Program, reference: Reference, calls: int = 3, **sizes: int) -> None:
+    """Each call's results against float64: no worse than 1.1 times what torch makes of the same whole tensors."""
+    executor = Executor(program)
+    for call in range(calls):
+        inputs = random_inputs(program, sizes, seed=1000 * os.getppid() + call)
+        parts = [shard(x, v.tensor, RANK, sizes) for x, v in zip(inputs, program.inputs, strict=True)]
+        outputs = executor(*parts)
+        exact, plain = reference(*[x.double() for x in inputs]), reference(*inputs)
+        for value, found, true, torchs in zip(program.outputs, outputs, exact, plain, strict=True):
+            mine = shard(true, value.tensor, RANK, sizes)
+            if mine is None:
+                assert found is None, value
+                continue
+            theirs = shard(torchs, value.tensor, RANK, sizes)
+            assert found is not None
+            assert theirs is not None
+            assert found.dtype == TORCH[value.tensor.dtype.name]
+            assert error_of(found, mine) <= 1.1 * error_of(theirs, mine) + 1e-6 * float(mine.abs().max()), value
+    assert len(executor.plans) == 1
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (a @ b,)
+
+
+def product_by_ranks(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What the ranks' products, each rounded to its dtype, add up to."""
+    parts = [x @ y for x, y in zip(a.chunk(SIZE, -1), b.chunk(SIZE, 0), strict=True)]
+    return (torch.stack(parts).sum(0),)
+
+
+def contains(text: str, *pieces: str) -> None:
+    assert not [piece for piece in pieces if piece not in text], text
+
+
+def refused(function: Callable[[], object]) -> str:
+    """What a call that must be refused says."""
+    try:
+        function()
+    except HostIRError as problem:
+        return str(problem)
+    raise AssertionError("nothing was refused")
+
+
+# Cases that end well ----------------------------------------------------------------------------------------------
+@case
+def all_gather() -> None:
+    for dtype in TORCH:
+        check(ag_matmul(dtype=dtype), product, M=5)
+
+
+@case
+def all_reduce_in_place() -> None:
+    for dtype in TORCH:
+        check(row_parallel(dtype), product_by_ranks)
+
+
+@case
+def reduce_scatter() -> None:
+    for dtype in TORCH:
+        check(row_scattered(dtype), lambda a, b: 2 * product_by_ranks(a, b))
+
+
+@case
+def all_to_all() -> None:
+    check(swap(), lambda x: (x,))
+
+
+@case
+def devices_in_another_order() -> None:
+    order = "3 1 0 2"
+    check(ag_matmul(order), product, M=3)
+    check(row_scattered("bf16", order), lambda a, b: 2 * product_by_ranks(a, b))
+    check(swap(order), lambda x: (x,))
+
+
+@case
+def two_mesh_axes() -> None:
+    check(parse(GRID), lambda a, b: (a @ b, a @ b))
+
+
+@case
+def transfers_between_meshes() -> None:
+    check(parse(TRANSFERS), lambda whole, parts: (whole, parts, whole, parts, whole, parts))
+
+
+@case
+def many_calls_back_to_back() -> None:
+    check(ag_matmul(), product, calls=60, M=2)
+
+
+@case
+def a_plan_for_each_shape() -> None:
+    program = ag_matmul(dtype="f32")
+    executor = Executor(program)
+    for m in (3, 7, 3, 1):
+        a, b = random_inputs(program, {"M": m})
+        (c,) = executor(shard(a, program.inputs[0].tensor, RANK, {"M": m}), b)
+        assert torch.allclose(c, a @ b, atol=1e-4)
+    assert len(executor.plans) == 3
+
+
+@case
+def whole_tensors() -> None:
+    program = row_scattered("f32")
+    a, b = random_inputs(program, {})
+    c, d = run(program, a, b)
+    assert torch.allclose(c, a @ b, atol=1e-4)
+    assert torch.allclose(d, a @ b, atol=1e-4)
+
+
+@case
+def a_trace_of_all_streams() -> None:
+    program = ag_matmul()
+    trace = Trace()
+    a, b = random_inputs(program, {"M": 2})
+    Executor(program, trace=trace)(shard(a, program.inputs[0].tensor, RANK, {"M": 2}), b)
+    assert sorted(e.rounds for e in trace.events if e.keyword == "allgather") == [(0,), (1,), (2,), (3,)]
+    assert {e.stream for e in trace.events if e.keyword == "matmul"} == {"stream 0", "stream 1"}
+    assert all(e.rank == RANK and e.start <= e.end for e in trace.events)
+
+
+@case
+def different_programs_are_refused() -> None:
+    mine = "f16" if RANK else "bf16"
+    said = refused(lambda: Executor(ag_matmul(dtype=mine))(*parts_of(mine)))
+    others = ", ".join(map(str, range(1, SIZE)))
+    contains(said, "the ranks run different programs", "rank 0: digest", f"rank {others}: digest", "kernels auto, M=2")
+
+
+@case
+def different_sizes_are_refused() -> None:
+    said = refused(lambda: Executor(ag_matmul())(*parts_of("bf16", m=2 + RANK)))
+    contains(said, "the ranks run different programs", "M=2", "M=3")
+
+
+@case
+def wrong_inputs_are_refused_everywhere() -> None:
+    executor = Executor(ag_matmul())
+    a, b = parts_of("bf16")
+    said = refused(lambda: executor(a, b[:, :8] if RANK == 1 else b))
+    if RANK == 1:
+        contains(said, "%b has shape [32, 8]", "[32, 24]")
+    else:
+        contains(said, "because rank 1 does not", "%b has shape [32, 8]")
+    executor(a, b)  # nothing has been issued, so the ranks can go on
+    contains(refused(lambda: executor(a)), "was given 1 inputs")
+    contains(refused(lambda: executor(a, b.float())), "dtype torch.float32")
+    contains(refused(lambda: executor(torch.stack([a, a], -1)[..., 0], b)), "allgather sends is not dense")
+    executor(a, b)
+
+
+@case
+def another_number_of_ranks_is_refused() -> None:
+    said = refused(lambda: Executor(ag_matmul("0 1 2")))
+    contains(said, f"rank {RANK}: @ag_matmul runs on 3 ranks, and there are {SIZE}", "--nproc-per-node 3")
+
+
+def parts_of(dtype: str, m: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(4, 1, m, 32).to(TORCH[dtype]), torch.randn(32, 24).to(TORCH[dtype])
+
+
+# Cases that do not ------------------------------------------------------------------------------------------------
+def at_the_third_matmul_of_rank_1(action: Callable[[], object]) -> None:
+    """Runs the seed over and over; in its second run, rank 1 does something else in the place of one matmul."""
+    calls = 0
+    matmul = kernels.aten.KERNELS["matmul"]
+
+    def counted(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if RANK == 1 and calls == 7:
+            action()
+        matmul(out, a, b)
+
+    kernels.aten.KERNELS["matmul"] = counted
+    executor = Executor(ag_matmul())
+    while True:
+        executor(*parts_of("bf16"))
+
+
+@case
+def a_statement_raises() -> None:
+    def out_of_order() -> None:
+        raise RuntimeError("the floating point unit is on strike")
+
+    at_the_third_matmul_of_rank_1(out_of_order)
+
+
+@case
+def a_rank_is_killed() -> None:
+    at_the_third_matmul_of_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@case
+def a_rank_freezes() -> None:
+    at_the_third_matmul_of_rank_1(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+@case
+def a_rank_stays_away() -> None:
+    executor = Executor(ag_matmul())
+    executor(*parts_of("bf16"))
+    if RANK == 1:
+        time.sleep(600)
+    executor(*parts_of("bf16"))
+
+
+def main() -> None:
+    torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN
+    with session("cpu"):
+        for name in sys.argv[1:]:
+            CASES[name]()
+            print(f"PASS {name} {RANK}", flush=True)
+        assert joined().rank == RANK
+
+
+if __name__ == "__main__":
+    main()

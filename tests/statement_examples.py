@@ -1,0 +1,63 @@
+"""The example in a statement's docstring, as a program that runs.
+
+An example is one statement in which every operand carries the type that it was defined with. What must stand around
+it is made up here: eight ranks in a line (`@mesh`, and `@other` in another order), inputs, buffers, a handle, a loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from hostir.ir.op import Codec, Phase, Statement, codecs_of
+from hostir.ir.printer import VERSION
+from hostir.ir.program import Program
+from hostir.ir.text import parse
+
+HEAD = f"hostir {VERSION}\nmesh @mesh [didx] = 0 1 2 3 4 5 6 7\n"
+OTHER = "mesh @other [didx] = 3 4 5 6 7 0 1 2\n"
+IN_FLIGHT = ("%x: f32[8@didx, 32]", "%y: f32[8, 32] = allocate", "%h = allgather %x -> %y over didx")
+OPERAND = re.compile(r"%(\w+): (handle|\w+\[[^\]]*\](?: partial\([^)]*\))?(?: on @\w+)?)")
+
+
+def example_of(cls: type[Statement]) -> str:
+    """The statement on the docstring's `Example:` line; empty where there is none."""
+    return inspect.cleandoc(cls.__doc__ or "").partition("Example:")[2].strip()
+
+
+def example_program(cls: type[Statement]) -> Program:
+    """A program around the example of a statement class. What the example defines or writes is its output."""
+    example = example_of(cls)
+    types = {m[1]: m[2] for m in OPERAND.finditer(example)}
+    bare = OPERAND.sub(r"%\1", example)
+    kinds = set(codecs_of(cls).values())
+    fusion = Phase.HOST not in cls.phases or (Codec.WRITE in kinds and "->" not in bare)
+    defined = match[1] if (match := re.match(r"%(\w+) =", bare)) else ""
+    written = match[1] if (match := re.search(r"-> %(\w+)", bare)) else ""
+
+    inputs: list[str] = []
+    lines: list[str] = []
+    for name, type in types.items():
+        if type == "handle":
+            inputs.append(IN_FLIGHT[0])
+            lines += IN_FLIGHT[1:]
+        elif name == written or Codec.FREE in kinds:
+            lines.append(f"%{name}: {type} = allocate")
+        elif name != defined:
+            inputs.append(f"%{name}: {type}")
+    output = written or (defined if defined in types else "")
+    if Codec.DEFINE in kinds and (not kinds & {Codec.READ, Codec.ALIAS} or "partial" in types.get(output, "")):
+        output = ""  # nothing has been written there yet
+    statement = bare.replace(f"%{defined} =", f"%{defined}: {types[defined]} =", 1) if defined in types else bare
+    if defined and written:
+        statement += f"\nwait %{defined}"
+    if "%i" in bare and Codec.BLOCK not in kinds:
+        if output:
+            lines.append(f"%last: {types[output]} = allocate")
+            statement += f"\ncopy %{output} -> %last"
+            output = "last"
+        statement = f"for %i in 0..4 {{ {statement} }}"
+    head = f"{'fusion' if fusion else 'program'} @example({', '.join(inputs)}) -> ({f'%{output}' if output else ''})"
+    mesh, streams = OTHER if "@other" in example else "", "" if fusion else " streams 4"
+    text = "\n".join([f"{HEAD}{mesh}{head}{streams} {{", *lines, statement, "}"])
+    return parse(text, f"the example of {cls.keyword()}")

@@ -1,0 +1,61 @@
+"""Bad input, one file each under tests/cases/bad: one diagnostic, at the right place, and no traceback.
+
+A file says in comments what is expected of `hostir` when it reads the file:
+
+    error: part of the message          (required)
+    at: 5:3                             the line and column it points at
+    expected: ..., hint: ..., note: ... parts of these, where they matter
+    exit: 1                             the exit code, 2 unless said
+    run: check --json                   the command and its options; `check` for a .hir, `lower` for a .py
+    env: HOSTIR_SPEC=7                  a variable that is set
+
+A `.hir` or `.py` is passed to the command; the last line of a `.cmd` is the whole command line.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hostir.__main__ import main
+
+ROOT = Path(__file__).parent.parent
+CASES = sorted((ROOT / "tests" / "cases" / "bad").iterdir())
+COMMENT = re.compile(r"^(?://|#) (\w+): (.*)$", re.MULTILINE)
+DEFAULT = {".hir": "check", ".py": "lower"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bad_input_gets_one_clear_diagnostic(
+    case: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = case.read_text(encoding="utf-8", errors="replace")
+    said = dict(COMMENT.findall(text))
+    monkeypatch.chdir(ROOT)
+    if "env" in said:
+        monkeypatch.setenv(*said["env"].split("=", 1))
+    file = str(case.relative_to(ROOT))
+    if case.suffix == ".cmd":
+        code = main(shlex.split(text.splitlines()[-1]))
+    else:
+        command, *options = shlex.split(said.get("run", DEFAULT[case.suffix]))
+        code = main([command, file, *options])
+    shown = capfd.readouterr()
+    assert code == int(said.get("exit", "2")), shown.err
+    assert "Traceback" not in shown.out + shown.err
+    assert shown.err.count("error: ") == 1
+    if "at" in said:
+        assert f"{file}:{said['at']}: error: " in shown.err
+        assert "^" in shown.err or ":" not in said["at"]
+    for label in ("error", "expected", "hint", "note"):
+        if label in said:
+            assert re.search(rf"(^|\s){label}: [^\n]*{re.escape(said[label])}", shown.err), shown.err
+
+
+def test_there_are_cases_of_every_kind() -> None:
+    kinds = [case.suffix for case in CASES]
+    assert len(kinds) >= 40
+    assert all(kinds.count(kind) >= 10 for kind in (".hir", ".py", ".cmd"))

@@ -1,0 +1,237 @@
+"""The command line: what it prints, and its exit codes. What it refuses is under tests/cases/bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hostir as hi
+from examples import patterns
+from hostir.__main__ import main
+from hostir.ir import format_program
+from hostir.lower import passes
+
+ROOT = Path(__file__).parent.parent
+MLP = "examples/patterns.py:mlp"
+SYMBOLIC = """
+import hostir as hi
+
+with hi.Fusion("symbolic") as fusion:
+    a, b = hi.tensor("a", ["M", "K"], "f32"), hi.tensor("b", ["K", 8], "f32")
+    c = a @ b
+    fusion.output(c)
+mesh = hi.DeviceMesh(range(2))
+a.shard(0, mesh)
+c.set_device_mesh(mesh)
+"""
+WITHOUT_WAIT = """hostir 1
+mesh @mesh [didx] = 0 1
+program @racy(%a: f32[4@didx, 8]) -> (%c) streams 1 {
+  %user = current_stream
+  %full: f32[4, 8] = allocate
+  %c: f32[4, 8] = allocate
+  set_stream 0
+  synchronize %user
+  %h = allgather %a -> %full over didx
+  relu %full -> %c
+  set_stream %user
+  synchronize 0
+  wait %h
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def printed(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert main(arguments) == code
+    shown = capfd.readouterr()
+    assert bool(shown.err) == bool(code), shown.err
+    return shown.out
+
+
+def test_lower_prints_the_host_program(capfd: pytest.CaptureFixture[str]) -> None:
+    assert printed(capfd, "lower", MLP) == format_program(hi.lower(patterns.mlp()), notes=True)
+
+
+def test_set_ranks_strategy_and_streams_reach_the_fusion_and_the_lowering(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("--set", "S=2", "--set", "dtype=bf16", "--ranks", "2", "--streams", "1")
+    assert hi.parse(printed(capfd, "lower", MLP, *options)) == hi.lower(patterns.mlp(2, S=2, dtype="bf16"), streams=1)
+    options = ("--strategy", "sequential", "--ranks", "8")
+    assert hi.parse(printed(capfd, "lower", MLP, *options)) == hi.lower(patterns.mlp(8), "sequential")
+
+
+def test_lower_after_a_pass_prints_what_it_left(capfd: pytest.CaptureFixture[str]) -> None:
+    seen: dict[str, str] = {}
+    hi.lower(patterns.mlp(), watch=lambda name, program: seen.update({name: format_program(program, notes=True)}))
+    for name, text in seen.items():
+        assert printed(capfd, "lower", MLP, "--after", name) == text
+
+
+def test_lower_all_prints_the_program_after_every_pass(capfd: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capfd, "lower", MLP, "--all")
+    blocks = shown.split("// after ")[1:]
+    assert [block.splitlines()[0] for block in blocks] == ["fusion", *(p.name for p in passes())]
+    programs = [hi.parse(block.split("\n", 1)[1]) for block in blocks]
+    assert programs[0] == patterns.mlp().program()
+    assert programs[-1] == hi.lower(patterns.mlp())
+
+
+def test_lower_writes_a_file_that_every_command_reads(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "out.hir")
+    assert printed(capfd, "lower", MLP, "-o", file) == ""
+    assert hi.parse(Path(file).read_text()) == hi.lower(patterns.mlp())
+    assert printed(capfd, "lower", file) == str(hi.lower(patterns.mlp()))
+    assert "nothing to report" in printed(capfd, "check", file)
+    assert "ok" in printed(capfd, "run", file, "--compare")
+
+
+@pytest.mark.parametrize(
+    ("form", "start"), [("hir", "hostir 1\n"), ("nvfuser", "%HostIrContainer"), ("dot", "digraph")]
+)
+def test_lower_prints_other_formats(form: str, start: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert printed(capfd, "lower", "examples/patterns.py:allgather_matmul", "--format", form).lstrip().startswith(start)
+
+
+def test_check_says_what_it_looked_at(capfd: pytest.CaptureFixture[str]) -> None:
+    count = sum(1 for _ in hi.lower(patterns.mlp()).walk())
+    assert printed(capfd, "check", MLP) == f"@mlp: {count} statements, 4 ranks, nothing to report\n"
+
+
+def test_check_as_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(printed(capfd, "check", MLP, "--json")) == {"program": "mlp", "findings": []}
+    file = tmp_path / "bad.hir"
+    file.write_text("hostir 1\nmesh @m [x] = 0\nprogram @p(%a: f32[4], %b: f32[5]) -> (%b) {\n  relu %a -> %b\n}\n")
+    assert main(["check", str(file), "--json"]) == 1
+    (finding,) = json.loads(capfd.readouterr().out)["findings"]
+    assert finding == {
+        "message": "%b is f32[5], but relu gives f32[4]",
+        "where": {"file": str(file), "line": 4, "column": 3},
+        "expected": "f32[4]",
+        "hint": "",
+    }
+
+
+def test_check_finds_what_the_lowering_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "streams.hir"
+    text = (
+        str(patterns.allgather_matmul())
+        .replace("4@stream, 4, 16", "4, 4, 16")
+        .replace("%b: f32[64, 48]", "%b: f32[64@stream, 48]")
+    )
+    file.write_text(text)
+    assert main(["check", str(file)]) == 1
+    assert "the Stream axis of %b is the one it sums over" in capfd.readouterr().err
+
+
+def test_run_compares_with_the_unsharded_reference(capfd: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capfd, "run", MLP, "--ranks", "2", "--compare", "--seed", "3", "--repeat", "2")
+    assert shown.startswith("@mlp: ran on 2 simulated ranks, kernels ")
+    assert "%y: error " in shown
+    assert "maximum error " in shown
+
+
+def test_run_as_json(capfd: pytest.CaptureFixture[str]) -> None:
+    shown = json.loads(printed(capfd, "run", MLP, "--compare", "--json", "--kernels", "aten"))
+    assert (shown["program"], shown["ranks"], shown["kernels"]) == ("mlp", 4, "aten")
+    (output,) = shown["outputs"]
+    assert output["good"]
+    assert 0 < output["error"] <= output["bound"]
+
+
+def test_run_binds_named_sizes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "symbolic.py"
+    file.write_text(SYMBOLIC)
+    assert "ok" in printed(capfd, "run", str(file), "--set", "M=6", "--set", "K=5", "--compare")
+    assert main(["run", str(file), "--set", "M=7", "--set", "K=5"]) == 2
+    assert "is not whole for M=7" in capfd.readouterr().err
+
+
+def test_a_wrong_result_is_a_mismatch_under_some_schedule(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "racy.hir"
+    file.write_text(WITHOUT_WAIT)
+    codes = [main(["run", str(file), "--compare", "--seed", str(seed)]) for seed in range(20)]
+    assert 1 in codes
+    assert "MISMATCH" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["json", "svg"])
+def test_run_writes_a_trace(suffix: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / f"trace.{suffix}"
+    printed(capfd, "run", MLP, "--trace", str(file))
+    text = file.read_text()
+    assert "matmul" in text
+    assert suffix == "svg" or json.loads(text)["traceEvents"]
+
+
+@pytest.mark.torchrun
+def test_more_processes_than_a_program_has_ranks_hold_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "two.hir"
+    printed(capfd, "lower", MLP, "--ranks", "2", "-o", str(file))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command = [*launch, "-m", "hostir", "run", str(file), "--compare", "--device", "cpu"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "ran on 3 ranks on cpu" in ran.stdout
+    assert "%y: error " in ran.stdout
+    assert ": ok" in ran.stdout
+
+
+def test_ops_prints_the_language_reference(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "allgather" in printed(capfd, "ops")
+    assert printed(capfd, "ops", "--markdown").startswith("# The language")
+
+
+def test_a_file_may_import_what_lies_beside_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "shapes_of_mine.py").write_text("ROWS = 8\n")
+    (tmp_path / "fusion.py").write_text("from shapes_of_mine import ROWS\n" + SYMBOLIC.replace('"M"', "ROWS"))
+    assert "%a: f32[8@didx, K]" in printed(capfd, "lower", str(tmp_path / "fusion.py"))
+
+
+def test_a_python_file_that_does_not_parse_is_the_users_mistake(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "fusion.py"
+    file.write_text("import hostir as hi\n\ndef fusion() -> hi.Fusion\n    return hi.Fusion()\n")
+    assert main(["lower", str(file)]) == 2
+    shown = capfd.readouterr().err
+    assert f"{file}:3:" in shown
+    assert f"error: importing {file}: expected ':'" in shown
+    assert "Traceback" not in shown
+
+
+def test_the_module_runs_as_a_command_and_a_closed_pipe_is_no_error() -> None:
+    command = [sys.executable, "-m", "hostir", "ops", "--markdown"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
+def test_help_explains_every_option(capfd: pytest.CaptureFixture[str]) -> None:
+    for command in ("lower", "check", "run", "ops"):
+        with pytest.raises(SystemExit) as end:
+            main([command, "--help"])
+        assert end.value.code == 0
+        assert "usage: hostir " in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_repeated_runs_show_progress_to_a_terminal_only(
+    watched: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: watched, raising=False)
+    assert main(["run", str(ROOT / "examples/patterns.py") + ":gather", "--repeat", "3"]) == 0
+    assert ("@gather" in capsys.readouterr().err) == watched

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import hostir as hi
+from hostir import knobs
+from hostir.ir.reference import markdown
+from tests.golden import Golden
+from tests.pages import ROOT, blocks, check_console, check_python
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+@pytest.fixture(scope="module")
+def docs(pytestconfig: pytest.Config) -> Golden:
+    """Holds a page against the text it is made from; `pytest --accept` writes it."""
+    return Golden(DOCS, accept=pytestconfig.getoption("accept"))
+
+
+@EACH
+def test_the_python_of_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+    check_python(page, tmp_path)
+
+
+@EACH
+def test_the_commands_of_a_page_run_and_print_what_it_says(page: Path, tmp_path: Path) -> None:
+    check_console(page, tmp_path)
+
+
+@EACH
+def test_the_programs_of_a_page_check(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "hir":
+            assert hi.check(hi.parse(block.text, page.name)) == []
+
+
+@EACH
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_language_reference_is_fresh(docs: Golden) -> None:
+    docs("language.md", markdown() + "\n")
+
+
+def test_the_table_of_environment_variables_is_fresh(docs: Golden) -> None:
+    rows = "".join(f"| `{row.name}` | {row.expected} | {row.default} | {row.doc} |\n" for row in knobs.table())
+    page = (DOCS / "environment.md").read_text()
+    docs("environment.md", re.sub(r"(?<=\|---\|---\|---\|---\|\n)(\|.*\n)*", lambda _: rows, page))
+
+
+def test_the_performance_table_is_what_was_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/patterns.json").read_text())["results"]
+
+    def fastest(times: dict[str, float]) -> float:
+        return times["by hand"] / min(t for name, t in times.items() if name.startswith("S="))
+
+    rows = []
+    for r in measured:
+        eager, graph = r["eager"], r["graph"]
+        share = r["communication"] / (r["communication"] + r["gemm"])
+        cells = [f"{r['gemm']:.0f}", f"{r['communication']:.0f}", f"{share:.0%}", f"{eager['by hand']:.0f}"]
+        ratios = [eager["by hand"] / eager["sequential aten"], fastest(eager), fastest(graph)]
+        cells += [f"{ratio:.2f}" for ratio in ratios]
+        rows.append(f"| {r['kind']} {r['row']} | {' | '.join(cells)} |")
+    assert "\n".join(rows) in (ROOT / "docs/performance.md").read_text()

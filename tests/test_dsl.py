@@ -1,0 +1,275 @@
+"""The DSL: what users write, the program it makes, and names and positions taken from the user's lines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import hostir as hi
+from hostir.ir import HostIRError, Phase
+from hostir.ir.sizes import Size
+
+DIDx, DIDy, Stream = hi.ParallelType.DIDx, hi.ParallelType.DIDy, hi.ParallelType.Stream
+
+
+def ag_matmul(ranks: int = 8, S: int = 4, M: int = 4096, K: int = 1024, N: int = 512, dtype: str = "bf16") -> hi.Fusion:
+    with hi.Fusion("ag_matmul") as fusion:
+        a = hi.tensor("a", [S, ranks, M // (S * ranks), K], dtype)
+        b = hi.tensor("b", [K, N], dtype)
+        c = hi.matmul(a, b)
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(ranks))
+    for t in (a, b, c):
+        t.set_device_mesh(mesh)
+    a.axis(1).parallelize(hi.ParallelType.DIDx)
+    c.axis(0).parallelize(hi.ParallelType.Stream)
+    return fusion
+
+
+def test_the_fusion_that_the_project_is_named_for() -> None:
+    fusion = ag_matmul()
+    assert str(fusion) == (
+        "hostir 1\n"
+        "mesh @mesh [didx] = 0 1 2 3 4 5 6 7\n"
+        "fusion @ag_matmul(%a: bf16[4, 8@didx, 128, 1024], %b: bf16[1024, 512]) -> (%c) {\n"
+        "  %c: bf16[4@stream, 8, 128, 512] = matmul %a, %b\n"
+        "}\n"
+    )
+    assert hi.parse(str(fusion)) == fusion.program()
+    assert fusion.program().phase is Phase.FUSION
+
+
+def one(shape: list[object], dtype: str = "f32") -> hi.Tensor:
+    with hi.Fusion("one"):
+        return hi.tensor("x", shape, dtype)  # type: ignore[arg-type]
+
+
+def test_every_function_adds_its_statement() -> None:
+    with hi.Fusion("all") as fusion:
+        x = hi.tensor("x", [4, 6, 8], "f32")
+        w = hi.tensor("w", [8, 5], "f32")
+        v = hi.tensor("v", [5, 5], "f32")
+        bias = hi.tensor("bias", [5], "f32")
+        y = x @ w + bias
+        z = hi.linear(y * y, v, bias)
+        u = hi.silu(hi.gelu(hi.relu(z)))
+        c = hi.cast(u, "bf16")
+        s = hi.sum(c, -1)
+        p = hi.permute(s, (-1, 0))
+        r = hi.reshape(p, [24])
+        e = hi.reshard(r)
+        fusion.output(e, y)
+    statements = [line.split("= ", 1)[1] for line in str(fusion).splitlines() if "= " in line][1:]
+    assert statements == [
+        "matmul %x, %w",
+        "add %matmul, %bias",
+        "mul %y, %y",
+        "linear %mul, %v, %bias",
+        "relu %z",
+        "gelu %relu",
+        "silu %gelu",
+        "cast %u to bf16",
+        "sum %c axis 2",
+        "permute %s (1, 0)",
+        "reshape %p",
+        "reshard %r",
+    ]
+    assert [v.name for v in fusion.program().outputs] == ["e", "y"]
+
+
+def test_results_are_named_after_the_variable_on_the_users_line() -> None:
+    with hi.Fusion("names") as fusion:
+        x = hi.tensor("x", [4], "f32")
+        x = hi.relu(x)
+        typed: hi.Tensor = hi.relu(x)
+        pair = [hi.relu(typed), hi.gelu(typed)]
+        broken = hi.add(
+            pair[0],
+            pair[1],
+        )
+        fusion.output(broken)
+    assert list(fusion.tensors) == ["x", "x_1", "typed", "relu", "gelu", "add"]
+
+
+def test_sizes_may_be_named_and_divided() -> None:
+    x = one(["M", "K*2/8", 4])
+    assert [str(s) for s in x.shape] == ["M", "K/4", "4"]
+    assert Size.of("K/4") in x.shape
+
+
+def test_one_size_of_a_reshape_may_be_what_the_others_leave() -> None:
+    with hi.Fusion("rest"):
+        x = hi.tensor("x", [4, "M", 6], "f32")
+        shapes = [hi.reshape(x, shape).shape for shape in ([-1], [8, -1], ("M", -1, 2), [-1, 24])]
+    assert [[str(s) for s in shape] for shape in shapes] == [["24*M"], ["8", "3*M"], ["M", "12", "2"], ["M", "24"]]
+
+
+def test_dtypes_and_devices_may_be_those_of_torch() -> None:
+    with hi.Fusion("torch"):
+        x = hi.tensor("x", [4], torch.float32)
+        assert [str(hi.cast(x, d).dtype) for d in (torch.float16, torch.bfloat16, "f32")] == ["f16", "bf16", "f32"]
+    assert str(x.dtype) == "f32"
+    mesh = hi.DeviceMesh(torch.arange(4).view(2, 2))
+    assert (mesh.shape, mesh.devices) == ((2, 2), (0, 1, 2, 3))
+    assert hi.DeviceMesh(torch.arange(4)).devices == hi.DeviceMesh(range(4)).devices
+
+
+@pytest.mark.parametrize(
+    ("write", "message", "hint"),
+    [
+        (lambda a: 2 * a, "not a tensor: 2", "hi.tensor('scale', [1], dtype)"),
+        (lambda a: a + 1.5, "not a tensor: 1.5", "hi.tensor('scale', [1], dtype)"),
+        (lambda a: None @ a, "not a tensor: None", ""),
+        (lambda a: 1 + a, "not a tensor: 1", "an input of one element"),
+        (lambda a: a - a, "a fusion has no subtraction", "holds -1"),
+        (lambda a: 1 - a, "a fusion has no subtraction", "holds -1"),
+        (lambda a: -a, "a fusion has no negation", "holds -1"),
+        (lambda a: a / a, "a fusion has no division", "holds the inverse"),
+        (lambda a: 1 / a, "a fusion has no division", "holds the inverse"),
+    ],
+)
+def test_arithmetic_that_a_fusion_lacks_has_a_way_forward(
+    write: Callable[[hi.Tensor], hi.Tensor], message: str, hint: str
+) -> None:
+    with hi.Fusion("lacks"):
+        a = hi.tensor("a", [4], "f32")
+        with pytest.raises(HostIRError) as wrong:
+            write(a)
+    (found,) = wrong.value.diagnostics
+    assert found.message == message
+    assert hint in found.hint
+    assert found.span
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: hi.lower(None), "not a fusion: None"),
+        (lambda: hi.lower(ag_matmul), "call it, and lower what it returns"),
+        (lambda: hi.run(None), "not a fusion: None"),
+        (lambda: hi.check(None), "not a program: None"),
+        (lambda: hi.parse(None), "not a text: None"),
+        (lambda: hi.parse(Path("a.hir")), "such as path.read_text()"),
+        (lambda: hi.Executor(ag_matmul()), "not a host program: fusion @ag_matmul"),
+        (lambda: hi.Executor(ag_matmul().program()), "@ag_matmul is a fusion"),
+    ],
+)
+def test_what_is_no_program_is_refused_by_name(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(HostIRError) as wrong:
+        call()
+    assert len(wrong.value.diagnostics) == 1
+    assert message in str(wrong.value)
+
+
+def test_a_fusion_can_be_checked() -> None:
+    assert hi.check(ag_matmul()) == []
+
+
+def test_split_keeps_the_shape_and_counts_axes_after_it() -> None:
+    x = one([16, 24])
+    x.split(0, 4)
+    x.split(-1, 3)
+    mesh = hi.DeviceMesh(range(4))
+    x.set_device_mesh(mesh)
+    x.axis(0).parallelize(DIDx)
+    x.axis(-2).parallelize(Stream)
+    assert repr(x) == "%x: f32[(4@didx 4), (3@stream 8)]"
+    assert [s.value for s in x.shape] == [16, 24]
+
+
+def test_shard_is_the_short_way_to_split_and_parallelize() -> None:
+    mesh = hi.DeviceMesh(range(4))
+    assert repr(one([16, 24]).shard(1, mesh)) == "%x: f32[16, 24@didx]"
+    assert repr(one([16, 24]).shard(-2, mesh, "didx")) == "%x: f32[16@didx, 24]"
+
+
+def test_a_mesh_of_two_axes_has_didy_before_didx_under_either_name() -> None:
+    default = hi.DeviceMesh([[0, 1, 2], [3, 4, 5]])
+    assert (default.shape, default.names) == ((2, 3), ("didy", "didx"))
+    named = hi.DeviceMesh([range(3), range(3, 6)], names=("dp", "tp"))
+    x = one([4, 6]).shard(0, named, DIDy).shard(1, named, DIDx)
+    assert repr(x) == "%x: f32[4@dp, 6@tp]"
+    assert repr(one([4, 6]).shard(1, named, "dp")) == "%x: f32[4, 6@dp]"
+
+
+def test_equal_meshes_are_one_in_the_program_and_the_first_goes_without_saying() -> None:
+    with hi.Fusion("meshes") as fusion:
+        x = hi.tensor("x", [4], "f32")
+        y = hi.reshard(hi.relu(x))
+        fusion.output(y)
+    x.set_device_mesh(hi.DeviceMesh([0, 1]))
+    fusion.tensors["relu"].set_device_mesh(hi.DeviceMesh(range(2)))
+    y.set_device_mesh(hi.DeviceMesh([1, 2]))
+    assert [str(m) for m in fusion.program().meshes] == ["@mesh [didx] = 0 1", "@mesh_1 [didx] = 1 2"]
+    assert fusion.program().ranks == 3
+
+
+def test_without_any_mesh_there_is_one_rank() -> None:
+    with hi.Fusion("alone") as fusion:
+        y = hi.relu(hi.tensor("x", [4], "f32"))
+        fusion.output(y)
+    assert fusion.program().ranks == 1
+    assert [s.keyword() for s in hi.lower(fusion).walk()] == ["allocate", "relu"]
+
+
+def test_annotating_the_same_thing_twice_changes_nothing() -> None:
+    mesh = hi.DeviceMesh(range(4))
+    x = one([16]).shard(0, mesh).shard(0, mesh)
+    assert repr(x) == "%x: f32[16@didx]"
+
+
+def test_fusions_nest_and_do_not_leak_into_threads() -> None:
+    seen: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            hi.tensor("x", [4])
+        except HostIRError as wrong:
+            seen.append(wrong.diagnostics[0].message)
+
+    with hi.Fusion("outer") as outer:
+        hi.tensor("a", [4])
+        with hi.Fusion("inner") as inner:
+            hi.tensor("b", [4])
+        hi.tensor("c", [4])
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert (list(outer.tensors), list(inner.tensors)) == (["a", "c"], ["b"])
+    assert seen == ["no fusion is being built"]
+
+
+def test_a_fusion_may_be_entered_again() -> None:
+    with hi.Fusion("twice") as fusion:
+        x = hi.tensor("x", [4], "f32")
+        with fusion:
+            y = hi.relu(x)
+        z = hi.gelu(y)
+    fusion.output(z)
+    assert len(fusion.program().body) == 2
+
+
+def test_a_fusion_shows_as_markdown() -> None:
+    assert ag_matmul()._repr_markdown_().startswith("```\nhostir 1\n")
+
+
+def test_a_mistake_points_at_the_users_line_and_expression() -> None:
+    with hi.Fusion("bad"):
+        a, b = hi.tensor("a", [4, 8], "f32"), hi.tensor("b", [4, 8], "f32")
+        with pytest.raises(HostIRError) as wrong:
+            a @ b
+    span = wrong.value.diagnostics[0].span
+    assert span is not None
+    assert Path(span.file).resolve() == Path(__file__)
+    assert span.text[span.column - 1 :][: span.width] == "a @ b"
+
+
+def test_the_packages_names_are_the_public_ones() -> None:
+    assert set(hi.__all__) >= {"Fusion", "DeviceMesh", "ParallelType", "lower", "parse", "check", "run", "Executor"}
+    assert all(hasattr(hi, name) for name in hi.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'matmull'"):
+        hi.matmull  # noqa: B018

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hostir.__main__ import main
+from hostir.loading import load
+from tests.pages import ROOT, environment
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES = [path for path in EXAMPLES if path.stem != "patterns"]  # patterns.py holds many fusions, and no way to run them
+LONGEST_PAGE = 100
+
+EACH = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), timeout=240)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@EACH
+def test_an_example_is_a_page_that_says_how_to_run_it(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= LONGEST_PAGE
+    assert f"python examples/{path.name}" in text
+    assert f"torchrun --nproc-per-node 4 examples/{path.name}" in text
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_alone(path: Path) -> None:
+    assert run(sys.executable, str(path))
+
+
+@EACH
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("strategy", ["sequential", "pipeline"])
+def test_an_example_is_right_on_any_number_of_ranks(
+    path: Path, ranks: int, strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["run", str(path), "--ranks", str(ranks), "--strategy", strategy, "--compare", "--seed", "3"]
+    assert main(command) == 0, capsys.readouterr().err
+    assert f"ran on {ranks} simulated rank" in capsys.readouterr().out
+
+
+@pytest.mark.torchrun
+@EACH
+def test_an_example_runs_on_real_ranks(path: Path) -> None:
+    assert run("torchrun", "--standalone", "--nproc-per-node", "2", str(path))
+
+
+@pytest.mark.torchrun
+@EACH
+def test_the_command_runs_an_example_on_real_ranks(path: Path) -> None:
+    command = ("torchrun", "--standalone", "--nproc-per-node", "4", "-m", "hostir", "run", str(path))
+    assert "ran on 4 ranks on cpu" in run(*command, "--compare", "--device", "cpu")
+
+
+def test_the_fusion_of_ag_matmul_is_for_eight_ranks_unless_said() -> None:
+    program, _, _ = load(str(ROOT / "examples/ag_matmul.py"), name=None, form=None, given={}, ranks=None)
+    assert str(program).splitlines()[2] == (
+        "fusion @ag_matmul(%a: bf16[4, 8@didx, 128, 1024], %b: bf16[1024, 512]) -> (%c) {"
+    )
+
+
+def test_a_wait_that_comes_too_late_is_wrong_under_some_schedules() -> None:
+    lines = [line for line in run(sys.executable, "examples/edit_a_dump.py").splitlines() if "schedule" in line]
+    assert "relative error 1" in lines[0]  # program order happens to be right
+    wrong = [line for line in lines if "differ" in line or "nan" in line]
+    assert len(wrong) >= 2

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hostir import knobs
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for knob in knobs.KNOBS:
+        monkeypatch.delenv(knob.name, raising=False)
+
+
+def test_nothing_set_gives_the_default() -> None:
+    assert knobs.DUMP.get() is None
+    assert knobs.SPEC.get() == 1
+    assert knobs.TIMEOUT.get() == 30.0
+    assert knobs.KERNELS.get() == "auto"
+
+
+def test_the_environment_is_read_at_each_use_and_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOSTIR_DUMP", str(tmp_path / "new"))
+    monkeypatch.setenv("HOSTIR_SPEC", "2")
+    monkeypatch.setenv("HOSTIR_TIMEOUT", "0.5")
+    monkeypatch.setenv("HOSTIR_KERNELS", "triton")
+    assert knobs.DUMP.get() == tmp_path / "new"
+    assert knobs.SPEC.get() == 2
+    assert knobs.TIMEOUT.get() == 0.5
+    assert knobs.KERNELS.get() == "triton"
+
+
+def test_argument_over_scope_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTIR_TIMEOUT", "10")
+    with knobs.scope(timeout=20):
+        assert knobs.TIMEOUT.get() == 20.0
+        assert knobs.TIMEOUT.get(40) == 40.0
+    assert knobs.TIMEOUT.get() == 10.0
+
+
+def test_zero_as_an_argument_is_a_value() -> None:
+    assert knobs.SPEC.get(0) == 0
+
+
+def test_the_inner_scope_wins_and_leaves_other_knobs_as_they_were() -> None:
+    with knobs.scope(spec=2, kernels="aten"):
+        with knobs.scope(kernels="triton"):
+            assert (knobs.SPEC.get(), knobs.KERNELS.get()) == (2, "triton")
+        assert (knobs.SPEC.get(), knobs.KERNELS.get()) == (2, "aten")
+
+
+def test_a_scope_ends_when_its_block_raises() -> None:
+    with pytest.raises(RuntimeError, match="inside"), knobs.scope(spec=2):
+        raise RuntimeError("inside")
+    assert knobs.SPEC.get() == 1
+
+
+def test_none_in_a_scope_is_the_default_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTIR_DUMP", "somewhere")
+    with knobs.scope(dump=None):
+        assert knobs.DUMP.get() is None
+
+
+def test_an_empty_variable_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTIR_SPEC", "")
+    assert knobs.SPEC.get() == 1
+
+
+def test_a_scope_holds_in_its_own_thread_only() -> None:
+    seen: list[int] = []
+    with knobs.scope(spec=2):
+        thread = threading.Thread(target=lambda: seen.append(knobs.SPEC.get()))
+        thread.start()
+        thread.join()
+        assert knobs.SPEC.get() == 2
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("HOSTIR_SPEC", "x", "HOSTIR_SPEC='x': expected 0, 1 or 2"),
+        ("HOSTIR_SPEC", "3", "HOSTIR_SPEC='3': expected 0, 1 or 2"),
+        ("HOSTIR_TIMEOUT", "0", "HOSTIR_TIMEOUT='0': expected a number of seconds greater than 0"),
+        ("HOSTIR_TIMEOUT", "nan", "HOSTIR_TIMEOUT='nan': expected a number of seconds greater than 0"),
+        ("HOSTIR_TIMEOUT", "inf", "HOSTIR_TIMEOUT='inf': expected a number of seconds greater than 0"),
+        ("HOSTIR_TIMEOUT", "30s", "HOSTIR_TIMEOUT='30s': expected a number of seconds greater than 0"),
+        ("HOSTIR_KERNELS", "Triton", "HOSTIR_KERNELS='Triton': expected auto, triton or aten"),
+    ],
+)
+def test_a_bad_variable_is_named_with_what_was_expected(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str
+) -> None:
+    monkeypatch.setenv(name, text)
+    knob = next(knob for knob in knobs.KNOBS if knob.name == name)
+    with pytest.raises(knobs.KnobError) as error:
+        knob.get()
+    assert str(error.value) == message
+
+
+def test_a_dump_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "dump"
+    file.write_text("")
+    with pytest.raises(knobs.KnobError, match="expected a directory"):
+        knobs.DUMP.get(file)
+
+
+def test_arguments_and_scopes_pass_the_check_of_the_environment() -> None:
+    with pytest.raises(knobs.KnobError, match="spec=7: expected 0, 1 or 2"):
+        knobs.SPEC.get(7)
+    with pytest.raises(knobs.KnobError, match="spec=True: expected 0, 1 or 2"), knobs.scope(spec=True):
+        pass
+
+
+def test_an_unknown_name_in_a_scope_gets_a_suggestion() -> None:
+    with (
+        pytest.raises(knobs.KnobError, match=r"no knob is called kernel: did you mean kernels\?"),
+        knobs.scope(kernel=1),
+    ):
+        pass
+    with pytest.raises(knobs.KnobError, match="expected one of dump, spec, timeout, kernels"), knobs.scope(zzz=1):
+        pass
+
+
+def test_the_table_has_a_row_for_each_knob_whose_default_reads_back() -> None:
+    rows = knobs.table()
+    assert [row.name for row in rows] == [knob.name for knob in knobs.KNOBS]
+    for knob, row in zip(knobs.KNOBS, rows, strict=True):
+        assert row.doc
+        assert knob.default is None or knob.check(row.default, knob.name) == knob.default
+
+
+def test_knobs_load_nothing_beyond_the_standard_library() -> None:
+    probe = "import sys; import hostir.knobs; print(sorted({'torch', 'triton', 'numpy', 'rich'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

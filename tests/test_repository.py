@@ -1,0 +1,76 @@
+"""What holds for the repository as a whole."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LONGEST_FILE = 400
+
+# Joined from parts so that this file passes its own test.
+FOREIGN_PATHS = re.compile("|".join([r"(?<![\w.~-])/(?:work|root)" + "/", re.escape("../" + "shared")]))
+READS_OWN_VARIABLE = re.compile(r"\b(?:environ|getenv)\b.*HOSTIR_")
+
+
+def files_of_the_repository() -> list[Path]:
+    """What git tracks or would add; in a copy without git, every file that is not hidden."""
+    if not (ROOT / ".git").exists():
+        return [path for path in ROOT.rglob("*") if path.is_file() and "/." not in f"/{relative(path)}"]
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a text file; none for a picture or other binary file."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        return []
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def functions_of(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("folder", ["hostir", "tests", "examples", "benchmarks"])
+def test_no_source_file_is_too_long_to_read(folder: str) -> None:
+    lengths = {relative(path): len(lines_of(path)) for path in (ROOT / folder).rglob("*.py")}
+    assert lengths
+    too_long = {name: length for name, length in lengths.items() if length > LONGEST_FILE}
+    assert not too_long, f"over {LONGEST_FILE} lines; split where the structure shows"
+
+
+def test_no_file_names_a_path_outside_the_repository() -> None:
+    found = [
+        f"{relative(path)}:{number}: {line.strip()}"
+        for path in files_of_the_repository()
+        for number, line in enumerate(lines_of(path), 1)
+        if FOREIGN_PATHS.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_only_knobs_reads_the_variables_of_hostir() -> None:
+    found = [
+        f"{relative(path)}:{number}: {line.strip()}"
+        for path in (ROOT / "hostir").rglob("*.py")
+        if path.name != "knobs.py"
+        for number, line in enumerate(lines_of(path), 1)
+        if READS_OWN_VARIABLE.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_every_example_has_a_main() -> None:
+    without = [relative(path) for path in (ROOT / "examples").glob("*.py") if "main" not in functions_of(path)]
+    assert not without, "an example is run by its main()"
