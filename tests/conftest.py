@@ -12,8 +12,11 @@ from tests.golden import Golden
 TESTS = Path(__file__).parent
 NO_GPU = "for lack of a CUDA GPU"
 
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=False, print_blob=True)
-hypothesis.settings.load_profile("ci")
+# The same draws every time, so that a change is blamed for what it breaks and for nothing else. Fresh ones, to look for
+# what nobody has found yet: pytest --hypothesis-profile=fresh
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("fresh", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

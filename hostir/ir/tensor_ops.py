@@ -62,13 +62,17 @@ class TensorOp(Statement):
     def infer(self) -> TensorType:
         """The result's type when every rank computes on its own parts; raises where the parts do not meet."""
         dtype, shape = self.result()
+        self._one_mesh(self.operands)
         return join(self, dtype, shape, self.operands, self.maps())
 
     def verify(self) -> None:
         self.result()
 
     def verify_layout(self) -> None:
-        meshes = {m.name for m in meshes_of([*self.operands, self.out]) if m}
+        self._one_mesh([*self.operands, self.out])
+
+    def _one_mesh(self, values: Sequence[Value]) -> None:
+        meshes = {m.name for m in meshes_of(values) if m}
         if len(meshes) > 1:
             raise self.fail(
                 f"operands of {self.keyword()} lie on different meshes: {', '.join(sorted(meshes))}",
