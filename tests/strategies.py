@@ -32,11 +32,11 @@ names = st.sampled_from(WORDS)
 
 
 @st.composite
-def sizes(draw: Draw, multiple_of: int = 1) -> Size:
+def sizes(draw: Draw, multiple_of: int = 1, quotients: bool = True) -> Size:
     size = Size(draw(st.integers(1, 9)) * multiple_of)
     for name in draw(st.lists(st.sampled_from(["M", "K", "on", "streams"]), max_size=3)):
-        size = size * Size.of(name) if draw(st.booleans()) else size / Size.of(name)
-    return size / draw(st.integers(1, 5)) if size.symbols and draw(st.booleans()) else size
+        size = size * Size.of(name) if not quotients or draw(st.booleans()) else size / Size.of(name)
+    return size / draw(st.integers(1, 5)) if quotients and size.symbols and draw(st.booleans()) else size
 
 
 @dataclass
@@ -66,11 +66,12 @@ class Text:
         marks = draw(st.permutations(marks))
         axes = []
         for _ in range(draw(st.integers(0, 4))):
-            factors = []
-            for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
+            factors, count = [], draw(st.sampled_from([1, 1, 1, 2, 3]))
+            for _ in range(count):
                 on = marks.pop() if marks and draw(st.integers(0, 2)) == 0 else None
                 ranks = mesh.size(on) if mesh and on in mesh.axes else 1
-                factors.append(Factor(draw(sizes(ranks)), on))
+                # Quotients could cancel against a factor beside them that ranks must divide.
+                factors.append(Factor(draw(sizes(ranks, quotients=count == 1)), on))
             axes.append(Axis(tuple(factors)))
         partial = tuple(sorted(m for m in marks if m != STREAM and draw(st.integers(0, 4)) == 0))
         return TensorType(draw(st.sampled_from(list(DTYPES.values()))), tuple(axes), mesh, partial)

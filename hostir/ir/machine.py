@@ -2,7 +2,7 @@
 
 A statement's `evaluate` speaks to a `Frame`: one rank's view of one run of a program. The frame resolves names, indices
 and sizes, and hands them to a `Machine`. Machines that plan first (streams, graphs) record what they are told; machines
-that are eager do it at once. The same thirteen methods serve both.
+that are eager do it at once. The same methods serve both.
 """
 
 from __future__ import annotations
@@ -36,6 +36,19 @@ class Exchange:
     moves: tuple[Move, ...] = ()
 
 
+@dataclass(frozen=True)
+class Ready:
+    """What a matmul waits for while it runs: block `i` of its rows is there when flag `i` has reached `epoch`.
+
+    The rows of its left side are `blocks` equal blocks, which it computes one after another, beginning with `first`.
+    """
+
+    flags: Handle
+    epoch: int
+    first: int
+    blocks: int
+
+
 class Machine(Protocol):
     """What executes statements. `rank` is None on a machine that holds whole, unsharded tensors."""
 
@@ -43,8 +56,8 @@ class Machine(Protocol):
     def rank(self) -> int | None:
         """Which rank it is."""
 
-    def allocate(self, shape: tuple[int, ...], dtype: DType) -> Handle:
-        """A dense uninitialised tensor."""
+    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Handle:
+        """A dense uninitialised tensor. A symmetric one is the same in every call; flags are 0 at first."""
 
     def free(self, x: Handle) -> None:
         """Ends a tensor: nothing issued later may touch it."""
@@ -69,6 +82,21 @@ class Machine(Protocol):
 
     def wait(self, handle: Handle) -> None:
         """The current stream waits for a communication."""
+
+    def copy(self, x: Handle, out: Handle, source: int, target: int) -> None:
+        """Copies `x` of rank `source` to `out` of rank `target`, on the current stream.
+
+        This rank is one of the two. The other's tensor is symmetric, and named by this rank's own view of it.
+        """
+
+    def signal(self, flags: Handle, slot: int, epoch: int, peer: int) -> None:
+        """Sets a flag of a peer to an epoch of this call, once the current stream gets there."""
+
+    def wait_signal(self, flags: Handle, slot: int, epoch: int) -> None:
+        """The current stream waits until a flag of this rank has reached an epoch of this call."""
+
+    def barrier(self, team: tuple[int, ...]) -> None:
+        """The current stream waits until every rank of the team has got to its barrier of the same number."""
 
     def current_stream(self) -> Handle:
         """The stream that statements are issued to now."""

@@ -47,7 +47,7 @@ class Codec(Enum):
     ALIAS = "tensor operand of which the result is a view"
     FREE = "tensor operand that ends here"
     DEFINE = "value that is defined here"
-    USE = "handle or stream that is used"
+    USE = "handle, stream, flags or tensor that is used, but neither read nor written"
     STREAM = "stream: an index into the pool, or a stream value"
     INDEX = "index expression"
     SIZE = "size"
@@ -65,6 +65,7 @@ Free = Annotated[Value, Codec.FREE]
 Define = Annotated[Value, Codec.DEFINE]
 DefineIf = Annotated[Value | None, Codec.DEFINE]
 Use = Annotated[Value, Codec.USE]
+UseIf = Annotated[Value | None, Codec.USE]
 StreamRef = Annotated[Expr, Codec.STREAM]
 Index = Annotated[Expr, Codec.INDEX]
 Extent = Annotated[Size, Codec.SIZE]

@@ -13,7 +13,7 @@ from hostir.ir.printer import VERSION
 from hostir.ir.program import Program
 from hostir.ir.sizes import DIGITS, Size
 from hostir.ir.source import WIDEST, Span, did_you_mean, error
-from hostir.ir.types import DTYPES, STREAM, Axis, Factor, Kind, Mesh, TensorType, Type
+from hostir.ir.types import DTYPES, FLAG, STREAM, Axis, Factor, Kind, Mesh, TensorType, Type
 from hostir.ir.values import Bin, Expr, Lit, Ref, Value
 
 DEEPEST = 64  # blocks within each other, and operators in one index expression
@@ -134,12 +134,13 @@ class Reader:
 
     def tensor_type(self, tree: Tree[Token]) -> TensorType:
         name, *axes, partial, place = _parts(tree)
-        if str(name) not in DTYPES:
+        known = DTYPES if self.phase is Phase.FUSION else DTYPES | {FLAG.name: FLAG}
+        if str(name) not in known:
             raise error(
                 f"unknown dtype '{name}'",
                 self.span(name),
-                expected=f"one of: {', '.join(DTYPES)}",
-                hint=did_you_mean(name, DTYPES),
+                expected=f"one of: {', '.join(known)}",
+                hint=did_you_mean(name, known),
             )
         mesh: Mesh | None = next(iter(self.meshes.values()))
         if place:
@@ -159,7 +160,7 @@ class Reader:
         marks: list[str] = []
         read = [self.axis(a, mesh, marks) for a in axes if a is not None]
         over = [self.mark(t, mesh, marks) for t in (_parts(partial) if partial else ())]
-        return TensorType(DTYPES[str(name)], tuple(read), mesh, tuple(sorted(over)))
+        return TensorType(known[str(name)], tuple(read), mesh, tuple(sorted(over)))
 
     def axis(self, tree: Tree[Token], mesh: Mesh | None, marks: list[str]) -> Axis:
         factors = []

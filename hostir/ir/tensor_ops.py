@@ -9,27 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hostir.ir.layout import join
-from hostir.ir.machine import meshes_of
+from hostir.ir.machine import Ready, meshes_of
+from hostir.ir.onesided_ops import epoch_of, flags_of, own_rank, slot_of
 from hostir.ir.op import (
     BOTH,
     VALUE_CODECS,
     Codec,
+    Index,
     Int,
     Name,
     Phase,
     Read,
     ReadIf,
     Statement,
+    UseIf,
     Write,
     codecs_of,
     statement,
 )
 from hostir.ir.sizes import Size
 from hostir.ir.types import DTYPES, DType, TensorType
-from hostir.ir.values import Value
+from hostir.ir.values import ZERO, Value
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
@@ -84,10 +88,12 @@ class TensorOp(Statement):
             return
         if frame[self.out] is None:  # in a fusion the result is a new value
             frame[self.out] = frame.machine.allocate(frame.shape(self.out.tensor), self.out.tensor.dtype)
-        codecs = codecs_of(type(self))
-        operands = [frame[getattr(self, n)] for n, c in codecs.items() if c is Codec.READ]
-        options = {n: getattr(self, n) for n, c in codecs.items() if c not in VALUE_CODECS}
-        frame.machine.compute(self.keyword(), frame[self.out], operands, options)
+        operands = [frame[getattr(self, n)] for n, c in codecs_of(type(self)).items() if c is Codec.READ]
+        frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(frame))
+
+    def options(self, frame: Frame) -> dict[str, Any]:
+        """What the kernel is told besides its operands."""
+        return {n: getattr(self, n) for n, c in codecs_of(type(self)).items() if c not in VALUE_CODECS}
 
     @classmethod
     def form(cls, phase: Phase) -> str:
@@ -125,12 +131,39 @@ def _contract(op: Statement, a: Value, b: Value, b_axis: int) -> None:
 class Matmul(TensorOp):
     """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32.
 
+    With `ready` one kernel computes the rows block by block, as many blocks as there are flags, beginning with block
+    `first`, and waits before each until its flag has reached the epoch. It holds the SMs while it waits.
+
     Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
     """
 
-    syntax = "matmul {a}, {b} -> {out}"
+    syntax = "matmul {a}, {b} -> {out}<? ready {ready} >= {epoch} from {first}?>"
     a: Read
     b: Read
+    ready: UseIf = None
+    epoch: Index = ZERO
+    first: Index = ZERO
+
+    @classmethod
+    def form(cls, phase: Phase) -> str:
+        return cls.syntax if phase is Phase.HOST else "{out} = matmul {a}, {b}"
+
+    def verify(self) -> None:
+        super().verify()
+        if self.ready is not None:
+            flags_of(self, self.ready)
+
+    def options(self, frame: Frame) -> dict[str, Any]:
+        if self.ready is None:
+            return {}
+        own_rank(self, frame)
+        blocks = self.ready.tensor.shape[0].bind(frame.sizes)
+        first, epoch = slot_of(self, frame, self.ready, self.first), epoch_of(self, frame, self.epoch)
+        if (rows := prod(frame.shape(self.a.tensor)[:-1])) % blocks:
+            raise self.fail(
+                f"{blocks} blocks do not divide {rows} rows of {self.a}", expected="as many flags as divide the rows"
+            )
+        return {"ready": Ready(frame[self.ready], epoch, first, blocks)}
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         dtype = same_dtype(self, [self.a, self.b])

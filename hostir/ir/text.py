@@ -10,7 +10,8 @@ program @name(%a: bf16[2@didx, 64]) -> (%c) streams 2 {
 from __future__ import annotations
 
 import hostir.ir.comm_ops
-import hostir.ir.host_ops  # noqa: F401  the vocabulary registers itself
+import hostir.ir.host_ops
+import hostir.ir.p2p_ops  # noqa: F401  the vocabulary registers itself
 from hostir.ir.program import Program
 
 

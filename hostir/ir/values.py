@@ -63,6 +63,7 @@ class Bin:
 
 
 Expr = Lit | Ref | Bin
+ZERO = Lit(0)
 
 
 def _operand(expr: Expr) -> str:

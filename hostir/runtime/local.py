@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from hostir.ir.interpret import Observer, interpret
 from hostir.ir.machine import Exchange
 from hostir.ir.op import Phase, Statement
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import Diagnostic, HostIRError, Span, error
 from hostir.ir.types import DType
 from hostir.runtime.collectives import Part, match
-from hostir.runtime.interpret import Observer, interpret
 from hostir.runtime.kernels.table import Kernel, kernel_table
 from hostir.runtime.sharding import assemble, bind_sizes, shard, solve_sizes, torch_dtype
 from hostir.runtime.tasks import Task, execute, program_order, random_order

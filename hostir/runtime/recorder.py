@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from hostir.ir.interpret import Observer, interpret
 from hostir.ir.machine import Exchange
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.ir.types import DType
-from hostir.runtime.interpret import Observer, interpret
 from hostir.runtime.plan import (
     CALLER,
     NONE,

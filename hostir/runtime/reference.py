@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from hostir.ir.interpret import interpret
 from hostir.ir.machine import Exchange
 from hostir.ir.program import Program
 from hostir.ir.types import DType
-from hostir.runtime.interpret import interpret
 from hostir.runtime.kernels.aten import KERNELS
 from hostir.runtime.sharding import bind_sizes, torch_dtype
 

@@ -92,15 +92,16 @@ class _Checker:
                 yield from self.define(defined, s)
             for inner in s.bodies:
                 pending, self.pending = self.pending, {}
-                yield from self.block(inner, outer)
+                yield from self.block(inner, outer if isinstance(s, For) else outside)
                 for handle, started in self.pending.items():
+                    where = "round" if isinstance(s, For) else "block"
                     yield Diagnostic(
-                        f"%{handle} is not waited for in the round that starts it",
+                        f"%{handle} is not waited for in the {where} that starts it",
                         started.span,
                         hint=f"add 'wait %{handle}' to the body",
                     )
                 self.pending = pending
-            if isinstance(s, For):
+            if s.bodies:
                 self.scope = outer
 
     def define(self, value: Value, s: Statement | None) -> Iterator[Diagnostic]:

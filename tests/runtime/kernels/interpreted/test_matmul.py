@@ -117,7 +117,7 @@ def test_leading_axes_merge_into_rows(leading):
 
 @pytest.mark.parametrize("use_descriptors", [True, False])
 def test_slices_of_an_inner_axis_are_used_in_place(use_descriptors):
-    a, b = filled([3, 4, 20, 24], torch.bfloat16), filled([24, 40], torch.bfloat16)
+    a, b = filled([3, 4, 20, 24], torch.bfloat16, integers=True), filled([24, 40], torch.bfloat16, integers=True)
     out, buffer = embedded([3, 4, 20, 40], torch.bfloat16)
     for i in range(4):
         matmul(a[:, i], b, out[:, i], use_descriptors=use_descriptors)
@@ -149,7 +149,7 @@ def test_an_empty_contraction_leaves_the_bias(M, N, K, with_bias):
 
 
 def test_threads_do_not_disturb_each_other():
-    a, b = filled([50, 40], torch.float32), filled([40, 50], torch.float32)
+    a, b = filled([50, 40], torch.float32, integers=True), filled([40, 50], torch.float32, integers=True)
     outs = [torch.full((50, 50), math.nan) for _ in range(4)]
     threads = [threading.Thread(target=matmul, args=(a, b, out)) for out in outs]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Walks a program on a machine: the one place where statements meet hardware."""
+"""Walks a program on a machine: the one place where statements meet what executes them, or what proves them right."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hostir.ir.host_ops import For
 from hostir.ir.machine import Frame, Handle, Machine
+from hostir.ir.onesided_ops import If
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
@@ -45,7 +46,7 @@ def _unrolled(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> int:
     total = 0
     for statement in body:
         if not isinstance(statement, For):
-            total += 1
+            total += 1 + sum(_unrolled(inner, sizes) for inner in statement.bodies)
             continue
         total += statement.count.bind(sizes) * (1 + _unrolled(statement.body, sizes))
         if total > MOST:
@@ -63,6 +64,10 @@ def _run(body: tuple[Statement, ...], frame: Frame, observer: Observer, rounds: 
             for index in statement.rounds(frame):
                 statement.begin(frame, index)
                 _run(statement.body, frame, observer, (*rounds, index))
+            continue
+        if isinstance(statement, If):
+            if statement.holds(frame):
+                _run(statement.body, frame, observer, rounds)
             continue
         observer.at(statement, rounds)
         try:
