@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import statistics
 import subprocess
 from collections.abc import Callable
@@ -89,12 +91,19 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit or "unknown",
+        **(gpus() if torch.cuda.is_available() else {"cores": os.cpu_count(), "python": platform.python_version()}),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
+def gpus() -> dict[str, Any]:
+    """What figures of a GPU depend on besides."""
+    return {
         "gpu": torch.cuda.get_device_name(),
         "gpus": dist.get_world_size() if dist.is_initialized() else 1,
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "triton": triton.__version__,
     }
 
 

@@ -57,12 +57,28 @@ def parse(text: str, file: str = "<text>") -> Program:
     return ir.parse(text, file)
 
 
-def check(program: Fusion | Program) -> list[Diagnostic]:
-    """Every finding about a fusion or a program, in program order; empty for a sound one."""
+def check(
+    program: Fusion | Program, ranks: int | None = None, *, sizes: Mapping[str, int] | None = None, calls: int = 2
+) -> list[Diagnostic]:
+    """Every finding about a fusion or a program, in program order, warnings last; empty for a sound one.
+
+    A host program is looked at for races, deadlocks and misuse of memory as well (docs/memory-model.md): one without
+    findings gives the same result in every order that its streams and ranks may take.
+
+    Args:
+        program: what to check.
+        ranks: how many the caller reckons with; a finding where the program's meshes name others.
+        sizes: of symbols, to unroll loops with; those left out get small values that fit.
+        calls: how many calls follow each other.
+    """
     built = program.program() if isinstance(program, Fusion) else program
     if not isinstance(built, Program):
         raise error(f"not a program: {program!r}", user_span(), expected="a hostir.Fusion or a hostir.Program")
-    return ir.check(built)
+    if ranks is not None and ranks != built.ranks:
+        return [Diagnostic(f"@{built.name} is for {built.ranks} ranks, not {ranks}", expected=f"{built.ranks} ranks")]
+    if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
+        raise error(f"calls={calls!r}", user_span(), expected="an integer of at least 1")
+    return ir.check(built, sizes=sizes, calls=calls)
 
 
 def run(
@@ -75,6 +91,7 @@ def run(
     seed: int = 0,
     machine: str | None = None,
     trace: Trace | None = None,
+    check: bool = True,
     timeout: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Lowers a fusion (a host program runs as it is) and runs it once, on whole tensors, to whole tensors.
@@ -87,14 +104,22 @@ def run(
         inputs: one whole tensor an input, in order.
         strategy: as for `lower`.
         streams: as for `lower`.
-        sizes, kernels, seed, machine, trace, timeout: as for `Executor`.
+        sizes, kernels, seed, machine, trace, check, timeout: as for `Executor`.
     """
     from hostir.runtime.executor import run as run_program
 
     host = isinstance(fusion, Program) and fusion.phase is Phase.HOST
     program = fusion if isinstance(fusion, Program) and host else lower(fusion, strategy, streams)
     return run_program(
-        program, *inputs, sizes=sizes, kernels=kernels, seed=seed, machine=machine, trace=trace, timeout=timeout
+        program,
+        *inputs,
+        sizes=sizes,
+        kernels=kernels,
+        seed=seed,
+        machine=machine,
+        trace=trace,
+        check=check,
+        timeout=timeout,
     )
 
 

@@ -6,7 +6,6 @@ Exit codes: 0 good; 1 a finding or a mismatch; 2 bad usage or input.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hostir import knobs
-from hostir.ir import Diagnostic, HostIRError, Phase, Program, check, format_program
+from hostir.ir import HostIRError, Phase, Program, format_program, prove, verify
 from hostir.ir.source import did_you_mean, error
 from hostir.loading import load
 from hostir.lower import STRATEGIES, lower, passes
@@ -55,16 +54,30 @@ def _parser() -> argparse.ArgumentParser:
     low.add_argument("--format", choices=FORMATS, default="hir")
     low.add_argument("-o", dest="out", metavar="OUT", help="write to a file")
 
-    chk = commands.add_parser("check", parents=[source, lowering], help="check structure, types, shapes and phases")
-    chk.add_argument("--json", action="store_true")
+    chk = commands.add_parser(
+        "check", parents=[source, lowering], help="prove a program free of races, deadlocks and misuse of memory"
+    )
+    chk.add_argument("--calls", type=int, default=2, help="how many calls follow each other (default: 2)")
+    chk.add_argument("--format", choices=["text", "json"], default="text")
+    chk.add_argument("--graph", metavar="OUT", help="draw what comes before what, and conflicts in red: an .svg")
+    repairs = chk.add_mutually_exclusive_group()
+    repairs.add_argument("--fix", action="store_true", help="insert the least synchronisation that makes it clean")
+    repairs.add_argument("--redundant", action="store_true", help="name synchronisation that a clean program can spare")
+    chk.add_argument("-o", dest="out", metavar="OUT", help="where --fix writes the program (default: print it)")
 
     run = commands.add_parser(
         "run", parents=[source, lowering], help="run on simulated ranks, or under torchrun on real ones"
     )
     run.add_argument("--compare", action="store_true", help="compare with the unsharded reference")
     run.add_argument(
-        "--seed", type=int, default=0, help="of the inputs, and of the simulated ranks' schedule (0: program order)"
+        "--schedule-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the order in which simulated ranks run what may run in any order (0: program order)",
     )
+    run.add_argument("--seed", type=int, default=0, help="of the inputs")
+    run.add_argument("--no-check", action="store_true", help="run a program that is not proved right, and watch it")
     run.add_argument("--kernels", help="auto, triton or aten (default: HOSTIR_KERNELS, or auto)")
     run.add_argument(
         "--device", choices=["cpu", "cuda"], help="default: cuda under torchrun where there is one, else cpu"
@@ -179,36 +192,23 @@ def _write(text: str, out: str | None) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    program, _ = _load(options)
-    findings = check(program)
-    if not findings:
-        try:
-            program = _lowered(program, options)
-            findings = check(program)
-        except HostIRError as refused:
-            findings = list(refused.diagnostics)
-    if options.json:
-        print(json.dumps({"program": program.name, "findings": [_as_json(d) for d in findings]}, indent=2))
-    elif findings:
-        print("\n".join(map(str, findings)), file=sys.stderr)
-    else:
-        print(f"@{program.name}: {sum(1 for _ in program.walk())} statements, {program.ranks} ranks, nothing to report")
-    return 1 if findings else 0
+    from hostir.checking import check_command  # loads numpy
 
-
-def _as_json(found: Diagnostic) -> dict[str, object]:
-    span = found.span
-    where = {"file": span.file, "line": span.line, "column": span.column} if span else None
-    return {"message": found.message, "where": where, "expected": found.expected, "hint": found.hint}
+    program, sizes = _load(options)
+    return check_command(program, sizes, lambda: _lowered(program, options), options)
 
 
 def _run(options: argparse.Namespace) -> int:
     program, sizes = _load(options)
-    if program.phase is Phase.HOST and (findings := check(program)):
-        raise HostIRError(*findings)
+    if program.phase is Phase.HOST:
+        verify(program)
+    host = _lowered(program, options)
+    if program.phase is Phase.HOST and not options.no_check:
+        host.check_sizes(sizes)
+        prove(host, {name: value for name, value in sizes.items() if name in host.size_names})
     from hostir.runtime.command import run_command  # loads torch
 
-    return run_command(program, _lowered(program, options), sizes, options)
+    return run_command(program, host, sizes, options)
 
 
 def _ops(options: argparse.Namespace) -> int:

@@ -3,6 +3,8 @@
     ```python      runs; the blocks of a page share their names
     ```output      is what the block before it prints
     ```hir         is a program that checks
+    ```hir NAME    is the case tests/cases/findings/NAME.hir, without what it says in comments
+    ```finding     is what is found in the case before it
     ```console     holds commands behind `$ ` and, if anything, what they print
     ```text        is not run
 
@@ -27,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
-LANGUAGES = {"python", "output", "hir", "console", "text"}
+LANGUAGES = {"python", "output", "hir", "finding", "console", "text"}
 FENCE = re.compile(r"^```(\w*)(?: (\w+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

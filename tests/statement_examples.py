@@ -2,13 +2,18 @@
 
 An example is one statement in which every operand carries the type that it was defined with. What must stand around
 it is made up here: eight ranks in a line (`@mesh`, and `@other` in another order), inputs, buffers, a handle, a loop.
+A statement by which ranks act alone needs others that do their part, so `ALONE` gives each of those a whole program.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 
+import torch
+
+from hostir.ir.host_ops import For
 from hostir.ir.op import Codec, Phase, Statement, codecs_of
 from hostir.ir.printer import VERSION
 from hostir.ir.program import Program
@@ -19,6 +24,81 @@ OTHER = "mesh @other [didx] = 3 4 5 6 7 0 1 2\n"
 IN_FLIGHT = ("%x: f32[8@didx, 32]", "%y: f32[8, 32] = allocate", "%h = allgather %x -> %y over didx")
 OPERAND = re.compile(r"%(\w+): (handle|\w+\[[^\]]*\](?: partial\([^)]*\))?(?: on @\w+)?)")
 
+# Where ranks act alone ----------------------------------------------------------------------------------------------
+KEPT = """program @kept(%a: bf16[4, 32]) -> (%y) {
+  %x: bf16[4, 32] = allocate_symmetric
+  %y: bf16[4, 32] = allocate
+  copy %a -> %x
+  copy %x -> %y
+}"""
+PLACES = """program @places(%x: f32[8@didx, 32], %b: f32[8, 32]) -> (%y) {
+  %r = rank of %x over didx
+  %b_r = chunk %b[%r of 8]
+  %y: f32[8@didx, 32] = allocate
+  add %x, %b_r -> %y
+}"""
+PULLED = """program @pulled(%a: f32[8@didx, 32]) -> (%y) {
+  %x: f32[8@didx, 32] = allocate_symmetric
+  %y: f32[1, 32] = allocate
+  barrier of %x over didx
+  copy %a -> %x
+  barrier of %x over didx
+  get %x from 3 over didx -> %y
+}"""
+PUSHED = """program @pushed(%x: f32[8@didx, 32]) -> (%z) {
+  %y: f32[8@didx, 32] = allocate_symmetric
+  %flags: flag[8] = allocate_symmetric
+  %z: f32[8@didx, 32] = allocate
+  %r = rank of %x over didx
+  barrier of %x over didx
+  put %x -> %y at (%r + 1) % 8 over didx
+  signal %flags[0] = 1 at (%r + 1) % 8 over didx
+  wait_signal %flags[0] >= 1
+  copy %y -> %z
+}"""
+SENT = """program @sent(%x: f32[8@didx, 32]) -> (%y) {
+  %r = rank of %x over didx
+  %y: f32[8@didx, 32] = allocate
+  copy %x -> %y
+  if %r == 0 {
+    %h = send %x to 1 over didx
+    wait %h
+  }
+  if %r == 1 {
+    %h = recv %y from 0 over didx
+    wait %h
+  }
+}"""
+PASSED_ON = """program @passed_on(%x: f32[8@didx, 32]) -> (%y) {
+  %r = rank of %x over didx
+  %y: f32[8@didx, 32] = allocate
+  %h = exchange %x to (%r + 1) % 8, %y from (%r + 7) % 8 over didx
+  wait %h
+}"""
+
+
+def _passed_on(x: torch.Tensor) -> torch.Tensor:
+    return x.roll(1, 0)
+
+
+def _sent(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[:1], x[:1], x[2:]])
+
+
+# By keyword: a program around the example, and what it makes of whole tensors.
+ALONE: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
+    "allocate_symmetric": (KEPT, lambda a: a),
+    "rank": (PLACES, torch.add),
+    "get": (PULLED, lambda a: a[3:4]),
+    "put": (PUSHED, _passed_on),
+    "signal": (PUSHED, _passed_on),
+    "wait_signal": (PUSHED, _passed_on),
+    "barrier": (PUSHED, _passed_on),
+    "send": (SENT, _sent),
+    "recv": (SENT, _sent),
+    "exchange": (PASSED_ON, _passed_on),
+}
+
 
 def example_of(cls: type[Statement]) -> str:
     """The statement on the docstring's `Example:` line; empty where there is none."""
@@ -27,6 +107,8 @@ def example_of(cls: type[Statement]) -> str:
 
 def example_program(cls: type[Statement]) -> Program:
     """A program around the example of a statement class. What the example defines or writes is its output."""
+    if cls.keyword() in ALONE:
+        return parse(f"{HEAD}{ALONE[cls.keyword()][0]}\n", f"the example of {cls.keyword()}")
     example = example_of(cls)
     types = {m[1]: m[2] for m in OPERAND.finditer(example)}
     bare = OPERAND.sub(r"%\1", example)
@@ -51,7 +133,7 @@ def example_program(cls: type[Statement]) -> Program:
     statement = bare.replace(f"%{defined} =", f"%{defined}: {types[defined]} =", 1) if defined in types else bare
     if defined and written:
         statement += f"\nwait %{defined}"
-    if "%i" in bare and Codec.BLOCK not in kinds:
+    if "%i" in bare and cls is not For:
         if output:
             lines.append(f"%last: {types[output]} = allocate")
             statement += f"\ncopy %{output} -> %last"

@@ -13,7 +13,7 @@ from hostir.ir import Axis, HostIRError, Mesh, Phase, Program, Statement, Tensor
 from hostir.ir.comm_ops import Reshard
 from hostir.ir.op import REGISTRY, Codec, FieldPart, OptionalPart, Part, codecs_of, defaults_of, template
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.types import DTYPES, STREAM, Factor, Kind
+from hostir.ir.types import DTYPES, FLAG, STREAM, Factor, Kind
 from hostir.ir.values import Bin, Expr, Lit, Ref
 
 Draw = Callable[..., Any]
@@ -74,7 +74,8 @@ class Text:
                 factors.append(Factor(draw(sizes(ranks, quotients=count == 1)), on))
             axes.append(Axis(tuple(factors)))
         partial = tuple(sorted(m for m in marks if m != STREAM and draw(st.integers(0, 4)) == 0))
-        return TensorType(draw(st.sampled_from(list(DTYPES.values()))), tuple(axes), mesh, partial)
+        dtypes = [*DTYPES.values(), *([] if fusion else [FLAG])]
+        return TensorType(draw(st.sampled_from(dtypes)), tuple(axes), mesh, partial)
 
     def expr(self, draw: Draw, depth: int = 2) -> Expr:
         refs = [v for v in self.values if v.type in (Kind.INDEX, Kind.STREAM)]

@@ -1,6 +1,6 @@
 """The intermediate representation: types, statements, text and checks. Imports neither torch nor triton."""
 
-from hostir.ir.check import check, verify
+from hostir.ir.check import check, prove, verify
 from hostir.ir.op import Phase, Statement
 from hostir.ir.program import Program, format_program, format_statement
 from hostir.ir.source import Diagnostic, HostIRError, Span
@@ -24,5 +24,6 @@ __all__ = [
     "format_program",
     "format_statement",
     "parse",
+    "prove",
     "verify",
 ]

@@ -1,8 +1,9 @@
 """A program as a graph for Graphviz: `hostir lower FILE --format dot | dot -Tsvg -o graph.svg`.
 
-Statements are boxes in the colour of their stream, loops are frames. Solid edges lead from what makes a tensor's
-contents to what uses them, dashed ones from what is waited for to what waits, dotted ones along a stream. A loop shows
-one round: no edge leads from one round to the next.
+Statements are boxes in the colour of their stream, loops and conditions are frames. Solid edges lead from what makes a
+tensor's contents to what uses them, dashed ones from what is waited for to what waits, dotted ones along a stream. A
+loop shows one round: no edge leads from one round to the next. All ranks share one drawing: what a peer's memory gets
+or a peer signals shows under this rank's name for it.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from collections.abc import Iterable
 
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
+from hostir.ir.onesided_ops import Barrier, Copy, If, Signal, WaitSignal
 from hostir.ir.op import Codec, Phase, Statement
+from hostir.ir.p2p_ops import Message
 from hostir.ir.printer import Printer
 from hostir.ir.program import Program, format_statement
-from hostir.ir.tensor_ops import TensorOp
+from hostir.ir.tensor_ops import Matmul, TensorOp
 from hostir.ir.values import Expr, Ref
 from hostir.ir.view_ops import ViewOp
 
 CALLER = "the caller's stream"
 COLORS = ("#ffffff", "#dbe9f6", "#fde4cf", "#dff0d8", "#efe0f5", "#fff3c4", "#d8f0ee", "#f6d9e0", "#e6e6e6")
 DATA, SYNCHRONIZATION, ORDER = "solid", "dashed", "dotted"  # how edges are drawn
-QUEUED = (TensorOp, Communication, Wait, Synchronize, FreeBuffer)  # what a stream runs in order
+ONE_SIDED = (Copy, Signal, WaitSignal, Barrier)
+QUEUED = (TensorOp, Communication, Message, Wait, Synchronize, FreeBuffer, *ONE_SIDED)  # what a stream runs in order
 
 
 def to_dot(program: Program) -> str:
@@ -39,7 +43,8 @@ class _Drawing:
         self.edges: dict[tuple[str, str], str] = {}
         self.makers: dict[str, str] = {}  # by the name of a value: the node whose work it shows
         self.roots: dict[str, str] = {}  # by the name of a view: the buffer or input it looks at
-        self.flights: dict[str, Communication] = {}  # by the name of a handle
+        self.flights: dict[str, Communication | Message] = {}  # by the name of a handle
+        self.signals: dict[str, list[str]] = {}  # by the name of a row of flags: what signals it
         self.stream = CALLER
         self.streams: dict[str, str] = {}  # by the name of a stream value: the stream
         self.last: dict[str, list[str]] = {}  # by stream: the latest on it; on the caller's, at first the inputs
@@ -63,16 +68,21 @@ class _Drawing:
     def block(self, body: Iterable[Statement]) -> None:
         for s in body:
             if isinstance(s, For):
-                frame = f'label={_quoted(f"for {s.index} in 0..{s.count}")} fontname="monospace" fontsize=10'
-                self.nodes.append(f"subgraph cluster_{len(self.nodes)} {{ {frame}")
-                self.block(s.body)
-                self.nodes.append("}")
+                self.frame(f"for {s.index} in 0..{s.count}", s.body)
+            elif isinstance(s, If):
+                self.frame(f"if {s.left} == {s.right}", s.body)
             elif isinstance(s, CurrentStream):
                 self.streams[s.out.name] = self.stream
             elif isinstance(s, SetStream):
                 self.stream = self.named(s.stream)
             else:
                 self.statement(s)
+
+    def frame(self, label: str, body: Iterable[Statement]) -> None:
+        look = f'label={_quoted(label)} fontname="monospace" fontsize=10'
+        self.nodes.append(f"subgraph cluster_{len(self.nodes)} {{ {look}")
+        self.block(body)
+        self.nodes.append("}")
 
     def statement(self, s: Statement) -> None:
         queued = isinstance(s, QUEUED)
@@ -85,6 +95,12 @@ class _Drawing:
             self.edge(self.latest(self.named(s.stream)), node, SYNCHRONIZATION)
         elif isinstance(s, Wait):
             self.edge([self.makers[s.handle.name]], node, SYNCHRONIZATION)
+        elif isinstance(s, WaitSignal):
+            self.edge(self.signals.get(s.flags.name, []), node, SYNCHRONIZATION)
+        elif isinstance(s, Matmul) and s.ready:
+            self.edge(self.signals.get(s.ready.name, []), node, SYNCHRONIZATION)
+        elif isinstance(s, Signal):
+            self.signals.setdefault(s.flags.name, []).append(node)
         self.edge((self.makers[v.name] for v in s.uses(self.program.phase) if v.name in self.makers), node, DATA)
         if queued and self.host:
             self.edge(self.last.get(self.stream) or self.latest(self.stream), node, ORDER)
@@ -97,7 +113,7 @@ class _Drawing:
             self.roots[s.out.name] = self.roots.get(s.x.name, s.x.name)
             self.makers[s.out.name] = node
             return
-        if isinstance(s, Communication) and s.handle:
+        if isinstance(s, (Communication, Message)) and s.handle:
             self.flights[s.handle.name] = s
         source = self.flights.get(s.handle.name, s) if isinstance(s, Wait) else s
         for value in source.values(Codec.WRITE, Codec.DEFINE):

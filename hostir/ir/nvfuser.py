@@ -47,7 +47,8 @@ How a dump is understood, where it leaves something open:
 - Options without a meaning here (`mem_type`, `size`, `cache_op`, `backend`, the root's other receivers) are ignored.
 
 What host programs have no meaning for (posted kernels, point-to-point and rank-dependent code, zero-filled buffers,
-...) is one diagnostic with its place. No text raises anything but HostIRError.
+...) is one diagnostic with its place. So is, when printing, what a dump cannot say: messages, one-sided communication,
+conditions and ranks. No text raises anything but HostIRError.
 """
 
 from __future__ import annotations

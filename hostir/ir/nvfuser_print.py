@@ -17,7 +17,7 @@ from hostir.ir.op import Phase, Statement
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import ONE, Size
 from hostir.ir.source import error
-from hostir.ir.types import Axis, Kind, Mesh, TensorType
+from hostir.ir.types import FLAG, Axis, Kind, Mesh, TensorType
 from hostir.ir.values import Bin, Expr, Lit, Ref, Value
 
 INDENT = "  "
@@ -66,6 +66,8 @@ class Printer:
     def define(self, value: Value, memory: str, order: tuple[int, ...] | None = None) -> Printed:
         """Gives a tensor its number and its axes theirs: in the order of its axes, or in the `order` of a permute."""
         type = value.tensor
+        if type.dtype == FLAG:
+            raise error("nvFuser's form has no spelling for flags", value.span)
         over = [m for m in type.mesh.axes if m in type.partial] if type.mesh else []
         lead = tuple(f"{self.domain(f'ideviceIdx.{_letter(type.mesh, m)}', _ranks(type, m))}rf" for m in over)
         axes: dict[int, tuple[str, ...]] = {}
@@ -148,9 +150,14 @@ class Printer:
                 return self.communication(s)
             case views.ViewOp():
                 return self.view(s)
-            case ops.TensorOp():
+            case ops.TensorOp() if not (isinstance(s, ops.Matmul) and s.ready):
                 return self.computation(s)
-        raise error(f"nvFuser's form has no spelling for '{s.keyword()}'", s.span)
+        what = f"{s.keyword()} ... ready" if isinstance(s, ops.Matmul) else s.keyword()
+        raise error(
+            f"nvFuser's form has no spelling for '{what}'",
+            s.span,
+            expected="what all ranks of a team do alike: no messages, signals or copies of one rank",
+        )
 
     def tensor(self, value: Value) -> Printed:
         return self.shown[value.name]

@@ -1,14 +1,14 @@
-"""The vocabulary of one-sided communication: symmetric buffers, copies to and from peers, signals, barriers.
+"""The vocabulary of ranks that act alone: places, conditions, symmetric buffers, copies, signals and barriers.
 
-A symmetric buffer stands on every rank of its mesh, and a rank may name a peer's: the same view, at the peer. Nothing
-orders the ranks but what the program says, by signals and barriers:
+A symmetric buffer stands on every rank of its mesh, and a view of this rank's names the same bytes at a peer. Nothing
+orders the ranks but signals and barriers:
 
     put %mine -> %theirs at %next over didx
     signal %arrived[0] = 1 at %next over didx
     wait_signal %arrived[0] >= 1
 
-Copies, signals and barriers belong to the current stream and need no SMs: copy engines and the stream itself do them.
-The model is that of CUDA's stream memory operations and of torch's symmetric memory.
+Copies, signals and barriers run in order on the current stream and need no SMs: copy engines and the stream itself do
+them. The model is that of CUDA's stream memory operations and of torch's symmetric memory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from hostir.ir.op import Body, Define, Index, Name, Read, Statement, Use, Write, statement
 from hostir.ir.types import FLAG, Kind, Mesh, TensorType
 from hostir.ir.values import Value
+
+OUTSIDE = -1  # the place of a rank on a mesh to which it does not belong
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
@@ -46,21 +48,21 @@ def own_rank(op: Statement, frame: Frame) -> int:
 
 
 def peer_of(op: Statement, frame: Frame, x: Value, over: str, place: Expr) -> int:
-    """The device at a place along a mesh axis, among those that differ from this rank in nothing else."""
+    """The rank at a place along a mesh axis, in this rank's own team; raises where there is no such place."""
     team = mesh_over(op, x, over).team(own_rank(op, frame), over)
     index = frame.index(place)
     if not 0 <= index < len(team):
-        raise op.fail(f"there is no rank {index} along {over}", expected=f"0 to {len(team) - 1}")
+        raise op.fail(f"there is no place {index} along {over}", expected=f"0 to {len(team) - 1}")
     return team[index]
 
 
 @statement
 @dataclass(frozen=True)
 class AllocateSymmetric(Statement):
-    """A symmetric buffer: every rank of its mesh has one, and peers may read and write it with `get` and `put`.
+    """A symmetric buffer: every rank of its mesh has one, and peers may read it with `get` and write it with `put`.
 
-    It lasts from call to call and keeps what it holds; the first call finds it uninitialised. One of dtype `flag` holds
-    signals, all 0 at first, and every call counts its epochs from where the call before it ended.
+    It lasts from call to call and keeps what it holds; the first call finds it uninitialised. One of dtype `flag` is a
+    row of flags, which signals set and streams wait for: all 0 at first, and their epochs count anew in every call.
 
     Example: %x: bf16[4, 32] = allocate_symmetric
     """
@@ -71,17 +73,22 @@ class AllocateSymmetric(Statement):
     def verify(self) -> None:
         if not isinstance(self.out.type, TensorType):
             raise self.fail(f"a symmetric buffer is a tensor, not a {self.out.type}", expected="a tensor type")
+        if self.out.type.dtype == FLAG:
+            flags_of(self, self.out)
 
     def evaluate(self, frame: Frame) -> None:
-        if frame.here(self.out.tensor.mesh):
-            type = self.out.tensor
+        own_rank(self, frame)
+        type = self.out.tensor
+        if frame.here(type.mesh):
             frame[self.out] = frame.machine.allocate(frame.shape(type), type.dtype, symmetric=True)
 
 
 @statement
 @dataclass(frozen=True)
 class Rank(Statement):
-    """This rank's place along an axis of the mesh of `x`: an index that differs from rank to rank.
+    """This rank's place along an axis of the mesh of `x`, from 0: an index that differs from rank to rank.
+
+    A rank outside that mesh gets -1.
 
     Example: %r = rank of %x: f32[8@didx, 32] over didx
     """
@@ -98,9 +105,8 @@ class Rank(Statement):
         mesh_over(self, self.x, self.over)
 
     def evaluate(self, frame: Frame) -> None:
-        mesh = mesh_over(self, self.x, self.over)
-        if frame.here(mesh):
-            frame[self.out] = mesh.coordinate(own_rank(self, frame), self.over)
+        mesh, rank = mesh_over(self, self.x, self.over), own_rank(self, frame)
+        frame[self.out] = mesh.coordinate(rank, self.over) if frame.here(mesh) else OUTSIDE
 
 
 @statement
@@ -108,7 +114,9 @@ class Rank(Statement):
 class If(Statement):
     """Runs the body where two indices are equal. Where they depend on the rank, ranks do different things.
 
-    Example: for %i in 0..4 { if %i == 0 { set_stream 1 } }
+    What the body defines ends with it.
+
+    Example: if %i == 0 { set_stream 1 }
     """
 
     syntax = "if {left} == {right} {body}"
@@ -117,73 +125,80 @@ class If(Statement):
     body: Body
 
     def holds(self, frame: Frame) -> bool:
-        return frame.index(self.left) == frame.index(self.right)
+        """Whether this rank runs the body. The interpreter walks it, so that it can name the statement that fails."""
+        try:
+            return frame.index(self.left) == frame.index(self.right)
+        except ZeroDivisionError:
+            raise self.fail("the condition divides by zero", expected="a divisor of at least 1") from None
 
 
 @dataclass(frozen=True)
 class Copy(Statement):
-    """The base of copies between this rank and a peer."""
+    """The base of copies between this rank and a peer, on the current stream."""
 
-    def fits(self, x: Value, out: Value, over: str, remote: Value) -> None:
-        mesh_over(self, remote, over)
-        if FLAG in (x.tensor.dtype, out.tensor.dtype):
-            raise self.fail("flags are set by signals, not by copies", hint="signal %flags[0] = 1 at ...")
-        if x.tensor.dtype != out.tensor.dtype or x.tensor.local_shape != out.tensor.local_shape:
+    x: Read
+    out: Write
+    peer: Index
+    over: Name
+
+    @property
+    def remote(self) -> Value:
+        """The view that is meant at the peer, of a symmetric buffer."""
+        raise AssertionError(type(self).__name__)
+
+    def verify(self) -> None:
+        mesh_over(self, self.remote, self.over)
+        x, out = self.x.tensor, self.out.tensor
+        if x.mesh != out.mesh:
+            raise self.fail(f"{self.x} and {self.out} lie on different meshes", expected="one mesh")
+        if x.dtype != out.dtype or x.local_shape != out.local_shape:
             raise self.fail(
-                f"{self.keyword()} copies elements one by one: a rank's part of {x} is {_local(x)}, "
-                f"of {out} {_local(out)}",
+                f"{self.keyword()} copies what one rank holds: {_held(self.x)} to {_held(self.out)}",
                 expected="equal dtypes and shapes",
             )
+
+    def evaluate(self, frame: Frame) -> None:
+        if not frame.here(self.remote.tensor.mesh):
+            return
+        me, peer = own_rank(self, frame), peer_of(self, frame, self.remote, self.over, self.peer)
+        # `put %x -> %x at ...` names one view twice: which of the two is the peer's is the class's to say.
+        source, target = (peer, me) if isinstance(self, Get) else (me, peer)
+        frame.machine.copy(frame[self.x], frame[self.out], source=source, target=target)
 
 
 @statement
 @dataclass(frozen=True)
 class Get(Copy):
-    """Copies a peer's part of a symmetric buffer into a buffer of this rank, on the current stream.
+    """Copies a peer's part of a symmetric buffer into memory of this rank, on the current stream.
 
-    `peer` is a place along the mesh axis `over`; `x` names the view at the peer.
+    `peer` is a place along the mesh axis `over`; `x` names the view there.
 
-    Example: get %x: f32[4, 32] from 0 over didx -> %y: f32[4, 32]
+    Example: get %x: f32[8@didx, 32] from 3 over didx -> %y: f32[1, 32]
     """
 
     syntax = "get {x} from {peer} over {over} -> {out}"
-    x: Read
-    peer: Index
-    over: Name
-    out: Write
 
-    def verify(self) -> None:
-        self.fits(self.x, self.out, self.over, self.x)
-
-    def evaluate(self, frame: Frame) -> None:
-        if frame.here(self.x.tensor.mesh):
-            peer, me = peer_of(self, frame, self.x, self.over, self.peer), own_rank(self, frame)
-            frame.machine.copy(frame[self.x], frame[self.out], source=peer, target=me)
+    @property
+    def remote(self) -> Value:
+        return self.x
 
 
 @statement
 @dataclass(frozen=True)
 class Put(Copy):
-    """Copies a buffer of this rank into a peer's part of a symmetric buffer, on the current stream.
+    """Copies memory of this rank into a peer's part of a symmetric buffer, on the current stream.
 
-    The peer may read it behind a signal or a barrier that follows the copy.
+    `peer` is a place along the mesh axis `over`; `out` names the view there. The peer may read it behind a signal or a
+    barrier that follows the copy.
 
-    Example: put %x: f32[4, 32] -> %y: f32[4, 32] at 0 over didx
+    Example: put %x: f32[8@didx, 32] -> %y: f32[8@didx, 32] at (%r + 1) % 8 over didx
     """
 
     syntax = "put {x} -> {out} at {peer} over {over}"
-    x: Read
-    out: Write
-    peer: Index
-    over: Name
 
-    def verify(self) -> None:
-        self.fits(self.x, self.out, self.over, self.out)
-
-    def evaluate(self, frame: Frame) -> None:
-        if frame.here(self.out.tensor.mesh):
-            peer, me = peer_of(self, frame, self.out, self.over, self.peer), own_rank(self, frame)
-            frame.machine.copy(frame[self.x], frame[self.out], source=me, target=peer)
+    @property
+    def remote(self) -> Value:
+        return self.out
 
 
 @statement
@@ -191,9 +206,9 @@ class Put(Copy):
 class Signal(Statement):
     """Sets a flag of a peer to an epoch, once the current stream gets here.
 
-    Epochs of one flag rise: each is sent once, and after those below it. They count from the beginning of the call.
+    Epochs count from 1 in every call. Those of one flag rise: each is sent once, and after those below it.
 
-    Example: signal %flags: flag[8][0] = 1 at 3 over didx
+    Example: signal %flags: flag[8][0] = 1 at (%r + 1) % 8 over didx
     """
 
     syntax = "signal {flags}[{slot}] = {epoch} at {peer} over {over}"
@@ -209,8 +224,8 @@ class Signal(Statement):
 
     def evaluate(self, frame: Frame) -> None:
         if frame.here(self.flags.tensor.mesh):
-            slot, epoch = slot_of(self, frame, self.flags, self.slot), epoch_of(self, frame, self.epoch)
             peer = peer_of(self, frame, self.flags, self.over, self.peer)
+            slot, epoch = slot_of(self, frame, self.flags, self.slot), epoch_of(self, frame, self.epoch)
             frame.machine.signal(frame[self.flags], slot, epoch, peer)
 
 
@@ -232,7 +247,6 @@ class WaitSignal(Statement):
 
     def evaluate(self, frame: Frame) -> None:
         if frame.here(self.flags.tensor.mesh):
-            own_rank(self, frame)
             slot, epoch = slot_of(self, frame, self.flags, self.slot), epoch_of(self, frame, self.epoch)
             frame.machine.wait_signal(frame[self.flags], slot, epoch)
 
@@ -242,7 +256,8 @@ class WaitSignal(Statement):
 class Barrier(Statement):
     """The current stream waits until every rank along `over` has got to its barrier of the same number.
 
-    What the other ranks' streams did before their barriers comes before what this stream does after its own.
+    What those ranks' streams did before their barriers comes before what this stream does behind its own. `x` is not
+    touched: its mesh says who takes part.
 
     Example: barrier of %x: f32[8@didx, 32] over didx
     """
@@ -261,11 +276,11 @@ class Barrier(Statement):
 
 
 def flags_of(op: Statement, flags: Value) -> None:
-    """Raises unless a value is a row of flags."""
+    """Raises unless a value is a row of flags of which every rank has its own."""
     if not isinstance(flags.type, TensorType) or flags.type.dtype != FLAG or len(flags.type.axes) != 1:
-        raise op.fail(f"{flags} is no row of flags", expected="a tensor such as %flags: flag[8] = allocate_symmetric")
-    if flags.type.axes[0].marks:
-        raise op.fail(f"{flags} lies over the mesh", expected="flags that every rank has all of, such as flag[8]")
+        raise op.fail(f"{flags} is no row of flags", expected="such as %flags: flag[8] = allocate_symmetric")
+    if flags.type.axes[0].marks or flags.type.partial:
+        raise op.fail(f"{flags} lies over the mesh", expected="flags of which every rank has all, such as flag[8]")
 
 
 def slot_of(op: Statement, frame: Frame, flags: Value, slot: Expr) -> int:
@@ -277,12 +292,12 @@ def slot_of(op: Statement, frame: Frame, flags: Value, slot: Expr) -> int:
 
 
 def epoch_of(op: Statement, frame: Frame, epoch: Expr) -> int:
-    """An epoch of this call, from 1; raises for one that every flag has reached before it is sent."""
+    """An epoch of this call; raises below 1, which every flag has reached when the call begins."""
     number = frame.index(epoch)
     if number < 1:
-        raise op.fail(f"epoch {number} of a flag", expected="at least 1: at the beginning of a call it is 0")
+        raise op.fail(f"epoch {number} of a flag", expected="at least 1: a call begins at epoch 0")
     return number
 
 
-def _local(x: Value) -> str:
-    return f"{x.tensor.dtype}[{', '.join(map(str, x.tensor.local_shape))}]"
+def _held(x: Value) -> str:
+    return f"{x.tensor.dtype}[{', '.join(map(str, x.tensor.local_shape))}] of {x}"

@@ -1,7 +1,13 @@
 """The vocabulary of messages between two ranks of one mesh.
 
 A rank's messages within a team run one after another, in the order issued, and each ends when both sides have met. So
-two ranks that both send first wait for each other; `exchange` posts both directions at once.
+two ranks that both send first wait for each other; `exchange` goes both ways at once:
+
+    %h = exchange %mine to (%r + 1) % 8, %theirs from (%r + 7) % 8 over didx
+    wait %h
+
+The k-th send from one rank to another meets the k-th receive there from it. Collectives neither wait for messages of
+their team nor keep them waiting.
 """
 
 from __future__ import annotations
@@ -11,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from hostir.ir.machine import Exchange, Move
 from hostir.ir.onesided_ops import mesh_over, own_rank, peer_of
-from hostir.ir.op import Define, Index, Name, Read, Statement, Write, statement
-from hostir.ir.types import Kind
-from hostir.ir.values import Value
+from hostir.ir.op import Codec, Define, Index, Name, Read, Statement, Write, statement
+from hostir.ir.types import Kind, Mesh
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
@@ -26,16 +31,36 @@ class Message(Statement):
     """The base of messages."""
 
     handle: Define
+    over: Name
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh between whose ranks it goes; raises where that has no axis `over`."""
+        return mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
+
+    @property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that it goes between, in ascending order: a message's team has no other."""
+        return tuple(tuple(sorted(team)) for team in self.mesh.teams(self.over))
 
     def infer(self) -> Kind:
         return Kind.HANDLE
 
-    def start(self, frame: Frame, x: Value | None, out: Value | None, moves: tuple[Move, ...], over: str) -> None:
-        """Issues the messages of this rank."""
-        value = x or out
-        assert value is not None
-        team = mesh_over(self, value, over).team(own_rank(self, frame), over)
-        frame[self.handle] = frame.machine.communicate(Exchange(self.keyword(), team, moves), frame[x], frame[out])
+    def verify(self) -> None:
+        mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
+
+    def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
+        """What this rank sends and receives."""
+        raise AssertionError(type(self).__name__)
+
+    def evaluate(self, frame: Frame) -> None:
+        if not frame.here(self.mesh):
+            return
+        me = own_rank(self, frame)
+        team = next(team for team in self.teams if me in team)
+        x, out = (next(self.values(codec), None) for codec in (Codec.READ, Codec.WRITE))
+        exchange = Exchange(self.keyword(), team, self.moves(frame, me))
+        frame[self.handle] = frame.machine.communicate(exchange, frame[x], frame[out])
 
 
 @statement
@@ -43,21 +68,15 @@ class Message(Statement):
 class Send(Message):
     """Sends a tensor to a peer that receives it: `peer` is a place along the mesh axis `over`.
 
-    Example: %h = send %x: f32[4, 32] to 1 over didx
+    Example: %h = send %x: f32[8@didx, 32] to 1 over didx
     """
 
     syntax = "{handle} = send {x} to {peer} over {over}"
     x: Read
     peer: Index
-    over: Name
 
-    def verify(self) -> None:
-        mesh_over(self, self.x, self.over)
-
-    def evaluate(self, frame: Frame) -> None:
-        if frame.here(self.x.tensor.mesh):
-            peer = peer_of(self, frame, self.x, self.over, self.peer)
-            self.start(frame, self.x, None, (Move(own_rank(self, frame), peer, WHOLE, WHOLE),), self.over)
+    def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
+        return (Move(me, _other(self, me, peer_of(self, frame, self.x, self.over, self.peer)), WHOLE, WHOLE),)
 
 
 @statement
@@ -65,21 +84,15 @@ class Send(Message):
 class Recv(Message):
     """Receives a tensor from a peer that sends it: `peer` is a place along the mesh axis `over`.
 
-    Example: %h = recv %x: f32[4, 32] from 1 over didx
+    Example: %h = recv %y: f32[8@didx, 32] from 0 over didx
     """
 
     syntax = "{handle} = recv {out} from {peer} over {over}"
     out: Write
     peer: Index
-    over: Name
 
-    def verify(self) -> None:
-        mesh_over(self, self.out, self.over)
-
-    def evaluate(self, frame: Frame) -> None:
-        if frame.here(self.out.tensor.mesh):
-            peer = peer_of(self, frame, self.out, self.over, self.peer)
-            self.start(frame, None, self.out, (Move(peer, own_rank(self, frame), WHOLE, WHOLE),), self.over)
+    def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
+        return (Move(_other(self, me, peer_of(self, frame, self.out, self.over, self.peer)), me, WHOLE, WHOLE),)
 
 
 @statement
@@ -87,7 +100,9 @@ class Recv(Message):
 class SendAndRecv(Message):
     """Sends to one peer and receives from another, both at once: the step of a ring.
 
-    Example: %h = exchange %x: f32[4, 32] to 1, %y: f32[4, 32] from 7 over didx
+    Where both are this rank itself, as on a ring of one, it copies.
+
+    Example: %h = exchange %x: f32[8@didx, 32] to (%r + 1) % 8, %y: f32[8@didx, 32] from (%r + 7) % 8 over didx
     """
 
     syntax = "{handle} = exchange {x} to {to}, {out} from {source} over {over}"
@@ -95,17 +110,26 @@ class SendAndRecv(Message):
     to: Index
     out: Write
     source: Index
-    over: Name
 
     def verify(self) -> None:
-        mesh_over(self, self.x, self.over)
+        super().verify()
         if self.x.tensor.mesh != self.out.tensor.mesh:
             raise self.fail(f"{self.x} and {self.out} lie on different meshes", expected="one mesh")
 
-    def evaluate(self, frame: Frame) -> None:
-        if frame.here(self.x.tensor.mesh):
-            me = own_rank(self, frame)
-            to = peer_of(self, frame, self.x, self.over, self.to)
-            source = peer_of(self, frame, self.out, self.over, self.source)
-            moves = (Move(me, to, WHOLE, WHOLE), Move(source, me, WHOLE, WHOLE))
-            self.start(frame, self.x, self.out, moves, self.over)
+    def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
+        to = peer_of(self, frame, self.x, self.over, self.to)
+        source = peer_of(self, frame, self.out, self.over, self.source)
+        if to == me and source == me:
+            return (Move(me, me, WHOLE, WHOLE),)
+        return Move(me, _other(self, me, to), WHOLE, WHOLE), Move(_other(self, me, source), me, WHOLE, WHOLE)
+
+
+def _other(op: Message, me: int, peer: int) -> int:
+    """The peer; raises where it is this rank, whose own next message would have to meet this one."""
+    if peer == me:
+        raise op.fail(
+            f"rank {me} would wait for itself: its messages run one after another",
+            expected="a peer that is another rank",
+            hint="copy, where the data stay on the rank",
+        )
+    return peer

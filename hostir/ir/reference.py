@@ -6,6 +6,7 @@ import inspect
 from dataclasses import dataclass
 
 from hostir.ir.comm_ops import Communication, Reshard
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Copy, Signal, WaitSignal
 from hostir.ir.op import (
     REGISTRY,
     VALUE_CODECS,
@@ -18,6 +19,7 @@ from hostir.ir.op import (
     defaults_of,
     template,
 )
+from hostir.ir.p2p_ops import Message
 from hostir.ir.printer import declares_type
 from hostir.ir.tensor_ops import TensorOp
 from hostir.ir.types import DTYPES
@@ -27,7 +29,9 @@ SECTIONS: tuple[tuple[str, tuple[type[Statement], ...]], ...] = (
     ("Computations", (TensorOp,)),
     ("Views", (ViewOp,)),
     ("Communications", (Communication, Reshard)),
-    ("Buffers, streams and loops", (Statement,)),
+    ("Messages", (Message,)),
+    ("One-sided communication", (AllocateSymmetric, Copy, Signal, WaitSignal, Barrier)),
+    ("Buffers, streams, loops and conditions", (Statement,)),
 )
 
 PAGE = f"""# The language
@@ -69,10 +73,11 @@ Dtypes: {", ".join(f"`{name}`" for name in DTYPES)}.
 | `f32[M, 64] partial(didx)` | each rank holds one term of a sum over the ranks of `didx` |
 | `f32[M, 64] on @grid` | on another mesh than the first |
 | `f32[M, 64] auto` | in a fusion: where it lies is still to be found |
+| `flag[8]` | in a program: a row of flags on every rank, which peers signal and streams wait for |
 
 **Sizes** are products and quotients of integers and names: `4096`, `M`, `M*K/8`. Names are bound when the program runs,
-by the shapes of its inputs or by `--set M=4096`. **Indices** are integers, loop indices, and `+ - * / %` on them, `/`
-rounding down.
+by the shapes of its inputs or by `--set M=4096`. **Indices** are integers, loop indices, this rank's place
+on the mesh (`%r = rank of %x over didx`), and `+ - * / %` on them, `/` rounding down.
 
 A fusion gives the type of every result, a program only where it does not follow from the operands. In the syntax below
 `%x` is a value, `<x>` something else, and `(...)?` may be left out. In the examples every operand carries the type that

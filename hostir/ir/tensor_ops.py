@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hostir.ir.layout import join
 from hostir.ir.machine import Ready, meshes_of
-from hostir.ir.onesided_ops import epoch_of, flags_of, own_rank, slot_of
+from hostir.ir.onesided_ops import epoch_of, flags_of, slot_of
 from hostir.ir.op import (
     BOTH,
     VALUE_CODECS,
@@ -131,8 +131,9 @@ def _contract(op: Statement, a: Value, b: Value, b_axis: int) -> None:
 class Matmul(TensorOp):
     """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32.
 
-    With `ready` one kernel computes the rows block by block, as many blocks as there are flags, beginning with block
-    `first`, and waits before each until its flag has reached the epoch. It holds the SMs while it waits.
+    With `ready %flags >= epoch from first`, the rows of `a`, its leading axes taken together, are as many equal blocks
+    as there are flags. One kernel computes them all, beginning with block `first`, and each waits until its flag has
+    reached the epoch. The kernel holds the SMs from its start to its end.
 
     Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
     """
@@ -153,15 +154,18 @@ class Matmul(TensorOp):
         if self.ready is not None:
             flags_of(self, self.ready)
 
+    def verify_layout(self) -> None:
+        self._one_mesh([*self.operands, self.out, *([self.ready] if self.ready else [])])
+
     def options(self, frame: Frame) -> dict[str, Any]:
+        """What it waits for, if anything. Raises for flags that do not divide the rows of this rank."""
         if self.ready is None:
             return {}
-        own_rank(self, frame)
         blocks = self.ready.tensor.shape[0].bind(frame.sizes)
         first, epoch = slot_of(self, frame, self.ready, self.first), epoch_of(self, frame, self.epoch)
         if (rows := prod(frame.shape(self.a.tensor)[:-1])) % blocks:
             raise self.fail(
-                f"{blocks} blocks do not divide {rows} rows of {self.a}", expected="as many flags as divide the rows"
+                f"{blocks} flags do not divide the {rows} rows of {self.a}", expected="equal blocks, a flag for each"
             )
         return {"ready": Ready(frame[self.ready], epoch, first, blocks)}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from hostir import knobs
-from hostir.ir import HostIRError, Phase, Program, format_program, parse, verify
+from hostir.ir import HostIRError, Phase, Program, format_program, parse, prove, verify
 from hostir.ir.source import error
 
 
@@ -31,9 +31,9 @@ Watcher = Callable[[str, Program], None]
 def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None = None) -> Program:
     """Runs the passes in order, each held to its contract: what it leaves verifies.
 
-    HOSTIR_DUMP writes the program before and after every pass as numbered files that can be fed back in. HOSTIR_SPEC=0
-    verifies only at the end, 1 after every pass, 2 also prints and parses after every pass and demands an equal
-    program.
+    The host program at the end is proved free of races, deadlocks and misuse of memory. HOSTIR_DUMP writes the program
+    before and after every pass as numbered files that can be fed back in. HOSTIR_SPEC=0 verifies only at the end, 1
+    after every pass, 2 also prints and parses after every pass and demands an equal program.
     """
     spec, folder = knobs.SPEC.get(), knobs.DUMP.get()
     verify(program)
@@ -45,7 +45,7 @@ def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None =
         _dump(folder, number, each.name, program)
         if watch:
             watch(each.name, program)
-    return verify(program, settled=program.phase is Phase.HOST)
+    return prove(verify(program, settled=program.phase is Phase.HOST))
 
 
 def _hold(each: Pass, program: Program, spec: int) -> None:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
+from typing import Protocol
 
 import torch
 
 from hostir.ir.machine import Exchange, Move
 from hostir.ir.source import Diagnostic, HostIRError, Span
-from hostir.runtime.tasks import Task, join
+from hostir.runtime.tasks import Task, Views, join
 
 Note = tuple[Span | None, str]
 
 
-class Part:
-    """One rank's side of a communication: `take` reads its tensor once all ranks have come, `give` writes its result.
+class Issue(Protocol):
+    """Makes a task of the communication that is being issued."""
 
-    `tail` is what the rank's stream had issued before; `peers` are all sides, in the order of the team.
+    def __call__(self, run: Callable[[], object] | None, reads: Views = (), writes: Views = ()) -> Task:
+        """A task that follows nothing yet."""
+
+
+class Part:
+    """One rank's side of a communication.
+
+    `come` is when it has begun on this rank, `take` reads its tensor once all ranks have come, `give` writes the
+    result. `peers` are all sides, in the order of the team; `earlier` is the one before it of its team, on this rank.
     """
 
     def __init__(
@@ -25,16 +34,22 @@ class Part:
         exchange: Exchange,
         x: torch.Tensor | None,
         out: torch.Tensor | None,
-        tail: Sequence[Task],
-        task: Callable[[Callable[[], object], tuple[torch.Tensor | None]], Task],
+        come: Task,
+        task: Issue,
+        earlier: Part | None,
     ) -> None:
-        self.exchange, self.x, self.out, self.tail = exchange, x, out, tail
-        self.take = task(self._snapshot, (x,))
-        self.give = task(self._fill, (out,)).follow([self.take])
-        self.earlier: Part | None = None  # of its team, on this rank
+        self.exchange, self.x, self.out, self.come = exchange, x, out, come
+        self.take = task(self._snapshot, reads=() if x is None else (x,)).follow([come])
+        self.give = task(self._fill, writes=() if out is None else (out,)).follow([self.take])
+        self.give.since = self.take
         self.peers: list[Part] = []
         self.taken: torch.Tensor | None = None
         self.total: torch.Tensor | None = None
+        if earlier is not None:
+            # A team starts in order; what has ended is known to those who wait for it, and to nobody else.
+            self.come.follow([earlier.come])
+            self.take.follow([earlier.take])
+            self.take.alone = earlier.give  # its wires carry one at a time; that is a matter of time, not of order
 
     @property
     def rank(self) -> int:
@@ -59,8 +74,7 @@ class Part:
         return mine == theirs and all(_fits(m, {self.rank: self, other.rank: other}) for m in mine)
 
     def _snapshot(self) -> None:
-        if self.earlier is not None:  # a team's wires carry one at a time; that is a matter of time, not of order
-            self.take.start = max(self.take.start, self.earlier.give.end)
+        self.total = None
         if self.x is not None:
             self.taken = self.x.reshape(-1).clone()
 
@@ -102,7 +116,7 @@ def _fits(move: Move, sides: Mapping[int, Part]) -> bool:
     return x is not None and out is not None and x.numel() * move.put[1] == out.numel() * move.take[1]
 
 
-def match(issued: Sequence[dict[tuple[int, ...], list[Part]]], note: Callable[[Task], Note]) -> list[Task]:
+def match(issued: Sequence[Mapping[tuple[int, ...], list[Part]]], note: Callable[[Task], Note]) -> list[Task]:
     """Joins the sides of every communication; `issued[rank][team]` are a rank's sides in the order issued.
 
     Returns the tasks of joining. Raises HostIRError where ranks differ in what they issue to a team; `note` says where
@@ -114,8 +128,9 @@ def match(issued: Sequence[dict[tuple[int, ...], list[Part]]], note: Callable[[T
         for number, peers in enumerate(zip_longest(*calls)):
             sides = [part for part in peers if part is not None]
             if len(sides) < len(team) or not all(a.agrees(b) for i, a in enumerate(sides) for b in sides[:i]):
-                raise _disagreement(team, number, peers, note)
-            start = join(task for part in sides for task in part.tail)
+                notes = [None if part is None else _note(note(part.take), part) for part in peers]
+                raise disagreement("communication", team, number, notes)
+            start = join(part.come for part in sides)
             met = join(part.take.follow([start]) for part in sides)
             for part in sides:
                 part.peers = sides
@@ -124,20 +139,17 @@ def match(issued: Sequence[dict[tuple[int, ...], list[Part]]], note: Callable[[T
     return joints
 
 
-def _disagreement(
-    team: Sequence[int], number: int, peers: Sequence[Part | None], note: Callable[[Task], Note]
-) -> HostIRError:
-    notes: list[Note] = []
-    for rank, part in zip(team, peers, strict=True):
-        if part is None:
-            notes.append((None, f"rank {rank} issues only {number}"))
-        else:
-            span, text = note(part.take)
-            notes.append((span, f"{text}, {part}"))
+def _note(where: Note, part: Part) -> Note:
+    return where[0], f"{where[1]}, {part}"
+
+
+def disagreement(what: str, team: Sequence[int], number: int, notes: Sequence[Note | None]) -> HostIRError:
+    """Ranks of a team differ in their communication or barrier `number`; no note for a rank that issues none."""
+    said = [note or (None, f"rank {rank} issues only {number}") for rank, note in zip(team, notes, strict=True)]
     return HostIRError(
         Diagnostic(
-            f"the ranks {' '.join(map(str, team))} differ in communication {number + 1} of their team",
+            f"the ranks {' '.join(map(str, team))} differ in {what} {number + 1} of their team",
             expected="every rank of a team to issue the same communications in the same order",
-            notes=tuple(notes),
+            notes=tuple(said),
         )
     )

@@ -14,16 +14,18 @@ import torch
 
 from hostir import knobs
 from hostir.ir import Program, TensorType
-from hostir.ir.source import error
+from hostir.ir.source import HostIRError, error
 from hostir.runtime.compare import Comparison, compare
 from hostir.runtime.executor import Executor
-from hostir.runtime.local import run_whole
+from hostir.runtime.local import LocalMachine, rehearse
+from hostir.runtime.local_rank import Parts
 from hostir.runtime.reference import reference
 from hostir.runtime.session import Session, launched, session
-from hostir.runtime.sharding import random_inputs, shard
+from hostir.runtime.sharding import assemble, random_inputs, shard
 from hostir.runtime.trace import Event, Trace
 
 COMPARING = 600.0  # seconds: a rank may wait so long for another's reference
+TOGETHER = 4  # simulated calls that follow each other at once; more would hold more memory
 Tensors = Sequence[torch.Tensor]
 
 
@@ -39,6 +41,8 @@ def run_command(source: Program, program: Program, sizes: dict[str, int], option
     trace = Trace(program.name) if options.trace else None
     _check_trace(options.trace)
     if launched():
+        if options.schedule_seed:
+            raise error("--schedule-seed is of simulated ranks", hint="real ones run in the order that they come to")
         with session(options.device) as joined:
             assert joined is not None
             return _on_ranks(joined, source, program, sizes, options, trace)
@@ -65,14 +69,14 @@ def _write_trace(trace: Trace | None, path: str | None) -> None:
         raise error(f"cannot write {path}: {problem.strerror}") from None
 
 
-def _turns(count: int, title: str, *, speaks: bool = True) -> Iterable[int]:
+def _turns(turns: range, title: str, *, speaks: bool = True) -> Iterable[int]:
     """The runs to do; where there are several and somebody is watching, with a progress bar."""
-    if count == 1 or not speaks or not sys.stderr.isatty():
-        return range(count)
+    if len(turns) == 1 or not speaks or not sys.stderr.isatty():
+        return turns
     from rich.console import Console
     from rich.progress import track
 
-    return track(range(count), title, console=Console(stderr=True), transient=True)
+    return track(turns, title, console=Console(stderr=True), transient=True)
 
 
 def _simulated(
@@ -80,14 +84,61 @@ def _simulated(
 ) -> int:
     kernels = knobs.KERNELS.get(options.kernels)
     worst: list[Comparison] = []
-    for turn in _turns(options.repeat, f"@{program.name}"):
-        last = turn == options.repeat - 1
-        inputs = random_inputs(program, sizes, options.seed + turn)
-        outputs = run_whole(program, inputs, sizes, seed=options.seed, kernels=kernels, trace=trace if last else None)
-        if options.compare:
-            worst = _worse(worst, compare(program, outputs, *_expected(source, inputs, sizes)))
+    seen: list[str] = []
+    together = 1 if trace is not None else TOGETHER  # a trace shows one call
+    for first in _turns(range(0, options.repeat, together), f"@{program.name}"):
+        turns = range(first, min(first + together, options.repeat))
+        calls = [random_inputs(program, sizes, options.seed + turn) for turn in turns]
+        machine = rehearse(program, calls, sizes, kernels)
+        results = machine.run(options.schedule_seed)
+        seen += what_is_wrong(program, results, machine.run() if options.schedule_seed else results, first)
+        for inputs, parts in zip(calls, results, strict=True):
+            if options.compare and not seen:
+                outputs = [assemble(p, v.tensor, sizes) for v, p in zip(program.outputs, parts, strict=True)]
+                worst = _worse(worst, compare(program, outputs, *_expected(source, inputs, sizes)))
+        if trace is not None and turns.stop == options.repeat:
+            machine.record(trace)
+        if options.no_check:
+            _watched(machine, options.schedule_seed)
     _write_trace(trace, options.trace)
-    return _report(program, f"{program.ranks} simulated ranks", kernels, worst, options)
+    code = _report(program, f"{program.ranks} simulated ranks", kernels, worst, options)
+    for line in seen:
+        print(f"  {line}", file=sys.stderr)
+    return 1 if seen else code
+
+
+Results = Sequence[Sequence[Parts]]  # by call and output
+
+
+def what_is_wrong(program: Program, results: Results, in_order: Results, first: int = 0) -> list[str]:
+    """What is NaN in the outputs of calls, the first of which is number `first`, or other than in program order."""
+    found = []
+    for call, (outputs, expected) in enumerate(zip(results, in_order, strict=True), first + 1):
+        for value, parts, others in zip(program.outputs, outputs, expected, strict=True):
+            for what, count in (("NaN", _nans), ("other values than in program order", _differences)):
+                bad = {rank: n for rank, pair in enumerate(zip(parts, others, strict=True)) if (n := count(*pair))}
+                if bad:
+                    where = f"rank {', '.join(map(str, bad))} after call {call}"
+                    found.append(f"{value}: {what} in {sum(bad.values())} elements, on {where}")
+                    break
+    return found
+
+
+def _nans(x: torch.Tensor | None, _: torch.Tensor | None) -> int:
+    return 0 if x is None else int(x.isnan().sum())
+
+
+def _differences(x: torch.Tensor | None, other: torch.Tensor | None) -> int:
+    return 0 if x is None or other is None else int((x != other).sum())
+
+
+def _watched(machine: LocalMachine, seed: int) -> None:
+    """Says what races the simulated ranks see for themselves, whatever came of them."""
+    try:
+        machine.run(seed, watch=True)
+    except HostIRError as seen:
+        for found in seen.diagnostics:
+            print(replace(found, level="warning"), file=sys.stderr)
 
 
 def _on_ranks(
@@ -96,9 +147,9 @@ def _on_ranks(
     """The same on this rank of a job; rank 0 speaks for all."""
     device, rank = joined.device, joined.rank
     kernels = knobs.KERNELS.get(options.kernels)
-    executor = Executor(program, sizes=sizes, kernels=kernels, trace=trace)
+    executor = Executor(program, sizes=sizes, kernels=kernels, trace=trace, check=False)  # which the caller has done
     worst: list[Comparison] = []
-    for turn in _turns(options.repeat, f"@{program.name}", speaks=rank == 0):
+    for turn in _turns(range(options.repeat), f"@{program.name}", speaks=rank == 0):
         inputs = random_inputs(program, sizes, options.seed + turn, device)
         parts = [shard(x, v.tensor, rank, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
         if trace is not None:

@@ -11,9 +11,10 @@ import contextlib
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -39,18 +40,20 @@ from hostir.runtime.plan import (
     View,
     Wait,
     bind,
+    message_teams_of,
 )
+from hostir.runtime.session import Groups
 from hostir.runtime.timeline import Timeline
-
-if TYPE_CHECKING:
-    from hostir.runtime.session import Groups
-
 
 CYCLES = 2000  # of a clock near 2 GHz in a microsecond
 
 
 class CudaMachine:
-    """A device, its pool of worker streams, and the process groups of this rank's teams."""
+    """A device, its pool of worker streams, and the process groups of this rank's teams.
+
+    Those for a rank's own messages are apart from those for collectives: NCCL runs all that one group is given in
+    order, and collectives do not wait for messages.
+    """
 
     name = "cuda"
 
@@ -58,10 +61,22 @@ class CudaMachine:
         self.device = device
         self.kernels = kernels
         self.groups = groups
+        self.messages = Groups(groups.rank, device)
         self.streams = [torch.cuda.Stream(device) for _ in range(streams)]
 
     def plan(self, recording: Recording, timeline: Timeline | None = None) -> CudaPlan:
+        self.connect([t for t in message_teams_of(recording.program) if t not in self.messages.made])
         return CudaPlan(self, recording, timeline)
+
+    def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
+        """Makes the groups for messages, and all their connections: NCCL else makes each as both hosts get to it."""
+        self.messages.prepare(teams)
+        for team in teams:
+            if self.messages.rank in team:
+                x = torch.zeros(len(team), device=self.device)
+                dist.all_to_all_single(torch.empty_like(x), x, group=self.messages.of(team)[0])
+        if teams:
+            torch.cuda.synchronize(self.device)
 
 
 class CudaPlan:
@@ -166,7 +181,8 @@ class CudaPlan:
         if isinstance(op, Collective):
             return collective(op, registers, *self.machine.groups.of(op.team))
         if isinstance(op, Messages):
-            return messages(op, registers, *self.machine.groups.of(op.team), self.machine.device)
+            groups = self.machine.groups if op.collective else self.machine.messages
+            return messages(op, registers, *groups.of(op.team), self.machine.device)
         if isinstance(op, Delay):
             return partial(torch.cuda._sleep, op.microseconds * CYCLES)
         assert isinstance(op, Allocate | Compute)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hostir.ir.check import prove
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
@@ -57,6 +58,7 @@ class Executor:
             Outside torchrun `gloo` and `cuda` run programs of one rank.
         seed: of the order in which the local machine runs what may run in any order; 0 is program order.
         trace: gets an event for each statement of each run. On CUDA each call then waits for the device.
+        check: whether to refuse a program that is not proved free of races, deadlocks and misuse of memory.
         timeout: seconds that `synchronize` waits; see the knob HOSTIR_TIMEOUT.
 
     Fields:
@@ -75,6 +77,7 @@ class Executor:
         machine: str | None = None,
         seed: int = 0,
         trace: Trace | None = None,
+        check: bool = True,
         timeout: float | None = None,
     ) -> None:
         if not isinstance(program, Program):
@@ -83,6 +86,8 @@ class Executor:
             raise error(f"@{program.name} is a fusion", expected="a host program", hint=LOWER)
         if machine not in (None, "local", *DEVICES):
             raise error(f"unknown machine '{machine}'", expected="one of: local, gloo, cuda")
+        if check:
+            prove(program)
         self.program = program
         self.sizes = dict(sizes or {})
         self.kernels = KERNELS.get(kernels)

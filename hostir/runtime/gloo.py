@@ -2,8 +2,9 @@
 
 A recording is dealt out to lanes: one for the caller's stream, which the calling thread runs itself, one for each
 worker stream, and one for each team, whose thread executes the team's communications in the order of issue. So the
-order is the same on every rank, whatever the streams do. Memory and views are made first, in the order of issue, as by
-a host that issues everything at once. A call returns when all lanes are done: on this machine calls are synchronous.
+order is the same on every rank, whatever the streams do. A rank's messages within a team have another lane, and another
+process group, since collectives do not wait for them. Memory and views are made first, in the order of issue, as by a
+host that issues everything at once. A call returns when all lanes are done: on this machine calls are synchronous.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
@@ -38,14 +39,14 @@ from hostir.runtime.plan import (
     View,
     Wait,
     bind,
+    message_teams_of,
 )
+from hostir.runtime.session import Groups
 from hostir.runtime.timeline import lane_of
 from hostir.runtime.trace import Trace
 
-if TYPE_CHECKING:
-    from hostir.runtime.session import Groups
-
 CPU = torch.device("cpu")
+Key = int | tuple[object, ...]  # of a lane: a stream, or a team
 Jobs = SimpleQueue[Callable[[], None] | None]
 
 
@@ -58,15 +59,17 @@ class GlooMachine:
     def __init__(self, streams: int, kernels: Mapping[str, Kernel], groups: Groups) -> None:
         self.kernels = kernels
         self.groups = groups
-        self.queues: dict[int | tuple[int, ...], Jobs] = {}
+        self.messages = Groups(groups.rank, CPU)
+        self.queues: dict[Key, Jobs] = {}
         self.broken = ""  # what ended a run while peers may still wait in it
         for stream in range(streams):
             self.queue(stream)
 
     def plan(self, recording: Recording, trace: Trace | None = None) -> GlooPlan:
+        self.messages.prepare(message_teams_of(recording.program))
         return GlooPlan(self, recording, trace)
 
-    def queue(self, key: int | tuple[int, ...]) -> Jobs:
+    def queue(self, key: Key) -> Jobs:
         """The queue of the thread that runs a lane."""
         if key not in self.queues:
             jobs = self.queues[key] = SimpleQueue()
@@ -89,7 +92,7 @@ class AbandonedError(Exception):
 class Lane:
     """What one thread does in a run: steps, and the operation of each."""
 
-    def __init__(self, key: int | tuple[int, ...], fail: Callable[[Op, BaseException], None]) -> None:
+    def __init__(self, key: Key, fail: Callable[[Op, BaseException], None]) -> None:
         self.key = key
         self.fail = fail
         self.steps: list[Step] = []
@@ -138,7 +141,7 @@ class GlooPlan:
         self.events: list[threading.Event] = []
         self.arrivals: dict[int, threading.Event] = {}  # by handle
         self.host = Lane(CALLER, self.fail)
-        self.lanes: dict[int | tuple[int, ...], Lane] = {CALLER: Lane(CALLER, self.fail)}
+        self.lanes: dict[Key, Lane] = {CALLER: Lane(CALLER, self.fail)}
         late = late_streams(recording)
         for op in recording.ops:
             if not (isinstance(op, Free) and op.buffer in late):  # what may still be in use is dropped with the run
@@ -210,7 +213,7 @@ class GlooPlan:
         return (self.runs, *at.values())
 
     # Binding ------------------------------------------------------------------------------------------------------
-    def lane(self, key: int | tuple[int, ...]) -> Lane:
+    def lane(self, key: Key) -> Lane:
         if key not in self.lanes:
             self.lanes[key] = Lane(key, self.fail)
         return self.lanes[key]
@@ -244,10 +247,11 @@ class GlooPlan:
         """The team's thread starts when the stream gets there, and tells whoever waits."""
         ready, arrived = self.event(), self.event()
         self.arrivals[op.handle] = arrived
-        group, members = self.machine.groups.of(op.team)
+        collective = isinstance(op, Collective) or op.collective
+        group, members = (self.machine.groups if collective else self.machine.messages).of(op.team)
         carry: Callable[..., None] = exchange if isinstance(op, Messages) else COLLECTIVES[op.kind]
         lane.add(op, ready.set)
-        team = self.lane(members)
+        team = self.lane(members if collective else ("messages", *members))
         team.add(op, self.waiting(ready), idle=True)
         team.add(op, self.timed(op, lambda: carry(op, self.registers, group, members)))
         team.add(op, arrived.set)
@@ -352,6 +356,9 @@ COLLECTIVES = {f.__name__: f for f in (allgather, allreduce, reduce_scatter, all
 
 def exchange(op: Messages, registers: list[Any], group: Any, members: Members) -> None:
     """Sends and receives pieces."""
+    if [rank for _, rank in op.sends] == [members[group.rank()]]:  # an exchange with itself
+        registers[op.receives[0][0]].copy_(registers[op.sends[0][0]])
+        return
     sent = [group.send([_bytes(registers[x])], members.index(rank), 0) for x, rank in op.sends]
     received = [group.recv([_bytes(registers[x])], members.index(rank), 0) for x, rank in op.receives]
     for work in (*sent, *received):

@@ -3,300 +3,230 @@
 Every rank first plans: its statements become tasks, with an edge wherever the memory model orders two of them, and
 nowhere else. Then a seeded scheduler runs the tasks in any order that the edges allow. Memory is poisoned with NaN
 before it is written and, once the caller's stream is done, where the caller may overwrite it; memory that was freed may
-not be touched at all. A program that lacks an edge gives NaN, or an error, under some seed.
+not be touched at all. A program that lacks an edge gives NaN, other bits, or an error, under some seed; with `watch`
+the unordered accesses themselves are named, under any seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
+from random import Random
 
 import torch
 
-from hostir.ir.interpret import Observer, interpret
-from hostir.ir.machine import Exchange
-from hostir.ir.op import Phase, Statement
+from hostir.ir.op import Phase
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import Diagnostic, HostIRError, Span, error
-from hostir.ir.types import DType
-from hostir.runtime.collectives import Part, match
-from hostir.runtime.kernels.table import Kernel, kernel_table
-from hostir.runtime.sharding import assemble, bind_sizes, shard, solve_sizes, torch_dtype
-from hostir.runtime.tasks import Task, execute, program_order, random_order
+from hostir.runtime.collectives import match
+from hostir.runtime.kernels.table import kernel_table
+from hostir.runtime.local_memory import Memory
+from hostir.runtime.local_onesided import Symmetric, meet
+from hostir.runtime.local_rank import Parts, RankMachine
+from hostir.runtime.messages import pair
+from hostir.runtime.sharding import assemble, bind_sizes, shard, solve_sizes
+from hostir.runtime.tasks import Flag, Task, execute, program_order, random_order, times
 from hostir.runtime.trace import Trace
+from hostir.runtime.watch import Watch
 
-NAN = float("nan")
-Parts = Sequence[torch.Tensor | None]  # of one tensor: what each rank holds
-
-
-class Stream:
-    """A queue of one rank. What is issued to it next follows `tail`."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.tail: list[Task] = []
-
-    def wait(self, others: Sequence[Task]) -> None:
-        self.tail = [*self.tail, *(task for task in others if task not in self.tail)]
-
-
-class RankMachine(Observer):
-    """One rank of a `LocalMachine`. Views and allocations happen while it plans; all else becomes tasks."""
-
-    def __init__(self, rank: int, program: Program, kernels: Mapping[str, Kernel]) -> None:
-        self.rank = rank
-        self.program = program
-        self.kernels = kernels
-        self.caller = self.current = Stream("caller")
-        self.pool = [Stream(f"stream {i}") for i in range(program.streams)]
-        self.tasks: list[Task] = []
-        self.parts: dict[tuple[int, ...], list[Part]] = {}  # by team, in the order issued
-        self.freed: dict[int, Span | None] = {}  # by memory: where
-        self.outputs: Parts = ()
-        self.statement: Statement | None = None
-        self.rounds: tuple[int, ...] = ()
-
-    def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
-        self.statement, self.rounds = statement, rounds
-
-    def plan(self, sizes: Mapping[str, int], inputs: Parts) -> None:
-        """Turns the program into tasks: inputs arrive on the caller's stream, and outputs are read there at the end."""
-        buffers = [None if x is None else torch.full(x.shape, NAN, dtype=x.dtype) for x in inputs]
-        pairs = [(b, x) for b, x in zip(buffers, inputs, strict=True) if b is not None and x is not None]
-        self.issue(lambda: [buffer.copy_(x) for buffer, x in pairs], (), timed=False)
-        outputs = interpret(self.program, self, sizes, buffers, observer=self)
-        self.statement, self.current = None, self.caller
-        self.issue(partial(self.finish, outputs, buffers), outputs, timed=False)
-
-    def finish(self, outputs: Parts, inputs: Parts) -> None:
-        """The caller's stream is done: the caller takes the outputs, and does as it likes with all that is its own."""
-        self.outputs = [None if x is None else x.clone() for x in outputs]
-        for x in (*outputs, *inputs):
-            if x is not None:
-                x.fill_(NAN)
-
-    def end(self, x: torch.Tensor, span: Span | None) -> None:
-        """From here on, the memory of `x` may not be touched."""
-        self.freed[storage_of(x)] = span
-
-    def issue(self, run: Callable[[], object], touches: Parts, *, timed: bool = True) -> None:
-        """Adds a task to the current stream."""
-        stream = self.current
-        stream.tail = [self.task(stream.label, run, touches, timed).follow(stream.tail)]
-
-    def task(self, lane: str, run: Callable[[], object], touches: Parts, timed: bool = True) -> Task:
-        memory = [storage_of(x) for x in touches if x is not None]
-        task = Task(self.rank, lane, len(self.tasks), run, self.statement, self.rounds, timed, memory)
-        self.tasks.append(task)
-        return task
-
-    def watch(self, task: Task) -> None:
-        """Raises where a task touches memory that was freed."""
-        ended = [self.freed[memory] for memory in task.memory if memory in self.freed]
-        if not ended:
-            return
-        span, where = self.where(task)
-        if task.statement is None:
-            raise error(
-                f"{where}: its memory was freed before the outputs were read",
-                ended[0],
-                expected="no output to look at what is freed",
-            )
-        raise error(
-            f"{where}: its memory was freed before it ran",
-            span,
-            expected="the free to follow all uses, and streams that use it to be joined first",
-            notes=((ended[0], "freed here"),),
-        )
-
-    def where(self, task: Task) -> tuple[Span | None, str]:
-        """Which rank, statement and round a task belongs to."""
-        if task.statement is None:
-            return None, f"rank {self.rank}, caller"
-        rounds = f" in round {', '.join(map(str, task.rounds))}" if task.rounds else ""
-        return task.statement.span, f"rank {self.rank}, '{format_statement(task.statement, self.program)}'{rounds}"
-
-    def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
-        """An error of the statement that is being planned."""
-        span, where = self.where(Task(statement=self.statement, rounds=self.rounds))
-        return error(f"{where}: {message}", span, expected=expected, hint=hint)
-
-    # What statements ask for: the methods of `hostir.ir.machine.Machine` ---------------------------------------------
-    def allocate(self, shape: tuple[int, ...], dtype: DType) -> torch.Tensor:
-        return torch.full(shape, NAN, dtype=torch_dtype(dtype))
-
-    def free(self, x: torch.Tensor) -> None:
-        self.issue(partial(self.end, x, self.statement.span if self.statement else None), (x,), timed=False)
-
-    def select(self, x: torch.Tensor, axis: int, index: int) -> torch.Tensor:
-        return x.select(axis, index)
-
-    def chunk(self, x: torch.Tensor, axis: int, outer: int, count: int, index: int) -> torch.Tensor:
-        if outer != 1:
-            raise self.fail("a rank's part is cut from its outermost block on", expected="1 block outside the pieces")
-        extent = x.shape[axis] // count
-        return x.narrow(axis, index * extent, extent)
-
-    def reshape(self, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        try:
-            return x.view(shape)
-        except RuntimeError:
-            raise self.fail(f"no view of {_layout(x)} has shape {list(shape)}", hint="copy it first") from None
-
-    def permute(self, x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-        return x.permute(axes)
-
-    def compute(
-        self, kind: str, out: torch.Tensor, operands: Sequence[torch.Tensor | None], options: Mapping[str, Any]
-    ) -> None:
-        self.issue(partial(self.kernels[kind], out, *operands, **options), (out, *operands))
-
-    def communicate(self, exchange: Exchange, x: torch.Tensor | None, out: torch.Tensor | None) -> Task:
-        for does, tensor in (("reads", x), ("writes", out)):
-            if tensor is not None and not tensor.is_contiguous():
-                raise self.fail(f"it {does} {_layout(tensor)}", expected="a dense tensor", hint="copy it first")
-        part = Part(exchange, x, out, self.current.tail, partial(self.task, f"communication {len(self.tasks)}"))
-        if earlier := self.parts.setdefault(exchange.team, []):
-            # A team starts in order; what has ended is known to those who wait for it, and to nobody else.
-            part.take.follow([earlier[-1].take])
-            part.earlier = earlier[-1]
-        self.parts[exchange.team].append(part)
-        return part.give
-
-    def wait(self, handle: Task) -> None:
-        self.current.wait([handle])
-
-    def current_stream(self) -> Stream:
-        return self.current
-
-    def set_stream(self, stream: Stream | int) -> None:
-        self.current = self._stream(stream)
-
-    def synchronize(self, stream: Stream | int) -> None:
-        self.current.wait(self._stream(stream).tail)
-
-    def delay(self, microseconds: int) -> None:
-        """It orders nothing: the scheduler may already run anything first."""
-
-    def _stream(self, stream: Stream | int) -> Stream:
-        if isinstance(stream, Stream):
-            return stream
-        if not 0 <= stream < len(self.pool):
-            hint = f"write 'streams {stream + 1}' behind the program's outputs" if stream > 0 else ""
-            raise self.fail(f"there is no stream {stream}", expected=f"an index below {len(self.pool)}", hint=hint)
-        return self.pool[stream]
-
-
-def storage_of(x: torch.Tensor) -> int:
-    """Which memory a tensor lies in. Tensors without elements share none, each by its own id."""
-    return x.untyped_storage().data_ptr() or id(x)
-
-
-def _layout(x: torch.Tensor) -> str:
-    return f"shape {list(x.shape)} with strides {list(x.stride())}"
+Inputs = Sequence[torch.Tensor | Parts]  # of one call: whole tensors, or of each input what every rank holds
 
 
 class LocalMachine:
     """Simulated ranks, one for each of `programs`, which are mostly one and the same.
 
-    First every rank plans (`ranks[r].plan(sizes, inputs)`), then `run` executes.
+    First every rank plans each call (`ranks[r].plan(sizes, inputs)`), then `run` executes all calls, again and again.
     """
 
     def __init__(self, programs: Sequence[Program], kernels: str = "auto") -> None:
         table = kernel_table(kernels, "cpu")
-        self.ranks = [RankMachine(rank, program, table) for rank, program in enumerate(programs)]
+        self.memory = Memory()
+        self.symmetric = Symmetric(self.memory)
+        self.ranks = [
+            RankMachine(rank, program, table, self.memory, self.symmetric) for rank, program in enumerate(programs)
+        ]
+        self.tasks: list[Task] = []  # once the ranks' sides have met
+        self.delays: list[Task] = []  # those that it pays to hold back, in the order in which seeds do
+        self.ran: list[Task] = []  # in the last run
 
-    def run(self, seed: int = 0) -> list[Parts]:
-        """Executes what was planned, once; returns each rank's outputs. Seed 0 is program order, others are random.
+    @torch.no_grad()
+    def run(self, seed: int = 0, *, watch: bool = False) -> list[list[Parts]]:
+        """Executes what was planned, from the beginning; returns `outputs[call][output][rank]`.
 
-        Raises HostIRError, naming ranks and statements, where ranks differ in the communications they issue, where a
-        statement raises, and where all ranks wait for each other.
+        Seed 0 is program order, others are random. With `watch`, two unordered accesses to one element, of which one
+        writes, are an error whatever they lead to, and so is a read of what nobody wrote.
+
+        Raises HostIRError, naming ranks and statements, where ranks differ in what they issue together, where a
+        statement raises, where all that is left waits for each other, and for what `watch` sees.
         """
-        joints = match([rank.parts for rank in self.ranks], self.where)
-        tasks = [task for rank in self.ranks for task in rank.tasks]
+        if not self.tasks:
+            self._meet()
+        self.memory.reset()
+        self.symmetric.reset()
+        for rank in self.ranks:
+            rank.processors.reset()
+        watching = Watch(self.tasks, self.memory, self.where) if watch else None
+        freed = self.memory.freed
+
+        def before(task: Task) -> None:
+            if freed and not freed.keys().isdisjoint(task.memory):
+                raise self.ranks[task.rank].late(task)
+            if watching is not None:
+                watching.runs(task)
+
+        order = random_order(seed, self.delays) if seed else program_order
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # the tasks of simulated ranks are small: waking threads would cost more than it gains
+        if threads > 1:  # the tasks of simulated ranks are small: waking threads would cost more than it gains
+            torch.set_num_threads(1)
         try:
-            execute([*tasks, *joints], program_order if seed == 0 else random_order(seed), self._watch, self._failed)
+            self.ran = execute(self.tasks, order, before, self._failed)
         finally:
-            torch.set_num_threads(threads)
-        if any(task.blockers for task in tasks):
+            if threads > 1:
+                torch.set_num_threads(threads)
+        if len(self.ran) < len(self.tasks):
             raise self._deadlock()
-        return [rank.outputs for rank in self.ranks]
+        if watching is not None:
+            watching.finish()
+        calls = zip(*(rank.outputs for rank in self.ranks), strict=True)
+        return [[list(parts) for parts in zip(*outputs, strict=True)] for outputs in calls]
 
     def where(self, task: Task) -> tuple[Span | None, str]:
+        """Which rank, statement, round and call a task belongs to."""
         return self.ranks[task.rank].where(task)
 
     def record(self, trace: Trace) -> None:
         """Adds what ran to a trace, as if every stream and every team had a processor of its own."""
-        for rank in self.ranks:
-            sides = {id(p.give): (p, team) for team, parts in rank.parts.items() for p in parts}
-            takes = {id(p.take) for p, _ in sides.values()}
-            for task in rank.tasks:
-                if task.statement is None or not task.timed or id(task) in takes:
-                    continue
-                lane, start, text = task.lane, task.start, format_statement(task.statement, rank.program)
-                if id(task) in sides:
-                    part, team = sides[id(task)]
-                    start, lane = part.take.start, "communication"
-                    if len(rank.parts) > 1:
-                        lane += f" ({' '.join(map(str, team))})"
-                trace.add(rank.rank, lane, text, start, task.end, task.rounds)
+        at = times(self.ran)
+        for task in (task for rank in self.ranks for task in rank.tasks if task.since is not None):
+            rank = self.ranks[task.rank]
+            assert task.statement is not None
+            assert task.since is not None
+            lane = task.lane
+            if task.team:
+                several = len({*rank.parts, *rank.messages}) > 1
+                lane = f"communication ({' '.join(map(str, task.team))})" if several else "communication"
+            text = format_statement(task.statement, rank.program)
+            trace.add(task.rank, lane, text, at[task.since][0], at[task][1], task.rounds)
 
-    def _watch(self, task: Task) -> None:
-        self.ranks[task.rank].watch(task)
+    def _meet(self) -> None:
+        """Joins what the ranks do together, once all of them have planned."""
+        ranks = self.ranks
+        self.symmetric.check(self.where)
+        joints = match([rank.parts for rank in ranks], self.where)
+        joints += meet([rank.barriers for rank in ranks], self.where)
+        for team in dict.fromkeys(team for rank in ranks for team in rank.messages):
+            pair([rank.messages.get(team, []) for rank in ranks], self.where)
+        own = [task for rank in ranks for task in rank.tasks]
+        self.tasks = [*own, *joints]
+        acts = [task for task in own if task.run is not None]
+        shuffled = Random(0).sample(acts, len(acts))
+        last = max(task.call for task in acts)
+        self.delays = sorted(shuffled, key=lambda task: task.call == last)  # the last call has nothing behind it
 
     def _failed(self, task: Task, problem: Exception) -> Exception:
         span, where = self.where(task)
         return error(f"{where}: {type(problem).__name__}: {problem}", span)
 
     def _deadlock(self) -> HostIRError:
-        stuck = [next((t for t in rank.tasks if t.blockers), None) for rank in self.ranks]
+        """What every rank stands before: gates that stay closed, or else the first that did not run."""
+        notes = []
+        ran = set(self.ran)
+        for rank in self.ranks:
+            left = [task for task in rank.tasks if task not in ran]
+            stuck = [task for task in left if not task.blockers] or left[:1]
+            notes += [self._stuck(task) for task in stuck]
         return HostIRError(
             Diagnostic(
                 "deadlock: ranks wait for each other",
-                expected="every rank to issue the communications of different teams in orders that agree",
-                notes=tuple(self.where(task) for task in stuck if task is not None),
+                expected="every communication, barrier and signal to start without what waits for it",
+                notes=tuple(dict.fromkeys(notes)),
             )
         )
 
+    def _stuck(self, task: Task) -> tuple[Span | None, str]:
+        span, where = self.where(task)
+        if task.blockers:
+            return span, where
+        if isinstance(task.gate, Flag):
+            return span, f"{where}: no signal reaches epoch {task.epoch[1]}"
+        holder = self.ranks[task.rank].processors.holder
+        assert holder is not None
+        return span, f"{where}: the SMs are held by {self.where(holder)[1]}"
 
-@torch.no_grad()
-def run_local(
+
+def rehearse(
+    program: Program, calls: Sequence[Inputs], sizes: Mapping[str, int] | None = None, kernels: str = "auto"
+) -> LocalMachine:
+    """Plans calls of a host program that follow each other with nothing in between; `run(seed)` executes them.
+
+    Args:
+        program: a host program that checks.
+        calls: the inputs of each call: whole CPU tensors, or for each input what every rank holds (None where it holds
+            none). The caller's memory is the same in every call, so shapes are too.
+        sizes: of symbols that do not follow from the inputs' shapes.
+        kernels: what computes: `auto`, `aten`, or `triton` (under TRITON_INTERPRET=1).
+
+    Raises HostIRError for inputs that do not fit, and for a statement that cannot be planned.
+    """
+    if program.phase is not Phase.HOST:
+        raise error(f"@{program.name} is a fusion", expected="a host program", hint="lower it first")
+    machine = LocalMachine([program] * program.ranks, kernels)
+    bound: dict[str, int] = {}
+    for number, inputs in enumerate(calls):
+        parts, found = _distribute(program, inputs, sizes or {})
+        if number and found != bound:
+            raise error(f"call {number + 1} of @{program.name} has other sizes", expected=f"those of call 1, {bound}")
+        bound = found
+        for rank in machine.ranks:
+            rank.plan(bound, [part[rank.rank] for part in parts])
+    return machine
+
+
+def run_calls(
     program: Program,
-    inputs: Sequence[torch.Tensor | Parts],
+    calls: Sequence[Inputs],
     sizes: Mapping[str, int] | None = None,
     *,
     seed: int = 0,
     kernels: str = "auto",
+    watch: bool = False,
     trace: Trace | None = None,
-) -> list[Parts]:
-    """Runs a host program on as many simulated ranks as its meshes name.
+) -> list[list[Parts]]:
+    """Runs calls of a host program one after another, on as many simulated ranks as its meshes name.
+
+    After a call the caller reads the outputs and overwrites inputs and outputs; then it writes the next call's inputs.
+    Nothing else lies between: streams, teams, flags and symmetric buffers go on.
 
     Args:
-        program: a host program that checks.
-        inputs: whole CPU tensors, or for each input what every rank holds (None where it holds none).
-        sizes: of symbols that do not follow from the inputs' shapes.
+        program, calls, sizes, kernels: as of `rehearse`.
         seed: of the order: 0 is program order, any other number some order that the memory model allows.
-        kernels: what computes: `auto`, `aten`, or `triton` (under TRITON_INTERPRET=1).
+        watch: whether to raise for unordered accesses and reads of what nobody wrote, as `LocalMachine.run` says.
         trace: gets an event for each statement that ran.
 
     Returns:
-        For each output what every rank holds, `outputs[i][rank]`.
+        For each call and output what every rank holds, `outputs[call][i][rank]`.
 
     Raises HostIRError for inputs that do not fit and for a program that cannot run, as `LocalMachine.run` says.
     """
-    if program.phase is not Phase.HOST:
-        raise error(f"@{program.name} is a fusion", expected="a host program", hint="lower it first")
-    parts, bound = _distribute(program, inputs, sizes or {})
-    machine = LocalMachine([program] * program.ranks, kernels)
-    for rank in machine.ranks:
-        rank.plan(bound, [part[rank.rank] for part in parts])
-    outputs = machine.run(seed)
+    machine = rehearse(program, calls, sizes, kernels)
+    outputs = machine.run(seed, watch=watch)
     if trace is not None:
         machine.record(trace)
-    return [list(parts) for parts in zip(*outputs, strict=True)]
+    return outputs
+
+
+def run_local(
+    program: Program,
+    inputs: Inputs,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    seed: int = 0,
+    kernels: str = "auto",
+    watch: bool = False,
+    trace: Trace | None = None,
+) -> list[Parts]:
+    """One call of `run_calls`: for each output what every rank holds, `outputs[i][rank]`."""
+    (outputs,) = run_calls(program, [inputs], sizes, seed=seed, kernels=kernels, watch=watch, trace=trace)
+    return outputs
 
 
 def run_whole(
@@ -306,17 +236,16 @@ def run_whole(
     *,
     seed: int = 0,
     kernels: str = "auto",
+    watch: bool = False,
     trace: Trace | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """As `run_local`, from whole tensors to whole tensors; raises HostIRError where copies of an output differ."""
     bound = bind_sizes(program, inputs, sizes)
-    outputs = run_local(program, inputs, bound, seed=seed, kernels=kernels, trace=trace)
+    outputs = run_local(program, inputs, bound, seed=seed, kernels=kernels, watch=watch, trace=trace)
     return tuple(assemble(parts, v.tensor, bound) for v, parts in zip(program.outputs, outputs, strict=True))
 
 
-def _distribute(
-    program: Program, inputs: Sequence[torch.Tensor | Parts], given: Mapping[str, int]
-) -> tuple[list[Parts], dict[str, int]]:
+def _distribute(program: Program, inputs: Inputs, given: Mapping[str, int]) -> tuple[list[Parts], dict[str, int]]:
     """What every rank holds of each input, and the sizes."""
     ranks = range(program.ranks)
     whole = [x for x in inputs if isinstance(x, torch.Tensor)]

@@ -15,6 +15,7 @@ import torch
 
 from hostir.ir.comm_ops import Communication
 from hostir.ir.op import Statement
+from hostir.ir.p2p_ops import Message
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels.table import Kernel
@@ -94,11 +95,16 @@ class Collective(Op):
 
 @dataclass(frozen=True)
 class Messages(Op):
-    """Pieces to and from other ranks: pairs of a register and a rank."""
+    """Pieces to and from other ranks: pairs of a register and a rank.
+
+    Where it is `collective`, it is one rank's side of a transfer between meshes, and has its turn among the collectives
+    of the team. Else it has it among this rank's own messages, which collectives neither wait for nor keep waiting.
+    """
 
     team: tuple[int, ...]
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int], ...]
+    collective: bool
     handle: int
 
 
@@ -164,7 +170,7 @@ class Recording:
 
 # Teams ------------------------------------------------------------------------------------------------------------
 def teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
-    """The members, in ascending order, of every team of two ranks or more, in the order of the program.
+    """The members, in ascending order, of every team of two ranks or more that communicates, in program order.
 
     The same on every rank: what must be made for a team is made in this order everywhere.
     """
@@ -175,6 +181,12 @@ def teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
         devices = sorted({device for mesh in statement.meshes if mesh for device in mesh.devices})
         found.update((tuple(sorted(statement.exchange(device).team)), None) for device in devices)
     return tuple(team for team in found if len(team) > 1)
+
+
+def message_teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
+    """As `teams_of`, for the teams whose ranks send each other messages."""
+    teams = (team for statement in program.walk() if isinstance(statement, Message) for team in statement.teams)
+    return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
 
 
 # Binding ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.ir.types import DType
+from hostir.runtime.messages import KINDS
 from hostir.runtime.plan import (
     CALLER,
     NONE,
@@ -92,6 +93,7 @@ class Recorder(Observer):
         self.metas: dict[int, torch.Tensor] = {}
         self.views: dict[tuple[Any, ...], int] = {}
         self.marked: set[int] = set()  # handles of Marks that another stream waits for
+        self.alone: Flight | None = None  # the latest message of this rank to itself, in a team of one
 
     def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
         self.place = Place(statement, rounds)
@@ -121,7 +123,9 @@ class Recorder(Observer):
         return parts
 
     # The machine protocol -----------------------------------------------------------------------------------------
-    def allocate(self, shape: tuple[int, ...], dtype: DType) -> Part:
+    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Part:
+        if symmetric:
+            raise self.simulated()
         return self.dense(shape, torch_dtype(dtype))
 
     def free(self, x: Part) -> None:
@@ -146,6 +150,8 @@ class Recorder(Observer):
         return Part(x.buffer, x.meta.permute(axes))
 
     def compute(self, kind: str, out: Part, operands: Sequence[Part | None], options: Mapping[str, Any]) -> None:
+        if "ready" in options:
+            raise self.simulated(" ... ready")
         registers = tuple(map(self.register, operands))
         self.emit(Compute, kind=kind, out=self.register(out), operands=registers, options=options)
 
@@ -158,7 +164,7 @@ class Recorder(Observer):
         if exchange.kind not in COLLECTIVES:
             return self.messages(exchange, x, out)
         if len(exchange.team) == 1 or exchange.kind == "allreduce":
-            self.copy(x, out)
+            self.copy_here(x, out)
         if len(exchange.team) == 1:
             return self.start(Mark)
         source = self.register(out if exchange.kind == "allreduce" else x)
@@ -167,11 +173,7 @@ class Recorder(Observer):
     def wait(self, handle: Flight | None) -> None:
         assert handle is not None
         handle.waited = True
-        if not isinstance(handle.op, Mark):
-            self.emit(Wait, handle=handle.handle)
-        elif handle.op.stream != self.stream:
-            self.marked.add(handle.handle)
-            self.emit(Wait, handle=handle.handle)
+        self.follow(handle)
 
     def current_stream(self) -> Stream:
         return Stream(self.stream)
@@ -186,6 +188,23 @@ class Recorder(Observer):
 
     def delay(self, microseconds: int) -> None:
         self.emit(Delay, microseconds=microseconds)
+
+    def copy(self, x: Part, out: Part, source: int, target: int) -> None:
+        raise self.simulated()
+
+    def signal(self, flags: Part, slot: int, epoch: int, peer: int) -> None:
+        raise self.simulated()
+
+    def wait_signal(self, flags: Part, slot: int, epoch: int) -> None:
+        raise self.simulated()
+
+    def barrier(self, team: tuple[int, ...]) -> None:
+        raise self.simulated()
+
+    def simulated(self, option: str = "") -> HostIRError:
+        """An error for a statement that no real machine carries out yet."""
+        what = self.place.statement.keyword() + option
+        return self.fail(f"'{what}' runs on simulated ranks only so far", hint="run without torchrun")
 
     # How it takes them --------------------------------------------------------------------------------------------
     def emit(self, op: type[Op], /, **fields: Any) -> Op:
@@ -250,24 +269,40 @@ class Recorder(Observer):
         self.flights.append(Flight(handle, self.emit(op, handle=handle, **fields)))
         return self.flights[-1]
 
-    def copy(self, x: Part | None, out: Part | None) -> None:
+    def follow(self, handle: Flight) -> None:
+        """The current stream goes on after a communication."""
+        if not isinstance(handle.op, Mark):
+            self.emit(Wait, handle=handle.handle)
+        elif handle.op.stream != self.stream:
+            self.marked.add(handle.handle)
+            self.emit(Wait, handle=handle.handle)
+
+    def copy_here(self, x: Part | None, out: Part | None) -> None:
         """A copy between dense tensors of equal size, nothing where they are the same memory."""
         source, target = self.register(self.block(x, 0, 1)), self.register(self.block(out, 0, 1))
         if source != target:
             self.emit(Compute, kind="copy", out=target, operands=(source,), options={})
 
     def messages(self, exchange: Exchange, x: Part | None, out: Part | None) -> Flight:
+        collective, alone = exchange.kind not in KINDS, len(exchange.team) == 1
+        if alone and not collective and self.alone is not None:  # messages run one after another
+            self.follow(self.alone)
         sends, receives = [], []
         for move in exchange.moves:
-            if move.source == move.target:
-                self.copy(self.block(x, *move.take), self.block(out, *move.put))
-            elif move.source == self.rank:
+            if move.source == move.target and (collective or alone):
+                self.copy_here(self.block(x, *move.take), self.block(out, *move.put))
+                continue
+            if move.source == self.rank:
                 sends.append((self.register(self.block(x, *move.take)), move.target))
-            else:
+            if move.target == self.rank:
                 receives.append((self.register(self.block(out, *move.put)), move.source))
-        if not sends and not receives:
-            return self.start(Mark)
-        return self.start(Messages, team=exchange.team, sends=tuple(sends), receives=tuple(receives))
+        if sends or receives:
+            pieces = {"sends": tuple(sends), "receives": tuple(receives)}
+            return self.start(Messages, team=exchange.team, **pieces, collective=collective)
+        flight = self.start(Mark)
+        if not collective:
+            self.alone = flight
+        return flight
 
     def block(self, x: Part | None, index: int, count: int) -> Part:
         assert x is not None

@@ -15,6 +15,7 @@ import torch
 from hostir.ir.interpret import interpret
 from hostir.ir.machine import Exchange
 from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, error
 from hostir.ir.types import DType
 from hostir.runtime.kernels.aten import KERNELS
 from hostir.runtime.sharding import bind_sizes, torch_dtype
@@ -73,7 +74,9 @@ class Reference:
         self.dtype = dtype
         self.device = device
 
-    def allocate(self, shape: tuple[int, ...], dtype: DType) -> Whole:
+    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Whole:
+        if symmetric:
+            raise _no_ranks()
         return Whole(torch.full(shape, float("nan"), dtype=self.dtype or torch_dtype(dtype), device=self.device))
 
     def free(self, x: Handle) -> None:
@@ -123,6 +126,23 @@ class Reference:
 
     def delay(self, microseconds: int) -> None:
         """Nothing else wants to run."""
+
+    def copy(self, x: Handle, out: Handle, source: int, target: int) -> None:
+        raise _no_ranks()
+
+    def signal(self, flags: Handle, slot: int, epoch: int, peer: int) -> None:
+        raise _no_ranks()
+
+    def wait_signal(self, flags: Handle, slot: int, epoch: int) -> None:
+        raise _no_ranks()
+
+    def barrier(self, team: tuple[int, ...]) -> None:
+        raise _no_ranks()
+
+
+def _no_ranks() -> HostIRError:
+    """What statements that name ranks refuse before they get here."""
+    return error("whole tensors have no ranks", hint="run the program on simulated or real ranks")
 
 
 @torch.no_grad()

@@ -12,10 +12,10 @@ from hostir.ir.program import Program
 from hostir.ir.sizes import Size
 from hostir.ir.source import error
 from hostir.ir.tensor_ops import Linear, Matmul
-from hostir.ir.types import DType, Factor, Mesh, TensorType, bind_shape
+from hostir.ir.types import FLAG, DType, Factor, Mesh, TensorType, bind_shape
 from hostir.ir.values import Value
 
-TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, FLAG.name: torch.int32}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -4,44 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from random import Random
 from time import perf_counter
 
+import torch
+
 from hostir.ir.op import Statement
+
+Views = tuple[torch.Tensor, ...]
+Epoch = tuple[int, int]  # which call, and the epoch counted from its start
 
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """Something that one rank does at one moment: `run`, once every task it follows has run.
+    """Something that one rank does at one moment: `run`, once every task it follows has run and its gate is open.
 
     Fields:
-        lane: the stream, or one of its own for what is on none.
+        lane: what it stands in line with: its stream, or something of its own for what is on none.
         order: how much its rank issued before it.
-        statement, rounds: what it comes from, None where the program's text has no such statement.
-        timed: whether a real machine does it, in time that a trace should show.
-        memory: the storages it touches.
-        start, end: when it would run, in seconds, if every lane had a processor of its own.
+        statement, rounds, call: what it comes from; no statement where the program's text has none.
+        stream: the label of the stream that was current, or where the caller stands.
+        run: None for a moment that only orders others.
+        reads, writes: the views that it touches, of whatever rank; `memory`: their storages.
+        gate: what it stands before, besides the tasks that it follows.
+        turns: the gate that may open or close when it runs.
+        epoch: what the flag that is its gate must reach, or what it sets the flag that it turns to.
+        team: of a communication.
+        since: where the bar in a trace begins that ends with this task; None: nothing is drawn.
+        timed: whether a real machine takes time for it.
+        alone: what delays it on real wires, though nothing orders the two.
+        needs, blockers: how many tasks it follows, and how many of them have not run.
+        seconds: how long it took.
     """
 
     rank: int = 0
     lane: str = ""
     order: int = 0
-    run: Callable[[], object] | None = None
     statement: Statement | None = None
     rounds: tuple[int, ...] = ()
+    call: int = 0
+    stream: str = ""
+    run: Callable[[], object] | None = None
+    reads: Views = ()
+    writes: Views = ()
+    memory: tuple[int, ...] = ()
+    gate: Gate | None = None
+    turns: Gate | None = None
+    epoch: Epoch = (0, 0)
+    team: tuple[int, ...] = ()
+    since: Task | None = None
     timed: bool = False
-    memory: Sequence[int] = ()
+    alone: Task | None = None
     followers: list[Task] = field(default_factory=list, repr=False)
+    needs: int = 0
     blockers: int = 0
-    start: float = 0.0
-    end: float = 0.0
+    seconds: float = 0.0
 
     def follow(self, others: Iterable[Task]) -> Task:
         """Adds an edge from each of `others`; returns the task."""
         for other in others:
             other.followers.append(self)
-            self.blockers += 1
+            self.needs += 1
         return self
 
 
@@ -50,7 +74,71 @@ def join(tasks: Iterable[Task]) -> Task:
     return Task().follow(tasks)
 
 
+# Gates ------------------------------------------------------------------------------------------------------------
+class Gate:
+    """What lets tasks pass only while it is open. A task that comes too early is parked until the gate turns."""
+
+    def __init__(self) -> None:
+        self.parked: list[Task] = []
+
+    def open(self, task: Task) -> bool:
+        raise AssertionError(type(self).__name__)
+
+    def admits(self, task: Task) -> bool:
+        """Whether the task may run now; if not, it is parked."""
+        if self.open(task):
+            return True
+        self.parked.append(task)
+        return False
+
+    def released(self) -> list[Task]:
+        """The tasks that should try again."""
+        parked, self.parked = self.parked, []
+        return parked
+
+    def reset(self) -> None:
+        self.parked = []
+
+
+class Flag(Gate):
+    """What signals set. Whoever waits passes while it stands at the epoch or above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signals: list[Task] = []  # of this run, as they came
+
+    def open(self, task: Task) -> bool:
+        return bool(self.signals) and self.signals[-1].epoch >= task.epoch
+
+    def set(self, signal: Task) -> None:
+        self.signals.append(signal)
+
+    def reset(self) -> None:
+        super().reset()
+        self.signals = []
+
+
+class Processors(Gate):
+    """The SMs of a rank: a kernel may hold them all, and no other begins until it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder: Task | None = None
+
+    def open(self, task: Task) -> bool:
+        return self.holder is None
+
+    def take(self, holder: Task | None) -> None:
+        self.holder = holder
+
+    def reset(self) -> None:
+        super().reset()
+        self.holder = None
+
+
+# Orders -----------------------------------------------------------------------------------------------------------
 Order = Callable[[Task], float]  # which task of those that may run goes first: the one with the least number
+LAST = 2.0  # behind every random number
 
 
 def program_order(task: Task) -> float:
@@ -58,53 +146,105 @@ def program_order(task: Task) -> float:
     return task.order + task.rank * 1e-6
 
 
-def random_order(seed: int) -> Order:
-    """Strict random priorities of lanes, which change rarely, sometimes or often, as the seed has it.
+def random_order(seed: int, tasks: Sequence[Task]) -> Order:
+    """An order in which what is missing hurts; every legal order has a chance.
 
+    Lanes have strict random priorities, which never change, or seldom, or often, or at every step, as the seed has it.
     Where they do not change, a lane starves until it alone can run. That makes orders likely that fair choices hardly
     ever give, such as a whole stream running before the first collective (the idea of probabilistic concurrency
     testing: Burckhardt et al., ASPLOS 2010).
+
+    Every other seed also holds one task back, and with it all that follows, until nothing else can run: whatever is
+    not ordered behind that task overtakes it. Consecutive seeds hold back one after another of `tasks`.
     """
     random = Random(seed)
-    change = random.choice((0.0, 0.1, 0.5))
+    change = random.choice((0.0, 0.1, 0.5, 1.0))
+    draw = random.random
+    late = tasks[seed // 2 % len(tasks)] if tasks and seed % 2 == 0 else None
     priority: dict[tuple[int, str], float] = {}
 
     def order(task: Task) -> float:
+        if task is late:
+            return LAST
         lane = (task.rank, task.lane)
-        if lane not in priority or random.random() < change:
-            priority[lane] = random.random()
+        if lane not in priority or draw() < change:
+            priority[lane] = draw()
         return priority[lane]
 
     return order
 
 
+# Running ----------------------------------------------------------------------------------------------------------
 def execute(
-    tasks: Iterable[Task],
+    tasks: Sequence[Task],
     order: Order,
-    watch: Callable[[Task], None],
+    before: Callable[[Task], None],
     failed: Callable[[Task, Exception], Exception],
-) -> None:
-    """Runs tasks until none may run any more; those that are left wait for each other.
+) -> list[Task]:
+    """Runs tasks until none may run any more, and returns them as they ran; those that are left wait for each other.
 
-    `watch` sees each task before it runs, and raises where it must not; an exception of the task itself is raised as
+    `before` sees each task before it runs, and raises where it must not; an exception of the task itself is raised as
     what `failed` makes of it.
     """
-    heap = [(order(task), i, task) for i, task in enumerate(tasks) if not task.blockers]
-    heapify(heap)
-    count = len(heap)  # tells equals apart
-    while heap:
+    for task in tasks:
+        task.blockers = task.needs
+    ready = [task for task in tasks if not task.needs]
+    heap: list[tuple[float, int, Task]] = []
+    ran: list[Task] = []
+    count = 0  # tells equals apart
+    while True:
+        while ready:
+            task = ready.pop()
+            if task.run is None:
+                before(task)
+                ran.append(task)
+                ready += _unblocked(task)
+                continue
+            count += 1
+            heappush(heap, (order(task), count, task))
+        if not heap:
+            return ran
         task = heappop(heap)[-1]
-        watch(task)
-        begun = perf_counter()
-        if task.run is not None:
-            try:
-                task.run()
-            except Exception as problem:
-                raise failed(task, problem) from problem
-        task.end = task.start + (perf_counter() - begun if task.timed else 0.0)
+        if task.gate is not None and not task.gate.admits(task):
+            continue
+        before(task)
+        _run(task, failed)
+        ran.append(task)
+        ready = _unblocked(task)
+        if task.turns is not None:
+            ready += task.turns.released()
+
+
+def _run(task: Task, failed: Callable[[Task, Exception], Exception]) -> None:
+    assert task.run is not None
+    begun = perf_counter()
+    try:
+        task.run()
+    except Exception as problem:
+        raise failed(task, problem) from problem
+    task.seconds = perf_counter() - begun
+
+
+def _unblocked(task: Task) -> list[Task]:
+    """The followers that waited for this task alone."""
+    free = []
+    for follower in task.followers:
+        follower.blockers -= 1
+        if not follower.blockers:
+            free.append(follower)
+    return free
+
+
+def times(ran: Iterable[Task]) -> dict[Task, tuple[float, float]]:
+    """When each task would start and end, in seconds, if every lane had a processor of its own."""
+    starts: dict[Task, float] = {}
+    at: dict[Task, tuple[float, float]] = {}
+    for task in ran:
+        start = starts.get(task, 0.0)
+        if task.alone is not None:
+            start = max(start, at.get(task.alone, (0.0, 0.0))[1])
+        end = start + (task.seconds if task.timed else 0.0)
+        at[task] = start, end
         for follower in task.followers:
-            follower.start = max(follower.start, task.end)
-            follower.blockers -= 1
-            if not follower.blockers:
-                count += 1
-                heappush(heap, (-1.0 if follower.run is None else order(follower), count, follower))
+            starts[follower] = max(starts.get(follower, 0.0), end)
+    return at

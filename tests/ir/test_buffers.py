@@ -10,6 +10,7 @@ import torch
 
 import hostir as hi
 from hostir.ir import Value
+from hostir.ir.check import check_structure
 from hostir.ir.check.buffers import Layer, Region
 from hostir.ir.host_ops import Chunk, Select
 from hostir.ir.sizes import Size
@@ -26,7 +27,7 @@ INPUTS = "%a: f32[4, 4], %b: f32[4, 4], %p: f32[4, 4] partial(didx), %s: f32[4@d
 def findings(body: str, outputs: str = "") -> list[Diagnostic]:
     """Of a program with a buffer %c that is written first, in line 3."""
     head = f"{HEAD}program @p({INPUTS}) -> ({outputs}) streams 2 {{ %c: f32[4, 4] = allocate relu %a -> %c\n"
-    return hi.check(hi.parse(f"{head}{body}\n}}\n", "p.hir"))
+    return check_structure(hi.parse(f"{head}{body}\n}}\n", "p.hir"))
 
 
 # What a statement may overwrite -----------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ def test_a_run_stops_at_the_loop_that_never_ends(loops: str, column: int) -> Non
         f"{HEAD}program @p(%a: f32[2, N]) -> (%c) streams 1 {{\n%c: f32[2, N] = allocate\n{loops}\nrelu %a -> %c\n}}\n"
     )
     program = hi.parse(text, "p.hir")
-    assert hi.check(program) == []
+    assert check_structure(program) == []
     with pytest.raises(HostIRError, match=rf"p.hir:5:{column}: error: with this loop the program has \d+ statements"):
         run_whole(program, [torch.zeros(2, 1_000_000)])
 
@@ -232,5 +233,5 @@ def test_a_step_around_the_ring_of_pieces_leads_to_another_piece() -> None:
         "  copy %x -> %y\n  for %i in 0..4 {\n    %a = select %y[%i]\n    %b = select %y[(%i + STEP) % 4]\n"
         "    copy %a -> %b\n  }\n}\n"
     )
-    assert hi.check(hi.parse(text.replace("STEP", "1"))) == []
-    assert hi.check(hi.parse(text.replace("STEP", "4"))) != []
+    assert check_structure(hi.parse(text.replace("STEP", "1"))) == []
+    assert check_structure(hi.parse(text.replace("STEP", "4"))) != []

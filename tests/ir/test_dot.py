@@ -122,3 +122,64 @@ def test_loops_are_frames_and_braces_balance() -> None:
 
 def test_the_text_is_the_same_every_time() -> None:
     assert to_dot(hi.parse(PIPELINE)) == to_dot(hi.parse(PIPELINE))
+
+
+RANKS = """hostir 1
+mesh @mesh [didx] = 0 1
+program @ranks(%a: f32[4@didx, 8], %b: f32[8, 3]) -> (%c) streams 1 {
+  %user = current_stream
+  %full: f32[4, 8] = allocate_symmetric
+  %arrived: flag[2] = allocate_symmetric
+  %c: f32[4, 3] = allocate
+  %t: f32[4@didx, 8] = allocate
+  %r = rank of %a over didx
+  barrier of %a over didx
+  set_stream 0
+  synchronize %user
+  %mine = chunk %full[%r of 2]
+  for %i in 0..2 {
+    put %a -> %mine at %i over didx
+    signal %arrived[%r] = 1 at %i over didx
+  }
+  set_stream %user
+  matmul %full, %b -> %c ready %arrived >= 1 from %r
+  synchronize 0
+  wait_signal %arrived[0] >= 1
+  if %r == 0 {
+    %sent = send %a to 1 over didx
+    wait %sent
+  }
+  if %r == 1 {
+    %h = recv %t from 0 over didx
+    wait %h
+    relu %t -> %t
+  }
+  free %t
+}
+"""
+
+
+def test_messages_copies_and_signals_are_drawn_on_their_streams() -> None:
+    g = graph(RANKS)
+    assert g.edge("put %a", "signal %arrived") == "dotted"
+    assert g.edge("barrier of %a", "synchronize %user") == "dashed"
+    assert g.edge("%a:", "put %a") == "solid"
+    assert g.edge("%a:", "%sent = send") == "solid"
+    assert g.edge("%sent = send", "wait %sent") == "dashed"
+    assert g.edge("barrier of %a", "matmul") == "dotted"
+    text = to_dot(hi.parse(RANKS))
+    assert 'label="if %r == 0"' in text
+    assert text.count("subgraph cluster_") == 3
+
+
+def test_what_waits_for_flags_follows_the_signals_that_set_them() -> None:
+    g = graph(RANKS)
+    assert g.edge("signal %arrived", "wait_signal %arrived") == "dashed"
+    assert g.edge("signal %arrived", "matmul") == "dashed"
+    assert g.edge("put %a", "matmul") == "solid"  # through the view that it wrote
+
+
+def test_what_is_received_is_there_once_it_was_waited_for() -> None:
+    g = graph(RANKS)
+    assert g.edge("%h = recv", "relu %t") is None
+    assert g.edge("wait %h", "relu %t") == "solid"

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hostir.ir import HostIRError, Program, check, parse
+from hostir.ir import HostIRError, Program, Statement, parse
+from hostir.ir.check import check_structure
 from hostir.ir.nvfuser import print_nvfuser, read_nvfuser
+from hostir.ir.nvfuser_print import Printer
+from hostir.ir.op import REGISTRY
 from tests.golden import Golden
 from tests.same_names import same_up_to_names
+from tests.statement_examples import ALONE, example_program
 
 
 def read(text: str) -> Program:
@@ -108,7 +112,7 @@ program @p(%x: f32[2@didx, 4]) -> (%z) {
 @pytest.mark.parametrize("name", HOST_PROGRAMS)
 def test_what_is_printed_reads_back_equal_up_to_names(name: str) -> None:
     program = parse(HOST_PROGRAMS[name], "test.hir")
-    assert check(program) == []
+    assert check_structure(program) == []
     text = print_nvfuser(program)
     assert same_up_to_names(read(text), program), f"{text}\n{read(text)}"
     assert print_nvfuser(read(text)) == text
@@ -136,3 +140,24 @@ def test_equality_up_to_names_sees_everything_but_names() -> None:
         ("synchronize %j\n", "set_stream %j\n"),
     ]:
         assert not same_up_to_names(program, parse(text.replace(old, new)))
+
+
+@pytest.mark.parametrize("cls", [*map(REGISTRY.__getitem__, ALONE), REGISTRY["if"]], ids=[*ALONE, "if"])
+def test_what_ranks_do_alone_has_no_spelling_and_is_refused_where_it_stands(cls: type[Statement]) -> None:
+    program = example_program(cls)
+    with pytest.raises(HostIRError, match="nvFuser's form has no spelling for '") as refused:
+        print_nvfuser(program)
+    (found,) = refused.value.diagnostics
+    assert found.span is not None
+    assert "what all ranks of a team do alike" in found.expected
+
+
+def test_a_matmul_that_waits_for_flags_is_not_printed_as_one_that_does_not() -> None:
+    program = parse(
+        "hostir 1\nmesh @m [didx] = 0 1\nprogram @p(%a: f32[4, 8], %b: f32[8, 2], %f: flag[2]) -> (%c) {\n"
+        "  %c: f32[4, 2] = allocate\n  matmul %a, %b -> %c ready %f >= 1 from 0\n}\n"
+    )
+    with pytest.raises(HostIRError, match=r"no spelling for 'matmul \.\.\. ready'"):
+        Printer(program).statement(program.body[-1])
+    with pytest.raises(HostIRError, match="no spelling for flags"):
+        print_nvfuser(program)

@@ -1,4 +1,4 @@
-"""Every statement's own example: it reads, prints back, checks, and runs the same on all machines."""
+"""Every statement's own example: it reads, prints back, checks, and runs on simulated ranks as it should."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import hostir as hi
-from hostir.ir import Phase, Statement, verify
+from hostir.ir import HostIRError, Phase, Statement, verify
 from hostir.ir.op import REGISTRY
 from hostir.runtime.local import run_whole
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs
-from tests.statement_examples import OPERAND, example_of, example_program
+from tests.statement_examples import ALONE, OPERAND, example_of, example_program
 
 every_statement = pytest.mark.parametrize("cls", REGISTRY.values(), ids=REGISTRY.keys())
 
@@ -35,15 +35,36 @@ def test_the_example_is_written_as_the_printer_writes_it(cls: type[Statement]) -
 
 
 @every_statement
-def test_the_example_checks_and_runs_alike_on_simulated_ranks_and_on_whole_tensors(cls: type[Statement]) -> None:
+def test_the_example_is_right_in_every_order(cls: type[Statement]) -> None:
+    program = example_program(cls)
+    assert [found for found in hi.check(program) if found.level == "error"] == []
+
+
+@every_statement
+def test_the_example_runs_on_simulated_ranks_as_on_whole_tensors(cls: type[Statement]) -> None:
     program = example_program(cls)
     verify(program)
     host = program if program.phase is Phase.HOST else hi.lower(program)
     inputs = random_inputs(program, {}, seed=7)
+    if cls.keyword() in ALONE:
+        expected: tuple[torch.Tensor, ...] = (ALONE[cls.keyword()][1](*[x.double() for x in inputs]),)
+    else:
+        expected = reference(program, inputs)
     for seed in range(3):
-        for got, expected in zip(run_whole(host, inputs, seed=seed), reference(program, inputs), strict=True):
+        for got, exact in zip(run_whole(host, inputs, seed=seed), expected, strict=True):
             tolerance = 2 * torch.finfo(got.dtype).eps * 64**0.5
-            torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("keyword", ALONE)
+def test_whole_tensors_refuse_the_first_statement_that_names_a_rank(keyword: str) -> None:
+    program = example_program(REGISTRY[keyword])
+    with pytest.raises(HostIRError, match="whole tensors have no ranks") as refused:
+        reference(program, random_inputs(program, {}))
+    (found,) = refused.value.diagnostics
+    assert found.span is not None
+    named = [s for s in program.walk() if s.keyword() in ALONE]
+    assert found.span == named[0].span
 
 
 def test_a_keyword_names_one_statement() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import hostir as hi
-from hostir.ir import HostIRError, check, verify
+from hostir.ir import HostIRError, verify
+from hostir.ir.check import check_structure
 from hostir.ir.sizes import Size
 from hostir.ir.source import Diagnostic
 
@@ -15,7 +16,7 @@ INPUTS = "%a: f32[4@didx, 8], %b: f32[4, 8], %p: f32[4, 8] partial(didx)"
 
 def findings(body: str, outputs: str = "", phase: str = "program", inputs: str = INPUTS) -> list[Diagnostic]:
     try:
-        return hi.check(hi.parse(f"{HEAD}{phase} @p({inputs}) -> ({outputs}) {{\n{body}\n}}\n", "p.hir"))
+        return check_structure(hi.parse(f"{HEAD}{phase} @p({inputs}) -> ({outputs}) {{\n{body}\n}}\n", "p.hir"))
     except HostIRError as wrong:  # where the type of a result must be inferred, reading finds it
         return list(wrong.diagnostics)
 
@@ -118,8 +119,8 @@ def test_all_findings_come_at_once_in_program_order() -> None:
 def test_before_it_is_settled_a_fusion_may_lie_otherwise_than_its_statements_give() -> None:
     text = f"{HEAD}fusion @f(%a: f32[4@didx, 8], %b: f32[4, 8]) -> (%c) {{\n%c: f32[4, 8@didx] = add %a, %b\n}}\n"
     program = hi.parse(text)
-    assert check(program) == []
-    assert check(program, settled=True) != []
+    assert check_structure(program) == []
+    assert check_structure(program, settled=True) != []
 
 
 def test_a_division_by_a_literal_zero_is_a_finding() -> None:
@@ -133,7 +134,7 @@ def test_a_division_by_a_literal_zero_is_a_finding() -> None:
 def test_pools_and_meshes_have_limits(phase: str) -> None:
     def messages(device: int, streams: int) -> list[str]:
         text = f"hostir 1\nmesh @mesh [didx] = 0 {device}\n{phase} @p(%a: f32[4]) -> (%a) streams {streams} {{ }}\n"
-        return [d.message for d in hi.check(hi.parse(text))]
+        return [d.message for d in check_structure(hi.parse(text))]
 
     assert messages(65535, 1024) == []
     assert messages(65536, 1024) == ["mesh @mesh names device 65536"]

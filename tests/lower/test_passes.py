@@ -96,7 +96,8 @@ def test_dumped_files_are_numbered_and_feed_back_in(pattern: type, tmp_path: Pat
     assert [f.name for f in files] == [f"{final.name}-{n:02}-{name}.hir" for n, name in enumerate(["fusion", *NAMES])]
     for file in files:
         program = hi.parse(file.read_text(), str(file))
-        assert hi.check(program) == []
+        leaks = file.name < f"{final.name}-{NAMES.index('free') + 1:02}"  # what is allocated is not freed yet
+        assert [d for d in hi.check(program) if d.level == "error" or not leaks] == []
         if program.phase is Phase.FUSION:
             assert hi.lower(program) == final, file.name
     assert program == final

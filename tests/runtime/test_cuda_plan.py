@@ -81,10 +81,11 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append(("record_stream", stream.name)))
 
 
-def planned(program: Program, rank: int = 0) -> tuple[CudaPlan, list[torch.Tensor | None]]:
+def planned(program: Program, rank: int = 0, messages: bool = False) -> tuple[CudaPlan, list[torch.Tensor | None]]:
+    """`messages`: whether there are groups for messages, and no others."""
     groups = Groups(rank, CPU)
-    groups.made = {(0, 1): Group(), (0, 1, 2, 3): Group()}
     machine = CudaMachine(CPU, program.streams, kernel_table("aten", "cpu"), groups)
+    (machine.messages if messages else groups).made = {(0, 1): Group(), (0, 1, 2, 3): Group()}
     parts = [shard(x, v.tensor, rank, {}) for x, v in zip(random_inputs(program, {}), program.inputs, strict=True)]
     return machine.plan(record(program, rank, {}, parts)), parts
 
@@ -172,6 +173,21 @@ program @p(%a: f32[8@x, 4]) -> (%c) {
     receiver, parts = planned(program, rank=2)
     receiver.run(parts)
     assert log == [("start",), ("recv", 16, 3), ("recv", 16, 1), ("end",), ("work.wait",)]
+
+
+def test_a_ranks_own_messages_go_through_groups_of_their_own() -> None:
+    program = parse("""hostir 1
+mesh @mesh [x] = 1 0
+program @p(%a: f32[8@x, 4]) -> (%c) {
+  %c: f32[8@x, 4] = allocate
+  %r = rank of %a over x
+  %h = exchange %a to 1 - %r, %c from 1 - %r over x
+  wait %h
+}
+""")
+    plan, parts = planned(program, rank=1, messages=True)
+    plan.run(parts)
+    assert log == [("start",), ("send", 16, 0), ("recv", 16, 0), ("end",), ("work.wait",)]
 
 
 def test_a_team_in_another_order_gathers_block_by_block() -> None:

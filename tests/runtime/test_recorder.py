@@ -9,7 +9,19 @@ from hostir.ir.program import Program
 from hostir.ir.text import parse
 from hostir.runtime.executor import Executor
 from hostir.runtime.lifetimes import late_streams
-from hostir.runtime.plan import CALLER, Collective, Compute, Free, Mark, Messages, Recording, View, Wait, teams_of
+from hostir.runtime.plan import (
+    CALLER,
+    Collective,
+    Compute,
+    Free,
+    Mark,
+    Messages,
+    Recording,
+    View,
+    Wait,
+    message_teams_of,
+    teams_of,
+)
 from hostir.runtime.recorder import record
 from hostir.runtime.sharding import random_inputs, shard
 from tests.runtime.small_programs import alone, pipeline, program, said
@@ -63,7 +75,8 @@ def test_a_message_within_a_rank_is_a_copy_that_other_streams_can_wait_for() -> 
     assert [type(op) for op in same.ops if isinstance(op, Messages | Mark | Wait)] == [Messages, Wait]
     lonely = program(body.format(waits=""), inputs, mesh="0")
     assert not [op for op in recording_of(lonely).ops if isinstance(op, Mark | Wait)]
-    elsewhere = program(body.format(waits="set_stream 0\n  "), inputs, mesh="0")
+    there = "%user = current_stream\n  set_stream 0\n  {}\n  set_stream %user\n  synchronize 0"
+    elsewhere = program(body.replace("{waits}wait %h", there.format("wait %h")), inputs, mesh="0")
     assert [type(op) for op in recording_of(elsewhere).ops if isinstance(op, Mark | Wait)] == [Mark, Wait]
     a = torch.randn(8, 4)
     assert torch.equal(Executor(elsewhere, machine="gloo")(a)[0], a)
@@ -102,6 +115,106 @@ def test_what_no_machine_can_do_is_refused_at_its_statement(body: str, message: 
     problem = said(lambda: recording_of(program(body, inputs, outputs="%a")))
     assert message in problem
     assert problem.startswith("p.hir:")
+
+
+# Messages ---------------------------------------------------------------------------------------------------------
+GRID = """hostir 1
+mesh @grid [dp, tp] = (0 1) (3 2)
+mesh @line [x] = 3 2
+program @p(%a: f32[8@tp, 4@dp], %l: f32[8@x] on @line) -> (%a) {
+  %r = rank of %a over tp
+  %b: f32[8@tp, 4@dp] = allocate
+  %m: f32[8@x] on @line = allocate
+  %h = exchange %a to 1 - %r, %b from 1 - %r over tp
+  wait %h
+  %q = rank of %l over x
+  if %q == 0 {
+    %s = send %l to 1 over x
+    wait %s
+  }
+  if %q == 1 {
+    %s = recv %m from 0 over x
+    wait %s
+  }
+  free %b
+  free %m
+}
+"""
+
+
+def test_messages_go_to_the_ranks_of_their_team_beside_its_collectives() -> None:
+    p = parse(GRID)
+    assert teams_of(p) == ()
+    assert message_teams_of(p) == ((0, 1), (2, 3))
+    sent = {rank: [op for op in recording_of(p, rank).ops if isinstance(op, Messages)] for rank in range(4)}
+    peers = {
+        rank: [([to for _, to in op.sends], [source for _, source in op.receives]) for op in ops]
+        for rank, ops in sent.items()
+    }
+    assert peers == {
+        0: [([1], [1])],
+        1: [([0], [0])],
+        2: [([3], [3]), ([], [3])],
+        3: [([2], [2]), ([2], [])],
+    }
+    assert not any(op.collective for ops in sent.values() for op in ops)
+    assert {op.team for op in sent[3]} == {(2, 3)}
+    between = program("%c: f32[8@didx, 4] = allocate\n  %h = scatter %a -> %c\n  wait %h", "%a: f32[8, 4]")
+    assert [op.collective for op in recording_of(between, 1).ops if isinstance(op, Messages)] == [True]
+
+
+def test_a_message_to_oneself_keeps_its_place_among_the_messages_of_a_team() -> None:
+    body = "%r = rank of %a over didx\n  %c: f32[8@didx] = allocate\n  %h = exchange %a to %r, %c from %r over didx"
+    p = program(f"{body}\n  wait %h", "%a: f32[8@didx]")
+    (message,) = (op for op in recording_of(p, 1).ops if isinstance(op, Messages))
+    assert [to for _, to in message.sends] == [source for _, source in message.receives] == [1]
+
+
+def test_messages_of_a_team_of_one_are_copies_one_after_another() -> None:
+    body = """%b: f32[4] = allocate
+  %c: f32[4] = allocate
+  %user = current_stream
+  set_stream 0
+  synchronize %user
+  %h = exchange %a to 0, %b from 0 over didx
+  set_stream %user
+  %g = exchange %b to 0, %c from 0 over didx
+  wait %g
+  wait %h
+  free %b"""
+    p = alone(body, "%a: f32[4]")
+    kinds = [type(op) for op in recording_of(p).ops if isinstance(op, Compute | Mark | Wait)]
+    assert kinds == [Compute, Mark, Wait, Compute, Wait]
+    a = torch.randn(4)
+    assert torch.equal(Executor(p, machine="gloo")(a)[0], a)
+
+
+@pytest.mark.parametrize(
+    ("body", "what", "line"),
+    [
+        ("%s: f32[4, 8] = allocate_symmetric", "allocate_symmetric", 4),
+        ("barrier of %a over didx", "barrier", 4),
+    ],
+)
+def test_what_only_simulated_ranks_can_do_is_refused_at_its_statement(body: str, what: str, line: int) -> None:
+    problem = said(lambda: recording_of(program(body, "%a: f32[4, 8]", outputs="%a")))
+    assert f"p.hir:{line}:3: error: '{what}' runs on simulated ranks only so far" in problem
+    assert "hint: run without torchrun" in problem
+    assert problem.count("error:") == 1
+
+
+def test_a_recorder_takes_no_notes_of_copies_signals_and_matmuls_that_wait() -> None:
+    text = """get %a from 0 over didx -> %c
+  put %a -> %c at 0 over didx
+  signal %f[0] = 1 at 0 over didx
+  wait_signal %f[0] >= 1
+  matmul %a, %b -> %c ready %f >= 1 from 0"""
+    p = program(text, "%a: f32[4, 4], %b: f32[4, 4], %c: f32[4, 4], %f: flag[2]", outputs="%a")
+    parts: list[torch.Tensor | None] = [torch.empty(4, 4)] * 3 + [torch.empty(2)]
+    for place, what in enumerate(["get", "put", "signal", "wait_signal", "matmul ... ready"]):
+        only = p.with_body(p.body[place : place + 1])
+        problem = said(lambda only=only: record(only, 0, {}, parts))  # type: ignore[misc]
+        assert f"p.hir:{4 + place}:3: error: '{what}' runs on simulated ranks only so far" in problem
 
 
 # Lifetimes --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.text import parse
+from hostir.ir.types import DTYPES
 from hostir.runtime import kernels
 from hostir.runtime.executor import Executor, run
 from hostir.runtime.session import joined, session
@@ -161,17 +162,67 @@ program @transfers(%whole: bf16[8, 4], %parts: bf16[8@x, 4]) -> (%b, %g, %s, %r,
   %h1 = gather %parts -> %g
   %h2 = scatter %whole -> %s
   %h3 = sendrecv %parts -> %r
+  wait %h0
   %h4 = broadcast %b -> %t
   %h5 = sendrecv %parts -> %u
   wait %h5
   wait %h3
   wait %h4
-  wait %h0
   wait %h2
   wait %h1
 }
 """
-TRANSFERS = TRANSFERS.replace("  %h4 = broadcast %b -> %t\n", "  wait %h0\n  %h4 = broadcast %b -> %t\n")
+
+
+def ring(mesh: str = RANKS) -> Program:
+    """Each part goes round the ring; a step reads what the one before it receives, which messages themselves order."""
+    n = len(mesh.split())
+    steps = [f"%p{s} = select %parts[{s}]" for s in range(n)]
+    steps += [
+        f"%h{s} = exchange %p{s} to (%r + 1) % {n}, %p{s + 1} from (%r + {n - 1}) % {n} over didx" for s in range(n - 1)
+    ]
+    steps += [f"wait %h{s}" for s in range(n - 1)]
+    body = "\n  ".join(["%r = rank of %x over didx", *steps[:1], "copy %x -> %p0", *steps[1:]])
+    return parse(f"""hostir 1
+mesh @mesh [didx] = {mesh}
+program @ring(%x: bf16[{n}@didx, M]) -> (%parts) {{
+  %parts: bf16[{n}, {n}@didx, M] = allocate
+  {body}
+}}
+""")
+
+
+def late_message(mesh: str = RANKS) -> Program:
+    """Rank 0 posts a receive, then all gather; only then rank 1 sends. And the last rank hands itself its part."""
+    n = len(mesh.split())
+    return parse(f"""hostir 1
+mesh @mesh [didx] = {mesh}
+program @late_message(%x: f32[{n}@didx, 8]) -> (%t, %g) streams 1 {{
+  %user = current_stream
+  %r = rank of %x over didx
+  %g: f32[{n}, 8] = allocate
+  %t: f32[{n}@didx, 8] = allocate
+  if %r == {n - 1} {{
+    %h = exchange %x to %r, %t from %r over didx
+    wait %h
+  }}
+  if %r / {n - 1} == 0 {{ copy %x -> %t }}
+  if %r == 0 {{
+    set_stream 0
+    synchronize %user
+    %h = recv %t from 1 over didx
+    wait %h
+    set_stream %user
+  }}
+  %all = allgather %x -> %g over didx
+  wait %all
+  if %r == 1 {{
+    %h = send %x to 0 over didx
+    wait %h
+  }}
+  synchronize 0
+}}
+""")
 
 
 # Checking ---------------------------------------------------------------------------------------------------------
@@ -226,19 +277,19 @@ def refused(function: Callable[[], object]) -> str:
 # Cases that end well ----------------------------------------------------------------------------------------------
 @case
 def all_gather() -> None:
-    for dtype in TORCH:
+    for dtype in DTYPES:
         check(ag_matmul(dtype=dtype), product, M=5)
 
 
 @case
 def all_reduce_in_place() -> None:
-    for dtype in TORCH:
+    for dtype in DTYPES:
         check(row_parallel(dtype), product_by_ranks)
 
 
 @case
 def reduce_scatter() -> None:
-    for dtype in TORCH:
+    for dtype in DTYPES:
         check(row_scattered(dtype), lambda a, b: 2 * product_by_ranks(a, b))
 
 
@@ -263,6 +314,13 @@ def two_mesh_axes() -> None:
 @case
 def transfers_between_meshes() -> None:
     check(parse(TRANSFERS), lambda whole, parts: (whole, parts, whole, parts, whole, parts))
+
+
+@case
+def messages() -> None:
+    for mesh in (RANKS, " ".join(reversed(RANKS.split()))):
+        check(ring(mesh), lambda x: (torch.stack([x.roll(step, 0) for step in range(SIZE)]),), M=40)
+        check(late_message(mesh), lambda x: (torch.cat([x[1:2], x[1:]]), x))
 
 
 @case

@@ -9,6 +9,7 @@ from fractions import Fraction
 from hostir.ir.check.indices import constant, differ
 from hostir.ir.comm_ops import AllReduce
 from hostir.ir.host_ops import Allocate, AsPartial, Chunk, FreeBuffer, Select
+from hostir.ir.onesided_ops import AllocateSymmetric, Copy
 from hostir.ir.op import Codec, Phase, Statement
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
@@ -114,6 +115,7 @@ class Buffers:
         self.inputs = {v.name for v in program.inputs}
         self.regions = {v.name: Region(v.name, (Layer.of(v.tensor),)) for v in program.inputs}
         self.written: set[str] = set()
+        self.symmetric: set[str] = set()
         self.freed: dict[str, Statement] = {}
 
     def lifetimes(self, s: Statement, outside: Collection[str]) -> Iterator[Diagnostic]:
@@ -130,10 +132,13 @@ class Buffers:
                 self.written.add(region.root)
         if isinstance(s, FreeBuffer) and (region := self.regions.get(s.x.name)):
             yield from self._free(s, region.root, outside)
-        if isinstance(s, Allocate) and isinstance(s.out.type, TensorType):
+        if isinstance(s, (Allocate, AllocateSymmetric)) and isinstance(s.out.type, TensorType):
             self.regions[s.out.name] = Region(s.out.name, (Layer.of(s.out.type),))
             self.written.discard(s.out.name)
+            self.symmetric.discard(s.out.name)
             self.freed.pop(s.out.name, None)
+        if isinstance(s, AllocateSymmetric):
+            self.symmetric.add(s.out.name)
         if isinstance(s, ViewOp) and isinstance(s.out.type, TensorType) and (region := self.regions.get(s.x.name)):
             self.regions[s.out.name] = region.seen_by(s)
 
@@ -144,15 +149,32 @@ class Buffers:
                 s.span,
                 hint="take this line out",
             )
+        elif root in self.symmetric:
+            yield Diagnostic(
+                f"{s.x} is {'' if s.x.name == root else 'a view of '}a symmetric buffer: it lasts from call to call",
+                s.span,
+                hint="take this line out",
+            )
         elif root in outside:
             yield Diagnostic(f"{s.x} would be freed in every round", s.span, hint=f"free %{root} behind the loop")
         else:
             self.freed.setdefault(root, s)
 
+    def reach(self, s: Statement) -> Iterator[Diagnostic]:
+        """Findings about a sound statement that names memory of a peer which the peer has not laid open."""
+        if not isinstance(s, Copy) or (region := self.regions.get(s.remote.name)) is None:
+            return
+        if region.root not in self.symmetric:
+            yield Diagnostic(
+                f"{s.keyword()} cannot reach {_told(s.remote, region.root)} at a peer",
+                s.span,
+                expected="a buffer of allocate_symmetric, or a view of one",
+            )
+
     def overlaps(self, s: Statement) -> Iterator[Diagnostic]:
-        """Findings about a sound statement that overwrites what it reads."""
+        """Findings about a sound statement that overwrites what it reads. A peer's memory is not this rank's."""
         out = next(s.values(Codec.WRITE), None)
-        if out is None or (target := self.regions.get(out.name)) is None:
+        if isinstance(s, Copy) or out is None or (target := self.regions.get(out.name)) is None:
             return
         for place, operand in enumerate(s.values(Codec.READ)):
             source = self.regions.get(operand.name)

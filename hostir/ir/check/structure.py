@@ -7,20 +7,21 @@ from collections.abc import Collection, Iterator
 from hostir.ir.check.buffers import Buffers
 from hostir.ir.check.indices import divisions_by_zero
 from hostir.ir.comm_ops import Reshard
-from hostir.ir.host_ops import For, Wait
+from hostir.ir.host_ops import Allocate, For, Wait
+from hostir.ir.onesided_ops import AllocateSymmetric
 from hostir.ir.op import Codec, Phase, Statement, codecs_of
 from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic, HostIRError, did_you_mean
 from hostir.ir.tensor_ops import TensorOp
-from hostir.ir.types import Kind, TensorType
-from hostir.ir.values import Value
+from hostir.ir.types import FLAG, Kind, TensorType
+from hostir.ir.values import Ref, Value, expr_values
 from hostir.ir.view_ops import ViewOp
 
 MOST_STREAMS = 1024  # in the pool of a rank; few devices tell more than a hundred apart
 MOST_RANKS = 65536
 
 
-def check(program: Program, *, settled: bool = False) -> list[Diagnostic]:
+def check_structure(program: Program, *, settled: bool = False) -> list[Diagnostic]:
     """Every structural finding, in program order; empty for a sound program.
 
     `settled` asks more of a fusion: that its shardings are propagated and every change of sharding explicit, so that
@@ -34,8 +35,8 @@ def check(program: Program, *, settled: bool = False) -> list[Diagnostic]:
 
 
 def verify(program: Program, *, settled: bool = False) -> Program:
-    """The program itself, or a HostIRError with all findings."""
-    if found := check(program, settled=settled):
+    """The program itself, or a HostIRError with all findings about its structure."""
+    if found := check_structure(program, settled=settled):
         raise HostIRError(*found)
     return program
 
@@ -54,9 +55,11 @@ class _Checker:
         yield from self.limits()
         for value in self.program.inputs:
             yield from self.define(value, None)
+            yield from self.data(value, "input")
         yield from self.block(self.program.body)
         for value in self.program.outputs:
             yield from self.known(value, None)
+            yield from self.data(value, "output")
         yield from self.buffers.freed_outputs(self.program.outputs)
         for handle, s in self.pending.items():
             yield Diagnostic(
@@ -72,27 +75,45 @@ class _Checker:
             if (device := max(mesh.devices)) >= MOST_RANKS:
                 yield Diagnostic(f"mesh @{mesh.name} names device {device}", expected=f"devices below {MOST_RANKS}")
 
-    def block(self, body: tuple[Statement, ...], outside: Collection[str] = ()) -> Iterator[Diagnostic]:
+    def data(self, value: Value, role: str) -> Iterator[Diagnostic]:
+        if _holds_flags(value):
+            yield Diagnostic(
+                f"the {role} {value} holds flags",
+                value.span,
+                expected="numbers: flags are what a program's own ranks tell each other",
+            )
+
+    def block(
+        self, body: tuple[Statement, ...], outside: Collection[str] = (), around: Statement | None = None
+    ) -> Iterator[Diagnostic]:
+        """`outside` are the names from outside the innermost loop, `around` is the innermost loop or condition."""
         """Statements in order; `outside` are the names from outside the loop that they stand in."""
         for s in body:
             if self.phase not in s.phases:
                 yield Diagnostic(f"'{s.keyword()}' does not belong to a {self.phase.value}", s.span)
                 continue
             found = [d for v in s.uses(self.phase) for d in self.known(v, s)]
-            found = found or list(self.typed(s))
+            found = found or list(self.flags(s)) or list(self.typed(s))
             yield from found
-            yield from self.divisors(s)
+            yield from self.indices(s)
             yield from self.flights(s)
+            if around and isinstance(s, AllocateSymmetric):
+                yield Diagnostic(
+                    f"{s.out} lasts from call to call: it cannot be allocated in a block",
+                    s.span,
+                    hint=f"allocate it in front of the '{around.keyword()}'",
+                )
             if self.phase is Phase.HOST:
                 yield from self.buffers.lifetimes(s, outside)
                 if not found:
+                    yield from self.buffers.reach(s)
                     yield from self.buffers.overlaps(s)
             outer = dict(self.scope)
             if defined := s.defines(self.phase):
                 yield from self.define(defined, s)
             for inner in s.bodies:
                 pending, self.pending = self.pending, {}
-                yield from self.block(inner, outer if isinstance(s, For) else outside)
+                yield from self.block(inner, outer if isinstance(s, For) else outside, s)
                 for handle, started in self.pending.items():
                     where = "round" if isinstance(s, For) else "block"
                     yield Diagnostic(
@@ -115,6 +136,18 @@ class _Checker:
             yield Diagnostic(f"{value} is not defined here", span, hint=did_you_mean(value.name, self.scope))
         elif self.scope[value.name] != value:
             yield Diagnostic(f"{value} is used as {value.type} but defined as {self.scope[value.name].type}", span)
+
+    def flags(self, s: Statement) -> Iterator[Diagnostic]:
+        """Flags are signalled and waited for; no statement reads, writes or views them."""
+        if isinstance(s, Allocate) and _holds_flags(s.out):
+            yield Diagnostic(f"no peer can signal {s.out}", s.span, hint=f"{s.out}: {s.out.type} = allocate_symmetric")
+        for value in dict.fromkeys(s.values(Codec.READ, Codec.WRITE, Codec.ALIAS)):
+            if _holds_flags(value):
+                yield Diagnostic(
+                    f"{value} holds flags, which {s.keyword()} cannot use",
+                    s.span,
+                    expected="numbers: flags are for signal, wait_signal and the 'ready' of a matmul",
+                )
 
     def typed(self, s: Statement) -> Iterator[Diagnostic]:
         try:
@@ -149,11 +182,18 @@ class _Checker:
             gives = f"{dtype}[{', '.join(map(str, shape))}]"
             yield Diagnostic(f"{s.out} is {declared}, but {s.keyword()} gives {gives}", s.span, expected=gives)
 
-    def divisors(self, s: Statement) -> Iterator[Diagnostic]:
+    def indices(self, s: Statement) -> Iterator[Diagnostic]:
         for name, codec in codecs_of(type(s)).items():
-            if codec in (Codec.STREAM, Codec.INDEX):
-                for division in divisions_by_zero(getattr(s, name)):
-                    yield Diagnostic(f"'{division}' divides by zero", s.span, expected="a divisor of at least 1")
+            if codec not in (Codec.STREAM, Codec.INDEX):
+                continue
+            expr = getattr(s, name)
+            for division in divisions_by_zero(expr):
+                yield Diagnostic(f"'{division}' divides by zero", s.span, expected="a divisor of at least 1")
+            if codec is Codec.STREAM and isinstance(expr, Ref):
+                continue
+            for value in expr_values(expr):
+                if value.type is Kind.STREAM:
+                    yield Diagnostic(f"{value} is a stream", s.span, expected="an index")
 
     def flights(self, s: Statement) -> Iterator[Diagnostic]:
         if isinstance(s, Wait) and s.handle.type is Kind.HANDLE:
@@ -167,6 +207,10 @@ class _Checker:
             self.pending[defined.name] = s
         if isinstance(s, Reshard) and self.settled:
             yield Diagnostic("a reshard is left after communications were chosen", s.span)
+
+
+def _holds_flags(value: Value) -> bool:
+    return isinstance(value.type, TensorType) and value.type.dtype == FLAG
 
 
 def _agree(a: TensorType, b: TensorType) -> bool:

@@ -1,0 +1,147 @@
+"""`hostir check`: findings for people and for tools, schedules that show them, repairs, and a picture."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hostir.ir import Diagnostic, HostIRError, Phase, Program, Span, format_program
+from hostir.ir.check import check_structure
+from hostir.ir.check.findings import Finding
+from hostir.ir.check.orders import Analysis, analyse
+from hostir.ir.source import did_you_mean, error
+
+
+def check_command(
+    program: Program, sizes: Mapping[str, int], lowered: Callable[[], Program], options: Namespace
+) -> int:
+    """Checks a fusion and what it lowers to, or a host program; returns the exit code, 1 where there are errors.
+
+    With `--fix` what is wrong is repaired instead, and the code says whether that went well.
+    """
+    if options.calls < 1:
+        raise error(f"--calls {options.calls}", expected="at least 1")
+    if options.out and not options.fix:
+        raise error("-o is for the repaired program", hint="--fix")
+    structure = check_structure(program)
+    if not structure:
+        try:
+            program = lowered()
+        except HostIRError as refused:
+            structure = list(refused.diagnostics)
+    sizes = _known(program, sizes)
+    if options.fix:
+        return _fix(program, sizes, options)
+    sound = not structure and program.phase is Phase.HOST
+    analysis = analyse(program, sizes, options.calls) if sound else Analysis(structure)
+    findings = _with_witnesses(program, analysis, options) if sound else structure
+    if options.redundant and not findings:
+        from hostir.ir.check.repair import redundant
+
+        findings = redundant(program, sizes, options.calls)
+    if options.graph and sound:
+        _draw(program, analysis, options.graph)
+    _print(program, findings, options)
+    return 1 if any(found.level == "error" for found in findings) else 0
+
+
+def _known(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Those of the given sizes that the program has; raises for one that nobody has."""
+    names = program.size_names | {alias for alias, _ in program.aliases}
+    if unknown := sorted(sizes.keys() - names):
+        expected = f"one of: {', '.join(sorted(names)) or 'none'}"
+        hint = did_you_mean(unknown[0], names)
+        raise error(f"@{program.name} has no size '{unknown[0]}'", expected=expected, hint=hint)
+    return {name: value for name, value in sizes.items() if name in program.size_names}
+
+
+def _with_witnesses(program: Program, analysis: Analysis, options: Namespace) -> list[Diagnostic]:
+    """The findings, errors with the command of a run that shows them."""
+    findings = [found for found in analysis.findings if isinstance(found, Finding)]
+    if len(findings) < len(analysis.findings) or all(found.level != "error" for found in findings):
+        return analysis.findings
+    from hostir.runtime.witness import witnesses  # loads torch
+
+    shown = witnesses(program, findings, analysis.sizes or {}, options.calls)
+    told: list[Diagnostic] = []
+    for n, found in enumerate(findings):
+        if n in shown:
+            seed, wrong = shown[n]
+            note = f"shown by '{_run(analysis.sizes or {}, seed, options)}': {wrong}"
+            found = replace(found, notes=(*found.notes, (None, note)))
+        told.append(found)
+    return told
+
+
+def _run(sizes: Mapping[str, int], seed: int, options: Namespace) -> str:
+    """The command of a run under a seed."""
+    given = dict(item.partition("=")[::2] for item in options.given) | {n: str(v) for n, v in sizes.items()}
+    words = ["hostir", "run", options.file]
+    for option, value in (("--from", options.form), ("--ranks", options.ranks), ("--strategy", options.strategy)):
+        words += [option, str(value)] if value is not None else []
+    words += ["--streams", str(options.streams)] if options.streams is not None else []
+    words += [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
+    words += ["--no-check", "--repeat", str(options.calls), "--schedule-seed", str(seed)]
+    return shlex.join(words)
+
+
+def _fix(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
+    """Repairs the program: shows what changed, and writes the whole to `-o`, or behind it."""
+    from hostir.ir.check.repair import difference, repair
+
+    repaired = repair(program, sizes, options.calls)
+    changed = difference(program, repaired)
+    print(changed or f"@{program.name}: nothing to repair", end="" if changed.endswith("\n") else "\n", file=sys.stderr)
+    if options.out is None:
+        print(format_program(repaired, notes=True), end="")
+    else:
+        _write(options.out, format_program(repaired, notes=True))
+    return 0
+
+
+def _draw(program: Program, analysis: Analysis, out: str) -> None:
+    if Path(out).suffix != ".svg":
+        raise error(f"--graph {out}", expected="a file ending in .svg")
+    from hostir.ir.check.picture import draw  # loads networkx
+
+    _write(out, draw(program, analysis))
+
+
+def _write(out: str, text: str) -> None:
+    try:
+        Path(out).write_text(text)
+    except OSError as problem:
+        raise error(f"cannot write {out}: {problem.strerror}") from None
+
+
+def _print(program: Program, findings: Sequence[Diagnostic], options: Namespace) -> None:
+    if options.format == "json":
+        print(json.dumps({"program": program.name, "findings": [as_json(d) for d in findings]}, indent=2))
+    elif findings:
+        print("\n".join(map(str, findings)), file=sys.stderr)
+    else:
+        print(f"@{program.name}: {sum(1 for _ in program.walk())} statements, {program.ranks} ranks, nothing to report")
+
+
+def as_json(found: Diagnostic) -> dict[str, object]:
+    """A finding as tools read it."""
+    kind, times = (found.kind, found.times) if isinstance(found, Finding) else ("structure", 1)
+    return {
+        "level": found.level,
+        "kind": kind,
+        "message": found.message,
+        "where": _place(found.span),
+        "expected": found.expected,
+        "hint": found.hint,
+        "times": times,
+        "notes": [{"where": _place(span), "text": text} for span, text in found.notes],
+    }
+
+
+def _place(span: Span | None) -> dict[str, object] | None:
+    return {"file": span.file, "line": span.line, "column": span.column, "width": span.width} if span else None

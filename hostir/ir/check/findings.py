@@ -1,0 +1,195 @@
+"""What the checker found, in words: both statements, ranks and streams, the order that is missing, what to insert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from hostir.ir.check.order import Trouble
+from hostir.ir.check.races import Conflict, Touch
+from hostir.ir.check.trace import CALLER, Event
+from hostir.ir.check.views import Buffer
+from hostir.ir.program import Program, format_statement
+from hostir.ir.source import Diagnostic, Span
+
+
+@dataclass(frozen=True)
+class Finding(Diagnostic):
+    """A diagnostic of the orders of a program. `events` are what it is about, the one that the span points at last."""
+
+    kind: str = ""
+    buffer: str = ""
+    events: tuple[Event, ...] = ()
+    times: int = 1  # in how many places of the unrolled program, over all ranks and calls
+
+
+class Words:
+    """Tells findings about one program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    # Memory -----------------------------------------------------------------------------------------------------------
+    def conflict(self, c: Conflict, times: int) -> Finding:
+        """A conflict that was met a number of times."""
+        return replace(self._conflict(c), times=times)
+
+    def _conflict(self, c: Conflict) -> Finding:
+        if c.first is None:
+            message = f"{self.place(c.second, c.buffer)} reads %{c.buffer.name}, parts of which nobody has written"
+            hint = f"write all of %{c.buffer.name} first, or read less of it"
+            return self.finding("unwritten", message, [c.second.event], c.buffer, hint=hint)
+        first, second = c.first, c.second
+        if c.kind != "race":
+            message = f"{self.place(second, c.buffer)} {_does(second)} %{c.buffer.name} after it was freed"
+            return self.finding(c.kind, message, [first.event, second.event], c.buffer, hint="free it later, or once")
+        message = (
+            f"race on %{c.buffer.name}: {self.place(second, c.buffer)} {_does(second)} it, "
+            f"while {self.place(first, c.buffer)} {_may(first)} it"
+        )
+        expected = f"an order between {self.stream(first.event)} and {self.stream(second.event)}"
+        hint = self.repair(c)
+        return self.finding("race", message, [first.event, second.event], c.buffer, expected=expected, hint=hint)
+
+    def repair(self, c: Conflict) -> str:
+        """What to insert so that the two come one after the other."""
+        assert c.first is not None
+        first, second = c.first.event, c.second.event
+        if first.rank != second.rank:
+            if first.call != second.call:
+                return (
+                    "end the program with a barrier, so that no rank begins a call while another is in the one before"
+                )
+            return "'signal' behind the first and 'wait_signal' before the second, or a barrier between them"
+        if first.statement is not None and first.lane is None:
+            handle = getattr(first.statement, "handle", None)
+            if handle is not None:
+                return f"'wait {handle}' on {_stream(second)} before it"
+        user = "the stream that 'current_stream' gives at the beginning"
+        if first.stream == CALLER and second.stream != CALLER:
+            return f"on {_stream(second)}, 'synchronize %user' before it, %user being {user}"
+        if second.stream == CALLER and first.stream != CALLER:
+            return f"on the caller's stream, 'synchronize {first.stream.removeprefix('stream ')}' before it"
+        if first.stream != second.stream:
+            return f"on {_stream(second)}, 'synchronize {first.stream.removeprefix('stream ')}' before it"
+        return "wait for the communication before memory that it uses is touched"
+
+    def leaks(self, buffers: Iterable[Buffer]) -> Iterator[Finding]:
+        for buffer in {b.name: b for b in buffers}.values():
+            span = buffer.value.span if buffer.value else None
+            yield Finding(
+                f"%{buffer.name} is neither freed nor an output: it takes memory until the call ends",
+                span,
+                hint=f"'free %{buffer.name}' on the caller's stream, behind all that uses it",
+                level="warning",
+                kind="leak",
+                buffer=buffer.name,
+            )
+
+    # Ranks ------------------------------------------------------------------------------------------------------------
+    def troubles(self, troubles: Iterable[Trouble]) -> Iterator[Finding]:
+        """A finding for each set of statements that are in trouble, however often."""
+        grouped: dict[tuple[object, ...], list[Trouble]] = {}
+        for t in troubles:
+            sides = frozenset(id(event.statement) for event in t.events if event is not None)
+            grouped.setdefault((t.kind, sides), []).append(t)
+        for same in grouped.values():
+            yield replace(self.trouble(same[0]), times=len(same))
+
+    def trouble(self, t: Trouble) -> Finding:
+        events = [event for event in t.events if event is not None]
+        message, hint = self._trouble(t)
+        found = self.finding(t.kind, message, events, None, hint=hint)
+        missing = [n for n, event in enumerate(t.events) if event is None]
+        lost = [(None, f"rank {t.detail.split()[n]} has none here") for n in missing] if t.detail else []
+        return replace(found, notes=(*found.notes, *lost))
+
+    def _trouble(self, t: Trouble) -> tuple[str, str]:
+        same = "every rank of a team issues the same ones in the same order"
+        return {
+            "collectives differ": (f"ranks {t.detail} differ in the collectives of their team", same),
+            "barriers differ": (f"ranks {t.detail} differ in the barriers of their team", same),
+            "messages differ": ("a message is received as something else than was sent", "equal shapes and dtypes"),
+            "message without partner": ("a message has no partner: nobody takes its other end", ""),
+            "nobody sends": (
+                f"nobody sends the signal that is waited for: epoch {t.detail} of this flag",
+                "send it in the same call, to this rank and this flag",
+            ),
+            "sent twice": (f"epoch {t.detail} of one flag is sent twice", "give each signal an epoch of its own"),
+            "stale epoch": (f"a stale epoch: {t.detail} of one flag", "epochs of a flag rise"),
+            "flag shared": (
+                f"one flag is shared: nothing orders the signals of its epochs {t.detail}",
+                "a flag for each stream, or an order between the signals",
+            ),
+            "deadlock": ("deadlock: these wait for each other in a circle", "let one of them come first on every rank"),
+            "SMs held": (
+                "a kernel holds all SMs while it waits for what needs them",
+                "let what it waits for begin before it, or use copies, which need no SMs",
+            ),
+        }[t.kind]
+
+    # Words ------------------------------------------------------------------------------------------------------------
+    def finding(
+        self,
+        kind: str,
+        message: str,
+        events: list[Event],
+        buffer: Buffer | None,
+        expected: str = "",
+        hint: str = "",
+    ) -> Finding:
+        at = next((e for e in reversed(events) if e.statement is not None), events[-1] if events else None)
+        notes = tuple((_span(e), f"{self.where(e)}: {self.does(e)}") for e in events)
+        return Finding(
+            message,
+            _span(at) if at else None,
+            expected,
+            hint,
+            notes,
+            kind=kind,
+            buffer=buffer.name if buffer else "",
+            events=tuple(events),
+        )
+
+    def place(self, touch: Touch, buffer: Buffer) -> str:
+        who = self.what(touch.event)
+        return who if touch.event.rank == buffer.rank else f"{who} of another rank"
+
+    def what(self, event: Event) -> str:
+        """The statement, or the caller."""
+        return f"'{format_statement(event.statement, self.program)}'" if event.statement is not None else "the caller"
+
+    def does(self, event: Event) -> str:
+        """The statement, or what the caller does."""
+        if event.statement is not None:
+            return self.what(event)
+        return {
+            "writes": "the caller writes its inputs",
+            "reads": "the caller reads the outputs",
+            "overwrites": "the caller goes on, and overwrites what is its own",
+        }[event.verb]
+
+    def where(self, event: Event) -> str:
+        rounds = f", round {', '.join(map(str, event.rounds))}" if event.rounds else ""
+        return f"rank {event.rank}, {_stream(event)}{rounds}, call {event.call + 1}"
+
+    def stream(self, event: Event) -> str:
+        if event.lane is None or event.lane[1] == "team":
+            return f"the communication of rank {event.rank}"
+        return f"{_stream(event)} of rank {event.rank}"
+
+
+def _does(touch: Touch) -> str:
+    return "frees" if touch.access.frees else "writes" if touch.access.writes else "reads"
+
+
+def _may(touch: Touch) -> str:
+    return "frees" if touch.access.frees else "may still write" if touch.access.writes else "may still read"
+
+
+def _stream(event: Event) -> str:
+    return "the caller's stream" if event.stream == CALLER else event.stream
+
+
+def _span(event: Event) -> Span | None:
+    return event.statement.span if event.statement is not None else None

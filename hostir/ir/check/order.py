@@ -1,0 +1,209 @@
+"""What comes before what, over all ranks: joins what ranks issued apart, and runs through it with vector clocks.
+
+Every lane (a stream of a rank, a team's collectives on a rank, ...) counts its events. An event's clock holds, for
+each lane, how many of its events come before: the maximum over the events that it follows. So whether A comes before B
+is one look-up (Mattern 1989), and no closure of the relation is ever made. What is never reached waits in a circle.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from hostir.ir.check.trace import Event, Flag, Lane, Side, Tracer
+
+Clock = Any  # an array, by lane
+
+
+@dataclass
+class Trouble:
+    """What is wrong about how ranks meet, before anything is known of memory."""
+
+    kind: str
+    events: list[Event | None]
+    detail: str = ""
+
+
+@dataclass
+class Order:
+    """The events of all ranks with the edges between ranks. `troubles` are what stood in the way of making them."""
+
+    ranks: Sequence[Tracer]
+    events: list[Event] = field(default_factory=list)
+    lanes: dict[Lane, int] = field(default_factory=dict)
+    clocks: dict[Event, Clock] = field(default_factory=dict)  # of signals, and of kernels that wait
+    troubles: list[Trouble] = field(default_factory=list)
+    partners: dict[Event, Event] = field(default_factory=dict)  # of a wait for a flag: the signal that ends it
+
+    def __post_init__(self) -> None:
+        self.events = [event for rank in self.ranks for event in rank.events]
+        for event in self.events:
+            if event.lane is not None:
+                self.lanes.setdefault(event.lane, len(self.lanes))
+        self._join_collectives()
+        self._join_messages()
+        self._join_barriers()
+        self._join_flags()
+
+    # Edges between ranks ----------------------------------------------------------------------------------------------
+    def _moment(self, after: list[Event]) -> Event:
+        """A moment after all of these: it saves an edge from each of them to each that follows."""
+        first = after[0]
+        moment = Event(first.rank, first.call, "meets", first.statement, first.rounds, first.stream, after=after)
+        self.events.append(moment)
+        return moment
+
+    def _join_collectives(self) -> None:
+        for team in dict.fromkeys(team for rank in self.ranks for team in rank.collectives):
+            calls = [self.ranks[r].collectives.get(team, []) if r < len(self.ranks) else [] for r in team]
+            for sides in zip_longest(*calls):
+                if not _agree(sides):
+                    events = [side.begin if side else None for side in sides]
+                    self.troubles.append(Trouble("collectives differ", events, " ".join(map(str, team))))
+                    break
+                come = self._moment([side.begin for side in sides])
+                taken = self._moment([side.take for side in sides])
+                for side in sides:
+                    side.take.after.append(come)
+                    side.give.after.append(taken)
+
+    def _join_messages(self) -> None:
+        posted: dict[tuple[tuple[int, ...], int, int], tuple[list[Side], list[Side]]] = {}
+        for rank in self.ranks:
+            for team, sides in rank.messages.items():
+                for side in sides:
+                    for move in side.exchange.moves:
+                        ends = posted.setdefault((team, move.source, move.target), ([], []))
+                        for end, here in enumerate((move.source, move.target)):
+                            if here == rank.rank:
+                                ends[end].append(side)
+        for sends, receives in posted.values():
+            for send, receive in zip_longest(sends, receives):
+                if send is None or receive is None:
+                    self.troubles.append(Trouble("message without partner", [(send or receive).begin]))
+                elif _form(send)[::2] != _form(receive)[1::2]:
+                    self.troubles.append(Trouble("messages differ", [send.begin, receive.begin]))
+                else:
+                    send.take.after.append(receive.begin)
+                    receive.give.after += [send.begin, send.take]
+
+    def _join_barriers(self) -> None:
+        for team in dict.fromkeys(team for rank in self.ranks for team in rank.barriers):
+            calls = [self.ranks[r].barriers.get(team, []) if r < len(self.ranks) else [] for r in team]
+            for barriers in zip_longest(*calls):
+                if None in barriers:
+                    self.troubles.append(Trouble("barriers differ", list(barriers), " ".join(map(str, team))))
+                    break
+                if earlier := [before for barrier in barriers for before in barrier.after]:
+                    come = self._moment(earlier)
+                    for barrier in barriers:
+                        barrier.after.append(come)
+
+    def _join_flags(self) -> None:
+        sent: dict[tuple[int, str, int], list[Flag]] = {}
+        for rank in self.ranks:
+            for flag in rank.signals:
+                sent.setdefault(flag.place, []).append(flag)
+        for rank in self.ranks:
+            for wait in rank.waits:
+                enough = [f for f in sent.get(wait.place, ()) if f.epoch >= wait.epoch and f.epoch[0] == wait.epoch[0]]
+                if not enough:
+                    self.troubles.append(Trouble("nobody sends", [wait.event], f"{wait.epoch[1]}"))
+                    continue
+                first = min(enough, key=lambda f: f.epoch)
+                self.partners[wait.event] = first.event
+                wait.event.after.append(first.event)
+
+    # Clocks -----------------------------------------------------------------------------------------------------------
+    def run(self, visit: Callable[[Event, Clock], None]) -> list[Event]:
+        """Goes through all events, each behind those that it follows; returns those that are never reached."""
+        waiting = {event: len(event.after) for event in self.events}
+        followers = self.followers()
+        clocks: dict[Event, Clock] = {}
+        needed = {event: len(after) for event, after in followers.items()}
+        keep = {flag.event for rank in self.ranks for flag in rank.signals}
+        keep |= {kernel.start for rank in self.ranks for kernel in rank.kernels}
+        ready = deque(event for event in self.events if not event.after)
+        zero = np.zeros(len(self.lanes), dtype=np.int32)
+        while ready:
+            event = ready.popleft()
+            clock = _clock(event, clocks, zero, self.lanes)
+            visit(event, clock)
+            del waiting[event]
+            for before in event.after:
+                needed[before] -= 1
+                if not needed[before]:
+                    del clocks[before]
+            if event in followers:
+                clocks[event] = clock
+            if event in keep:
+                self.clocks[event] = clock
+            for follower in followers.get(event, ()):
+                waiting[follower] -= 1
+                if not waiting[follower]:
+                    ready.append(follower)
+        return list(waiting)
+
+    def followers(self) -> dict[Event, list[Event]]:
+        """For each event those that directly follow it."""
+        found: dict[Event, list[Event]] = {}
+        for event in self.events:
+            for before in event.after:
+                found.setdefault(before, []).append(event)
+        return found
+
+    def known(self, event: Event, clock: Clock) -> bool:
+        """Whether an event has ended for whoever has this clock."""
+        return any(clock[self.lanes[lane]] >= tick for lane, tick in event.ends)
+
+
+def _clock(event: Event, clocks: dict[Event, Clock], zero: Clock, lanes: dict[Lane, int]) -> Clock:
+    after = event.after
+    if not after:
+        clock = zero
+    elif len(after) == 1:
+        clock = clocks[after[0]]
+    else:
+        clock = np.maximum(clocks[after[0]], clocks[after[1]])
+        for before in after[2:]:
+            np.maximum(clock, clocks[before], out=clock)
+    if event.lane is not None:
+        clock = clock.copy() if len(after) < 2 else clock
+        clock[lanes[event.lane]] = event.tick
+    return clock
+
+
+def _agree(sides: Sequence[Side | None]) -> bool:
+    """Whether all ranks of a team mean the same collective."""
+    first = sides[0]
+    if first is None or None in sides:
+        return False
+    every = [side for side in sides if side is not None]
+    if any(side.exchange.kind != first.exchange.kind for side in every):
+        return False
+    if not any(side.exchange.moves for side in every):
+        return len({_form(side) for side in every}) == 1
+    moves = {move for side in every for move in side.exchange.moves}
+    sizes = {side.begin.rank: side for side in every}
+    for move in moves:
+        source, target = sizes[move.source], sizes[move.target]
+        if move not in source.exchange.moves or move not in target.exchange.moves:
+            return False
+        if source.x is None or target.out is None:
+            return False
+    return True
+
+
+def _form(side: Side) -> tuple[object, ...]:
+    """The shapes of what a side reads and writes, then the dtypes."""
+    return (*(v and v.shape for v in (side.x, side.out)), _dtype(side, "x"), _dtype(side, "out"))
+
+
+def _dtype(side: Side, which: str) -> object:
+    value = getattr(side.begin.statement, which, None)
+    return value.tensor.dtype if value is not None else None

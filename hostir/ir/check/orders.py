@@ -1,0 +1,77 @@
+"""Proves a host program free of races, deadlocks and misuse of memory, or says where it is not.
+
+Loops are unrolled for given sizes; symbols that are not bound get small ones. Every rank is traced, through as many
+calls as asked; what ranks issue is joined; then one walk with vector clocks looks at all accesses to memory. The rules
+are those of docs/memory-model.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hostir.ir.check.findings import Finding, Words
+from hostir.ir.check.order import Order
+from hostir.ir.check.races import Memory
+from hostir.ir.check.stuck import circles, flags_out_of_order, kernels_in_the_way
+from hostir.ir.check.trace import Tracer
+from hostir.ir.check.views import Buffer
+from hostir.ir.check.witness import small_sizes
+from hostir.ir.program import Program
+from hostir.ir.source import Diagnostic, HostIRError
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What a check found, and what it found it in."""
+
+    findings: list[Diagnostic]
+    order: Order | None = None
+    sizes: Mapping[str, int] | None = None
+
+
+def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int = 2) -> Analysis:
+    """Traces a host program whose structure is sound, and looks at all orders."""
+    bound = small_sizes(program, sizes or {})
+    if bound is None:
+        return Analysis([_unchecked(program)])
+    tracers = [Tracer(rank, program, bound) for rank in range(program.ranks)]
+    try:
+        for tracer in tracers:
+            for _ in range(calls):
+                tracer.call()
+    except HostIRError as refused:
+        return Analysis(list(refused.diagnostics), sizes=bound)
+    words, order = Words(program), Order(tracers)
+    if order.troubles:
+        return Analysis(list(words.troubles(order.troubles)), order, bound)
+    memory = Memory(order)
+    left = order.run(memory.visit)
+    found: list[Finding] = list(words.troubles([*circles(left), *flags_out_of_order(order)]))
+    if not left:
+        memory.finish()
+        found += words.troubles(kernels_in_the_way(order))
+        found += words.leaks(_leaked(tracers))
+    found += [words.conflict(c, times) for c, times in memory.conflicts.values()]
+    return Analysis(sorted(found, key=_in_program_order), order, bound)
+
+
+def _leaked(tracers: list[Tracer]) -> list[Buffer]:
+    """Buffers that are neither freed nor outputs."""
+    freed = {access.buffer for t in tracers for event in t.events for access in event.accesses if access.frees}
+    given = {view.buffer for t in tracers for outputs in t.outputs for view in outputs if view}
+    return [buffer for t in tracers for buffer in t.buffers if buffer not in freed | given]
+
+
+def _in_program_order(found: Diagnostic) -> tuple[bool, int, int]:
+    """Errors first, each group by where it stands in the text."""
+    return found.level != "error", found.span.line if found.span else 0, found.span.column if found.span else 0
+
+
+def _unchecked(program: Program) -> Diagnostic:
+    names = ", ".join(sorted(program.size_names))
+    return Diagnostic(
+        f"@{program.name} was not checked for races: no small values of {names} make all its sizes whole",
+        hint="give values: --set NAME=VALUE",
+        level="warning",
+    )

@@ -1,0 +1,129 @@
+"""Who touches which memory without being ordered: races, use of what was freed, reads of what nobody wrote.
+
+Events come in an order that respects what comes before what, so an earlier access is ordered before a later one or not
+at all. For each buffer the accesses that a later one could still race with are kept, by region (the idea of FastTrack,
+Flanagan and Freund 2009: after an ordered write, what came before it need not be looked at again).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hostir.ir.check.order import Clock, Order
+from hostir.ir.check.regions import Region, covered
+from hostir.ir.check.trace import Event
+from hostir.ir.check.views import Access, Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """An event and one of its accesses."""
+
+    event: Event
+    access: Access
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Two accesses to a common element that nothing orders, as issued; `first` is None where there is but one."""
+
+    kind: str  # race, use after free, freed twice, unwritten
+    buffer: Buffer
+    first: Touch | None
+    second: Touch
+
+
+@dataclass(eq=False)
+class History:
+    """The accesses to one buffer so far."""
+
+    groups: dict[Region, list[Touch]] = field(default_factory=dict)
+    near: dict[Region, list[list[Touch]]] = field(default_factory=dict)  # groups that meet a region
+    written: dict[Region, None] = field(default_factory=dict)
+    freed: Touch | None = None
+
+    def meeting(self, region: Region) -> list[list[Touch]]:
+        """The groups of accesses that have an element in common with a region."""
+        if region not in self.groups:
+            group: list[Touch] = []
+            self.groups[region] = group
+            self.near[region] = [group]
+            for other in self.near:
+                if other is not region and other.meets(region):
+                    self.near[other].append(group)
+                    self.near[region].append(self.groups[other])
+        return self.near[region]
+
+    def add(self, touch: Touch, clean: bool) -> None:
+        """Keeps an access; `clean` if it is ordered after all others that it could race with."""
+        group, access = self.groups[touch.access.region], touch.access
+        if access.writes:
+            if clean:
+                group.clear()
+            if not access.frees:
+                self.written[access.region] = None
+        elif touch.event.lane is not None:
+            group[:] = [t for t in group if t.access.writes or t.event.lane != touch.event.lane]
+        group.append(touch)
+
+
+class Memory:
+    """Looks at what events do to memory, one event after another.
+
+    `conflicts` holds one conflict for each pair of statements and each buffer, with the number of times it was met.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.histories: dict[Buffer, History] = {}
+        self.conflicts: dict[tuple[object, ...], tuple[Conflict, int]] = {}
+        self.racing: set[Event] = set()
+        self.unsure: list[tuple[Touch, Buffer, History]] = []  # reads of what was not written so far
+
+    def visit(self, event: Event, clock: Clock) -> None:
+        for access in event.accesses:
+            buffer = self._buffer(access)
+            history = self.histories.setdefault(buffer, History())
+            touch = Touch(event, access)
+            found = list(self._unordered(touch, history, clock))
+            for other in found:
+                self.racing |= {other.event, event}
+                self._note(Conflict("race", buffer, *_as_issued(other, touch)))
+            if history.freed and self.order.known(history.freed.event, clock):
+                self._note(Conflict("freed twice" if access.frees else "use after free", buffer, history.freed, touch))
+            if not access.writes and not covered(access.region, history.written):
+                self.unsure.append((touch, buffer, history))
+            if access.frees:
+                history.freed = touch
+            history.add(touch, clean=not found)
+
+    def _buffer(self, access: Access) -> Buffer:
+        if access.rank < 0:
+            return access.buffer
+        return self.order.ranks[access.rank].kept.get(access.buffer.name, access.buffer)
+
+    def _unordered(self, touch: Touch, history: History, clock: Clock) -> Iterator[Touch]:
+        writes, known = touch.access.writes, self.order.known
+        for group in history.meeting(touch.access.region):
+            for other in group:
+                if (writes or other.access.writes) and other.event is not touch.event and not known(other.event, clock):
+                    yield other
+
+    def finish(self) -> None:
+        """Once all events have come: of reads of nothing, those that do not race with what would have been read."""
+        for touch, buffer, history in self.unsure:
+            if touch.event not in self.racing or not covered(touch.access.region, history.written):
+                self._note(Conflict("unwritten", buffer, None, touch))
+
+    def _note(self, conflict: Conflict) -> None:
+        sides = frozenset(id(t.event.statement) for t in (conflict.first, conflict.second) if t)
+        own = conflict.buffer.rank == conflict.second.event.rank
+        first, times = self.conflicts.setdefault((conflict.kind, conflict.buffer.name, sides, own), (conflict, 0))
+        self.conflicts[conflict.kind, conflict.buffer.name, sides, own] = first, times + 1
+
+
+def _as_issued(a: Touch, b: Touch) -> tuple[Touch, Touch]:
+    """Two accesses in the order in which their ranks issue them."""
+    first = (a.event.call, a.event.number) <= (b.event.call, b.event.number)
+    return (a, b) if first else (b, a)

@@ -1,0 +1,318 @@
+"""Repairs host programs: puts in the least synchronisation with which `check` finds nothing; tells what is too much.
+
+The repair is a best-first search over edits that findings suggest. Whatever is put in can only lengthen the chains of
+work of a program, never shorten them: so a program that already costs more than a sound one that was found is given up
+(branch and bound). In the end every piece that was put in is taken out once, to see whether it is needed. What comes
+first of two things on one rank is what is issued first there, as a repair by hand would have it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from hostir.ir.check.findings import Finding
+from hostir.ir.check.insertions import Suggestions, for_handles, for_leaks, repairable
+from hostir.ir.check.order import Order
+from hostir.ir.check.orders import analyse
+from hostir.ir.check.places import Block, Edits, Outline, edited, resets, with_callers_stream, without
+from hostir.ir.check.regions import Region
+from hostir.ir.check.structure import check_structure
+from hostir.ir.check.trace import Event
+from hostir.ir.check.views import Buffer
+from hostir.ir.host_ops import CurrentStream, For, SetStream, Synchronize, Wait
+from hostir.ir.onesided_ops import Barrier, Signal, WaitSignal
+from hostir.ir.op import Codec, Phase, Statement
+from hostir.ir.program import Program, format_statement
+from hostir.ir.source import Diagnostic, HostIRError, error
+
+MOST_LOOKS = 250  # programs that one repair looks at
+MORE_LOOKS = 12  # once it has found one without findings
+WAITING = (Synchronize, Wait, Barrier, WaitSignal)
+ORDERING = (Synchronize, Barrier, Signal, WaitSignal)
+UNSOUND, UNMET = 1_000_000, 10_000  # a finding that hides all others, and one that hides what memory has to say
+
+Cost = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Look:
+    """A program, what is found in it, and what its order costs.
+
+    Fields:
+        cost: work events in the longest chain, waits that ranks issue, statements. Zeros where they are not known.
+        added: what was put in so far, edit by edit.
+    """
+
+    program: Program
+    found: list[Diagnostic]
+    order: Order | None = None
+    cost: Cost = (0, 0, 0)
+    added: tuple[Block, ...] = field(default=(), compare=False)
+
+    @property
+    def left(self) -> int:
+        """How far it is from having no finding."""
+        return sum(_weight(f) for f in self.found)
+
+
+@dataclass(frozen=True)
+class Repairer:
+    """What every look at a program has in common."""
+
+    sizes: Mapping[str, int] | None
+    calls: int
+
+    def look(self, program: Program, added: tuple[Block, ...] = ()) -> Look:
+        if unsound := check_structure(program):
+            return Look(program, unsound, added=added)
+        analysis = analyse(program, self.sizes, self.calls)
+        if analysis.order is None:
+            return Look(program, analysis.findings, added=added)
+        return Look(program, analysis.findings, analysis.order, cost(program, analysis.order), added)
+
+    def tried(self, look: Look, edits: Edits) -> Look:
+        """The program with some edits, and with frees for what then leaks."""
+        added = (*look.added, *(edit.new for edit in edits if edit.new))
+        after = self.look(edited(look.program, edits), added)
+        if leaks := {f.buffer for f in after.found if isinstance(f, Finding) and f.kind == "leak"}:
+            frees = for_leaks(Outline(after.program), leaks)
+            after = self.look(edited(after.program, frees), (*added, *(edit.new for edit in frees)))
+        return after
+
+    def search(self, start: Look) -> Look | None:
+        """The cheapest program without a finding among those that were looked at."""
+        best, turn, looks = None, count(), MOST_LOOKS
+        todo = [(start.left, start.cost, next(turn), start)]
+        seen = {start.program}
+        while todo and looks > 0:
+            look = heapq.heappop(todo)[-1]
+            if best is not None and (look.cost >= best.cost or look.left == start.left):
+                continue
+            for edits in suggestions(look):
+                after = self.tried(look, edits)
+                if after.program in seen:
+                    continue
+                seen.add(after.program)
+                looks -= 1
+                if best is not None and after.cost >= best.cost:
+                    continue
+                if after.order is not None and not after.found and not loses(after.order):
+                    best, looks = after, min(looks, MORE_LOOKS)
+                elif after.found and after.left <= look.left:
+                    heapq.heappush(todo, (after.left, after.cost, next(turn), after))
+        return best
+
+    def trimmed(self, look: Look, before: Look) -> Look:
+        """The program without what was put in and is not needed, and without what this has made needless."""
+        known = {f.message for f in before.found}
+        for piece in look.added:
+            less = self.removed(look, piece)
+            if not less.found and less.cost <= look.cost:
+                look = less
+        for s in before.program.walk():
+            if not isinstance(s, (Synchronize, Barrier)) or (less := self.removed(look, (s,))).found:
+                continue
+            if any(f.message not in known for f in self.removed(before, (s,)).found):
+                look = less
+        return look
+
+    def removed(self, look: Look, piece: Block) -> Look:
+        return self.look(look.program.with_body(without(look.program.body, piece)))
+
+
+def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int = 2) -> Program:
+    """The program with the least synchronisation put in, and frees, with which `check` finds nothing in it.
+
+    Least is what leaves the shortest chain of work (computations, communications and copies, each counting one) over
+    all ranks and calls; then what waits the fewest times; then what is the fewest statements.
+
+    Args:
+        program: a host program.
+        sizes: of symbols, as for `check`.
+        calls: how many calls follow each other.
+
+    Raises:
+        HostIRError: naming what putting in cannot repair, with what to do about it.
+    """
+    repairer = Repairer(sizes, calls)
+    _host_program(program)
+    if not (first := repairer.look(program)).found:
+        return program
+    if refused := [f for f in first.found if not _hopeful(f, first)]:
+        raise HostIRError(*(_given_up("nothing put in repairs this", f) for f in refused))
+    start = repairer.tried(replace(first, program=with_callers_stream(program)), ())
+    best = start if not start.found else repairer.search(start)
+    if best is None:
+        raise HostIRError(*(_given_up("no repair was found for this", f) for f in first.found))
+    return _without_unused(repairer.trimmed(best, start).program, program)
+
+
+def difference(before: Program, after: Program) -> str:
+    """A unified diff of two programs' texts, under the name of the file that the first stands in."""
+    spans = [s.span for s in before.walk() if s.span is not None]
+    name = spans[0].file if spans else f"{before.name}.hir"
+    old, new = str(before).splitlines(keepends=True), str(after).splitlines(keepends=True)
+    return "".join(difflib.unified_diff(old, new, name, name))
+
+
+def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: int = 2) -> list[Diagnostic]:
+    """Warnings about synchronisation without which nothing more is found in the program, all of it taken out at once.
+
+    Synchronises, waits, barriers, signals, and loops of nothing else are tried in program order, outer before inner.
+    """
+    repairer = Repairer(sizes, calls)
+    _host_program(program)
+    known = {f.message for f in repairer.look(program).found}
+    found: list[Diagnostic] = []
+    for unit in _units(program):
+        body = without(program.body, unit)
+        if body == program.body or not _same_streams(program, unit):
+            continue
+        if all(f.message in known for f in repairer.look(program.with_body(body)).found):
+            found.append(_too_much(unit, program))
+            program = program.with_body(body)
+    return found
+
+
+# What a program costs -------------------------------------------------------------------------------------------------
+def cost(program: Program, order: Order) -> Cost:
+    """The longest chain of work, in events; the waits that all ranks issue; the statements of the text."""
+    waits = sum(isinstance(event.statement, WAITING) for event in order.events)
+    return longest_chain(order), waits, sum(1 for _ in program.walk())
+
+
+def longest_chain(order: Order) -> int:
+    """The most computations, communications and copies that come one after another, over all ranks and calls."""
+    chain: dict[Event, int] = {}
+    for event in _in_order(order):
+        chain[event] = max((chain[before] for before in event.after), default=0) + _work(event)
+    return max(chain.values(), default=0)
+
+
+def loses(order: Order) -> bool:
+    """Whether some symmetric buffer that is read at times is overwritten before what was left there is read.
+
+    The order in which a rank issues says who is first on that rank. Who is first of two ranks a repair has to choose,
+    and may choose an order in which nothing races and values are lost.
+    """
+    fresh: dict[Buffer, set[Region]] = {buffer: set() for rank in order.ranks for buffer in rank.kept.values()}
+    read, lost = set[Buffer](), set[Buffer]()
+    for event in _in_order(order):
+        for access in event.accesses:
+            buffer = order.ranks[access.rank].kept[access.buffer.name] if access.rank >= 0 else access.buffer
+            if buffer not in fresh:
+                continue
+            if not access.writes:
+                read.add(buffer)
+                fresh[buffer] = {region for region in fresh[buffer] if not region.meets(access.region)}
+                continue
+            if access.region in fresh[buffer]:
+                lost.add(buffer)
+            fresh[buffer].add(access.region)
+    return not lost.isdisjoint(read)
+
+
+def _in_order(order: Order) -> Iterator[Event]:
+    """All events, each behind those that it follows; those in circles are left out."""
+    missing = {event: len(event.after) for event in order.events}
+    followers = order.followers()
+    ready = deque(event for event, n in missing.items() if not n)
+    while ready:
+        event = ready.popleft()
+        yield event
+        for follower in followers.get(event, ()):
+            missing[follower] -= 1
+            if not missing[follower]:
+                ready.append(follower)
+
+
+def _work(event: Event) -> bool:
+    """Whether an event is the one in which its statement writes its result."""
+    return event.statement is not None and any(a.writes and not a.frees for a in event.accesses)
+
+
+# What is wrong with it ------------------------------------------------------------------------------------------------
+def suggestions(look: Look) -> Iterator[Edits]:
+    """Edits that may repair what is found first, most hopeful kinds of findings first."""
+    outline = Outline(look.program)
+    if look.order is None:
+        yield from for_handles(outline)
+        return
+    issued = {event: n for n, event in enumerate(look.order.events)}
+    found = [f for f in look.found if isinstance(f, Finding) and repairable(f) and f.kind != "leak"]
+    if found:
+        yield from Suggestions(outline, issued).of(found[0])
+
+
+def _weight(found: Diagnostic) -> int:
+    if not isinstance(found, Finding):
+        return UNSOUND
+    return found.times if found.kind in ("race", "leak", "unwritten") else UNMET * found.times
+
+
+def _hopeful(found: Diagnostic, look: Look) -> bool:
+    """Whether something put in may repair what was found."""
+    if not isinstance(found, Finding):
+        return any(True for _ in for_handles(Outline(look.program)))
+    races = {f.buffer for f in look.found if isinstance(f, Finding) and f.kind == "race"}
+    return repairable(found) or (found.kind == "unwritten" and found.buffer in races)
+
+
+def _given_up(why: str, found: Diagnostic) -> Diagnostic:
+    hint = found.hint or "change what these statements do, or where they stand: no waiting makes them right"
+    return replace(found, message=f"{why}: {found.message}", hint=hint)
+
+
+def _host_program(program: Program) -> None:
+    """Raises for a fusion, which has no streams."""
+    if program.phase is not Phase.HOST:
+        raise error(f"@{program.name} is a fusion, in which nothing waits", expected="a host program")
+
+
+def _without_unused(program: Program, before: Program) -> Program:
+    """The program without a name for the caller's stream that it has not had before, and does not use."""
+    first = program.body[0]
+    if not isinstance(first, CurrentStream) or first in before.body:
+        return program
+    used = any(v == first.out for s in program.walk() for v in s.values(Codec.USE))
+    return program if used else program.with_body(program.body[1:])
+
+
+# What is too much -----------------------------------------------------------------------------------------------------
+def _units(program: Program) -> Iterator[Block]:
+    """What may be taken out together. A `wait` may not: every handle is waited for."""
+    flags: dict[str, list[Statement]] = {}
+    for s in program.walk():
+        if isinstance(s, (Signal, WaitSignal)):
+            flags.setdefault(s.flags.name, []).append(s)
+    for s in program.walk():
+        if isinstance(s, (Signal, WaitSignal)):
+            yield tuple(flags.pop(s.flags.name, ()))
+        if isinstance(s, ORDERING) or (
+            isinstance(s, For) and all(isinstance(x, (*ORDERING, SetStream)) for x in s.body)
+        ):
+            yield (s,)
+
+
+def _same_streams(program: Program, unit: Block) -> bool:
+    """Whether a program without some statements issues the rest to the same streams."""
+    if not any(isinstance(x, SetStream) for s in unit for x in getattr(s, "body", ())):
+        return True
+    outline = Outline(program)
+    return all(resets(outline.block(at := outline.place(s))[at[-1] + 1 :]) for s in unit)
+
+
+def _too_much(unit: Block, program: Program) -> Diagnostic:
+    told = f"'{format_statement(unit[0], program)}'"
+    return Finding(
+        f"nothing needs {told}: all that is right stays right without it, and more may overlap",
+        unit[0].span,
+        hint="take it out, unless it is there to hold a stream back",
+        level="warning",
+        kind="redundant",
+    )

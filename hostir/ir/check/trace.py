@@ -1,0 +1,309 @@
+"""What each rank issues, as events with the edges that hold within the rank: a machine that executes nothing.
+
+The tracer is a `hostir.ir.machine.Machine`. Statements tell it what they read and write by evaluating themselves on it,
+as they do on every machine; its tensors are regions of buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from hostir.ir.check.regions import Region
+from hostir.ir.check.views import Access, Buffer, View, access, dense, rows_of, strides_in
+from hostir.ir.host_ops import Allocate
+from hostir.ir.interpret import Observer, interpret
+from hostir.ir.machine import Exchange, Ready
+from hostir.ir.onesided_ops import AllocateSymmetric
+from hostir.ir.op import Statement
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, error
+from hostir.ir.types import DType, bind_shape
+from hostir.ir.values import Value
+
+CALLER = "caller's stream"
+Lane = tuple[object, ...]  # what keeps its events in order: (rank, stream) and the like
+Ends = list[tuple[Lane, int]]  # whoever has seen one of these ticks knows that an event has ended
+
+
+@dataclass(eq=False, slots=True)
+class Event:
+    """Something that happens at one moment of one rank.
+
+    Fields:
+        number: how much its rank had issued before it.
+        lane, tick: its place in what orders it, None where nothing does but its edges.
+        ends: what tells others that it is over; by default its own tick.
+        after: the events that come before it.
+        verb: what it does, for messages; `statement` is None for what the caller does.
+        sms: whether it needs SMs.
+    """
+
+    rank: int
+    call: int
+    verb: str
+    statement: Statement | None
+    rounds: tuple[int, ...]
+    stream: str
+    number: int = 0
+    lane: Lane | None = None
+    tick: int = 0
+    after: list[Event] = field(default_factory=list)
+    ends: Ends = field(default_factory=list)
+    accesses: list[Access] = field(default_factory=list)
+    sms: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Side:
+    """One rank's side of a communication or message: it begins, takes, gives, and has ended."""
+
+    exchange: Exchange
+    x: View | None
+    out: View | None
+    begin: Event
+    take: Event
+    give: Event
+    end: Event
+
+
+@dataclass(eq=False, slots=True)
+class Flag:
+    """A signal sent, or a wait for one, of the flag `slot` of the symmetric buffer `flags` at `rank`."""
+
+    event: Event
+    rank: int
+    flags: str
+    slot: int
+    epoch: tuple[int, int]  # call, epoch
+
+    @property
+    def place(self) -> tuple[int, str, int]:
+        return self.rank, self.flags, self.slot
+
+
+@dataclass(eq=False, slots=True)
+class Kernel:
+    """A matmul that waits for flags while it holds the SMs."""
+
+    start: Event
+    end: Event
+    waits: list[Flag] = field(default_factory=list)
+
+
+class Tracer(Observer):
+    """One rank. After `call`s, `events` holds what it issued, and the rest what must be matched with other ranks."""
+
+    def __init__(self, rank: int, program: Program, sizes: Mapping[str, int]) -> None:
+        self.rank: int = rank
+        self.program = program
+        self.sizes = sizes
+        self.events: list[Event] = []
+        self.tails: dict[Lane, Event] = {}
+        self.current = CALLER
+        self.turn = 0  # which call
+        self.statement: Statement | None = None
+        self.rounds: tuple[int, ...] = ()
+        self.inputs = [self._input(v) for v in program.inputs]
+        self.buffers: list[Buffer] = []  # that the program allocated
+        self.kept: dict[str, Buffer] = {}  # symmetric buffers, from the first call on
+        self.collectives: dict[tuple[int, ...], list[Side]] = {}  # by team
+        self.messages: dict[tuple[int, ...], list[Side]] = {}
+        self.barriers: dict[tuple[int, ...], list[Event]] = {}
+        self.signals: list[Flag] = []
+        self.waits: list[Flag] = []
+        self.kernels: list[Kernel] = []
+        self.outputs: list[list[View | None]] = []  # of each call
+
+    def _input(self, value: Value) -> View | None:
+        mesh = value.tensor.mesh
+        if mesh is not None and self.rank not in mesh.devices:
+            return None
+        shape = bind_shape(value.tensor.local_shape, self.sizes)
+        return dense(Buffer(self.rank, value.name, prod(shape), value, persists=True), shape)
+
+    def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
+        self.statement, self.rounds = statement, rounds
+
+    def call(self) -> None:
+        """One call: inputs arrive on the caller's stream; at its end outputs are read there, and all is overwritten."""
+        self.current, self.statement, self.rounds = CALLER, None, ()
+        self.step("writes", [access(x, True) for x in self.inputs if x])
+        handles = interpret(self.program, self, self.sizes, self.inputs, observer=self)
+        outputs: list[View | None] = [h for h in handles if h is None or isinstance(h, View)]
+        self.outputs.append(outputs)
+        self.statement, self.rounds, self.current = None, (), CALLER
+        self.step("reads", [access(x, False) for x in outputs if x])
+        self.step("overwrites", [access(x, True) for x in dict.fromkeys((*self.inputs, *outputs)) if x])
+        self.turn += 1
+
+    # Events ---------------------------------------------------------------------------------------------------------
+    def event(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
+        """An event on no lane, of the current statement."""
+        made = Event(self.rank, self.turn, verb, self.statement, self.rounds, self.current, len(self.events))
+        made.accesses, made.after, made.sms = accesses, list(after), sms
+        self.events.append(made)
+        return made
+
+    def tail(self, *lane: object) -> list[Event]:
+        """The last event of a lane, if any."""
+        found = self.tails.get((self.rank, *lane))
+        return [found] if found else []
+
+    def follow(self, event: Event, *lane: object) -> Event:
+        """Puts an event at the end of a lane."""
+        key = (self.rank, *lane)
+        before = self.tails.get(key)
+        if before is not None:
+            event.after.append(before)
+        event.lane, event.tick = key, before.tick + 1 if before else 1
+        event.ends.append((key, event.tick))
+        self.tails[key] = event
+        return event
+
+    def step(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
+        """An event on the current stream."""
+        return self.follow(self.event(verb, accesses, after, sms), self.current)
+
+    def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
+        span = self.statement.span if self.statement else None
+        return error(f"rank {self.rank}: {message}", span, expected=expected, hint=hint)
+
+    # What statements ask for: the methods of `hostir.ir.machine.Machine` --------------------------------------------
+    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> View:
+        value = self.statement.out if isinstance(self.statement, (Allocate, AllocateSymmetric)) else None
+        name = value.name if value else "buffer"
+        if not symmetric:
+            self.buffers.append(Buffer(self.rank, name, prod(shape), value))
+            return dense(self.buffers[-1], shape)
+        return dense(self.kept.setdefault(name, Buffer(self.rank, name, prod(shape), value, persists=True)), shape)
+
+    def free(self, x: View) -> None:
+        whole = Region.of(0, (x.buffer.elements,), (1,))
+        self.step("frees", [Access(x.buffer, whole, writes=True, frees=True)])
+
+    def select(self, x: View, axis: int, index: int) -> View:
+        shape = x.shape[:axis] + x.shape[axis + 1 :]
+        strides = x.strides[:axis] + x.strides[axis + 1 :]
+        return View(x.buffer, x.offset + index * x.strides[axis], shape, strides)
+
+    def chunk(self, x: View, axis: int, outer: int, count: int, index: int) -> View:
+        extent = x.shape[axis] // count
+        shape = (*x.shape[:axis], extent, *x.shape[axis + 1 :])
+        return View(x.buffer, x.offset + index * extent * x.strides[axis], shape, x.strides)
+
+    def reshape(self, x: View, shape: tuple[int, ...]) -> View:
+        strides = strides_in(x, shape)
+        if strides is None:
+            layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
+            raise self.fail(f"no view of {layout} has shape {list(shape)}", hint="copy it first")
+        return View(x.buffer, x.offset, shape, strides)
+
+    def permute(self, x: View, axes: tuple[int, ...]) -> View:
+        return View(x.buffer, x.offset, tuple(x.shape[a] for a in axes), tuple(x.strides[a] for a in axes))
+
+    def compute(self, kind: str, out: View, operands: Sequence[View | None], options: Mapping[str, Any]) -> None:
+        ready = options.get("ready")
+        if isinstance(ready, Ready):
+            self._waiting_matmul(out, operands, ready)
+            return
+        reads = [access(x, False) for x in operands if x is not None]
+        self.step("runs", [*reads, access(out, True)], sms=True)
+
+    def _waiting_matmul(self, out: View, operands: Sequence[View | None], ready: Ready) -> None:
+        start = self.step("starts", [], sms=True)
+        kernel = Kernel(start, start)
+        blocks = []
+        a, *others = [x for x in operands if x is not None]
+        for i in range(ready.blocks):
+            accesses = [access(block, False) for block in rows_of(a, i, ready.blocks)]
+            accesses += [access(x, False) for x in others] + [access(b, True) for b in rows_of(out, i, ready.blocks)]
+            block = self.event(f"runs block {i}", accesses, [start])
+            kernel.waits.append(Flag(block, self.rank, ready.flags.buffer.name, i, (self.turn, ready.epoch)))
+            blocks.append(block)
+        kernel.end = self.step("ends", [], after=blocks)
+        for block in blocks:
+            block.ends.append((kernel.end.lane or (), kernel.end.tick))
+        self.waits += kernel.waits
+        self.kernels.append(kernel)
+
+    def communicate(self, exchange: Exchange, x: View | None, out: View | None) -> Event:
+        for does, tensor in (("reads", x), ("writes", out)):
+            if tensor is not None and not tensor.dense:
+                layout = f"shape {list(tensor.shape)} with strides {list(tensor.strides)}"
+                raise self.fail(f"it {does} {layout}", expected="a dense tensor", hint="copy it first")
+        reads = [access(x, False)] if x and _takes(exchange, self.rank) else []
+        writes = [access(out, True)] if out and _gives(exchange, self.rank) else []
+        if exchange.kind in ("send", "recv", "exchange"):
+            return self._message(exchange, x, out, reads, writes)
+        take = self.follow(self.event("reads", reads, sms=True), "team", exchange.team)
+        give = self.event("writes", writes)
+        side = Side(exchange, x, out, self._begin(()), take, give, give)
+        self.collectives.setdefault(exchange.team, []).append(side)
+        return give
+
+    def _message(
+        self, exchange: Exchange, x: View | None, out: View | None, reads: list[Access], writes: list[Access]
+    ) -> Event:
+        team = exchange.team
+        begin = self._begin(self.tail("messages", team))
+        take = self.follow(self.event("reads", reads, [begin], sms=True), "sends", team)
+        give = self.follow(self.event("writes", writes, [begin], sms=True), "receives", team)
+        end = self.follow(self.event("ends", [], [take, give]), "messages", team)
+        self.messages.setdefault(team, []).append(Side(exchange, x, out, begin, take, give, end))
+        return end
+
+    def _begin(self, after: Sequence[Event]) -> Event:
+        return self.event("begins", [], [*self.tail(self.current), *after])
+
+    def wait(self, handle: Event) -> None:
+        known = self.step("waits", [], after=[handle])
+        if handle.lane is None:  # nothing but those who wait for it sees it end
+            handle.ends.append((known.lane or (), known.tick))
+
+    def current_stream(self) -> str:
+        return self.current
+
+    def set_stream(self, stream: str | int) -> None:
+        self.current = self._stream(stream)
+
+    def synchronize(self, stream: str | int) -> None:
+        self.step("waits", [], after=self.tail(self._stream(stream)))
+
+    def delay(self, microseconds: int) -> None:
+        """It orders nothing."""
+
+    def copy(self, x: View, out: View, source: int, target: int) -> None:
+        accesses = [access(x, False, source), access(out, True, target)]
+        self.step("copies", accesses)
+
+    def signal(self, flags: View, slot: int, epoch: int, peer: int) -> None:
+        sent = self.step("signals", [])
+        self.signals.append(Flag(sent, peer, flags.buffer.name, slot, (self.turn, epoch)))
+
+    def wait_signal(self, flags: View, slot: int, epoch: int) -> None:
+        waits = self.step("waits", [])
+        self.waits.append(Flag(waits, self.rank, flags.buffer.name, slot, (self.turn, epoch)))
+
+    def barrier(self, team: tuple[int, ...]) -> None:
+        self.barriers.setdefault(team, []).append(self.step("waits", []))
+
+    def _stream(self, stream: str | int) -> str:
+        if isinstance(stream, str):
+            return stream
+        if not 0 <= stream < self.program.streams:
+            hint = f"write 'streams {stream + 1}' behind the program's outputs" if stream > 0 else ""
+            raise self.fail(
+                f"there is no stream {stream}", expected=f"an index below {self.program.streams}", hint=hint
+            )
+        return f"stream {stream}"
+
+
+def _takes(exchange: Exchange, rank: int) -> bool:
+    return not exchange.moves or any(m.source == rank for m in exchange.moves)
+
+
+def _gives(exchange: Exchange, rank: int) -> bool:
+    return not exchange.moves or any(m.target == rank for m in exchange.moves)

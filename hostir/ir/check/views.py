@@ -1,0 +1,107 @@
+"""Memory as the checker sees it: buffers of ranks, strided views of them, and what events do to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from hostir.ir.check.regions import Region
+from hostir.ir.values import Value
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """A piece of one rank's memory; `persists` where it is the caller's, or symmetric: the program need not free it."""
+
+    rank: int
+    name: str
+    elements: int
+    value: Value | None = None
+    persists: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided view of a buffer, in elements."""
+
+    buffer: Buffer
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def region(self) -> Region:
+        return Region.of(self.offset, self.shape, self.strides)
+
+    @property
+    def dense(self) -> bool:
+        """Whether its elements lie side by side, in order."""
+        pairs = zip(self.shape, self.strides, packed(self.shape), strict=True)
+        return all(n == 1 or s == p for n, s, p in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What an event does to memory: to its own rank's `buffer`, or to that of the same name of a peer, `rank`."""
+
+    buffer: Buffer
+    region: Region
+    writes: bool
+    frees: bool = False
+    rank: int = -1
+
+
+def access(view: View, writes: bool, rank: int = -1) -> Access:
+    """What an event does to a view; `rank` says whose, where it may be a peer's."""
+    peer = rank if rank not in (-1, view.buffer.rank) else -1
+    return Access(view.buffer, view.region, writes, rank=peer)
+
+
+def packed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def dense(buffer: Buffer, shape: tuple[int, ...]) -> View:
+    """The view of a whole buffer."""
+    return View(buffer, 0, shape, packed(shape))
+
+
+def rows_of(x: View, block: int, blocks: int) -> list[View]:
+    """One of `blocks` equal blocks of the rows of `x`, its leading axes flattened, as views."""
+    width = x.shape[-1:]
+    count = prod(x.shape[:-1]) // blocks
+    flat = strides_in(x, (prod(x.shape[:-1]), *width))
+    if flat is not None:
+        return [View(x.buffer, x.offset + block * count * flat[0], (count, *width), flat)]
+    found = []
+    for row in range(block * count, (block + 1) * count):
+        offset, rest = x.offset, row
+        for n, s in zip(reversed(x.shape[:-1]), reversed(x.strides[:-1]), strict=True):
+            offset, rest = offset + rest % n * s, rest // n
+        found.append(View(x.buffer, offset, width, x.strides[-1:]))
+    return found
+
+
+def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides with which a view has another shape, or None where only a copy can have it."""
+    merged = [[n, s] for n, s in zip(x.shape, x.strides, strict=True) if n != 1]
+    for i in range(len(merged) - 1, 0, -1):
+        if merged[i - 1][1] == merged[i][0] * merged[i][1]:
+            merged[i - 1 : i + 1] = [[merged[i - 1][0] * merged[i][0], merged[i][1]]]
+    strides: list[int] = []
+    for n in reversed(shape):
+        if n == 1:
+            strides.append(1)
+            continue
+        while merged and merged[-1][0] == 1:
+            merged.pop()
+        if not merged or merged[-1][0] % n:
+            return None
+        strides.append(merged[-1][1])
+        merged[-1] = [merged[-1][0] // n, merged[-1][1] * n]
+    return tuple(reversed(strides))

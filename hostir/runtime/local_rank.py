@@ -1,0 +1,321 @@
+"""One simulated rank while it plans: statements become tasks, with the edges of the memory model and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hostir.ir.interpret import Observer, interpret
+from hostir.ir.machine import Exchange, Ready
+from hostir.ir.op import Statement
+from hostir.ir.program import Program, format_statement
+from hostir.ir.source import HostIRError, Span, error
+from hostir.ir.types import DType
+from hostir.runtime.collectives import Part
+from hostir.runtime.kernels.layout import rows
+from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.local_memory import NAN, Memory, storage_of
+from hostir.runtime.local_onesided import Side, Symmetric
+from hostir.runtime.messages import KINDS, Message
+from hostir.runtime.sharding import torch_dtype
+from hostir.runtime.tasks import Flag, Processors, Task, Views
+
+Parts = Sequence[torch.Tensor | None]  # of one tensor: what each rank holds
+Team = tuple[int, ...]
+
+
+class Stream:
+    """A queue of one rank. What is issued to it next follows `tail`."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.tail: list[Task] = []
+
+    def wait(self, others: Sequence[Task]) -> None:
+        self.tail = [*self.tail, *(task for task in others if task not in self.tail)]
+
+
+class RankMachine(Observer):
+    """One rank of a `LocalMachine`. Views and allocations happen while it plans; all else becomes tasks.
+
+    Streams, the order of teams, flags and symmetric buffers go on from call to call.
+    """
+
+    def __init__(
+        self, rank: int, program: Program, kernels: Mapping[str, Kernel], memory: Memory, symmetric: Symmetric
+    ) -> None:
+        self.rank = rank
+        self.program = program
+        self.kernels = kernels
+        self.memory = memory
+        self.symmetric = symmetric
+        self.caller = self.current = Stream("caller")
+        self.pool = [Stream(f"stream {i}") for i in range(program.streams)]
+        self.processors = Processors()
+        self.tasks: list[Task] = []
+        self.parts: dict[Team, list[Part]] = {}  # by team, in the order issued
+        self.messages: dict[Team, list[Message]] = {}
+        self.barriers: dict[Team, list[Side]] = {}
+        self.inputs: Parts = ()
+        self.outputs: list[Parts] = []  # of each call
+        self.statement: Statement | None = None
+        self.rounds: tuple[int, ...] = ()
+
+    @property
+    def call(self) -> int:
+        """Which call it plans, from 0."""
+        return len(self.outputs) - 1
+
+    def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
+        self.statement, self.rounds = statement, rounds
+
+    def plan(self, sizes: Mapping[str, int], inputs: Parts) -> None:
+        """Turns one call into tasks: inputs arrive on the caller's stream, and outputs are read there at the end."""
+        if not self.inputs:  # the caller uses the same memory in every call
+            named = zip(self.program.inputs, inputs, strict=True)
+            self.inputs = [
+                None if x is None else self.memory.new(v.name, self.rank, x.shape, x.dtype) for v, x in named
+            ]
+        self.outputs.append(())
+        self.statement, self.rounds, self.current = None, (), self.caller
+        pairs = [(b, x) for b, x in zip(self.inputs, inputs, strict=True) if b is not None and x is not None]
+        entry = self.issue(lambda: [buffer.copy_(x) for buffer, x in pairs], writes=tuple(b for b, _ in pairs))
+        entry.stream = "before the call"
+        outputs = interpret(self.program, self, sizes, self.inputs, observer=self)
+        self.statement, self.rounds, self.current = None, (), self.caller
+        taken = tuple(x for x in outputs if x is not None)
+        written = (*taken, *(x for x in self.inputs if x is not None))
+        leave = self.issue(partial(self.finish, self.call, outputs, written), reads=taken, writes=written)
+        leave.stream = "after the call"
+
+    def finish(self, call: int, outputs: Parts, written: Views) -> None:
+        """The caller's stream is done: the caller takes the outputs, and does as it likes with all that is its own."""
+        self.outputs[call] = [None if x is None else x.clone() for x in outputs]
+        for x in written:
+            x.fill_(NAN)
+
+    # Tasks ------------------------------------------------------------------------------------------------------------
+    def task(
+        self,
+        run: Callable[[], object] | None,
+        reads: Views = (),
+        writes: Views = (),
+        *,
+        lane: str = "",
+        timed: bool = False,
+        team: Team = (),
+    ) -> Task:
+        """A task that follows nothing yet."""
+        memory = tuple({storage_of(x) for x in (*reads, *writes)})
+        task = Task(
+            self.rank,
+            lane or self.current.label,
+            len(self.tasks),
+            self.statement,
+            self.rounds,
+            self.call,
+            self.current.label,
+            run,
+            reads,
+            writes,
+            memory,
+            timed=timed,
+            team=team,
+        )
+        self.tasks.append(task)
+        return task
+
+    def issue(
+        self, run: Callable[[], object] | None, reads: Views = (), writes: Views = (), *, timed: bool = False
+    ) -> Task:
+        """Adds a task to the current stream."""
+        task = self.task(run, reads, writes, timed=timed).follow(self.current.tail)
+        self.current.tail = [task]
+        task.since = task if timed else None
+        return task
+
+    def late(self, task: Task) -> HostIRError:
+        """The error of a task that touches memory which was freed."""
+        ended = [self.memory.freed[storage] for storage in task.memory if storage in self.memory.freed]
+        span, where = self.where(task)
+        if task.statement is None:
+            return error(
+                f"{where}: its memory was freed before the outputs were read",
+                ended[0],
+                expected="no output to look at what is freed",
+            )
+        return error(
+            f"{where}: its memory was freed before it ran",
+            span,
+            expected="the free to follow all uses, and streams that use it to be joined first",
+            notes=((ended[0], "freed here"),),
+        )
+
+    def where(self, task: Task) -> tuple[Span | None, str]:
+        """Which rank, statement, round and call a task belongs to."""
+        call = f" of call {task.call + 1}" if len(self.outputs) > 1 else ""
+        if task.statement is None:
+            return None, f"rank {self.rank}, caller{call}"
+        rounds = f" in round {', '.join(map(str, task.rounds))}" if task.rounds else ""
+        text = format_statement(task.statement, self.program)
+        return task.statement.span, f"rank {self.rank}, '{text}'{rounds}{call}"
+
+    def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
+        """An error of the statement that is being planned."""
+        span, where = self.where(Task(statement=self.statement, rounds=self.rounds, call=self.call))
+        return error(f"{where}: {message}", span, expected=expected, hint=hint)
+
+    # What statements ask for: the methods of `hostir.ir.machine.Machine` ---------------------------------------------
+    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> torch.Tensor:
+        name = next((v.name for v in self.statement.named), "") if self.statement else ""
+        if not symmetric:
+            return self.memory.new(name, self.rank, shape, torch_dtype(dtype))
+        buffer = self.symmetric.allocate((name, self.rounds), self.rank, shape, torch_dtype(dtype))
+        if buffer is None:
+            raise self.fail(f"%{name} had another shape before", expected="one shape on all ranks, in every call")
+        return buffer
+
+    def free(self, x: torch.Tensor) -> None:
+        whole = x.new_empty(0).set_(x.untyped_storage())
+        span = self.statement.span if self.statement else None
+        self.issue(partial(self.memory.free, storage_of(x), span), writes=(whole,))
+
+    def select(self, x: torch.Tensor, axis: int, index: int) -> torch.Tensor:
+        return x.select(axis, index)
+
+    def chunk(self, x: torch.Tensor, axis: int, outer: int, count: int, index: int) -> torch.Tensor:
+        if outer != 1:
+            raise self.fail("a rank's part is cut from its outermost block on", expected="1 block outside the pieces")
+        extent = x.shape[axis] // count
+        return x.narrow(axis, index * extent, extent)
+
+    def reshape(self, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        try:
+            return x.view(shape)
+        except RuntimeError:
+            raise self.fail(f"no view of {_layout(x)} has shape {list(shape)}", hint="copy it first") from None
+
+    def permute(self, x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+        return x.permute(axes)
+
+    def compute(
+        self, kind: str, out: torch.Tensor, operands: Sequence[torch.Tensor | None], options: Mapping[str, Any]
+    ) -> None:
+        kernel, reads = self.kernels[kind], tuple(x for x in operands if x is not None)
+        if isinstance(ready := options.get("ready"), Ready):
+            a, b = reads
+            self._by_blocks(kernel, out, a, b, ready)
+            return
+        task = self.issue(partial(kernel, out, *operands, **options), reads, (out,), timed=True)
+        task.gate = self.processors
+
+    def _by_blocks(self, kernel: Kernel, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ready: Ready) -> None:
+        """A kernel that takes all SMs when it starts, and computes each block of rows once its flag is up."""
+        a_blocks, out_blocks = self._blocks(a, "reads", ready.blocks), self._blocks(out, "writes", ready.blocks)
+        start = self.issue(None)
+        start.run, start.gate = partial(self.processors.take, start), self.processors
+        blocks = []
+        for j in (*range(ready.first, ready.blocks), *range(ready.first)):
+            run = partial(kernel, out_blocks[j], a_blocks[j], b)
+            lane = f"block {j} of task {start.order}"
+            block = self.task(run, (a_blocks[j], b), (out_blocks[j],), lane=lane, timed=True).follow([start])
+            block.gate, block.epoch = self._flag(ready.flags, j), self._epoch(ready.epoch)
+            blocks.append(block)
+        end = self.issue(partial(self.processors.take, None)).follow(blocks)
+        end.turns, end.since = self.processors, start
+
+    def _blocks(self, x: torch.Tensor, does: str, count: int) -> list[torch.Tensor]:
+        """Equal blocks of the rows of `x`, its leading axes flattened."""
+        flat = rows(x)
+        if flat is None:
+            raise self.fail(f"it {does} {_layout(x)}", expected="rows with one stride", hint="copy it first")
+        height = len(flat) // count
+        return [flat[i * height : (i + 1) * height] for i in range(count)]
+
+    def communicate(self, exchange: Exchange, x: torch.Tensor | None, out: torch.Tensor | None) -> list[Task]:
+        for does, tensor in (("reads", x), ("writes", out)):
+            if tensor is not None and not tensor.is_contiguous():
+                raise self.fail(f"it {does} {_layout(tensor)}", expected="a dense tensor", hint="copy it first")
+        lane = f"communication {len(self.tasks)}"
+        task = partial(self.task, lane=lane, timed=True, team=exchange.team)
+        come = self.task(_nothing, lane=lane).follow(self.current.tail)
+        come.gate = self.processors
+        if exchange.kind in KINDS:
+            messages = self.messages.setdefault(exchange.team, [])
+            messages.append(Message(exchange, x, out, come, task, messages[-1] if messages else None))
+            return messages[-1].ends
+        parts = self.parts.setdefault(exchange.team, [])
+        parts.append(Part(exchange, x, out, come, task, parts[-1] if parts else None))
+        return [parts[-1].give]
+
+    def wait(self, handle: list[Task]) -> None:
+        self.current.wait(handle)
+
+    def copy(self, x: torch.Tensor, out: torch.Tensor, source: int, target: int) -> None:
+        if source != self.rank:
+            x = self._at(x, source)
+        if target != self.rank:
+            out = self._at(out, target)
+        task = self.issue(partial(out.copy_, x), (x,), (out,), timed=True)
+        for view, rank in ((x, source), (out, target)):
+            if rank != self.rank:
+                self.symmetric.touch(view, rank, task)
+
+    def signal(self, flags: torch.Tensor, slot: int, epoch: int, peer: int) -> None:
+        view = self._at(flags, peer)
+        flag, task = self.symmetric.flag(view, slot), self.issue(None)
+        task.run, task.turns, task.epoch = partial(flag.set, task), flag, self._epoch(epoch)
+        self.symmetric.touch(view, peer, task)
+
+    def wait_signal(self, flags: torch.Tensor, slot: int, epoch: int) -> None:
+        task = self.issue(_nothing)
+        task.gate, task.epoch = self._flag(flags, slot), self._epoch(epoch)
+
+    def barrier(self, team: Team) -> None:
+        come = self.issue(None)
+        self.barriers.setdefault(team, []).append((come, self.issue(None)))
+
+    def current_stream(self) -> Stream:
+        return self.current
+
+    def set_stream(self, stream: Stream | int) -> None:
+        self.current = self._stream(stream)
+
+    def synchronize(self, stream: Stream | int) -> None:
+        self.current.wait(self._stream(stream).tail)
+
+    def delay(self, microseconds: int) -> None:
+        """It orders nothing: the scheduler may already run anything first."""
+
+    def _stream(self, stream: Stream | int) -> Stream:
+        if isinstance(stream, Stream):
+            return stream
+        if not 0 <= stream < len(self.pool):
+            hint = f"write 'streams {stream + 1}' behind the program's outputs" if stream > 0 else ""
+            raise self.fail(f"there is no stream {stream}", expected=f"an index below {len(self.pool)}", hint=hint)
+        return self.pool[stream]
+
+    def _at(self, view: torch.Tensor, rank: int) -> torch.Tensor:
+        """The same view at a rank; raises for what is not symmetric."""
+        there = self.symmetric.at(view, rank)
+        if there is None:
+            name = self.memory.owners[storage_of(view)][0]
+            raise self.fail(f"%{name} is not symmetric", expected="a view of what allocate_symmetric gives")
+        return there
+
+    def _flag(self, flags: torch.Tensor, slot: int) -> Flag:
+        return self.symmetric.flag(self._at(flags, self.rank), slot)
+
+    def _epoch(self, epoch: int) -> tuple[int, int]:
+        return self.call, epoch
+
+
+def _nothing() -> None:
+    """What a task does that only has to get there."""
+
+
+def _layout(x: torch.Tensor) -> str:
+    return f"shape {list(x.shape)} with strides {list(x.stride())}"

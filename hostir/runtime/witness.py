@@ -1,0 +1,82 @@
+"""Schedules that show what the checker found: seeds of the simulated ranks under which the program goes wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from hostir.ir.check.findings import Finding
+from hostir.ir.check.trace import Event
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+from hostir.runtime.command import Results, what_is_wrong
+from hostir.runtime.local import rehearse
+from hostir.runtime.sharding import random_inputs
+from hostir.runtime.tasks import Task
+
+SEEDS = 400
+SECONDS = 20.0  # of looking for one; large sizes take long to run
+LARGEST = 1 << 24  # elements of the inputs: beyond it a run takes too long to look for anything
+Key = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
+
+
+def witnesses(
+    program: Program, findings: Sequence[Finding], sizes: Mapping[str, int], calls: int = 2
+) -> dict[int, tuple[int, str]]:
+    """For findings by their place in the list: a seed, and how the run under it goes wrong.
+
+    The run is that of `hostir run --no-check --repeat CALLS --schedule-seed SEED`. A race is shown by a run that does
+    not get to its end, or goes wrong and has the second access before the first. Findings that no seed shows are left
+    out.
+    """
+    inputs = [random_inputs(program, sizes, turn) for turn in range(calls)]
+    if sum(x.numel() for x in inputs[0]) > LARGEST:
+        return {}
+    shown: dict[int, tuple[int, str]] = {}
+    left = {n: f for n, f in enumerate(findings) if f.level == "error"}
+    deadline = time.monotonic() + SECONDS
+    try:
+        machine = rehearse(program, inputs, sizes)
+    except HostIRError as refused:
+        return dict.fromkeys(left, (0, refused.diagnostics[0].message))
+    in_order: Results | None = None
+    for seed in range(SEEDS):
+        if not left or time.monotonic() > deadline:
+            break
+        try:
+            results = machine.run(seed)
+            in_order = in_order or results
+            wrong = next(iter(what_is_wrong(program, results, in_order)), "")
+            places = _places(machine.ran)
+        except HostIRError as failed:
+            wrong, places = failed.diagnostics[0].message, None
+        if wrong:
+            for n in [n for n, f in left.items() if places is None or _overtaken(f, places)]:
+                shown[n] = (seed, wrong)
+                del left[n]
+    return shown
+
+
+def _places(ran: Sequence[Task]) -> dict[Key, list[int]]:
+    """When each statement of each rank, round and call ran: the first and the last of its tasks."""
+    found: dict[Key, list[int]] = {}
+    for place, task in enumerate(ran):
+        if task.run is not None:
+            found.setdefault((task.rank, id(task.statement), task.rounds, task.call), []).append(place)
+    return found
+
+
+def _overtaken(finding: Finding, places: Mapping[Key, list[int]]) -> bool:
+    """Whether the second of two accesses came first; other findings need no more than that the run goes wrong."""
+    if finding.kind != "race":
+        return True
+    first, second = (_when(event, places) for event in finding.events)
+    return second is not None and (first is None or second < first)
+
+
+def _when(event: Event, places: Mapping[Key, list[int]]) -> int | None:
+    found = places.get((event.rank, id(event.statement), event.rounds, event.call))
+    if not found:
+        return None
+    arrives = event.statement is None and event.verb == "writes"  # of what the caller does, at the beginning of a call
+    return found[0] if arrives or event.verb == "reads" else found[-1]

@@ -1,0 +1,220 @@
+"""Ranks that act alone: what their statements refuse, in the text and when it runs; and matmuls that wait for flags."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hostir as hi
+from hostir.ir import HostIRError
+from hostir.ir.check import check_structure
+from hostir.ir.source import Diagnostic
+from hostir.runtime.local import run_local, run_whole
+
+HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nmesh @other [didx] = 1 0\n"
+INPUTS = "%a: f32[4@didx, 8], %b: f32[4, 8]"
+BUFFERS = """%s: f32[4@didx, 8] = allocate_symmetric
+%f: flag[2] = allocate_symmetric
+%c: f32[4@didx, 8] = allocate
+"""  # lines 5 to 7
+GATHER = """hostir 1
+mesh @mesh [didx] = 0 1 2 3
+program @gather(%a: f32[{rows}@didx, 8], %b: f32[8, 5]) -> (%c) streams 1 {{
+  %user = current_stream
+  %full: f32[{rows}, 8] = allocate_symmetric
+  %arrived: flag[{flags}] = allocate_symmetric
+  %c: f32[{rows}, 5] = allocate
+  %r = rank of %a over didx
+  barrier of %a over didx
+  set_stream 0
+  synchronize %user
+  %mine = chunk %full[%r of 4]
+  for %i in 0..4 {{
+    put %a -> %mine at (%r + %i) % 4 over didx
+    signal %arrived[%r] = 1 at (%r + %i) % 4 over didx
+  }}
+  set_stream %user
+  matmul %full, %b -> %c ready %arrived >= {epoch} from {first}
+  synchronize 0
+}}
+"""
+
+
+def findings(body: str, inputs: str = INPUTS, outputs: str = "") -> list[Diagnostic]:
+    try:
+        return check_structure(hi.parse(f"{HEAD}program @p({inputs}) -> ({outputs}) {{\n{body}\n}}\n", "p.hir"))
+    except HostIRError as wrong:  # where the type of a result must be inferred, reading finds it
+        return list(wrong.diagnostics)
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "message"),
+    [
+        # memory of a peer
+        ("get %a from 0 over didx -> %c", 8, "get cannot reach %a at a peer"),
+        ("put %a -> %c at 0 over didx", 8, "put cannot reach %c at a peer"),
+        (
+            "%v = chunk %c[0 of 2]\n%w = chunk %s[0 of 2]\nput %w -> %v at 0 over didx",
+            10,
+            "put cannot reach %v, a view",
+        ),
+        ("get %s from 0 over tp -> %c", 8, "the mesh of %s has no axis 'tp'"),
+        ("get %s from 0 over didx -> %b", 8, "get copies what one rank holds: f32[2, 8] of %s to f32[4, 8] of %b"),
+        ("%o: f32[4@didx, 8] on @other = allocate\nget %s from 0 over didx -> %o", 9, "lie on different meshes"),
+        # how long it lasts
+        ("free %s", 8, "%s is a symmetric buffer: it lasts from call to call"),
+        ("%v = chunk %s[0 of 2]\nfree %v", 9, "%v is a view of a symmetric buffer"),
+        ("for %i in 0..2 {\n%t: f32[4] = allocate_symmetric\n}", 9, "%t lasts from call to call"),
+        ("if 0 == 0 {\n%t: f32[4] = allocate_symmetric\n}", 9, "%t lasts from call to call"),
+        # flags
+        ("%g: flag[2] = allocate", 8, "no peer can signal %g"),
+        ("%g: flag[2@didx] = allocate_symmetric", 8, "%g lies over the mesh"),
+        ("%g: flag[2] partial(didx) = allocate_symmetric", 8, "%g lies over the mesh"),
+        ("%g: flag[2, 2] = allocate_symmetric", 8, "%g is no row of flags"),
+        ("%v = select %f[0]", 8, "%f holds flags, which select cannot use"),
+        ("copy %f -> %f", 8, "%f holds flags, which copy cannot use"),
+        ("get %f from 0 over didx -> %f", 8, "%f holds flags, which get cannot use"),
+        ("%h = send %f to 1 over didx\nwait %h", 8, "%f holds flags, which send cannot use"),
+        ("%h = allgather %f -> %f over didx\nwait %h", 8, "%f holds flags, which allgather cannot use"),
+        ("free %f", 8, "%f is a symmetric buffer: it lasts from call to call"),
+        ("signal %s[0] = 1 at 0 over didx", 8, "%s is no row of flags"),
+        ("signal %f[0] = 1 at 0 over tp", 8, "the mesh of %f has no axis 'tp'"),
+        ("wait_signal %a[0] >= 1", 8, "%a is no row of flags"),
+        ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %b >= 1 from 0", 9, "%b is no row of flags"),
+        # places, conditions and messages
+        ("%r = rank of %a over tp", 8, "the mesh of %a has no axis 'tp'"),
+        ("barrier of %a over tp", 8, "the mesh of %a has no axis 'tp'"),
+        ("%h = recv %c from 0 over tp\nwait %h", 8, "the mesh of %c has no axis 'tp'"),
+        ("%h = exchange %a to 1, %a from 1 over didx\nwait %h", 8, "exchange writes %a while it reads it"),
+        ("if 0 % 0 == 0 { }", 8, "'0 % 0' divides by zero"),
+        ("%u = current_stream\nif %u == 0 { }", 9, "%u is a stream"),
+        ("%u = current_stream\nset_stream %u + 1", 9, "%u is a stream"),
+        ("if 0 == 0 {\n%h = send %a to 1 over didx\n}", 9, "%h is not waited for in the block that starts it"),
+        ("if 0 == 0 {\n%x = select %b[0]\n}\nrelu %x -> %x", 11, "%x is not defined here"),
+        ("if 0 == 0 {\nfree %c\n}\nrelu %a -> %c", 11, "%c is used after it was freed"),
+    ],
+)
+def test_a_finding_about_ranks_that_act_alone(body: str, line: int, message: str) -> None:
+    (found,) = findings(BUFFERS + body, INPUTS + ", %n: f32[8, 8]")
+    assert message in found.message
+    assert found.span is not None
+    assert (found.span.file, found.span.line) == ("p.hir", line)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "get %s from 0 over didx -> %s",
+        "put %s -> %s at 1 over didx",
+        "%v = chunk %s[1 of 2]\n%w = chunk %s[0 of 2]\nput %v -> %w at 1 over didx",
+        "%h = recv %c from 1 over didx\nwait %h",
+        "%h = exchange %a to 1, %c from 1 over didx\nwait %h",
+        "signal %f[0] = 1 at 0 over didx\nwait_signal %f[0] >= 1",
+        "barrier of %f over didx\n%r = rank of %f over didx\nset_stream %r",
+        "%r = rank of %a over didx\nif %r == 0 {\nfree %c\n}",
+        "%r = rank of %a over didx\nif %r == 0 {\n%x = select %b[0]\n}\nif %r == 1 {\n%x = select %b[1]\n}",
+    ],
+)
+def test_what_ranks_do_alone_is_sound(body: str) -> None:
+    assert findings(BUFFERS + body) == []
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        "get %s from 0 over didx -> %c",
+        "put %a -> %s at 1 over didx\n%v = chunk %s[0 of 1]\ncopy %v -> %c",
+        "%h = recv %c from 1 over didx\nwait %h",
+        "%h = exchange %a to 1, %c from 1 over didx\nwait %h",
+    ],
+)
+def test_copies_and_messages_write_an_output(writes: str) -> None:
+    assert findings(BUFFERS + writes, outputs="%c") == []
+
+
+def test_inputs_and_outputs_hold_no_flags() -> None:
+    assert [d.message for d in findings("", "%f: flag[2]")] == ["the input %f holds flags"]
+    (found,) = findings("%f: flag[2] = allocate_symmetric", outputs="%f")
+    assert found.message == "the output %f holds flags"
+    assert found.span is not None
+    assert found.span.line == 5
+
+
+# Running ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("get %s from 2 over didx -> %c", "there is no place 2 along didx"),
+        ("put %a -> %s at 0 - 1 over didx", "there is no place -1 along didx"),
+        ("signal %f[2] = 1 at 0 over didx", "%f has no flag 2"),
+        ("wait_signal %f[0] >= 0", "epoch 0 of a flag"),
+        ("%r = rank of %a over didx\n%h = send %a to %r over didx\nwait %h", "rank 0 would wait for itself"),
+        ("%r = rank of %a over didx\n%h = recv %c from %r over didx\nwait %h", "rank 0 would wait for itself"),
+        (
+            "%r = rank of %a over didx\n%h = exchange %a to %r, %c from 1 - %r over didx\nwait %h",
+            "rank 0 would wait for itself",
+        ),
+        ("%r = rank of %a over didx\nif 1 / %r == 1 { set_stream 0 }", "the condition divides by zero"),
+        (
+            "%m: f32[4, 8] = allocate\n%g: flag[3] = allocate_symmetric\nmatmul %b, %n -> %m ready %g >= 1 from 0",
+            "3 flags",
+        ),
+        ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %f >= 1 from 2", "%f has no flag 2"),
+        ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %f >= 0 from 0", "epoch 0 of a flag"),
+    ],
+)
+def test_a_run_refuses_ranks_flags_and_epochs_that_do_not_exist(body: str, message: str) -> None:
+    text = f"{HEAD}program @p({INPUTS}, %n: f32[8, 8]) -> () {{\n{BUFFERS}{body}\n}}\n"
+    with pytest.raises(HostIRError) as refused:
+        run_whole(hi.parse(text, "p.hir"), [torch.rand(4, 8), torch.rand(4, 8), torch.rand(8, 8)])
+    (found,) = refused.value.diagnostics
+    assert message in found.message
+    assert found.expected
+    assert found.span is not None
+    assert found.span.file == "p.hir"
+
+
+def test_a_rank_outside_the_mesh_is_nowhere_on_it() -> None:
+    program = hi.parse(
+        "hostir 1\nmesh @all [x] = 0 1 2\nmesh @pair [y] = 2 1\n"
+        "program @p(%a: f32[3], %b: f32[2@y] on @pair) -> (%c) {\n  %c: f32[3] = allocate\n  copy %a -> %c\n"
+        "  %r = rank of %b over y\n  if %r == 0 - 1 { relu %a -> %c }\n  if %r == 0 { add %a, %a -> %c }\n}\n"
+    )
+    a = torch.randn(3)
+    ((first, second, third),) = run_local(program, [a, torch.rand(2)])
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert torch.equal(first, a.relu())
+    assert torch.equal(second, a)
+    assert torch.equal(third, a + a)
+
+
+def test_an_exchange_with_itself_copies() -> None:
+    program = hi.parse(
+        f"{HEAD}program @p(%a: f32[4@didx]) -> (%c) {{\n%c: f32[4@didx] = allocate\n%r = rank of %a over didx\n"
+        "%h = exchange %a to %r, %c from %r over didx\nwait %h\n}\n"
+    )
+    a = torch.rand(4)
+    for seed in range(4):
+        assert torch.equal(run_whole(program, [a], seed=seed)[0], a)
+
+
+# Matmuls that wait ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("first", ["0", "%r", "(%r + 1) % 4"])
+def test_a_matmul_multiplies_each_block_once_it_has_arrived(first: str) -> None:
+    program = hi.parse(GATHER.format(rows=12, flags=4, epoch=1, first=first), "gather.hir")
+    assert hi.parse(str(program)) == program
+    assert f"ready %arrived >= 1 from {first}" in str(program)
+    assert hi.check(program) == []
+    a, b = torch.randn(12, 8), torch.randn(8, 5)
+    for seed in range(8):
+        (c,) = run_whole(program, [a, b], seed=seed)
+        torch.testing.assert_close(c, a @ b)
+
+
+def test_a_matmul_that_waits_for_more_than_is_signalled_is_found() -> None:
+    program = hi.parse(GATHER.format(rows=12, flags=4, epoch=2, first=0), "gather.hir")
+    assert "error" in [d.level for d in hi.check(program)]
+    with pytest.raises(HostIRError):
+        run_whole(program, [torch.randn(12, 8), torch.randn(8, 5)])

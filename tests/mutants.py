@@ -1,0 +1,384 @@
+"""Programs that differ from a given one by one edit, of the kinds that people and passes get wrong.
+
+Mutation testing (DeMillo, Lipton and Sayward, 1978) asks of a check what it asks of a test suite: does it notice? Edits
+that cannot change what runs when are left out: those that move a statement past others that only the host sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from hostir.ir.comm_ops import Communication
+from hostir.ir.host_ops import (
+    Allocate,
+    AsPartial,
+    Chunk,
+    CurrentStream,
+    Delay,
+    For,
+    FreeBuffer,
+    Select,
+    SetStream,
+    Synchronize,
+    Wait,
+)
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Copy, If, Rank, Signal, WaitSignal
+from hostir.ir.op import Codec, Phase, Statement, codecs_of
+from hostir.ir.p2p_ops import Message, Recv, Send, SendAndRecv
+from hostir.ir.printer import Printer
+from hostir.ir.program import Names, Program, rewrite
+from hostir.ir.sizes import Size
+from hostir.ir.tensor_ops import Matmul, TensorOp
+from hostir.ir.types import FLAG, Kind, TensorType
+from hostir.ir.values import Bin, Expr, Lit, Ref, Value, expr_values
+from hostir.ir.view_ops import ViewOp
+
+Block = tuple[Statement, ...]
+ORDERING = (Synchronize, Wait, Barrier, Signal, WaitSignal)
+HOST_ONLY = (ViewOp, Allocate, AllocateSymmetric, CurrentStream, Rank, Delay)  # no stream sees them
+OPERANDS = {Codec.READ: "read", Codec.WRITE: "write", Codec.ALIAS: "view", Codec.FREE: "free", Codec.USE: "use"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A program with one edit: the kind of edit, the program that it was made to, what it did there, and its text."""
+
+    kind: str
+    of: str
+    what: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """A statement of a program: its block, where it stands there, what is in scope, and what holds the block.
+
+    `put` gives the program with another block in place of this one.
+    """
+
+    block: Block
+    at: int
+    scope: tuple[Value, ...]
+    put: Callable[[Block], Program]
+    outside: Place | None = None
+
+    @property
+    def statement(self) -> Statement:
+        return self.block[self.at]
+
+    def become(self, *statements: Statement) -> Program:
+        """The program with these in place of the statement."""
+        return self.put((*self.block[: self.at], *statements, *self.block[self.at + 1 :]))
+
+
+Edit = tuple[str, str, Program]  # its kind, what it did, and the program that it leaves
+KINDS: list[Callable[[Place], Iterator[Edit]]] = []
+
+
+def mutants(program: Program) -> list[Mutant]:
+    """Every mutant of a host program, each text once. Not all of them can be read back: an edit may undefine a name."""
+    original = str(program)
+    found: dict[str, Mutant] = {}
+    for kind, what, mutant in (*_edits(program), *_merged(program), *_pools(program)):
+        text = str(mutant)
+        if text != original:
+            found.setdefault(text, Mutant(kind, program.name, what, text))
+    return list(found.values())
+
+
+def places(program: Program) -> Iterator[Place]:
+    """Every statement of a program, outer before inner."""
+    return _places(program.body, program.inputs, program.with_body, None)
+
+
+def _places(
+    block: Block, scope: tuple[Value, ...], put: Callable[[Block], Program], outside: Place | None
+) -> Iterator[Place]:
+    for at, s in enumerate(block):
+        place = Place(block, at, scope, put, outside)
+        yield place
+        defined = s.defines(Phase.HOST)
+        inner = scope if defined is None else (*scope, defined)
+        if isinstance(s, (For, If)):
+            yield from _places(s.body, inner, _inside(place, s), place)
+        else:
+            scope = inner
+
+
+def _inside(place: Place, s: For | If) -> Callable[[Block], Program]:
+    return lambda body: place.become(replace(s, body=body))
+
+
+def _edits(program: Program) -> Iterator[Edit]:
+    for place in places(program):
+        for kind in KINDS:
+            yield from kind(place)
+
+
+def edit(kind: Callable[[Place], Iterator[Edit]]) -> Callable[[Place], Iterator[Edit]]:
+    """Adds a kind of edit, tried at every statement."""
+    KINDS.append(kind)
+    return kind
+
+
+# What is left out -------------------------------------------------------------------------------------------------
+def called(s: Statement) -> str:
+    """What a statement is called in the kinds: its keyword, or `fork` and `join` for the loops that are those."""
+    if isinstance(s, For) and s.body and all(isinstance(x, (SetStream, Synchronize)) for x in s.body):
+        return "fork" if any(isinstance(x, SetStream) for x in s.body) else "join"
+    return "computation" if isinstance(s, TensorOp) else s.keyword()
+
+
+@edit
+def delete(place: Place) -> Iterator[Edit]:
+    s, name = place.statement, called(place.statement)
+    if place.outside and called(place.outside.statement) == "join":
+        return  # that loop goes as a whole
+    if isinstance(s, (*ORDERING, FreeBuffer, SetStream, TensorOp, Copy)) or name in ("fork", "join"):
+        yield f"delete {name}", f"without '{_told(s)}'", place.become()
+
+
+@edit
+def delete_communication(place: Place) -> Iterator[Edit]:
+    s = place.statement
+    if not isinstance(s, (Communication, Message)):
+        return
+    rest = [x for x in place.block[place.at + 1 :] if not (isinstance(x, Wait) and x.handle == s.handle)]
+    yield "delete communication", f"without '{_told(s)}'", place.put((*place.block[: place.at], *rest))
+
+
+@edit
+def rounds(place: Place) -> Iterator[Edit]:
+    s = place.statement
+    if not isinstance(s, For) or s.count.value is None:
+        return
+    for change in (-1, 1):
+        if (count := s.count.value + change) > 0:
+            yield "number of rounds", f"{count} rounds of '{_told(s)}'", place.become(replace(s, count=Size(count)))
+
+
+@edit
+def condition(place: Place) -> Iterator[Edit]:
+    if isinstance(place.statement, If):
+        yield "condition", f"always '{_told(place.statement)}'", place.become(*place.statement.body)
+
+
+@edit
+def unready(place: Place) -> Iterator[Edit]:
+    s = place.statement
+    if isinstance(s, Matmul) and s.ready is not None:
+        plain = Matmul(a=s.a, b=s.b, out=s.out)
+        yield "delete ready", f"'{_told(s)}' waits for nothing", place.become(plain)
+
+
+# What stands elsewhere --------------------------------------------------------------------------------------------
+@edit
+def swap(place: Place) -> Iterator[Edit]:
+    pair = place.block[place.at : place.at + 2]
+    if len(pair) < 2 or any(_moves(s) or isinstance(s, HOST_ONLY) for s in pair):
+        return
+    swapped = (*place.block[: place.at], *reversed(pair), *place.block[place.at + 2 :])
+    yield "swap", f"'{_told(pair[1])}' before '{_told(pair[0])}'", place.put(swapped)
+
+
+def _moves(s: Statement) -> bool:
+    return isinstance(s, (*ORDERING, FreeBuffer, SetStream)) or called(s) in ("fork", "join")
+
+
+@edit
+def move(place: Place) -> Iterator[Edit]:
+    s = place.statement
+    if not _moves(s):
+        return
+    before, after = place.block[: place.at], place.block[place.at + 1 :]
+    kind, rest = f"move {called(s)}", (*before, *after)
+    for to in range(len(rest) + 1):
+        crossed = rest[to : to + 1] if to < place.at else rest[to - 1 : to]
+        if to != place.at and not isinstance(crossed[0], HOST_ONLY):
+            where = f"before '{_told(rest[to])}'" if to < len(rest) else "to the end"
+            yield kind, f"'{_told(s)}' {where}", place.put((*rest[:to], s, *rest[to:]))
+    for n, other in enumerate(rest):
+        if isinstance(other, (For, If)):
+            for body in ((s, *other.body), (*other.body, s)):
+                moved = (*rest[:n], replace(other, body=body), *rest[n + 1 :])
+                yield kind, f"'{_told(s)}' into '{_told(other)}'", place.put(moved)
+
+
+@edit
+def move_out(place: Place) -> Iterator[Edit]:
+    s, outside = place.statement, place.outside
+    if outside is None or not isinstance(s, (*ORDERING, FreeBuffer)):
+        return
+    loop = replace(outside.statement, body=(*place.block[: place.at], *place.block[place.at + 1 :]))
+    kind, what = f"move {s.keyword()}", f"'{_told(s)}' out of '{_told(outside.statement)}'"
+    yield kind, f"{what}, before it", outside.become(s, loop)
+    yield kind, f"{what}, behind it", outside.become(loop, s)
+
+
+# Which stream, which slice, which rank, which epoch ---------------------------------------------------------------
+@edit
+def streams(place: Place) -> Iterator[Edit]:
+    s = place.statement
+    if not isinstance(s, (SetStream, Synchronize)):
+        return
+    pool = place.put(place.block).streams
+    known: list[Expr] = [Ref(v) for v in place.scope if v.type is Kind.STREAM]
+    chosen = [*known, *(Lit(n) for n in range(pool))]
+    for index in (v for v in place.scope if v.type is Kind.INDEX):
+        chosen += [Bin("%", Ref(index), Lit(n)) for n in range(2, pool + 1)]
+        chosen.append(Bin("%", Bin("+", Ref(index), Lit(1)), Lit(max(pool, 1))))
+    for stream in chosen:
+        yield f"stream of {s.keyword()}", f"{stream} in '{_told(s)}'", place.become(replace(s, stream=stream))
+
+
+@edit
+def indices(place: Place) -> Iterator[Edit]:
+    """Slices, flags, peers and sides of conditions: another literal, the next one, a loop's index gone or another's."""
+    s = place.statement
+    if isinstance(s, Matmul) and s.ready is None:
+        return
+    for name, codec in codecs_of(type(s)).items():
+        if codec is not Codec.INDEX or name == "epoch":
+            continue
+        old: Expr = getattr(s, name)
+        count = _choices(s, name)
+        new: list[Expr] = [Lit(n) for n in range(min(count, 4))]
+        new.append(Bin("%", Bin("+", old, Lit(1)), Lit(count)))
+        new += [Ref(v) for v in place.scope if v.type is Kind.INDEX]
+        for expr in new:
+            kind = "one buffer for all rounds" if _shares(s, old, expr) else f"{name} of {s.keyword()}"
+            yield kind, f"{name} {expr} in '{_told(s)}'", place.become(replace(s, **{name: expr}))
+
+
+def _choices(s: Statement, name: str) -> int:
+    """How many things an index tells apart."""
+    if isinstance(s, Select):
+        size: Size | int = s.x.tensor.shape[s.axis]
+    elif isinstance(s, Chunk):
+        size = s.count
+    elif name in ("slot", "first"):
+        size = (s.ready if isinstance(s, Matmul) else s.flags).tensor.shape[0]
+    elif name in ("peer", "to", "source"):
+        value = s.flags if isinstance(s, Signal) else next(s.values(Codec.READ, Codec.WRITE))
+        size = value.tensor.mesh.size(s.over)
+    else:
+        size = 2
+    return size if isinstance(size, int) else size.value or 1
+
+
+def _shares(s: Statement, old: Expr, new: Expr) -> bool:
+    return isinstance(s, (Select, Chunk)) and isinstance(new, Lit) and any(expr_values(old))
+
+
+@edit
+def epochs(place: Place) -> Iterator[Edit]:
+    s = place.statement
+    if not isinstance(s, (Signal, WaitSignal)) and not (isinstance(s, Matmul) and s.ready is not None):
+        return
+    old = s.epoch
+    new: list[Expr] = [Bin("+", old, Lit(1)), Bin("-", old, Lit(1))]
+    new += [Ref(v) for v in place.scope if v.type is Kind.INDEX]
+    new += [Lit(old.value + 1), Lit(old.value - 1)] if isinstance(old, Lit) else [Lit(1)]
+    for epoch in new:
+        yield f"epoch of {s.keyword()}", f"epoch {epoch} in '{_told(s)}'", place.become(replace(s, epoch=epoch))
+
+
+@edit
+def team(place: Place) -> Iterator[Edit]:
+    s = place.statement
+    if isinstance(s, AsPartial) or "over" not in codecs_of(type(s)):
+        return
+    tensors = [v for v in s.named if isinstance(v.type, TensorType)]
+    for over in tensors[0].tensor.mesh.axes:
+        yield f"team of {s.keyword()}", f"over {over} in '{_told(s)}'", place.become(replace(s, over=over))
+
+
+# Which buffer -----------------------------------------------------------------------------------------------------
+@edit
+def operands(place: Place) -> Iterator[Edit]:
+    s = place.statement
+    for name, codec in codecs_of(type(s)).items():
+        old = getattr(s, name)
+        if codec not in OPERANDS or old is None:
+            continue
+        for value in place.scope:
+            if value.type == old.type and value != old:
+                yield (
+                    f"{OPERANDS[codec]} another",
+                    f"{value} in '{_told(s)}'",
+                    place.become(replace(s, **{name: value})),
+                )
+
+
+@edit
+def symmetry(place: Place) -> Iterator[Edit]:
+    s = place.statement
+    if isinstance(s, (Allocate, AllocateSymmetric)) and s.out.tensor.dtype != FLAG:
+        other = AllocateSymmetric if isinstance(s, Allocate) else Allocate
+        yield "symmetry of a buffer", f"'{_told(other(out=s.out))}'", place.become(other(out=s.out))
+
+
+@edit
+def hoist(place: Place) -> Iterator[Edit]:
+    """A buffer of each round becomes one for all, which ends behind the loop."""
+    s, outside = place.statement, place.outside
+    if not isinstance(s, Allocate) or outside is None or not isinstance(outside.statement, For):
+        return
+    rest = [x for x in place.block if x is not s]
+    kept = [x for x in rest if not (isinstance(x, FreeBuffer) and x.x == s.out)]
+    end = [x for x in rest if x not in kept]
+    loop = replace(outside.statement, body=tuple(kept))
+    yield "one buffer for all rounds", f"'{_told(s)}' before the loop", outside.become(s, loop, *end)
+
+
+def _merged(program: Program) -> Iterator[Edit]:
+    """Two buffers of one type become one."""
+    made = [s.out for s in program.body if isinstance(s, (Allocate, AllocateSymmetric))]
+    for n, one in enumerate(made):
+        for other in made[n + 1 :]:
+            if other.type != one.type or {one, other} <= {*program.outputs}:
+                continue
+            kept, gone = (other, one) if one not in program.outputs and other in program.outputs else (one, other)
+            yield "two buffers in one", f"{gone} is {kept}", _renamed(program, gone, kept)
+
+
+def _renamed(program: Program, gone: Value, kept: Value) -> Program:
+    def change(s: Statement) -> Iterable[Statement]:
+        if isinstance(s, (Allocate, AllocateSymmetric)) and s.out == gone:
+            return []
+        if isinstance(s, FreeBuffer) and s.x == gone:
+            return []
+        return [s.rename({gone.name: kept})]
+
+    made = next(s for s in program.body if isinstance(s, (Allocate, AllocateSymmetric)) and s.out == kept)
+    rest = [s for s in rewrite(program.body, change) if s != made]
+    return program.with_body((made, *rest))
+
+
+# What else --------------------------------------------------------------------------------------------------------
+def _pools(program: Program) -> Iterator[Edit]:
+    if program.streams > 1:
+        yield "size of the pool", "a stream less", replace(program, streams=program.streams - 1)
+
+
+@edit
+def split_exchange(place: Place) -> Iterator[Edit]:
+    """Both messages of an exchange one after the other."""
+    s = place.statement
+    if not isinstance(s, SendAndRecv):
+        return
+    handle = Value(Names.of(place.put(place.block)).fresh("sent"), Kind.HANDLE)
+    send = Send(handle=handle, x=s.x, peer=s.to, over=s.over)
+    recv = Recv(handle=s.handle, out=s.out, peer=s.source, over=s.over)
+    for pair in ((send, recv), (recv, send)):
+        yield (
+            "split exchange",
+            f"'{_told(s)}' as {pair[0].keyword()}, {pair[1].keyword()}",
+            place.become(*pair, Wait(handle=handle)),
+        )
+
+
+def _told(s: Statement) -> str:
+    """A statement without its operands' types, or a loop without its body."""
+    return Printer(Phase.HOST, ()).lines(s, 0)[0].removesuffix("{").rstrip()

@@ -1,0 +1,189 @@
+"""Whether the checker notices what goes wrong: programs that are right, and the verdict on each of their mutants.
+
+A mutant is guilty when the simulated ranks say so, who know nothing of the checker: over two calls, some schedule that
+the memory model allows hangs, raises or gives NaN, or two of them give different bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+
+import hostir as hi
+from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, write_a_pass
+from hostir.ir.check import check, check_structure
+from hostir.ir.program import Program
+from hostir.ir.source import Diagnostic, HostIRError
+from hostir.lower import passes, run_passes
+from hostir.runtime.local import LocalMachine, rehearse
+from hostir.runtime.sharding import random_inputs
+from tests.mutants import Mutant, mutants
+
+ONESIDED = Path(__file__).parent / "cases" / "onesided"
+CALLS = 2
+
+
+# Programs that are right ------------------------------------------------------------------------------------------
+def originals() -> list[Program]:
+    """What the compiler makes of every pattern and example on tiny tensors, and one-sided programs by hand."""
+    programs = [*_lowered(), *_examples(), *(hi.parse(p.read_text(), p.name) for p in sorted(ONESIDED.glob("*.hir")))]
+    return list({str(p): p for p in programs}.values())
+
+
+def _lowered() -> Iterator[Program]:
+    for pattern in patterns.PATTERNS:
+        for ranks, slices in ((2, 2), (2, 3), (4, 2)):
+            fusion = tiny(pattern, ranks, slices)
+            yield hi.lower(fusion, "sequential")
+            yield from (hi.lower(fusion, "pipeline", streams) for streams in range(1, slices + 1))
+    yield from (hi.lower(tiny(patterns.mlp, 2, 4), "pipeline", streams) for streams in (3, 4))
+
+
+def _examples() -> Iterator[Program]:
+    for fusion in (ag_matmul.ag_matmul, mlp_block.mlp_block, row_parallel.row_parallel, edit_a_dump.gathered):
+        yield hi.lower(tiny(fusion, 2, 2), streams=2)
+    ahead = tiny(write_a_pass.ag_matmul, 2, 3)
+    yield run_passes(ahead.program(), [*passes("pipeline", streams=2), write_a_pass.GatherAhead()])
+
+
+def tiny(fusion: Callable[..., hi.Fusion], ranks: int, slices: int) -> hi.Fusion:
+    """The fusion with one row in each slice of each rank, and columns for each rank."""
+    sizes = {"ranks": ranks, "S": slices, "M": ranks * slices, "K": ranks, "N": ranks * slices, "H": ranks}
+    known = fusion.__code__.co_varnames[: fusion.__code__.co_argcount]
+    return fusion(**{name: value for name, value in sizes.items() if name in known})
+
+
+def every_mutant(programs: Iterable[Program]) -> list[Mutant]:
+    """The mutants of all these programs that are none of them, each text once."""
+    known = {str(p) for p in programs}
+    found = {m.text: m for p in programs for m in mutants(p) if m.text not in known}
+    return list(found.values())
+
+
+def sample(found: Iterable[Mutant], most: int, seed: int = 0) -> list[Mutant]:
+    """At most so many, as even over the kinds as there are, the same ones every time."""
+    kinds: dict[str, list[Mutant]] = {}
+    for mutant in found:
+        kinds.setdefault(mutant.kind, []).append(mutant)
+    random = Random(seed)
+    for group in kinds.values():
+        random.shuffle(group)
+    turns = [(turn, kind, m) for kind, group in sorted(kinds.items()) for turn, m in enumerate(group)]
+    return [m for _, _, m in sorted(turns, key=lambda x: x[:2])[:most]]
+
+
+def edited_twice(found: Sequence[Mutant], most: int, seed: int = 0) -> list[Mutant]:
+    """So many mutants of mutants: one fault may hide another, and what held a program together by luck may go."""
+    random, pairs = Random(seed), dict[str, Mutant]()
+    for first in random.sample(found, len(found)):
+        program = _sound(first)
+        more = mutants(program) if program else []
+        for then in random.sample(more, min(len(more), 4)):
+            pairs[then.text] = Mutant("two edits", first.of, f"{first.what}; {then.what}", then.text)
+        if len(pairs) >= most:
+            break
+    return list(pairs.values())[:most]
+
+
+def _sound(mutant: Mutant) -> Program | None:
+    try:
+        program = hi.parse(mutant.text, mutant.of)
+    except HostIRError:
+        return None
+    return None if check_structure(program) else program
+
+
+# Guilt and verdict ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Verdict:
+    """What the checker says of a mutant, and what the simulated ranks do with it.
+
+    Fields:
+        structure: what is wrong with its names, types and lifetimes; then nothing else was asked.
+        findings: what the checker says.
+        guilt: what convicts it, and under which seed; empty where no seed does.
+        seen: what the simulated ranks see when they watch every access, which need not change a result.
+    """
+
+    mutant: Mutant
+    structure: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    guilt: str = ""
+    seen: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """One of `OUTCOMES`: benign is a true race, or a read of nothing, that no schedule lets show in a result."""
+        if self.structure:
+            return "structure"
+        if self.guilt:
+            return "caught" if self.findings else "missed"
+        if self.findings:
+            return "benign" if self.seen else "unfounded"
+        return "innocent"
+
+
+OUTCOMES = ("structure", "caught", "missed", "benign", "unfounded", "innocent")
+
+
+def judge(mutant: Mutant, seeds: int) -> Verdict | None:
+    """The verdict on a mutant; None where its text cannot be read, so that it is no program."""
+    try:
+        program = hi.parse(mutant.text, mutant.of)
+    except HostIRError:
+        return None
+    if unsound := check_structure(program):
+        return Verdict(mutant, structure=errors(unsound))
+    findings, guilt = errors(check(program, calls=CALLS)), convicted(program, seeds)
+    seen = outcome(rehearsal(program), 0, watch=True) if not guilt else ""
+    return Verdict(mutant, (), findings, guilt, seen if isinstance(seen, str) else "")
+
+
+def convicted(program: Program, seeds: int) -> str:
+    """What goes wrong under which of the first so many schedules; empty where nothing does."""
+    machine, first = rehearsal(program), None
+    for seed in range(seeds):
+        found = outcome(machine, seed)
+        if isinstance(found, str):
+            return f"seed {seed}: {found}"
+        first = first or found
+        if found != first:
+            return f"seed {seed}: other bits than under seed 0"
+    return ""
+
+
+def rehearsal(program: Program) -> LocalMachine | str:
+    """The program's calls, each with inputs of its own; or why they cannot even be planned."""
+    try:
+        return rehearse(program, [random_inputs(program, {}, seed=call) for call in range(CALLS)])
+    except HostIRError as wrong:
+        return wrong.diagnostics[0].message
+
+
+def outcome(machine: LocalMachine | str, seed: int, watch: bool = False) -> list[bytes] | str:
+    """The bits of all outputs under one schedule, or what goes wrong."""
+    if isinstance(machine, str):
+        return machine
+    try:
+        calls = machine.run(seed, watch=watch)
+    except HostIRError as wrong:
+        return wrong.diagnostics[0].message
+    parts = [part for outputs in calls for output in outputs for part in output if part is not None]
+    if any(part.isnan().any() for part in parts):
+        return "NaN in an output"
+    return [part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts]
+
+
+def errors(found: Iterable[Diagnostic]) -> tuple[str, ...]:
+    """The messages of what is wrong; warnings left out."""
+    return tuple(d.message for d in found if d.level == "error")
+
+
+def subject(message: str) -> str:
+    """A finding without the names and numbers of the program: what kind of finding it is."""
+    return re.sub(r"\d+", "N", re.sub(r"%\w+", "%x", re.sub(r"'[^']*'", "'...'", message)))

@@ -1,0 +1,93 @@
+"""A small program for everything that `hostir check` finds, under tests/cases/findings, each with a repaired twin.
+
+A case says in comments what is found in it, and what simulated ranks make of two calls:
+
+    // error: 12:3: message     place and headline of a finding, exactly; `warning:` likewise; one line for each
+    // run: guilty              some order hangs, raises, or gives other values than another, or NaN; so unless said
+    // run: alike               every order gives the same, and the finding is about something else
+    // run: refused             it is not sound enough to run
+
+The twin `NAME.fixed.hir` has no finding, and gives the same in every order. docs/findings.md shows the cases.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hostir as hi
+from hostir.__main__ import main
+from tests.golden import Golden
+from tests.mutation import convicted
+from tests.pages import ROOT
+
+FOLDER = Path(__file__).parent / "cases" / "findings"
+TWINS = sorted(FOLDER.glob("*.fixed.hir"))
+CASES = sorted({*FOLDER.glob("*.hir")} - {*TWINS})
+SAID = re.compile(r"^// (error|warning): (\d+:\d+): (.*)$", re.MULTILINE)
+RUN = re.compile(r"^// run: (.*)$", re.MULTILINE)
+HEAD = re.compile(r"\A(?://.*\n)+")
+SHOWN = re.compile(r"^```hir (\w+)\n.*?^```\n\n```finding\n.*?^```$", re.MULTILINE | re.DOTALL)
+SEEDS = 20
+EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
+
+
+def findings(case: Path) -> list[hi.Diagnostic]:
+    """What is found in a case, be it that it does not parse."""
+    try:
+        return hi.check(hi.parse(case.read_text(), case.name))
+    except hi.HostIRError as wrong:
+        return list(wrong.diagnostics)
+
+
+def run_of(case: Path) -> str:
+    said = RUN.search(case.read_text())
+    return said[1] if said else "guilty"
+
+
+@EACH_CASE
+def test_a_case_has_exactly_the_findings_that_it_says(case: Path) -> None:
+    found = [(d.level, f"{d.span.line}:{d.span.column}" if d.span else "", d.message) for d in findings(case)]
+    assert sorted(found) == sorted(SAID.findall(case.read_text())), "\n".join(map(str, findings(case)))
+
+
+@EACH_CASE
+def test_the_repaired_twin_has_no_finding_and_gives_the_same_in_every_order(case: Path) -> None:
+    twin = case.with_suffix(".fixed.hir")
+    assert findings(twin) == []
+    assert convicted(hi.parse(twin.read_text(), twin.name), SEEDS) == ""
+
+
+@EACH_CASE
+def test_simulated_ranks_make_of_a_case_what_it_says(case: Path) -> None:
+    if run_of(case) == "refused":
+        assert any(d.level == "error" for d in findings(case))
+        return
+    guilt = convicted(hi.parse(case.read_text(), case.name), SEEDS)
+    assert bool(guilt) == (run_of(case) == "guilty"), guilt
+
+
+def test_every_case_has_a_twin_and_says_what_it_shows() -> None:
+    assert {twin.name.replace(".fixed.", ".") for twin in TWINS} == {case.name for case in CASES}
+    for case in CASES:
+        assert SAID.search(case.read_text()), f"{case.name} names no finding"
+        assert run_of(case) in ("guilty", "alike", "refused")
+
+
+def test_the_page_of_findings_shows_cases_and_what_is_printed_for_them(
+    pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def fresh(shown: re.Match[str]) -> str:
+        case = Path(f"{shown[1]}.hir")
+        case.write_text(HEAD.sub("", (FOLDER / case).read_text()))
+        main(["check", str(case)])
+        return f"```hir {case.stem}\n{case.read_text()}```\n\n```finding\n{capsys.readouterr().err}```"
+
+    docs = Golden(ROOT / "docs", accept=pytestconfig.getoption("accept"))
+    page = (docs.folder / "findings.md").read_text()
+    assert len(SHOWN.findall(page)) == page.count("```hir ") == page.count("```finding") > 20
+    docs("findings.md", SHOWN.sub(fresh, page))
