@@ -14,6 +14,7 @@ from hostir.ir import Diagnostic, HostIRError, Phase, Program, Span, format_prog
 from hostir.ir.check import check_structure
 from hostir.ir.check.findings import Finding
 from hostir.ir.check.orders import Analysis, analyse
+from hostir.ir.check.repair import difference, redundant, repair
 from hostir.ir.source import did_you_mean, error
 
 
@@ -41,10 +42,8 @@ def check_command(
     analysis = analyse(program, sizes, options.calls) if sound else Analysis(structure)
     findings = _with_witnesses(program, analysis, options) if sound else structure
     if options.redundant and not findings:
-        from hostir.ir.check.repair import redundant
-
         findings = redundant(program, sizes, options.calls)
-    if options.graph and sound:
+    if options.graph:
         _draw(program, analysis, options.graph)
     _print(program, findings, options)
     return 1 if any(found.level == "error" for found in findings) else 0
@@ -92,8 +91,6 @@ def _run(sizes: Mapping[str, int], seed: int, options: Namespace) -> str:
 
 def _fix(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
     """Repairs the program: shows what changed, and writes the whole to `-o`, or behind it."""
-    from hostir.ir.check.repair import difference, repair
-
     repaired = repair(program, sizes, options.calls)
     changed = difference(program, repaired)
     print(changed or f"@{program.name}: nothing to repair", end="" if changed.endswith("\n") else "\n", file=sys.stderr)
@@ -107,6 +104,10 @@ def _fix(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
 def _draw(program: Program, analysis: Analysis, out: str) -> None:
     if Path(out).suffix != ".svg":
         raise error(f"--graph {out}", expected="a file ending in .svg")
+    if analysis.order is None:
+        message = f"{out} was not drawn: @{program.name} has no order as long as its structure is not sound"
+        print(Diagnostic(message, level="note"), file=sys.stderr)
+        return
     from hostir.ir.check.picture import draw  # loads networkx
 
     _write(out, draw(program, analysis))

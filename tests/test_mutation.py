@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.mutants import Mutant, mutants
 from tests.mutation import Verdict, convicted, errors, every_mutant, judge, originals, sample
 
 MUTANTS, SEEDS = 150, 40
+ROOT = Path(__file__).parent.parent
 
 
 @cache
@@ -60,3 +62,11 @@ def test_a_sample_is_even_over_the_kinds_and_the_same_every_time() -> None:
     chosen = sample(found, 8)
     assert sorted(m.kind for m in chosen) == ["a"] * 3 + ["b"] * 2 + ["c"] * 3
     assert chosen == sample(found, 8)
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    measured = (ROOT / "benchmarks/results/mutation.md").read_text().split("\n\n")
+    tables = [part.strip() for part in measured if part.startswith("| ")]
+    page = (ROOT / "docs/mutation.md").read_text()
+    assert len(tables) == 2
+    assert all(table in page for table in tables)

@@ -21,7 +21,7 @@ from hostir.runtime.gloo import GlooMachine, GlooPlan
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_local
 from hostir.runtime.plan import teams_of
-from hostir.runtime.recorder import record
+from hostir.runtime.recorder import record, recordable
 from hostir.runtime.session import Groups, Session, joined, launched
 from hostir.runtime.sharding import assemble, bind_sizes, shard, solve_sizes
 from hostir.runtime.timeline import Timeline
@@ -228,6 +228,8 @@ class Executor:
         odd = [(rank, mine) for rank, mine in ranks if any(_not_dense(x) for x in mine)]
         if not odd or len(ranks) != self.program.ranks or not all(isinstance(x, list | tuple) for x in inputs):
             return  # of whole tensors every rank gets a dense part
+        if not recordable(self.program):
+            return
         sizes: Mapping[str, int] = self.sizes
         for rank, mine in ranks:
             sizes = solve_sizes(self.program, mine, sizes, rank=rank, device="cpu")

@@ -14,9 +14,11 @@ import torch
 
 from hostir.ir.interpret import Observer, interpret
 from hostir.ir.machine import Exchange
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
+from hostir.ir.tensor_ops import Matmul
 from hostir.ir.types import DType
 from hostir.runtime.messages import KINDS
 from hostir.runtime.plan import (
@@ -50,6 +52,14 @@ def record(program: Program, rank: int, sizes: Mapping[str, int], inputs: Sequen
     recorder = Recorder(program, rank)
     outputs = interpret(program, recorder, sizes, recorder.take(inputs), recorder)
     return recorder.finish(inputs, outputs)
+
+
+def recordable(program: Program) -> bool:
+    """Whether it has no statement that simulated ranks alone carry out so far."""
+    return not any(
+        isinstance(s, (AllocateSymmetric, Barrier)) or (isinstance(s, Matmul) and s.ready is not None)
+        for s in program.walk()
+    )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hostir.ir.comm_ops import Communication
+from hostir.ir.onesided_ops import Get, Put
 from hostir.ir.op import REGISTRY
+from hostir.ir.p2p_ops import Message
 from hostir.ir.tensor_ops import Linear, Matmul
 
 COMMUNICATION = "communication"  # kinds of events, and the lane that communications run in
@@ -44,7 +46,7 @@ class Event(NamedTuple):
     def kind(self) -> str:
         """What colours it."""
         statement = REGISTRY.get(self.keyword, type(None))
-        if issubclass(statement, Communication):
+        if issubclass(statement, Communication | Message | Get | Put):
             return COMMUNICATION
         return MATMUL if issubclass(statement, Matmul | Linear) else OTHER
 

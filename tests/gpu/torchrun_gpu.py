@@ -31,10 +31,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
 
 from hostir.ir.program import Program
+from hostir.ir.types import DTYPES
 from hostir.runtime.compare import relative_error
 from hostir.runtime.executor import Executor
 from hostir.runtime.session import joined, session
-from hostir.runtime.sharding import TORCH, random_inputs, shard
+from hostir.runtime.sharding import random_inputs, shard
 from tests.runtime import torchrun_cases as programs
 from tests.runtime.torchrun_cases import GRID, RANK, SIZE, TRANSFERS, Reference, product
 
@@ -76,7 +77,7 @@ def twice(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def cases() -> list[Case]:
     found = []
-    for dtype in TORCH:
+    for dtype in DTYPES:
         found += [
             Case(f"all_gather {dtype}", programs.ag_matmul(dtype=dtype), product),
             Case(f"all_gather ragged {dtype}", programs.ag_matmul(dtype=dtype), product, m=5),

@@ -195,6 +195,14 @@ def test_sides_of_a_communication_stand_above_each_other() -> None:
     assert all(len(places) == 1 for places in sides.values())
 
 
+def test_sides_of_a_barrier_are_tied_even_where_what_comes_before_is_left_out() -> None:
+    drawn = case("findings/kernel_keeps_its_producer_out")
+    assert any("round 1 of loops not drawn" in words for words in drawn.words)
+    barriers = [box for box in drawn.boxes if box.title.startswith("barrier")]
+    (x,) = {(box.left + box.right) / 2 for box in barriers}
+    assert [way for way in drawn.paths("arrow", INK["meets"]) if way.startswith(f"M{x:g} {barriers[0].bottom:g}V")]
+
+
 def test_a_race_is_a_dashed_line() -> None:
     drawn = case("findings/race_between_streams")
     assert len(drawn.paths("conflict")) == 1

@@ -10,8 +10,8 @@ from collections.abc import Container, Iterator
 from hostir.ir.check.findings import Finding
 from hostir.ir.check.places import HOST_ONLY, Edit, Edits, Outline, Place
 from hostir.ir.check.trace import CALLER, Event
-from hostir.ir.host_ops import Allocate, For, FreeBuffer, SetStream, Synchronize, Wait
-from hostir.ir.onesided_ops import Barrier, Copy, If, Signal, WaitSignal
+from hostir.ir.host_ops import Allocate, CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
+from hostir.ir.onesided_ops import Barrier, Copy, Signal, WaitSignal
 from hostir.ir.op import Phase, Statement
 from hostir.ir.types import Kind
 from hostir.ir.values import Expr, Lit, Ref, Value
@@ -183,7 +183,7 @@ class Suggestions:
     def _starts(self) -> list[Place]:
         """In front of the first statement that a stream sees."""
         body = self.outline.program.body
-        return [(next((n for n, s in enumerate(body) if isinstance(s, (For, If, SetStream, Barrier, Copy))), 0),)]
+        return [(next((n for n, s in enumerate(body) if not isinstance(s, (*HOST_ONLY, CurrentStream))), 0),)]
 
     def _on_mesh_of(self, x: Value, place: Place) -> Value | None:
         """A value in scope that lies on the mesh of another: an input where there is one."""

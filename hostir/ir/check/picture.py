@@ -34,11 +34,11 @@ MOST_BOXES, FEWEST_BOXES, MOST_RANKS, MOST_FINDINGS = 150, 16, 8, 4  # that are 
 MOST_TOLD = 12  # findings in words
 
 # In pixels.
-NARROWEST, WIDE, WIDEST = 800, 1200, 1600  # rounds are left out beyond the last, words cut short beyond the second
+NARROWEST, WIDE, WIDEST = 800, 1200, 1600  # beyond the second rounds are left out, beyond the last statements
 LEFT, RIGHT, TOP, BOTTOM = 122, 16, 90, 16
 HEIGHT, CHANNEL, GAP, GUTTER, LINE = 30, 16, 20, 18, 17
 HEAD, REST, WORDS = 6.5, 5.9, 6.1  # of a character: in a box's first line, in its second, in running text
-LONGEST = (22, 18, 15, 12, 9)  # of a box's second line, in characters: the first with which all fits
+LONGEST = (22, 18, 15, 12)  # of a box's second line, in characters: the first with which all fits
 
 FILLS = {COMMUNICATION: ("#fbeee5", "#e07b39"), COMPUTATION: ("#e8eff8", "#3f6fb5"), OTHER: ("#f6f8fa", "#9aa5b1")}
 MEANINGS = {"order": "comes before", "ranks": "comes before, on another rank", "meets": "start together"}
@@ -92,7 +92,7 @@ def _choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, 
 
     def too_much(reach: int) -> bool:
         some = near(reach)
-        return len(some) > MOST_BOXES or _width(scene(some), LONGEST[-1]) > WIDEST
+        return len(some) > MOST_BOXES or _width(scene(some), LONGEST[-1]) > WIDE
 
     found = near(max(0, bisect_left(range(1 + max(rounds, default=0)), True, key=too_much) - 1))
     kept = {turn[0] for box in found for turn in box.rounds}

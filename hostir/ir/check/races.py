@@ -78,7 +78,7 @@ class Memory:
         self.order = order
         self.histories: dict[Buffer, History] = {}
         self.conflicts: dict[tuple[object, ...], tuple[Conflict, int]] = {}
-        self.racing: set[Event] = set()
+        self.raced: set[Buffer] = set()
         self.unsure: list[tuple[Touch, Buffer, History]] = []  # reads of what was not written so far
 
     def visit(self, event: Event, clock: Clock) -> None:
@@ -88,7 +88,7 @@ class Memory:
             touch = Touch(event, access)
             found = list(self._unordered(touch, history, clock))
             for other in found:
-                self.racing |= {other.event, event}
+                self.raced.add(buffer)
                 self._note(Conflict("race", buffer, *_as_issued(other, touch)))
             if history.freed and self.order.known(history.freed.event, clock):
                 self._note(Conflict("freed twice" if access.frees else "use after free", buffer, history.freed, touch))
@@ -111,9 +111,9 @@ class Memory:
                     yield other
 
     def finish(self) -> None:
-        """Once all events have come: of reads of nothing, those that do not race with what would have been read."""
+        """Once all events have come: of reads of nothing, those of buffers in which no race explains it."""
         for touch, buffer, history in self.unsure:
-            if touch.event not in self.racing or not covered(touch.access.region, history.written):
+            if buffer not in self.raced or not covered(touch.access.region, history.written):
                 self._note(Conflict("unwritten", buffer, None, touch))
 
     def _note(self, conflict: Conflict) -> None:

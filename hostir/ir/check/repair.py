@@ -75,13 +75,12 @@ class Repairer:
             return Look(program, analysis.findings, added=added)
         return Look(program, analysis.findings, analysis.order, cost(program, analysis.order), added)
 
-    def tried(self, look: Look, edits: Edits) -> Look:
-        """The program with some edits, and with frees for what then leaks."""
-        added = (*look.added, *(edit.new for edit in edits if edit.new))
-        after = self.look(edited(look.program, edits), added)
+    def tried(self, program: Program, added: tuple[Block, ...]) -> Look:
+        """The program, with frees for what leaks in it."""
+        after = self.look(program, added)
         if leaks := {f.buffer for f in after.found if isinstance(f, Finding) and f.kind == "leak"}:
-            frees = for_leaks(Outline(after.program), leaks)
-            after = self.look(edited(after.program, frees), (*added, *(edit.new for edit in frees)))
+            frees = for_leaks(Outline(program), leaks)
+            after = self.look(edited(program, frees), (*added, *(edit.new for edit in frees)))
         return after
 
     def search(self, start: Look) -> Look | None:
@@ -94,11 +93,12 @@ class Repairer:
             if best is not None and (look.cost >= best.cost or look.left == start.left):
                 continue
             for edits in suggestions(look):
-                after = self.tried(look, edits)
-                if after.program in seen:
+                program = edited(look.program, edits)
+                if program in seen:
                     continue
-                seen.add(after.program)
+                seen.add(program)
                 looks -= 1
+                after = self.tried(program, (*look.added, *(edit.new for edit in edits if edit.new)))
                 if best is not None and after.cost >= best.cost:
                     continue
                 if after.order is not None and not after.found and not loses(after.order):
@@ -129,7 +129,8 @@ def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int 
     """The program with the least synchronisation put in, and frees, with which `check` finds nothing in it.
 
     Least is what leaves the shortest chain of work (computations, communications and copies, each counting one) over
-    all ranks and calls; then what waits the fewest times; then what is the fewest statements.
+    all ranks and calls; then what waits the fewest times; then what is the fewest statements. A wait, a free or a
+    synchronize that stands too late is moved; a wait for a signal that nobody sends becomes a barrier, or goes.
 
     Args:
         program: a host program.
@@ -145,7 +146,7 @@ def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int 
         return program
     if refused := [f for f in first.found if not _hopeful(f, first)]:
         raise HostIRError(*(_given_up("nothing put in repairs this", f) for f in refused))
-    start = repairer.tried(replace(first, program=with_callers_stream(program)), ())
+    start = repairer.tried(with_callers_stream(program), ())
     best = start if not start.found else repairer.search(start)
     if best is None:
         raise HostIRError(*(_given_up("no repair was found for this", f) for f in first.found))
@@ -204,7 +205,8 @@ def loses(order: Order) -> bool:
     read, lost = set[Buffer](), set[Buffer]()
     for event in _in_order(order):
         for access in event.accesses:
-            buffer = order.ranks[access.rank].kept[access.buffer.name] if access.rank >= 0 else access.buffer
+            peers = order.ranks[access.rank].kept if access.rank >= 0 else {}
+            buffer = peers.get(access.buffer.name, access.buffer)
             if buffer not in fresh:
                 continue
             if not access.writes:
@@ -238,7 +240,7 @@ def _work(event: Event) -> bool:
 
 # What is wrong with it ------------------------------------------------------------------------------------------------
 def suggestions(look: Look) -> Iterator[Edits]:
-    """Edits that may repair what is found first, most hopeful kinds of findings first."""
+    """Edits that may repair the first finding that any edit may repair. Every repair is made of such."""
     outline = Outline(look.program)
     if look.order is None:
         yield from for_handles(outline)
@@ -313,6 +315,7 @@ def _too_much(unit: Block, program: Program) -> Diagnostic:
         f"nothing needs {told}: all that is right stays right without it, and more may overlap",
         unit[0].span,
         hint="take it out, unless it is there to hold a stream back",
+        notes=tuple((s.span, f"together with '{format_statement(s, program)}'") for s in unit[1:]),
         level="warning",
         kind="redundant",
     )

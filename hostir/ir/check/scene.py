@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any, Literal
 
 from hostir.ir.check.findings import Finding
@@ -25,6 +25,7 @@ COMMUNICATION, COMPUTATION, OTHER = "communication", "computation", "other"  # k
 CIRCLES = ("deadlock", "SMs held")  # findings whose events wait for each other all around
 MERGED = (FreeBuffer, Synchronize)  # statements that share a box with those of the kind that they follow
 Way = Literal["order", "ranks", "meets"]  # of an arrow: within a rank, to another, between sides of a communication
+Tie = tuple[int, ...]  # events that happen together
 
 
 @dataclass(eq=False)
@@ -147,7 +148,7 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
         at = [columns[n] for n, event in enumerate(events) if owners[n] is box and event.verb != "begins"]
         box.first, box.last = min(at), max(at)
     _stack(boxes)
-    arrows = _arrows(graph, back, owners, columns)
+    arrows = _arrows(graph, back, owners, columns, _barriers(events, columns))
     marks = _marks(findings, owner_of, arrows)
     circle = {(arrow.source, arrow.target) for mark in marks for arrow in mark.circle}
     return Scene(boxes, [a for a in arrows if (a.target, a.source) not in circle], marks)
@@ -227,31 +228,35 @@ def _stack(boxes: Iterable[Box]) -> None:
 
 
 def _arrows(
-    graph: Any, back: Sequence[tuple[int, int]], owners: Sequence[Box], columns: Mapping[int, int]
+    graph: Any, back: Sequence[tuple[int, int]], owners: Sequence[Box], columns: Mapping[int, int], ties: Iterable[Tie]
 ) -> list[Arrow]:
-    """An arrow for each pair of boxes that an edge joins which no others imply."""
+    """An arrow for each pair of boxes that an edge joins which no others imply; ties in place of those they explain."""
     import networkx as nx
 
     found: dict[tuple[Box, Box], Arrow] = {}
-    barriers = {_meeting(owners[n], column): owners[n] for n, column in columns.items()}
+    tied = {(owners[a].rank, b) for sides in ties for a, b in permutations(sides, 2)}
+    for a, b in (step for sides in ties for step in pairwise(sides)):
+        found[owners[a], owners[b]] = Arrow(owners[a], owners[b], columns[a], columns[b], "meets")
     for edges, closes in ((sorted(nx.transitive_reduction(graph).edges), False), (back, True)):
         for a, b in edges:
             source, target = owners[a], owners[b]
-            if source is target:
+            if source is target or (source.rank, b) in tied:
                 continue
             level = not closes and columns[a] == columns[b]
-            if source.rank != target.rank and isinstance(target.events[0].statement, Barrier):
-                partner = barriers.get((source.rank, *_meeting(target, columns[b])[1:]))
-                source, level = partner or source, partner is not None
             way: Way = "meets" if level else "ranks" if source.rank != target.rank else "order"
             leaves, enters = (max(columns[n], owners[n].first) for n in (a, b))
             found.setdefault((source, target), Arrow(source, target, leaves, enters, way, closes))
     return list(found.values())
 
 
-def _meeting(box: Box, column: int) -> tuple[int, object, int]:
-    """What sides of one barrier have in common, behind the rank."""
-    return box.rank, id(box.events[0].statement), column
+def _barriers(events: Sequence[Event], columns: Mapping[int, int]) -> list[Tie]:
+    """The sides of each barrier, in the order of ranks, where they stand above each other."""
+    sides: dict[tuple[Event, int], list[int]] = {}
+    for n, event in enumerate(events):
+        for come in event.after if isinstance(event.statement, Barrier) else ():
+            if come.verb == "meets":
+                sides.setdefault((come, columns[n]), []).append(n)
+    return [tuple(side) for side in sides.values()]
 
 
 def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: Sequence[Arrow]) -> list[Mark]:
