@@ -99,7 +99,8 @@ class Words:
     def trouble(self, t: Trouble) -> Finding:
         events = [event for event in t.events if event is not None]
         message, hint = self._trouble(t)
-        found = self.finding(t.kind, message, events, None, hint=hint)
+        first = t.kind in ("deadlock", "SMs held")  # what comes first is what stands in the way
+        found = self.finding(t.kind, message, events, None, hint=hint, at=events[0] if first else None)
         missing = [n for n, event in enumerate(t.events) if event is None]
         lost = [(None, f"rank {t.detail.split()[n]} has none here") for n in missing] if t.detail else []
         return replace(found, notes=(*found.notes, *lost))
@@ -118,7 +119,7 @@ class Words:
             "sent twice": (f"epoch {t.detail} of one flag is sent twice", "give each signal an epoch of its own"),
             "stale epoch": (f"a stale epoch: {t.detail} of one flag", "epochs of a flag rise"),
             "flag shared": (
-                f"one flag is shared: nothing orders the signals of its epochs {t.detail}",
+                f"one flag is shared: nothing orders the signals of epochs {t.detail}",
                 "a flag for each stream, or an order between the signals",
             ),
             "deadlock": ("deadlock: these wait for each other in a circle", "let one of them come first on every rank"),
@@ -137,12 +138,14 @@ class Words:
         buffer: Buffer | None,
         expected: str = "",
         hint: str = "",
+        at: Event | None = None,
     ) -> Finding:
-        at = next((e for e in reversed(events) if e.statement is not None), events[-1] if events else None)
+        """A finding that points at an event: the last that a statement stands for, unless said."""
+        at = at or next((e for e in reversed(events) if e.statement is not None), None)
         notes = tuple((_span(e), f"{self.where(e)}: {self.does(e)}") for e in events)
         return Finding(
             message,
-            _span(at) if at else None,
+            _span(at) if at else buffer.value.span if buffer and buffer.value else None,
             expected,
             hint,
             notes,

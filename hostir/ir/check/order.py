@@ -38,6 +38,7 @@ class Order:
     lanes: dict[Lane, int] = field(default_factory=dict)
     clocks: dict[Event, Clock] = field(default_factory=dict)  # of signals, and of kernels that wait
     troubles: list[Trouble] = field(default_factory=list)
+    sent: dict[tuple[int, str, int], list[Flag]] = field(default_factory=dict)  # the signals of each flag
     partners: dict[Event, Event] = field(default_factory=dict)  # of a wait for a flag: the signal that ends it
 
     def __post_init__(self) -> None:
@@ -105,19 +106,20 @@ class Order:
                         barrier.after.append(come)
 
     def _join_flags(self) -> None:
-        sent: dict[tuple[int, str, int], list[Flag]] = {}
-        for rank in self.ranks:
-            for flag in rank.signals:
-                sent.setdefault(flag.place, []).append(flag)
-        for rank in self.ranks:
-            for wait in rank.waits:
-                enough = [f for f in sent.get(wait.place, ()) if f.epoch >= wait.epoch and f.epoch[0] == wait.epoch[0]]
-                if not enough:
-                    self.troubles.append(Trouble("nobody sends", [wait.event], f"{wait.epoch[1]}"))
-                    continue
-                first = min(enough, key=lambda f: f.epoch)
-                self.partners[wait.event] = first.event
-                wait.event.after.append(first.event)
+        for flag in (flag for rank in self.ranks for flag in rank.signals):
+            self.sent.setdefault(flag.place, []).append(flag)
+        for wait in (wait for rank in self.ranks for wait in rank.waits):
+            enough = self.enough(wait)
+            if not enough:
+                self.troubles.append(Trouble("nobody sends", [wait.event], f"{wait.epoch[1]}"))
+                continue
+            self.partners[wait.event] = enough[0].event
+            wait.event.after.append(enough[0].event)
+
+    def enough(self, wait: Flag) -> list[Flag]:
+        """The signals of a flag that end a wait, in the order of their epochs."""
+        same = [f for f in self.sent.get(wait.place, ()) if f.epoch >= wait.epoch and f.epoch[0] == wait.epoch[0]]
+        return sorted(same, key=lambda f: f.epoch)
 
     # Clocks -----------------------------------------------------------------------------------------------------------
     def run(self, visit: Callable[[Event, Clock], None]) -> list[Event]:

@@ -47,7 +47,7 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
         return Analysis(list(words.troubles(order.troubles)), order, bound)
     memory = Memory(order)
     left = order.run(memory.visit)
-    found: list[Finding] = list(words.troubles([*circles(left), *flags_out_of_order(order)]))
+    found: list[Finding] = list(words.troubles([*circles(order, left), *flags_out_of_order(order)]))
     if not left:
         memory.finish()
         found += words.troubles(kernels_in_the_way(order))

@@ -61,7 +61,7 @@ class History:
         if access.writes:
             if clean:
                 group.clear()
-            if not access.frees:
+            if not access.frees and touch.event.verb != "overwrites":  # what the caller leaves is not for reading
                 self.written[access.region] = None
         elif touch.event.lane is not None:
             group[:] = [t for t in group if t.access.writes or t.event.lane != touch.event.lane]
