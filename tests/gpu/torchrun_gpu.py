@@ -36,7 +36,7 @@ from hostir.runtime.compare import relative_error
 from hostir.runtime.executor import Executor
 from hostir.runtime.session import joined, session
 from hostir.runtime.sharding import random_inputs, shard
-from tests.runtime import torchrun_cases as programs
+from tests.runtime import torchrun_programs as programs
 from tests.runtime.torchrun_cases import GRID, RANK, SIZE, TRANSFERS, Reference, product
 
 CALLS = 6

@@ -23,9 +23,10 @@ from hostir.runtime.executor import Executor, run
 from hostir.runtime.session import joined, session
 from hostir.runtime.sharding import TORCH, random_inputs, shard
 from hostir.runtime.trace import Trace
+from tests.runtime import torchrun_programs as programs
+from tests.runtime.torchrun_programs import RANKS, SIZE
 
-RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-RANKS = " ".join(map(str, range(SIZE)))
+RANK = int(os.environ["RANK"])
 CASES: dict[str, Callable[[], None]] = {}
 Reference = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -33,196 +34,6 @@ Reference = Callable[..., tuple[torch.Tensor, ...]]
 def case(function: Callable[[], None]) -> Callable[[], None]:
     CASES[function.__name__] = function
     return function
-
-
-# Programs ---------------------------------------------------------------------------------------------------------
-FORK = "for %s in 0..2 { set_stream %s   synchronize %user }"
-JOIN = "set_stream %user\n  for %s in 0..2 { synchronize %s }"
-
-
-def ag_matmul(mesh: str = RANKS, dtype: str = "bf16") -> Program:
-    """The seed: every slice is gathered and multiplied on its own stream."""
-    n = len(mesh.split())
-    return parse(f"""hostir 1
-mesh @mesh [didx] = {mesh}
-program @ag_matmul(%a: {dtype}[4, {n}@didx, M, 32], %b: {dtype}[32, 24]) -> (%c) streams 2 {{
-  %user = current_stream
-  %a_full: {dtype}[4, {n}, M, 32] = allocate
-  %c: {dtype}[4, {n}, M, 24] = allocate
-  {FORK}
-  for %i in 0..4 {{
-    set_stream %i % 2
-    %a_i = select %a[%i]
-    %g_i = select %a_full[%i]
-    %h = allgather %a_i -> %g_i over didx
-    wait %h
-    %c_i = select %c[%i]
-    matmul %g_i, %b -> %c_i
-  }}
-  {JOIN}
-  free %a_full
-}}
-""")
-
-
-def row_parallel(dtype: str) -> Program:
-    """Partial products, summed in place."""
-    k = 16 * SIZE
-    return parse(f"""hostir 1
-mesh @mesh [didx] = {RANKS}
-program @row_parallel(%a: {dtype}[4, 16, {k}@didx], %b: {dtype}[{k}@didx, 24]) -> (%c) streams 2 {{
-  %user = current_stream
-  %c: {dtype}[4, 16, 24] = allocate
-  {FORK}
-  for %i in 0..4 {{
-    set_stream %i % 2
-    %a_i = select %a[%i]
-    %c_i = select %c[%i]
-    %p_i = as_partial %c_i over didx
-    matmul %a_i, %b -> %p_i
-    %h = allreduce %p_i -> %c_i over didx
-    wait %h
-  }}
-  {JOIN}
-}}
-""")
-
-
-def row_scattered(dtype: str, mesh: str = RANKS) -> Program:
-    """Partial products, summed and scattered; and the same summed to a buffer of its own."""
-    n, k = len(mesh.split()), 16 * len(mesh.split())
-    return parse(f"""hostir 1
-mesh @mesh [didx] = {mesh}
-program @row_scattered(%a: {dtype}[4, {n}, 16, {k}@didx], %b: {dtype}[{k}@didx, 24]) -> (%c, %d) streams 2 {{
-  %user = current_stream
-  %c: {dtype}[4, {n}@didx, 16, 24] = allocate
-  %d: {dtype}[4, {n}, 16, 24] = allocate
-  %p: {dtype}[4, {n}, 16, 24] partial(didx) = allocate
-  {FORK}
-  for %i in 0..4 {{
-    set_stream %i % 2
-    %a_i = select %a[%i]
-    %c_i = select %c[%i]
-    %d_i = select %d[%i]
-    %p_i = select %p[%i]
-    matmul %a_i, %b -> %p_i
-    %h = reduce_scatter %p_i -> %c_i over didx
-    %g = allreduce %p_i -> %d_i over didx
-    wait %g
-    wait %h
-  }}
-  {JOIN}
-  free %p
-}}
-""")
-
-
-def swap(mesh: str = RANKS) -> Program:
-    n = len(mesh.split())
-    return parse(f"""hostir 1
-mesh @mesh [didx] = {mesh}
-program @swap(%x: f16[{n}, {2 * n}@didx, 4]) -> (%y) {{
-  %y: f16[{n}@didx, {2 * n}, 4] = allocate
-  %h = alltoall %x -> %y over didx
-  wait %h
-}}
-""")
-
-
-GRID = """hostir 1
-mesh @grid [dp, tp] = (0 1) (2 3)
-program @grid(%a: f32[16@dp, 32@tp], %b: f32[32@tp, 24]) -> (%c, %d) streams 1 {
-  %user = current_stream
-  %d: f32[16@dp, 24] = allocate
-  %c: f32[16, 24] = allocate
-  %p = as_partial %d over tp
-  matmul %a, %b -> %p
-  %h = allreduce %p -> %d over tp
-  set_stream 0
-  wait %h
-  %g = allgather %d -> %c over dp
-  set_stream %user
-  wait %g
-  synchronize 0
-}
-"""
-
-TRANSFERS = """hostir 1
-mesh @left [x] = 0 1
-mesh @right [y] = 2 3
-mesh @all [z] = 3 0 2 1
-program @transfers(%whole: bf16[8, 4], %parts: bf16[8@x, 4]) -> (%b, %g, %s, %r, %t, %u) {
-  %b: bf16[8, 4] on @right = allocate
-  %g: bf16[8, 4] on @all = allocate
-  %s: bf16[8@z, 4] on @all = allocate
-  %r: bf16[8@y, 4] on @right = allocate
-  %t: bf16[8, 4] on @all = allocate
-  %u: bf16[8@x, 4] = allocate
-  %h0 = broadcast %whole -> %b
-  %h1 = gather %parts -> %g
-  %h2 = scatter %whole -> %s
-  %h3 = sendrecv %parts -> %r
-  wait %h0
-  %h4 = broadcast %b -> %t
-  %h5 = sendrecv %parts -> %u
-  wait %h5
-  wait %h3
-  wait %h4
-  wait %h2
-  wait %h1
-}
-"""
-
-
-def ring(mesh: str = RANKS) -> Program:
-    """Each part goes round the ring; a step reads what the one before it receives, which messages themselves order."""
-    n = len(mesh.split())
-    steps = [f"%p{s} = select %parts[{s}]" for s in range(n)]
-    steps += [
-        f"%h{s} = exchange %p{s} to (%r + 1) % {n}, %p{s + 1} from (%r + {n - 1}) % {n} over didx" for s in range(n - 1)
-    ]
-    steps += [f"wait %h{s}" for s in range(n - 1)]
-    body = "\n  ".join(["%r = rank of %x over didx", *steps[:1], "copy %x -> %p0", *steps[1:]])
-    return parse(f"""hostir 1
-mesh @mesh [didx] = {mesh}
-program @ring(%x: bf16[{n}@didx, M]) -> (%parts) {{
-  %parts: bf16[{n}, {n}@didx, M] = allocate
-  {body}
-}}
-""")
-
-
-def late_message(mesh: str = RANKS) -> Program:
-    """Rank 0 posts a receive, then all gather; only then rank 1 sends. And the last rank hands itself its part."""
-    n = len(mesh.split())
-    return parse(f"""hostir 1
-mesh @mesh [didx] = {mesh}
-program @late_message(%x: f32[{n}@didx, 8]) -> (%t, %g) streams 1 {{
-  %user = current_stream
-  %r = rank of %x over didx
-  %g: f32[{n}, 8] = allocate
-  %t: f32[{n}@didx, 8] = allocate
-  if %r == {n - 1} {{
-    %h = exchange %x to %r, %t from %r over didx
-    wait %h
-  }}
-  if %r / {n - 1} == 0 {{ copy %x -> %t }}
-  if %r == 0 {{
-    set_stream 0
-    synchronize %user
-    %h = recv %t from 1 over didx
-    wait %h
-    set_stream %user
-  }}
-  %all = allgather %x -> %g over didx
-  wait %all
-  if %r == 1 {{
-    %h = send %x to 0 over didx
-    wait %h
-  }}
-  synchronize 0
-}}
-""")
 
 
 # Checking ---------------------------------------------------------------------------------------------------------
@@ -278,59 +89,59 @@ def refused(function: Callable[[], object]) -> str:
 @case
 def all_gather() -> None:
     for dtype in DTYPES:
-        check(ag_matmul(dtype=dtype), product, M=5)
+        check(programs.ag_matmul(dtype=dtype), product, M=5)
 
 
 @case
 def all_reduce_in_place() -> None:
     for dtype in DTYPES:
-        check(row_parallel(dtype), product_by_ranks)
+        check(programs.row_parallel(dtype), product_by_ranks)
 
 
 @case
 def reduce_scatter() -> None:
     for dtype in DTYPES:
-        check(row_scattered(dtype), lambda a, b: 2 * product_by_ranks(a, b))
+        check(programs.row_scattered(dtype), lambda a, b: 2 * product_by_ranks(a, b))
 
 
 @case
 def all_to_all() -> None:
-    check(swap(), lambda x: (x,))
+    check(programs.swap(), lambda x: (x,))
 
 
 @case
 def devices_in_another_order() -> None:
     order = "3 1 0 2"
-    check(ag_matmul(order), product, M=3)
-    check(row_scattered("bf16", order), lambda a, b: 2 * product_by_ranks(a, b))
-    check(swap(order), lambda x: (x,))
+    check(programs.ag_matmul(order), product, M=3)
+    check(programs.row_scattered("bf16", order), lambda a, b: 2 * product_by_ranks(a, b))
+    check(programs.swap(order), lambda x: (x,))
 
 
 @case
 def two_mesh_axes() -> None:
-    check(parse(GRID), lambda a, b: (a @ b, a @ b))
+    check(parse(programs.GRID), lambda a, b: (a @ b, a @ b))
 
 
 @case
 def transfers_between_meshes() -> None:
-    check(parse(TRANSFERS), lambda whole, parts: (whole, parts, whole, parts, whole, parts))
+    check(parse(programs.TRANSFERS), lambda whole, parts: (whole, parts, whole, parts, whole, parts))
 
 
 @case
 def messages() -> None:
     for mesh in (RANKS, " ".join(reversed(RANKS.split()))):
-        check(ring(mesh), lambda x: (torch.stack([x.roll(step, 0) for step in range(SIZE)]),), M=40)
-        check(late_message(mesh), lambda x: (torch.cat([x[1:2], x[1:]]), x))
+        check(programs.ring(mesh), lambda x: (torch.stack([x.roll(step, 0) for step in range(SIZE)]),), M=40)
+        check(programs.late_message(mesh), lambda x: (torch.cat([x[1:2], x[1:]]), x))
 
 
 @case
 def many_calls_back_to_back() -> None:
-    check(ag_matmul(), product, calls=60, M=2)
+    check(programs.ag_matmul(), product, calls=60, M=2)
 
 
 @case
 def a_plan_for_each_shape() -> None:
-    program = ag_matmul(dtype="f32")
+    program = programs.ag_matmul(dtype="f32")
     executor = Executor(program)
     for m in (3, 7, 3, 1):
         a, b = random_inputs(program, {"M": m})
@@ -341,7 +152,7 @@ def a_plan_for_each_shape() -> None:
 
 @case
 def whole_tensors() -> None:
-    program = row_scattered("f32")
+    program = programs.row_scattered("f32")
     a, b = random_inputs(program, {})
     c, d = run(program, a, b)
     assert torch.allclose(c, a @ b, atol=1e-4)
@@ -350,7 +161,7 @@ def whole_tensors() -> None:
 
 @case
 def a_trace_of_all_streams() -> None:
-    program = ag_matmul()
+    program = programs.ag_matmul()
     trace = Trace()
     a, b = random_inputs(program, {"M": 2})
     Executor(program, trace=trace)(shard(a, program.inputs[0].tensor, RANK, {"M": 2}), b)
@@ -362,20 +173,20 @@ def a_trace_of_all_streams() -> None:
 @case
 def different_programs_are_refused() -> None:
     mine = "f16" if RANK else "bf16"
-    said = refused(lambda: Executor(ag_matmul(dtype=mine))(*parts_of(mine)))
+    said = refused(lambda: Executor(programs.ag_matmul(dtype=mine))(*parts_of(mine)))
     others = ", ".join(map(str, range(1, SIZE)))
     contains(said, "the ranks run different programs", "rank 0: digest", f"rank {others}: digest", "kernels auto, M=2")
 
 
 @case
 def different_sizes_are_refused() -> None:
-    said = refused(lambda: Executor(ag_matmul())(*parts_of("bf16", m=2 + RANK)))
+    said = refused(lambda: Executor(programs.ag_matmul())(*parts_of("bf16", m=2 + RANK)))
     contains(said, "the ranks run different programs", "M=2", "M=3")
 
 
 @case
 def wrong_inputs_are_refused_everywhere() -> None:
-    executor = Executor(ag_matmul())
+    executor = Executor(programs.ag_matmul())
     a, b = parts_of("bf16")
     said = refused(lambda: executor(a, b[:, :8] if RANK == 1 else b))
     if RANK == 1:
@@ -391,7 +202,7 @@ def wrong_inputs_are_refused_everywhere() -> None:
 
 @case
 def another_number_of_ranks_is_refused() -> None:
-    said = refused(lambda: Executor(ag_matmul("0 1 2")))
+    said = refused(lambda: Executor(programs.ag_matmul("0 1 2")))
     contains(said, f"rank {RANK}: @ag_matmul runs on 3 ranks, and there are {SIZE}", "--nproc-per-node 3")
 
 
@@ -413,7 +224,7 @@ def at_the_third_matmul_of_rank_1(action: Callable[[], object]) -> None:
         matmul(out, a, b)
 
     kernels.aten.KERNELS["matmul"] = counted
-    executor = Executor(ag_matmul())
+    executor = Executor(programs.ag_matmul())
     while True:
         executor(*parts_of("bf16"))
 
@@ -438,7 +249,7 @@ def a_rank_freezes() -> None:
 
 @case
 def a_rank_stays_away() -> None:
-    executor = Executor(ag_matmul())
+    executor = Executor(programs.ag_matmul())
     executor(*parts_of("bf16"))
     if RANK == 1:
         time.sleep(600)
