@@ -1,6 +1,6 @@
 """The command line: `hostir lower | check | run | ops`.
 
-Exit codes: 0 good; 1 a finding or a mismatch; 2 bad usage or input.
+Exit codes: 0 good; 1 a finding or a mismatch; 2 bad usage, or input that does not read or whose structure is unsound.
 """
 
 from __future__ import annotations
@@ -97,10 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         return {"lower": _lower, "check": _check, "run": _run, "ops": _ops}[options.command](options)
     except HostIRError as wrong:
-        sys.stderr.write(f"{wrong}\n")  # in one piece, as several ranks may be writing
+        findings = all(hasattr(found, "kind") for found in wrong.diagnostics)
+        if not findings or os.environ.get("RANK", "0") == "0":  # all ranks find the same
+            sys.stderr.write(f"{wrong}\n")  # in one piece, as several ranks may be writing
         for note in getattr(wrong, "__notes__", ()):
             print(note, file=sys.stderr)
-        return 2
+        return 1 if findings else 2
     except knobs.KnobError as wrong:
         print(f"error: {wrong}", file=sys.stderr)
         return 2
@@ -192,9 +194,14 @@ def _write(text: str, out: str | None) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from hostir.checking import check_command  # loads numpy
+    from hostir.checking import check_command, print_json  # loads numpy
 
-    program, sizes = _load(options)
+    try:
+        program, sizes = _load(options)
+    except HostIRError as wrong:
+        if options.format == "json":
+            print_json(None, wrong.diagnostics, {})
+        raise
     return check_command(program, sizes, lambda: _lowered(program, options), options)
 
 

@@ -25,28 +25,43 @@ def check_command(
 
     With `--fix` what is wrong is repaired instead, and the code says whether that went well.
     """
-    if options.calls < 1:
-        raise error(f"--calls {options.calls}", expected="at least 1")
-    if options.out and not options.fix:
-        raise error("-o is for the repaired program", hint="--fix")
+    _check_options(options)
     structure = check_structure(program)
     if not structure:
         try:
             program = lowered()
         except HostIRError as refused:
             structure = list(refused.diagnostics)
+    if options.ranks not in (None, program.ranks):
+        hint = "give its function a parameter named 'ranks', or leave --ranks out"
+        raise error(f"@{program.name} is for {program.ranks} ranks, not {options.ranks}", hint=hint)
     sizes = _known(program, sizes)
     if options.fix:
         return _fix(program, sizes, options)
     sound = not structure and program.phase is Phase.HOST
     analysis = analyse(program, sizes, options.calls) if sound else Analysis(structure)
-    findings = _with_witnesses(program, analysis, options) if sound else structure
+    findings = _with_witnesses(program, analysis, options)
     if options.redundant and not findings:
         findings = redundant(program, sizes, options.calls)
     if options.graph:
         _draw(program, analysis, options.graph)
-    _print(program, findings, options)
+    _print(program, findings, analysis.sizes, options)
     return 1 if any(found.level == "error" for found in findings) else 0
+
+
+def _check_options(options: Namespace) -> None:
+    """Refuses what does not go together before anything takes time."""
+    if options.calls < 1:
+        raise error(f"--calls {options.calls}", expected="at least 1")
+    if options.out is not None and not options.fix:
+        raise error("-o is for the repaired program", hint="--fix")
+    if options.fix and (options.format != "text" or options.graph is not None):
+        raise error("--fix prints the repaired program, and nothing else", hint="leave --format and --graph out")
+    if options.graph is not None and Path(options.graph).suffix != ".svg":
+        raise error(f"--graph {options.graph}", expected="a file ending in .svg")
+    for out in filter(None, (options.out, options.graph)):
+        if Path(out).is_dir() or not Path(out).absolute().parent.is_dir():
+            raise error(f"cannot write {out}", expected="a file in a folder that exists")
 
 
 def _known(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -60,24 +75,23 @@ def _known(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _with_witnesses(program: Program, analysis: Analysis, options: Namespace) -> list[Diagnostic]:
-    """The findings, errors with the command of a run that shows them."""
-    findings = [found for found in analysis.findings if isinstance(found, Finding)]
-    if len(findings) < len(analysis.findings) or all(found.level != "error" for found in findings):
+    """The findings, errors about orders with the command of a run that shows them."""
+    if analysis.order is None or all(found.level != "error" for found in analysis.findings):
         return analysis.findings
     from hostir.runtime.witness import witnesses  # loads torch
 
-    shown = witnesses(program, findings, analysis.sizes or {}, options.calls)
+    shown = witnesses(program, analysis.findings, analysis.sizes, options.calls)
     told: list[Diagnostic] = []
-    for n, found in enumerate(findings):
+    for n, found in enumerate(analysis.findings):
         if n in shown:
             seed, wrong = shown[n]
-            note = f"shown by '{_run(analysis.sizes or {}, seed, options)}': {wrong}"
+            note = f"shown by '{run_of(analysis.sizes, seed, options)}': {wrong}"
             found = replace(found, notes=(*found.notes, (None, note)))
         told.append(found)
     return told
 
 
-def _run(sizes: Mapping[str, int], seed: int, options: Namespace) -> str:
+def run_of(sizes: Mapping[str, int], seed: int, options: Namespace) -> str:
     """The command of a run under a seed."""
     given = dict(item.partition("=")[::2] for item in options.given) | {n: str(v) for n, v in sizes.items()}
     words = ["hostir", "run", options.file]
@@ -102,8 +116,6 @@ def _fix(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
 
 
 def _draw(program: Program, analysis: Analysis, out: str) -> None:
-    if Path(out).suffix != ".svg":
-        raise error(f"--graph {out}", expected="a file ending in .svg")
     if analysis.order is None:
         message = f"{out} was not drawn: @{program.name} has no order as long as its structure is not sound"
         print(Diagnostic(message, level="note"), file=sys.stderr)
@@ -120,13 +132,20 @@ def _write(out: str, text: str) -> None:
         raise error(f"cannot write {out}: {problem.strerror}") from None
 
 
-def _print(program: Program, findings: Sequence[Diagnostic], options: Namespace) -> None:
+def _print(program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str, int], options: Namespace) -> None:
     if options.format == "json":
-        print(json.dumps({"program": program.name, "findings": [as_json(d) for d in findings]}, indent=2))
+        print_json(program.name, findings, sizes)
     elif findings:
         print("\n".join(map(str, findings)), file=sys.stderr)
     else:
-        print(f"@{program.name}: {sum(1 for _ in program.walk())} statements, {program.ranks} ranks, nothing to report")
+        bound = f" for {', '.join(f'{name}={value}' for name, value in sorted(sizes.items()))}" if sizes else ""
+        count = sum(1 for _ in program.walk())
+        print(f"@{program.name}: {count} statements, {program.ranks} ranks, nothing to report{bound}")
+
+
+def print_json(program: str | None, findings: Sequence[Diagnostic], sizes: Mapping[str, int]) -> None:
+    """Findings for tools; `program` is None where there is none to speak of."""
+    print(json.dumps({"program": program, "sizes": dict(sizes), "findings": [as_json(d) for d in findings]}, indent=2))
 
 
 def as_json(found: Diagnostic) -> dict[str, object]:

@@ -108,7 +108,11 @@ def test_check_says_what_it_looked_at(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_check_as_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert json.loads(printed(capfd, "check", MLP, "--format", "json")) == {"program": "mlp", "findings": []}
+    assert json.loads(printed(capfd, "check", MLP, "--format", "json")) == {
+        "program": "mlp",
+        "sizes": {},
+        "findings": [],
+    }
     file = tmp_path / "bad.hir"
     file.write_text("hostir 1\nmesh @m [x] = 0\nprogram @p(%a: f32[4], %b: f32[5]) -> (%b) {\n  relu %a -> %b\n}\n")
     assert main(["check", str(file), "--format", "json"]) == 1
@@ -165,7 +169,7 @@ def test_a_program_with_a_race_is_refused_and_the_command_that_check_names_shows
 ) -> None:
     file = tmp_path / "racy.hir"
     file.write_text(WITHOUT_WAIT)
-    assert main(["run", str(file), "--compare"]) == 2
+    assert main(["run", str(file), "--compare"]) == 1
     assert "race on %full" in capfd.readouterr().err
     assert main(["check", str(file)]) == 1
     shown = re.search(r"shown by 'hostir (run .*)': (.*)", capfd.readouterr().err)
@@ -257,3 +261,72 @@ def test_repeated_runs_show_progress_to_a_terminal_only(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: watched, raising=False)
     assert main(["run", str(ROOT / "examples/patterns.py") + ":gather", "--repeat", "9"]) == 0
     assert ("@gather" in capsys.readouterr().err) == watched
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--calls", "0"], "--calls 0"),
+        (["--ranks", "3"], "@racy is for 2 ranks, not 3"),
+        (["-o", "fixed.hir"], "-o is for the repaired program"),
+        (["--graph", "picture.png"], "a file ending in .svg"),
+        (["--graph", "no/such/folder.svg"], "a file in a folder that exists"),
+        (["--fix", "--format", "json"], "--fix prints the repaired program"),
+        (["--fix", "--graph", "picture.svg"], "--fix prints the repaired program"),
+        (["--fix", "-o", "no/such/folder.hir"], "a file in a folder that exists"),
+        (["--set", "M=4"], "@racy has no size 'M'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_does_not_go_together_is_refused_before_anything_is_done(
+    options: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "racy.hir"
+    file.write_text(WITHOUT_WAIT)
+    assert main(["check", str(file), *options]) == 2
+    shown = capfd.readouterr()
+    assert said in shown.err
+    assert shown.out == ""
+    assert "race on" not in shown.err
+
+
+def test_fix_shows_what_changed_and_prints_or_writes_a_program_that_is_clean(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, fixed = tmp_path / "racy.hir", tmp_path / "fixed.hir"
+    file.write_text(WITHOUT_WAIT)
+    assert main(["check", str(file), "--fix", "-o", str(fixed)]) == 0
+    changed = [line for line in capfd.readouterr().err.splitlines() if line[:1] in "+-"]
+    assert changed[2:] == ["+  wait %h", "-  wait %h", "+  free %full"]
+    assert main(["check", str(file), "--fix"]) == 0
+    assert capfd.readouterr().out == fixed.read_text()
+    printed(capfd, "check", str(fixed))
+    printed(capfd, "run", str(fixed), "--compare", "--repeat", "2", "--schedule-seed", "5")
+
+
+def test_check_names_the_sizes_that_it_looked_at(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "symbolic.py"
+    file.write_text(SYMBOLIC)
+    assert printed(capfd, "check", str(file)).rstrip().endswith("nothing to report for K=2, M=2")
+    assert "for K=5, M=6" in printed(capfd, "check", str(file), "--set", "M=6", "--set", "K=5")
+    assert json.loads(printed(capfd, "check", str(file), "--format", "json"))["sizes"] == {"K": 2, "M": 2}
+
+
+def test_a_program_too_long_to_look_at_says_that_it_was_not_checked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "long.hir"
+    body = "  for %i in 0..200000 {\n    relu %a -> %c\n  }\n"
+    text = "hostir 1\nmesh @m [x] = 0\nprogram @p(%a: f32[4]) -> (%c) {\n  %c: f32[4] = allocate\n"
+    file.write_text(f"{text}{body}}}\n")
+    assert main(["check", str(file)]) == 0
+    assert "was not checked for races" in capfd.readouterr().err
+
+
+def test_redundant_names_what_a_clean_program_can_spare(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "spare.hir"
+    file.write_text(WITHOUT_WAIT.replace("  relu", "  wait %h\n  relu").replace("  wait %h\n}", "  free %full\n}"))
+    printed(capfd, "check", str(file), "--redundant")
+    file.write_text(file.read_text().replace("  synchronize 0\n", "  synchronize 0\n  synchronize 0\n"))
+    assert main(["check", str(file), "--redundant"]) == 0
+    assert "warning: nothing needs 'synchronize 0'" in capfd.readouterr().err

@@ -33,7 +33,15 @@ class Exchange:
 
     kind: str
     team: tuple[int, ...]
-    moves: tuple[Move, ...] = ()
+    moves: tuple[Move, ...] | None = None
+
+    def takes(self, rank: int) -> bool:
+        """Whether it reads what a rank sends."""
+        return self.moves is None or any(move.source == rank for move in self.moves)
+
+    def gives(self, rank: int) -> bool:
+        """Whether it writes what a rank receives."""
+        return self.moves is None or any(move.target == rank for move in self.moves)
 
 
 @dataclass(frozen=True)

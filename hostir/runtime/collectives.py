@@ -39,8 +39,10 @@ class Part:
         earlier: Part | None,
     ) -> None:
         self.exchange, self.x, self.out, self.come = exchange, x, out, come
-        self.take = task(self._snapshot, reads=() if x is None else (x,)).follow([come])
-        self.give = task(self._fill, writes=() if out is None else (out,)).follow([self.take])
+        reads = (x,) if x is not None and exchange.takes(come.rank) else ()
+        writes = (out,) if out is not None and exchange.gives(come.rank) else ()
+        self.take = task(self._snapshot, reads=reads).follow([come])
+        self.give = task(self._fill, writes=writes).follow([self.take])
         self.give.since = self.take
         self.peers: list[Part] = []
         self.taken: torch.Tensor | None = None
@@ -67,10 +69,10 @@ class Part:
         """Whether two ranks mean the same communication."""
         if self.exchange.kind != other.exchange.kind:
             return False
-        if not (self.exchange.moves or other.exchange.moves):
+        if self.exchange.moves is None or other.exchange.moves is None:
             return self.shapes == other.shapes
         ends = {self.rank, other.rank}
-        mine, theirs = ({m for m in p.exchange.moves if {m.source, m.target} == ends} for p in (self, other))
+        mine, theirs = ({m for m in p.exchange.moves or () if {m.source, m.target} == ends} for p in (self, other))
         return mine == theirs and all(_fits(m, {self.rank: self, other.rank: other}) for m in mine)
 
     def _snapshot(self) -> None:
@@ -80,7 +82,7 @@ class Part:
 
     def _fill(self) -> None:
         n, me = len(self.peers), self.exchange.team.index(self.rank)
-        kind, moves = self.exchange.kind, [m for m in self.exchange.moves if m.target == self.rank]
+        kind, moves = self.exchange.kind, [m for m in self.exchange.moves or () if m.target == self.rank]
         if moves:
             for m in moves:
                 source = self.peers[self.exchange.team.index(m.source)].taken
@@ -113,7 +115,9 @@ def blocks(x: torch.Tensor | None, count: int) -> torch.Tensor:
 
 def _fits(move: Move, sides: Mapping[int, Part]) -> bool:
     x, out = sides[move.source].x, sides[move.target].out
-    return x is not None and out is not None and x.numel() * move.put[1] == out.numel() * move.take[1]
+    if x is None or out is None or x.dtype != out.dtype:
+        return False
+    return x.numel() * move.put[1] == out.numel() * move.take[1]
 
 
 def match(issued: Sequence[Mapping[tuple[int, ...], list[Part]]], note: Callable[[Task], Note]) -> list[Task]:

@@ -15,7 +15,7 @@ import torch
 from hostir import knobs
 from hostir.ir import Program, TensorType
 from hostir.ir.source import HostIRError, error
-from hostir.runtime.compare import Comparison, compare
+from hostir.runtime.compare import Comparison, check_comparable, compare
 from hostir.runtime.executor import Executor
 from hostir.runtime.local import LocalMachine, rehearse
 from hostir.runtime.local_rank import Parts
@@ -32,10 +32,14 @@ Tensors = Sequence[torch.Tensor]
 def run_command(source: Program, program: Program, sizes: dict[str, int], options: Namespace) -> int:
     """Runs `program`, and with `--compare` holds it against `source`, the fusion or host program it came from.
 
-    Returns the exit code: 1 where a result is too far from the reference.
+    Returns the exit code: 1 where a result is too far from the reference. Raises HostIRError where there is none.
     """
+    if options.compare:
+        check_comparable(source)
     if options.repeat < 1:
         raise error(f"--repeat {options.repeat}", expected="at least 1")
+    if options.schedule_seed < 0:
+        raise error(f"--schedule-seed {options.schedule_seed}", expected="at least 0")
     program.check_sizes(sizes)
     sizes = {name: value for name, value in sizes.items() if name in program.size_names}
     trace = Trace(program.name) if options.trace else None
@@ -85,7 +89,8 @@ def _simulated(
     kernels = knobs.KERNELS.get(options.kernels)
     worst: list[Comparison] = []
     seen: list[str] = []
-    together = 1 if trace is not None else TOGETHER  # a trace shows one call
+    # A trace shows one call; under a seed of its own all calls are one schedule.
+    together = 1 if trace is not None else options.repeat if options.schedule_seed else TOGETHER
     for first in _turns(range(0, options.repeat, together), f"@{program.name}"):
         turns = range(first, min(first + together, options.repeat))
         calls = [random_inputs(program, sizes, options.seed + turn) for turn in turns]
@@ -98,13 +103,10 @@ def _simulated(
                 worst = _worse(worst, compare(program, outputs, *_expected(source, inputs, sizes)))
         if trace is not None and turns.stop == options.repeat:
             machine.record(trace)
-        if options.no_check:
+        if options.no_check and turns.stop == options.repeat:
             _watched(machine, options.schedule_seed)
     _write_trace(trace, options.trace)
-    code = _report(program, f"{program.ranks} simulated ranks", kernels, worst, options)
-    for line in seen:
-        print(f"  {line}", file=sys.stderr)
-    return 1 if seen else code
+    return _report(program, f"{program.ranks} simulated ranks", kernels, worst, options, seen)
 
 
 Results = Sequence[Sequence[Parts]]  # by call and output
@@ -212,13 +214,20 @@ def _worse(old: list[Comparison], new: list[Comparison]) -> list[Comparison]:
     return [b if not b.good or (a.good and b.error / b.bound > a.error / a.bound) else a for a, b in pairs]
 
 
-def _report(program: Program, where: str, kernels: str, found: list[Comparison], options: Namespace) -> int:
-    """Says how it went, for people or as JSON; returns the exit code."""
-    good = all(c.good for c in found)
+def _report(
+    program: Program,
+    where: str,
+    kernels: str,
+    found: list[Comparison],
+    options: Namespace,
+    wrong: Sequence[str] = (),
+) -> int:
+    """Says how it went, and what is wrong besides, for people or as JSON; returns the exit code."""
+    good = all(c.good for c in found) and not wrong
     if options.json:
         outputs = [{"output": c.output, "error": c.error, "bound": c.bound, "good": c.good} for c in found]
         ran = {"program": program.name, "ranks": program.ranks, "where": where, "kernels": kernels}
-        print(json.dumps(ran | {"outputs": outputs}))
+        print(json.dumps(ran | {"outputs": outputs, "wrong": list(wrong)}))
         return 0 if good else 1
     times = f", {options.repeat} times" if options.repeat > 1 else ""
     print(f"@{program.name}: ran on {where}, kernels {kernels}{times}")
@@ -226,4 +235,6 @@ def _report(program: Program, where: str, kernels: str, found: list[Comparison],
         print(f"  {c}", file=sys.stdout if c.good else sys.stderr)
     if found and good:
         print(f"  maximum error {max(c.error for c in found):.2e}")
+    for line in wrong:
+        print(f"  {line}", file=sys.stderr)
     return 0 if good else 1

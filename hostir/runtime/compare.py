@@ -18,8 +18,11 @@ import torch
 
 from hostir.ir import Program
 from hostir.ir.comm_ops import AllReduce, ReduceScatter
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Rank, Signal, WaitSignal
+from hostir.ir.p2p_ops import Message
 
 SLACK = 1.1
+NAMES_RANKS = (AllocateSymmetric, Barrier, Get, Put, Rank, Signal, WaitSignal, Message)
 CHANCE = 1.5  # units in the last place, by which one element's roundings may differ
 
 
@@ -38,6 +41,21 @@ class Comparison:
     def __str__(self) -> str:
         verdict = "ok" if self.good else "MISMATCH"
         return f"%{self.output}: error {self.error:.2e}, at most {self.bound:.2e} allowed: {verdict}"
+
+
+def check_comparable(source: Program) -> None:
+    """Raises for a program of which single ranks do different things: whole tensors say nothing of what it computes.
+
+    What a fusion computes does not depend on ranks, however it is lowered.
+    """
+    for statement in source.walk():
+        if isinstance(statement, NAMES_RANKS):
+            raise statement.fail(
+                f"@{source.name} has no unsharded result to be compared with: "
+                f"'{statement.keyword()}' is of single ranks",
+                expected="the fusion that it came from, or a text without such statements",
+                hint="leave out --compare",
+            )
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -22,6 +22,8 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal
+from hostir.ir.program import Program
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.lifetimes import late_streams
 from hostir.runtime.plan import (
@@ -45,7 +47,18 @@ from hostir.runtime.plan import (
 from hostir.runtime.session import Groups
 from hostir.runtime.timeline import Timeline
 
+ONE_SIDED = (AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal)  # a matmul's flags are symmetric buffers
 CYCLES = 2000  # of a clock near 2 GHz in a microsecond
+
+
+def refuse_one_sided(program: Program) -> None:
+    """Raises for a program with statements that this machine does not carry out yet."""
+    for statement in program.walk():
+        if isinstance(statement, ONE_SIDED):
+            raise statement.fail(
+                f"'{statement.keyword()}' runs on simulated ranks and on CPU processes only so far",
+                hint="take machine='gloo', or --device cpu on the command line",
+            )
 
 
 class CudaMachine:
@@ -133,6 +146,9 @@ class CudaPlan:
         """The operation that the host issued last."""
         issued = len(self.ops) - operator.length_hint(self.cursor)
         return self.ops[issued - 1 : issued] if issued else []
+
+    def describe(self, op: Op) -> str:
+        return self.recording.describe(op)
 
     def progress(self) -> None:
         """The host never stands still; what the device does, `Executor.synchronize` watches."""

@@ -16,14 +16,15 @@ from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.knobs import KERNELS, TIMEOUT
-from hostir.runtime.cuda import CudaMachine, CudaPlan
+from hostir.runtime.cuda import CudaMachine, CudaPlan, refuse_one_sided
 from hostir.runtime.gloo import GlooMachine, GlooPlan
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_local
 from hostir.runtime.plan import teams_of
-from hostir.runtime.recorder import record, recordable
+from hostir.runtime.recorder import record
 from hostir.runtime.session import Groups, Session, joined, launched
 from hostir.runtime.sharding import assemble, bind_sizes, shard, solve_sizes
+from hostir.runtime.symmetric import SymmetricMemory
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.trace import Trace
 from hostir.runtime.watchdog import Watchdog, headline
@@ -46,6 +47,9 @@ class Executor:
     where it holds none. On the local machine each is a list of parts, one for each simulated rank. The caller owns the
     outputs. On CUDA a call returns when everything is issued, and may be captured into a CUDA graph after a first call
     with tensors of the same shapes; on CPU it returns when all is done. Calls come from one thread at a time.
+
+    Symmetric buffers and flags are the executor's own: they last from call to call, each set of sizes has its own, and
+    they go when the executor goes.
 
     Gradients do not pass through: inputs that require them are refused, unless the call is under `torch.no_grad()`. An
     input may have any strides where the program computes with it, and is contiguous where it communicates it.
@@ -127,8 +131,15 @@ class Executor:
         table = kernel_table(self.kernels, device.type)
         groups = self.session.groups if self.session else Groups(0, device)
         if device.type == "cuda":
+            refuse_one_sided(self.program)
             return CudaMachine(device, self.program.streams, table, groups)
-        return GlooMachine(self.program.streams, table, groups)
+        return GlooMachine(self.program.streams, table, groups, SymmetricMemory(self.rank, self._exchange))
+
+    def _exchange(self, what: str, mine: str) -> list[str]:
+        """What every rank gives of something that they agree on."""
+        if self.session is None:
+            return [mine]
+        return self.session.exchange(f"executor {self.number}, {what}", mine)
 
     # Running ------------------------------------------------------------------------------------------------------
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -228,8 +239,6 @@ class Executor:
         odd = [(rank, mine) for rank, mine in ranks if any(_not_dense(x) for x in mine)]
         if not odd or len(ranks) != self.program.ranks or not all(isinstance(x, list | tuple) for x in inputs):
             return  # of whole tensors every rank gets a dense part
-        if not recordable(self.program):
-            return
         sizes: Mapping[str, int] = self.sizes
         for rank, mine in ranks:
             sizes = solve_sizes(self.program, mine, sizes, rank=rank, device="cpu")

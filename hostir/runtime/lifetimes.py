@@ -17,6 +17,7 @@ from hostir.runtime.plan import (
     Allocate,
     Collective,
     Compute,
+    Copy,
     Free,
     Mark,
     Messages,
@@ -68,6 +69,8 @@ class _Scan:
             self.home[op.out] = op.stream
         elif isinstance(op, Compute):
             self.use((op.out, *op.operands), op.stream)
+        elif isinstance(op, Copy):
+            self.use((op.x, op.out), op.stream)
         elif isinstance(op, Collective):
             self.launch(op.handle, (op.x, op.out), op.stream)
         elif isinstance(op, Messages):

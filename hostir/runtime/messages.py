@@ -32,8 +32,8 @@ class Message:
         earlier: Message | None,
     ) -> None:
         self.x, self.out, self.come = x, out, come
-        self.to = next((m.target for m in exchange.moves if x is not None and m.source == come.rank), None)
-        self.source = next((m.source for m in reversed(exchange.moves) if out is not None), None)
+        self.to = next((m.target for m in exchange.moves or () if x is not None and m.source == come.rank), None)
+        self.source = next((m.source for m in reversed(exchange.moves or ()) if out is not None), None)
         self.take = None if x is None else task(self._take, reads=(x,)).follow([come])
         self.give = None if out is None else task(self._give, writes=(out,)).follow([come])
         self.sender: Message | None = None

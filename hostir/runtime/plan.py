@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hostir.ir.comm_ops import Communication
+from hostir.ir.machine import Ready
 from hostir.ir.op import Statement
 from hostir.ir.p2p_ops import Message
 from hostir.ir.program import Program, format_statement
@@ -22,6 +23,17 @@ from hostir.runtime.kernels.table import Kernel
 
 CALLER = -1  # the caller's stream; the pool's are 0, 1, ...
 NONE = 0  # the register that always holds None
+
+# A flag is one integer, so that a machine sets it and waits for it in one go: the number of the call, from 1, in the
+# upper half, and the epoch of that call in the lower. It rises from epoch to epoch and from call to call, whichever of
+# an executor's plans they run; 2^31 calls of 2^32 epochs are more than anyone will make.
+FLAGS = torch.int64
+EPOCHS = 1 << 32
+
+
+def flag_value(call: int, epoch: int) -> int:
+    """What a flag holds once it has reached an epoch of a call."""
+    return call * EPOCHS + epoch
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,21 @@ class Allocate(Op):
 
 
 @dataclass(frozen=True)
+class Symmetric(Op):
+    """`registers[out]` becomes `rank`'s buffer of those that ranks allocate under one name in one round.
+
+    It is dense, belongs to the executor, and is the same in every run with these sizes. Flags are int64.
+    """
+
+    out: int
+    name: str
+    rounds: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rank: int
+
+
+@dataclass(frozen=True)
 class View(Op):
     """`registers[out]` becomes a view of the buffer `x`; `offset` counts elements from the buffer's first.
 
@@ -74,12 +101,51 @@ class Free(Op):
 
 @dataclass(frozen=True)
 class Compute(Op):
-    """Kernel `kind` writes `out`."""
+    """Kernel `kind` writes `out`.
+
+    With `ready`, whose flags are a register, it computes each block of rows once the flag of that block is up.
+    """
 
     kind: str
     out: int
     operands: tuple[int, ...]
     options: Mapping[str, Any]
+    ready: Ready | None = None
+
+
+@dataclass(frozen=True)
+class Copy(Op):
+    """`out` becomes `x`, without SMs. One of them may be a peer's memory."""
+
+    x: int
+    out: int
+
+
+@dataclass(frozen=True)
+class Signal(Op):
+    """Element `slot` of `flags`, which are those of `peer`, reaches an epoch of this call."""
+
+    flags: int
+    slot: int
+    epoch: int
+    peer: int
+
+
+@dataclass(frozen=True)
+class WaitSignal(Op):
+    """The stream waits until element `slot` of this rank's `flags` has reached an epoch of this call."""
+
+    flags: int
+    slot: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Barrier(Op):
+    """The stream waits for the ranks of a team, each at its barrier of this number, which counts in every call."""
+
+    team: tuple[int, ...]
+    number: int
 
 
 @dataclass(frozen=True)
@@ -141,6 +207,7 @@ class Recording:
     """Operations in the order of issue, and where a call's tensors go and come from.
 
     Fields:
+        sizes: what its symbols stand for.
         inputs: the registers of the program's inputs; they follow one another.
         outputs: the registers of its outputs, NONE where this rank holds none.
         buffers: for each register the register of the memory behind it, NONE for a handle.
@@ -148,6 +215,7 @@ class Recording:
 
     program: Program
     rank: int
+    sizes: Mapping[str, int]
     ops: tuple[Op, ...]
     inputs: range
     outputs: tuple[int, ...]

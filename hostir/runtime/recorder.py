@@ -7,26 +7,28 @@ buffer, and the same view is made once a run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from hostir.ir.interpret import Observer, interpret
-from hostir.ir.machine import Exchange
-from hostir.ir.onesided_ops import AllocateSymmetric, Barrier
+from hostir.ir.machine import Exchange, Ready
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
-from hostir.ir.tensor_ops import Matmul
-from hostir.ir.types import DType
+from hostir.ir.types import FLAG, DType
 from hostir.runtime.messages import KINDS
 from hostir.runtime.plan import (
     CALLER,
+    EPOCHS,
+    FLAGS,
     NONE,
     Allocate,
+    Barrier,
     Collective,
     Compute,
+    Copy,
     Delay,
     Free,
     Mark,
@@ -34,9 +36,12 @@ from hostir.runtime.plan import (
     Op,
     Place,
     Recording,
+    Signal,
+    Symmetric,
     Synchronize,
     View,
     Wait,
+    WaitSignal,
 )
 from hostir.runtime.sharding import torch_dtype
 
@@ -47,19 +52,12 @@ def record(program: Program, rank: int, sizes: Mapping[str, int], inputs: Sequen
     """Unrolls a program for this rank and for tensors like `inputs`, of which only shapes, strides and dtypes count.
 
     Raises HostIRError where the program asks for what no machine can do: a stream outside the pool, a view that needs a
-    copy, a communication of memory that is not dense or that nothing waits for, a use after free.
+    copy, a communication of memory that is not dense or that nothing waits for, a use after free, a peer's memory that
+    is not symmetric.
     """
-    recorder = Recorder(program, rank)
+    recorder = Recorder(program, rank, sizes)
     outputs = interpret(program, recorder, sizes, recorder.take(inputs), recorder)
     return recorder.finish(inputs, outputs)
-
-
-def recordable(program: Program) -> bool:
-    """Whether it has no statement that simulated ranks alone carry out so far."""
-    return not any(
-        isinstance(s, (AllocateSymmetric, Barrier)) or (isinstance(s, Matmul) and s.ready is not None)
-        for s in program.walk()
-    )
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,7 @@ class Recorder(Observer):
 
     program: Program
     rank: int
+    sizes: Mapping[str, int]
     ops: list[Op] = field(default_factory=list)
     buffers: list[int] = field(default_factory=lambda: [NONE])
     freed: set[int] = field(default_factory=set)
@@ -101,6 +100,10 @@ class Recorder(Observer):
 
     def __post_init__(self) -> None:
         self.metas: dict[int, torch.Tensor] = {}
+        self.names: dict[int, str] = {}  # of buffers
+        self.symmetric: dict[int, Symmetric] = {}  # by buffer
+        self.homes: dict[tuple[str, tuple[int, ...], int], int] = {}  # by name, round and rank: a symmetric buffer
+        self.barriers: dict[tuple[int, ...], int] = {}  # of each team: how many there were
         self.views: dict[tuple[Any, ...], int] = {}
         self.marked: set[int] = set()  # handles of Marks that another stream waits for
         self.alone: Flight | None = None  # the latest message of this rank to itself, in a team of one
@@ -127,16 +130,24 @@ class Recorder(Observer):
     def take(self, inputs: Sequence[torch.Tensor | None]) -> list[Part | None]:
         """A part for each input of a call."""
         parts: list[Part | None] = []
-        for x in inputs:
+        for value, x in zip(self.program.inputs, inputs, strict=True):
             buffer = self.new_register()
+            self.names[buffer] = value.name
             parts.append(None if x is None else self.whole(buffer, _like(x)))
         return parts
 
     # The machine protocol -----------------------------------------------------------------------------------------
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Part:
-        if symmetric:
-            raise self.simulated()
-        return self.dense(shape, torch_dtype(dtype))
+        name = next((v.name for v in self.place.statement.named), "")
+        if not symmetric:
+            part = self.dense(shape, torch_dtype(dtype))
+            self.names[part.buffer] = name
+            return part
+        kind = FLAGS if dtype == FLAG else torch_dtype(dtype)
+        part = self.home(name, self.place.rounds, self.rank, shape, kind)
+        if part.meta.shape != shape or part.meta.dtype != kind:
+            raise self.fail(f"%{name} had another shape before", expected="one shape on all ranks, in every call")
+        return part
 
     def free(self, x: Part) -> None:
         self.check_held(x)
@@ -160,10 +171,12 @@ class Recorder(Observer):
         return Part(x.buffer, x.meta.permute(axes))
 
     def compute(self, kind: str, out: Part, operands: Sequence[Part | None], options: Mapping[str, Any]) -> None:
-        if "ready" in options:
-            raise self.simulated(" ... ready")
+        ready, others = options.get("ready"), {name: x for name, x in options.items() if name != "ready"}
+        if isinstance(ready, Ready):
+            ready = replace(ready, flags=self.register(self.at_rank(ready.flags, self.rank)))
+            self.check_epoch(ready.epoch)
         registers = tuple(map(self.register, operands))
-        self.emit(Compute, kind=kind, out=self.register(out), operands=registers, options=options)
+        self.emit(Compute, kind=kind, out=self.register(out), operands=registers, options=others, ready=ready)
 
     def communicate(self, exchange: Exchange, x: Part | None, out: Part | None) -> Flight:
         for part, what in ((x, "sends"), (out, "fills")):
@@ -200,21 +213,23 @@ class Recorder(Observer):
         self.emit(Delay, microseconds=microseconds)
 
     def copy(self, x: Part, out: Part, source: int, target: int) -> None:
-        raise self.simulated()
+        x = x if source == self.rank else self.at_rank(x, source)
+        out = out if target == self.rank else self.at_rank(out, target)
+        self.emit(Copy, x=self.register(x), out=self.register(out))
 
     def signal(self, flags: Part, slot: int, epoch: int, peer: int) -> None:
-        raise self.simulated()
+        self.check_epoch(epoch)
+        self.emit(Signal, flags=self.register(self.at_rank(flags, peer)), slot=slot, epoch=epoch, peer=peer)
 
     def wait_signal(self, flags: Part, slot: int, epoch: int) -> None:
-        raise self.simulated()
+        self.check_epoch(epoch)
+        self.emit(WaitSignal, flags=self.register(self.at_rank(flags, self.rank)), slot=slot, epoch=epoch)
 
     def barrier(self, team: tuple[int, ...]) -> None:
-        raise self.simulated()
-
-    def simulated(self, option: str = "") -> HostIRError:
-        """An error for a statement that no real machine carries out yet."""
-        what = self.place.statement.keyword() + option
-        return self.fail(f"'{what}' runs on simulated ranks only so far", hint="run without torchrun")
+        number = self.barriers.get(team, 0)
+        self.barriers[team] = number + 1
+        if len(team) > 1:
+            self.emit(Barrier, team=team, number=number)
 
     # How it takes them --------------------------------------------------------------------------------------------
     def emit(self, op: type[Op], /, **fields: Any) -> Op:
@@ -230,6 +245,31 @@ class Recorder(Observer):
         self.owned.add(buffer)
         self.emit(Allocate, out=buffer, shape=shape, dtype=dtype)
         return self.whole(buffer, torch.empty(shape, dtype=dtype, device="meta"))
+
+    def home(self, name: str, rounds: tuple[int, ...], rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Part:
+        """A rank's symmetric buffer, made known by an operation the first time that this rank names it."""
+        place = name, rounds, rank
+        if place in self.homes:
+            return Part(self.homes[place], self.metas[self.homes[place]])
+        buffer = self.homes[place] = self.new_register()
+        self.names[buffer] = name
+        op = Symmetric(self.place, self.stream, buffer, name, rounds, shape, dtype, rank)
+        self.symmetric[buffer] = op
+        self.ops.append(op)
+        return self.whole(buffer, torch.empty(shape, dtype=dtype, device="meta"))
+
+    def at_rank(self, x: Part, rank: int) -> Part:
+        """The same view of a rank's buffer. Raises for a view of what is not symmetric."""
+        own = self.symmetric.get(x.buffer)
+        if own is None:
+            raise self.fail(
+                f"%{self.names[x.buffer]} is not symmetric", expected="a view of what allocate_symmetric gives"
+            )
+        return Part(self.home(own.name, own.rounds, rank, own.shape, own.dtype).buffer, x.meta)
+
+    def check_epoch(self, epoch: int) -> None:
+        if epoch >= EPOCHS:
+            raise self.fail(f"epoch {epoch} of a flag", expected=f"at most {EPOCHS - 1}")
 
     def whole(self, buffer: int, meta: torch.Tensor) -> Part:
         """A new buffer, as the tensor that it is."""
@@ -298,7 +338,7 @@ class Recorder(Observer):
         if alone and not collective and self.alone is not None:  # messages run one after another
             self.follow(self.alone)
         sends, receives = [], []
-        for move in exchange.moves:
+        for move in exchange.moves or ():
             if move.source == move.target and (collective or alone):
                 self.copy_here(self.block(x, *move.take), self.block(out, *move.put))
                 continue
@@ -327,10 +367,19 @@ class Recorder(Observer):
                 "nothing waits for this communication", hint="add 'wait' with its handle before the result is read"
             )
         self.stream = CALLER
-        registers = tuple(map(self.register, outputs))
+        registers = tuple(self.register(self.callers(x)) for x in outputs)
         held = range(1, 1 + len(inputs))
         ops = tuple(op for op in self.ops if not isinstance(op, Mark) or op.handle in self.marked)
-        return Recording(self.program, self.rank, ops, held, registers, tuple(self.buffers))
+        return Recording(self.program, self.rank, self.sizes, ops, held, registers, tuple(self.buffers))
+
+    def callers(self, x: Part | None) -> Part | None:
+        """An output as the caller may own it: of a symmetric buffer, which the next call goes on with, a copy."""
+        if x is None or x.buffer not in self.symmetric:
+            return x
+        self.place = self.symmetric[x.buffer].place
+        taken = self.dense(tuple(x.meta.shape), x.meta.dtype)
+        self.emit(Compute, kind="copy", out=taken.buffer, operands=(self.register(x),), options={})
+        return taken
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from hostir.ir.source import Diagnostic, HostIRError
 
 if TYPE_CHECKING:
-    from hostir.runtime.plan import Op, Recording
+    from hostir.runtime.plan import Op
 
 PERIOD = 0.5  # seconds between two heartbeats
 STALE = 10.0  # seconds without one after which a rank counts as dead, unless the timeout is shorter
@@ -33,10 +33,11 @@ STALE = 10.0  # seconds without one after which a rank counts as dead, unless th
 class Watched(Protocol):
     """A plan, as the watchdog sees it."""
 
-    recording: Recording
-
     def in_flight(self) -> list[Op]:
         """The operations being executed, the most telling first; none while nothing runs."""
+
+    def describe(self, op: Op) -> str:
+        """An operation in flight: the statement, its round, and what it waits for where that is known."""
 
     def progress(self) -> object:
         """Changes whenever the run gets on; None where standing still cannot be told from here."""
@@ -155,7 +156,7 @@ class Watchdog:
         if now - self.stood[1] < self.timeout:
             return ""
         what = f"has stood still for {now - self.stood[1]:.0f} s; HOSTIR_TIMEOUT sets how long it may"
-        at = "" if plan is None else plan.recording.describe(plan.in_flight()[0])
+        at = "" if plan is None else plan.describe(plan.in_flight()[0])
         self.publish(f"rank {self.rank}, {at}: {what}")
         return f"it {what}"
 
@@ -184,9 +185,8 @@ class Watchdog:
         ops = plan.in_flight() if plan else []
         if plan is None or not ops:
             return Diagnostic(f"rank {self.rank} is ended between runs: {cause}")
-        recording = plan.recording
-        notes = tuple((op.place.statement.span, f"also at {recording.describe(op)}") for op in ops[1:])
-        message = f"rank {self.rank} is ended at {recording.describe(ops[0])}: {cause}"
+        notes = tuple((op.place.statement.span, f"also at {plan.describe(op)}") for op in ops[1:])
+        message = f"rank {self.rank} is ended at {plan.describe(ops[0])}: {cause}"
         return Diagnostic(message, ops[0].place.statement.span, notes=notes)
 
     # Signals ------------------------------------------------------------------------------------------------------

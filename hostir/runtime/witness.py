@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hostir.ir.check.findings import Finding
-from hostir.ir.check.trace import Event
+from hostir.ir.check.tracer import Event
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError
+from hostir.ir.source import Diagnostic, HostIRError
 from hostir.runtime.command import Results, what_is_wrong
 from hostir.runtime.local import rehearse
 from hostir.runtime.sharding import random_inputs
@@ -21,7 +21,7 @@ Key = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
 
 
 def witnesses(
-    program: Program, findings: Sequence[Finding], sizes: Mapping[str, int], calls: int = 2
+    program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str, int], calls: int = 2
 ) -> dict[int, tuple[int, str]]:
     """For findings by their place in the list: a seed, and how the run under it goes wrong.
 
@@ -33,7 +33,7 @@ def witnesses(
     if sum(x.numel() for x in inputs[0]) > LARGEST:
         return {}
     shown: dict[int, tuple[int, str]] = {}
-    left = {n: f for n, f in enumerate(findings) if f.level == "error"}
+    left = {n: f for n, f in enumerate(findings) if isinstance(f, Finding) and f.level == "error"}
     deadline = time.monotonic() + SECONDS
     try:
         machine = rehearse(program, inputs, sizes)

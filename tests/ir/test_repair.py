@@ -239,3 +239,19 @@ def test_a_wait_for_the_caller_in_every_round_chains_rounds_that_a_fork_lets_ove
     each = hi.parse(text.replace("set_stream %i % 2\n", "set_stream %i % 2\n    synchronize %stream\n"))
     assert check(each) == check(forked) == []
     assert chain(each) > chain(forked)
+
+
+def test_one_worker_is_forked_and_joined_by_one_statement_each() -> None:
+    text = """hostir 1
+mesh @mesh [didx] = 0 1
+program @p(%x: f32[2@didx, 8]) -> (%y) streams 2 {
+  %user = current_stream
+  %y: f32[2@didx, 8] = allocate
+  set_stream 0
+  relu %x -> %y
+  set_stream %user
+}
+"""
+    program = hi.parse(text, "one.hir")
+    changed = [line for line in difference(program, repair(program)).splitlines() if line[:1] in "+-"]
+    assert changed == ["--- one.hir", "+++ one.hir", "+  synchronize %user", "+  synchronize 0"]

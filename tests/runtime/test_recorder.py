@@ -11,14 +11,19 @@ from hostir.runtime.executor import Executor
 from hostir.runtime.lifetimes import late_streams
 from hostir.runtime.plan import (
     CALLER,
+    Barrier,
     Collective,
     Compute,
+    Copy,
     Free,
     Mark,
     Messages,
     Recording,
+    Signal,
+    Symmetric,
     View,
     Wait,
+    WaitSignal,
     message_teams_of,
     teams_of,
 )
@@ -189,32 +194,78 @@ def test_messages_of_a_team_of_one_are_copies_one_after_another() -> None:
     assert torch.equal(Executor(p, machine="gloo")(a)[0], a)
 
 
+# One-sided statements ---------------------------------------------------------------------------------------------
+ONE_SIDED = """%me = rank of %a over didx
+  %box: f32[2, 4, 8] = allocate_symmetric
+  %f: flag[4] = allocate_symmetric
+  %c: f32[4, 5] = allocate
+  %mine = select %box[%me]
+  %up = chunk %f[1 of 2]
+  put %a -> %mine at 1 - %me over didx
+  put %a -> %mine at %me over didx
+  get %mine from 1 - %me over didx -> %mine
+  signal %up[1] = 3 at 1 - %me over didx
+  wait_signal %f[3] >= 3
+  barrier of %a over didx
+  matmul %mine, %b -> %c ready %f >= 2 from %me
+  barrier of %a over didx"""
+ONE_SIDED_INPUTS = "%a: f32[8@didx, 8], %b: f32[8, 5]"
+
+
+def test_one_sided_statements_name_memory_of_this_rank_and_of_peers() -> None:
+    recording = recording_of(program(ONE_SIDED, ONE_SIDED_INPUTS), rank=1)
+    homes = {op.out: (op.name, op.rank) for op in recording.ops if isinstance(op, Symmetric)}
+    assert sorted(homes.values()) == [("box", 0), ("box", 1), ("f", 0), ("f", 1)]
+
+    def home(register: int) -> tuple[str, int] | None:
+        return homes.get(recording.buffers[register])
+
+    copies = [(home(op.x), home(op.out)) for op in recording.ops if isinstance(op, Copy)]
+    assert copies == [(None, ("box", 0)), (None, ("box", 1)), (("box", 0), ("box", 1))]
+    (signal,) = (op for op in recording.ops if isinstance(op, Signal))
+    (flags,) = (op for op in recording.ops if isinstance(op, View) and op.out == signal.flags)
+    assert (home(signal.flags), flags.offset, signal.slot, signal.epoch, signal.peer) == (("f", 0), 2, 1, 3, 0)
+    (wait,) = (op for op in recording.ops if isinstance(op, WaitSignal))
+    assert (home(wait.flags), wait.slot, wait.epoch) == (("f", 1), 3, 3)
+    assert [(op.team, op.number) for op in recording.ops if isinstance(op, Barrier)] == [((0, 1), 0), ((0, 1), 1)]
+    (matmul,) = (op for op in recording.ops if isinstance(op, Compute))
+    assert matmul.ready is not None
+    assert (home(matmul.ready.flags), matmul.ready.epoch, matmul.ready.first) == (("f", 1), 2, 1)
+    assert matmul.options == {}
+    places = {home(op.out): (op.shape, op.stride, op.offset) for op in recording.ops if isinstance(op, View)}
+    assert places["box", 0] == places["box", 1] == ((4, 8), (8, 1), 32), "the same view at the peer"
+
+
+def test_a_symmetric_buffer_that_is_an_output_is_copied_for_the_caller() -> None:
+    recording = recording_of(program("%s: f32[4, 8] = allocate_symmetric", "%a: f32[4, 8]", outputs="%s"))
+    (buffer,) = (op for op in recording.ops if isinstance(op, Symmetric))
+    (copy,) = (op for op in recording.ops if isinstance(op, Compute))
+    assert (copy.kind, copy.operands, (copy.out,)) == ("copy", (buffer.out,), recording.outputs)
+
+
 @pytest.mark.parametrize(
-    ("body", "what", "line"),
+    ("body", "message"),
     [
-        ("%s: f32[4, 8] = allocate_symmetric", "allocate_symmetric", 4),
-        ("barrier of %a over didx", "barrier", 4),
+        ("get %a from 1 over didx -> %b", "%a is not symmetric"),
+        ("%t: f32[4, 4] = allocate\n  put %a -> %t at 1 over didx", "%t is not symmetric"),
+        ("%f: flag[1] = allocate\n  signal %f[0] = 1 at 0 over didx", "%f is not symmetric"),
+        ("%f: flag[1] = allocate\n  wait_signal %f[0] >= 1", "%f is not symmetric"),
+        ("%f: flag[2] = allocate\n  matmul %a, %b -> %b ready %f >= 1 from 0", "%f is not symmetric"),
+        (
+            "%f: flag[1] = allocate_symmetric\n  signal %f[0] = 4294967296 at 0 over didx",
+            "epoch 4294967296 of a flag",
+        ),
+        (
+            "if 1 == 1 { %s: f32[2] = allocate_symmetric }\n  if 1 == 1 { %s: f32[3] = allocate_symmetric }",
+            "%s had another shape before",
+        ),
     ],
 )
-def test_what_only_simulated_ranks_can_do_is_refused_at_its_statement(body: str, what: str, line: int) -> None:
-    problem = said(lambda: recording_of(program(body, "%a: f32[4, 8]", outputs="%a")))
-    assert f"p.hir:{line}:3: error: '{what}' runs on simulated ranks only so far" in problem
-    assert "hint: run without torchrun" in problem
-    assert problem.count("error:") == 1
-
-
-def test_a_recorder_takes_no_notes_of_copies_signals_and_matmuls_that_wait() -> None:
-    text = """get %a from 0 over didx -> %c
-  put %a -> %c at 0 over didx
-  signal %f[0] = 1 at 0 over didx
-  wait_signal %f[0] >= 1
-  matmul %a, %b -> %c ready %f >= 1 from 0"""
-    p = program(text, "%a: f32[4, 4], %b: f32[4, 4], %c: f32[4, 4], %f: flag[2]", outputs="%a")
-    parts: list[torch.Tensor | None] = [torch.empty(4, 4)] * 3 + [torch.empty(2)]
-    for place, what in enumerate(["get", "put", "signal", "wait_signal", "matmul ... ready"]):
-        only = p.with_body(p.body[place : place + 1])
-        problem = said(lambda only=only: record(only, 0, {}, parts))  # type: ignore[misc]
-        assert f"p.hir:{4 + place}:3: error: '{what}' runs on simulated ranks only so far" in problem
+def test_what_peers_cannot_share_is_refused_at_its_statement(body: str, message: str) -> None:
+    p = program(body, "%a: f32[4, 4], %b: f32[4, 4]", outputs="%a")
+    problem = said(lambda: recording_of(p))
+    assert message in problem
+    assert problem.startswith("p.hir:")
 
 
 # Lifetimes --------------------------------------------------------------------------------------------------------
@@ -248,6 +299,11 @@ LATE = {"%a": (0,), "%c": (0,)}
 def test_memory_that_a_stream_may_still_use_is_marked(body: str, late: dict[str, tuple[int, ...]]) -> None:
     p = alone(f"%user = current_stream\n  %c: f32[4, 8] = allocate\n  {body}", "%a: f32[4, 8]")
     assert late_streams(recording_of(p)) == {{"%a": 1, "%c": 2}[name]: streams for name, streams in late.items()}
+
+
+def test_a_copy_that_a_worker_may_still_make_marks_the_memory_that_it_reads() -> None:
+    body = "%s: f32[4, 8] = allocate_symmetric\n  set_stream 0\n  put %a -> %s at 0 over didx"
+    assert late_streams(recording_of(alone(body, "%a: f32[4, 8]", outputs="%a"))) == {1: (0,)}
 
 
 def test_an_output_from_a_workers_memory_is_marked_for_the_caller() -> None:

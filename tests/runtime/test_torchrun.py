@@ -22,6 +22,12 @@ TWO = [
     "all_to_all",
     "messages",
     "many_calls_back_to_back",
+    "one_sided_programs",
+    "copies_and_a_matmul_that_waits",
+    "shapes_and_executors_alternate",
+    "a_symmetric_output_is_the_callers",
+    "racy_programs_are_refused",
+    "ranks_that_share_something_else_are_refused",
     "different_programs_are_refused",
     "different_sizes_are_refused",
     "wrong_inputs_are_refused_everywhere",
@@ -36,6 +42,9 @@ FOUR = [
     "two_mesh_axes",
     "transfers_between_meshes",
     "messages",
+    "one_sided_programs",
+    "copies_and_a_matmul_that_waits",
+    "shapes_and_executors_alternate",
     "a_plan_for_each_shape",
     "whole_tensors",
     "a_trace_of_all_streams",
@@ -122,6 +131,25 @@ def test_a_rank_that_does_not_come_ends_the_others_without_a_launcher(case: str,
             assert re.search(r"error: rank 1 is ended between runs: rank 0, '%h = allgather", said), said
     finally:
         for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_killed_peers_end_those_that_wait_for_their_flags_without_a_launcher() -> None:
+    at = {
+        "a_peer_is_killed_before_its_signal": r"'wait_signal %there\[0\] >= 1', which waits for epoch 1 of call 3 of "
+        r"flag 0: the flag stands at epoch 1 of call 2",
+        "a_peer_is_killed_before_its_barrier": r"'barrier of %x over didx', which waits for rank 1 in call 3",
+    }
+    ports = {case: free_port() for case in at}
+    jobs = {case: [started(rank, 2, case, port, 6) for rank in range(2)] for case, port in ports.items()}
+    try:
+        for case, ranks in jobs.items():
+            _, said = ranks[0].communicate(timeout=60)
+            assert ranks[0].returncode == 1
+            assert re.search(rf"error: rank 0 is ended at {at[case]}: rank 1 died", said), said
+    finally:
+        for rank in (rank for ranks in jobs.values() for rank in ranks):
             rank.kill()
             rank.communicate()
 

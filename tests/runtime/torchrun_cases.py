@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -18,8 +19,9 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.text import parse
 from hostir.ir.types import DTYPES
-from hostir.runtime import kernels
+from hostir.runtime import kernels, symmetric
 from hostir.runtime.executor import Executor, run
+from hostir.runtime.local import rehearse
 from hostir.runtime.session import joined, session
 from hostir.runtime.sharding import TORCH, random_inputs, shard
 from hostir.runtime.trace import Trace
@@ -206,6 +208,75 @@ def another_number_of_ranks_is_refused() -> None:
     contains(said, f"rank {RANK}: @ag_matmul runs on 3 ranks, and there are {SIZE}", "--nproc-per-node 3")
 
 
+# One-sided statements ---------------------------------------------------------------------------------------------
+@case
+def one_sided_programs() -> None:
+    """As simulated ranks run them, bit for bit, call after call."""
+    texts = sorted(Path(__file__).parent.parent.joinpath("cases", "onesided").glob("*.hir"))
+    ours = [p for p in (parse(path.read_text(), str(path)) for path in texts) if p.ranks == SIZE]
+    assert len(ours) >= 4
+    for program in ours:
+        executor = Executor(program)
+        calls = [random_inputs(program, {}, seed=1000 * os.getppid() + call) for call in range(16)]
+        expected = rehearse(program, calls, {}).run()
+        for inputs, right in zip(calls, expected, strict=True):
+            found = executor(*[shard(x, v.tensor, RANK, {}) for x, v in zip(inputs, program.inputs, strict=True)])
+            assert all(torch.equal(y, parts[RANK]) for y, parts in zip(found, right, strict=True)), program.name
+
+
+@case
+def copies_and_a_matmul_that_waits() -> None:
+    for dtype in DTYPES:
+        check(programs.pulled(dtype=dtype), product, calls=10, M=5)
+    check(programs.pulled(" ".join(reversed(RANKS.split()))), product, M=2)
+
+
+@case
+def shapes_and_executors_alternate() -> None:
+    """Flags rise from call to call whatever their plan, and no executor sees another's."""
+    program = programs.pulled(dtype="f32")
+    executors = [Executor(program), Executor(program)]
+    for call, m in enumerate((3, 7, 3, 3, 1, 7, 1, 3) * 3):
+        a, b = random_inputs(program, {"M": m}, seed=1000 * os.getppid() + call)
+        (c,) = executors[call > 9 and call % 3 == 0](shard(a, program.inputs[0].tensor, RANK, {"M": m}), b)
+        assert torch.allclose(c, a @ b, atol=1e-4)
+    assert [len(executor.plans) for executor in executors] == [3, 3]
+
+
+@case
+def a_symmetric_output_is_the_callers() -> None:
+    program = parse(programs.GATHERED)
+    executor = Executor(program)
+    calls = [random_inputs(program, {}, seed=1000 * os.getppid() + call)[0] for call in range(4)]
+    found = [executor(shard(x, program.inputs[0].tensor, RANK, {}))[0] for x in calls]
+    assert all(torch.equal(y, x) for y, x in zip(found, calls, strict=True))
+
+
+@case
+def racy_programs_are_refused() -> None:
+    text = str(programs.pulled()).replace("  barrier of %a over didx\n", "")
+    contains(refused(lambda: Executor(parse(text))), "race on %full")
+
+
+@case
+def ranks_that_share_something_else_are_refused() -> None:
+    """One message, the same on every rank, and none goes on."""
+    x = torch.zeros(2)
+    odd = "if %r == 1 { %odd: f32[1] = allocate_symmetric }  if %r == 0 { %odd: f32[3] = allocate_symmetric }"
+    said = refused(lambda: Executor(programs.met(odd), check=False)(x))
+    contains(said, "%odd is f32[3] on rank 0 and f32[1] on rank 1")
+    alone = "if %r == 0 { %own: f32[2] = allocate_symmetric   put %x -> %own at 1 over didx }"
+    said = refused(lambda: Executor(programs.met(alone), check=False)(x))
+    contains(said, "rank 1 has no %own, which rank 0 names there")
+    said = refused(lambda: Executor(programs.met("if %r == 1 { barrier of %x over didx }"), check=False)(x))
+    contains(said, "ranks 0 and 1 differ in how many barriers they come to in a call")
+    hosts = symmetric._host
+    symmetric._host = lambda: f"host {RANK}"
+    said = refused(lambda: Executor(programs.pulled())(*[x[:3] if x.ndim == 4 else x for x in parts_of("bf16")]))
+    symmetric._host = hosts
+    contains(said, "the ranks of @pulled run on several hosts, which share no memory", "rank 0: ", "rank 1: ")
+
+
 def parts_of(dtype: str, m: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 1, m, 32).to(TORCH[dtype]), torch.randn(32, 24).to(TORCH[dtype])
 
@@ -254,6 +325,25 @@ def a_rank_stays_away() -> None:
     if RANK == 1:
         time.sleep(600)
     executor(*parts_of("bf16"))
+
+
+def in_the_third_call_of_rank_1(program: Program, action: Callable[[], object]) -> None:
+    """Runs a program over and over; before its third call, rank 1 does something else."""
+    executor = Executor(program, check=False)
+    for call in range(100):
+        if RANK == 1 and call == 2:
+            action()
+        executor(torch.randn(2))
+
+
+@case
+def a_peer_is_killed_before_its_signal() -> None:
+    in_the_third_call_of_rank_1(programs.met(""), lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@case
+def a_peer_is_killed_before_its_barrier() -> None:
+    in_the_third_call_of_rank_1(programs.met("barrier of %x over didx"), lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def main() -> None:

@@ -146,6 +146,18 @@ program @transfers(%whole: bf16[8, 4], %parts: bf16[8@x, 4]) -> (%b, %g, %s, %r,
 }
 """
 
+GATHERED = f"""hostir 1
+mesh @mesh [didx] = {RANKS}
+program @gathered(%x: f32[{2 * SIZE}@didx, 2]) -> (%all) {{
+  %r = rank of %x over didx
+  %all: f32[{2 * SIZE}, 2] = allocate_symmetric
+  %mine = chunk %all[%r of {SIZE}]
+  barrier of %x over didx
+  for %i in 0..{SIZE} {{ put %x -> %mine at %i over didx }}
+  barrier of %x over didx
+}}
+"""
+
 
 def ring(mesh: str = RANKS) -> Program:
     """Each part goes round the ring; a step reads what the one before it receives, which messages themselves order."""
@@ -194,5 +206,65 @@ program @late_message(%x: f32[{n}@didx, 8]) -> (%t, %g) streams 1 {{
     wait %h
   }}
   synchronize 0
+}}
+""")
+
+
+def pulled(mesh: str = RANKS, dtype: str = "bf16") -> Program:
+    """Each slice's rows go to every rank by copies, and one matmul takes the blocks as they come.
+
+    A barrier and the flags' epochs keep slices and calls apart; slices alternate between two buffers.
+    """
+    n = len(mesh.split())
+    return parse(f"""hostir 1
+mesh @mesh [didx] = {mesh}
+program @pulled(%a: {dtype}[3, {n}@didx, M, 32], %b: {dtype}[32, 24]) -> (%c) streams 1 {{
+  %user = current_stream
+  %r = rank of %a over didx
+  %c: {dtype}[3, {n}, M, 24] = allocate
+  %full: {dtype}[3, {n}, M, 32] = allocate_symmetric
+  %ready: flag[{n}] = allocate_symmetric
+  barrier of %a over didx
+  set_stream 0
+  synchronize %user
+  for %i in 0..3 {{
+    %a_i = select %a[%i]
+    %full_i = select %full[%i]
+    %mine = chunk %full_i[%r of {n}]
+    for %p in 0..{n} {{
+      put %a_i -> %mine at (%r + %p) % {n} over didx
+      signal %ready[%r] = %i + 1 at (%r + %p) % {n} over didx
+    }}
+  }}
+  set_stream %user
+  for %i in 0..3 {{
+    %full_i = select %full[%i]
+    %c_i = select %c[%i]
+    matmul %full_i, %b -> %c_i ready %ready >= %i + 1 from %r
+  }}
+  synchronize 0
+}}
+""")
+
+
+def met(before: str, shape: str = "[2]") -> Program:
+    """The last rank copies to rank 0 and tells it so; what is `before` comes first."""
+    return parse(f"""hostir 1
+mesh @mesh [didx] = {RANKS}
+program @met(%x: f32[{2 * SIZE}@didx]) -> (%y) {{
+  %r = rank of %x over didx
+  %box: f32{shape} = allocate_symmetric
+  %there: flag[1] = allocate_symmetric
+  %y: f32[{2 * SIZE}@didx] = allocate
+  {before}
+  if %r == {SIZE - 1} {{
+    put %x -> %box at 0 over didx
+    signal %there[0] = 1 at 0 over didx
+  }}
+  relu %x -> %y
+  if %r == 0 {{
+    wait_signal %there[0] >= 1
+    copy %box -> %y
+  }}
 }}
 """)

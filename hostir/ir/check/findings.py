@@ -7,10 +7,39 @@ from dataclasses import dataclass, replace
 
 from hostir.ir.check.order import Trouble
 from hostir.ir.check.races import Conflict, Touch
-from hostir.ir.check.trace import CALLER, Event
+from hostir.ir.check.tracer import CALLER, Event
 from hostir.ir.check.views import Buffer
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import Diagnostic, Span
+
+SAME = "every rank of a team issues the same ones in the same order"
+TROUBLES = {  # what is wrong and what to do, with room for the detail
+    "collectives differ": ("ranks {} differ in the collectives of their team", SAME),
+    "barriers differ": ("ranks {} differ in the barriers of their team", SAME),
+    "messages differ": (
+        "a message is received as something else than was sent",
+        "as many elements of one dtype on both sides",
+    ),
+    "message without partner": (
+        "a message has no partner: nobody takes its other end",
+        "a recv for each send, in the same order, on the rank that the send names",
+    ),
+    "nobody sends": (
+        "nobody sends the signal that is waited for: epoch {} of this flag",
+        "send it in the same call, to this rank and this flag",
+    ),
+    "sent twice": ("epoch {} of one flag is sent twice", "give each signal an epoch of its own"),
+    "stale epoch": ("a stale epoch: {} of one flag", "epochs of a flag rise"),
+    "flag shared": (
+        "one flag is shared: nothing orders the signals of epochs {}",
+        "a flag for each stream, or an order between the signals",
+    ),
+    "deadlock": ("deadlock: these wait for each other in a circle", "let one of them come first on every rank"),
+    "SMs held": (
+        "a kernel holds all SMs while it waits for what needs them",
+        "let what it waits for begin before it, or use copies, which need no SMs",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -32,9 +61,10 @@ class Words:
     # Memory -----------------------------------------------------------------------------------------------------------
     def conflict(self, c: Conflict, times: int) -> Finding:
         """A conflict that was met a number of times."""
-        return replace(self._conflict(c), times=times)
+        return _often(self._conflict(c), times)
 
     def _conflict(self, c: Conflict) -> Finding:
+        reads = c.second.event.verb == "overwrites" and not c.buffer.persists  # the caller takes an output first
         if c.first is None:
             message = f"{self.place(c.second, c.buffer)} reads %{c.buffer.name}, parts of which nobody has written"
             hint = f"write all of %{c.buffer.name} first, or read less of it"
@@ -44,7 +74,7 @@ class Words:
             message = f"{self.place(second, c.buffer)} {_does(second)} %{c.buffer.name} after it was freed"
             return self.finding(c.kind, message, [first.event, second.event], c.buffer, hint="free it later, or once")
         message = (
-            f"race on %{c.buffer.name}: {self.place(second, c.buffer)} {_does(second)} it, "
+            f"race on %{c.buffer.name}: {self.place(second, c.buffer)} {'reads' if reads else _does(second)} it, "
             f"while {self.place(first, c.buffer)} {_may(first)} it"
         )
         expected = f"an order between {self.stream(first.event)} and {self.stream(second.event)}"
@@ -61,10 +91,12 @@ class Words:
                     "end the program with a barrier, so that no rank begins a call while another is in the one before"
                 )
             return "'signal' behind the first and 'wait_signal' before the second, or a barrier between them"
-        if first.statement is not None and first.lane is None:
-            handle = getattr(first.statement, "handle", None)
-            if handle is not None:
+        handle = getattr(first.statement, "handle", None)
+        if handle is not None and first.verb == "writes":
+            waited = next((str(lane[1]) for lane, _ in first.ends if len(lane) == 2), None)
+            if waited in (None, second.stream):  # nobody waits, or too late
                 return f"'wait {handle}' on {_stream(second)} before it"
+            return f"on {_stream(second)}, 'synchronize' the stream that waits for {handle}, {waited}, before it"
         user = "the stream that 'current_stream' gives at the beginning"
         if first.stream == CALLER and second.stream != CALLER:
             return f"on {_stream(second)}, 'synchronize %user' before it, %user being {user}"
@@ -94,40 +126,16 @@ class Words:
             sides = frozenset(id(event.statement) for event in t.events if event is not None)
             grouped.setdefault((t.kind, sides), []).append(t)
         for same in grouped.values():
-            yield replace(self.trouble(same[0]), times=len(same))
+            yield _often(self.trouble(same[0]), len(same))
 
     def trouble(self, t: Trouble) -> Finding:
         events = [event for event in t.events if event is not None]
-        message, hint = self._trouble(t)
+        message, hint = (text.format(t.detail) for text in TROUBLES[t.kind])
         first = t.kind in ("deadlock", "SMs held")  # what comes first is what stands in the way
         found = self.finding(t.kind, message, events, None, hint=hint, at=events[0] if first else None)
         missing = [n for n, event in enumerate(t.events) if event is None]
         lost = [(None, f"rank {t.detail.split()[n]} has none here") for n in missing] if t.detail else []
         return replace(found, notes=(*found.notes, *lost))
-
-    def _trouble(self, t: Trouble) -> tuple[str, str]:
-        same = "every rank of a team issues the same ones in the same order"
-        return {
-            "collectives differ": (f"ranks {t.detail} differ in the collectives of their team", same),
-            "barriers differ": (f"ranks {t.detail} differ in the barriers of their team", same),
-            "messages differ": ("a message is received as something else than was sent", "equal shapes and dtypes"),
-            "message without partner": ("a message has no partner: nobody takes its other end", ""),
-            "nobody sends": (
-                f"nobody sends the signal that is waited for: epoch {t.detail} of this flag",
-                "send it in the same call, to this rank and this flag",
-            ),
-            "sent twice": (f"epoch {t.detail} of one flag is sent twice", "give each signal an epoch of its own"),
-            "stale epoch": (f"a stale epoch: {t.detail} of one flag", "epochs of a flag rise"),
-            "flag shared": (
-                f"one flag is shared: nothing orders the signals of epochs {t.detail}",
-                "a flag for each stream, or an order between the signals",
-            ),
-            "deadlock": ("deadlock: these wait for each other in a circle", "let one of them come first on every rank"),
-            "SMs held": (
-                "a kernel holds all SMs while it waits for what needs them",
-                "let what it waits for begin before it, or use copies, which need no SMs",
-            ),
-        }[t.kind]
 
     # Words ------------------------------------------------------------------------------------------------------------
     def finding(
@@ -196,3 +204,9 @@ def _stream(event: Event) -> str:
 
 def _span(event: Event) -> Span | None:
     return event.statement.span if event.statement is not None else None
+
+
+def _often(found: Finding, times: int) -> Finding:
+    """A finding with the number of places that show it."""
+    more = ((None, f"{times} places of these calls show it, over all ranks, rounds and calls"),) if times > 1 else ()
+    return replace(found, times=times, notes=(*found.notes, *more))

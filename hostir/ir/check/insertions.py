@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator
 
 from hostir.ir.check.findings import Finding
 from hostir.ir.check.places import HOST_ONLY, Edit, Edits, Outline, Place
-from hostir.ir.check.trace import CALLER, Event
+from hostir.ir.check.tracer import CALLER, Event
 from hostir.ir.host_ops import Allocate, CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Copy, Signal, WaitSignal
 from hostir.ir.op import Phase, Statement

@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from hostir.ir.check.trace import Event, Flag, Lane, Side, Tracer
+from hostir.ir.check.tracer import Event, Flag, Lane, Side, Tracer
+from hostir.ir.machine import Move
 
 Clock = Any  # an array, by lane
 
@@ -78,7 +80,7 @@ class Order:
         for rank in self.ranks:
             for team, sides in rank.messages.items():
                 for side in sides:
-                    for move in side.exchange.moves:
+                    for move in side.exchange.moves or ():
                         ends = posted.setdefault((team, move.source, move.target), ([], []))
                         for end, here in enumerate((move.source, move.target)):
                             if here == rank.rank:
@@ -87,7 +89,7 @@ class Order:
             for send, receive in zip_longest(sends, receives):
                 if send is None or receive is None:
                     self.troubles.append(Trouble("message without partner", [(send or receive).begin]))
-                elif _form(send)[::2] != _form(receive)[1::2]:
+                elif _content(send, "x") != _content(receive, "out"):
                     self.troubles.append(Trouble("messages differ", [send.begin, receive.begin]))
                 else:
                     send.take.after.append(receive.begin)
@@ -188,17 +190,24 @@ def _agree(sides: Sequence[Side | None]) -> bool:
     every = [side for side in sides if side is not None]
     if any(side.exchange.kind != first.exchange.kind for side in every):
         return False
-    if not any(side.exchange.moves for side in every):
+    if any(side.exchange.moves is None for side in every):
         return len({_form(side) for side in every}) == 1
-    moves = {move for side in every for move in side.exchange.moves}
-    sizes = {side.begin.rank: side for side in every}
-    for move in moves:
-        source, target = sizes[move.source], sizes[move.target]
-        if move not in source.exchange.moves or move not in target.exchange.moves:
-            return False
-        if source.x is None or target.out is None:
-            return False
-    return True
+    of = {side.begin.rank: side for side in every}
+    moves = {move for side in every for move in side.exchange.moves or ()}
+    return all(_fits(move, of[move.source], of[move.target]) for move in moves)
+
+
+def _fits(move: Move, source: Side, target: Side) -> bool:
+    """Whether both ends of a move mean it, and as many elements of one dtype."""
+    (taken, dtype), (given, other) = _content(source, "x"), _content(target, "out")
+    meant = all(move in (side.exchange.moves or ()) for side in (source, target))
+    return meant and dtype == other and 0 < taken * move.put[1] == given * move.take[1]
+
+
+def _content(side: Side, which: str) -> tuple[int, object]:
+    """How many elements a side sends or receives, and of what dtype."""
+    view = side.x if which == "x" else side.out
+    return prod(view.shape) if view else 0, _dtype(side, which)
 
 
 def _form(side: Side) -> tuple[object, ...]:

@@ -8,33 +8,43 @@ are those of docs/memory-model.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hostir.ir.check.findings import Finding, Words
+from hostir.ir.check.kernels import kernels_in_the_way
 from hostir.ir.check.order import Order
 from hostir.ir.check.races import Memory
-from hostir.ir.check.stuck import circles, flags_out_of_order, kernels_in_the_way
-from hostir.ir.check.trace import Tracer
+from hostir.ir.check.stuck import circles, flags_out_of_order
+from hostir.ir.check.tracer import Tracer
 from hostir.ir.check.views import Buffer
 from hostir.ir.check.witness import small_sizes
+from hostir.ir.interpret import unrolled
 from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic, HostIRError
+
+MOST = 500_000  # statements, over all ranks and calls: about a minute
+VALUES = "give values: --set NAME=VALUE"
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a check found, and what it found it in."""
+    """What a check found, with the orders that it looked at, if it got so far, and the sizes that it did so for."""
 
     findings: list[Diagnostic]
     order: Order | None = None
-    sizes: Mapping[str, int] | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int = 2) -> Analysis:
     """Traces a host program whose structure is sound, and looks at all orders."""
     bound = small_sizes(program, sizes or {})
     if bound is None:
-        return Analysis([_unchecked(program)])
+        names = ", ".join(sorted(program.size_names))
+        return Analysis([_unchecked(program, f"no small values of {names} make all its sizes whole", VALUES)])
+    statements = program.ranks * calls * unrolled(program.body, bound)
+    if statements > MOST:
+        why = f"it comes to {statements} statements over all ranks and {calls} calls, and at most {MOST} are looked at"
+        return Analysis([_unchecked(program, why, "check fewer rounds, ranks or calls")], sizes=bound)
     tracers = [Tracer(rank, program, bound) for rank in range(program.ranks)]
     try:
         for tracer in tracers:
@@ -68,10 +78,5 @@ def _in_program_order(found: Diagnostic) -> tuple[bool, int, int]:
     return found.level != "error", found.span.line if found.span else 0, found.span.column if found.span else 0
 
 
-def _unchecked(program: Program) -> Diagnostic:
-    names = ", ".join(sorted(program.size_names))
-    return Diagnostic(
-        f"@{program.name} was not checked for races: no small values of {names} make all its sizes whole",
-        hint="give values: --set NAME=VALUE",
-        level="warning",
-    )
+def _unchecked(program: Program, why: str, hint: str) -> Diagnostic:
+    return Diagnostic(f"@{program.name} was not checked for races: {why}", hint=hint, level="warning")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from hostir.ir.check.order import Clock, Order
 from hostir.ir.check.regions import Region, covered
-from hostir.ir.check.trace import Event
+from hostir.ir.check.tracer import Event
 from hostir.ir.check.views import Access, Buffer
 
 

@@ -44,10 +44,6 @@ class Region:
         """Whether the two have an element in common."""
         return self == other or _meet(self.offset, self.dims, other.offset, other.dims)
 
-    def __str__(self) -> str:
-        axes = " x ".join(f"{n} every {s}" if s != 1 else f"{n}" for n, s in self.dims)
-        return f"{axes or 1} from element {self.offset}"
-
 
 def _span(dims: Dims) -> int:
     return sum((n - 1) * s for n, s in dims)

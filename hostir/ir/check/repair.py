@@ -19,16 +19,17 @@ from hostir.ir.check.findings import Finding
 from hostir.ir.check.insertions import Suggestions, for_handles, for_leaks, repairable
 from hostir.ir.check.order import Order
 from hostir.ir.check.orders import analyse
-from hostir.ir.check.places import Block, Edits, Outline, edited, resets, with_callers_stream, without
+from hostir.ir.check.places import Block, Edit, Edits, Outline, edited, resets, with_callers_stream, without
 from hostir.ir.check.regions import Region
 from hostir.ir.check.structure import check_structure
-from hostir.ir.check.trace import Event
+from hostir.ir.check.tracer import Event
 from hostir.ir.check.views import Buffer
 from hostir.ir.host_ops import CurrentStream, For, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Signal, WaitSignal
 from hostir.ir.op import Codec, Phase, Statement
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import Diagnostic, HostIRError, error
+from hostir.ir.values import Lit
 
 MOST_LOOKS = 250  # programs that one repair looks at
 MORE_LOOKS = 12  # once it has found one without findings
@@ -114,11 +115,24 @@ class Repairer:
             less = self.removed(look, piece)
             if not less.found and less.cost <= look.cost:
                 look = less
+        for join in [s for piece in look.added for s in piece if isinstance(s, For)]:
+            look = self.narrowed(look, join)
         for s in before.program.walk():
             if not isinstance(s, (Synchronize, Barrier)) or (less := self.removed(look, (s,))).found:
                 continue
             if any(f.message not in known for f in self.removed(before, (s,)).found):
                 look = less
+        return look
+
+    def narrowed(self, look: Look, join: For) -> Look:
+        """The program with a wait for one stream in place of that for all of them, where one is enough."""
+        if any(not isinstance(s, Synchronize) for s in join.body) or all(s is not join for s in look.program.walk()):
+            return look
+        place = Outline(look.program).place(join)
+        for stream in range(look.program.streams):
+            less = self.look(edited(look.program, (Edit(place, (Synchronize(stream=Lit(stream)),), drop=1),)))
+            if not less.found and less.cost < look.cost:
+                return less
         return look
 
     def removed(self, look: Look, piece: Block) -> Look:

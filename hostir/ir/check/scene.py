@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from hostir.ir.check.findings import Finding
 from hostir.ir.check.order import Order
-from hostir.ir.check.trace import CALLER, Event
+from hostir.ir.check.tracer import CALLER, Event
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import FreeBuffer, Synchronize
 from hostir.ir.onesided_ops import Barrier, Copy

@@ -86,8 +86,10 @@ class _Checker:
     def block(
         self, body: tuple[Statement, ...], outside: Collection[str] = (), around: Statement | None = None
     ) -> Iterator[Diagnostic]:
-        """`outside` are the names from outside the innermost loop, `around` is the innermost loop or condition."""
-        """Statements in order; `outside` are the names from outside the loop that they stand in."""
+        """Statements in order.
+
+        `outside` are the names from outside the innermost loop, `around` is the innermost loop or condition.
+        """
         for s in body:
             if self.phase not in s.phases:
                 yield Diagnostic(f"'{s.keyword()}' does not belong to a {self.phase.value}", s.span)

@@ -71,20 +71,13 @@ def dense(buffer: Buffer, shape: tuple[int, ...]) -> View:
     return View(buffer, 0, shape, packed(shape))
 
 
-def rows_of(x: View, block: int, blocks: int) -> list[View]:
-    """One of `blocks` equal blocks of the rows of `x`, its leading axes flattened, as views."""
-    width = x.shape[-1:]
-    count = prod(x.shape[:-1]) // blocks
-    flat = strides_in(x, (prod(x.shape[:-1]), *width))
-    if flat is not None:
-        return [View(x.buffer, x.offset + block * count * flat[0], (count, *width), flat)]
-    found = []
-    for row in range(block * count, (block + 1) * count):
-        offset, rest = x.offset, row
-        for n, s in zip(reversed(x.shape[:-1]), reversed(x.strides[:-1]), strict=True):
-            offset, rest = offset + rest % n * s, rest // n
-        found.append(View(x.buffer, offset, width, x.strides[-1:]))
-    return found
+def rows_of(x: View, block: int, blocks: int) -> View:
+    """One of `blocks` equal blocks of the rows of `x`, its leading axes flattened, which have one stride."""
+    rows = prod(x.shape[:-1])
+    strides = strides_in(x, (rows, *x.shape[-1:]))
+    assert strides is not None
+    count = rows // blocks
+    return View(x.buffer, x.offset + block * count * strides[0], (count, *x.shape[-1:]), strides)
 
 
 def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -4,11 +4,11 @@ Each program walks over tiles of the output, grouped so that neighbours share op
 the persistent loop are those of Triton's tutorials). On Hopper and later, tiles move through TMA descriptors; storing a
 large tile in two halves halves the staging buffer, which frees shared memory for one more pipeline stage. Where the
 memory does not obey TMA's rules, masked loads through pointers serve any strides.
+
+The rows of the first operand may still be on their way when the kernel starts: hostir.runtime.kernels.ready.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,19 +16,22 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hostir.runtime.kernels.launch import INTERPRETED, check_device, launching, limits
-from hostir.runtime.kernels.layout import collapse, descriptor_strides
 from hostir.runtime.kernels.numerics import from_float32, to_float32
-from hostir.runtime.kernels.tiles import INTERPRETER, Config, choose
+from hostir.runtime.kernels.operands import Described, Rows, check, describe, rows_of
+from hostir.runtime.kernels.ready import ReadyFlags, block_rows, wait_for_rows
+from hostir.runtime.kernels.tiles import INTERPRETER, Config, choose, in_blocks
 
 EXACT_RUN = 64  # products of float32 that are summed up at a time
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def _tile_position(tile, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """(batch, first row, first column) of output tile number `tile`: down a group of rows, then one tile right."""
+def _tile_position(tile, first_row, batches, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """(batch, first row, first column) of output tile number `tile`: down a group of rows, then one tile right.
+
+    Where `first_row`, counted through all batches, is not None, the tiles begin with it and come round to it again.
+    """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     batch = tile // (tiles_m * tiles_n)
@@ -36,7 +39,11 @@ def _tile_position(tile, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.con
     first = tile // (GROUP * tiles_n) * GROUP
     height = min(tiles_m - first, GROUP)
     within = tile % (GROUP * tiles_n)
-    return batch, (first + within % height) * BM, within // height * BN
+    tile_m = first + within % height
+    if first_row is not None:
+        batch = (batch + first_row // M) % batches
+        tile_m = (tile_m + first_row % M // BM) % tiles_m
+    return batch, tile_m * BM, within // height * BN
 
 
 @triton.jit
@@ -80,9 +87,12 @@ def _dot(x, y, acc, PRECISION: tl.constexpr):
         return tl.dot(x, y, acc, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["batches", "M"])
-def _matmul_kernel(
-    a,  # DESCRIPTORS: descriptors of a, b (B_IS_NK: of its transpose) and out; else pointers
+@triton.jit
+def _multiply(
+    begin,
+    stop,
+    first_row,
+    a,
     b,
     out,
     bias,
@@ -91,14 +101,7 @@ def _matmul_kernel(
     M,
     N,
     K,
-    a_batch,  # strides, used with pointers only
-    a_row,
-    a_column,
-    b_row,
-    b_column,
-    out_batch,
-    out_row,
-    out_column,
+    strides,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -109,12 +112,13 @@ def _matmul_kernel(
     BATCHED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,  # float32 on plain FMAs
-    RUN: tl.constexpr,  # steps of BK that EXACT sums up at a time
+    EXACT: tl.constexpr,
+    RUN: tl.constexpr,
 ):
-    tiles = batches * tl.cdiv(M, BM) * tl.cdiv(N, BN)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=DESCRIPTORS):
-        batch, row, column = _tile_position(tile, M, N, BM, BN, GROUP)
+    """This program's share of the tiles from `begin`, which is one of its own, to before `stop`."""
+    a_batch, a_row, a_column, b_row, b_column, out_batch, out_row, out_column = strides
+    for tile in tl.range(begin, stop, tl.num_programs(0), flatten=DESCRIPTORS):
+        batch, row, column = _tile_position(tile, first_row, batches, M, N, BM, BN, GROUP)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         total = tl.zeros((BM, BN), dtype=tl.float32)
         for step in range(tl.cdiv(K, BK)):
@@ -147,6 +151,79 @@ def _matmul_kernel(
             _store_descriptor(out, batch, row, column, acc, BATCHED, BM, BN)
 
 
+@triton.jit(do_not_specialize=["batches", "M", "epoch", "first", "blocks", "height", "looks"])
+def _matmul_kernel(
+    a,  # DESCRIPTORS: descriptors of a, b (B_IS_NK: of its transpose) and out; else pointers
+    b,
+    out,
+    bias,
+    bias_step,
+    flags,  # as in ReadyFlags, with READY only, as what follows down to looks
+    stalls,
+    epoch,
+    first,
+    blocks,
+    height,  # rows of a block
+    looks,
+    batches,
+    M,
+    N,
+    K,
+    a_batch,  # strides, used with pointers only
+    a_row,
+    a_column,
+    b_row,
+    b_column,
+    out_batch,
+    out_row,
+    out_column,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALVES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    B_IS_NK: tl.constexpr,
+    BATCHED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    READY: tl.constexpr,  # rows come while the kernel runs
+    FLAGS: tl.constexpr,  # the power of 2 that holds all blocks
+    EPOCH_IN_MEMORY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,  # float32 on plain FMAs
+    RUN: tl.constexpr,  # steps of BK that EXACT sums up at a time
+):
+    tile = tl.program_id(0)
+    tiles = batches * tl.cdiv(M, BM) * tl.cdiv(N, BN)
+    strides = (a_batch, a_row, a_column, b_row, b_column, out_batch, out_row, out_column)
+    if READY:
+        if EPOCH_IN_MEMORY:
+            epoch = tl.load(epoch)
+        first_row = first * height
+        # Where no tile spans two blocks, tiles are numbered block by block. Then those of a block, and of the blocks
+        # behind it that have come as well, are one pipeline: a wait in its midst would keep Triton from building it.
+        tiles_of_block = tl.where(height % M == 0, tiles // blocks, 0)
+        while (tile < tiles) & (looks > 0):
+            batch, row, _ = _tile_position(tile, first_row, batches, M, N, BM, BN, GROUP)
+            come, looks = wait_for_rows(
+                *(flags, stalls, epoch, first, blocks, height, looks),
+                *(batch * M + row, batch * M + min(row + BM, M)),
+                FLAGS=FLAGS,
+                TMA=DESCRIPTORS,
+            )
+            stop = tl.where(looks > 0, max(come * tiles_of_block, tile + 1), tile)
+            _multiply(
+                *(tile, stop, first_row, a, b, out, bias, bias_step, batches, M, N, K, strides),
+                *(BM, BN, BK, GROUP, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
+            )
+            tile += tl.cdiv(stop - tile, tl.num_programs(0)) * tl.num_programs(0)
+    else:
+        _multiply(
+            *(tile, tiles, None, a, b, out, bias, bias_step, batches, M, N, K, strides),
+            *(BM, BN, BK, GROUP, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
+        )
+
+
 def matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -154,6 +231,7 @@ def matmul(
     *,
     bias: torch.Tensor | None = None,
     transpose_b: bool = False,
+    ready: ReadyFlags | None = None,
     use_descriptors: bool | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
@@ -165,56 +243,67 @@ def matmul(
         b: `[K, N]`, or the weight `[N, K]` when `transpose_b`; any strides.
         out: `[..., N]` with the leading axes of `a`, overwritten; must overlap neither itself nor another argument.
         bias: `[N]`, added before rounding.
+        ready: flags for equal blocks of the flattened rows of `a`, which may still be on their way: a tile is begun
+            when its rows are there, and tiles are tried in the order of blocks, from `ready.first` on. A tile spans
+            several blocks only if they are smaller than it, or `a` is a batch; it waits for all of them. The bits are
+            those of the same tile without flags. Where a block stays away, `ready.stalls` says so in the end, and
+            tiles are left out: all that need the block, and others that the same programs had yet to compute.
         use_descriptors: move tiles with TMA descriptors. None: wherever the device and the memory allow it.
             True: always, or raise. False: never.
         config: the tile, instead of the one that `choose` finds.
 
     All tensors have one dtype, bfloat16, float16 or float32. float32 is multiplied exactly, or in TF32 on a GPU if
-    `torch.backends.cuda.matmul` says so when called.
+    `torch.backends.cuda.matmul` says so when called. An empty `out` waits for no flags.
 
-    Raises TypeError for a dtype, ValueError for a shape, a layout or a device that does not fit.
+    Raises TypeError for a dtype, ValueError for a shape, a layout, a device or flags that do not fit.
     """
     device = check_device(a=a, b=b, out=out, bias=bias)
-    _check(a, b, out, bias, transpose_b)
+    check(a, b, out, bias, transpose_b)
+    block = None if ready is None else block_rows(ready, out)
     weight = b.t() if transpose_b else b
     K, N = weight.shape
     if out.numel() == 0:
         return out
-    if K == 0:
+    if K == 0 and ready is None:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
 
-    (batches, a_batch, out_batch), (M, a_row, out_row) = _batch_and_rows(a, out)
+    rows = rows_of(a, out)
     bounds = limits(device)
-    described: list[_Described] | str | None = None
-    if bounds.tma if use_descriptors is None else use_descriptors:
-        described = _describe(a, weight, out, batches, M, (a_batch, a_row), (out_batch, out_row))
-    if isinstance(described, str):
-        if use_descriptors:
-            raise ValueError(f"matmul cannot use TMA descriptors: {described}")
-        described = None
+    if use_descriptors is None and not bounds.tma:
+        use_descriptors = False
+    described = _described(a, weight, out, rows, use_descriptors)
     tf32 = a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     if config is None and INTERPRETED:
         config = INTERPRETER
     elif config is None:
         config = choose(
-            *(M, N, K, a.dtype, bounds.sms),
-            batch=batches,
+            *(rows.M, N, K, a.dtype, bounds.sms),
+            batch=rows.batches,
+            block=block,
             descriptors=described is not None,
             tf32=tf32,
             shared_memory=bounds.shared_memory,
         )
+    batches, M = in_blocks(rows.batches, rows.M, block, config.m)
+    if M != rows.M:
+        rows = rows.in_batches(M)
+        described = _described(a, weight, out, rows, use_descriptors)
     tiles = batches * -(-M // config.m) * -(-N // config.n)
     operands: list[torch.Tensor | TensorDescriptor] = [a, weight, out]
-    strides = [a_batch, a_row, a.stride(-1), *weight.stride(), out_batch, out_row, out.stride(-1)]
+    strides = [rows.a_batch, rows.a_row, a.stride(-1), *weight.stride(), rows.out_batch, rows.out_row, out.stride(-1)]
     if described is not None:
         blocks = (config.m, config.k), (config.k, config.n), (config.m, config.n // 2 if config.halves else config.n)
         operands = [layout.descriptor(block) for layout, block in zip(described, blocks, strict=True)]
         strides = [0] * len(strides)  # not used, so new strides shall not mean a new compilation
+    waits: list[torch.Tensor | int | None] = [None] * 7
+    if ready is not None:
+        waits = [ready.flags, ready.stalls, ready.epoch, ready.first, ready.flags.numel(), block, ready.looks]
     with launching(device):
         _matmul_kernel[(min(bounds.sms, tiles),)](
             *operands,
             bias,
             0 if bias is None else bias.stride(0),
+            *waits,
             batches,
             M,
             N,
@@ -229,6 +318,9 @@ def matmul(
             B_IS_NK=described is not None and described[1].transposed,
             BATCHED=batches > 1,
             HAS_BIAS=bias is not None,
+            READY=ready is not None,
+            FLAGS=1 if ready is None else triton.next_power_of_2(ready.flags.numel()),
+            EPOCH_IN_MEMORY=ready is not None and isinstance(ready.epoch, torch.Tensor),
             PRECISION="tf32" if tf32 else "ieee",
             EXACT=a.dtype == torch.float32 and not tf32,
             RUN=max(1, EXACT_RUN // config.k),
@@ -238,89 +330,23 @@ def matmul(
     return out
 
 
+def _described(
+    a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: Rows, wanted: bool | None
+) -> list[Described] | None:
+    """How TMA sees the operands; None where it is not `wanted`, or cannot unless it must."""
+    if wanted is False:
+        return None
+    described = describe(a, weight, out, rows)
+    if not isinstance(described, str):
+        return described
+    if wanted:
+        raise ValueError(f"matmul cannot use TMA descriptors: {described}")
+    return None
+
+
 def matmul_reference(
     a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, transpose_b: bool = False
 ) -> torch.Tensor:
     """What `matmul` approximates: `[..., K] @ [K, N] (+ [N])` (or `[N, K]` when `transpose_b`), computed in float64."""
     product = a.double() @ (b.t() if transpose_b else b).double()
     return product if bias is None else product + bias.double()
-
-
-def _check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool) -> None:
-    """Raise TypeError or ValueError unless dtypes and shapes make a matmul."""
-    dtypes = {name: t.dtype for name, t in (("a", a), ("b", b), ("out", out), ("bias", bias)) if t is not None}
-    if a.dtype not in DTYPES or set(dtypes.values()) != {a.dtype}:
-        found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise TypeError(f"matmul expects one dtype of {', '.join(map(str, DTYPES))}; got {found}")
-    if b.ndim != 2:
-        raise ValueError(f"matmul expects b to have 2 axes, got shape {list(b.shape)}")
-    N, K = b.shape if transpose_b else reversed(b.shape)
-    wanted = f"[..., {K}] @ {'transposed ' if transpose_b else ''}{list(b.shape)}"
-    if a.ndim == 0 or a.shape[-1] != K:
-        raise ValueError(f"matmul expects {wanted}, got a of shape {list(a.shape)}")
-    if out.shape != (*a.shape[:-1], N):
-        raise ValueError(f"{wanted} gives {[*a.shape[:-1], N]}, but out has shape {list(out.shape)}")
-    if bias is not None and bias.shape != (N,):
-        raise ValueError(f"matmul expects a bias of shape {[N]}, got {list(bias.shape)}")
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(f"out overlaps itself: shape {list(out.shape)}, strides {list(out.stride())}")
-
-
-def _batch_and_rows(a: torch.Tensor, out: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leading axes of `a` and `out` as `(batches, stride in a, stride in out)` and the same for rows."""
-    levels = collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])
-    if len(levels) > 2:
-        raise ValueError(
-            f"the leading axes of a (shape {list(a.shape)}, strides {list(a.stride())}) and out (strides "
-            f"{list(out.stride())}) do not merge into [batch, rows]; make both contiguous, or multiply slice by slice"
-        )
-    single = (1, 0, 0)
-    batch, row = (single, single, *levels)[-2:]
-    return batch, row
-
-
-@dataclass(frozen=True)
-class _Described:
-    """A matrix, or a batch of them, that obeys TMA's rules; `transposed` when the descriptor sees it transposed."""
-
-    tensor: torch.Tensor
-    shape: list[int]
-    strides: list[int]
-    transposed: bool = False
-
-    def descriptor(self, block: tuple[int, int]) -> TensorDescriptor:
-        """A descriptor for tiles of shape `block`, made anew for each launch: it must not outlive the tensor."""
-        rows, columns = reversed(block) if self.transposed else block
-        leading = [1] * (len(self.shape) - 2)
-        return TensorDescriptor(self.tensor, self.shape, self.strides, [*leading, rows, columns])
-
-
-def _describe(
-    a: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    batches: int,
-    M: int,
-    a_strides: tuple[int, int],
-    out_strides: tuple[int, int],
-) -> list[_Described] | str:
-    """How TMA sees `a`, `weight` `[K, N]` and `out`, or why it cannot."""
-    K, N = weight.shape
-    transposed = isinstance(descriptor_strides(weight, weight.shape, weight.stride()), str)
-    seen = weight.t() if transposed else weight
-    leading = (batches, M)[batches == 1 :]
-    matrices = {
-        "a": (a, (*leading, K), (*a_strides[batches == 1 :], a.stride(-1))),
-        "b": (seen, seen.shape, seen.stride()),
-        "out": (out, (*leading, N), (*out_strides[batches == 1 :], out.stride(-1))),
-    }
-    described = []
-    for name, (tensor, shape, strides) in matrices.items():
-        legal = descriptor_strides(tensor, shape, strides)
-        if not isinstance(legal, str) and name == "out" and N * tensor.element_size() % 16:
-            # Seen on an H200: the last 16 bytes of a row are written whole, over what may be someone else's memory.
-            legal = f"its rows of {N} elements end within 16 bytes"
-        if isinstance(legal, str):
-            return f"{name} (shape {list(tensor.shape)}, strides {list(tensor.stride())}): {legal}"
-        described.append(_Described(tensor, list(shape), legal, transposed and name == "b"))
-    return described

@@ -85,6 +85,16 @@ def candidates(dtype: torch.dtype, *, descriptors: bool = True, tf32: bool = Fal
     return _TMA_16_BIT if descriptors else _POINTERS_16_BIT
 
 
+def in_blocks(batches: int, M: int, block: int | None, m: int) -> tuple[int, int]:
+    """`(batches, rows of each)` such that tiles of `m` rows span no two blocks of `block` of `batches` times `M` rows.
+
+    Rows of several batches keep them. Blocks smaller than a tile are left together: apart, they would fill tiles badly.
+    """
+    if batches > 1 or block is None or block < m:
+        return batches, M
+    return M // block, block
+
+
 @functools.lru_cache(maxsize=1024)
 def choose(
     M: int,
@@ -94,11 +104,14 @@ def choose(
     sms: int,
     *,
     batch: int = 1,
+    block: int | None = None,
     descriptors: bool = True,
     tf32: bool = False,
     shared_memory: int = 227 << 10,
 ) -> Config:
     """The tile for `batch` products `[M, K] @ [K, N]` on `sms` multiprocessors with `shared_memory` bytes each.
+
+    Where the rows come in blocks of `block`, tiles keep apart as `in_blocks` says.
 
     Estimates each candidate's time as its number of waves (tiles over multiprocessors, rounded up) times the time of
     one tile, and takes the least. Raises ValueError when no candidate fits into the shared memory.
@@ -112,7 +125,8 @@ def choose(
         raise ValueError(f"no {dtype} matmul tile fits into {shared_memory} bytes of shared memory")
 
     def estimate(tile: Config) -> float:
-        tiles = batch * -(-M // tile.m) * -(-N // tile.n)
+        batches, rows = in_blocks(batch, M, block, tile.m)
+        tiles = batches * -(-rows // tile.m) * -(-N // tile.n)
         waves = -(-tiles // sms)
         return waves * (K * tile.m * tile.n / tile.rate + _FIXED_COST)
 

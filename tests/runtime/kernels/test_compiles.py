@@ -12,11 +12,21 @@ from hostir.runtime.kernels.matmul import EXACT_RUN, _matmul_kernel
 from hostir.runtime.kernels.tiles import Config, candidates
 
 HOPPER = GPUTarget("cuda", 90, 32)
+WAITING = ("flags", "stalls", "epoch", "first", "blocks", "height", "looks")
 SHARED_MEMORY = 227 << 10
 
 
-def compiled(tile: Config, *, dtype: str, descriptors: bool, b_is_nk: bool, batched: bool = False, bias: bool = False):
-    """The matmul kernel for one tile."""
+def compiled(
+    tile: Config,
+    *,
+    dtype: str,
+    descriptors: bool,
+    b_is_nk: bool,
+    batched: bool = False,
+    bias: bool = False,
+    ready: dict[str, str] | None = None,
+):
+    """The matmul kernel for one tile. `ready` gives the types of flags and epoch, where it waits for its rows."""
     columns = tile.n // 2 if tile.halves else tile.n
     lead = "1," if batched else ""
     blocks = {
@@ -34,10 +44,14 @@ def compiled(tile: Config, *, dtype: str, descriptors: bool, b_is_nk: bool, batc
         "B_IS_NK": b_is_nk,
         "BATCHED": batched,
         "HAS_BIAS": bias,
+        "READY": ready is not None,
+        "FLAGS": 8 if ready else 1,
+        "EPOCH_IN_MEMORY": ready is not None and ready["epoch"][0] == "*",
         "PRECISION": "ieee",
         "EXACT": dtype == "fp32",
         "RUN": max(1, EXACT_RUN // tile.k),
         **({} if bias else {"bias": None}),
+        **({} if ready else dict.fromkeys(WAITING)),
     }
     if not descriptors:  # unit strides: rows of a and out, and of b, are contiguous
         constants |= {"a_column": 1, "out_column": 1, "b_row" if b_is_nk else "b_column": 1}
@@ -47,6 +61,8 @@ def compiled(tile: Config, *, dtype: str, descriptors: bool, b_is_nk: bool, batc
     }
     if bias:
         signature["bias"] = f"*{dtype}"
+    if ready:
+        signature |= {"stalls": "*i64", **ready}
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] in "*i"}
     source = ASTSource(_matmul_kernel, signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=HOPPER, options={"num_warps": tile.warps, "num_stages": tile.stages})
@@ -82,3 +98,28 @@ def test_float32_is_multiplied_exactly(tile):
     kernel = compiled(tile, dtype="fp32", descriptors=True, b_is_nk=True)
     assert "mma" not in kernel.asm["ptx"].replace("fma", "")
     assert kernel.metadata.shared <= tile.shared_memory(4, descriptors=True)
+
+
+@pytest.mark.parametrize(
+    ("ready", "width"),
+    [({"flags": "*i32", "epoch": "i32"}, "u32"), ({"flags": "*i64", "epoch": "*i64"}, "u64")],
+    ids=["int32", "int64, epoch in memory"],
+)
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_a_kernel_that_waits_acquires_before_it_loads_and_pipelines_as_ever(descriptors, ready, width):
+    tile = candidates(torch.bfloat16, descriptors=descriptors)[0]
+    options = {"dtype": "bf16", "descriptors": descriptors, "b_is_nk": True, "batched": True}
+    load = "global.mbarrier::complete_tx::bytes" if descriptors else "cp.async.cg.shared.global"
+    plain, waiting = (compiled(tile, ready=r, **options).asm["ptx"] for r in (None, ready))
+    acquire, first_load = waiting.find(f"atom.global.sys.acquire.add.{width}"), waiting.find(load)
+    assert 0 <= acquire < first_load
+    assert ("fence.proxy.async.global" in waiting[acquire:first_load]) == descriptors
+    assert waiting.count(load) == plain.count(load) >= tile.stages  # loads ahead of the loop, and in it
+
+
+@pytest.mark.parametrize("tile", candidates(torch.bfloat16), ids=str)
+def test_waiting_needs_no_more_shared_memory_than_a_tile_may_take(tile):
+    kernel = compiled(
+        tile, dtype="bf16", descriptors=True, b_is_nk=True, batched=True, ready={"flags": "*i32", "epoch": "i32"}
+    )
+    assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)

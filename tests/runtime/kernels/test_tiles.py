@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels.tiles import choose
+from hostir.runtime.kernels.tiles import candidates, choose, in_blocks
 
 EXTENTS = st.integers(1, 1 << 17)
 
@@ -38,3 +38,28 @@ def test_every_choice_fits_into_shared_memory(M, N, K, sms, batch, dtype, descri
 def test_too_little_shared_memory_is_said():
     with pytest.raises(ValueError, match=r"no torch\.bfloat16 matmul tile fits into 1024 bytes"):
         choose(64, 64, 64, torch.bfloat16, 1, shared_memory=1024)
+
+
+@given(st.integers(1, 64), EXTENTS, st.sampled_from([16, 64, 128]))
+def test_rows_in_blocks_are_all_there_and_no_tile_spans_two(blocks, height, m):
+    batches, rows = in_blocks(1, blocks * height, height, m)
+    assert batches * rows == blocks * height
+    assert rows == height or height < m
+
+
+def test_batches_and_rows_without_blocks_stay_as_they_are():
+    assert in_blocks(4, 256, 128, 64) == (4, 256)
+    assert in_blocks(1, 256, None, 64) == (1, 256)
+
+
+@pytest.mark.parametrize("height", [8, 64, 100, 512])
+def test_rows_in_blocks_get_the_tile_that_takes_the_fewest_waves(height):
+    N, K, sms, blocks = 3584, 8192, 132, 8
+    chosen = choose(blocks * height, N, K, torch.bfloat16, sms, block=height)
+
+    def work_of_a_multiprocessor(tile):
+        batches, rows = in_blocks(1, blocks * height, height, tile.m)
+        waves = -(-batches * -(-rows // tile.m) * -(-N // tile.n) // sms)
+        return waves * tile.m * tile.n / tile.rate
+
+    assert work_of_a_multiprocessor(chosen) <= 1.01 * min(map(work_of_a_multiprocessor, candidates(torch.bfloat16)))

@@ -217,9 +217,13 @@ class Tracer(Observer):
         kernel = Kernel(start, start)
         blocks = []
         a, *others = [x for x in operands if x is not None]
+        for x in (a, out):
+            if strides_in(x, (prod(x.shape[:-1]), *x.shape[-1:])) is None:
+                layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
+                raise self.fail(f"rows of {layout}", expected="rows with one stride", hint="copy it first")
         for i in range(ready.blocks):
-            accesses = [access(block, False) for block in rows_of(a, i, ready.blocks)]
-            accesses += [access(x, False) for x in others] + [access(b, True) for b in rows_of(out, i, ready.blocks)]
+            accesses = [access(rows_of(a, i, ready.blocks), False), access(rows_of(out, i, ready.blocks), True)]
+            accesses += [access(x, False) for x in others]
             block = self.event(f"runs block {i}", accesses, [start])
             kernel.waits.append(Flag(block, self.rank, ready.flags.buffer.name, i, (self.turn, ready.epoch)))
             blocks.append(block)
@@ -234,8 +238,8 @@ class Tracer(Observer):
             if tensor is not None and not tensor.dense:
                 layout = f"shape {list(tensor.shape)} with strides {list(tensor.strides)}"
                 raise self.fail(f"it {does} {layout}", expected="a dense tensor", hint="copy it first")
-        reads = [access(x, False)] if x and _takes(exchange, self.rank) else []
-        writes = [access(out, True)] if out and _gives(exchange, self.rank) else []
+        reads = [access(x, False)] if x and exchange.takes(self.rank) else []
+        writes = [access(out, True)] if out and exchange.gives(self.rank) else []
         if exchange.kind in ("send", "recv", "exchange"):
             return self._message(exchange, x, out, reads, writes)
         take = self.follow(self.event("reads", reads, sms=True), "team", exchange.team)
@@ -299,11 +303,3 @@ class Tracer(Observer):
                 f"there is no stream {stream}", expected=f"an index below {self.program.streams}", hint=hint
             )
         return f"stream {stream}"
-
-
-def _takes(exchange: Exchange, rank: int) -> bool:
-    return not exchange.moves or any(m.source == rank for m in exchange.moves)
-
-
-def _gives(exchange: Exchange, rank: int) -> bool:
-    return not exchange.moves or any(m.target == rank for m in exchange.moves)

@@ -1,0 +1,123 @@
+"""Kernels that hold all SMs of a rank while they wait for what needs these SMs, itself or something before it.
+
+A set of kernels, at most one a rank, can run at one time if none of them ends before another starts: every start then
+lies outside the future of every end, so some schedule has done all that comes before the starts and nothing more. In
+such a set kernel K *holds up* a signal if an event that needs SMs of K's rank comes before the signal, and comes before
+no start of the set: it cannot begin until K ends. The set is stuck if each of its kernels waits for a signal that one
+of them holds up. Each then leads to the one that holds it up, and so around: what is looked for are rings.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hostir.ir.check.order import Clock, Order, Trouble
+from hostir.ir.check.tracer import Event, Kernel
+
+MOST = 20_000  # paths that are followed in one knot of kernels; a knot that has more counts as stuck
+
+
+def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
+    """The first ring of kernels that hold each other up, or of one that holds up itself."""
+    kernels = [kernel for rank in order.ranks for kernel in rank.kernels]
+    if not kernels:
+        return
+    import networkx as nx  # here, because few programs have such kernels
+
+    lanes = _Lanes(order)
+    graph: Any = nx.DiGraph()
+    for kernel in kernels:
+        for other in kernels:
+            if (kernel is other or _together(order, kernel, other)) and lanes.any_held(kernel, other):
+                graph.add_edge(kernel, other)
+    place = {kernel: n for n, kernel in enumerate(kernels)}
+    knots = (sorted(knot, key=lambda kernel: place[kernel]) for knot in nx.strongly_connected_components(graph))
+    for knot in sorted(knots, key=lambda knot: place[knot[0]]):
+        for ring in _rings(order, knot, graph):
+            if trouble := lanes.stuck(ring or knot[:1], sure=bool(ring)):
+                yield trouble
+                return
+
+
+def _rings(order: Order, knot: list[Kernel], graph: Any) -> Iterator[list[Kernel]]:
+    """Circles in a knot of kernels that can all run at one time, each circle once for every kernel in it.
+
+    The last is empty where there are too many to look at.
+    """
+    paths = [[kernel] for kernel in reversed(knot)]
+    inside = set(knot)
+    for _ in range(MOST):
+        if not paths:
+            return
+        path = paths.pop()
+        for holder in graph.successors(path[-1]):
+            if holder is path[0]:
+                yield path
+            elif holder in inside and all(_together(order, holder, other) for other in path):
+                paths.append([*path, holder])
+    yield []
+
+
+def _together(order: Order, a: Kernel, b: Kernel) -> bool:
+    """Whether two kernels are of different ranks, and neither ends before the other starts."""
+    ordered = order.known(a.end, order.clocks[b.start]) or order.known(b.end, order.clocks[a.start])
+    return a.start.rank != b.start.rank and not ordered
+
+
+def _signals(order: Order, kernel: Kernel) -> list[Event]:
+    """What a kernel waits for."""
+    return [signal for flag in kernel.waits if (signal := order.partners.get(flag.event))]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The events of one lane that need SMs."""
+
+    index: int
+    ticks: list[int]
+    events: list[Event]
+
+
+class _Lanes:
+    """The events that need SMs, by rank and lane."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        lines: dict[tuple[int, int], list[Event]] = {}
+        for event in order.events:
+            if event.sms and event.lane is not None:
+                lines.setdefault((event.rank, order.lanes[event.lane]), []).append(event)
+        self.of: dict[int, list[_Line]] = {}
+        for (rank, index), events in lines.items():
+            events.sort(key=lambda event: event.tick)
+            self.of.setdefault(rank, []).append(_Line(index, [event.tick for event in events], events))
+
+    def held(self, signal: Event, holder: Kernel, running: Sequence[Kernel]) -> Event | None:
+        """What `holder` keeps from its SMs, and a signal thereby from coming, while these kernels run."""
+        after = self.order.clocks[signal]
+        starts: list[Clock] = [self.order.clocks[kernel.start] for kernel in running]
+        for line in self.of.get(holder.start.rank, ()):
+            first = bisect_right(line.ticks, max(start[line.index] for start in starts))
+            if first < len(line.ticks) and line.ticks[first] <= after[line.index]:
+                return line.events[first]
+        return None
+
+    def any_held(self, kernel: Kernel, holder: Kernel) -> bool:
+        """Whether one kernel alone holds up what another, or itself, waits for."""
+        return any(self.held(signal, holder, [holder]) for signal in _signals(self.order, kernel))
+
+    def stuck(self, ring: list[Kernel], *, sure: bool = True) -> Trouble | None:
+        """The trouble of a ring in which every kernel waits for what one of them holds up; of any ring, if not sure."""
+        found: list[Trouble] = []
+        for kernel in ring:
+            held = ((s, e) for s in _signals(self.order, kernel) for h in ring if (e := self.held(s, h, ring)))
+            signal, event = next(held, (None, None))
+            if not sure:
+                return Trouble("SMs held", [kernel.start, *_signals(self.order, kernel)[:1]])
+            if signal is None or event is None:
+                return None
+            found.append(Trouble("SMs held", [kernel.start, event, signal]))
+        return found[0]

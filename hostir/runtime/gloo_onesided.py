@@ -1,0 +1,135 @@
+"""One-sided statements on CPU processes: threads copy, set flags and look at flags in memory that the ranks share.
+
+A flag holds the highest epoch of the latest call that was signalled, and rises; see `plan.flag_value`. A barrier is a
+row of such flags, one for each barrier of a call: a rank sets its own, and looks at those of its team. Who waits looks
+again and again, and sleeps in between, as there are more threads than cores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hostir.ir.machine import Ready
+from hostir.runtime.kernels.layout import rows
+from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.lanes import AbandonedError, Lane, Waits
+from hostir.runtime.plan import EPOCHS, Barrier, Compute, Copy, Op, Signal, Step, WaitSignal, flag_value
+
+if TYPE_CHECKING:
+    from hostir.runtime.gloo import GlooPlan
+
+SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a flag
+Flags = Any  # a row of flags as numpy sees it: an element is one load or store
+
+
+class OneSided:
+    """Deals the one-sided operations of a plan to the lanes of its streams."""
+
+    def __init__(self, plan: GlooPlan) -> None:
+        self.plan = plan
+        self.machine = plan.machine
+        self.turn = plan.machine.symmetric.turn
+        self.registers = plan.registers
+
+    def deal(self, op: Copy | Signal | WaitSignal | Barrier, lane: Lane) -> None:
+        if isinstance(op, Copy):
+            lane.add(op, self.plan.timed(op, partial(self.copy, op)))
+        elif isinstance(op, Signal):
+            lane.add(op, partial(self.set, self.flags(op.flags), op.slot, op.epoch))
+        elif isinstance(op, WaitSignal):
+            self.deal_wait(op, self.flags(op.flags), op.slot, op.epoch, lane)
+        else:
+            self.deal_barrier(op, lane)
+
+    def deal_wait(self, op: Op, flags: Flags, slot: int, epoch: int, lane: Lane) -> None:
+        def reached() -> bool:
+            return bool(flags[slot] >= flag_value(self.machine.calls, epoch))
+
+        def standing() -> str:
+            call, at = divmod(int(flags[slot]), EPOCHS)
+            where = f"at epoch {at} of call {call}" if call else "at 0"
+            return f"epoch {epoch} of call {self.machine.calls} of flag {slot}: the flag stands {where}"
+
+        lane.add(op, self.until(reached), Waits.PEER, standing)
+
+    def deal_barrier(self, op: Barrier, lane: Lane) -> None:
+        assert self.plan.memory is not None
+        came = {rank: row.numpy() for rank, row in self.plan.memory.barriers(op.team).items()}
+
+        def missing() -> list[int]:
+            return [rank for rank, row in came.items() if row[op.number] < flag_value(self.machine.calls, 0)]
+
+        def standing() -> str:
+            return f"rank {', '.join(map(str, missing()))} in call {self.machine.calls}"
+
+        lane.add(op, partial(self.set, came[self.plan.recording.rank], op.number, 0))
+        lane.add(op, self.until(lambda: not missing()), Waits.PEER, standing)
+
+    def deal_blocks(self, op: Compute, ready: Ready, kernel: Kernel, lane: Lane) -> None:
+        """Block after block, each behind a wait for its flag; in a trace it is one bar."""
+        flags, start, end = self.flags(ready.flags), *self.plan.bracket(op)
+        lane.add(op, start)
+        for block in (*range(ready.first, ready.blocks), *range(ready.first)):
+            self.deal_wait(op, flags, block, ready.epoch, lane)
+            lane.add(op, partial(self.compute, op, kernel, block, ready.blocks))
+        lane.add(op, end)
+
+    def flags(self, register: int) -> Flags:
+        return self.registers[register].numpy()
+
+    # Steps --------------------------------------------------------------------------------------------------------
+    def copy(self, op: Copy) -> None:
+        self.registers[op.out].copy_(self.registers[op.x])
+
+    def set(self, flags: Flags, slot: int, epoch: int) -> None:
+        with self.turn():
+            flags[slot] = flag_value(self.machine.calls, epoch)
+
+    def compute(self, op: Compute, kernel: Kernel, block: int, blocks: int) -> None:
+        out, a, b = self.registers[op.out], *(self.registers[x] for x in op.operands)
+        for out_part, a_part in zip(block_of(out, a, block, blocks), block_of(a, out, block, blocks), strict=True):
+            kernel(out_part, a_part, b, **op.options)
+
+    def until(self, reached: Callable[[], bool]) -> Step:
+        def step() -> None:
+            pause = SHORTEST
+            while not reached():
+                if self.plan.problem:
+                    raise AbandonedError
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST)
+            with self.turn():
+                pass  # what was written before the flag can be read from here on
+
+        return step
+
+
+def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> list[torch.Tensor]:
+    """The rows of one of equal blocks: one tensor where the rows of both tensors have one stride, else several.
+
+    Tensors of equal leading axes are cut alike.
+    """
+    flat = rows(x)
+    if flat is not None and rows(other) is not None:
+        height = len(flat) // blocks
+        return [flat[block * height : (block + 1) * height]]
+    height = x.shape[:-1].numel() // blocks
+    return _rows_of(x, block * height, (block + 1) * height)
+
+
+def _rows_of(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
+    """Rows `start` to `stop` of the flattened leading axes, as views of several axes."""
+    inner = x.shape[1:-1].numel()
+    if start == stop:
+        return []
+    if start % inner == 0 and stop % inner == 0:
+        return [x[start // inner : stop // inner]]
+    cuts = [
+        (i, max(start - i * inner, 0), min(stop - i * inner, inner)) for i in range(start // inner, -(-stop // inner))
+    ]
+    return [part for i, low, high in cuts for part in _rows_of(x[i], low, high)]

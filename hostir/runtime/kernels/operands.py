@@ -1,0 +1,107 @@
+"""The operands of a matmul: what fits together, the rows they are walked by, and how TMA sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hostir.runtime.kernels.layout import collapse, descriptor_strides
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The leading axes of `a` and `out` as `batches` times `M` rows, with the strides of either in both."""
+
+    batches: int
+    M: int
+    a_batch: int
+    a_row: int
+    out_batch: int
+    out_row: int
+
+    def in_batches(self, height: int) -> Rows:
+        """A single batch as batches of `height` rows."""
+        return replace(
+            self,
+            batches=self.M // height,
+            M=height,
+            a_batch=height * self.a_row,
+            out_batch=height * self.out_row,
+        )
+
+
+def check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool) -> None:
+    """Raise TypeError or ValueError unless dtypes and shapes make a matmul."""
+    dtypes = {name: t.dtype for name, t in (("a", a), ("b", b), ("out", out), ("bias", bias)) if t is not None}
+    if a.dtype not in DTYPES or set(dtypes.values()) != {a.dtype}:
+        found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"matmul expects one dtype of {', '.join(map(str, DTYPES))}; got {found}")
+    if b.ndim != 2:
+        raise ValueError(f"matmul expects b to have 2 axes, got shape {list(b.shape)}")
+    N, K = b.shape if transpose_b else reversed(b.shape)
+    wanted = f"[..., {K}] @ {'transposed ' if transpose_b else ''}{list(b.shape)}"
+    if a.ndim == 0 or a.shape[-1] != K:
+        raise ValueError(f"matmul expects {wanted}, got a of shape {list(a.shape)}")
+    if out.shape != (*a.shape[:-1], N):
+        raise ValueError(f"{wanted} gives {[*a.shape[:-1], N]}, but out has shape {list(out.shape)}")
+    if bias is not None and bias.shape != (N,):
+        raise ValueError(f"matmul expects a bias of shape {[N]}, got {list(bias.shape)}")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"out overlaps itself: shape {list(out.shape)}, strides {list(out.stride())}")
+
+
+def rows_of(a: torch.Tensor, out: torch.Tensor) -> Rows:
+    """The leading axes of `a` and `out`, as few batches as there can be; ValueError where they do not merge."""
+    levels = collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])
+    if len(levels) > 2:
+        raise ValueError(
+            f"the leading axes of a (shape {list(a.shape)}, strides {list(a.stride())}) and out (strides "
+            f"{list(out.stride())}) do not merge into [batch, rows]; make both contiguous, or multiply slice by slice"
+        )
+    single = (1, 0, 0)
+    (batches, a_batch, out_batch), (M, a_row, out_row) = (single, single, *levels)[-2:]
+    return Rows(batches, M, a_batch, a_row, out_batch, out_row)
+
+
+@dataclass(frozen=True)
+class Described:
+    """A matrix, or a batch of them, that obeys TMA's rules; `transposed` when the descriptor sees it transposed."""
+
+    tensor: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    transposed: bool = False
+
+    def descriptor(self, block: tuple[int, int]) -> TensorDescriptor:
+        """A descriptor for tiles of shape `block`, made anew for each launch: it must not outlive the tensor."""
+        rows, columns = reversed(block) if self.transposed else block
+        leading = [1] * (len(self.shape) - 2)
+        return TensorDescriptor(self.tensor, self.shape, self.strides, [*leading, rows, columns])
+
+
+def describe(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: Rows) -> list[Described] | str:
+    """How TMA sees `a`, `weight` `[K, N]` and `out`, or why it cannot."""
+    K, N = weight.shape
+    transposed = isinstance(descriptor_strides(weight, weight.shape, weight.stride()), str)
+    seen = weight.t() if transposed else weight
+    single = rows.batches == 1
+    leading = (rows.batches, rows.M)[single:]
+    matrices = {
+        "a": (a, (*leading, K), (*(rows.a_batch, rows.a_row)[single:], a.stride(-1))),
+        "b": (seen, seen.shape, seen.stride()),
+        "out": (out, (*leading, N), (*(rows.out_batch, rows.out_row)[single:], out.stride(-1))),
+    }
+    described = []
+    for name, (tensor, shape, strides) in matrices.items():
+        legal = descriptor_strides(tensor, shape, strides) if 0 not in shape else "it holds nothing"
+        if not isinstance(legal, str) and name == "out" and N * tensor.element_size() % 16:
+            # Seen on an H200: the last 16 bytes of a row are written whole, over what may be someone else's memory.
+            legal = f"its rows of {N} elements end within 16 bytes"
+        if isinstance(legal, str):
+            return f"{name} (shape {list(tensor.shape)}, strides {list(tensor.stride())}): {legal}"
+        described.append(Described(tensor, list(shape), legal, transposed and name == "b"))
+    return described

@@ -1,0 +1,138 @@
+"""The matmul that begins with rows that are there and waits for the others, on a real GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from hostir.runtime.kernels.matmul import matmul
+from hostir.runtime.kernels.operands import DTYPES
+from hostir.runtime.kernels.ready import ReadyFlags, no_stalls, stall_error
+from hostir.runtime.kernels.tiles import Config, candidates
+from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled
+
+CUDA = "cuda"
+
+
+def descriptor_modes() -> list[bool]:
+    return [False, True] if torch.cuda.get_device_capability() >= (9, 0) else [False]
+
+
+def one_tile(dtype: torch.dtype, use_descriptors: bool) -> Config:
+    """One tile for both kernels: with blocks of rows, another may suit better than without."""
+    return candidates(dtype, descriptors=use_descriptors)[0]
+
+
+def raised(blocks: int, *, dtype: torch.dtype = torch.int32, **fields: object) -> ReadyFlags:
+    """Flags that stand at epoch 1, which is waited for."""
+    flags = torch.ones(blocks, dtype=dtype, device=CUDA)
+    return ReadyFlags(flags, **{"epoch": 1, "stalls": no_stalls(blocks, CUDA), **fields})
+
+
+@pytest.mark.parametrize("transpose_b", [True, False])
+@pytest.mark.parametrize("blocks", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(64, 1792, 4096), (512, 1792, 4096), (4096, 3584, 1024), (2000, 904, 520), (8 * 129, 328, 72)]
+)
+def test_every_tile_gives_the_bits_of_the_kernel_without_flags(M, N, K, blocks, transpose_b):
+    dtype = torch.bfloat16
+    a = filled([M, K], dtype, device=CUDA)
+    b = filled([N, K] if transpose_b else [K, N], dtype, device=CUDA)
+    for use_descriptors in descriptor_modes():
+        for config in candidates(dtype, descriptors=use_descriptors):
+            options = {"transpose_b": transpose_b, "use_descriptors": use_descriptors, "config": config}
+            out, buffer = embedded([M, N], dtype, pad=[1, 8], device=CUDA)
+            ready = raised(blocks, first=blocks // 2)
+            matmul(a, b, out, ready=ready, **options)
+            assert_only_view_written(out, buffer)
+            assert torch.equal(out, matmul(a, b, torch.empty_like(out), **options))
+            assert stall_error(ready.stalls, 0, "%f") is None
+
+
+@pytest.mark.parametrize("flag_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_layout_and_dtype_are_waited_for(dtype, flag_dtype):
+    a, b = filled([6, 100, 120], dtype, pad=[0, 2, 0], device=CUDA), filled([120, 90], dtype, device=CUDA)
+    out, buffer = embedded([6, 100, 90], dtype, pad=[0, 1, 3], device=CUDA)
+    options = {"use_descriptors": False, "config": one_tile(dtype, False)}
+    for blocks in (2, 6, 24):
+        matmul(a, b, out.fill_(math.nan), ready=raised(blocks, dtype=flag_dtype, first=1), **options)
+        assert_only_view_written(out, buffer)
+        assert torch.equal(out, matmul(a, b, torch.empty_like(out), **options))
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_rows_that_copies_bring_while_the_kernel_waits_are_seen_in_every_call(first):
+    blocks, M, N, K = 8, 2048, 3584, 2048
+    a = torch.empty(M, K, dtype=torch.bfloat16, device=CUDA)
+    b = filled([K, N], torch.bfloat16, device=CUDA)
+    out, expected = (torch.empty(M, N, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
+    flags = torch.zeros(blocks, dtype=torch.int32, device=CUDA)
+    ready = ReadyFlags(flags, 0, no_stalls(blocks, CUDA), first=first, looks=5_000_000)
+    side = torch.cuda.Stream()
+    modes = [{"use_descriptors": mode, "config": one_tile(torch.bfloat16, mode)} for mode in descriptor_modes()]
+    for options in modes:
+        matmul(a, b, expected, ready=raised(blocks), **options)  # compiles
+    for epoch in range(1, 21):
+        # From pinned memory, copy engines bring both: nothing that the kernel waits for needs an SM.
+        rows, epochs = (
+            torch.randn(M, K).bfloat16().pin_memory(),
+            torch.full((1,), epoch, dtype=torch.int32).pin_memory(),
+        )
+        a.fill_(math.nan)
+        out.fill_(math.nan)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000)
+            for block in [(first + i) % blocks for i in range(blocks)]:
+                a.chunk(blocks)[block].copy_(rows.chunk(blocks)[block], non_blocking=True)
+                flags[block : block + 1].copy_(epochs, non_blocking=True)
+        options = modes[epoch % len(modes)]
+        matmul(a, b, out, ready=dataclasses.replace(ready, epoch=epoch), **options)
+        assert stall_error(ready.stalls, 0, "%f") is None
+        torch.cuda.synchronize()
+        assert torch.equal(out, matmul(a, b, expected, **options))
+
+
+@pytest.mark.parametrize("missing", [0, 2, 3])
+def test_a_flag_that_never_rises_ends_the_kernel_with_its_rows_untouched(missing):
+    a, b = filled([4096, 512], torch.bfloat16, device=CUDA), filled([512, 1024], torch.bfloat16, device=CUDA)
+    for use_descriptors in descriptor_modes():
+        out = torch.full((4096, 1024), math.nan, dtype=torch.bfloat16, device=CUDA)
+        ready = raised(4, first=2, looks=1000)
+        ready.flags[missing] = 0
+        options = {"use_descriptors": use_descriptors, "config": one_tile(torch.bfloat16, use_descriptors)}
+        matmul(a, b, out, ready=ready, **options)
+        found = stall_error(ready.stalls, 3, "%arrived")
+        assert f"rank 3: flag %arrived[{missing}] did not reach epoch 1 (stands at 0)" in str(found)
+        assert out.chunk(4)[missing].isnan().all()
+        if missing != 2:
+            assert torch.equal(out.chunk(4)[2], matmul(a, b, torch.empty_like(out), **options).chunk(4)[2])
+
+
+def test_a_replayed_launch_waits_for_the_epoch_in_memory():
+    a, b = filled([1024, 512], torch.bfloat16, device=CUDA), filled([512, 1024], torch.bfloat16, device=CUDA)
+    out, expected = (torch.empty(1024, 1024, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
+    epoch = torch.ones(1, dtype=torch.int32, device=CUDA)
+    ready = raised(4, epoch=epoch, looks=1000)
+    options = {"use_descriptors": descriptor_modes()[-1], "config": one_tile(torch.bfloat16, descriptor_modes()[-1])}
+    matmul(a, b, out, ready=ready, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        matmul(a, b, out, ready=ready, **options)
+    epoch.fill_(2)
+    ready.flags.fill_(2)
+    a.copy_(torch.randn_like(a))
+    out.fill_(math.nan)
+    graph.replay()
+    assert stall_error(ready.stalls, 0, "%f") is None
+    assert torch.equal(out, matmul(a, b, expected, **options))
+    epoch.fill_(3)
+    out.fill_(math.nan)
+    graph.replay()
+    assert ready.stalls.tolist() == [[3, 2]] * 4
+    assert out.isnan().all()

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hostir.ir.source import HostIRError
+from hostir.runtime.kernels.matmul import matmul
+from hostir.runtime.kernels.operands import DTYPES
+from hostir.runtime.kernels.ready import ReadyFlags, no_stalls, stall_error
+from hostir.runtime.kernels.tiles import Config
+from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled
+from tests.runtime.kernels.raising import fill_and_raise
+
+TILES = (
+    Config(16, 16, 16, stages=1, warps=1, group=2),
+    Config(32, 32, 16, stages=1, warps=1, halves=True, group=1),
+    Config(64, 16, 32, stages=1, warps=1),
+)
+SMALL = TILES[0]
+
+
+def raised(blocks: int, *, dtype: torch.dtype = torch.int32, but: int | None = None, **fields: object) -> ReadyFlags:
+    """Flags that have all reached epoch 5, which is waited for, except for one that stands at 4."""
+    flags = torch.full((blocks,), 5, dtype=dtype)
+    if but is not None:
+        flags[but] = 4
+    return ReadyFlags(flags, **{"epoch": 5, "stalls": no_stalls(blocks, "cpu"), "looks": 3, **fields})
+
+
+def whole_numbers(*shape: int) -> torch.Tensor:
+    """Small ones, so that products are exact in whatever order they are summed up."""
+    return filled(shape, torch.float32, integers=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_the_bits_are_those_of_the_kernel_without_flags(data):
+    draw = data.draw
+    dtype = draw(st.sampled_from(DTYPES))
+    blocks, height = draw(st.integers(1, 5)), draw(st.integers(1, 40))
+    use_descriptors = draw(st.booleans())
+    N = 8 * draw(st.integers(1, 4)) if use_descriptors else draw(st.integers(1, 32))
+    K = 8 * draw(st.integers(1, 4)) if use_descriptors else draw(st.integers(1, 32))
+    torch.manual_seed(draw(st.integers(0, 1 << 30)))
+    a = filled([blocks * height, K], dtype, pad=[0, 8])
+    b = filled([K, N], dtype, order=draw(st.permutations(range(2)))) if not use_descriptors else filled([K, N], dtype)
+    bias = filled([N], dtype) if draw(st.booleans()) else None
+    tile = draw(st.sampled_from(TILES))
+    options = {"bias": bias, "use_descriptors": use_descriptors, "config": tile}
+    ready = raised(
+        blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64])), first=draw(st.integers(0, blocks - 1))
+    )
+
+    out, buffer = embedded([blocks * height, N], dtype, pad=[1, 8])
+    assert matmul(a, b, out, ready=ready, **options) is out
+    assert_only_view_written(out, buffer)
+    # The product that the interpreter makes of a tile depends, in the last bit, on where in the tile a row lies.
+    parts = blocks if height >= tile.m else 1
+    for ours, part in zip(out.chunk(parts), a.chunk(parts), strict=True):
+        assert torch.equal(ours, matmul(part, b, torch.full_like(ours, math.nan), **options))
+    assert stall_error(ready.stalls, 0, "%f") is None
+    assert torch.equal(ready.flags, torch.full_like(ready.flags, 5))
+
+
+@pytest.mark.parametrize("column_major", [True, False])
+def test_b_of_either_order_moves_through_descriptors(column_major):
+    a = filled([3 * 20, 24], torch.bfloat16)
+    b = filled([24, 40], torch.bfloat16, order=[1, 0] if column_major else [0, 1])
+    out, _ = embedded([60, 40], torch.bfloat16)
+    matmul(a, b, out, ready=raised(3, first=1), use_descriptors=True)
+    assert torch.equal(out, matmul(a, b, torch.empty_like(out), use_descriptors=True))
+
+
+@pytest.mark.parametrize("use_descriptors", [True, False])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 6, 12])  # several batches each, one each, parts of batches
+def test_a_batch_is_used_in_place(blocks, use_descriptors):
+    a, b = filled([6, 20, 24], torch.bfloat16, pad=[0, 2, 0]), filled([24, 40], torch.bfloat16)
+    out, buffer = embedded([6, 20, 40], torch.bfloat16, pad=[0, 1, 0])
+    ready = raised(blocks, first=blocks // 2)
+    matmul(a, b, out, ready=ready, use_descriptors=use_descriptors, config=SMALL)
+    assert_only_view_written(out, buffer)
+    assert torch.equal(out, matmul(a, b, torch.empty_like(out), use_descriptors=use_descriptors, config=SMALL))
+
+
+@pytest.mark.parametrize("use_descriptors", [True, False])
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("missing", range(4))
+def test_blocks_are_computed_in_the_order_of_arrival_until_one_is_missing(first, missing, use_descriptors):
+    height = 20  # two tiles of rows, and three of columns: each program has tiles of every block
+    a, b = whole_numbers(4 * height, 24), whole_numbers(24, 48)
+    ready = raised(4, but=missing, first=first)
+    out = torch.full((4 * height, 48), math.nan)
+    matmul(a, b, out, ready=ready, config=SMALL, use_descriptors=use_descriptors)
+    arrived = [(first + i) % 4 for i in range((missing - first) % 4)]
+    for block, (ours, wanted) in enumerate(zip(out.chunk(4), (a @ b).chunk(4), strict=True)):
+        assert torch.equal(ours, wanted) if block in arrived else ours.isnan().all()
+    assert ready.stalls.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(4)]
+
+
+@pytest.mark.parametrize("first", [0, 3, 6])
+@pytest.mark.parametrize("missing", [0, 2, 7])
+def test_a_tile_waits_for_all_the_blocks_that_it_spans(missing, first):
+    a, b = whole_numbers(8 * 6, 24), whole_numbers(24, 48)
+    out = torch.full((48, 48), math.nan)
+    ready = raised(8, but=missing, first=first)
+    matmul(a, b, out, ready=ready, config=dataclasses.replace(SMALL, group=1))  # 16 rows, and one for each program
+    spanning = {row // 16 for row in range(missing * 6, missing * 6 + 6)}
+    order = [(first * 6 // 16 + i) % 3 for i in range(3)]
+    begun = order[: min(map(order.index, spanning))]
+    for tile, (ours, wanted) in enumerate(zip(out.split(16), (a @ b).split(16), strict=True)):
+        assert torch.equal(ours, wanted) if tile in begun else ours.isnan().all()
+    assert ready.stalls.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(8)]
+
+
+def test_a_kernel_that_gave_up_says_which_flag_stood_where():
+    ready = raised(3, but=1)
+    matmul(filled([12, 8], torch.float32), filled([8, 8], torch.float32), torch.empty(12, 8), ready=ready)
+    problem = stall_error(ready.stalls, 2, "%arrived")
+    assert isinstance(problem, HostIRError)
+    assert problem.diagnostics[0].message == "rank 2: flag %arrived[1] did not reach epoch 5 (stands at 4)"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_epoch_in_memory_is_read_when_the_kernel_runs(dtype):
+    a, b, out = filled([12, 8], torch.float32), filled([8, 8], torch.float32), torch.empty(12, 8)
+    epoch = torch.tensor([5], dtype=dtype)
+    ready = raised(3, epoch=epoch)
+    matmul(a, b, out, ready=ready)
+    assert stall_error(ready.stalls, 0, "%f") is None
+    epoch += 1
+    matmul(a, b, out.fill_(math.nan), ready=ready)
+    assert ready.stalls.tolist() == [[6, 5]] * 3
+    assert out.isnan().all()
+
+
+def test_epochs_beyond_32_bits_are_compared():
+    ready = raised(2, dtype=torch.int64, epoch=(1 << 40) + 1)
+    ready.flags[:] = torch.tensor([1 << 41, 1 << 40])
+    matmul(filled([8, 8], torch.float32), filled([8, 8], torch.float32), torch.empty(8, 8), ready=ready)
+    assert ready.stalls[1].tolist() == [(1 << 40) + 1, 1 << 40]
+
+
+def test_an_empty_contraction_waits_and_leaves_the_bias():
+    bias = filled([8], torch.float32)
+    a, b, out = torch.empty(12, 0), torch.empty(0, 8), torch.full((12, 8), math.nan)
+    matmul(a, b, out, bias=bias, ready=raised(3))
+    assert torch.equal(out, bias.expand(12, 8))
+    ready = raised(3, but=0)
+    matmul(a, b, out.fill_(math.nan), bias=bias, ready=ready)
+    assert out[:4].isnan().all()
+    assert ready.stalls[0].tolist() == [5, 4]
+
+
+def test_another_process_raises_the_flags_while_the_kernel_waits():
+    context = torch.multiprocessing.get_context("spawn")
+    blocks, height = 4, 20
+    a = torch.full((blocks * height, 24), math.nan).share_memory_()
+    flags = torch.zeros(blocks, dtype=torch.int32).share_memory_()
+    rounds = context.Queue()
+    b, ready = whole_numbers(24, 48), ReadyFlags(flags, 0, no_stalls(blocks, "cpu"))
+    other = context.Process(target=fill_and_raise, args=(a, flags, rounds), daemon=True)
+    other.start()
+    orders = [[0, 1, 2, 3], [2, 3, 0, 1], [3, 2, 1, 0]]
+    for epoch, order in enumerate(orders, start=1):
+        source = whole_numbers(blocks * height, 24)
+        a.fill_(math.nan)  # what is read too early shows
+        rounds.put((source, epoch, order))
+        for use_descriptors in (True, False):  # the second finds everything there
+            out = torch.full((blocks * height, 48), math.nan)
+            now = dataclasses.replace(ready, epoch=epoch, first=order[0])
+            matmul(a, b, out, ready=now, config=SMALL, use_descriptors=use_descriptors)
+            assert torch.equal(out, source @ b)
+    rounds.put(None)
+    other.join(30)
+    assert other.exitcode == 0
+    assert stall_error(ready.stalls, 0, "%f") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "fields"),
+    [
+        (TypeError, "flags of int32 or int64", {"flags": torch.zeros(3)}),
+        (TypeError, "stalls of int64", {"stalls": torch.zeros(3, 2)}),
+        (ValueError, "a row of flags, got shape", {"flags": torch.zeros(3, 1, dtype=torch.int32)}),
+        (ValueError, "a row of flags, got shape", {"flags": torch.zeros(6, dtype=torch.int32)[::2]}),
+        (ValueError, "a row of flags, got shape", {"flags": torch.zeros(0, dtype=torch.int32)}),
+        (ValueError, r"stalls of shape \[3, 2\]", {"stalls": no_stalls(2, "cpu")}),
+        (ValueError, "one int32 or int64 as epoch", {"epoch": torch.zeros(2, dtype=torch.int32)}),
+        (ValueError, "one int32 or int64 as epoch", {"epoch": torch.zeros(1)}),
+        (ValueError, "no block 3 to begin with: expected 0 to 2", {"first": 3}),
+        (ValueError, "at least one look", {"looks": 0}),
+        (ValueError, "12 rows do not make 5 equal blocks", {"flags": raised(5).flags, "stalls": no_stalls(5, "cpu")}),
+        (ValueError, "one device", {"flags": torch.zeros(3, dtype=torch.int32, device="meta")}),
+    ],
+)
+def test_flags_that_do_not_fit_are_said(error, message, fields):
+    ready = dataclasses.replace(raised(3), **fields)
+    with pytest.raises(error, match=message):
+        matmul(torch.zeros(12, 8), torch.zeros(8, 8), torch.zeros(12, 8), ready=ready)
