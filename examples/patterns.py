@@ -49,6 +49,42 @@ def allgather_matmul_rows(
     return fusion
 
 
+def allgather_matmul_kept(
+    ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32"
+) -> hi.Fusion:
+    """The same, and the gathered A is a result too, as a backward pass wants it."""
+    with hi.Fusion("allgather_matmul_kept") as fusion:
+        a = hi.tensor("a", [S, ranks, M // (S * ranks), K], dtype)
+        b = hi.tensor("b", [K, N], dtype)
+        a_full = hi.reshard(a)
+        c = a_full @ b
+        fusion.output(c)
+        fusion.output(a_full)
+    mesh = hi.DeviceMesh(range(ranks))
+    a.shard(1, mesh)
+    a_full.set_device_mesh(mesh)
+    c.set_device_mesh(mesh)
+    c.axis(0).parallelize(Stream)
+    return fusion
+
+
+def gate_up(ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 64, dtype: str = "f32") -> hi.Fusion:
+    """One gathered A for two weights sharded on N: the first half of a gated MLP."""
+    with hi.Fusion("gate_up") as fusion:
+        x = hi.tensor("x", [S, ranks, M // (S * ranks), K], dtype)
+        gate = hi.tensor("gate", [K, N], dtype)
+        up = hi.tensor("up", [K, N], dtype)
+        y = hi.silu(x @ gate) * (x @ up)
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.shard(1, mesh)
+    gate.shard(1, mesh)
+    up.shard(1, mesh)
+    y.shard(3, mesh)
+    y.axis(0).parallelize(Stream)
+    return fusion
+
+
 def matmul_allgather(
     ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32"
 ) -> hi.Fusion:
@@ -282,8 +318,10 @@ def sendrecv(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi
 PATTERNS = (
     allgather_matmul,
     allgather_matmul_rows,
+    allgather_matmul_kept,
     matmul_allgather,
     column_parallel,
+    gate_up,
     row_parallel,
     row_parallel_scattered,
     row_parallel_bias,

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from hostir.ir import Phase, Program
 from hostir.ir.source import did_you_mean, error, user_span
 from hostir.lower.communicate import Communicate
+from hostir.lower.fused import Fused
 from hostir.lower.interleave import Pipeline, Sequential
 from hostir.lower.memory import FreeBuffers, Tidy
 from hostir.lower.passes import Pass, Watcher, run_passes
 from hostir.lower.propagate import Propagate
 from hostir.lower.reshard import MakeReshards
+from hostir.lower.ring import Ring
 from hostir.lower.stagger import Stagger
 from hostir.lower.streams import AssignStreams
 
-STRATEGIES: dict[str, type[Pass]] = {"sequential": Sequential, "pipeline": Pipeline}
+# By name: what makes the pass of a strategy, for a number of worker streams.
+STRATEGIES: dict[str, Callable[[int], Pass]] = {
+    "sequential": lambda _: Sequential(),
+    "pipeline": lambda _: Pipeline(),
+    "ring": Ring,
+    "fused": lambda _: Fused(),
+}
 
 
 def passes(strategy: str = "pipeline", streams: int = 4) -> list[Pass]:
@@ -29,7 +38,7 @@ def passes(strategy: str = "pipeline", streams: int = 4) -> list[Pass]:
         Propagate(),
         MakeReshards(),
         Communicate(),
-        STRATEGIES[strategy](),
+        STRATEGIES[strategy](streams),
         AssignStreams(streams),
         Stagger(),
         FreeBuffers(),
@@ -51,8 +60,10 @@ def lower(
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
-        strategy: `pipeline` runs what can be sliced along the Stream axis in a loop over worker streams; `sequential`
-            runs each communication and computation whole, on the caller's stream.
+        strategy: `sequential` runs each communication and computation whole, on the caller's stream; `pipeline` runs
+            what can be sliced along the Stream axis in a loop over worker streams. Two take apart what gathers the rows
+            of a matmul, and run the rest whole: `ring` copies from one peer after another, and multiplies each shard as
+            it comes; in `fused` every rank copies its shard to all, and one matmul takes each as it comes.
         streams: the most worker streams to use.
         watch: called with the name of each pass and the program it left.
     """

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
-from hostir.ir import Program, Statement, TensorType, Value
+from hostir.ir import Phase, Program, Statement, TensorType, Value
 from hostir.ir.comm_ops import AllReduce, Communication
 from hostir.ir.host_ops import Allocate, AsPartial
 from hostir.ir.op import Codec
@@ -37,13 +38,18 @@ class Host(Scope):
             assert isinstance(moved, ViewOp)
             self.view(moved)
             return
-        if out.name not in self.values:
-            self.values[out.name] = self.buffer(out)
+        self.destination(out)
         moved = s.rename(self.values)
         if isinstance(moved, Communication):
             self.communicate(moved)
         else:
             self.body.append(moved)
+
+    def destination(self, out: Value) -> Value:
+        """The buffer of a result, made where it has none."""
+        if out.name not in self.values:
+            self.values[out.name] = self.buffer(out)
+        return self.values[out.name]
 
     def scratch(self, wish: str, type: TensorType, like: Value) -> Value:
         buffer = Value(self.names.fresh(wish), type, like.span)
@@ -59,10 +65,19 @@ class Host(Scope):
         if reduce is None:
             self.body.append(Allocate(host, span=value.span))
             return host
-        if reduce.out.name not in self.values:
-            self.values[reduce.out.name] = self.buffer(reduce.out)
-        self.body.append(AsPartial(self.values[reduce.out.name], host, reduce.over, span=value.span))
+        self.body.append(AsPartial(self.destination(reduce.out), host, reduce.over, span=value.span))
         return host
+
+    def finished(self, streams: int = 0) -> Program:
+        """The host program, once every statement of the fusion has been added."""
+        inputs, outputs = (tuple(self.values[v.name] for v in vs) for vs in (self.program.inputs, self.program.outputs))
+        body = tuple(self.body)
+        return Program(self.program.name, Phase.HOST, self.program.meshes, inputs, outputs, body, streams)
+
+    def used_outside(self, value: Value, inside: Collection[str]) -> bool:
+        """Whether a value is an output, or read by a statement whose result is not among these."""
+        users = self.users.get(value.name, [])
+        return value.name in self.outputs or any(result_of(u).name not in inside for u in users)
 
     def only_reduced(self, value: Value) -> AllReduce | None:
         """The allreduce that is the one user of a value."""

@@ -6,9 +6,10 @@ generic: whatever statements can be sliced along the Stream axis run in one loop
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hostir.ir import Phase, Program, Statement
+from hostir.ir import Program, Statement
 from hostir.ir.op import Codec
 from hostir.lower.host import Host
 from hostir.lower.loop import Loop
@@ -39,13 +40,16 @@ class Pipeline(Pass):
             if group.left_out and not group.communicates:  # a loop that hides nothing is not what was asked for
                 raise next(iter(group.left_out.values()))
         reasons = {name: why.diagnostics[0].message for group in found for name, why in group.left_out.items()}
-        body = (_told(s, reasons.get(result_of(s).name)) for s in program.body)
-        return build(program.with_body(body), [group for group in found if group.communicates])
+        return build(told(program, reasons), [group for group in found if group.communicates])
 
 
-def _told(s: Statement, reason: str | None) -> Statement:
-    """A communication that the loop cannot hide says so in the dump."""
-    return s if reason is None else replace(s, note=f"whole: {reason}")
+def told(program: Program, reasons: Mapping[str, str]) -> Program:
+    """Each communication that cannot be hidden says why in the dump; `reasons` go by its result."""
+    body = (
+        replace(s, note=f"whole: {reasons[name]}") if (name := result_of(s).name) in reasons else s
+        for s in program.body
+    )
+    return program.with_body(body)
 
 
 def build(program: Program, loops: list[Group]) -> Program:
@@ -56,9 +60,7 @@ def build(program: Program, loops: list[Group]) -> Program:
             host.body.append(Loop(host, step).build())
         else:
             host.whole(step)
-    outputs = tuple(host.values[v.name] for v in program.outputs)
-    inputs = tuple(host.values[v.name] for v in program.inputs)
-    return Program(program.name, Phase.HOST, program.meshes, inputs, outputs, tuple(host.body))
+    return host.finished()
 
 
 def schedule(body: tuple[Statement, ...], loops: list[Group]) -> list[Statement | Group]:

@@ -9,7 +9,7 @@ from hostir.ir.comm_ops import AllReduce, Communication
 from hostir.ir.host_ops import AsPartial, Chunk, For, Select
 from hostir.ir.layout import refine
 from hostir.ir.op import Codec
-from hostir.ir.sizes import Size, product
+from hostir.ir.sizes import product
 from hostir.ir.tensor_ops import Copy, Sum
 from hostir.ir.types import Axis, Kind
 from hostir.ir.values import Ref
@@ -17,7 +17,7 @@ from hostir.ir.view_ops import Permute, Reshape, ViewOp
 from hostir.lower.host import Host
 from hostir.lower.scope import Scope
 from hostir.lower.sharding import result_of
-from hostir.lower.slicing import Group, Place, operand_places
+from hostir.lower.slicing import Group, operand_places
 
 
 class Loop(Scope):
@@ -82,14 +82,11 @@ class Loop(Scope):
 
     def escapes(self, value: Value) -> bool:
         """Whether the loop makes a value that is needed outside it."""
-        users = self.host.users.get(value.name, [])
-        return value.name in self.host.outputs or any(result_of(u).name not in self.inside for u in users)
+        return self.host.used_outside(value, self.inside)
 
     def whole(self, value: Value) -> Value:
         """The tensor, outside the loop, of which the loop makes slices."""
-        if value.name not in self.host.values:
-            self.host.values[value.name] = self.host.buffer(value)
-        return self.host.values[value.name]
+        return self.host.destination(value)
 
     def fresh(self, value: Value, type: TensorType) -> Value:
         return Value(self.names.fresh(f"{value.name}_{self.index.name}"), type, value.span)
@@ -107,7 +104,7 @@ class Loop(Scope):
             self.body.append(Select(whole, out, index, k, span=value.span))
             self.dense |= {out.name} if first else set()
             return out, True
-        if _blocks_outside(type, place).is_one:
+        if place.blocks_outside(type).is_one:
             out = self.fresh(value, place.slice(type))
             self.body.append(Chunk(whole, out, index, place.count, k, span=value.span))
             self.dense |= {out.name} if first else set()
@@ -187,10 +184,3 @@ class Loop(Scope):
         self.body.append(AsPartial(target, partial, reduce.over, span=out.span))
         self.dense.add(partial.name)
         return partial
-
-
-def _blocks_outside(type: TensorType, place: Place) -> Size:
-    """How many blocks of one rank's part lie outside the pieces, within their axis."""
-    cut = refine(type.axes[place.axis], place.outer, place.count, type.mesh)
-    assert cut is not None
-    return product([type.local_factor(f) for f in cut[0]])

@@ -8,9 +8,10 @@ from functools import partial
 
 from hostir.ir import Program, Statement, Value
 from hostir.ir.comm_ops import Communication
-from hostir.ir.host_ops import Allocate, CurrentStream, For, FreeBuffer, SetStream, Wait
+from hostir.ir.host_ops import Allocate, CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.op import Codec
 from hostir.ir.program import rewrite
+from hostir.ir.values import Ref
 from hostir.ir.view_ops import ViewOp
 from hostir.lower.passes import Pass
 
@@ -32,9 +33,10 @@ class FreeBuffers(Pass):
                 flying[s.handle.name] = s
             for name in _touched(flying[s.handle.name] if isinstance(s, Wait) else s):
                 last[roots.get(name, name)] = n
+        settled = _settled(program.body)
         after: dict[int, list[Value]] = {}
         for name, value in buffers.items():
-            after.setdefault(_joined(program.body, last.get(name, 0)), []).append(value)
+            after.setdefault(settled.index(True, last.get(name, 0)), []).append(value)
         body: list[Statement] = []
         for n, s in enumerate(program.body):
             body += [s, *(FreeBuffer(v) for v in after.get(n, ()))]
@@ -58,11 +60,24 @@ def _touched(s: Statement) -> Iterable[str]:
             yield from _touched(inner)
 
 
-def _joined(body: tuple[Statement, ...], n: int) -> int:
-    """The first place from statement `n` on where the caller's stream has joined the workers of that loop."""
-    if not isinstance(body[n], For) or n + 2 >= len(body) or not isinstance(body[n + 1], SetStream):
-        return n
-    return n + 2
+def _settled(body: tuple[Statement, ...]) -> list[bool]:
+    """For each place in the body, whether behind it the caller's stream is current and has joined all workers."""
+    settled: list[bool] = []
+    away = flying = False
+    for s in body:
+        inner = _kinds(s)
+        if isinstance(s, SetStream) or SetStream in inner:
+            away = not (isinstance(s, SetStream) and isinstance(s.stream, Ref))
+        if not away and inner == {Synchronize}:
+            flying = False
+        flying |= away and not inner <= {SetStream, Synchronize}
+        settled.append(not away and not flying)
+    return settled
+
+
+def _kinds(s: Statement) -> set[type[Statement]]:
+    """The kinds of statements that it is or holds."""
+    return {type(inner) for body in s.bodies for inner in body} or {type(s)}
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,21 @@ class Scope:
         x, out = s.x, s.out
         if seen := fronts(s, x.tensor, out.tensor):
             x, out = self.see(x, seen[0]), self.see(out, seen[1])
-        why = f"copy: {s.keyword()} moves dense buffers"
-        if x.name not in self.dense:
-            packed = self.scratch(f"{s.x.name}_packed", x.tensor, x)
-            self.body.append(Copy(out=packed, x=x, span=s.span, note=f"{why}, and {s.x} does not lie so"))
-            x = packed
+        x = self.packed(x, s)
         target = out if out.name in self.dense else self.scratch(f"{s.out.name}_packed", out.tensor, out)
         handle = Value(self.names.fresh(f"{s.out.name}_ready"), Kind.HANDLE, s.span)
         self.body += [replace(s, x=x, out=target, handle=handle), Wait(handle, span=s.span)]
         if target is not out:
-            self.body.append(Copy(out=out, x=target, span=s.span, note=f"{why}, and {s.out} does not lie so"))
+            self.body.append(Copy(out=out, x=target, span=s.span, note=_why(s, s.out)))
+
+    def packed(self, x: Value, s: Communication) -> Value:
+        """What a communication sends, seen as `x`, in one piece."""
+        if x.name in self.dense:
+            return x
+        dense = self.scratch(f"{s.x.name}_packed", x.tensor, x)
+        self.body.append(Copy(out=dense, x=x, span=s.span, note=_why(s, s.x)))
+        return dense
+
+
+def _why(s: Communication, operand: Value) -> str:
+    return f"copy: {s.keyword()} moves dense buffers, and {operand} does not lie so"

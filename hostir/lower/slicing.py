@@ -48,6 +48,12 @@ class Place:
         assert cut is not None
         return host.with_axes(cut if i == self.axis else a for i, a in enumerate(host.axes))
 
+    def blocks_outside(self, type: TensorType) -> Size:
+        """How many blocks of one rank's part lie outside the pieces, within their axis."""
+        cut = refine(type.host().axes[self.axis], self.outer, self.count, type.mesh)
+        assert cut is not None
+        return product([type.local_factor(f) for f in cut[0]])
+
 
 @dataclass
 class Group:

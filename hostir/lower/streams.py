@@ -26,7 +26,7 @@ class AssignStreams(Pass):
 
     def run(self, program: Program) -> Program:
         loops = [s for s in program.body if isinstance(s, For)]
-        if not loops:
+        if program.streams or not loops:  # a strategy may have streams of its own
             return program
         names = Names.of(program)
         user = Value(names.fresh("user"), Kind.STREAM)

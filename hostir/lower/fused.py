@@ -1,0 +1,186 @@
+"""Pass `fused`: each rank pushes its shard to all, and one matmul takes each block of rows as it comes.
+
+The schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et al.,
+2024), the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The copies are left to the copy engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hostir.ir import Program, Statement, TensorType, Value
+from hostir.ir.comm_ops import AllGather
+from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
+from hostir.ir.onesided_ops import AllocateSymmetric, Get, Put, Signal, WaitSignal
+from hostir.ir.op import Codec
+from hostir.ir.sizes import ONE, Size
+from hostir.ir.tensor_ops import Add, Linear, Matmul
+from hostir.ir.types import FLAG, Axis
+from hostir.ir.values import Bin, Expr, Lit, Ref
+from hostir.ir.view_ops import Permute, Shard, ViewOp
+from hostir.lower.gathers import (
+    Gathers,
+    block_axes,
+    first_matmul,
+    long_axes,
+    reads_rows,
+    torn,
+    wanted_otherwise,
+    with_block_axes,
+)
+from hostir.lower.host import Host
+from hostir.lower.passes import Pass
+from hostir.lower.peers import Peers, modulo
+from hostir.lower.sharding import result_of
+
+COPIER = Lit(0)  # the worker that copies
+THERE = Lit(1)  # the epoch of a block that is there
+
+
+@dataclass(frozen=True)
+class Fused(Pass):
+    """Copies to all peers instead of an allgather of rows, and a matmul that waits for each block of them."""
+
+    name = "fused"
+
+    def run(self, program: Program) -> Program:
+        why_not = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
+        gathers = Gathers.of(program).only(_in_blocks, why_not)
+        blocked, rows = with_block_axes(gathers.told(program, self.name), gathers.rows, _needs_block_axes)
+        host = Host(_matmuls_first(blocked, rows))
+        peers = Peers(host) if rows else None
+        flying: dict[str, Push] = {}  # by the gathered tensor: the copies that the caller's stream has not joined
+        for s in host.program.body:
+            if peers and s in rows:
+                flying[s.out.name] = Push(host, peers, s)
+                continue
+            pushes = [flying.pop(v.name) for v in s.values(Codec.READ, Codec.ALIAS) if v.name in flying]
+            if len(pushes) == 1 and isinstance(s, (Matmul, Linear)) and reads_rows(s, pushes[0].gather.out):
+                pushes[0].multiply(s)
+                continue
+            host.body += [Synchronize(COPIER)] if pushes else []
+            host.whole(s)
+        return host.finished(1 if rows else 0)
+
+
+def _in_blocks(s: AllGather) -> bool:
+    """Whether the rows of a rank are equal blocks one after another, with a piece of each rank's shard in each."""
+    outside = [block_axes(s)[0]] if _needs_block_axes(s) else [s.x.tensor.host().axes[j] for j in long_axes(s)]
+    return all(len(axis.factors) == 1 for axis in outside)
+
+
+def _needs_block_axes(s: AllGather) -> bool:
+    return torn(s) or len(long_axes(s)) > 1
+
+
+def _matmuls_first(program: Program, gathers: Sequence[AllGather]) -> Program:
+    """The statements in such an order that the first to need gathered rows is a matmul, which can wait for them."""
+    for gather in gathers:
+        matmul, body = first_matmul(program, gather), program.body
+        assert matmul
+        start, end = body.index(gather) + 1, body.index(matmul)
+        needed = {v.name for v in matmul.values(Codec.READ)}
+        for s in reversed(body[start:end]):
+            needed |= {v.name for v in s.values(Codec.READ, Codec.ALIAS)} if result_of(s).name in needed else set()
+        before = [s for s in body[start:end] if result_of(s).name in needed]
+        after = [s for s in body[start:end] if result_of(s).name not in needed]
+        program = program.with_body([*body[:start], *before, matmul, *after, *body[end + 1 :]])
+    return program
+
+
+class Push:
+    """One allgather: the copies of the own shard to all ranks, and the matmul that waits for the copies of all."""
+
+    def __init__(self, host: Host, peers: Peers, gather: AllGather) -> None:
+        self.host, self.peers, self.gather = host, peers, gather
+        self.ranks = gather.mesh.size(gather.over)
+        self.place = peers.place(gather)
+        self.axis = next(iter(long_axes(gather)), None)  # where a rank's rows fall into blocks with a shard in each
+        self.blocks = ONE if self.axis is None else gather.x.tensor.local_shape[self.axis]
+        x = host.packed(host.values[gather.x.name], gather)
+        self.full, self.whole = self.buffers()
+        count = Axis.of(self.blocks * self.ranks)
+        flags = TensorType(FLAG, (count,), gather.mesh)
+        self.flags = Value(host.names.fresh(f"{gather.out.name}_there"), flags, gather.span)
+        host.body.append(AllocateSymmetric(self.flags, span=gather.span))
+        self.copies(x)
+
+    def buffers(self) -> tuple[Value, Value | None]:
+        """The symmetric buffer that all ranks fill; and where the rows are wanted whole, one for a copy of it.
+
+        What is wanted by others than the matmul must stay as it is when the next call's copies come.
+        """
+        s, host = self.gather, self.host
+        whole = host.destination(s.out) if wanted_otherwise(host.program, s.out) else None
+        name = host.names.fresh(f"{s.out.name}_shared") if whole else s.out.name
+        full = Value(name, s.out.tensor.host(), s.span)
+        host.values.setdefault(s.out.name, full)
+        host.body.append(AllocateSymmetric(full, span=s.span))
+        return full, whole
+
+    def copies(self, x: Value) -> None:
+        """On a worker: the own shard to the own buffer, then to each peer's, just before its matmul comes to it."""
+        s, body = self.gather, self.host.body
+        block, turn = self.peers.index("s"), self.peers.index("i")
+        views, shard, rows = self.views(x, block)
+        slot = self.place if self.axis is None else Bin("+", Bin("*", block, Lit(self.ranks)), self.place)
+
+        def push(to: Expr, note: str) -> list[Statement]:
+            copy = Put(shard, rows, to, s.over, span=s.span, note=note)
+            return [copy, Signal(self.flags, slot, THERE, to, s.over, span=s.span)]
+
+        def each(done: Iterable[Statement]) -> list[Statement]:
+            return [*done] if self.axis is None else [For(block.value, self.blocks, (*views, *done), span=s.span)]
+
+        before = modulo(Bin("+", self.place, Bin("-", Lit(self.ranks - 1), turn)), self.ranks)
+        theirs = push(before, "to the rank that multiplies these rows next")
+        body += [SetStream(COPIER), Synchronize(self.peers.user), *(views if self.axis is None else ())]
+        body += each(push(self.place, "the matmul begins with these rows"))
+        body += self.peers.past(s, self.full)
+        body += each([For(turn.value, Size(self.ranks - 1), tuple(theirs), span=s.span)])
+        if self.whole:
+            body.append(For(turn.value, self.blocks * self.ranks, (WaitSignal(self.flags, turn, THERE),)))
+            note = f"{self.whole} is wanted whole"
+            body.append(Get(self.full, self.whole, self.place, s.over, span=s.span, note=note))
+        body.append(SetStream(self.peers.user))
+
+    def views(self, x: Value, block: Ref) -> tuple[list[ViewOp], Value, Value]:
+        """The own shard and its place in the buffer: of one block of the rows, where a shard lies in several."""
+        views: list[ViewOp] = []
+        full, span = self.full, self.gather.span
+        if self.axis is not None:
+            x, full = (self.one_of(v, block, views) for v in (x, full))
+        mine = Value(self.host.names.fresh("mine"), x.tensor, span)
+        views.append(Shard(full, mine, span=span))
+        return views, x, mine
+
+    def one_of(self, value: Value, block: Ref, views: list[ViewOp]) -> Value:
+        """A view of one block of the rows, added to `views`."""
+        axes, k = value.tensor.axes, self.axis
+        assert k is not None
+        name = self.host.names.fresh(f"{value.name}_{block.value.name}")
+        if axes[k].marks:
+            rest = Axis(tuple(replace(f, extent=f.extent / self.blocks) for f in axes[k].factors))
+            out = Value(name, value.tensor.with_axes(rest if i == k else a for i, a in enumerate(axes)), value.span)
+            views.append(Chunk(value, out, block, self.blocks, k, span=self.gather.span))
+        else:
+            out = Value(name, value.tensor.with_axes(a for i, a in enumerate(axes) if i != k), value.span)
+            views.append(Select(value, out, block, k, span=self.gather.span))
+        return out
+
+    def multiply(self, s: Matmul | Linear) -> None:
+        """The matmul that waits for the blocks: the copies have ended behind it, and others find the rows there."""
+        host = self.host
+        out, values = host.destination(s.out), host.values
+        right, bias = (s.b, None) if isinstance(s, Matmul) else (s.weight, s.bias)
+        b = values[right.name]
+        if isinstance(s, Linear):
+            turned = Value(host.names.fresh(f"{b.name}_t"), b.tensor.with_axes(reversed(b.tensor.axes)), s.span)
+            b = host.view(Permute(b, turned, (1, 0), span=s.span))
+        product = host.scratch(f"{out.name}_product", out.tensor, out) if bias else out
+        note = "own rows first, each other block when it is there"
+        host.body.append(Matmul(product, self.full, b, self.flags, THERE, self.place, span=s.span, note=note))
+        if bias:
+            host.body.append(Add(out=out, x=product, y=values[bias.name], span=s.span))
+        host.body.append(Synchronize(COPIER))

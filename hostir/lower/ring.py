@@ -1,0 +1,205 @@
+"""Pass `ring`: each rank pulls its peers' shards one after another, and multiplies each while the next one comes.
+
+The schedule is that of the pipelined all-gather of torch's asynchronous tensor parallelism
+(`torch.distributed._symmetric_memory`): copies over symmetric memory instead of a collective, the own shard first, and
+each rank beginning with another peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from hostir.ir import Program, Statement, TensorType, Value
+from hostir.ir.comm_ops import AllGather
+from hostir.ir.host_ops import Chunk, For, SetStream, Synchronize
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put
+from hostir.ir.op import Codec
+from hostir.ir.sizes import Size
+from hostir.ir.tensor_ops import Copy, TensorOp
+from hostir.ir.values import Bin, Expr, Lit
+from hostir.lower.gathers import Gathers, reads_rows, shard_place, torn, with_block_axes
+from hostir.lower.host import Host
+from hostir.lower.interleave import schedule
+from hostir.lower.passes import Pass
+from hostir.lower.peers import Peers, modulo
+from hostir.lower.sharding import result_of
+from hostir.lower.slicing import Group, operand_places, result_place, why_not
+
+FIRST = Lit(0)  # the worker on which the shards are made ready, before it takes its turns
+
+
+@dataclass(frozen=True)
+class Ring(Pass):
+    """Copies from one peer after another instead of an allgather of rows, each copy followed by its matmuls."""
+
+    name = "ring"
+    streams: int = 4
+
+    def run(self, program: Program) -> Program:
+        gathers = Gathers.of(program)
+        in_turn = _in_turn(program, gathers.rows)
+        gathers = gathers.only(in_turn.__contains__, "each matmul of these rows needs what a later allgather brings")
+        blocked, rows = with_block_axes(gathers.told(program, self.name), gathers.rows, torn)
+        groups = _groups(blocked, rows)
+        host = Host(blocked)
+        peers = Peers(host) if groups else None
+        for step in schedule(blocked.body, groups):
+            if isinstance(step, Group) and peers:
+                Turns(host, peers, step).build(self.streams)
+            elif isinstance(step, Statement):
+                host.whole(step)
+        return host.finished(max((_pool(s, self.streams) for s in rows), default=0))
+
+
+def _pool(s: AllGather, streams: int) -> int:
+    """No more streams than peers."""
+    return min(streams, s.mesh.size(s.over) - 1)
+
+
+# What a turn computes ---------------------------------------------------------------------------------------------
+def _groups(program: Program, gathers: Sequence[AllGather]) -> list[Group]:
+    """For each allgather, the computations that can run on the rows of one shard."""
+    after = _after(program, gathers)
+    groups: list[Group] = []
+    taken: set[str] = set()
+    for n, gather in enumerate(gathers):
+        group = Group([gather], {gather.out.name: shard_place(gather)})
+        made = {gather.out.name}
+        late = {name for name, latest in after.items() if latest >= n}
+        for s in program.body:
+            name = result_of(s).name
+            if isinstance(s, TensorOp) and name not in taken and _joins(s, group, made, late - made):
+                group.statements.append(s)
+                made.add(name)
+        taken |= made
+        groups.append(group)
+    return groups
+
+
+def _in_turn(program: Program, gathers: Sequence[AllGather]) -> list[AllGather]:
+    """The allgathers with a matmul that needs no later one."""
+    after = _after(program, gathers)
+    return [
+        s
+        for n, s in enumerate(gathers)
+        if any(
+            reads_rows(user, s.out) and all(after.get(v.name, -1) < n for v in user.values(Codec.READ) if v != s.out)
+            for user in program.body
+        )
+    ]
+
+
+def _after(program: Program, gathers: Sequence[AllGather]) -> dict[str, int]:
+    """For each value, the last of the allgathers that it depends on; -1 where there is none."""
+    after: dict[str, int] = {}
+    number = {s.out.name: n for n, s in enumerate(gathers)}
+    for s in program.body:
+        name = result_of(s).name
+        reads = (after.get(v.name, -1) for v in s.values(Codec.READ, Codec.ALIAS))
+        after[name] = max([number.get(name, -1), *reads])
+    return after
+
+
+def _joins(s: TensorOp, group: Group, made: Collection[str], late: Collection[str]) -> bool:
+    """Whether a computation can run shard by shard on what the group makes; its places are then known.
+
+    What else it reads must not depend on this or a later allgather: groups run in the order of their allgathers.
+    """
+    source = next((v for v in s.operands if v.name in made), None)
+    place = result_place(s, source, group.places[source.name]) if source else None
+    if place is None or any(v.name in late for v in s.operands):
+        return False
+    places = operand_places(s, place)
+    whole = any(v.name in made and v.name not in places for v in s.operands)
+    if whole or why_not(s, place, places) or any(group.places.get(n, p) != p for n, p in places.items()):
+        return False
+    sliced = [(s.out, place), *((v, places[v.name]) for v in s.operands if v.name in places)]
+    if not all(at.blocks_outside(v.tensor).is_one for v, at in sliced):
+        return False
+    group.places |= {**places, s.out.name: place}
+    return True
+
+
+# The turns --------------------------------------------------------------------------------------------------------
+class Turns:
+    """One allgather and what is computed from it, at the top level of a host program."""
+
+    def __init__(self, host: Host, peers: Peers, group: Group) -> None:
+        gather = group.statements[0]
+        assert isinstance(gather, AllGather)
+        self.host, self.peers, self.group, self.gather = host, peers, group, gather
+        self.ranks = gather.mesh.size(gather.over)
+        self.computations = group.statements[1:]
+        self.made = {result_of(s).name for s in self.computations}
+
+    def build(self, streams: int) -> None:
+        """The own shard goes where peers can read it; then a turn for it, and one for each of theirs."""
+        s, body = self.gather, self.host.body
+        pool = _pool(s, streams)
+        self.peers.place(s)
+        for each in self.group.statements:
+            self.host.destination(result_of(each))
+        shared = self.share()
+        worker = self.peers.index("s")
+        body += [SetStream(FIRST), Synchronize(self.peers.user)]
+        body.append(Barrier(shared, s.over, span=s.span, note=f"all ranks have their shards in {shared}"))
+        if pool > 1:
+            fork = (SetStream(Bin("+", worker, Lit(1))), Synchronize(FIRST))
+            body.append(For(worker.value, Size(pool - 1), fork))
+        body.append(SetStream(self.peers.user))
+        body += self.own(shared)
+        turn = self.peers.index("i")
+        theirs = (SetStream(modulo(turn, pool)), *self.theirs(shared, turn))
+        body.append(For(turn.value, Size(self.ranks - 1), theirs, span=s.span))
+        body.append(SetStream(self.peers.user))
+        body.append(For(worker.value, Size(pool), (Synchronize(worker),)))
+
+    def share(self) -> Value:
+        """A symmetric buffer with the own shard."""
+        s, names = self.gather, self.host.names
+        x = self.host.packed(self.host.values[s.x.name], s)
+        shared = Value(names.fresh(f"{s.x.name}_shared"), self.piece_type(s.out), s.span)
+        place = self.peers.place(s)
+        self.host.body.append(AllocateSymmetric(shared, span=s.span))
+        self.host.body += self.peers.past(s, shared)
+        self.host.body.append(Put(x, shared, place, s.over, span=s.span))
+        return shared
+
+    def own(self, shared: Value) -> list[Statement]:
+        """The turn of the own shard."""
+        place = self.peers.place(self.gather)
+        done = self.turn(place, "own", shared)
+        if self.host.used_outside(self.gather.out, self.made):
+            part = self.piece(self.gather.out, place, "own")
+            done += [part, Copy(out=part.out, x=shared, span=part.span, note=f"copy: {part.x} is wanted whole")]
+        return done
+
+    def theirs(self, shared: Value, turn: Expr) -> list[Statement]:
+        """The turn of a peer's shard; in each round every rank pulls from another peer."""
+        s = self.gather
+        peer = modulo(Bin("+", self.peers.place(s), Bin("+", turn, Lit(1))), self.ranks)
+        rows = self.piece(s.out, peer, "i")
+        get = Get(shared, rows.out, peer, s.over, span=s.span)
+        return [rows, get, *self.turn(peer, "i", rows.out)]
+
+    def turn(self, index: Expr, suffix: str, rows: Value) -> list[Statement]:
+        """The computations on the rows of the shard at a place."""
+        pieces = {self.gather.out.name: rows}
+        done: list[Statement] = []
+        for s in self.computations:
+            for v in s.values(Codec.READ, Codec.WRITE):
+                if v.name in self.group.places and v.name not in pieces:
+                    done.append(piece := self.piece(v, index, suffix))
+                    pieces[v.name] = piece.out
+            done.append(s.rename({**self.host.values, **pieces}))
+        return done
+
+    def piece(self, value: Value, index: Expr, suffix: str) -> Chunk:
+        """The rows of the shard at a place, in a tensor that has the rows of all."""
+        at = self.group.places[value.name]
+        out = Value(self.host.names.fresh(f"{value.name}_{suffix}"), self.piece_type(value), value.span)
+        return Chunk(self.host.values[value.name], out, index, at.count, at.axis, span=value.span)
+
+    def piece_type(self, value: Value) -> TensorType:
+        return replace(self.group.places[value.name], keep=True).slice(value.tensor)

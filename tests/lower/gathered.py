@@ -1,0 +1,101 @@
+"""Random fusions in which matmuls read gathered rows: how the rows lie, what they meet, and who else reads them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from math import prod
+from random import Random
+
+import hostir as hi
+from hostir.ir import Program
+
+LINE = {  # how x lies over D ranks, and how it is gathered
+    "[D@tp, 2, 4]": "[D, 2, 4]",
+    "[3*D@tp, 4]": "[3*D, 4]",
+    "[3, D@tp, 2, 4]": "[3, D, 2, 4]",
+    "[2, 3*D@tp, 4]": "[2, 3*D, 4]",
+    "[2, 3, D@tp, 4]": "[2, 3, D, 4]",
+    "[(2 3*D@tp), 4]": "[6*D, 4]",
+    "[2, (3 2*D@tp), 4]": "[2, 6*D, 4]",
+}
+GRID = {  # the same on a mesh of 2 x D
+    "[2@dp, 3, D@tp, 2, 4]": "[2@dp, 3, D, 2, 4]",
+    "[4@dp, D@tp, 2, 4]": "[4@dp, D, 2, 4]",
+    "[(2@dp 3*D@tp), 4]": "[6*D@dp, 4]",
+    "[(D@tp 4@dp), 4]": "[(D 4@dp), 4]",
+    "[3, 2@dp, D@tp, 4]": "[3, 2@dp, D, 4]",
+    "[3, 4@dp, D@tp, 4]": "[3, 4@dp, D, 4]",
+    "[(3 4@dp), D@tp, 4]": "[(3 4@dp), D, 4]",
+}
+
+
+@dataclass
+class Text:
+    """A fusion while it is drawn; results whose shape alone is given lie where their computation leaves them."""
+
+    random: Random
+    inputs: list[str] = field(default_factory=list)
+    body: list[str] = field(default_factory=list)
+
+    def input(self, type: str) -> str:
+        self.inputs.append(f"%in{len(self.inputs)}: f32{type}")
+        return f"%in{len(self.inputs) - 1}"
+
+    def add(self, shape: list[int] | str, statement: str) -> str:
+        type = shape if isinstance(shape, str) else f"{shape} auto"
+        self.body.append(f"  %v{len(self.body)}: f32{type} = {statement}")
+        return f"%v{len(self.body) - 1}"
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def multiplied(self, full: str, rows: list[int], columns: int) -> str:
+        over = self.random.choice(["", "@tp"])
+        shape = [*rows, columns]
+        if self.chance(0.5):
+            return self.add(shape, f"matmul {full}, {self.input(f'[4, {columns}{over}]')}")
+        bias = f", {self.input(f'[{columns}{over}]')}" if self.chance(0.5) else ""
+        return self.add(shape, f"linear {full}, {self.input(f'[{columns}{over}, 4]')}{bias}")
+
+
+def gathered(ranks: int, seed: int) -> Program:
+    """An allgather of rows over `ranks` ranks, on a mesh with another axis or none, and what may be made of them."""
+    text = Text(Random(seed))
+    grid, columns = text.chance(0.4), 2 * ranks
+    lies, whole = (_counted(t, ranks) for t in text.random.choice([*(GRID if grid else LINE).items()]))
+    *rows, _ = _shape(whole)
+    x = text.input(lies)
+    if text.chance(0.3):
+        x = text.add(lies, f"relu {x}")
+    text.body.append(f"  %full: f32{whole} = allgather {x} over tp")
+    outputs = [text.add([*rows, 4], "relu %full")] if text.chance(0.15) else []
+    outputs += [text.multiplied("%full", rows, columns) for _ in range(text.random.choice([1, 1, 2, 3]))]
+    if text.chance(0.4):
+        outputs[-1] = text.add([*rows, columns], f"gelu {outputs[-1]}")
+    if text.chance(0.3):
+        outputs[-1] = text.add([*rows, columns], f"add {outputs[-1]}, {text.input(str([*rows, columns]))}")
+    if text.chance(0.3):
+        outputs.append("%full")
+    if text.chance(0.3):
+        outputs.append(text.add([*rows, 6], f"matmul {outputs[0]}, {text.input(f'[{_last(text, outputs[0])}, 6]')}"))
+    meshes = f"[dp, tp] = {_row(0, ranks)} {_row(ranks, ranks)}" if grid else f"[tp] = {_row(0, ranks)[1:-1]}"
+    head = f"hostir 1\nmesh @mesh {meshes}\nfusion @gathered({', '.join(text.inputs)}) -> ({', '.join(outputs)}) {{"
+    return hi.parse("\n".join([head, *text.body, "}\n"]))
+
+
+def _last(text: Text, value: str) -> int:
+    line = next(line for line in text.body if line.startswith(f"  {value}:"))
+    return _shape(re.findall(r"\[.*?\]", line)[0])[-1]
+
+
+def _row(first: int, ranks: int) -> str:
+    return f"({' '.join(map(str, range(first, first + ranks)))})"
+
+
+def _counted(type: str, ranks: int) -> str:
+    return re.sub(r"(?:(\d+)\*)?D", lambda m: str(int(m[1] or 1) * ranks), type)
+
+
+def _shape(type: str) -> list[int]:
+    return [prod(map(int, re.findall(r"(?<!@)\b\d+", axis))) for axis in type.strip("[]").split(", ")]

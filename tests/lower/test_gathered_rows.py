@@ -1,0 +1,222 @@
+"""`ring` and `fused`: right under every schedule, over calls, with nothing that could be left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+import hostir as hi
+from examples import patterns
+from examples.ag_matmul import ag_matmul
+from hostir.ir import HostIRError, Program, Statement
+from hostir.ir.comm_ops import Communication
+from hostir.ir.host_ops import For, Synchronize
+from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
+from hostir.ir.tensor_ops import Matmul, TensorOp
+from hostir.runtime.compare import compare
+from hostir.runtime.local import run_whole
+from hostir.runtime.reference import reference
+from hostir.runtime.sharding import random_inputs
+from tests.lower.gathered import gathered
+from tests.mutation import convicted
+
+Pattern = Callable[..., hi.Fusion]
+GATHERED = [patterns.allgather_matmul, patterns.allgather_matmul_rows, patterns.allgather_matmul_kept]
+GATHERED += [patterns.column_parallel, patterns.gate_up, patterns.mlp, patterns.mlp_2d]
+every_pattern = pytest.mark.parametrize("pattern", GATHERED, ids=lambda p: p.__name__)
+every_strategy = pytest.mark.parametrize("strategy", ["ring", "fused"])
+
+
+def hold(fusion: Program, program: Program, seeds: range, **sizes: int) -> None:
+    """The program reads back, checks, and gives the unsharded result under these schedules."""
+    assert hi.parse(str(program)) == program
+    assert hi.check(program) == []
+    inputs = random_inputs(fusion, sizes, seed=seeds.start + 1)
+    plain, exact = reference(fusion, inputs, sizes, None), reference(fusion, inputs, sizes)
+    for seed in seeds:
+        for found in compare(program, run_whole(program, inputs, sizes, seed=seed), plain, exact):
+            assert found.good, f"seed {seed}: {found}\n{fusion}\n{program}"
+
+
+def one_sided(program: Program) -> list[Statement]:
+    return [s for s in program.walk() if isinstance(s, (Get, Put))]
+
+
+@every_pattern
+@every_strategy
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_pattern_gives_the_unsharded_result_in_two_calls_whatever_the_schedule(
+    pattern: Pattern, strategy: str, ranks: int
+) -> None:
+    fusion = pattern(ranks=ranks, S=2, M=32, K=16).program()
+    program = hi.lower(fusion, strategy)
+    assert one_sided(program) or (pattern is patterns.mlp_2d and ranks == 2)
+    hold(fusion, program, range(3))
+    assert convicted(program, 4) == ""
+
+
+@every_strategy
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_random_fusions_of_gathered_rows_give_the_unsharded_result(strategy: str, ranks: int) -> None:
+    covered = 0
+    for seed in range(20):
+        fusion = gathered(ranks, seed)
+        try:
+            program = hi.lower(fusion, strategy, streams=1 + seed % 3)
+        except HostIRError as refused:
+            if "lie over several axes of the mesh" not in str(refused):
+                raise
+            continue
+        covered += 1
+        assert one_sided(program)
+        assert strategy == "ring" or sum(isinstance(s, Matmul) and s.ready is not None for s in program.walk()) == 1
+        hold(fusion, program, range(seed, seed + 2))
+    assert covered > 14
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@every_strategy
+def test_one_program_serves_every_size_bound_at_run_time(strategy: str, ranks: int) -> None:
+    with hi.Fusion("symbolic") as fusion:
+        x = hi.tensor("x", ["S", ranks, "M", "K"], "f32")
+        w = hi.tensor("w", ["K", "N"], "f32")
+        fusion.output(hi.gelu(x @ w))
+    mesh = hi.DeviceMesh(range(ranks))
+    x.shard(1, mesh)
+    w.shard(1, mesh)
+    program = hi.lower(fusion, strategy)
+    assert one_sided(program)
+    for slices, rows, inner in ((1, 3, 5), (3, 2, 1), (2, 1, 8)):
+        hold(fusion.program(), program, range(2), S=slices, M=rows, K=inner, N=4 * ranks)
+
+
+# Edges that they cannot do without --------------------------------------------------------------------------------
+def without_each(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, tuple[Statement, ...]]]:
+    """Every body with one statement left out that orders or moves something."""
+    for n, s in enumerate(body):
+        if isinstance(s, (Signal, WaitSignal, Barrier, Synchronize, Get, Put)):
+            yield s, (*body[:n], *body[n + 1 :])
+        if isinstance(s, For):
+            for missing, inner in without_each(s.body):
+                yield missing, (*body[:n], replace(s, body=inner), *body[n + 1 :])
+
+
+@every_strategy
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "pattern", [patterns.allgather_matmul, patterns.allgather_matmul_kept, patterns.gate_up], ids=lambda p: p.__name__
+)
+def test_the_checker_reports_whatever_is_left_out(pattern: Pattern, strategy: str, ranks: int) -> None:
+    program = hi.lower(pattern(ranks=ranks, S=2, M=8 * ranks, K=4), strategy, streams=2)
+    kinds = set()
+    for missing, body in without_each(program.body):
+        kinds.add(type(missing))
+        found = [f for f in hi.check(program.with_body(body)) if f.level == "error"]
+        assert found, f"'{missing.keyword()}' was left out unnoticed"
+    assert {Barrier, Put, Synchronize} | ({Get} if strategy == "ring" else {Signal}) <= kinds
+
+
+def two_gathers(ranks: int) -> Program:
+    """Two allgathers over the same ranks, the second of what came of the first."""
+    rows = f"{ranks}@didx, 2, 4"
+    whole = rows.replace("@didx", "")
+    return hi.parse(f"""hostir 1
+mesh @mesh [didx] = {" ".join(map(str, range(ranks)))}
+fusion @two_gathers(%x: f32[{rows}], %w: f32[4, 4]) -> (%y) {{
+  %full: f32[{whole}] = allgather %x over didx
+  %h: f32[{whole}] = matmul %full, %w
+  %part: f32[{rows}] = shard %h
+  %again: f32[{whole}] = allgather %part over didx
+  %y: f32[{whole}] auto = matmul %again, %w
+}}
+""")
+
+
+@every_strategy
+def test_two_gathers_over_the_same_ranks_share_the_barrier_behind_the_call_before(strategy: str) -> None:
+    fusion = two_gathers(4)
+    program = hi.lower(fusion, strategy)
+    assert sum(isinstance(s, Barrier) for s in program.walk()) == (3 if strategy == "ring" else 1)
+    hold(fusion, program, range(3))
+    assert convicted(program, 4) == ""
+
+
+def test_a_matmul_that_can_wait_goes_before_what_needs_all_rows() -> None:
+    text = """hostir 1
+mesh @mesh [didx] = 0 1
+fusion @rows(%x: f32[4@didx, 4], %w: f32[4, 4]) -> (%y, %c) {
+  %full: f32[4, 4] = allgather %x over didx
+  %y: f32[4, 4] auto = relu %full
+  %v: f32[4, 4] auto = gelu %w
+  %c: f32[4, 4] auto = matmul %full, %v
+}
+"""
+    program = hi.lower(hi.parse(text), "fused")
+    assert [s.keyword() for s in program.walk() if isinstance(s, TensorOp)] == ["gelu", "matmul", "relu"]
+    hold(hi.parse(text), program, range(3))
+
+
+# What they leave, and what they refuse ----------------------------------------------------------------------------
+@every_strategy
+def test_ranks_that_are_alone_have_a_plain_matmul(strategy: str) -> None:
+    program = hi.lower(patterns.allgather_matmul(ranks=1), strategy)
+    assert [s.keyword() for s in program.walk()] == ["allocate", "matmul"]
+    assert program.streams == 0
+
+
+@every_strategy
+def test_what_stays_whole_says_why(strategy: str) -> None:
+    program = hi.lower(patterns.mlp(), strategy)
+    (left,) = [s for s in program.walk() if isinstance(s, Communication)]
+    assert left.keyword() == "reduce_scatter"
+    assert left.note == "whole: it is no allgather of rows"
+
+
+@every_strategy
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        (patterns.matmul_allgather, "no matmul has %c as its left side"),
+        (patterns.weight_gathered, "no matmul has %b_full as its left side"),
+        (patterns.row_parallel, "cannot overlap allreduce with a matmul: it is no allgather of rows"),
+        (patterns.sendrecv, "cannot overlap sendrecv with a matmul: it is no allgather of rows"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_fusion_that_gathers_no_rows_is_refused_at_the_users_line(pattern: Pattern, strategy: str, why: str) -> None:
+    with pytest.raises(HostIRError) as refused:
+        hi.lower(pattern(), strategy)
+    (found,) = refused.value.diagnostics
+    assert f"'{strategy}'" in found.message
+    assert why in found.message
+    assert found.span
+    assert found.span.file.endswith("patterns.py")
+    assert "'pipeline'" in found.hint
+
+
+@every_strategy
+def test_a_gather_of_the_contracted_axis_is_refused(strategy: str) -> None:
+    with hi.Fusion("inner") as fusion:
+        a, b = hi.tensor("a", [8, 16], "f32"), hi.tensor("b", [16, 8], "f32")
+        full = hi.reshard(a)
+        fusion.output(full @ b)
+    mesh = hi.DeviceMesh(range(2))
+    a.shard(1, mesh)
+    full.set_device_mesh(mesh)
+    with pytest.raises(HostIRError, match="it gathers the axis that the matmul sums over"):
+        hi.lower(fusion, strategy)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 5])
+def test_the_ring_uses_no_more_streams_than_there_are_peers(streams: int) -> None:
+    assert hi.lower(patterns.allgather_matmul(ranks=4), "ring", streams).streams == min(streams, 3)
+    assert hi.lower(patterns.allgather_matmul(ranks=4), "fused", streams).streams == 1
+
+
+@every_strategy
+def test_the_program_of_eight_ranks_is_one_program_on_a_page(strategy: str) -> None:
+    program = hi.lower(ag_matmul(8), strategy)
+    assert str(program).count("\n") < 40
+    assert program.ranks == 8
