@@ -26,6 +26,13 @@ from tests.mutants import Mutant, mutants
 
 ONESIDED = Path(__file__).parent / "cases" / "onesided"
 CALLS = 2
+GATHERED = (  # rows that peers send one another by copies
+    patterns.allgather_matmul,
+    patterns.allgather_matmul_kept,
+    patterns.column_parallel,
+    patterns.gate_up,
+    patterns.mlp,
+)
 
 
 # Programs that are right ------------------------------------------------------------------------------------------
@@ -42,6 +49,9 @@ def _lowered() -> Iterator[Program]:
             yield hi.lower(fusion, "sequential")
             yield from (hi.lower(fusion, "pipeline", streams) for streams in range(1, slices + 1))
     yield from (hi.lower(tiny(patterns.mlp, 2, 4), "pipeline", streams) for streams in (3, 4))
+    for pattern in GATHERED:
+        for ranks, slices in ((2, 1), (2, 2), (4, 1)):
+            yield from (hi.lower(tiny(pattern, ranks, slices), strategy) for strategy in ("ring", "fused"))
 
 
 def _examples() -> Iterator[Program]:

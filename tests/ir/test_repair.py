@@ -55,7 +55,8 @@ NOT_ABOUT_ORDER = {
     "handle_waited_twice": "waited for twice",
     "kernel_keeps_its_producer_out": "holds all SMs",
     "read_of_what_nobody_wrote": "nobody has written",
-    "signal_sent_twice": "sent twice",
+    "signal_of_two_ranks": "two ranks send",
+    "signal_sent_twice": "sent again",
     "used_after_free": "after it was freed",
 }
 

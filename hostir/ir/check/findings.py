@@ -28,7 +28,11 @@ TROUBLES = {  # what is wrong and what to do, with room for the detail
         "nobody sends the signal that is waited for: epoch {} of this flag",
         "send it in the same call, to this rank and this flag",
     ),
-    "sent twice": ("epoch {} of one flag is sent twice", "give each signal an epoch of its own"),
+    "sent twice": ("two ranks send epoch {} of one flag", "a flag for each of them, or epochs that rise"),
+    "sent again": (
+        "epoch {} of one flag is sent again: no wait tells the second signal from the first",
+        "give each signal an epoch of its own, or send it once",
+    ),
     "stale epoch": ("a stale epoch: {} of one flag", "epochs of a flag rise"),
     "flag shared": (
         "one flag is shared: nothing orders the signals of epochs {}",
@@ -132,10 +136,11 @@ class Words:
         events = [event for event in t.events if event is not None]
         message, hint = (text.format(t.detail) for text in TROUBLES[t.kind])
         first = t.kind in ("deadlock", "SMs held")  # what comes first is what stands in the way
+        level = "warning" if t.kind == "sent again" else "error"
         found = self.finding(t.kind, message, events, None, hint=hint, at=events[0] if first else None)
         missing = [n for n, event in enumerate(t.events) if event is None]
         lost = [(None, f"rank {t.detail.split()[n]} has none here") for n in missing] if t.detail else []
-        return replace(found, notes=(*found.notes, *lost))
+        return replace(found, notes=(*found.notes, *lost), level=level)
 
     # Words ------------------------------------------------------------------------------------------------------------
     def finding(

@@ -121,7 +121,7 @@ class Order:
     def enough(self, wait: Flag) -> list[Flag]:
         """The signals of a flag that end a wait, in the order of their epochs."""
         same = [f for f in self.sent.get(wait.place, ()) if f.epoch >= wait.epoch and f.epoch[0] == wait.epoch[0]]
-        return sorted(same, key=lambda f: f.epoch)
+        return sorted(same, key=lambda f: (f.epoch, f.event.rank, f.event.number))
 
     # Clocks -----------------------------------------------------------------------------------------------------------
     def run(self, visit: Callable[[Event, Clock], None]) -> list[Event]:

@@ -51,12 +51,14 @@ def _place(event: Event) -> tuple[int, int, int, int]:
 def flags_out_of_order(order: Order) -> Iterator[Trouble]:
     """Signals of one flag that do not come one after another with rising epochs."""
     for sent in order.sent.values():
-        flags = sorted(sent, key=lambda f: f.epoch)
+        flags = sorted(sent, key=lambda f: (f.epoch, f.event.rank, f.event.number))
         for lower, higher in pairwise(f for f in flags if f.event in order.clocks):  # a deadlock cuts the rest off
             events: list[Event | None] = [lower.event, higher.event]
             first, second = _epochs(lower, higher)
-            if lower.epoch == higher.epoch:
-                yield Trouble("sent twice", events, f"{lower.epoch[1]}")
+            if lower.epoch == higher.epoch and lower.event.rank != higher.event.rank:
+                yield Trouble("sent twice", events, first)
+            elif lower.epoch == higher.epoch and _before(order, lower.event, higher.event):
+                yield Trouble("sent again", events, first)
             elif _before(order, higher.event, lower.event):
                 yield Trouble("stale epoch", [higher.event, lower.event], f"{first} after {second}")
             elif not _before(order, lower.event, higher.event):
