@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,19 +18,43 @@ from hostir.ir.machine import Ready
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.lanes import AbandonedError, Lane, Waits
-from hostir.runtime.plan import EPOCHS, Barrier, Compute, Copy, Op, Signal, Step, WaitSignal, flag_value
-
-if TYPE_CHECKING:
-    from hostir.runtime.gloo import GlooPlan
+from hostir.runtime.plan import EPOCHS, Barrier, Compute, Copy, Op, Recording, Signal, Step, WaitSignal, flag_value
+from hostir.runtime.symmetric import SharedMemory, SymmetricMemory
 
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a flag
 Flags = Any  # a row of flags as numpy sees it: an element is one load or store
 
 
+class Machine(Protocol):
+    """What the operations need of a machine: which call it is in, and the memory that ranks share."""
+
+    calls: int
+    symmetric: SymmetricMemory
+
+
+class Plan(Protocol):
+    """What they need of the plan that they belong to."""
+
+    recording: Recording
+    registers: list[Any]
+    memory: SharedMemory | None
+    problem: tuple[Op, BaseException] | None
+
+    @property
+    def machine(self) -> Machine:
+        """Where it runs."""
+
+    def timed(self, op: Op, step: Step) -> Step:
+        """The step, with its time in the trace if there is one."""
+
+    def bracket(self, op: Op) -> tuple[Step, Step]:
+        """Steps that begin and end a bar in the trace."""
+
+
 class OneSided:
     """Deals the one-sided operations of a plan to the lanes of its streams."""
 
-    def __init__(self, plan: GlooPlan) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.machine = plan.machine
         self.turn = plan.machine.symmetric.turn
