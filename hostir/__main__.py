@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         return {"lower": _lower, "check": _check, "run": _run, "ops": _ops}[options.command](options)
     except HostIRError as wrong:
-        findings = all(hasattr(found, "kind") for found in wrong.diagnostics)
+        findings = all(found.kind for found in wrong.diagnostics)
         if not findings or os.environ.get("RANK", "0") == "0":  # all ranks find the same
             sys.stderr.write(f"{wrong}\n")  # in one piece, as several ranks may be writing
         for note in getattr(wrong, "__notes__", ()):

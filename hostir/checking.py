@@ -150,15 +150,14 @@ def print_json(program: str | None, findings: Sequence[Diagnostic], sizes: Mappi
 
 def as_json(found: Diagnostic) -> dict[str, object]:
     """A finding as tools read it."""
-    kind, times = (found.kind, found.times) if isinstance(found, Finding) else ("structure", 1)
     return {
         "level": found.level,
-        "kind": kind,
+        "kind": found.kind or "structure",
         "message": found.message,
         "where": _place(found.span),
         "expected": found.expected,
         "hint": found.hint,
-        "times": times,
+        "times": found.times if isinstance(found, Finding) else 1,
         "notes": [{"where": _place(span), "text": text} for span, text in found.notes],
     }
 

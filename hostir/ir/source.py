@@ -77,7 +77,10 @@ def from_here(file: str) -> str:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One finding: what is wrong, where, what was expected, and what to do about it."""
+    """One finding: what is wrong, where, what was expected, and what to do about it.
+
+    `kind` names what the checker found out about orders, memory and ranks; it is empty for all other mistakes.
+    """
 
     message: str
     span: Span | None = None
@@ -85,6 +88,7 @@ class Diagnostic:
     hint: str = ""
     notes: tuple[tuple[Span | None, str], ...] = ()
     level: str = "error"  # or "warning"
+    kind: str = ""
 
     def __str__(self) -> str:
         parts = [f"{self.span}: {self.level}: {self.message}" if self.span else f"{self.level}: {self.message}"]

@@ -100,7 +100,7 @@ def test_a_failure_releases_a_stream_that_waits_for_a_flag(monkeypatch: pytest.M
     def broken(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         raise RuntimeError("no carry flag")
 
-    monkeypatch.setitem(Executor(p, machine="gloo")._machine.kernels, "matmul", broken)  # type: ignore[index]
+    monkeypatch.setitem(Executor(p, machine="gloo")._machine.kernels, "matmul", broken)
     executor = Executor(p, machine="gloo")
     a, b = torch.randn(4, 8), torch.randn(8, 5)
     assert "'matmul %a, %b -> %c': RuntimeError: no carry flag" in said(lambda: executor(a, b))

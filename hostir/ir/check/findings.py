@@ -50,7 +50,6 @@ TROUBLES = {  # what is wrong and what to do, with room for the detail
 class Finding(Diagnostic):
     """A diagnostic of the orders of a program. `events` are what it is about, the one that the span points at last."""
 
-    kind: str = ""
     buffer: str = ""
     events: tuple[Event, ...] = ()
     times: int = 1  # in how many places of the unrolled program, over all ranks and calls
