@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from hostir.ir import Program, Statement, TensorType, Value
 from hostir.ir.comm_ops import AllGather
 from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
-from hostir.ir.onesided_ops import AllocateSymmetric, Get, Put, Signal, WaitSignal
+from hostir.ir.onesided_ops import AllocateSymmetric, Put, Signal, WaitSignal
 from hostir.ir.op import Codec
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import Add, Linear, Matmul
+from hostir.ir.tensor_ops import Add, Copy, Linear, Matmul
 from hostir.ir.types import FLAG, Axis
 from hostir.ir.values import Bin, Expr, Lit, Ref
 from hostir.ir.view_ops import Permute, Shard, ViewOp
@@ -59,7 +59,8 @@ class Fused(Pass):
             if len(pushes) == 1 and isinstance(s, (Matmul, Linear)) and reads_rows(s, pushes[0].gather.out):
                 pushes[0].multiply(s)
                 continue
-            host.body += [Synchronize(COPIER)] if pushes else []
+            for push in pushes:
+                push.arrive()
             host.whole(s)
         return host.finished(1 if rows else 0)
 
@@ -120,7 +121,7 @@ class Push:
         return full, whole
 
     def copies(self, x: Value) -> None:
-        """On a worker: the own shard to the own buffer, then to each peer's, just before its matmul comes to it."""
+        """The own shard to the own buffer; and on a worker to each peer's, just before its matmul comes to it."""
         s, body = self.gather, self.host.body
         block, turn = self.peers.index("s"), self.peers.index("i")
         views, shard, rows = self.views(x, block)
@@ -136,14 +137,10 @@ class Push:
         before = modulo(Bin("+", self.place, Bin("-", Lit(self.ranks - 1), turn)), self.ranks)
         theirs = push(before, "to the rank that multiplies these rows next")
         body += [SetStream(COPIER), Synchronize(self.peers.user), *(views if self.axis is None else ())]
-        body += each(push(self.place, "the matmul begins with these rows"))
         body += self.peers.past(s, self.full)
         body += each([For(turn.value, Size(self.ranks - 1), tuple(theirs), span=s.span)])
-        if self.whole:
-            body.append(For(turn.value, self.blocks * self.ranks, (WaitSignal(self.flags, turn, THERE),)))
-            note = f"{self.whole} is wanted whole"
-            body.append(Get(self.full, self.whole, self.place, s.over, span=s.span, note=note))
-        body.append(SetStream(self.peers.user))
+        # A copy within a GPU needs SMs, so it must come before the matmul that holds them.
+        body += [SetStream(self.peers.user), *each(push(self.place, "the matmul begins with these rows"))]
 
     def views(self, x: Value, block: Ref) -> tuple[list[ViewOp], Value, Value]:
         """The own shard and its place in the buffer: of one block of the rows, where a shard lies in several."""
@@ -183,4 +180,17 @@ class Push:
         host.body.append(Matmul(product, self.full, b, self.flags, THERE, self.place, span=s.span, note=note))
         if bias:
             host.body.append(Add(out=out, x=product, y=values[bias.name], span=s.span))
-        host.body.append(Synchronize(COPIER))
+        self.settle()
+
+    def arrive(self) -> None:
+        """The caller's stream waits for the blocks, where something other than a matmul needs them first."""
+        block = self.peers.index("i")
+        self.host.body.append(For(block.value, self.blocks * self.ranks, (WaitSignal(self.flags, block, THERE),)))
+        self.settle()
+
+    def settle(self) -> None:
+        """Once all blocks are there: this rank's copies have ended too, and the rows go where they are wanted whole."""
+        body, span = self.host.body, self.gather.span
+        body.append(Synchronize(COPIER))
+        if self.whole:
+            body.append(Copy(out=self.whole, x=self.full, span=span, note=f"copy: {self.whole} is wanted whole"))

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from hostir.ir import Program, Statement, TensorType, Value
 from hostir.ir.comm_ops import AllGather
-from hostir.ir.host_ops import Chunk, For, SetStream, Synchronize
+from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put
 from hostir.ir.op import Codec
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import Copy, TensorOp
+from hostir.ir.types import Axis
 from hostir.ir.values import Bin, Expr, Lit
 from hostir.lower.gathers import Gathers, reads_rows, shard_place, torn, with_block_axes
 from hostir.lower.host import Host
@@ -123,7 +124,11 @@ def _joins(s: TensorOp, group: Group, made: Collection[str], late: Collection[st
 
 # The turns --------------------------------------------------------------------------------------------------------
 class Turns:
-    """One allgather and what is computed from it, at the top level of a host program."""
+    """One allgather and what is computed from it, at the top level of a host program.
+
+    Every rank has the rows of a shard at one place of one layout, its own as well: kernels then do the same to them on
+    every rank, and what is computed from them has the same bits.
+    """
 
     def __init__(self, host: Host, peers: Peers, group: Group) -> None:
         gather = group.statements[0]
@@ -132,15 +137,16 @@ class Turns:
         self.ranks = gather.mesh.size(gather.over)
         self.computations = group.statements[1:]
         self.made = {result_of(s).name for s in self.computations}
+        self.wanted = host.used_outside(gather.out, self.made)  # whole, as the fusion has it
 
     def build(self, streams: int) -> None:
         """The own shard goes where peers can read it; then a turn for it, and one for each of theirs."""
         s, body = self.gather, self.host.body
         pool = _pool(s, streams)
         self.peers.place(s)
-        for each in self.group.statements:
+        for each in self.group.statements if self.wanted else self.computations:
             self.host.destination(result_of(each))
-        shared = self.share()
+        shared, own = self.share()
         worker = self.peers.index("s")
         body += [SetStream(FIRST), Synchronize(self.peers.user)]
         body.append(Barrier(shared, s.over, span=s.span, note=f"all ranks have their shards in {shared}"))
@@ -148,51 +154,59 @@ class Turns:
             fork = (SetStream(Bin("+", worker, Lit(1))), Synchronize(FIRST))
             body.append(For(worker.value, Size(pool - 1), fork))
         body.append(SetStream(self.peers.user))
-        body += self.own(shared)
+        if self.wanted:
+            body.append(Copy(out=own, x=shared, span=s.span, note=f"copy: {s.out} is wanted whole"))
+        body += self.turn(self.peers.place(s), "own", own)
         turn = self.peers.index("i")
         theirs = (SetStream(modulo(turn, pool)), *self.theirs(shared, turn))
         body.append(For(turn.value, Size(self.ranks - 1), theirs, span=s.span))
         body.append(SetStream(self.peers.user))
         body.append(For(worker.value, Size(pool), (Synchronize(worker),)))
 
-    def share(self) -> Value:
-        """A symmetric buffer with the own shard."""
-        s, names = self.gather, self.host.names
-        x = self.host.packed(self.host.values[s.x.name], s)
-        shared = Value(names.fresh(f"{s.x.name}_shared"), self.piece_type(s.out), s.span)
-        place = self.peers.place(s)
-        self.host.body.append(AllocateSymmetric(shared, span=s.span))
-        self.host.body += self.peers.past(s, shared)
-        self.host.body.append(Put(x, shared, place, s.over, span=s.span))
-        return shared
+    def share(self) -> tuple[Value, Value]:
+        """A symmetric buffer with the own shard, and the own shard where this rank computes on it.
 
-    def own(self, shared: Value) -> list[Statement]:
-        """The turn of the own shard."""
-        place = self.peers.place(self.gather)
-        done = self.turn(place, "own", shared)
-        if self.host.used_outside(self.gather.out, self.made):
-            part = self.piece(self.gather.out, place, "own")
-            done += [part, Copy(out=part.out, x=shared, span=part.span, note=f"copy: {part.x} is wanted whole")]
-        return done
+        The buffer has room for the shards of all, unless these are wanted whole and go to a tensor of their own.
+        """
+        s, host = self.gather, self.host
+        x = host.packed(host.values[s.x.name], s)
+        piece, place = self.piece_type(s.out), self.peers.place(s)
+        room = piece if self.wanted else piece.with_axes([Axis.of(self.ranks), *piece.axes])
+        shared = Value(host.names.fresh(f"{s.x.name}_shared"), room, s.span)
+        host.body.append(AllocateSymmetric(shared, span=s.span))
+        host.body += self.peers.past(s, shared)
+        rows = self.rows(shared, place, "own")
+        host.body += [rows, Put(x, shared if self.wanted else rows.out, place, s.over, span=s.span)]
+        return shared, rows.out
 
     def theirs(self, shared: Value, turn: Expr) -> list[Statement]:
         """The turn of a peer's shard; in each round every rank pulls from another peer."""
         s = self.gather
         peer = modulo(Bin("+", self.peers.place(s), Bin("+", turn, Lit(1))), self.ranks)
-        rows = self.piece(s.out, peer, "i")
-        get = Get(shared, rows.out, peer, s.over, span=s.span)
+        rows = self.rows(shared, peer, "i")
+        get = Get(shared if self.wanted else rows.out, rows.out, peer, s.over, span=s.span)
         return [rows, get, *self.turn(peer, "i", rows.out)]
+
+    def rows(self, shared: Value, index: Expr, suffix: str) -> Chunk | Select:
+        """The rows of the shard at a place, where this rank computes on them."""
+        if self.wanted:
+            return self.piece(self.gather.out, index, suffix)
+        full = self.gather.out
+        out = Value(self.host.names.fresh(f"{full.name}_{suffix}"), self.piece_type(full), full.span)
+        return Select(shared, out, index, span=full.span)
 
     def turn(self, index: Expr, suffix: str, rows: Value) -> list[Statement]:
         """The computations on the rows of the shard at a place."""
         pieces = {self.gather.out.name: rows}
         done: list[Statement] = []
         for s in self.computations:
+            out = result_of(s).name
+            by_rows = {out, *operand_places(s, self.group.places[out])}  # another may take the same whole
             for v in s.values(Codec.READ, Codec.WRITE):
-                if v.name in self.group.places and v.name not in pieces:
+                if v.name in by_rows and v.name not in pieces:
                     done.append(piece := self.piece(v, index, suffix))
                     pieces[v.name] = piece.out
-            done.append(s.rename({**self.host.values, **pieces}))
+            done.append(s.rename({**self.host.values, **{name: pieces[name] for name in by_rows}}))
         return done
 
     def piece(self, value: Value, index: Expr, suffix: str) -> Chunk:

@@ -175,3 +175,16 @@ def test_symbolic_sizes_get_small_ones_with_more_rounds_than_streams() -> None:
 def test_other_ranks_than_the_meshes_name_are_refused() -> None:
     (found,) = hi.check(program("  relu %x -> %y\n"), ranks=8)
     assert found == Diagnostic("@p is for 2 ranks, not 8", expected="2 ranks")
+
+
+def test_a_copy_on_one_rank_between_parts_that_overlap_is_refused_and_one_of_a_part_to_itself_is_not() -> None:
+    copies = (
+        "  %s: f32[4, 6] = allocate_symmetric\n  put %x -> %s at %r over didx\n"
+        "  %rows: f32[2, 12] = reshape %s\n  %turned = permute %rows (1, 0)\n  %columns: f32[12, 2] = reshape %s\n"
+        "  {copy}\n  relu %s -> %y\n"
+    )
+    assert kinds(program(copies.format(copy="put %columns -> %columns at %r over didx"))) == []
+    (found,) = hi.check(program(copies.format(copy="put %turned -> %columns at %r over didx")))
+    assert found.message == "rank 0: it copies a part of %s to another that overlaps it, on one rank"
+    assert found.span
+    assert found.span.line == 12

@@ -29,11 +29,13 @@ program @gather(%a: f32[{rows}@didx, 8], %b: f32[8, 5]) -> (%c) streams 1 {{
   set_stream 0
   synchronize %user
   %mine = chunk %full[%r of 4]
-  for %i in 0..4 {{
-    put %a -> %mine at (%r + %i) % 4 over didx
-    signal %arrived[%r] = 1 at (%r + %i) % 4 over didx
+  for %i in 0..3 {{
+    put %a -> %mine at (%r + %i + 1) % 4 over didx
+    signal %arrived[%r] = 1 at (%r + %i + 1) % 4 over didx
   }}
   set_stream %user
+  put %a -> %mine at %r over didx
+  signal %arrived[%r] = 1 at %r over didx
   matmul %full, %b -> %c ready %arrived >= {epoch} from {first}
   synchronize 0
 }}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,8 @@ import hostir as hi
 from examples import patterns
 from examples.ag_matmul import ag_matmul
 from hostir.ir import HostIRError, Program, Statement
+from hostir.ir.check.tracer import Tracer
+from hostir.ir.check.views import View
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import For, Synchronize
 from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
@@ -92,6 +95,89 @@ def test_one_program_serves_every_size_bound_at_run_time(strategy: str, ranks: i
         hold(fusion.program(), program, range(2), S=slices, M=rows, K=inner, N=4 * ranks)
 
 
+class Operands(Tracer):
+    """Keeps how the left sides of matmuls lie in their buffers."""
+
+    def compute(self, kind: str, out: View, operands: Sequence[View | None], options: Mapping[str, Any]) -> None:
+        if kind == "matmul" and (a := operands[0]):
+            self.seen.add((a.shape, a.strides, a.offset))
+        super().compute(kind, out, operands, options)
+
+    seen: set[tuple[object, ...]]
+
+
+@pytest.mark.parametrize(
+    "pattern", [patterns.allgather_matmul, patterns.allgather_matmul_rows, patterns.allgather_matmul_kept]
+)
+def test_every_rank_multiplies_the_same_rows_in_the_same_layout_so_that_copies_agree_in_every_bit(
+    pattern: Pattern,
+) -> None:
+    program = hi.lower(pattern(ranks=4), "ring")
+    seen = []
+    for rank in range(4):
+        tracer = Operands(rank, program, {})
+        tracer.seen = set()
+        tracer.call()
+        seen.append(tracer.seen)
+    assert len(seen[0]) == 4
+    assert all(views == seen[0] for views in seen)
+
+
+def test_copies_of_a_result_agree_where_a_rank_has_rows_in_several_places() -> None:
+    text = """hostir 1
+mesh @mesh [tp] = 0 1
+fusion @rows(%x: f32[2, 4@tp, 4], %w: f32[4, 6]) -> (%y) {
+  %full: f32[2, 4, 4] = allgather %x over tp
+  %y: f32[2, 4, 6] auto = matmul %full, %w
+}
+"""
+    hold(hi.parse(text), hi.lower(hi.parse(text), "ring"), range(20))  # which raises where the copies differ
+
+
+@every_strategy
+def test_what_one_computation_takes_by_rows_another_may_take_whole(strategy: str) -> None:
+    text = """hostir 1
+mesh @mesh [tp] = 0 1
+fusion @square(%x: f32[4@tp, 4], %w: f32[4, 4]) -> (%c, %y) {
+  %full: f32[4, 4] = allgather %x over tp
+  %c: f32[4, 4] auto = matmul %full, %w
+  %y: f32[4, 4] auto = add %c, %w
+}
+"""
+    hold(hi.parse(text), hi.lower(hi.parse(text), strategy), range(3))
+
+
+def test_rows_that_are_wanted_whole_hold_no_later_matmul_up() -> None:
+    text = """hostir 1
+mesh @mesh [tp] = 0 1
+fusion @rows(%x: f32[4@tp, 4], %w: f32[4, 4]) -> (%c, %d, %one) {
+  %one: f32[4, 4] = allgather %x over tp
+  %two: f32[4, 4] = allgather %x over tp
+  %c: f32[4, 4] auto = matmul %two, %w
+  %d: f32[4, 4] auto = matmul %one, %c
+}
+"""
+    hold(hi.parse(text), hi.lower(hi.parse(text), "fused"), range(3))
+
+
+def test_gathered_rows_that_no_matmul_needs_first_are_waited_for_in_front_of_what_does() -> None:
+    text = """hostir 1
+mesh @mesh [tp] = 0 1
+fusion @rows(%x: f32[4@tp, 4], %w: f32[4, 4]) -> (%c, %d) {
+  %one: f32[4, 4] = allgather %x over tp
+  %two: f32[4, 4] = allgather %x over tp
+  %v: f32[4, 4] auto = relu %two
+  %u: f32[4, 4] auto = relu %one
+  %c: f32[4, 4] auto = matmul %one, %v
+  %d: f32[4, 4] auto = matmul %two, %u
+}
+"""
+    program = hi.lower(hi.parse(text), "fused")
+    assert sum(isinstance(s, Matmul) and s.ready is not None for s in program.walk()) == 1
+    assert sum(isinstance(s, WaitSignal) for s in program.walk()) == 1
+    hold(hi.parse(text), program, range(3))
+
+
 # Edges that they cannot do without --------------------------------------------------------------------------------
 def without_each(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, tuple[Statement, ...]]]:
     """Every body with one statement left out that orders or moves something."""
@@ -154,7 +240,7 @@ fusion @rows(%x: f32[4@didx, 4], %w: f32[4, 4]) -> (%y, %c) {
 }
 """
     program = hi.lower(hi.parse(text), "fused")
-    assert [s.keyword() for s in program.walk() if isinstance(s, TensorOp)] == ["gelu", "matmul", "relu"]
+    assert [s.keyword() for s in program.walk() if isinstance(s, TensorOp)] == ["gelu", "matmul", "copy", "relu"]
     hold(hi.parse(text), program, range(3))
 
 

@@ -41,7 +41,7 @@ TROUBLES = {  # what is wrong and what to do, with room for the detail
     "deadlock": ("deadlock: these wait for each other in a circle", "let one of them come first on every rank"),
     "SMs held": (
         "a kernel holds all SMs while it waits for what needs them",
-        "let what it waits for begin before it, or use copies, which need no SMs",
+        "let what it waits for begin before it, or use copies between ranks, which need no SMs",
     ),
 }
 

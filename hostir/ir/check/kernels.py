@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hostir.ir.check.order import Clock, Order, Trouble
 from hostir.ir.check.tracer import Event, Kernel
 
@@ -94,10 +96,15 @@ class _Lanes:
         for (rank, index), events in lines.items():
             events.sort(key=lambda event: event.tick)
             self.of.setdefault(rank, []).append(_Line(index, [event.tick for event in events], events))
+        # All that comes before any signal of a kernel: what is held up of one of them is in there, and nothing else is.
+        self.latest: dict[Kernel, Clock] = {
+            kernel: np.maximum.reduce([order.clocks[signal] for signal in _signals(order, kernel)])
+            for rank in order.ranks
+            for kernel in rank.kernels
+        }
 
-    def held(self, signal: Event, holder: Kernel, running: Sequence[Kernel]) -> Event | None:
-        """What `holder` keeps from its SMs, and a signal thereby from coming, while these kernels run."""
-        after = self.order.clocks[signal]
+    def held(self, after: Clock, holder: Kernel, running: Sequence[Kernel]) -> Event | None:
+        """What `holder` keeps from its SMs, and a signal of this clock thereby from coming, while these kernels run."""
         starts: list[Clock] = [self.order.clocks[kernel.start] for kernel in running]
         for line in self.of.get(holder.start.rank, ()):
             first = bisect_right(line.ticks, max(start[line.index] for start in starts))
@@ -107,13 +114,14 @@ class _Lanes:
 
     def any_held(self, kernel: Kernel, holder: Kernel) -> bool:
         """Whether one kernel alone holds up what another, or itself, waits for."""
-        return any(self.held(signal, holder, [holder]) for signal in _signals(self.order, kernel))
+        return self.held(self.latest[kernel], holder, [holder]) is not None
 
     def stuck(self, ring: list[Kernel], *, sure: bool = True) -> Trouble | None:
         """The trouble of a ring in which every kernel waits for what one of them holds up; of any ring, if not sure."""
         found: list[Trouble] = []
         for kernel in ring:
-            held = ((s, e) for s in _signals(self.order, kernel) for h in ring if (e := self.held(s, h, ring)))
+            signals = [(s, self.order.clocks[s]) for s in _signals(self.order, kernel)]
+            held = ((s, e) for s, after in signals for h in ring if (e := self.held(after, h, ring)))
             signal, event = next(held, (None, None))
             if not sure:
                 return Trouble("SMs held", [kernel.start, *_signals(self.order, kernel)[:1]])

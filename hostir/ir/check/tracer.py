@@ -280,8 +280,11 @@ class Tracer(Observer):
         """It orders nothing."""
 
     def copy(self, x: View, out: View, source: int, target: int) -> None:
+        if source == target and x != out and x.buffer is out.buffer and x.region.meets(out.region):
+            message = f"it copies a part of %{x.buffer.name} to another that overlaps it, on one rank"
+            raise self.fail(message, expected="parts of one rank that have nothing in common, or are one view")
         accesses = [access(x, False, source), access(out, True, target)]
-        self.step("copies", accesses)
+        self.step("copies", accesses, sms=source == target)
 
     def signal(self, flags: View, slot: int, epoch: int, peer: int) -> None:
         sent = self.step("signals", [])
