@@ -1,10 +1,12 @@
-"""What hostir costs on the host: a plan's time a statement against the same torch calls by hand; parse, lower, verify.
+"""What hostir costs on the host: a plan's time a statement against the same torch calls by hand; a call that is
+replayed from a CUDA graph; parse, lower, verify.
 
     python benchmarks/overhead.py                                                        parse, lower, verify only
     torchrun --standalone --nproc-per-node 2 benchmarks/overhead.py --out benchmarks/results/overhead
 
 The statements are those of the pipelined all-gather + matmul on tiny tensors, so that issuing is all that takes time.
 By hand means: the same selects, collectives, waits, matmuls, stream switches and events, written out in a Python loop.
+A graph by hand is a captured call and its `replay()`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,22 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import patterns
 
 SLICES, STREAMS = 8, 4
+ALONE = f"""hostir 1
+mesh @mesh [didx] = 0
+program @alone(%a: bf16[{SLICES}, 1, 16, 64], %b: bf16[64, 64]) -> (%c) streams {STREAMS} {{
+  %user = current_stream
+  %c: bf16[{SLICES}, 1, 16, 64] = allocate
+  for %s in 0..{STREAMS} {{ set_stream %s   synchronize %user }}
+  for %i in 0..{SLICES} {{
+    set_stream %i % {STREAMS}
+    %a_i = select %a[%i]
+    %c_i = select %c[%i]
+    matmul %a_i, %b -> %c_i
+  }}
+  set_stream %user
+  for %s in 0..{STREAMS} {{ synchronize %s }}
+}}
+"""
 
 
 def timed(work: Callable[[], Any], repeats: int, settle: Callable[[], Any]) -> float:
@@ -96,6 +114,28 @@ def issuing(joined: Session, repeats: int) -> dict[str, Any]:
     }
 
 
+def replaying(device: torch.device, repeats: int) -> list[dict[str, Any]]:
+    """Host time of one call on one GPU, with `out=`: issued, and replayed from the executor's graph."""
+    program = parse(ALONE)
+    a = torch.randn(SLICES, 1, 16, 64, device=device, dtype=torch.bfloat16)
+    b = torch.randn(64, 64, device=device, dtype=torch.bfloat16)
+    c = torch.empty(SLICES, 1, 16, 64, device=device, dtype=torch.bfloat16)
+    settle = partial(torch.cuda.synchronize, device)
+    issued, replayed = (hi.Executor(program, kernels="aten", graphs=graphs) for graphs in (False, True))
+    for executor in (issued, replayed):
+        for _ in range(3):
+            executor(a, b, out=c)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        issued(a, b, out=c)
+    hand = timed(graph.replay, repeats, settle)
+    found = []
+    for what, executor in (("issued", issued), ("replayed", replayed)):
+        ours = timed(partial(executor, a, b, out=c), repeats, settle)
+        found.append({"what": f"one GPU, out=, {what}", "ours us": ours, "by hand us": hand, "ratio": ours / hand})
+    return found
+
+
 def compiling(repeats: int) -> list[dict[str, Any]]:
     """Time to build, lower, print, parse and verify."""
     fusion = patterns.allgather_matmul()
@@ -121,6 +161,7 @@ def main() -> None:
     with session() as joined:
         if joined is not None and joined.device.type == "cuda":
             found.append(issuing(joined, given.repeats))
+            found += replaying(joined.device, given.repeats)
         text = table(
             ["what", "hostir us", "by hand us", "ratio"],
             [

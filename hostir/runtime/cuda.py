@@ -22,15 +22,19 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal
-from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+from hostir.runtime.cuda_onesided import OneSided
+from hostir.runtime.graphs import uniform_only
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.lifetimes import late_streams
+from hostir.runtime.outputs import deliver, homes, place
+from hostir.runtime.peer_memory import PeerMemory
 from hostir.runtime.plan import (
     CALLER,
     Allocate,
     Collective,
     Compute,
+    Copy,
     Delay,
     Free,
     Mark,
@@ -38,6 +42,7 @@ from hostir.runtime.plan import (
     Op,
     Recording,
     Step,
+    Symmetric,
     Synchronize,
     View,
     Wait,
@@ -45,20 +50,11 @@ from hostir.runtime.plan import (
     message_teams_of,
 )
 from hostir.runtime.session import Groups
+from hostir.runtime.symmetric import Exchange, SymmetricMemory
 from hostir.runtime.timeline import Timeline
+from hostir.runtime.watchdog import headline
 
-ONE_SIDED = (AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal)  # a matmul's flags are symmetric buffers
 CYCLES = 2000  # of a clock near 2 GHz in a microsecond
-
-
-def refuse_one_sided(program: Program) -> None:
-    """Raises for a program with statements that this machine does not carry out yet."""
-    for statement in program.walk():
-        if isinstance(statement, ONE_SIDED):
-            raise statement.fail(
-                f"'{statement.keyword()}' runs on simulated ranks and on CPU processes only so far",
-                hint="take machine='gloo', or --device cpu on the command line",
-            )
 
 
 class CudaMachine:
@@ -70,10 +66,13 @@ class CudaMachine:
 
     name = "cuda"
 
-    def __init__(self, device: torch.device, streams: int, kernels: Mapping[str, Kernel], groups: Groups) -> None:
+    def __init__(
+        self, device: torch.device, streams: int, kernels: Mapping[str, Kernel], groups: Groups, exchange: Exchange
+    ) -> None:
         self.device = device
         self.kernels = kernels
         self.groups = groups
+        self.symmetric = SymmetricMemory(groups.rank, exchange, PeerMemory(device, groups.rank))
         self.messages = Groups(groups.rank, device)
         self.streams = [torch.cuda.Stream(device) for _ in range(streams)]
 
@@ -100,32 +99,51 @@ class CudaPlan:
         self.recording = recording
         self.timeline = timeline
         self.registers: list[Any] = [None] * len(recording.buffers)
-        self.blank = list(self.registers)
         self.streams = [*machine.streams, torch.cuda.default_stream(machine.device)]  # CALLER indexes the last
         self.steps: list[Step] = []
         self.ops: list[Op] = []  # of each step
         self.cursor: Iterator[Step] = iter(self.steps)
         self.current = CALLER
         self.late = late_streams(recording)
+        self.homes = homes(recording)
+        self.eager_only = uniform_only(recording)  # why no graph may be captured of its runs; empty where one may
+        self.memory = machine.symmetric.of(recording)
+        self.one_sided: OneSided | None = None
+        if self.memory is not None:
+            self.one_sided = OneSided(
+                *(recording, self.memory, machine.device), self.registers, self.streams, machine.kernels
+            )
         for op in recording.ops:
             self.add(op)
         for buffer in sorted(self.late):
             self.mark(recording.ops[-1], buffer)
         if self.current != CALLER:
             self.append(recording.ops[-1], self.switch(CALLER))
+        for step in self.one_sided.closing() if self.one_sided else ():
+            self.append(recording.ops[-1], step)
+        self.blank = list(self.registers)  # symmetric buffers and their views last
 
     # Running ------------------------------------------------------------------------------------------------------
-    def run(self, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Issues one run. Raises HostIRError naming the statement whose launch raised."""
+    def run(
+        self, inputs: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None] | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Issues one run, into the tensors `given` for the outputs if there are any.
+
+        Raises HostIRError naming the statement whose launch raised.
+        """
         registers, held = self.registers, self.recording.inputs
         self.streams[CALLER] = torch.cuda.current_stream(self.machine.device)
         registers[held.start : held.stop] = inputs
+        if given is not None:
+            place(given, self.homes, registers)
         # The iterator counts the steps for whoever asks where the run stands, at no cost to the run.
         self.cursor = cursor = iter(self.steps)
         try:
             for step in cursor:
                 step()
-            return tuple([registers[i] for i in self.recording.outputs])
+            if given is None:
+                return tuple([registers[i] for i in self.recording.outputs])
+            return deliver(given, self.recording.outputs, registers)
         except BaseException as problem:
             self.abandon()
             if not isinstance(problem, Exception):
@@ -153,6 +171,14 @@ class CudaPlan:
     def progress(self) -> None:
         """The host never stands still; what the device does, `Executor.synchronize` watches."""
 
+    def problem(self) -> HostIRError | None:
+        """What the device has reported by now. Every call asks, and so does the watchdog's thread; nobody waits."""
+        return self.one_sided.problem() if self.one_sided else None
+
+    def ailment(self) -> str:
+        found = self.problem()
+        return headline(found) if found is not None else ""
+
     def busy(self) -> list[Op]:
         """The communications on streams that the device has not finished. Asks the device: not during a capture."""
         pool = len(self.machine.streams)
@@ -166,6 +192,16 @@ class CudaPlan:
 
     def add(self, op: Op) -> None:
         """Binds one operation, on its stream."""
+        if isinstance(op, Symmetric) or (isinstance(op, View) and self.registers[op.x] is not None):
+            self.keep(op)
+            return
+        if self.one_sided is not None:
+            for step in self.one_sided.before(op):
+                self.append(op, step)
+            if self.one_sided.is_direct(op):
+                if direct := self.one_sided.bind(op):
+                    self.append(op, self.timeline.timed(op, direct, self.streams) if self.timeline else direct)
+                return
         if isinstance(op, View | Free | Synchronize | Mark):  # these do not depend on the current stream
             self.append(op, self.bind_anywhere(op))
             return
@@ -174,6 +210,14 @@ class CudaPlan:
             self.current = op.stream
         step = self.bind_here(op)
         self.append(op, self.timeline.timed(op, step, self.streams) if self.timeline else step)
+
+    def keep(self, op: Symmetric | View) -> None:
+        """Symmetric buffers are the same in every run, and so are their views."""
+        if isinstance(op, View):
+            bind(op, self.registers, self.machine.device, self.machine.kernels)()
+            return
+        assert self.memory is not None
+        self.registers[op.out] = self.memory.buffer(op)
 
     def switch(self, stream: int) -> Step:
         streams, set_stream = self.streams, torch.cuda.set_stream
@@ -201,6 +245,12 @@ class CudaPlan:
             return messages(op, registers, *groups.of(op.team), self.machine.device)
         if isinstance(op, Delay):
             return partial(torch.cuda._sleep, op.microseconds * CYCLES)
+        if isinstance(op, Copy):
+            assert self.one_sided is not None
+            return self.one_sided.copy(op)
+        if isinstance(op, Compute) and op.ready is not None:
+            assert self.one_sided is not None
+            return self.one_sided.compute(op, op.ready)
         assert isinstance(op, Allocate | Compute)
         return bind(op, registers, self.machine.device, self.machine.kernels)
 

@@ -16,15 +16,16 @@ from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.knobs import KERNELS, TIMEOUT
-from hostir.runtime.cuda import CudaMachine, CudaPlan, refuse_one_sided
+from hostir.runtime.cuda import CudaMachine, CudaPlan
 from hostir.runtime.gloo import GlooMachine, GlooPlan
+from hostir.runtime.graphs import Graphs, Where
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_local
+from hostir.runtime.outputs import check_apart, check_given, expected_parts, sequence_of
 from hostir.runtime.plan import teams_of
 from hostir.runtime.recorder import record
 from hostir.runtime.session import Groups, Session, joined, launched
 from hostir.runtime.sharding import assemble, bind_sizes, shard, solve_sizes
-from hostir.runtime.symmetric import SymmetricMemory
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.trace import Trace
 from hostir.runtime.watchdog import Watchdog, headline
@@ -44,9 +45,13 @@ class Executor:
         outputs = executor(a, b)
 
     Under torchrun, `a` and `b` are this rank's parts of the inputs, `outputs` its parts of the outputs, and None stands
-    where it holds none. On the local machine each is a list of parts, one for each simulated rank. The caller owns the
-    outputs. On CUDA a call returns when everything is issued, and may be captured into a CUDA graph after a first call
-    with tensors of the same shapes; on CPU it returns when all is done. Calls come from one thread at a time.
+    where it holds none. On the local machine each is a list of parts, one for each simulated rank. On CUDA a call
+    returns when everything is issued, and may be captured into a CUDA graph after a first call with tensors of the same
+    shapes; on CPU it returns when all is done. Calls come from one thread at a time.
+
+    The caller owns the outputs. With `out=` they are the caller's own tensors, one or a sequence: contiguous, and apart
+    from the inputs and from each other in memory. On CUDA such calls are replayed from a CUDA graph from the third at
+    the same addresses on; docs/calls.md has the details.
 
     Symmetric buffers and flags are the executor's own: they last from call to call, each set of sizes has its own, and
     they go when the executor goes.
@@ -64,10 +69,12 @@ class Executor:
         trace: gets an event for each statement of each run. On CUDA each call then waits for the device.
         check: whether to refuse a program that is not proved free of races, deadlocks and misuse of memory.
         timeout: seconds that `synchronize` waits; see the knob HOSTIR_TIMEOUT.
+        graphs: whether calls with `out=` may be replayed from CUDA graphs. A traced executor makes none.
 
     Fields:
         machine: the name of the machine.
         plans: the plans of the latest 128 kinds of inputs, by their shapes, strides and dtypes.
+        choice: what chose this program, and why; None where nothing did.
 
     Raises HostIRError, on every rank, where ranks run different programs or there are fewer ranks than the program's.
     """
@@ -83,6 +90,7 @@ class Executor:
         trace: Trace | None = None,
         check: bool = True,
         timeout: float | None = None,
+        graphs: bool = True,
     ) -> None:
         if not isinstance(program, Program):
             raise error(f"not a host program: {program!r}", expected="what hi.lower or hi.parse gives", hint=LOWER)
@@ -101,9 +109,13 @@ class Executor:
         self.plans: dict[tuple[Any, ...], Plan] = {}
         self.session: Session | None = None
         self.watchdog: Watchdog | None = None
+        self.choice: object | None = None
         self.rank = 0
         self._key: Key | None = None
         self._plan: Plan | None = None
+        self._given: Key | None = None  # of the latest call: how the tensors of its out= look
+        self._where: Where = ()  # its plan, and the address of each of its tensors
+        self._graphs: Graphs | None = None
         self._agreed: set[tuple[tuple[str, int], ...]] = set()  # sizes
         self._agreements = itertools.count()
         self._without_gradients = torch.no_grad()
@@ -112,6 +124,8 @@ class Executor:
             return
         self._machine = self._join(machine)
         self.machine = self._machine.name
+        if self.machine == "cuda" and graphs and trace is None:
+            self._graphs = self._make_graphs()
 
     def _join(self, machine: str | None) -> CudaMachine | GlooMachine:
         """This rank's machine, in a program of as many ranks as there are."""
@@ -131,9 +145,14 @@ class Executor:
         table = kernel_table(self.kernels, device.type)
         groups = self.session.groups if self.session else Groups(0, device)
         if device.type == "cuda":
-            refuse_one_sided(self.program)
-            return CudaMachine(device, self.program.streams, table, groups)
-        return GlooMachine(self.program.streams, table, groups, SymmetricMemory(self.rank, self._exchange))
+            return CudaMachine(device, self.program.streams, table, groups, self._exchange)
+        return GlooMachine(self.program.streams, table, groups, self._exchange)
+
+    def _make_graphs(self) -> Graphs:
+        graphs = Graphs(self._machine.device, self.program.name)
+        if self.session is not None:
+            self.session.graphs.add(graphs)
+        return graphs
 
     def _exchange(self, what: str, mine: str) -> list[str]:
         """What every rank gives of something that they agree on."""
@@ -142,40 +161,59 @@ class Executor:
         return self.session.exchange(f"executor {self.number}, {what}", mine)
 
     # Running ------------------------------------------------------------------------------------------------------
-    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        """One run. Raises HostIRError for inputs that do not fit, and naming the statement that raised."""
+    def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
+        """One run. Raises HostIRError for tensors that do not fit, and naming the statement that raised."""
         if self.machine == "local":
             self._check_local(inputs)
-            parts = run_local(self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace)
+            parts = run_local(
+                self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
+            )
             return tuple(parts)
-        try:
-            grad = torch.is_grad_enabled()
-            key: Key | None = [
-                None if x is None else (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad)
-                for x in inputs
-            ]
-        except AttributeError:  # not a tensor, which the check of the inputs will say
-            key = None
+        key = _look(inputs)
         plan = self._plan
         if plan is None or key != self._key:
             plan = self._choose(key, inputs)
+        given = None if out is None else self._take(plan, inputs, out)
         if self.watchdog is not None:
             self.watchdog.plan = plan
         try:
             with self._without_gradients:
-                outputs = plan.run(inputs)
+                outputs = plan.run(inputs, given) if isinstance(plan, GlooPlan) else self._issue(plan, inputs, given)
         except HostIRError as failure:
             if self.watchdog is None:
                 raise
             raise self.watchdog.blame(failure) from failure.__cause__
-        if isinstance(plan, CudaPlan) and plan.timeline is not None:
+        return outputs
+
+    def _issue(self, plan: CudaPlan, inputs: Sequence[Part], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
+        """Issues a run on CUDA, statement by statement or as one graph."""
+        if (problem := plan.problem()) is not None:
+            raise problem
+        graphs = self._graphs
+        if graphs is not None and given is not None:
+            graphs.run(plan, self._where, inputs, given)
+            return given
+        if graphs is not None and graphs.stream is not None and not torch.cuda.is_current_stream_capturing():
+            graphs.follow()
+        outputs = plan.run(inputs, given)
+        if plan.timeline is not None:
             plan.timeline.collect()
         return outputs
+
+    @property
+    def graph_refusal(self) -> str | None:
+        """Why calls with `out=`, like the latest call, are not replayed from CUDA graphs; None where they are."""
+        if self._graphs is not None:
+            left = self._plan.eager_only if isinstance(self._plan, CudaPlan) else ""
+            return self._graphs.refusal or left or None
+        if self.machine != "cuda":
+            return f"machine '{self.machine}' has no CUDA graphs"
+        return "its statements are traced" if self.trace is not None else "graphs=False"
 
     def synchronize(self) -> None:
         """Waits for everything issued so far; on CUDA at most `timeout` seconds.
 
-        Raises HostIRError naming the communications that the device has not finished by then.
+        Raises HostIRError naming the communications that the device has not finished by then, or what it reports.
         """
         plan = self._plan
         if not isinstance(plan, CudaPlan):
@@ -185,9 +223,14 @@ class Executor:
         deadline = time.monotonic() + self.timeout
         while not reached.query():
             if time.monotonic() > deadline:
-                failure = self._stuck(plan)
-                raise self.watchdog.blame(failure) if self.watchdog is not None else failure
+                raise self._blamed(self._stuck(plan))
             time.sleep(1e-4)
+        for each in self.plans.values():
+            if isinstance(each, CudaPlan) and (problem := each.problem()) is not None:
+                raise self._blamed(problem)
+
+    def _blamed(self, failure: HostIRError) -> HostIRError:
+        return self.watchdog.blame(failure) if self.watchdog is not None else failure
 
     def _stuck(self, plan: CudaPlan) -> HostIRError:
         busy = plan.busy()
@@ -229,6 +272,18 @@ class Executor:
         if isinstance(machine, GlooMachine):
             return machine.plan(recording, self.trace)
         return machine.plan(recording, Timeline(recording, self.trace) if self.trace is not None else None)
+
+    def _take(self, plan: Plan, inputs: Sequence[Part], out: Any) -> tuple[Part, ...]:
+        """The caller's tensors for the outputs, checked where they are not those of the latest call."""
+        given = sequence_of(out)
+        look = _look(given)
+        where = (plan, *[0 if x is None else x.data_ptr() for x in (*inputs, *given)]) if look is not None else ()
+        if look is None or look != self._given or where != self._where:
+            expected = expected_parts(self.program, self.rank, plan.recording.sizes)
+            check_given(self.program, self.rank, given, expected, self._machine.device)
+            check_apart(self.program, given, inputs)
+            self._given, self._where = look, where
+        return given
 
     def _check_local(self, inputs: Sequence[Any]) -> None:
         """Refuses what a real rank would: simulated ranks compute with dense copies, and without gradients."""
@@ -286,6 +341,17 @@ class Executor:
 
     def _next_agreement(self) -> str:
         return f"executor {self.number}, agreement {next(self._agreements)}"
+
+
+def _look(tensors: Sequence[Any]) -> Key | None:
+    """What of tensors decides how a program runs on them; None where one is no tensor, which their check will say."""
+    grad = torch.is_grad_enabled()
+    try:
+        return [
+            None if x is None else (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad) for x in tensors
+        ]
+    except AttributeError:
+        return None
 
 
 def _group(all: Sequence[dict[str, Any]], one: dict[str, Any]) -> str:

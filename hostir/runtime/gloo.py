@@ -25,6 +25,7 @@ from hostir.runtime.gloo_onesided import OneSided
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.lanes import AbandonedError, Key, Lane, Waits
 from hostir.runtime.lifetimes import late_streams
+from hostir.runtime.outputs import deliver, homes, place
 from hostir.runtime.plan import (
     CALLER,
     Allocate,
@@ -49,7 +50,8 @@ from hostir.runtime.plan import (
     message_teams_of,
 )
 from hostir.runtime.session import Groups
-from hostir.runtime.symmetric import SymmetricMemory
+from hostir.runtime.shared_files import SharedFiles
+from hostir.runtime.symmetric import Exchange, SymmetricMemory
 from hostir.runtime.timeline import lane_of
 from hostir.runtime.trace import Trace
 
@@ -63,10 +65,11 @@ class GlooMachine:
     name = "gloo"
     device = CPU
 
-    def __init__(self, streams: int, kernels: Mapping[str, Kernel], groups: Groups, symmetric: SymmetricMemory) -> None:
+    def __init__(self, streams: int, kernels: Mapping[str, Kernel], groups: Groups, exchange: Exchange) -> None:
         self.kernels = kernels
         self.groups = groups
-        self.symmetric = symmetric
+        self.sharing = SharedFiles()
+        self.symmetric = SymmetricMemory(groups.rank, exchange, self.sharing)
         self.calls = 0  # of all plans, the same on every rank
         self.messages = Groups(groups.rank, CPU)
         self.queues: dict[Key, Jobs] = {}
@@ -102,6 +105,7 @@ class GlooPlan:
         self.recording = recording
         self.trace = trace
         self.registers: list[Any] = [None] * len(recording.buffers)
+        self.homes = homes(recording)
         self.problem: tuple[Op, BaseException] | None = None
         self.events: list[threading.Event] = []
         self.arrivals: dict[int, threading.Event] = {}  # by handle
@@ -117,12 +121,21 @@ class GlooPlan:
         self.workers = [(lane, machine.queue(key)) for key, lane in self.lanes.items() if key != CALLER]
 
     # Running ------------------------------------------------------------------------------------------------------
-    def run(self, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Executes one run. Raises HostIRError naming the statement that raised, on whichever thread."""
+    def run(
+        self, inputs: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None] | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Executes one run, into the tensors `given` for the outputs if there are any.
+
+        Raises HostIRError naming the statement that raised, on whichever thread.
+        """
         if self.machine.broken:
             raise error(f"this executor cannot run again: {self.machine.broken}", hint="start all ranks anew")
+        if self.problem:  # what the run that failed has left
+            self.registers[:] = self.blank
         held = self.recording.inputs
         self.registers[held.start : held.stop] = inputs
+        if given is not None:
+            place(given, self.homes, self.registers)
         self.machine.calls += 1
         self.problem = None
         for event in self.events:
@@ -134,7 +147,10 @@ class GlooPlan:
             raise
         if self.problem:
             self.refuse(*self.problem)
-        outputs = tuple([self.registers[i] for i in self.recording.outputs])
+        if given is None:
+            outputs = tuple([self.registers[i] for i in self.recording.outputs])
+        else:
+            outputs = deliver(given, self.recording.outputs, self.registers)
         self.registers[:] = self.blank
         return outputs
 
@@ -182,6 +198,9 @@ class GlooPlan:
         """An operation in flight, and what it waits for."""
         notes = [lane.notes.get(i) for lane in self.lanes.values() if (i := lane.position) >= 0 and lane.ops[i] is op]
         return self.recording.describe(op) + "".join(f", which waits for {note()}" for note in notes if note)
+
+    def ailment(self) -> str:
+        return ""  # what fails is raised to the caller
 
     def progress(self) -> tuple[int, ...] | None:
         """Changes whenever a lane gets on; None while none waits for a peer."""

@@ -1,8 +1,8 @@
 """One-sided statements on CPU processes: threads copy, set flags and look at flags in memory that the ranks share.
 
 A flag holds the highest epoch of the latest call that was signalled, and rises; see `plan.flag_value`. A barrier is a
-row of such flags, one for each barrier of a call: a rank sets its own, and looks at those of its team. Who waits looks
-again and again, and sleeps in between, as there are more threads than cores.
+row of such flags on every rank of the team, one for each of them: a rank sets its own everywhere, and looks at its own
+row. Who waits looks again and again, and sleeps in between, as there are more threads than cores.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
 from hostir.ir.machine import Ready
-from hostir.runtime.kernels.layout import rows
+from hostir.runtime.blocks import block_of
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.lanes import AbandonedError, Lane, Waits
 from hostir.runtime.plan import EPOCHS, Barrier, Compute, Copy, Op, Recording, Signal, Step, WaitSignal, flag_value
-from hostir.runtime.symmetric import SharedMemory, SymmetricMemory
+from hostir.runtime.shared_files import SharedFiles
+from hostir.runtime.symmetric import SharedMemory
 
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a flag
 Flags = Any  # a row of flags as numpy sees it: an element is one load or store
@@ -29,7 +28,7 @@ class Machine(Protocol):
     """What the operations need of a machine: which call it is in, and the memory that ranks share."""
 
     calls: int
-    symmetric: SymmetricMemory
+    sharing: SharedFiles
 
 
 class Plan(Protocol):
@@ -57,7 +56,7 @@ class OneSided:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.machine = plan.machine
-        self.turn = plan.machine.symmetric.turn
+        self.turn = plan.machine.sharing.turn
         self.registers = plan.registers
 
     def deal(self, op: Copy | Signal | WaitSignal | Barrier, lane: Lane) -> None:
@@ -83,15 +82,17 @@ class OneSided:
 
     def deal_barrier(self, op: Barrier, lane: Lane) -> None:
         assert self.plan.memory is not None
-        came = {rank: row.numpy() for rank, row in self.plan.memory.barriers(op.team).items()}
+        me, team = self.plan.recording.rank, op.team
+        rows = [self.plan.memory.barriers(team, rank)[op.number].numpy() for rank in team]
+        own, place = rows[team.index(me)], team.index(me)
 
         def missing() -> list[int]:
-            return [rank for rank, row in came.items() if row[op.number] < flag_value(self.machine.calls, 0)]
+            return [rank for rank, came in zip(team, own, strict=True) if came < flag_value(self.machine.calls, 0)]
 
         def standing() -> str:
             return f"rank {', '.join(map(str, missing()))} in call {self.machine.calls}"
 
-        lane.add(op, partial(self.set, came[self.plan.recording.rank], op.number, 0))
+        lane.add(op, partial(self.come, rows, place))
         lane.add(op, self.until(lambda: not missing()), Waits.PEER, standing)
 
     def deal_blocks(self, op: Compute, ready: Ready, kernel: Kernel, lane: Lane) -> None:
@@ -114,6 +115,11 @@ class OneSided:
         with self.turn():
             flags[slot] = flag_value(self.machine.calls, epoch)
 
+    def come(self, rows: list[Flags], place: int) -> None:
+        with self.turn():
+            for row in rows:
+                row[place] = flag_value(self.machine.calls, 0)
+
     def compute(self, op: Compute, kernel: Kernel, block: int, blocks: int) -> None:
         out, a, b = self.registers[op.out], *(self.registers[x] for x in op.operands)
         for out_part, a_part in zip(block_of(out, a, block, blocks), block_of(a, out, block, blocks), strict=True):
@@ -131,29 +137,3 @@ class OneSided:
                 pass  # what was written before the flag can be read from here on
 
         return step
-
-
-def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> list[torch.Tensor]:
-    """The rows of one of equal blocks: one tensor where the rows of both tensors have one stride, else several.
-
-    Tensors of equal leading axes are cut alike.
-    """
-    flat = rows(x)
-    if flat is not None and rows(other) is not None:
-        height = len(flat) // blocks
-        return [flat[block * height : (block + 1) * height]]
-    height = x.shape[:-1].numel() // blocks
-    return _rows_of(x, block * height, (block + 1) * height)
-
-
-def _rows_of(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
-    """Rows `start` to `stop` of the flattened leading axes, as views of several axes."""
-    inner = x.shape[1:-1].numel()
-    if start == stop:
-        return []
-    if start % inner == 0 and stop % inner == 0:
-        return [x[start // inner : stop // inner]]
-    cuts = [
-        (i, max(start - i * inner, 0), min(stop - i * inner, inner)) for i in range(start // inner, -(-stop // inner))
-    ]
-    return [part for i, low, high in cuts for part in _rows_of(x[i], low, high)]

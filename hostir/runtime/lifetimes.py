@@ -46,6 +46,15 @@ def late_streams(recording: Recording) -> dict[int, tuple[int, ...]]:
     return scan.late
 
 
+def unjoined(recording: Recording) -> tuple[int, ...]:
+    """The streams that the caller's stream has not waited for at the end of the run."""
+    scan = _Scan(recording)
+    for op in recording.ops:
+        scan.pass_over(op)
+    known = scan.seen.get(CALLER, {})
+    return tuple(sorted(s for s, clock in scan.seen.items() if s != CALLER and known.get(s, 0) < clock.get(s, 0)))
+
+
 @dataclass
 class _Scan:
     """Vector clocks: `seen[s][t]` is how many operations of stream t are over before the next of stream s begins."""

@@ -9,8 +9,9 @@ the unordered accesses themselves are named, under any seed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from hostir.runtime.local_memory import Memory
 from hostir.runtime.local_onesided import Symmetric, meet
 from hostir.runtime.local_rank import Parts, RankMachine
 from hostir.runtime.messages import pair
+from hostir.runtime.outputs import check_apart, check_given, sequence_of
 from hostir.runtime.sharding import assemble, bind_sizes, shard, solve_sizes
 from hostir.runtime.tasks import Flag, Task, execute, program_order, random_order, times
 from hostir.runtime.trace import Trace
@@ -223,10 +225,39 @@ def run_local(
     kernels: str = "auto",
     watch: bool = False,
     trace: Trace | None = None,
+    out: Any = None,
 ) -> list[Parts]:
-    """One call of `run_calls`: for each output what every rank holds, `outputs[i][rank]`."""
+    """One call of `run_calls`: for each output what every rank holds, `outputs[i][rank]`.
+
+    `out` are the caller's tensors for them, in the same form, or of the only output; they are then what is returned.
+    """
     (outputs,) = run_calls(program, [inputs], sizes, seed=seed, kernels=kernels, watch=watch, trace=trace)
-    return outputs
+    return outputs if out is None else _deliver(program, inputs, outputs, out)
+
+
+def _deliver(program: Program, inputs: Inputs, outputs: list[Parts], out: Any) -> list[Parts]:
+    """Puts outputs into the caller's tensors. Raises HostIRError, and writes nothing, where those do not fit."""
+    given = sequence_of(out)
+    if len(outputs) == 1 and not isinstance(given[0] if given else None, list | tuple):
+        given = (given,)
+    if any(not isinstance(parts, list | tuple) or len(parts) != program.ranks for parts in given):
+        raise error(
+            f"out= of @{program.name} does not hold lists of parts", expected=f"{program.ranks} for each output"
+        )
+    for rank in range(program.ranks):
+        check_given(program, rank, [x[rank] for x in given], [x[rank] for x in outputs], torch.device("cpu"))
+    whole = all(isinstance(x, torch.Tensor) for x in inputs)
+    by_rank = [inputs] if whole else list(zip(*inputs, strict=True))
+    check_apart(program, _flat(zip(*given, strict=True)), _flat(by_rank))
+    for mine, parts in zip(given, outputs, strict=True):
+        for x, part in zip(mine, parts, strict=True):
+            if part is not None:
+                x.copy_(part)
+    return [list(parts) for parts in given]
+
+
+def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
+    return [x for group in groups for x in group]
 
 
 def run_whole(

@@ -55,7 +55,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Allocate(Op):
-    """`registers[out]` becomes a dense uninitialised tensor."""
+    """`registers[out]` becomes a dense uninitialised tensor, unless the caller's tensor for an output is there."""
 
     out: int
     shape: tuple[int, ...]
@@ -276,7 +276,8 @@ def _bind_allocate(op: Allocate, registers: list[Any], device: torch.device) -> 
     out, shape, dtype, empty = op.out, op.shape, op.dtype, torch.empty
 
     def step() -> None:
-        registers[out] = empty(shape, dtype=dtype, device=device)
+        if registers[out] is None:  # else it is an output, and the caller gave a tensor for it
+            registers[out] = empty(shape, dtype=dtype, device=device)
 
     return step
 

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hostir.ir.source import error
 from hostir.knobs import TIMEOUT
+from hostir.runtime.graphs import Graphs
 from hostir.runtime.watchdog import STALE, Watchdog
 
 # NVLink multicast stays off, in NCCL and in symmetric memory; each library reads its variable when it starts.
@@ -99,6 +101,7 @@ class Session:
         self.store = _connect(number)
         self.groups = Groups(self.rank, device)
         self.executors = itertools.count()
+        self.graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()  # of the executors that live
         self.watchdog = Watchdog(self.store, self.rank, self.size, timeout, hosts=self.rank == 0 and not agent)
 
     def tell(self, key: str, mine: str) -> None:
@@ -127,6 +130,8 @@ class Session:
         if _current is not self:
             return
         _current = None
+        for graphs in list(self.graphs):  # before the groups and the shared memory that they launch work on
+            graphs.release("its session has ended")
         self.watchdog.leaving = done
         if done:
             with contextlib.suppress(Exception):  # rank 0 may be gone already, and the store with it

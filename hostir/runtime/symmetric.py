@@ -1,23 +1,22 @@
-"""Symmetric buffers of CPU processes: memory that the ranks of one host share, and the order in which they see it.
+"""Memory that the ranks of one host see of each other: symmetric buffers, flags, and what barriers count with.
 
 Ranks meet once for each set of sizes that they run a program with: each makes one piece of memory that holds its
-buffers, its flags and what its barriers count with, and maps the pieces of the others. The memory never has a name in
-a file system: peers open it through the process that made it, so nothing is left behind, however a rank ends. It
-belongs to the executor, is 0 in flags and NaN in numbers at first, and stays as long as the executor and its outputs.
+buffers, its flags and its barriers, and maps the pieces of the others. How, a machine says: shared_files.py for CPU
+processes, peer_memory.py for GPUs. The memory belongs to the executor, is 0 in flags and NaN in numbers at first, and
+stays as long as the executor and its outputs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -30,7 +29,7 @@ from hostir.runtime.plan import FLAGS, Barrier, Recording, Symmetric
 from hostir.runtime.sharding import TORCH
 
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
-BARRIERS = ""  # in the place of a name: a team's row of flags, one for each of its barriers; its round is the team
+BARRIERS = ""  # in the place of a name: a team's flags, one for each of its barriers and ranks; its round is the team
 Exchange = Callable[[str, str], list[str]]  # a key and this rank's text: the texts of all ranks
 Place = tuple[str, tuple[int, ...]]  # a name and a round
 Use = tuple[str, tuple[int, ...], int]  # a place, and a peer
@@ -73,9 +72,10 @@ class Offer:
     Fields:
         host: the machine and its process numbers: ranks that differ in it cannot open each other's memory.
         name: the host's name, for people.
-        path: where peers open the memory.
+        path: where peers find the memory.
         buffers: what lies in it, one after another.
         uses: the places of peers' buffers that it touches, with the peer.
+        notes: what its machine tells the others besides.
         refusal: why there is none of all this.
     """
 
@@ -84,15 +84,12 @@ class Offer:
     path: str = ""
     buffers: tuple[Buffer, ...] = ()
     uses: tuple[Use, ...] = ()
+    notes: str = ""
     refusal: str = ""
 
     @property
     def bytes(self) -> int:
         return max(sum(buffer.bytes for buffer in self.buffers), ALIGNMENT)
-
-    def map(self) -> torch.Tensor:
-        """The memory itself, as bytes."""
-        return torch.from_file(self.path, shared=True, size=self.bytes, dtype=torch.uint8)
 
     @classmethod
     def read(cls, text: str) -> Offer:
@@ -100,6 +97,28 @@ class Offer:
         buffers = [Buffer(b["name"], tuple(b["rounds"]), tuple(b["shape"]), b["dtype"]) for b in it.pop("buffers")]
         uses = [(name, tuple(rounds), rank) for name, rounds, rank in it.pop("uses")]
         return cls(**it, buffers=tuple(buffers), uses=tuple(uses))
+
+
+class Sharing(Protocol):
+    """How the ranks of one kind of machine come to see each other's memory.
+
+    Both methods raise OSError or RuntimeError where they cannot.
+    """
+
+    def offering(self, size: int) -> AbstractContextManager[str]:
+        """Where peers find as many bytes of this rank, while the context lasts."""
+
+    def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
+        """The memory of some ranks, this one among them, as bytes; 0 at first. All ranks call it."""
+
+    def begin(self, recording: Recording, memory: SharedMemory) -> None:
+        """Makes this rank's memory ready for the first call, before any peer touches it."""
+
+    def hidden(self, recording: Recording) -> tuple[Buffer, ...]:
+        """What it keeps of its own among the buffers."""
+
+    def notes(self, recording: Recording) -> str:
+        """What it tells the other ranks of its recording."""
 
 
 def shares_memory(program: Program) -> bool:
@@ -110,7 +129,8 @@ def shares_memory(program: Program) -> bool:
 class SharedMemory:
     """The memory of all ranks for one set of sizes."""
 
-    def __init__(self, offers: Mapping[int, Offer], maps: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, offers: Sequence[Offer], maps: Mapping[int, torch.Tensor]) -> None:
+        self.offers = offers
         self.buffers: dict[tuple[Place, int], torch.Tensor] = {}
         for rank, memory in maps.items():
             at = 0
@@ -122,9 +142,9 @@ class SharedMemory:
         """A symmetric buffer of some rank."""
         return self.buffers[(op.name, op.rounds), op.rank]
 
-    def barriers(self, team: tuple[int, ...]) -> dict[int, torch.Tensor]:
-        """For each rank of a team a row of flags: the latest call in which it has come to each of its barriers."""
-        return {rank: self.buffers[(BARRIERS, team), rank] for rank in team}
+    def barriers(self, team: tuple[int, ...], rank: int) -> torch.Tensor:
+        """A rank's flags for a team's barriers: `[barriers, ranks]`, the ranks by their places in the team."""
+        return self.buffers[(BARRIERS, team), rank]
 
 
 class SymmetricMemory:
@@ -133,31 +153,15 @@ class SymmetricMemory:
     Args:
         rank: this rank.
         exchange: gives a text under a key, and gets those of all ranks.
+        sharing: how ranks of this machine see each other's memory.
     """
 
-    def __init__(self, rank: int, exchange: Exchange) -> None:
+    def __init__(self, rank: int, exchange: Exchange, sharing: Sharing) -> None:
         self.rank = rank
         self.exchange = exchange
+        self.sharing = sharing
         self.met: dict[tuple[tuple[str, int], ...], SharedMemory] = {}  # by sizes
         self.meetings = 0
-        self.mutex = threading.Lock()
-        self.lock = -1  # the file by which all ranks take turns
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """What comes before a rank's turn is visible to every rank whose turn comes later, on any CPU.
-
-        torch copies with plain stores, and nothing that Python has is a fence: on Arm a flag written after them may be
-        seen before them. So a rank sets a flag in its turn, and one that has seen it set takes a turn before it reads
-        what the flag stands for. Turns are a lock in the kernel, which is let go with release and taken with acquire,
-        and by the kernel itself where a process dies. The file lock is between processes only; hence the mutex.
-        """
-        with self.mutex:
-            fcntl.flock(self.lock, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(self.lock, fcntl.LOCK_UN)
 
     def of(self, recording: Recording) -> SharedMemory | None:
         """The memory for a recording's sizes; ranks meet where there is none yet. None where the program needs none.
@@ -179,40 +183,34 @@ class SymmetricMemory:
             offers = [Offer.read(text) for text in self.tell("symmetric memory", json.dumps(asdict(offer)))]
             if refused := judge(offers, recording.program):
                 raise refused
-            maps, why = self.map(offers)
+            memory, why = self.map(recording, offers)
             if refused := _refusal(self.tell("symmetric memory, mapped", why)):
                 raise refused
-        return SharedMemory(dict(enumerate(offers)), maps)
+        assert memory is not None
+        return memory
 
-    def offer(self, recording: Recording, files: contextlib.ExitStack) -> Offer:
-        """This rank's memory, as its first call finds it."""
+    def offer(self, recording: Recording, until_all_have_mapped: contextlib.ExitStack) -> Offer:
         buffers, uses = _needs(recording)
-        if not hasattr(os, "memfd_create"):
-            return Offer(refusal="only Linux lets processes open each other's memory")
-        offer = Offer(buffers=buffers, uses=uses)
+        buffers += self.sharing.hidden(recording)
+        size = Offer(buffers=buffers).bytes
         try:
-            file = os.memfd_create("hostir")
-            files.callback(os.close, file)
-            os.ftruncate(file, offer.bytes)
-            offer = replace(offer, host=_host(), name=os.uname().nodename, path=f"/proc/{os.getpid()}/fd/{file}")
-            mine = SharedMemory({self.rank: offer}, {self.rank: offer.map()})
+            path = until_all_have_mapped.enter_context(self.sharing.offering(size))
+            return Offer(_host(), os.uname().nodename, path, buffers, uses, self.sharing.notes(recording))
         except (OSError, RuntimeError) as problem:
             return Offer(refusal=str(problem))
-        for buffer in mine.buffers.values():
-            if buffer.is_floating_point():
-                buffer.fill_(float("nan"))
-        return offer
 
-    def map(self, offers: Sequence[Offer]) -> tuple[dict[int, torch.Tensor], str]:
-        """The memory of this rank and of the peers that it names; or why it cannot be mapped."""
+    def map(self, recording: Recording, offers: Sequence[Offer]) -> tuple[SharedMemory | None, str]:
+        """The memory of this rank, as its first call finds it, and of the peers that it names; or why there is none."""
+        ranks = {self.rank, *(rank for *_, rank in offers[self.rank].uses)}
         try:
-            if self.lock < 0:
-                self.lock = os.open(offers[0].path, os.O_RDWR)  # a turn is a lock on rank 0's memory
-                weakref.finalize(self, os.close, self.lock)
-            ranks = {self.rank, *(rank for *_, rank in offers[self.rank].uses)}
-            return {rank: offers[rank].map() for rank in ranks}, ""
+            memory = SharedMemory(offers, self.sharing.map(offers, ranks))
         except (OSError, RuntimeError) as problem:
-            return {}, str(problem)
+            return None, str(problem)
+        for (_, rank), buffer in memory.buffers.items():
+            if rank == self.rank and buffer.is_floating_point():
+                buffer.fill_(float("nan"))
+        self.sharing.begin(recording, memory)
+        return memory, ""
 
     def tell(self, what: str, mine: str) -> list[str]:
         return self.exchange(f"{what} {self.meetings}", mine)
@@ -230,7 +228,7 @@ def _needs(recording: Recording) -> tuple[tuple[Buffer, ...], tuple[Use, ...]]:
         elif isinstance(op, Symmetric):
             uses.append((op.name, op.rounds, op.rank))
     for team, count in barriers.items():
-        buffers.append(Buffer(BARRIERS, team, (count,), "int64"))
+        buffers.append(Buffer(BARRIERS, team, (count, len(team)), "int64"))
         uses += [(BARRIERS, team, peer) for peer in team if peer != rank]
     return tuple(buffers), tuple(uses)
 

@@ -1,11 +1,11 @@
 """Ends every rank when one of them is lost: no rank waits for ever for a peer that died, raised, or never came.
 
 Each rank has a thread that talks to the run's store over a connection of its own, so that it is never behind a
-collective. It tells that the rank lives, and looks for three things: a failure that another rank published, a rank
-whose heartbeat has stopped, and a communication of this rank's that stands still. On any of them it prints one
-diagnostic that names this rank, the statement it is at and the cause, and ends the process at once, since a thread
-stuck in a collective cannot be asked to stop. The hot path pays one attribute write a call: where a run stands is read
-off its iterator.
+collective. It tells that the rank lives, and looks for four things: a failure that another rank published, a rank whose
+heartbeat has stopped, a communication of this rank's that stands still, and what its device has reported. On any of
+them it prints one diagnostic that names this rank, the statement it is at and the cause, and ends the process at once,
+since a thread stuck in a collective cannot be asked to stop. The hot path pays one attribute write a call: where a run
+stands is read off its iterator.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Watched(Protocol):
 
     def progress(self) -> object:
         """Changes whenever the run gets on; None where standing still cannot be told from here."""
+
+    def ailment(self) -> str:
+        """What the device has reported that no call has raised yet; empty while all is well."""
 
 
 class Watchdog:
@@ -125,7 +128,7 @@ class Watchdog:
                 if not self.leaving:
                     self.end(f"the store of the run is gone ({_first_line(problem)}): rank 0 or its launcher died")
                 return
-            if cause := cause or self.standstill():
+            if cause := cause or self.standstill() or self.reported():
                 self.end(cause)
 
     def failure(self) -> str:
@@ -159,6 +162,13 @@ class Watchdog:
         at = "" if plan is None else plan.describe(plan.in_flight()[0])
         self.publish(f"rank {self.rank}, {at}: {what}")
         return f"it {what}"
+
+    def reported(self) -> str:
+        """What the device has told of this rank's run; what its caller was told already is the caller's."""
+        found = self.plan.ailment() if self.plan is not None and self.raised is None else ""
+        if found:
+            self.publish(found)
+        return found
 
     # Ending -------------------------------------------------------------------------------------------------------
     def end(self, cause: str) -> NoReturn:

@@ -15,12 +15,11 @@ import torch
 from hostir.__main__ import main
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
-from hostir.ir.text import parse
-from hostir.runtime.cuda import refuse_one_sided
 from hostir.runtime.executor import Executor
 from hostir.runtime.gloo import GlooPlan
 from hostir.runtime.plan import EPOCHS, FLAGS, Recording, flag_value
 from hostir.runtime.recorder import record
+from hostir.runtime.shared_files import SharedFiles
 from hostir.runtime.symmetric import SharedMemory, SymmetricMemory
 from hostir.runtime.trace import Trace
 from tests.runtime.small_programs import alone, program, said
@@ -152,7 +151,7 @@ def met(*recordings: Recording) -> list[SharedMemory | HostIRError | None]:
 
     def meet(rank: int) -> None:
         try:
-            results[rank] = SymmetricMemory(rank, exchange(rank)).of(recordings[rank])
+            results[rank] = SymmetricMemory(rank, exchange(rank), SharedFiles()).of(recordings[rank])
         except HostIRError as problem:
             results[rank] = problem
 
@@ -191,7 +190,7 @@ def test_ranks_see_each_others_buffers_and_nothing_is_left_behind() -> None:
             here.fill_(value)
             assert bool((there == value).all())
             assert here.data_ptr() != there.data_ptr()
-    assert [tuple(row.shape) for row in one.barriers((0, 1)).values()] == [(1,), (1,)]
+    assert [tuple(one.barriers((0, 1), rank).shape) for rank in range(2)] == [(1, 2), (1, 2)]
     del one, other, here, there
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) <= before
@@ -242,15 +241,6 @@ def test_buffers_belong_to_an_executor_and_its_sizes() -> None:
 
 
 # What is refused --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["get_barrier", "ring_put", "ready_matmul"])
-def test_cuda_refuses_what_it_cannot_do_yet_at_its_statement(name: str) -> None:
-    p = parse((CASES / f"{name}.hir").read_text(), "p.hir")
-    problem = said(lambda: refuse_one_sided(p))
-    assert "'allocate_symmetric' runs on simulated ranks and on CPU processes only so far" in problem
-    assert problem.startswith("p.hir:")
-    refuse_one_sided(parse((CASES / "send_recv.hir").read_text(), "p.hir"))
-
-
 @pytest.mark.parametrize("name", ["get_barrier", "ping_pong"])
 def test_a_text_of_single_ranks_has_nothing_to_be_compared_with(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     file = str(CASES / f"{name}.hir")

@@ -26,6 +26,7 @@ TWO = [
     "copies_and_a_matmul_that_waits",
     "shapes_and_executors_alternate",
     "a_symmetric_output_is_the_callers",
+    "results_go_where_the_caller_says",
     "racy_programs_are_refused",
     "ranks_that_share_something_else_are_refused",
     "different_programs_are_refused",

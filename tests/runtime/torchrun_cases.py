@@ -253,6 +253,21 @@ def a_symmetric_output_is_the_callers() -> None:
 
 
 @case
+def results_go_where_the_caller_says() -> None:
+    for program, sizes in ((parse(programs.GATHERED), {}), (programs.ag_matmul(), {"M": 2})):
+        executor, outs = Executor(program), [torch.empty(0)] * 2
+        for call in range(4):
+            inputs = random_inputs(program, sizes, seed=1000 * os.getppid() + call)
+            parts = [shard(x, v.tensor, RANK, sizes) for x, v in zip(inputs, program.inputs, strict=True)]
+            (fresh,) = executor(*parts)
+            outs[call % 2] = torch.full_like(fresh, float("nan"))
+            (found,) = executor(*parts, out=outs[call % 2])
+            assert found is outs[call % 2]
+            assert torch.equal(found, fresh)
+        assert "is None" in refused(lambda executor=executor, parts=parts: executor(*parts, out=[None]))
+
+
+@case
 def racy_programs_are_refused() -> None:
     text = str(programs.pulled()).replace("  barrier of %a over didx\n", "")
     contains(refused(lambda: Executor(parse(text))), "race on %full")

@@ -231,14 +231,18 @@ program @pulled(%a: {dtype}[3, {n}@didx, M, 32], %b: {dtype}[32, 24]) -> (%c) st
     %a_i = select %a[%i]
     %full_i = select %full[%i]
     %mine = chunk %full_i[%r of {n}]
-    for %p in 0..{n} {{
-      put %a_i -> %mine at (%r + %p) % {n} over didx
-      signal %ready[%r] = %i + 1 at (%r + %p) % {n} over didx
+    for %p in 0..{n - 1} {{
+      put %a_i -> %mine at (%r + %p + 1) % {n} over didx
+      signal %ready[%r] = %i + 1 at (%r + %p + 1) % {n} over didx
     }}
   }}
   set_stream %user
   for %i in 0..3 {{
+    %a_i = select %a[%i]
     %full_i = select %full[%i]
+    %mine = chunk %full_i[%r of {n}]
+    put %a_i -> %mine at %r over didx
+    signal %ready[%r] = %i + 1 at %r over didx
     %c_i = select %c[%i]
     matmul %full_i, %b -> %c_i ready %ready >= %i + 1 from %r
   }}

@@ -81,9 +81,11 @@ def check_matmul(
     transpose_b: bool = False,
     use_descriptors: bool | None = None,
     config: Config | None = None,
+    sms: int | None = None,
 ) -> None:
     """Run `matmul` into `out` and hold it against torch and float64."""
-    result = matmul(a, b, out, bias=bias, transpose_b=transpose_b, use_descriptors=use_descriptors, config=config)
+    options = {"use_descriptors": use_descriptors, "config": config, "sms": sms}
+    result = matmul(a, b, out, bias=bias, transpose_b=transpose_b, **options)
     assert result is out
     assert_only_view_written(out, buffer)
     # On copies: on a CPU, torch's bfloat16 product of padded matrices picks up the NaNs between their rows.

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hostir.runtime.kernels.matmul import EXACT_RUN, _matmul_kernel
+from hostir.runtime.kernels.matmul import EXACT_RUN
+from hostir.runtime.kernels.matmul_kernel import matmul_kernel
 from hostir.runtime.kernels.tiles import Config, candidates
 
 HOPPER = GPUTarget("cuda", 90, 32)
-WAITING = ("flags", "stalls", "epoch", "first", "blocks", "height", "looks")
+SHARING = ("whole", "last", "shares", "sums", "tickets")
+WAITING = ("flags", "stalls", "epoch", "first", "blocks", "height")
 SHARED_MEMORY = 227 << 10
 
 
@@ -38,12 +45,12 @@ def compiled(
         "BM": tile.m,
         "BN": tile.n,
         "BK": tile.k,
-        "GROUP": tile.group,
         "HALVES": tile.halves,
         "DESCRIPTORS": descriptors,
         "B_IS_NK": b_is_nk,
         "BATCHED": batched,
         "HAS_BIAS": bias,
+        "SHARED": tile.shared > 0,
         "READY": ready is not None,
         "FLAGS": 8 if ready else 1,
         "EPOCH_IN_MEMORY": ready is not None and ready["epoch"][0] == "*",
@@ -52,10 +59,11 @@ def compiled(
         "RUN": max(1, EXACT_RUN // tile.k),
         **({} if bias else {"bias": None}),
         **({} if ready else dict.fromkeys(WAITING)),
+        **({} if tile.shared else dict.fromkeys(SHARING)),
     }
     if not descriptors:  # unit strides: rows of a and out, and of b, are contiguous
         constants |= {"a_column": 1, "out_column": 1, "b_row" if b_is_nk else "b_column": 1}
-    signature = {name: "constexpr" if name in constants else "i32" for name in _matmul_kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else "i32" for name in matmul_kernel.arg_names}
     signature |= {
         name: f"tensordesc<{dtype}[{block}]>" if descriptors else f"*{dtype}" for name, block in blocks.items()
     }
@@ -63,8 +71,10 @@ def compiled(
         signature["bias"] = f"*{dtype}"
     if ready:
         signature |= {"stalls": "*i64", **ready}
+    if tile.shared:
+        signature |= {"sums": "*fp32", "tickets": "*i32"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] in "*i"}
-    source = ASTSource(_matmul_kernel, signature, constexprs=constants, attrs=aligned)
+    source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=HOPPER, options={"num_warps": tile.warps, "num_stages": tile.stages})
 
 
@@ -123,3 +133,39 @@ def test_waiting_needs_no_more_shared_memory_than_a_tile_may_take(tile):
         tile, dtype="bf16", descriptors=True, b_is_nk=True, batched=True, ready={"flags": "*i32", "epoch": "i32"}
     )
     assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
+
+
+WAITS = [None, {"flags": "*i32", "epoch": "i32"}]
+
+
+@pytest.mark.parametrize("ready", WAITS, ids=["", "waits"])
+@pytest.mark.parametrize("tile", candidates(torch.bfloat16), ids=str)
+def test_shared_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(tile, ready, tmp_path):
+    shared = dataclasses.replace(tile, shared=1)
+    options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False, "ready": ready}
+    plain, kernel = (compiled(t, **options) for t in (dataclasses.replace(tile, shared=0), shared))
+    for instruction in ("wgmma.mma_async", "complete_tx::bytes"):
+        assert kernel.asm["ptx"].count(instruction) == 2 * plain.asm["ptx"].count(instruction)
+    assert kernel.metadata.shared <= shared.shared_memory(2, descriptors=True) <= SHARED_MEMORY
+    assert spilled(kernel.asm["ptx"], tmp_path) == 0
+
+
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_a_ticket_is_drawn_after_the_sum_is_written_and_before_any_is_read(descriptors):
+    tile = dataclasses.replace(candidates(torch.bfloat16, descriptors=descriptors)[0], shared=1)
+    ptx = compiled(tile, dtype="bf16", descriptors=descriptors, b_is_nk=False).asm["ptx"]
+    ticket = ptx.find("atom.global.gpu.acq_rel.add.u32")
+    assert 0 <= ptx.rfind("st.global.v4.b32", 0, ticket) < ptx.rfind("bar.sync", 0, ticket)
+    sums = re.search(r"ld\.global\.cg\.v4", ptx)
+    assert sums
+    assert ticket < ptx.find("bar.sync", ticket) < sums.start()
+
+
+def spilled(ptx: str, folder: Path) -> int:
+    """Bytes of registers that ptxas has no room for, of stores and loads together."""
+    (folder / "kernel.ptx").write_text(ptx)
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", folder / "kernel.ptx", "-o", folder / "kernel"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.findall(r"(\d+) bytes spill", said)
+    assert found, said
+    return sum(map(int, found))

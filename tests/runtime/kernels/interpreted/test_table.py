@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import hostir.ir.text as text
+from hostir.ir.source import HostIRError
+from hostir.runtime.kernels.ready import ReadyFlags, block_rows, no_stalls
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_whole
 from hostir.runtime.reference import reference
@@ -33,3 +37,52 @@ def test_leading_axes_that_do_not_merge_are_walked(dtype):
     exact = a.double() @ weight.double().t() + bias.double()
     magnitude = a.double().abs() @ weight.double().abs().t() + bias.double().abs()
     assert_as_accurate(out, a @ weight.t() + bias, exact, magnitude)
+
+
+@pytest.mark.parametrize(
+    ("policy", "device", "present"),
+    [("triton", "cpu", True), ("triton", "cuda", True), ("auto", "cuda", True), ("auto", "cpu", False)]
+    + [("aten", device, False) for device in ("cpu", "cuda")],
+)
+def test_a_matmul_that_waits_is_there_where_triton_suits_the_device(policy, device, present):
+    assert ("matmul_ready" in kernel_table(policy, device)) == present
+
+
+@pytest.mark.parametrize("first", [0, 1, -1])
+@pytest.mark.parametrize(
+    ("order", "blocks"), [((0, 1, 2), 4), ((1, 0, 2), 12), ((1, 0, 2), 4), ((2, 0, 1), 2), ((2, 0, 1), 20)]
+)
+def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(order, blocks, first):
+    a = filled((4, 3, 5, 8), torch.float32, order=(*order, 3), pad=(0, 1, 1, 0), integers=True)
+    b = filled((8, 6), torch.float32, integers=True)
+    out, buffer = embedded((4, 3, 5, 6), torch.float32, pad=(1, 0, 1, 0))
+    ready = ReadyFlags(
+        torch.ones(blocks, dtype=torch.int32), 1, no_stalls(blocks, "cpu"), first=first % blocks, looks=3
+    )
+    kernel = kernel_table("triton", "cpu")["matmul_ready"]
+    kernel(out, a, b, ready=ready)
+    assert_only_view_written(out, buffer)
+    assert torch.equal(out, a @ b)
+    assert not ready.stalls.any()
+
+    ready.flags[-1] = 0
+    kernel(out.fill_(math.nan), a, b, ready=ready)
+    assert ready.stalls.tolist() == [[0, 0]] * (blocks - 1) + [[1, 0]]
+    height = 60 // blocks
+    assert out.reshape(60, 6)[-height:].isnan().all()
+
+
+def test_blocks_that_do_not_fit_the_slices_are_said():
+    a, b, out = torch.zeros(4, 3, 10, 8)[:, :, ::2].transpose(0, 1), torch.zeros(8, 6), torch.zeros(3, 4, 5, 6)
+    ready = ReadyFlags(torch.ones(5, dtype=torch.int32), 1, no_stalls(5, "cpu"))
+    with pytest.raises(HostIRError, match=r"cannot wait for 5 blocks of rows in 3 slices"):
+        kernel_table("triton", "cpu")["matmul_ready"](out, a, b, ready=ready)
+
+
+def test_stalls_may_lie_in_pinned_memory_of_the_host_and_in_no_other(monkeypatch):
+    ready = ReadyFlags(torch.ones(2, dtype=torch.int32, device="meta"), 1, no_stalls(2, "cpu"))
+    out = torch.empty(6, 4, device="meta")
+    with pytest.raises(ValueError, match="one device, got out on meta, flags on meta, stalls on cpu"):
+        block_rows(ready, out)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    assert block_rows(ready, out) == 3

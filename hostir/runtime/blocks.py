@@ -1,0 +1,33 @@
+"""The rows of one block of a tensor, where a computation goes block by block."""
+
+from __future__ import annotations
+
+import torch
+
+from hostir.runtime.kernels.layout import rows
+
+
+def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> list[torch.Tensor]:
+    """The rows of one of equal blocks: one tensor where the rows of both tensors have one stride, else several.
+
+    Tensors of equal leading axes are cut alike.
+    """
+    flat = rows(x)
+    if flat is not None and rows(other) is not None:
+        height = len(flat) // blocks
+        return [flat[block * height : (block + 1) * height]]
+    height = x.shape[:-1].numel() // blocks
+    return _rows_of(x, block * height, (block + 1) * height)
+
+
+def _rows_of(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
+    """Rows `start` to `stop` of the flattened leading axes, as views of several axes."""
+    inner = x.shape[1:-1].numel()
+    if start == stop:
+        return []
+    if start % inner == 0 and stop % inner == 0:
+        return [x[start // inner : stop // inner]]
+    cuts = [
+        (i, max(start - i * inner, 0), min(stop - i * inner, inner)) for i in range(start // inner, -(-stop // inner))
+    ]
+    return [part for i, low, high in cuts for part in _rows_of(x[i], low, high)]

@@ -1,0 +1,258 @@
+"""One-sided statements on CUDA: copy engines move rows, streams set flags and wait for flags, a kernel looks at them.
+
+The host only issues. A flag holds an epoch; see handover.py for how it gets back to 0. Everything is captured into a
+CUDA graph as it stands, and is right in every replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hostir.ir.machine import Ready
+from hostir.ir.source import HostIRError
+from hostir.runtime.blocks import block_of
+from hostir.runtime.driver import Copier, in_batches, wait_at_least, write
+from hostir.runtime.handover import PERMITS, Handover, Slot
+from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.lifetimes import unjoined
+from hostir.runtime.plan import (
+    CALLER,
+    Barrier,
+    Compute,
+    Copy,
+    Op,
+    Recording,
+    Signal,
+    Step,
+    Symmetric,
+    Synchronize,
+    WaitSignal,
+)
+from hostir.runtime.symmetric import BARRIERS, Place, SharedMemory
+
+FLAG_BYTES = 8
+Issue = Callable[[int], None]  # something that a stream shall do, given its handle
+
+
+class OneSided:
+    """The one-sided operations of a plan.
+
+    Args:
+        recording: of the plan.
+        memory: of all ranks.
+        device: this rank's.
+        registers, streams: the plan's own lists, whose elements change with every call.
+        kernels: what computes.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        memory: SharedMemory,
+        device: torch.device,
+        registers: list[Any],
+        streams: Sequence[torch.cuda.Stream],
+        kernels: Mapping[str, Kernel],
+    ) -> None:
+        self.recording = recording
+        self.memory = memory
+        self.device = device
+        self.registers = registers
+        self.streams = streams
+        self.kernels = kernels
+        self.rank = recording.rank
+        self.handover = Handover.of(recording, memory.offers)
+        self.owner_of = {op.out: op.rank for op in recording.ops if isinstance(op, Symmetric)}  # by buffer
+        self.opened: torch.cuda.Event | None = None  # behind the permits, once a stream has waited for them
+        self.behind: set[int] = set()  # the streams that come after them
+        self.forked = {CALLER}
+        self.stalls: list[tuple[Compute, torch.Tensor]] = []
+
+    # Operations ---------------------------------------------------------------------------------------------------
+    def is_direct(self, op: Op) -> bool:
+        """Whether an operation needs no current stream, as it is given its own."""
+        return isinstance(op, Signal | WaitSignal | Barrier) or (isinstance(op, Copy) and not self.is_local(op))
+
+    def is_local(self, op: Copy) -> bool:
+        """Whether a copy stays on this GPU, where it is a kernel's work."""
+        return all(self.owner(register) == self.rank for register in (op.x, op.out))
+
+    def owner(self, register: int) -> int:
+        """Whose memory a register's is."""
+        return self.owner_of.get(self.recording.buffers[register], self.rank)
+
+    def peers(self, op: Op) -> bool:
+        """Whether an operation touches a peer's memory."""
+        if isinstance(op, Copy):
+            return not self.is_local(op)
+        return isinstance(op, Barrier) or (isinstance(op, Signal) and op.peer != self.rank)
+
+    def before(self, op: Op) -> list[Step]:
+        """What must come before an operation: the permits, once in a call, on whichever streams touch peers."""
+        if isinstance(op, Synchronize) and op.other in self.forked:
+            self.forked.add(op.stream)
+        if not self.peers(op) or op.stream in self.behind:
+            return []
+        self.behind.add(op.stream)
+        streams = self.streams
+        if self.opened is not None:
+            return [partial(_after, streams, op.stream, self.opened)]
+        self.opened = torch.cuda.Event()
+        fork = [] if op.stream in self.forked else [partial(_join, streams, op.stream, CALLER, torch.cuda.Event())]
+        others = {o.stream for o in self.recording.ops if self.peers(o)} - {op.stream}
+        mark = [partial(_record, streams, op.stream, self.opened)] if others else []
+        return [*fork, self.on(op.stream, self.permits()), *mark]
+
+    def bind(self, op: Op) -> Step | None:
+        """What carries out an operation; None where nothing is left to do."""
+        if isinstance(op, Copy):
+            return self.copy(op)
+        if isinstance(op, Signal):
+            return self.on(op.stream, in_batches([write(self.flag(self.place(op.flags), op.slot, op.peer), op.epoch)]))
+        if isinstance(op, WaitSignal):
+            return self.on(op.stream, self.wait(op.flags, op.slot, op.epoch))
+        assert isinstance(op, Barrier)
+        return None if op.number == 0 and op.team in self.handover.opening else self.barrier(op)
+
+    def on(self, stream: int, issue: Issue) -> Step:
+        streams = self.streams
+        return lambda: issue(streams[stream].cuda_stream)
+
+    def copy(self, op: Copy) -> Step:
+        registers, streams, x, out, stream = self.registers, self.streams, op.x, op.out, op.stream
+        if not self.is_local(op):
+            copy = Copier()
+            return lambda: copy(registers[out], registers[x], streams[stream].cuda_stream)
+        kernel = self.kernels["copy"]
+
+        def local() -> None:
+            if registers[out].data_ptr() != registers[x].data_ptr():  # else the caller made it in its place
+                kernel(registers[out], registers[x])
+
+        return local
+
+    def wait(self, flags: int, slot: int, epoch: int) -> Issue:
+        return in_batches([wait_at_least(self.flag(self.place(flags), slot, self.rank), epoch)])
+
+    def barrier(self, op: Barrier) -> Step:
+        """Tells the others that this rank has come, and waits for them."""
+        size, place = len(op.team), (BARRIERS, op.team)
+        mine, first = op.team.index(self.rank), op.number * size
+        others = [rank for rank in op.team if rank != self.rank]
+        tell = [write(self.flag(place, first + mine, rank), 1) for rank in others]
+        slots = [first + op.team.index(rank) for rank in others]
+        return self.on(
+            op.stream, in_batches([*tell, *(wait_at_least(self.flag(place, s, self.rank), 1) for s in slots)])
+        )
+
+    # A matmul that waits ------------------------------------------------------------------------------------------
+    def compute(self, op: Compute, ready: Ready) -> Step:
+        """One kernel that looks at the flags; where there is none that can, block after block, each behind a wait."""
+        kernel = self.kernels.get(f"{op.kind}_ready")
+        return self.blocks(op, ready) if kernel is None else self.whole(op, ready, kernel)
+
+    def whole(self, op: Compute, ready: Ready, kernel: Kernel) -> Step:
+        from hostir.runtime.kernels.ready import ReadyFlags  # which needs Triton
+
+        stalls = torch.zeros(ready.blocks, 2, dtype=torch.int64, pin_memory=True)
+        self.stalls.append((op, stalls))
+        registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
+        flags = ReadyFlags(registers[ready.flags], ready.epoch, stalls, ready.first)
+
+        def step() -> None:
+            kernel(registers[out], *[registers[x] for x in operands], ready=flags, **options)
+
+        return step
+
+    def blocks(self, op: Compute, ready: Ready) -> Step:
+        registers, (x, y), options = self.registers, op.operands, dict(op.options)
+        order = [*range(ready.first, ready.blocks), *range(ready.first)]
+        waits = [(block, self.on(op.stream, self.wait(ready.flags, block, ready.epoch))) for block in order]
+        kernel = self.kernels[op.kind]
+
+        def step() -> None:
+            out, a, b = registers[op.out], registers[x], registers[y]
+            for block, wait in waits:
+                wait()
+                pairs = zip(block_of(out, a, block, ready.blocks), block_of(a, out, block, ready.blocks), strict=True)
+                for out_part, a_part in pairs:
+                    kernel(out_part, a_part, b, **options)
+
+        return step
+
+    def problem(self) -> HostIRError | None:
+        """What a kernel that gave up waiting has said; forgets it."""
+        for op, stalls in self.stalls:
+            if stalls.numpy().any():
+                from hostir.runtime.kernels.ready import stall_error
+
+                assert op.ready is not None
+                found = stall_error(stalls, self.rank, f"%{self.place(op.ready.flags)[0]}")
+                stalls.zero_()
+                assert found is not None
+                return self.recording.failure(op, found)
+        return None
+
+    # From call to call --------------------------------------------------------------------------------------------
+    def permits(self) -> Issue:
+        """Waits for the permits of all peers whose flags this rank raises, and takes them away."""
+        count = self.flag(PERMITS, 0, self.rank)
+        needed = len(self.handover.owners)
+        return in_batches([wait_at_least(count, needed), write(count, 0)] if needed else [])
+
+    def closing(self) -> list[Step]:
+        """The end of a call, on the caller's stream: flags back to 0, permits to the peers that raise them."""
+        joins: list[Step] = [
+            partial(_join, self.streams, CALLER, stream, torch.cuda.Event()) for stream in unjoined(self.recording)
+        ]
+        late = [wait_at_least(self.slot(slot), epoch) for slot, epoch in self.handover.unseen.items()]
+        flags = [*map(self.slot, self.handover.raised), *self.arrivals()]
+        counts = [self.flag(PERMITS, 0, user) for user in sorted(self.handover.users)]
+        wait: list[Step] = [self.on(CALLER, in_batches(late))] if late else []
+        return [*joins, *wait, *([self.ending(flags, counts)] if flags or counts else [])]
+
+    def ending(self, flags: Sequence[int], counts: Sequence[int]) -> Step:
+        from hostir.runtime.kernels.ending import Ending  # which needs Triton
+
+        return Ending(self.device, flags, counts)
+
+    def arrivals(self) -> list[int]:
+        """The flags that the team of each barrier has raised here."""
+        return [
+            self.flag((BARRIERS, op.team), op.number * len(op.team) + number, self.rank)
+            for op in self.recording.ops
+            if isinstance(op, Barrier) and not (op.number == 0 and op.team in self.handover.opening)
+            for number, rank in enumerate(op.team)
+            if rank != self.rank
+        ]
+
+    def slot(self, slot: Slot) -> int:
+        return self.flag(*slot, self.rank)
+
+    def flag(self, place: Place, slot: int, rank: int) -> int:
+        """The address of a flag."""
+        return self.memory.buffers[place, rank].data_ptr() + slot * FLAG_BYTES
+
+    def place(self, register: int) -> Place:
+        """The symmetric buffer of a register."""
+        buffer = self.recording.buffers[register]
+        op = next(op for op in self.recording.ops if isinstance(op, Symmetric) and op.out == buffer)
+        return op.name, op.rounds
+
+
+def _record(streams: Sequence[torch.cuda.Stream], stream: int, event: torch.cuda.Event) -> None:
+    event.record(streams[stream])
+
+
+def _after(streams: Sequence[torch.cuda.Stream], stream: int, event: torch.cuda.Event) -> None:
+    event.wait(streams[stream])
+
+
+def _join(streams: Sequence[torch.cuda.Stream], stream: int, other: int, event: torch.cuda.Event) -> None:
+    """One stream goes on after what another has been given so far."""
+    event.record(streams[other])
+    event.wait(streams[stream])

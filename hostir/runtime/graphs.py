@@ -1,0 +1,163 @@
+"""CUDA graphs of an executor: a call whose tensors lie where they lay before is one launch.
+
+A call with `out=` has all its addresses from the caller. After two such calls at the same addresses the plan is
+captured, which executes nothing, and from then on its graph is launched on the caller's stream. The graph keeps none of
+the caller's tensors; whatever lies at its addresses when it is launched is what it reads and writes. Its workspaces
+come from a pool that all graphs of the executor share, and its kernels may share with eager calls what libraries keep
+for each stream; hence calls of one executor stay in order, on whatever streams they are made.
+
+Programs that communicate through NCCL are left to the caller, who can capture a call on all ranks at once. Whether a
+launch is captured must be uniform over all of its ranks, and they must replay the graphs of one common capture [NCCL
+2025]; but where tensors lie is a rank's own affair, so ranks do not find repeated addresses in the same call. One-sided
+copies, signals and barriers are the same to a peer, captured or not.
+
+- [NCCL 2025] NVIDIA Collective Communication Library user guide, *Using NCCL with CUDA Graphs*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hostir.ir.source import HostIRError, error
+from hostir.runtime.plan import Collective, Messages, Recording
+from hostir.runtime.watchdog import headline
+
+if TYPE_CHECKING:
+    from hostir.runtime.cuda import CudaPlan
+
+EAGER = 2  # calls at the same addresses before they are captured: the first may compile, tune and connect
+KEPT = 16  # graphs of an executor
+SEEN = 256  # sets of addresses that it remembers
+Part = torch.Tensor | None
+Where = tuple[object, ...]  # a plan, and the address of each input and output
+
+
+def uniform_only(recording: Recording) -> str:
+    """Why a rank may not capture this by itself; empty where it may."""
+    op = next((op for op in recording.ops if isinstance(op, Collective | Messages)), None)
+    if op is None:
+        return ""
+    return f"{recording.describe(op)} goes through NCCL, which all ranks must capture and replay together"
+
+
+class Graphs:
+    """The graphs of one executor on a CUDA device; calls come from one thread at a time.
+
+    Fields:
+        refusal: why there are none any more: a capture has failed, or the session has ended; else None.
+    """
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self.device = device
+        self.name = name
+        self.refusal: str | None = None
+        self.kept: OrderedDict[Where, torch.cuda.CUDAGraph] = OrderedDict()  # the latest used last
+        self.seen: OrderedDict[Where, tuple[int, int]] = OrderedDict()  # eager calls since the last capture; captures
+        self.stream: torch.cuda.Stream | None = None  # of the latest call
+
+    @cached_property
+    def side(self) -> torch.cuda.Stream:
+        """The stream on which captures are made."""
+        return torch.cuda.Stream(self.device)
+
+    @cached_property
+    def pool(self) -> Any:
+        """Where the workspaces of all graphs come from."""
+        return torch.cuda.graph_pool_handle()
+
+    def run(self, plan: CudaPlan, where: Where, inputs: Sequence[Part], given: Sequence[Part]) -> None:
+        """One run into `given`: a launch of the graph for these addresses, or eagerly where there is none."""
+        if torch.cuda.is_current_stream_capturing():  # the caller's graph gets the statements themselves
+            plan.run(inputs, given)
+            return
+        self.follow()
+        graph = self.kept.get(where)
+        if graph is None:
+            graph = self.capture_when_due(plan, where, inputs, given)
+        else:
+            self.kept.move_to_end(where)
+        if graph is None:
+            plan.run(inputs, given)
+            return
+        try:
+            graph.replay()
+        except RuntimeError as problem:
+            raise error(f"the CUDA graph of @{self.name} could not be launched: {problem}") from problem
+
+    def follow(self) -> None:
+        """Puts the current stream behind the executor's latest call, which may have been on another."""
+        now = torch.cuda.current_stream(self.device)
+        if now == self.stream:
+            return
+        if self.stream is not None:
+            now.wait_stream(self.stream)
+        self.stream = now
+
+    def capture_when_due(
+        self, plan: CudaPlan, where: Where, inputs: Sequence[Part], given: Sequence[Part]
+    ) -> torch.cuda.CUDAGraph | None:
+        """The new graph of a call that is eager no longer.
+
+        A set of addresses that lost its graph must first come back four times as often: where more sets take turns than
+        are kept, captures get rare instead of frequent.
+        """
+        if self.refusal or plan.eager_only:
+            return None
+        calls, captures = self.seen.pop(where, (0, 0))
+        due = calls >= EAGER * 4**captures
+        self.seen[where] = (0, captures + 1) if due else (calls + 1, captures)
+        if len(self.seen) > SEEN:
+            self.seen.popitem(last=False)
+        return self.capture(plan, where, inputs, given) if due else None
+
+    def capture(
+        self, plan: CudaPlan, where: Where, inputs: Sequence[Part], given: Sequence[Part]
+    ) -> torch.cuda.CUDAGraph | None:
+        """The graph of a run that is recorded, not executed. None after a warning where that fails, once for all."""
+        try:
+            graph = self.record(plan, inputs, given)
+        except Exception as problem:
+            what = headline(problem) if isinstance(problem, HostIRError) else f"{type(problem).__name__}: {problem}"
+            self.release(f"a capture failed: {what}")
+            warnings.warn(f"@{self.name} runs without CUDA graphs: {self.refusal}", RuntimeWarning, stacklevel=6)
+            return None
+        self.kept[where] = graph
+        if len(self.kept) > KEPT:  # what is being executed goes when it has ended
+            self.kept.popitem(last=False)
+        return graph
+
+    def record(self, plan: CudaPlan, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
+        with torch.cuda.stream(self.side):
+            graph = torch.cuda.CUDAGraph()
+            try:  # of all threads only this one is kept from what a capture forbids
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                plan.run(inputs, given)
+                graph.capture_end()
+            except BaseException:
+                self.give_up(graph)
+                raise
+        return graph
+
+    def give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a failed capture, for its streams and for what of torch else believes that it goes on."""
+        with contextlib.suppress(Exception):  # it may be over
+            graph.capture_end()
+        with contextlib.suppress(RuntimeError):  # a capture_end that CUDA refuses does not tell the allocator
+            torch._C._cuda_endAllocateToPool(self.side.device_index, self.pool)
+            torch._C._cuda_releasePool(self.side.device_index, self.pool)
+        with contextlib.suppress(RuntimeError):  # a clone of the generator's state is in no capture
+            generator = torch.cuda.default_generators[self.side.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
+
+    def release(self, reason: str) -> None:
+        """Drops all graphs, and makes no more."""
+        self.refusal = reason
+        self.kept.clear()
+        self.seen.clear()

@@ -1,0 +1,133 @@
+"""How flags go from one call to the next on CUDA, so that a call is the same in every replay of a CUDA graph.
+
+A flag there holds the epoch itself, and each call finds its flags at 0. So a call ends, on every rank, by putting the
+flags that others raised back to 0, and by giving each of these others a *permit* to raise them anew: it adds 1 to a
+count at that peer. And before it touches a peer a call waits until it has the permits of all whose flags it raises, and
+takes them away. A rank cannot give a second permit before the first is taken, since a call does not end before all the
+flags that peers raise in it have risen.
+
+A permit says more: that the rank is done with the call before. If nothing has happened in a call before a barrier, the
+permits of the team are that barrier.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+from typing import Any
+
+from hostir.runtime.plan import (
+    Allocate,
+    Barrier,
+    Compute,
+    Recording,
+    Signal,
+    Symmetric,
+    Synchronize,
+    View,
+    WaitSignal,
+)
+from hostir.runtime.symmetric import BARRIERS, Offer, Place
+
+PERMITS: Place = ("", ())  # one count; a team's barriers have the same name, and the team as their round
+Team = tuple[int, ...]
+Slot = tuple[Place, int]  # a flag of some rank
+
+
+def notes(recording: Recording) -> str:
+    """What a rank tells the others: the highest epoch of each flag that it raises, and the teams it begins with."""
+    raised: dict[tuple[int, Slot], int] = {}
+    homes = _homes(recording)
+    for op in recording.ops:
+        if isinstance(op, Signal):
+            key = op.peer, (homes[recording.buffers[op.flags]], op.slot)
+            raised[key] = max(raised.get(key, 0), op.epoch)
+    signals = [[peer, *place, slot, epoch] for (peer, (place, slot)), epoch in raised.items()]
+    return json.dumps({"signals": signals, "opening": list(_opening(recording))})
+
+
+def _homes(recording: Recording) -> dict[int, Place]:
+    """The symmetric buffers, by register."""
+    return {op.out: (op.name, op.rounds) for op in recording.ops if isinstance(op, Symmetric)}
+
+
+def _opening(recording: Recording) -> Iterator[Team]:
+    """The teams with a barrier before which this call does nothing."""
+    for op in recording.ops:
+        if isinstance(op, Barrier) and op.number == 0:
+            yield op.team
+        elif not isinstance(op, Allocate | Symmetric | View | Synchronize):
+            return
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What a rank owes its peers in a call, and they it.
+
+    Fields:
+        owners: the peers whose flags it raises.
+        users: the peers that raise its own.
+        raised: its own flags that ranks raise by signals in a call, with the last epoch of each.
+        unseen: those of them that no statement of its own waits for.
+        opening: the teams whose first barrier the permits stand for.
+    """
+
+    owners: frozenset[int]
+    users: frozenset[int]
+    raised: dict[Slot, int] = field(default_factory=dict)
+    unseen: dict[Slot, int] = field(default_factory=dict)
+    opening: frozenset[Team] = frozenset()
+
+    @classmethod
+    def of(cls, recording: Recording, offers: Sequence[Offer]) -> Handover:
+        """That of a rank that has met the others; all ranks find the same pairs and teams."""
+        me = recording.rank
+        said = [json.loads(offer.notes) for offer in offers]
+        raised: dict[Slot, int] = {}
+        for it in said:
+            for peer, name, rounds, slot, epoch in it["signals"]:
+                if peer == me:
+                    key = (name, tuple(rounds)), slot
+                    raised[key] = max(raised.get(key, 0), epoch)
+        signals = {(rank, peer) for rank, it in enumerate(said) for peer, *_ in it["signals"] if peer != rank}
+        pairs, opening = _with_barriers(signals, said, offers)
+        awaited = _awaited(recording)
+        return cls(
+            owners=frozenset(peer for rank, peer in pairs if rank == me),
+            users=frozenset(rank for rank, peer in pairs if peer == me),
+            raised=raised,
+            unseen={slot: epoch for slot, epoch in raised.items() if awaited.get(slot, 0) < epoch},
+            opening=opening,
+        )
+
+
+def _with_barriers(
+    signals: set[tuple[int, int]], said: Sequence[dict[str, Any]], offers: Sequence[Offer]
+) -> tuple[set[tuple[int, int]], frozenset[Team]]:
+    """All pairs of a rank and a peer whose flags it raises, and the teams whose first barrier raises none.
+
+    A barrier may be left to the permits only where every two of its team have permits for each other by other flags.
+    """
+    counts = {b.rounds: b.shape[0] for offer in offers for b in offer.buffers if b.name == BARRIERS and b.rounds}
+    claimed = {team for team in counts if all(list(team) in said[rank]["opening"] for rank in team)}
+    certain = signals.union(*(permutations(t, 2) for t, n in counts.items() if n > 1 or t not in claimed))
+    opening = frozenset(team for team in claimed if certain.issuperset(permutations(team, 2)))
+    return certain.union(*(permutations(team, 2) for team in claimed - opening)), opening
+
+
+def _awaited(recording: Recording) -> dict[Slot, int]:
+    """The highest epoch of each flag that a rank waits for."""
+    homes, awaited = _homes(recording), dict[Slot, int]()
+    for op in recording.ops:
+        if isinstance(op, WaitSignal):
+            slots, register, epoch = [op.slot], op.flags, op.epoch
+        elif isinstance(op, Compute) and op.ready is not None:
+            slots, register, epoch = list(range(op.ready.blocks)), op.ready.flags, op.ready.epoch
+        else:
+            continue
+        for slot in slots:
+            key = homes[recording.buffers[register]], slot
+            awaited[key] = max(awaited.get(key, 0), epoch)
+    return awaited

@@ -1,0 +1,165 @@
+"""Tensors that the caller gives for outputs: what they must be, and where a program writes straight into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, error
+from hostir.ir.types import bind_shape
+from hostir.ir.values import Value
+from hostir.runtime.plan import (
+    CALLER,
+    NONE,
+    Allocate,
+    Collective,
+    Compute,
+    Copy,
+    Mark,
+    Messages,
+    Op,
+    Recording,
+    Synchronize,
+    Wait,
+)
+from hostir.runtime.sharding import torch_dtype
+
+Part = torch.Tensor | None
+
+
+def homes(recording: Recording) -> tuple[int, ...]:
+    """For each output the register of the buffer whose place the caller's tensor takes; NONE where it gets a copy.
+
+    It takes the place of what the program allocates and returns whole, once, and touches only behind the beginning of
+    the call: the caller's stream may have used the tensor before, while nobody has used what is allocated.
+    """
+    allocated = {op.out for op in recording.ops if isinstance(op, Allocate)} - _early(recording)
+    found: list[int] = []
+    for register in recording.outputs:
+        found.append(register if register in allocated else NONE)
+        allocated.discard(register)
+    return tuple(found)
+
+
+def place(given: Sequence[Part], homes: Sequence[int], registers: list[Any]) -> None:
+    """Before a run: puts the caller's tensors where the program would have allocated its outputs."""
+    for home, x in zip(homes, given, strict=True):
+        if home != NONE:
+            registers[home] = x
+
+
+def deliver(given: Sequence[Part], outputs: Sequence[int], registers: Sequence[Any]) -> tuple[Part, ...]:
+    """After a run, on the caller's stream: copies what lies elsewhere, and gives the caller's tensors back."""
+    for register, x in zip(outputs, given, strict=True):
+        if x is not None and x is not registers[register]:
+            x.copy_(registers[register])
+    return tuple(given)
+
+
+def _early(recording: Recording) -> set[int]:
+    """Buffers that a stream touches which may not have waited for what the caller's stream did before the call."""
+    behind, handles = {CALLER}, set[int]()
+    early: set[int] = set()
+    for op in recording.ops:
+        if isinstance(op, Synchronize):
+            behind |= {op.stream} if op.other in behind else set()
+        elif isinstance(op, Wait):
+            behind |= {op.stream} if op.handle in handles else set()
+        elif op.stream not in behind:
+            early.update(recording.buffers[register] for register in _touched(op))
+        elif isinstance(op, Collective | Messages | Mark):
+            handles.add(op.handle)
+    return early
+
+
+def _touched(op: Op) -> tuple[int, ...]:
+    if isinstance(op, Compute):
+        return op.out, *op.operands
+    if isinstance(op, Copy | Collective):
+        return op.x, op.out
+    if isinstance(op, Messages):
+        return tuple(register for register, _ in chain(op.sends, op.receives))
+    return ()
+
+
+# What the caller gives --------------------------------------------------------------------------------------------
+def expected_parts(program: Program, rank: int, sizes: Mapping[str, int]) -> list[Part]:
+    """A tensor without data like each output that a rank holds, None for the others."""
+    held = [v.tensor.mesh is None or rank in v.tensor.mesh.devices for v in program.outputs]
+    return [_like(v, sizes) if here else None for v, here in zip(program.outputs, held, strict=True)]
+
+
+def _like(value: Value, sizes: Mapping[str, int]) -> torch.Tensor:
+    shape = bind_shape(value.tensor.local_shape, sizes)
+    return torch.empty(shape, dtype=torch_dtype(value.tensor.dtype), device="meta")
+
+
+def sequence_of(out: Any) -> tuple[Any, ...]:
+    """What a caller gives as `out=`: one tensor, or as many as there are outputs."""
+    if isinstance(out, torch.Tensor):
+        return (out,)
+    if not isinstance(out, list | tuple):
+        raise error(f"out= is {out!r}", expected="a tensor, or a list or tuple of tensors")
+    return tuple(out)
+
+
+def check_given(
+    program: Program, rank: int, given: Sequence[Part], expected: Sequence[Part], device: torch.device
+) -> None:
+    """Raises HostIRError unless `given` are one rank's tensors for the outputs, like those `expected`, on a device."""
+    if len(given) != len(program.outputs):
+        names = ", ".join(map(str, program.outputs))
+        raise error(f"out= of @{program.name} has {len(given)} tensors", expected=f"{len(program.outputs)}: {names}")
+    for value, x, like in zip(program.outputs, given, expected, strict=True):
+        if like is not None:
+            _check(value, rank, x, like, device)
+        elif x is not None:
+            raise error(f"out= for {value} on rank {rank}, which holds none of it", value.span, expected="None for it")
+
+
+def _check(value: Value, rank: int, x: Part, like: torch.Tensor, device: torch.device) -> None:
+    def fail(what: str, expected: str, hint: str = "") -> HostIRError:
+        return error(f"out= for {value} of rank {rank} {what}", value.span, expected=expected, hint=hint)
+
+    if not isinstance(x, torch.Tensor):
+        raise fail(f"is {x!r}", f"a tensor {value.tensor}")
+    if x.shape != like.shape:
+        raise fail(f"has shape {list(x.shape)}", f"{list(like.shape)}")
+    if x.dtype != like.dtype:
+        raise fail(f"has dtype {x.dtype}", f"{like.dtype}")
+    if x.device.type != device.type or device.index not in (None, x.device.index):
+        raise fail(f"is on {x.device}", f"{device}")
+    if not x.is_contiguous():
+        raise fail(f"has strides {list(x.stride())}", f"a contiguous tensor of shape {list(x.shape)}")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise fail("requires gradients", "a tensor that does not", "detach it, or call under torch.no_grad()")
+
+
+def check_apart(program: Program, given: Sequence[Part], inputs: Sequence[Part]) -> None:
+    """Raises HostIRError where a tensor for an output shares memory with an input, or with another such tensor.
+
+    `given` and `inputs` are those of one rank, or of several one after another. An input takes all bytes between its
+    first element and its last.
+    """
+    outputs = list(_extents(program.outputs, given))
+    others = [(f"input {value}", low, high) for value, low, high in _extents(program.inputs, inputs)]
+    for i, (value, start, end) in enumerate(outputs):
+        earlier = ((f"that for {other}", low, high) for other, low, high in outputs[:i])
+        for other, low, high in chain(others, earlier):
+            if start < high and low < end:
+                raise error(
+                    f"out= for {value} shares memory with {other}", value.span, hint="give it memory of its own"
+                )
+
+
+def _extents(values: Sequence[Value], tensors: Sequence[Part]) -> Iterator[tuple[Value, int, int]]:
+    """Of each tensor with elements: its value, and the addresses of its first byte and behind its last."""
+    for i, x in enumerate(tensors):
+        if x is not None and x.numel():
+            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            start = x.data_ptr()
+            yield values[i % len(values)], start, start + (last + 1) * x.element_size()

@@ -1,0 +1,86 @@
+"""Memory that the GPUs of one host see of each other: torch's symmetric memory, on its CUDA backend, without multicast.
+
+Streams copy to and from it with copy engines, set flags in it, and wait for flags in their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hostir.runtime.handover import PERMITS, Handover, notes
+from hostir.runtime.plan import Recording
+from hostir.runtime.symmetric import Buffer, Offer, SharedMemory
+
+
+class PeerMemory:
+    """How GPUs share memory.
+
+    Args:
+        device: this rank's.
+        rank: this rank.
+    """
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self.device = device
+        self.rank = rank
+        self.kept: list[Any] = []  # torch unmaps a peer's memory with the handle
+
+    @contextlib.contextmanager
+    def offering(self, size: int) -> Iterator[str]:
+        """The number of this rank's GPU."""
+        if why := _why_not(self.device):
+            raise RuntimeError(why)
+        yield str(self.device.index)
+
+    def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
+        """Makes this rank's memory, as much as the one with most needs, and maps that of the peers."""
+        size = max(offer.bytes for offer in offers)
+        if len(offers) == 1:
+            mine = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            return {self.rank: mine}
+        import torch.distributed._symmetric_memory as symmetric_memory  # here, as it takes its time to load
+
+        mine = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
+        mine.zero_()
+        world = dist.group.WORLD
+        assert world is not None
+        handle = symmetric_memory.rendezvous(mine, world)
+        self.kept.append(handle)
+        maps = {peer: handle.get_buffer(peer, (size,), torch.uint8) for peer in ranks if peer != self.rank}
+        return {self.rank: mine, **maps}
+
+    def begin(self, recording: Recording, memory: SharedMemory) -> None:
+        """Gives this rank leave to raise everyone's flags in the first call."""
+        memory.buffers[PERMITS, self.rank].fill_(len(Handover.of(recording, memory.offers).owners))
+        torch.cuda.synchronize(self.device)
+
+    def hidden(self, recording: Recording) -> tuple[Buffer, ...]:
+        """The count of permits."""
+        return (Buffer(*PERMITS, (1,), "int64"),)
+
+    def notes(self, recording: Recording) -> str:
+        """What ranks must know of each other's calls."""
+        return notes(recording)
+
+
+def _why_not(device: torch.device) -> str:
+    """Why this GPU cannot share its memory; nothing where it can."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    backend = symmetric_memory.get_backend(device)
+    if backend != "CUDA":
+        return (
+            f"torch's symmetric memory is set to the {backend} backend, whose memory streams cannot wait on; "
+            "call torch.distributed._symmetric_memory.set_backend('CUDA') first, or unset TORCH_SYMMMEM"
+        )
+    here, ranks_here = device.index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    for other in range(min(ranks_here, torch.cuda.device_count())):
+        if other != here and not torch.cuda.can_device_access_peer(here, other):
+            return f"GPU {here} cannot reach the memory of GPU {other}"
+    return ""

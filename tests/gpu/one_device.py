@@ -1,0 +1,67 @@
+"""Programs, inputs and delays for the tests of executors on one CUDA device.
+
+Kernels are tiny and would hide a missing edge, so `torch.cuda._sleep` holds up the stream that a test is about.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hostir.ir.program import Program
+from hostir.ir.text import parse
+from hostir.runtime.executor import Executor
+
+SLEEP = 100_000_000  # cycles: about 50 ms
+NAN = float("nan")
+
+
+def alone(body: str, inputs: str, streams: int = 2) -> Program:
+    head = f"hostir 1\nmesh @mesh [didx] = 0\nprogram @p({inputs}) -> (%c) streams {streams} {{\n"
+    return parse(f"{head}  %user = current_stream\n{body}\n}}\n", "p.hir")
+
+
+def pipeline(dtype: str = "f32") -> Program:
+    body = f"""  %a_full: {dtype}[4, 1, 64, 128] = allocate
+  %c: {dtype}[4, 1, 64, 256] = allocate
+  for %s in 0..2 {{ set_stream %s   synchronize %user }}
+  for %i in 0..4 {{
+    set_stream %i % 2
+    %a_i = select %a[%i]
+    %g_i = select %a_full[%i]
+    %h = allgather %a_i -> %g_i over didx
+    wait %h
+    %c_i = select %c[%i]
+    matmul %g_i, %b -> %c_i
+  }}
+  set_stream %user
+  for %s in 0..2 {{ synchronize %s }}
+  free %a_full"""
+    return alone(body, f"%a: {dtype}[4, 1@didx, 64, 128], %b: {dtype}[128, 256]")
+
+
+def inputs_of(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(4, 1, 64, 128).to(dtype), torch.randn(128, 256).to(dtype)
+
+
+def close(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+    exact, plain = a.double() @ b.double(), a @ b
+    limit = 1.1 * (plain - exact).abs().max() + torch.finfo(a.dtype).eps * exact.abs().max()
+    return bool((found - exact).abs().max() <= limit)
+
+
+def slowed(executor: Executor, kind: str) -> None:
+    """Every kernel of this kind starts late, on its own stream."""
+    kernel = executor._machine.kernels[kind]
+
+    def late(out: torch.Tensor, *operands: torch.Tensor, **options: object) -> None:
+        torch.cuda._sleep(SLEEP)
+        kernel(out, *operands, **options)
+
+    executor._machine.kernels = {**executor._machine.kernels, kind: late}
+
+
+def poison() -> None:
+    """Leaves NaN in the memory that the allocator gives out next."""
+    torch.cuda.synchronize()
+    held = [torch.full((1 << n,), NAN) for n in range(8, 24) for _ in range(2)]
+    del held

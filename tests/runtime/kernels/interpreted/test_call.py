@@ -1,0 +1,155 @@
+"""Launching again what has been compiled: which arguments the kernel gets, without a GPU to give them to."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hostir.runtime.kernels import matmul as module
+from hostir.runtime.kernels import matmul_call
+from hostir.runtime.kernels.matmul import matmul
+from hostir.runtime.kernels.matmul_kernel import matmul_kernel
+from hostir.runtime.kernels.ready import ReadyFlags, no_stalls
+from hostir.runtime.kernels.tiles import Config
+from tests.runtime.kernels.checking import filled
+
+TILE = Config(16, 16, 16, stages=1, warps=1, group=2)
+NAMES = list(matmul_kernel.arg_names)
+
+
+class Recorder:
+    """Stands for a compiled kernel."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, object]] = []
+        self.encodings = 0
+
+    def stream(self, index: object) -> int:
+        return 0
+
+    def encoded(self, number: int, descriptor: object) -> tuple[object, ...]:
+        self.encodings += 1
+        return ((descriptor.base.data_ptr(), descriptor.shape, descriptor.strides, descriptor.block_shape),)
+
+    def launch(self, programs: int, stream: int, arguments: tuple[object, ...]) -> None:
+        self.launches.append({"programs": programs, **dict(zip(NAMES, arguments, strict=True))})
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Every launch, from the second of its kind on, goes to this one."""
+    recorder = Recorder()
+    original = matmul_call.Call._compile
+
+    def compile(self: matmul_call.Call, *tensors: object) -> None:
+        original(self, *tensors)
+        self.compiled = recorder
+
+    monkeypatch.setattr(matmul_call.Call, "_compile", compile)
+    monkeypatch.setattr(matmul_call, "bind_thread", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(module, "_calls", {})
+    return recorder
+
+
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """The arguments of every launch that Triton gets itself."""
+    seen: list[dict[str, object]] = []
+    kernel = SimpleNamespace()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def call(*arguments, num_stages, num_warps, **constants):
+                values = dict(zip(NAMES, arguments, strict=False)) | constants
+                assert list(values) == NAMES
+                seen.append({"programs": grid[0], **values})
+                return kernel
+
+            return call
+
+    monkeypatch.setattr(matmul_call, "matmul_kernel", Kernel())
+    return seen
+
+
+def address(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if hasattr(value, "base"):
+        return (value.base.data_ptr(), value.shape, value.strides, value.block_shape)
+    return value
+
+
+@pytest.mark.parametrize("use_descriptors", [True, False])
+@pytest.mark.parametrize("config", [TILE, dataclasses.replace(TILE, halves=True, shared=1)])
+@pytest.mark.parametrize("epoch", [1, torch.ones(1, dtype=torch.int64), None])
+def test_a_launch_gets_the_arguments_that_the_first_one_got(use_descriptors, config, epoch, recorder, monkeypatch):
+    first = interpreted(monkeypatch)
+    a, b, out = (
+        filled([3, 20, 200], torch.float32, pad=[0, 4, 0]),
+        filled([40, 200], torch.float32),
+        torch.empty(3, 20, 40),
+    )
+    ready = None if epoch is None else ReadyFlags(torch.ones(3, dtype=torch.int32), epoch, no_stalls(3, "cpu"), first=2)
+    bias = None if epoch is None else filled([40], torch.float32)
+    options = {"ready": ready, "bias": bias, "use_descriptors": use_descriptors, "config": config, "transpose_b": True}
+    for _ in range(2):
+        matmul(a, b, out, **options)
+    wanted = {name: address(value) for name, value in first[0].items()}
+    found = {name: address(value) for name, value in recorder.launches[0].items()}
+    if not use_descriptors:
+        assert found == wanted
+    else:
+        assert {n: v[0] if isinstance(v, tuple) and len(v) == 1 else v for n, v in found.items()} == wanted
+
+
+def test_a_new_address_is_encoded_and_an_old_one_is_not(recorder):
+    a, b = filled([32, 32], torch.float32), filled([32, 32], torch.float32)
+    outs = [torch.empty(32, 32) for _ in range(3)]
+    matmul(a, b, outs[0])
+    for out in outs * 2:
+        matmul(a, b, out)
+    assert recorder.encodings == 5
+    assert [launch["out"][0] for launch in recorder.launches] == [out.data_ptr() for out in outs * 2]
+
+
+def test_no_tensor_is_kept(recorder):
+    tensors = [filled([32, 32], torch.float32) for _ in range(3)]
+    for _ in range(2):
+        matmul(*tensors)
+    held = [weakref.ref(t) for t in tensors]
+    del tensors
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 3
+
+
+def test_another_layout_dtype_or_epoch_is_another_kind_of_call(recorder):
+    a, b, out = filled([32, 32], torch.float32), filled([32, 32], torch.float32), torch.empty(32, 32)
+    flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_stalls(2, "cpu"))
+    kinds = [
+        lambda: matmul(a, b, out),
+        lambda: matmul(a[:16], b, out[:16]),
+        lambda: matmul(a, b.t(), out),
+        lambda: matmul(a, b.t(), out, transpose_b=True),
+        lambda: matmul(a, b, out, bias=b[0]),
+        lambda: matmul(a.bfloat16(), b.bfloat16(), out.bfloat16()),
+        lambda: matmul(a, b, out, config=TILE),
+        lambda: matmul(a, b, out, sms=1),
+        lambda: matmul(a, b, out, use_descriptors=False),
+        lambda: matmul(a[:, 1:17], b[1:17], out),  # not on 16 bytes
+        lambda: matmul(a, b, out, ready=flags),
+        lambda: matmul(a, b, out, ready=dataclasses.replace(flags, first=1)),
+    ]
+    for number, kind in enumerate(kinds):
+        kind()
+        assert len(module._calls) == number + 1
+    for kind in kinds:
+        kind()
+    matmul(a, b, out, ready=dataclasses.replace(flags, flags=flags.flags + 1, epoch=2))  # as before, but for values
+    assert len(module._calls) == len(kinds)
+    matmul(a, b, out, ready=dataclasses.replace(flags, flags=flags.flags << 33, epoch=1 << 33))
+    assert len(module._calls) == len(kinds) + 1

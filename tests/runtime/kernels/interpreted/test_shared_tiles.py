@@ -1,0 +1,142 @@
+"""Tiles that several programs share (stream-K)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+import triton.runtime.interpreter as interpreter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hostir.runtime.kernels import workspace
+from hostir.runtime.kernels.matmul import matmul
+from hostir.runtime.kernels.operands import DTYPES
+from hostir.runtime.kernels.ready import ReadyFlags, no_stalls
+from hostir.runtime.kernels.tiles import Config
+from tests.runtime.kernels.checking import check_matmul, embedded, filled
+
+TILES = (
+    Config(16, 16, 16, stages=1, warps=1, group=2, shared=1),
+    Config(32, 32, 16, stages=1, warps=1, halves=True, group=1, shared=2),
+    Config(64, 16, 32, stages=1, warps=1, shared=1),
+)
+SMALL = TILES[0]
+
+
+def whole_numbers(*shape: int) -> torch.Tensor:
+    """Small ones, so that products are exact in whatever order they are summed up."""
+    return filled(shape, torch.float32, integers=True)
+
+
+def poisoned() -> None:
+    """Fill the memory for sums with NaN; the tickets must be as they are found."""
+    for sums, tickets in workspace._by_stream.values():
+        sums.fill_(math.nan)
+        assert not tickets.any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_shared_tiles_give_the_product(data):
+    draw = data.draw
+    dtype = draw(st.sampled_from(DTYPES))
+    use_descriptors = draw(st.booleans())
+    quantum = 8 if use_descriptors else 1
+    B, M = draw(st.integers(1, 3)), draw(st.integers(1, 50))
+    N, K = (quantum * draw(st.integers(1, top // quantum)) for top in (56, 400))
+    torch.manual_seed(draw(st.integers(0, 1 << 30)))
+    a = filled([B, M, K], dtype, pad=[0, draw(st.integers(0, 1)), 0])
+    b = filled([K, N], dtype)
+    bias = filled([N], dtype) if draw(st.booleans()) else None
+    out, buffer = embedded([B, M, N], dtype, pad=[0, 1, 8])
+    poisoned()
+    check_matmul(
+        *(a, b, out, buffer),
+        bias=bias,
+        use_descriptors=use_descriptors,
+        config=draw(st.sampled_from(TILES)),
+        sms=draw(st.none() | st.integers(1, 3)),
+    )
+    poisoned()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_shared_tiles_wait_for_their_rows_and_give_the_product(data):
+    draw = data.draw
+    blocks, height = draw(st.integers(1, 5)), draw(st.integers(1, 40))
+    use_descriptors = draw(st.booleans())
+    N, K = 8 * draw(st.integers(1, 6)), 8 * draw(st.integers(1, 40))
+    a, b = whole_numbers(blocks * height, K), whole_numbers(K, N)
+    flags = torch.ones(blocks, dtype=torch.int32)
+    ready = ReadyFlags(flags, 1, no_stalls(blocks, "cpu"), first=draw(st.integers(0, blocks - 1)))
+    out = torch.full((blocks * height, N), math.nan)
+    poisoned()
+    matmul(a, b, out, ready=ready, use_descriptors=use_descriptors, config=draw(st.sampled_from(TILES)))
+    assert torch.equal(out, a @ b)
+    assert not ready.stalls.any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bits_do_not_depend_on_which_program_comes_last(seed, monkeypatch):
+    a, b = filled([64, 600], torch.float32), filled([600, 20], torch.float32)  # 8 tiles; 3 programs share 2
+    expected = matmul(a, b, torch.empty(64, 20), config=SMALL)
+    order = list(range(3))
+    random.Random(seed).shuffle(order)
+    builder = interpreter.interpreter_builder
+    place = builder.set_grid_idx
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(order[x], y, z))
+    poisoned()
+    out = matmul(a, b, torch.full((64, 20), math.nan), config=SMALL)
+    assert torch.equal(out, expected)
+    assert not torch.equal(out, matmul(a, b, torch.empty(64, 20), config=dataclasses.replace(SMALL, shared=0)))
+
+
+@pytest.mark.parametrize("missing", range(4))
+@pytest.mark.parametrize("use_descriptors", [True, False])
+def test_after_a_block_that_stayed_away_the_next_launch_is_right(missing, use_descriptors):
+    height = 20
+    a, b = whole_numbers(4 * height, 200), whole_numbers(200, 32)  # 4 tiles a block; the last block's are shared
+    flags = torch.ones(4, dtype=torch.int32)
+    flags[missing] = 0
+    ready = ReadyFlags(flags, 1, no_stalls(4, "cpu"), first=1, looks=3)
+    options = {"use_descriptors": use_descriptors, "config": dataclasses.replace(SMALL, shared=2)}
+    out = torch.full((4 * height, 32), math.nan)
+    matmul(a, b, out, ready=ready, **options)
+    assert ready.stalls.tolist() == [[1, 0] if block == missing else [0, 0] for block in range(4)]
+    assert out.chunk(4)[missing].isnan().all()
+    written = ~out.isnan()
+    assert torch.equal(out[written], (a @ b)[written])
+    poisoned()
+    assert torch.equal(matmul(a, b, out.fill_(math.nan), **options), a @ b)
+
+
+@pytest.mark.parametrize("sms", [1, 2, 3, 100])
+def test_any_number_of_multiprocessors_gives_the_product(sms):
+    a, b = whole_numbers(50, 200), whole_numbers(200, 40)
+    for config in (SMALL, dataclasses.replace(SMALL, shared=0)):
+        assert torch.equal(matmul(a, b, torch.full((50, 40), math.nan), config=config, sms=sms), a @ b)
+
+
+def test_no_multiprocessors_are_too_few():
+    with pytest.raises(ValueError, match="at least one multiprocessor, got sms=0"):
+        matmul(torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(4, 4), sms=0)
+
+
+def test_launches_of_one_stream_share_memory_that_grows_and_other_streams_have_their_own():
+    cpu = torch.device("cpu")
+    sums, tickets = workspace.workspace(cpu, 1, 10, 4)
+    assert not tickets.any()
+    again = workspace.workspace(cpu, 1, 8, 4)
+    assert [t.data_ptr() for t in again] == [sums.data_ptr(), tickets.data_ptr()]
+    other = workspace.workspace(cpu, 2, 8, 4)
+    assert other[1].data_ptr() != tickets.data_ptr()
+    grown = workspace.workspace(cpu, 1, 8, 40)
+    assert len(grown[0]) == 10
+    assert len(grown[1]) == 40
+    for stream in (1, 2):
+        del workspace._by_stream[cpu, stream]

@@ -1,0 +1,237 @@
+"""GPUs that exist only in a test: streams are queues of things to do, which a seed runs in any order that CUDA allows.
+
+What a CUDA plan issues is put into queues instead: waits for flags, writes of flags, copies, kernels, events. The
+ranks' memory is ordinary memory, which all of them see. A queue runs in order; the head of any queue that does not wait
+may be next. What can be wrong in how ranks use flags is wrong here too, without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from hostir.ir.program import Program
+from hostir.runtime import cuda, cuda_onesided
+from hostir.runtime.cuda import CudaMachine, CudaPlan
+from hostir.runtime.handover import PERMITS, Handover, notes
+from hostir.runtime.kernels.table import Kernel, kernel_table
+from hostir.runtime.plan import Recording
+from hostir.runtime.recorder import record
+from hostir.runtime.session import Groups
+from hostir.runtime.symmetric import Buffer, Offer, SharedMemory
+
+CPU = torch.device("cpu")
+STEPS = 2_000_000
+
+
+@dataclass
+class Task:
+    """Something a stream does once it may."""
+
+    do: Callable[[], object]
+    may: Callable[[], bool] = lambda: True
+
+
+class Stream:
+    """A queue, with a number for a handle."""
+
+    def __init__(self, device: object = None) -> None:
+        self.tasks: deque[Task] = deque()
+        self.cuda_stream = len(Gpus.here.streams)
+        Gpus.here.streams.append(self)
+
+    def add(self, do: Callable[[], object], may: Callable[[], bool] = lambda: True) -> None:
+        self.tasks.append(Task(do, may))
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event()
+        event.record(other)
+        event.wait(self)
+
+
+class Event:
+    """A point in a queue."""
+
+    def __init__(self, **_: object) -> None:
+        self.reached: list[bool] = []
+
+    def record(self, stream: Stream) -> None:
+        reached = self.reached = list[bool]()
+        stream.add(lambda: reached.append(True))
+
+    def wait(self, stream: Stream) -> None:
+        reached = self.reached
+        stream.add(lambda: None, lambda: bool(reached))
+
+
+@dataclass
+class Shared:
+    """Symmetric memory that is the memory of this process."""
+
+    rank: int
+    memory: dict[int, torch.Tensor]
+
+    @contextmanager
+    def offering(self, size: int) -> Iterator[str]:
+        self.memory[self.rank] = torch.zeros(size, dtype=torch.uint8)
+        yield ""
+
+    def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
+        return {rank: self.memory[rank] for rank in ranks}
+
+    def begin(self, recording: Recording, memory: SharedMemory) -> None:
+        memory.buffers[PERMITS, self.rank].fill_(len(Handover.of(recording, memory.offers).owners))
+
+    def hidden(self, recording: Recording) -> tuple[Buffer, ...]:
+        return (Buffer(*PERMITS, (1,), "int64"),)
+
+    def notes(self, recording: Recording) -> str:
+        return notes(recording)
+
+
+@dataclass
+class Gpus:
+    """All ranks of a program, on one thread."""
+
+    here: Gpus = field(init=False, repr=False)
+    streams: list[Stream] = field(default_factory=list)
+    current: Stream = field(init=False)
+
+    def kernels(self) -> Mapping[str, Kernel]:
+        """Kernels that run when their stream gets there."""
+
+        def later(kernel: Kernel) -> Kernel:
+            def issue(out: torch.Tensor, *operands: torch.Tensor, **options: Any) -> None:
+                self.current.add(lambda: kernel(out, *operands, **options))
+
+            return issue
+
+        return {name: later(kernel) for name, kernel in kernel_table("aten", "cpu").items()}
+
+    def run(self, random: Random) -> None:
+        """Runs what is in the queues. Fails where nothing can go on."""
+        for _ in range(STEPS):
+            waiting = [s for s in self.streams if s.tasks]
+            if not waiting:
+                return
+            ready = [s for s in waiting if s.tasks[0].may()]
+            assert ready, f"stuck: {len(waiting)} streams wait for ever"
+            # A stream that is chosen goes on for a while: whole streams run late, which is what hurts.
+            stream = random.choice(ready)
+            for _ in range(random.choice((1, 1, 4, 100))):
+                if not stream.tasks or not stream.tasks[0].may():
+                    break
+                stream.tasks.popleft().do()
+        raise AssertionError("no end")
+
+    # What takes the place of the driver ---------------------------------------------------------------------------
+    def in_batches(self, ops: Sequence[Any]) -> Callable[[int], None]:
+        def issue(handle: int) -> None:
+            for op in ops:
+                self.streams[handle].add(*op)
+
+        return issue
+
+    def ending(self, flags: Sequence[int], counts: Sequence[int]) -> Callable[[], None]:
+        def end() -> None:
+            for flag in flags:
+                _at(flag).value = 0
+            for count in counts:
+                _at(count).value += 1
+
+        return lambda: self.current.add(end)
+
+    def copier(self) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
+        def copy(out: torch.Tensor, x: torch.Tensor, handle: int) -> None:
+            self.streams[handle].add(lambda: out.copy_(x))
+
+        return copy
+
+
+def _at(address: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(address)
+
+
+def _write(address: int, value: int) -> tuple[Callable[[], object], ...]:
+    def write() -> None:
+        _at(address).value = value
+
+    return (write,)
+
+
+def _wait(address: int, value: int) -> tuple[Callable[[], object], ...]:
+    return (lambda: None), (lambda: _at(address).value >= value)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """torch.cuda and the driver, replaced."""
+    these = Gpus()
+    Gpus.here = these
+    these.current = Stream()
+
+    def set_stream(stream: Stream) -> None:
+        these.current = stream
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: these.current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: these.current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(cuda_onesided, "in_batches", these.in_batches)
+    monkeypatch.setattr(cuda_onesided.OneSided, "ending", lambda _, flags, counts: these.ending(flags, counts))
+    monkeypatch.setattr(cuda_onesided, "Copier", these.copier)
+    monkeypatch.setattr(cuda_onesided, "wait_at_least", _wait)
+    monkeypatch.setattr(cuda_onesided, "write", _write)
+    return these
+
+
+def plans(
+    gpus: Gpus, program: Program, parts: Sequence[Sequence[torch.Tensor | None]], monkeypatch: pytest.MonkeyPatch
+) -> list[CudaPlan]:
+    """A plan for each rank; to meet, every rank has a thread."""
+    ranks, memory = len(parts), dict[int, torch.Tensor]()
+    gate, said = threading.Barrier(ranks), dict[str, dict[int, str]]()
+
+    def exchange(rank: int) -> Callable[[str, str], list[str]]:
+        def exchanged(key: str, mine: str) -> list[str]:
+            said.setdefault(key, {})[rank] = mine
+            gate.wait(10)
+            return [said[key][r] for r in range(ranks)]
+
+        return exchanged
+
+    machines = []
+    for rank in range(ranks):
+        monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank: Shared(rank, memory))
+        machine = CudaMachine(CPU, program.streams, gpus.kernels(), Groups(rank, CPU), exchange(rank))
+        machines.append(machine)
+    made: dict[int, CudaPlan] = {}
+    problems: list[BaseException] = []
+
+    def plan(rank: int) -> None:
+        try:
+            made[rank] = machines[rank].plan(record(program, rank, {}, parts[rank]))
+        except BaseException as problem:
+            problems.append(problem)
+            gate.abort()
+
+    threads = [threading.Thread(target=plan, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    return [made[rank] for rank in range(ranks)]

@@ -1,0 +1,160 @@
+"""One-sided statements as CUDA plans issue them, on simulated GPUs: calls back to back, in orders that CUDA allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+import hostir as hi
+from hostir.ir.comm_ops import Communication
+from hostir.ir.p2p_ops import Message
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+from hostir.ir.text import parse
+from hostir.runtime.local import rehearse
+from hostir.runtime.sharding import random_inputs, shard
+from tests.lower.gathered import gathered
+from tests.runtime.simulated_gpus import Gpus, Stream, gpus, plans
+
+__all__ = ["gpus"]  # a fixture
+CASES = Path(__file__).parents[1] / "cases" / "onesided"
+NAN = float("nan")
+
+
+def check_calls(program: Program, gpus: Gpus, seed: int, monkeypatch: pytest.MonkeyPatch, calls: int = 3) -> None:
+    """Issues calls of all ranks at once; results are those of simulated ranks in program order, bit for bit."""
+    random = Random(seed)
+    wholes = [random_inputs(program, {}, seed=10 * seed + call) for call in range(calls)]
+    ranks = range(program.ranks)
+    inputs = [
+        [[shard(x, v.tensor, r, {}) for x, v in zip(whole, program.inputs, strict=True)] for r in ranks]
+        for whole in wholes
+    ]
+    expected = rehearse(program, wholes, {}, "aten").run()
+    ready = plans(gpus, program, inputs[0], monkeypatch)
+    callers = [Stream() for _ in ranks]
+    outputs = []
+    for rank in random.sample(ranks, len(ranks)):  # the hosts are far ahead of their devices, and of each other
+        gpus.current = callers[rank]
+        for call in range(calls):
+            mine = [x if x is None else x.clone() for x in inputs[call][rank]]
+            outputs.append((call, rank, ready[rank].run(mine)))
+            for x in mine:  # the caller overwrites its inputs as soon as its stream gets there
+                if x is not None:
+                    gpus.current.add(lambda x=x: x.fill_(NAN))
+        assert gpus.current is callers[rank]
+    gpus.run(random)
+    for call, rank, outs in outputs:
+        for out, parts in zip(outs, expected[call], strict=True):
+            want = parts[rank]
+            assert (out is None) == (want is None)
+            if out is not None:
+                torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    for plan in ready:
+        assert plan.registers == plan.blank
+
+
+def lowered(strategy: str, ranks: int, S: int = 1) -> Program:
+    with hi.Fusion("ag") as fusion:
+        a = hi.tensor("a", [S, ranks, 4, 8], "f32")
+        b = hi.tensor("b", [8, 5], "f32")
+        c = hi.matmul(a, b)
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(ranks))
+    for t in (a, b, c):
+        t.set_device_mesh(mesh)
+    a.axis(1).parallelize(hi.ParallelType.DIDx)
+    return hi.lower(fusion, strategy)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("strategy", ["ring", "fused"])
+def test_calls_that_follow_each_other_at_once_are_right_in_every_order(
+    strategy: str, ranks: int, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_calls(lowered(strategy, ranks, S=1 + seed % 2), gpus, seed, monkeypatch, calls=4)
+
+
+def needs_nccl(program: Program) -> bool:
+    return any(isinstance(s, Communication | Message) for s in program.walk())
+
+
+def by_hand() -> list[str]:
+    names = [path.stem for path in CASES.glob("*.hir")]
+    return sorted(name for name in names if not needs_nccl(parse((CASES / f"{name}.hir").read_text(), name)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", by_hand())
+def test_programs_written_by_hand_are_right_in_every_order(
+    name: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = parse((CASES / f"{name}.hir").read_text(), name)
+    if program.size_names:
+        pytest.skip("its sizes are bound elsewhere")
+    check_calls(program, gpus, seed, monkeypatch)
+
+
+def overlapped(fusion: Program, strategy: str) -> Program | None:
+    """A program without NCCL, which the simulated GPUs lack; None where this strategy makes none."""
+    try:
+        program = hi.lower(fusion, strategy)
+    except HostIRError:
+        return None
+    return None if needs_nccl(program) else program
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_are_right_in_every_order(seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    fusions = (gathered(2 + seed % 3, draw) for draw in range(seed, seed + 1000, 40))
+    program = next(p for f in fusions if (p := overlapped(f, ("ring", "fused")[seed % 2])))
+    check_calls(program, gpus, seed, monkeypatch)
+
+
+UNSEEN = """hostir 1
+mesh @mesh [didx] = 0 1
+program @unseen(%x: f32[2@didx, 4]) -> (%y) {
+  %r = rank of %x over didx
+  %box: f32[2@didx, 4] = allocate_symmetric
+  %f: flag[2] = allocate_symmetric
+  %y: f32[2@didx, 4] = allocate
+  barrier of %x over didx
+  put %x -> %box at (%r + 1) % 2 over didx
+  signal %f[0] = 1 at (%r + 1) % 2 over didx
+  signal %f[0] = 2 at (%r + 1) % 2 over didx
+  signal %f[1] = 7 at (%r + 1) % 2 over didx
+  wait_signal %f[0] >= 1
+  copy %box -> %y
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_signal_that_nobody_waits_for_does_not_reach_the_next_call(
+    seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_calls(hi.parse(UNSEEN), gpus, seed, monkeypatch, calls=5)
+
+
+ONE_WAY = """if %r == 0 { put %x -> %box at 1 over didx   signal %f[0] = 1 at 1 over didx }
+  if %r == 1 { wait_signal %f[0] >= 1   copy %box -> %y }
+  if %r == 0 { copy %x -> %y }
+  barrier of %x over didx"""
+NOBODY_READS = """put %x -> %box at (%r + 1) % 2 over didx
+  copy %x -> %y"""
+BARRIERS_ALONE = """barrier of %x over didx
+  copy %x -> %y"""
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("body", [ONE_WAY, NOBODY_READS, BARRIERS_ALONE])
+def test_a_rank_may_be_calls_ahead_of_one_that_it_does_not_need(
+    body: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, tail = UNSEEN.split("  barrier of %x over didx\n")[0], "\n}\n"
+    program = hi.parse(f"{head}  {body}{tail}")
+    check_calls(program, gpus, seed, monkeypatch, calls=7)

@@ -1,0 +1,196 @@
+"""The pure parts of tests/gpu/stress_*.py, and the whole of it on CPU processes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import hostir as hi
+from hostir.runtime.reference import reference
+from hostir.runtime.sharding import random_inputs
+from tests.gpu import stress_cases as cases
+from tests.gpu.stress_lost import CASES, Case, Ended
+from tests.runtime.test_torchrun import ROOT, environment
+
+SCRIPT = ROOT / "tests" / "gpu" / "stress_onesided.py"
+
+
+def configs(seeds: int = 6) -> Iterator[tuple[int, cases.Config]]:
+    for seed in range(seeds):
+        for ranks in (2, 4, 8):
+            yield from ((ranks, config) for config in cases.pool(seed, ranks, 12))
+
+
+# Drawing ----------------------------------------------------------------------------------------------------------
+def test_every_program_that_is_drawn_lowers_and_fits() -> None:
+    for ranks, config in configs():
+        program = hi.lower(config.fusion(), config.strategy)
+        assert len(program.outputs) == len(config.products) + config.kept
+        assert len(program.inputs) == 1 + len(config.products) + sum(p.bias for p in config.products)
+        assert program.ranks <= ranks
+        assert max(config.rows) * config.slices * len(config.mesh) <= cases.MOST_ROWS
+        if len(config.mesh) < ranks:  # a rank that holds nothing has no tensor to bind a symbol by
+            assert not program.size_names, config
+
+
+def test_all_that_is_to_be_stressed_is_drawn() -> None:
+    drawn = [(ranks, config) for ranks, config in configs()]
+    assert {(c.strategy, c.kernels) for _, c in drawn} == {
+        (s, k) for s in ("ring", "fused") for k in ("aten", "triton")
+    }
+    assert {c.dtype for _, c in drawn} == {"bf16", "f16", "f32"}
+    assert {c.slices for _, c in drawn} == {1, 2, 3}
+    assert {1, 3, 129} <= {m for _, c in drawn for m in c.rows}
+    assert {len(c.products) for _, c in drawn} == {1, 2}
+    assert {(p.linear, p.bias) for _, c in drawn for p in c.products} == {(False, False), (True, False), (True, True)}
+    assert any(len(c.mesh) < ranks for ranks, c in drawn)
+    assert any(sorted(c.mesh) != list(c.mesh) for _, c in drawn)
+    assert any(c.kept for _, c in drawn)
+    iterations = [cases.iteration(0, n, cases.pool(0, 4, 24), cases.GPU_FORMS) for n in range(300)]
+    jobs = [job for it in iterations for job in it.jobs]
+    assert {job.form for job in jobs} == set(cases.GPU_FORMS)
+    assert {len(job.sizes) for job in jobs} == {1, 2, 3, 4}
+    assert any(len(set(job.sizes)) == 2 for job in jobs)
+    assert {len(it.jobs) for it in iterations} == {1, 2}
+    assert {p for it in iterations for p in it.priorities} == {0, -1, None}
+
+
+def test_a_draw_depends_on_its_seed_and_number_alone() -> None:
+    pool = cases.pool(3, 4, 24)
+    assert pool == cases.pool(3, 4, 24) != cases.pool(4, 4, 24)
+    once = [cases.iteration(3, n, pool, cases.GPU_FORMS) for n in range(50)]
+    assert once[::-1] == [cases.iteration(3, n, pool, cases.GPU_FORMS) for n in reversed(range(50))]
+    assert len(set(once)) == 50
+    seeds = [
+        cases.inputs_seed(s, n, job, call) for s in range(3) for n in range(50) for job in range(2) for call in range(5)
+    ]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_two_kernels_that_hold_sms_come_at_once_only_where_that_is_asked_for() -> None:
+    pool = cases.pool(0, 4, 24)
+    for n in range(300):
+        it = cases.iteration(0, n, pool, cases.GPU_FORMS)
+        assert sum(pool[job.config].spins for job in it.jobs) <= 1
+        pair = cases.iteration(0, n, pool, cases.GPU_FORMS, "fused_pairs")
+        assert [pool[job.config].spins for job in pair.jobs] == [True, True]
+        assert pair.jobs[0].config != pair.jobs[1].config
+
+
+def test_the_command_that_repeats_an_iteration_says_all_that_it_depends_on() -> None:
+    chosen = cases.options(["fused_pairs", "--seed", "7", "--pool", "5", "--seconds", "1", "--device", "cpu"])
+    words = cases.to_repeat(chosen, 4, 123).split("stress_onesided.py ")[1].split()
+    again = cases.options(words)
+    assert (again.mode, again.seed, again.pool, again.device) == ("fused_pairs", 7, 5, "cpu")
+    assert (again.first, again.iterations) == (123, 1)
+
+
+# Checking ---------------------------------------------------------------------------------------------------------
+def test_what_torch_makes_of_a_program_is_what_its_fusion_means() -> None:
+    for _, config in configs(seeds=1):
+        fusion = config.fusion()
+        sizes = {"M": 3} if fusion.size_names else {}
+        inputs = [x.double() for x in random_inputs(fusion, sizes, seed=1)]
+        found = cases.products_of(config, inputs)
+        assert all(torch.allclose(x, y) for x, y in zip(found, reference(fusion, inputs, sizes), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_torchs_own_result_is_within_what_is_allowed_and_a_wrong_one_is_not(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    a, b = torch.randn(2, 200, 128).to(dtype), torch.randn(128, 64).to(dtype)
+    exact, plain = a.double() @ b.double(), a @ b
+    assert cases.share_of_allowed(plain, exact, plain, 128) <= 1
+    assert cases.share_of_allowed(exact.to(dtype), exact, plain, 128) <= 1
+
+    def share(at: tuple[int, ...], value: float) -> float:
+        wrong = plain.clone()
+        wrong[at] = value
+        return float(cases.share_of_allowed(wrong, exact, plain, 128))
+
+    assert share((0, 7), 0.0) > 1, "a row that never came"
+    assert share((1, 199, 63), float(plain[1, 199, 63]) + 2) > 1, "one element"
+    assert share((1, 199, 63), float("nan")) > 1
+
+
+def test_results_that_differ_in_a_bit_differ() -> None:
+    x = torch.randn(5, 7).bfloat16()
+    y = x.clone()
+    assert cases.differing(x, y) == 0
+    y.view(torch.int16)[4, 6] ^= 1
+    assert cases.differing(x, y) == float("inf")
+    assert cases.differing(torch.tensor([0.0]), torch.tensor([-0.0])) == float("inf")
+
+
+SAID = "error: rank 0 is ended at 'barrier of %a over tp', which waits for rank 1: rank 1 died"
+STALLED = "error: rank 0, 'matmul %a, %b -> %c': rank 0: flag %there[1] did not reach epoch 1 (stands at 0)"
+
+
+@pytest.mark.parametrize(
+    ("case", "ended", "fault"),
+    [
+        (CASES["killed_eager"], Ended(0, 11.0, 1, SAID), ""),
+        (CASES["killed_eager"], Ended(0, 31.0, 1, SAID), "did not end within 30 s"),
+        (CASES["killed_eager"], Ended(0, -1.0, -9, SAID), "did not end within 30 s"),
+        (CASES["killed_eager"], Ended(0, 11.0, 0, SAID), "ended as if all were well"),
+        (CASES["killed_eager"], Ended(2, 11.0, 1, SAID), "does not name its statement"),
+        (CASES["stalled_spinning"], Ended(0, 41.0, 1, STALLED), ""),
+        (CASES["stalled_ring"], Ended(0, 41.0, 1, "error: rank 0, 'get %a': too late"), "does not name the flag"),
+        (CASES["stalled_ring"], Ended(0, 41.0, 1, "error: rank 0: the device"), "does not name its statement"),
+    ],
+)
+def test_a_rank_must_end_in_time_and_name_what_it_waits_for(case: Case, ended: Ended, fault: str) -> None:
+    assert ended.fault(case) == fault
+
+
+# On CPU processes -------------------------------------------------------------------------------------------------
+def stress(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**environment(), "PYTHONWARNINGS": "default"}  # the launcher itself is not ours to judge
+    return subprocess.run(
+        [*command, str(script), "--device", "cpu", "--pool", "4", *arguments],
+        **{"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 100, "check": False},
+    )
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(120)
+def test_iterations_on_cpu_processes_are_right() -> None:
+    ended = stress(SCRIPT, "--iterations", "30")
+    assert ended.returncode == 0, ended.stderr
+    assert "30 iterations, 0 mismatches, 0 hangs, seed 0" in ended.stdout
+
+
+BROKEN = f"""import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from hostir.runtime.kernels import aten
+from tests.gpu import stress_onesided
+right, calls = aten.KERNELS["matmul"], 0
+def matmul(out, *operands):
+    global calls
+    right(out, *operands)
+    calls += 1
+    if os.environ["RANK"] == "1" and calls == 60:
+        out[..., -1, -1] += 9
+aten.KERNELS["matmul"] = matmul
+sys.exit(stress_onesided.main())
+"""
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(120)
+def test_one_wrong_element_on_one_rank_is_found_and_named_with_how_to_repeat_it(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    ended = stress(script, "--iterations", "30")
+    assert ended.returncode == 1
+    assert "30 iterations, 1 mismatches, 0 hangs, seed 0" in ended.stdout
+    failed = re.search(r"FAILED rank 1, iteration (\d+), .* of program \d: \d+\.\d\d of what is allowed", ended.stdout)
+    assert failed, ended.stdout
+    assert f"--seed 0 --pool 4 --first {failed[1]} --iterations 1 --device cpu" in ended.stdout
