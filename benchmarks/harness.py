@@ -7,11 +7,12 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ import triton
 
 L2_FLUSH = 256 << 20  # bytes written before each run: more than the L2 holds
 WARM = 4
+CALLS = 20  # of which the median is a call's host time
+
+Name = TypeVar("Name")
 
 
 @dataclass
@@ -41,14 +45,14 @@ class Clock:
         """One work alone."""
         return self.race({"": work})[""]
 
-    def race(self, works: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    def race(self, works: Mapping[Name, Callable[[], Any]]) -> dict[Name, float]:
         """Several works in turn, one run of each a round, so that drifting clocks and heat touch all alike."""
         for work in works.values():
             for _ in range(WARM):
                 work()
         torch.cuda.synchronize(self.device)
         dist.barrier()
-        marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
+        marks: dict[Name, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
         for _ in range(self.runs):
             for name, work in works.items():
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -59,10 +63,25 @@ class Clock:
                 end.record()
                 marks[name].append((start, end))
         torch.cuda.synchronize(self.device)
-        medians = [statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs) for pairs in marks.values()]
-        worst = torch.tensor(medians, device=self.device)
+        return self.slowest({name: [start.elapsed_time(end) * 1e3 for start, end in marks[name]] for name in works})
+
+    def host(self, works: Mapping[Name, Callable[[], Any]]) -> dict[Name, float]:
+        """The time that each work takes of the host, where the device has nothing else to do."""
+        spans: dict[Name, list[float]] = {name: [] for name in works}
+        for name, work in works.items():
+            for _ in range(CALLS):
+                torch.cuda.synchronize(self.device)
+                begun = time.perf_counter()
+                work()
+                spans[name].append((time.perf_counter() - begun) * 1e6)
+        torch.cuda.synchronize(self.device)
+        return self.slowest(spans)
+
+    def slowest(self, times: Mapping[Name, list[float]]) -> dict[Name, float]:
+        """The maximum over ranks of each median."""
+        worst = torch.tensor([statistics.median(each) for each in times.values()], device=self.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        return {name: round(t, 1) for name, t in zip(works, worst.tolist(), strict=True)}
+        return {name: round(t, 1) for name, t in zip(times, worst.tolist(), strict=True)}
 
 
 def graphed(work: Callable[[], Any]) -> Callable[[], None]:

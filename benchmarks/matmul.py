@@ -1,32 +1,44 @@
 """hostir's Triton matmul against torch.matmul (cuBLAS) on one GPU: the local products of tensor-parallel Llama layers.
 
-    python benchmarks/matmul.py --out benchmarks/results/matmul [--sweep]
+    python benchmarks/matmul.py --out benchmarks/results/matmul [--b both] [--sweep]
 
-For each shape it first holds both results against float64, then times them in turn, with random bfloat16 data and a
-flushed L2, by CUDA events. A ratio above 1 means that cuBLAS is faster. --sweep also times every tile, which shows how
-well `choose` chooses.
+For each shape it holds the results against float64, then times them in turn, with random bfloat16 data and a flushed
+L2, by CUDA events. A ratio above 1 means that cuBLAS is faster.
+
+--sweep is for the products after an all-gather only. It holds many more tiles (with and without shared tiles, several
+group sizes, several depths of the pipeline) against float64, times them briefly and the best of them well, which shows
+how well `choose` chooses. For the best ones it also says how long the kernel goes on after the last of 8 blocks of rows
+has come late.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness import environment, table, write
 
 from hostir.runtime.kernels.matmul import matmul
+from hostir.runtime.kernels.ready import ReadyFlags, no_stalls, stall_error
 from hostir.runtime.kernels.tiles import Config, candidates, choose
 
-ROWS = (512, 2048, 4096, 8192, 16384)
-# (N, K) of 8B, 70B and 405B layers over 8 ranks: after an all-gather, then before a reduce-scatter.
-WEIGHTS = ((1792, 4096), (3584, 8192), (6656, 16384), (4096, 1792), (8192, 3584), (16384, 6656))
+ROWS = (64, 512, 2048, 4096, 8192, 16384)
+GATHER = ((1792, 4096), (3584, 8192), (6656, 16384))  # (N, K) of 8B, 70B and 405B layers over 8 ranks
+REDUCE = tuple((K, N) for N, K in GATHER)  # before a reduce-scatter
+BLOCKS = 8
 L2_FLUSH = 256 << 20  # bytes written between two runs
 HEAD_START = 400_000  # cycles the GPU sleeps before each run, so that launching from Python does not count
+BRIEF = 5  # runs of each tile in a sweep; the best FINAL tiles are timed again
+FINAL = 4
 DTYPE = torch.bfloat16
 COLUMNS = ("b", "cublas_us", "ours_us", "ratio", "tflops", "tile")
 
@@ -34,19 +46,16 @@ COLUMNS = ("b", "cublas_us", "ours_us", "ratio", "tflops", "tile")
 class Clock:
     """Times GPU work in turn with other GPU work, so that drifting clocks touch all alike."""
 
-    def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
+    def __init__(self) -> None:
         self.flush = torch.empty(L2_FLUSH, dtype=torch.uint8, device="cuda")
+        self.cycles = self._cycles()
 
-    def medians(self, *works: Callable[[], object]) -> list[float]:
+    def medians(self, works: Sequence[Callable[[], object]], repeats: int, warm: int = 3) -> list[float]:
         """The median time of each of `works`, in microseconds."""
-        for work in works * 3:
+        for work in list(works) * warm:
             work()
-        events = [
-            [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self.repeats)]
-            for _ in works
-        ]
-        for i in range(self.repeats):
+        events = [[(event(), event()) for _ in range(repeats)] for _ in works]
+        for i in range(repeats):
             for work, pairs in zip(works, events, strict=True):
                 self.flush.zero_()
                 torch.cuda._sleep(HEAD_START)
@@ -55,18 +64,68 @@ class Clock:
                 work()
                 end.record()
         torch.cuda.synchronize()
-        return [statistics.median(start.elapsed_time(end) for start, end in pairs) * 1e3 for pairs in events]
+        return [median(pairs) for pairs in events]
+
+    def tail(self, work: Callable[[ReadyFlags], object], late: float, repeats: int) -> float:
+        """The median time from when the last of `BLOCKS` blocks has come, `late` us after the start, to the end."""
+        flags = torch.zeros(BLOCKS, dtype=torch.int32, device="cuda")
+        come = torch.arange(repeats + 2, dtype=torch.int32).pin_memory()
+        ready, side, pairs = ReadyFlags(flags, 0, no_stalls(BLOCKS, "cuda")), torch.cuda.Stream(), []
+        for epoch in range(1, repeats + 2):  # the first one compiles
+            flags[:-1] = epoch
+            self.flush.zero_()
+            start, raised, end = event(), event(), event()
+            torch.cuda._sleep(HEAD_START)
+            start.record()
+            side.wait_event(start)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(int(late * self.cycles))
+                flags[-1:].copy_(come[epoch : epoch + 1], non_blocking=True)
+                raised.record()
+            work(dataclasses.replace(ready, epoch=epoch))
+            end.record()
+            torch.cuda.synchronize()
+            pairs.append((raised, end))
+        if problem := stall_error(ready.stalls, 0, "flags"):
+            raise problem
+        return median(pairs[1:])
+
+    def _cycles(self) -> float:
+        """Cycles of `torch.cuda._sleep` a microsecond."""
+        pairs = [(event(), event()) for _ in range(5)]
+        for start, end in pairs:
+            start.record()
+            torch.cuda._sleep(1_000_000)
+            end.record()
+        torch.cuda.synchronize()
+        return 1_000_000 / median(pairs)
 
 
-def check(name: str, out: torch.Tensor, cublas: torch.Tensor, exact: torch.Tensor) -> None:
-    """End the program unless `out` is as accurate as cuBLAS's result (which may round once better by luck)."""
-    ours, theirs = ((result.double() - exact).abs() for result in (out, cublas))
-    worst, mean = ours.max().item(), ours.mean().item()
-    if not (worst <= 1.1 * theirs.max().item() + 1e-6 and mean <= 1.01 * theirs.mean().item() + 1e-9):
-        sys.exit(
-            f"{name}: WRONG: error at most {worst}, on average {mean}; "
-            f"cuBLAS {theirs.max().item()}, {theirs.mean().item()}"
-        )
+def event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def median(pairs: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+    """The median time between two events, in microseconds."""
+    return statistics.median(start.elapsed_time(end) for start, end in pairs) * 1e3
+
+
+class Judge:
+    """Holds results of one product against float64, as accurate as cuBLAS's (which may round once better by luck)."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, cublas: torch.Tensor) -> None:
+        self.exact = a.double() @ b.double()
+        self.worst, self.mean = self._errors(cublas)
+
+    def check(self, name: str, out: torch.Tensor) -> None:
+        """End the program if `out` is wrong."""
+        worst, mean = self._errors(out)
+        if not (worst <= 1.1 * self.worst + 1e-6 and mean <= 1.01 * self.mean + 1e-9):
+            sys.exit(f"{name}: WRONG: error at most {worst}, on average {mean}; cuBLAS {self.worst}, {self.mean}")
+
+    def _errors(self, out: torch.Tensor) -> tuple[float, float]:
+        difference = (out.double() - self.exact).abs()
+        return difference.max().item(), difference.mean().item()
 
 
 def host_time(work: Callable[[], object], calls: int = 200) -> float:
@@ -81,53 +140,95 @@ def host_time(work: Callable[[], object], calls: int = 200) -> float:
 
 
 def short(tile: Config) -> str:
-    return f"{tile.m}x{tile.n}x{tile.k} w{tile.warps} s{tile.stages}"
+    return f"{tile.m}x{tile.n}x{tile.k} w{tile.warps} s{tile.stages} g{tile.group} k{tile.shared}"
 
 
-def measure(M: int, N: int, K: int, clock: Clock, *, descriptors: bool, sweep: bool) -> list[dict[str, object]]:
-    """Check and time one shape, for b `[K, N]` stored by rows and by columns."""
+def variants(M: int, *, descriptors: bool) -> list[Config]:
+    """The tiles of a sweep."""
+    tiles = list(candidates(DTYPE, descriptors=descriptors))
+    if descriptors:
+        tiles += [
+            Config(128, 128, 64, stages=6, warps=4),
+            Config(128, 128, 128, stages=3, warps=8),
+            Config(64, 256, 64, stages=4, warps=8, halves=True),
+            Config(64, 128, 128, stages=4, warps=4),
+            Config(64, 64, 128, stages=6, warps=4),
+        ]
+    large = [tile for tile in tiles if tile.m * tile.n >= 128 * 128] if M >= 2048 else tiles
+    groups, waves = ((4, 8, 16), (0, 1, 2)) if M >= 2048 else ((8,), (0, 1))
+    made = [dataclasses.replace(t, group=g, shared=w) for t in large for g in groups for w in waves]
+    return list(dict.fromkeys(dataclasses.replace(tile, rate=1.0) for tile in made))
+
+
+def measure(M: int, N: int, K: int, major: str, clock: Clock, options: argparse.Namespace) -> dict[str, Any]:
+    """Check and time one shape, for b `[K, N]` stored by rows or by columns."""
     a = torch.randn(M, K, device="cuda").to(DTYPE)
     b = torch.randn(K, N, device="cuda").to(DTYPE)
-    exact = a.double() @ b.double()
+    right = b if major == "row" else b.t().contiguous().t()
+    theirs, out = (torch.full((M, N), float("nan"), dtype=DTYPE, device="cuda") for _ in range(2))
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    chosen = choose(M, N, K, DTYPE, sms, descriptors=descriptors)
-    tiles = [chosen, *(tile for tile in candidates(DTYPE, descriptors=descriptors) if sweep and tile != chosen)]
-    rows = []
-    for major, right in (("row", b), ("column", b.t().contiguous().t())):
-        outs = [torch.full((M, N), float("nan"), dtype=DTYPE, device="cuda") for _ in range(2)]
+    chosen = dataclasses.replace(choose(M, N, K, DTYPE, sms, descriptors=options.descriptors), rate=1.0)
+    tiles = [chosen, *(variants(M, descriptors=options.descriptors) if options.sweep else ())]
+    tiles = list(dict.fromkeys(tiles))
 
-        def cublas(right: torch.Tensor = right, out: torch.Tensor = outs[0]) -> object:
-            return torch.matmul(a, right, out=out)
+    def cublas() -> object:
+        return torch.matmul(a, right, out=theirs)
 
-        def ours(tile: Config, right: torch.Tensor = right, out: torch.Tensor = outs[1]) -> object:
-            return matmul(a, right, out, use_descriptors=descriptors, config=tile)
+    def ours(tile: Config, ready: ReadyFlags | None = None) -> object:
+        return matmul(a, right, out, use_descriptors=options.descriptors, config=tile, ready=ready)
 
-        cublas()
-        for tile in tiles:
-            outs[1].fill_(float("nan"))
+    cublas()
+    judge = Judge(a, b, theirs)
+    compile_together([lambda tile=tile: ours(tile) for tile in tiles])
+    for tile in tiles:
+        for _ in range(2):  # the second finds the tickets of the first
+            out.fill_(float("nan"))
             ours(tile)
-            check(f"{M},{N},{K} b by {major}s, {short(tile)}", outs[1], outs[0], exact)
-        theirs, *times = clock.medians(cublas, *(lambda tile=tile: ours(tile) for tile in tiles))
-        best = min(range(len(tiles)), key=times.__getitem__)
-        rows.append(
-            {
-                "M": M,
-                "N": N,
-                "K": K,
-                "b": major,
-                "cublas_us": round(theirs, 1),
-                "ours_us": round(times[0], 1),
-                "ratio": round(times[0] / theirs, 3),
-                "tflops": round(2 * M * N * K / times[0] / 1e6),
-                "tile": short(chosen),
-                "path": "TMA descriptors" if descriptors else "pointers",
-                **(
-                    {"tiles": {short(tile): round(t, 1) for tile, t in zip(tiles, times, strict=True)}} if sweep else {}
-                ),
-                **({"best_tile": short(tiles[best]), "best_ratio": round(times[best] / theirs, 3)} if sweep else {}),
-            }
-        )
-    return rows
+            judge.check(f"{M},{N},{K} b by {major}s, {short(tile)}", out)
+    del judge
+    brief = []
+    if options.sweep:
+        brief = clock.medians([lambda tile=tile: ours(tile) for tile in tiles], BRIEF, warm=1)
+        order = sorted(range(1, len(tiles)), key=brief.__getitem__)
+        finalists = [chosen, *(tiles[i] for i in order[:FINAL])]
+    else:
+        finalists = [chosen]
+    times = clock.medians([cublas, *(lambda tile=tile: ours(tile) for tile in finalists)], options.repeats)
+    row: dict[str, Any] = {
+        "M": M,
+        "N": N,
+        "K": K,
+        "b": major,
+        "cublas_us": round(times[0], 1),
+        "ours_us": round(times[1], 1),
+        "ratio": round(times[1] / times[0], 3),
+        "tflops": round(2 * M * N * K / times[1] / 1e6),
+        "tile": short(chosen),
+        "path": "TMA descriptors" if options.descriptors else "pointers",
+    }
+    if not options.sweep:
+        return row
+    best = min(range(len(finalists)), key=lambda i: times[i + 1])
+    row["best_tile"], row["best_ratio"] = short(finalists[best]), round(times[best + 1] / times[0], 3)
+    row["finalists"] = {short(tile): round(t, 1) for tile, t in zip(finalists, times[1:], strict=True)}
+    row["tiles"] = {short(tile): round(t, 1) for tile, t in zip(tiles, brief, strict=True)}
+    if M >= 2048:
+        row["tails"] = tails(finalists[best], times[0], ours, clock)
+    return row
+
+
+def tails(tile: Config, cublas: float, ours: Callable[[Config, ReadyFlags], object], clock: Clock) -> dict[str, float]:
+    """How long the kernel goes on after the last block of rows, which comes late, for some ways to share tiles."""
+    tiles = {short(t): t for waves in (0, 1, 2) for t in (dataclasses.replace(tile, shared=waves),)}
+    return {name: round(clock.tail(lambda ready, t=t: ours(t, ready), 1.5 * cublas, 7), 1) for name, t in tiles.items()}
+
+
+def compile_together(works: Sequence[Callable[[], object]]) -> None:
+    """Do each once: compiling takes seconds, and threads share the cores."""
+    with ThreadPoolExecutor(initializer=torch.cuda.synchronize) as pool:
+        for done in [pool.submit(work) for work in works]:
+            done.result()
+    torch.cuda.synchronize()
 
 
 def as_table(rows: list[dict[str, object]]) -> str:
@@ -139,41 +240,63 @@ def as_table(rows: list[dict[str, object]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results here, as JSON and a table")
-    parser.add_argument("--sweep", action="store_true", help="time every tile, not only the chosen one")
+    parser.add_argument("--b", choices=("row", "column", "both"), default="row", help="how b is stored")
+    parser.add_argument("--sweep", action="store_true", help="time many tiles, not only the chosen one")
     parser.add_argument("--repeats", type=int, default=25, help="timed runs of each (default: %(default)s)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU")
 
     began = time.perf_counter()
-    descriptors = torch.cuda.get_device_capability() >= (9, 0)
-    path = "TMA descriptors" if descriptors else "pointers"
+    options.descriptors = torch.cuda.get_device_capability() >= (9, 0)
+    path = "TMA descriptors" if options.descriptors else "pointers"
     print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
     print(f"{'M,N,K':>18} {'b by':>7} {'cuBLAS us':>10} {'ours us':>9} {'ratio':>6} {'TFLOP/s':>8}  tile", flush=True)
-    clock = Clock(options.repeats)
-    rows: list[dict[str, object]] = []
-    for N, K in WEIGHTS:
+    clock = Clock()
+    rows: list[dict[str, Any]] = []
+    majors = ("row", "column") if options.b == "both" else (options.b,)
+    for N, K in GATHER if options.sweep else (*GATHER, *REDUCE):
         for M in ROWS:
-            for row in measure(M, N, K, clock, descriptors=descriptors, sweep=options.sweep):
-                rows.append(row)
-                best = f"   best {row['best_tile']} {row['best_ratio']}" if options.sweep else ""
-                print(
-                    f"{f'{M},{N},{K}':>18} {row['b']:>7} {row['cublas_us']:>10} {row['ours_us']:>9} "
-                    f"{row['ratio']:>6} {row['tflops']:>8}  {row['tile']}{best}",
-                    flush=True,
-                )
-    small = [torch.randn(256, 256, device="cuda").to(DTYPE) for _ in range(3)]
-    launch = {
-        "ours_us": round(host_time(lambda: matmul(*small)), 1),
-        "cublas_us": round(host_time(lambda: torch.matmul(*small[:2], out=small[2])), 1),
-    }
-    ratios = [float(str(row["ratio"])) for row in rows]
+            for major in majors:
+                rows.append(measure(M, N, K, major, clock, options))
+                print(line(rows[-1]), flush=True)
+    launch = host_times()
+    ratios = [row["ratio"] for row in rows]
     print(f"ratio: geometric mean {statistics.geometric_mean(ratios):.3f}, worst {max(ratios)}")
-    print(f"host time of a call: ours {launch['ours_us']} us, torch.matmul {launch['cublas_us']} us")
+    print("host time of a call, us: " + ", ".join(f"{name} {t}" for name, t in launch.items()))
     print(f"took {time.perf_counter() - began:.0f} s, path: {path}")
     if options.out:
         data = {"path": path, "repeats": options.repeats, "host": launch, "rows": rows}
         write(options.out, "hostir's Triton matmul against cuBLAS", as_table(rows), data)
+
+
+def line(row: dict[str, Any]) -> str:
+    best = f"   best {row['best_tile']} {row['best_ratio']}" if "best_tile" in row else ""
+    late = f"   tails {row['tails']}" if "tails" in row else ""
+    shape = f"{row['M']},{row['N']},{row['K']}"
+    return (
+        f"{shape:>18} {row['b']:>7} {row['cublas_us']:>10} {row['ours_us']:>9} "
+        f"{row['ratio']:>6} {row['tflops']:>8}  {row['tile']}{best}{late}"
+    )
+
+
+def host_times() -> dict[str, float]:
+    """Microseconds of host time of a launch, ours in several ways and torch's."""
+    small = [torch.randn(256, 256, device="cuda").to(DTYPE) for _ in range(3)]
+    others = [torch.empty_like(small[2]) for _ in range(3)]
+    ready = ReadyFlags(torch.ones(4, dtype=torch.int32, device="cuda"), 1, no_stalls(4, "cuda"))
+    turns = itertools.cycle(others)
+    shared = Config(64, 64, 64, stages=4, warps=4, shared=1)
+    works: dict[str, Callable[[], object]] = {
+        "torch.matmul": lambda: torch.matmul(*small[:2], out=small[2]),
+        "ours": lambda: matmul(*small),
+        "ours, with flags": lambda: matmul(*small, ready=ready),
+        "ours, shared tiles": lambda: matmul(*small, config=shared),
+        "ours, out changes": lambda: matmul(*small[:2], next(turns)),
+    }
+    for work in works.values():
+        work()
+    return {name: round(host_time(work), 1) for name, work in works.items()}
 
 
 if __name__ == "__main__":
