@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hostir import ir, knobs
+from hostir.choice import Choice, FallbackWarning, chosen_for, compile, lower
 from hostir.dsl import (
     DeviceMesh,
     Fusion,
@@ -27,7 +28,6 @@ from hostir.dsl import (
 )
 from hostir.ir import Diagnostic, HostIRError, Phase, Program
 from hostir.ir.source import error, user_span
-from hostir.lower import lower
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ def run(
     fusion: Fusion | Program,
     *inputs: torch.Tensor,
     strategy: str = "pipeline",
-    streams: int = 4,
+    streams: int | None = None,
     sizes: Mapping[str, int] | None = None,
     kernels: str | None = None,
     seed: int = 0,
@@ -104,12 +104,17 @@ def run(
         inputs: one whole tensor an input, in order.
         strategy: as for `lower`.
         streams: as for `lower`.
-        sizes, kernels, seed, machine, trace, check, timeout: as for `Executor`.
+        sizes, kernels, seed, machine, trace, check, timeout: as for `Executor`. The strategy `auto` chooses for these
+            sizes and for the shapes of the inputs, among kernels as well unless they are given.
     """
-    from hostir.runtime.executor import run as run_program
+    from hostir.runtime.whole import run as run_program
 
-    host = isinstance(fusion, Program) and fusion.phase is Phase.HOST
-    program = fusion if isinstance(fusion, Program) and host else lower(fusion, strategy, streams)
+    if isinstance(fusion, Program) and fusion.phase is Phase.HOST:
+        program = fusion
+    elif strategy == "auto":
+        program, kernels = chosen_for(fusion, inputs, streams, sizes, kernels, machine)
+    else:
+        program = lower(fusion, strategy, streams)
     return run_program(
         program,
         *inputs,
@@ -124,9 +129,11 @@ def run(
 
 
 __all__ = [
+    "Choice",
     "DeviceMesh",
     "Diagnostic",
     "Executor",
+    "FallbackWarning",
     "Fusion",
     "HostIRError",
     "ParallelType",
@@ -135,6 +142,7 @@ __all__ = [
     "add",
     "cast",
     "check",
+    "compile",
     "gelu",
     "knobs",
     "linear",

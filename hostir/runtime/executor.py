@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hostir.ir.check import prove
 from hostir.ir.op import Phase
@@ -19,13 +18,14 @@ from hostir.knobs import KERNELS, TIMEOUT
 from hostir.runtime.cuda import CudaMachine, CudaPlan
 from hostir.runtime.gloo import GlooMachine, GlooPlan
 from hostir.runtime.graphs import Graphs, Where
+from hostir.runtime.inplace import places
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_local
 from hostir.runtime.outputs import check_apart, check_given, expected_parts, sequence_of
-from hostir.runtime.plan import teams_of
+from hostir.runtime.plan import NONE, teams_of
 from hostir.runtime.recorder import record
 from hostir.runtime.session import Groups, Session, joined, launched
-from hostir.runtime.sharding import assemble, bind_sizes, shard, solve_sizes
+from hostir.runtime.sharding import bind_sizes, solve_sizes
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.trace import Trace
 from hostir.runtime.watchdog import Watchdog, headline
@@ -184,6 +184,18 @@ class Executor:
                 raise
             raise self.watchdog.blame(failure) from failure.__cause__
         return outputs
+
+    def places(self, *inputs: Any) -> tuple[Part, ...]:
+        """For inputs like these the symmetric memory that the program copies them to, None where there is none.
+
+        An input that a caller computes right there, with the strides that it has there, is not copied. The memory is
+        the executor's, and stays as the caller leaves it until the program writes there. All ranks must call this.
+        """
+        if self.machine == "local":
+            return tuple(None for _ in inputs)
+        plan = self._choose(_look(inputs), inputs)
+        found = places(plan.recording, plan.memory)
+        return tuple(None if register == NONE else plan.registers[register] for register in found)
 
     def _issue(self, plan: CudaPlan, inputs: Sequence[Part], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
         """Issues a run on CUDA, statement by statement or as one graph."""
@@ -362,32 +374,3 @@ def _group(all: Sequence[dict[str, Any]], one: dict[str, Any]) -> str:
 
 def _not_dense(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not x.is_contiguous()
-
-
-def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-    """Runs a host program once on whole tensors and returns whole tensors, on every machine.
-
-    Under torchrun every rank gives the same inputs and gets the same outputs: each takes its parts, and at the end the
-    ranks send each other theirs. For tests and small runs. `options` are those of Executor.
-    """
-    executor = Executor(program, **options)
-    sizes = bind_sizes(program, inputs, executor.sizes)
-    executor.sizes = sizes
-    if executor.machine == "local":
-        outputs = executor(*inputs)
-    else:
-        parts = executor(
-            *[shard(x, v.tensor, executor.rank, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
-        )
-        outputs = tuple(zip(*_everyones(parts, executor), strict=True))
-    return tuple(assemble(parts, v.tensor, sizes) for v, parts in zip(program.outputs, outputs, strict=True))
-
-
-def _everyones(parts: Sequence[Part], executor: Executor) -> list[Sequence[Part]]:
-    """Each rank's outputs."""
-    if executor.session is None:
-        return [parts]
-    device = executor.session.device
-    gathered: list[Any] = [None] * executor.session.size
-    dist.all_gather_object(gathered, [None if x is None else x.cpu() for x in parts])
-    return [[None if x is None else x.to(device) for x in theirs] for theirs in gathered]

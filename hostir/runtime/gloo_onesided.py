@@ -109,7 +109,9 @@ class OneSided:
 
     # Steps --------------------------------------------------------------------------------------------------------
     def copy(self, op: Copy) -> None:
-        self.registers[op.out].copy_(self.registers[op.x])
+        out, x = self.registers[op.out], self.registers[op.x]
+        if out.data_ptr() != x.data_ptr():  # else the caller made it in its place
+            out.copy_(x)
 
     def set(self, flags: Flags, slot: int, epoch: int) -> None:
         with self.turn():

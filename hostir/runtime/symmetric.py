@@ -25,7 +25,7 @@ from hostir.ir.onesided_ops import Barrier as BarrierStatement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span, error
 from hostir.ir.types import FLAG
-from hostir.runtime.plan import FLAGS, Barrier, Recording, Symmetric
+from hostir.runtime.plan import FLAGS, Barrier, Copy, Recording, Symmetric
 from hostir.runtime.sharding import TORCH
 
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
@@ -75,6 +75,7 @@ class Offer:
         path: where peers find the memory.
         buffers: what lies in it, one after another.
         uses: the places of peers' buffers that it touches, with the peer.
+        reads: those of them that it copies from.
         notes: what its machine tells the others besides.
         refusal: why there is none of all this.
     """
@@ -84,6 +85,7 @@ class Offer:
     path: str = ""
     buffers: tuple[Buffer, ...] = ()
     uses: tuple[Use, ...] = ()
+    reads: tuple[Use, ...] = ()
     notes: str = ""
     refusal: str = ""
 
@@ -95,8 +97,10 @@ class Offer:
     def read(cls, text: str) -> Offer:
         it = json.loads(text)
         buffers = [Buffer(b["name"], tuple(b["rounds"]), tuple(b["shape"]), b["dtype"]) for b in it.pop("buffers")]
-        uses = [(name, tuple(rounds), rank) for name, rounds, rank in it.pop("uses")]
-        return cls(**it, buffers=tuple(buffers), uses=tuple(uses))
+        uses, reads = (
+            tuple((name, tuple(rounds), rank) for name, rounds, rank in it.pop(k)) for k in ("uses", "reads")
+        )
+        return cls(**it, buffers=tuple(buffers), uses=uses, reads=reads)
 
 
 class Sharing(Protocol):
@@ -127,10 +131,16 @@ def shares_memory(program: Program) -> bool:
 
 
 class SharedMemory:
-    """The memory of all ranks for one set of sizes."""
+    """The memory of all ranks for one set of sizes.
+
+    Fields:
+        offers: of all ranks.
+        read: the places, with their ranks, that a peer reads.
+    """
 
     def __init__(self, offers: Sequence[Offer], maps: Mapping[int, torch.Tensor]) -> None:
         self.offers = offers
+        self.read = {use for offer in offers for use in offer.reads}
         self.buffers: dict[tuple[Place, int], torch.Tensor] = {}
         for rank, memory in maps.items():
             at = 0
@@ -190,12 +200,12 @@ class SymmetricMemory:
         return memory
 
     def offer(self, recording: Recording, until_all_have_mapped: contextlib.ExitStack) -> Offer:
-        buffers, uses = _needs(recording)
+        buffers, uses, reads = _needs(recording)
         buffers += self.sharing.hidden(recording)
         size = Offer(buffers=buffers).bytes
         try:
             path = until_all_have_mapped.enter_context(self.sharing.offering(size))
-            return Offer(_host(), os.uname().nodename, path, buffers, uses, self.sharing.notes(recording))
+            return Offer(_host(), os.uname().nodename, path, buffers, uses, reads, self.sharing.notes(recording))
         except (OSError, RuntimeError) as problem:
             return Offer(refusal=str(problem))
 
@@ -216,9 +226,10 @@ class SymmetricMemory:
         return self.exchange(f"{what} {self.meetings}", mine)
 
 
-def _needs(recording: Recording) -> tuple[tuple[Buffer, ...], tuple[Use, ...]]:
-    """What lies in this rank's memory, and what it names at its peers."""
+def _needs(recording: Recording) -> tuple[tuple[Buffer, ...], tuple[Use, ...], tuple[Use, ...]]:
+    """What lies in this rank's memory, what it names at its peers, and what of that it reads."""
     rank, buffers, uses = recording.rank, [], []
+    theirs: dict[int, Use] = {}  # by register
     barriers: dict[tuple[int, ...], int] = {}
     for op in recording.ops:
         if isinstance(op, Barrier):
@@ -226,11 +237,12 @@ def _needs(recording: Recording) -> tuple[tuple[Buffer, ...], tuple[Use, ...]]:
         elif isinstance(op, Symmetric) and op.rank == rank:
             buffers.append(Buffer(op.name, op.rounds, op.shape, str(op.dtype).removeprefix("torch.")))
         elif isinstance(op, Symmetric):
-            uses.append((op.name, op.rounds, op.rank))
+            theirs[op.out] = op.name, op.rounds, op.rank
     for team, count in barriers.items():
         buffers.append(Buffer(BARRIERS, team, (count, len(team)), "int64"))
         uses += [(BARRIERS, team, peer) for peer in team if peer != rank]
-    return tuple(buffers), tuple(uses)
+    sources = (theirs.get(recording.buffers[op.x]) for op in recording.ops if isinstance(op, Copy))
+    return tuple(buffers), (*theirs.values(), *uses), tuple({use for use in sources if use})
 
 
 def _host() -> str:

@@ -14,6 +14,7 @@ from hostir.ir.p2p_ops import Message
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.text import parse
+from hostir.runtime.inplace import places
 from hostir.runtime.local import rehearse
 from hostir.runtime.sharding import random_inputs, shard
 from tests.lower.gathered import gathered
@@ -158,3 +159,28 @@ def test_a_rank_may_be_calls_ahead_of_one_that_it_does_not_need(
     head, tail = UNSEEN.split("  barrier of %x over didx\n")[0], "\n}\n"
     program = hi.parse(f"{head}  {body}{tail}")
     check_calls(program, gpus, seed, monkeypatch, calls=7)
+
+
+def test_an_input_made_in_its_place_is_not_copied(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = lowered("fused", 2)
+    inputs = [[torch.randn(1, 1, 4, 8), torch.randn(8, 5)] for _ in range(2)]
+    kernels = {**gpus.kernels(), "copy": lambda *_: pytest.fail("copied")}
+    monkeypatch.setattr(Gpus, "kernels", lambda _: kernels)
+    ready = plans(gpus, program, inputs, monkeypatch)
+    found = [[plan.registers[r] for r in places(plan.recording, plan.memory)] for plan in ready]
+    assert [x[1] for x in found] == [None, None], "b is not copied anywhere"
+    outputs = []
+    for (a, b), (home, _), plan in zip(inputs, found, ready, strict=True):
+        home.copy_(a)
+        gpus.current = Stream()
+        outputs.append(plan.run([home, b])[0])
+    gpus.run(Random(0))
+    whole = torch.cat([a for a, _ in inputs], dim=1)
+    for out, (_, b) in zip(outputs, inputs, strict=True):
+        torch.testing.assert_close(out, whole @ b)
+
+
+def test_what_peers_copy_from_is_no_place_for_an_input(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [[torch.randn(1, 1, 4, 8), torch.randn(8, 5)] for _ in range(2)]
+    for plan in plans(gpus, lowered("ring", 2), inputs, monkeypatch):
+        assert places(plan.recording, plan.memory) == (0, 0)

@@ -7,17 +7,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 import hostir as hi
 from hostir.runtime.reference import reference
-from hostir.runtime.sharding import random_inputs
+from hostir.runtime.sharding import random_inputs, shard
 from tests.gpu import stress_cases as cases
+from tests.gpu import stress_units
 from tests.gpu.stress_lost import CASES, Case, Ended
+from tests.gpu.stress_units import Delays
+from tests.runtime.simulated_gpus import Gpus, Stream, gpus, plans
 from tests.runtime.test_torchrun import ROOT, environment
 
+__all__ = ["gpus"]  # a fixture
 SCRIPT = ROOT / "tests" / "gpu" / "stress_onesided.py"
 
 
@@ -96,9 +101,9 @@ def test_what_torch_makes_of_a_program_is_what_its_fusion_means() -> None:
     for _, config in configs(seeds=1):
         fusion = config.fusion()
         sizes = {"M": 3} if fusion.size_names else {}
-        inputs = [x.double() for x in random_inputs(fusion, sizes, seed=1)]
-        found = cases.products_of(config, inputs)
-        assert all(torch.allclose(x, y) for x, y in zip(found, reference(fusion, inputs, sizes), strict=True))
+        inputs = random_inputs(fusion, sizes, seed=1)
+        found = cases.products_of(config, [x.double() for x in inputs])
+        assert all(torch.allclose(x, y) for x, y in zip(found, reference(fusion, inputs), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -147,6 +152,31 @@ STALLED = "error: rank 0, 'matmul %a, %b -> %c': rank 0: flag %there[1] did not 
 )
 def test_a_rank_must_end_in_time_and_name_what_it_waits_for(case: Case, ended: Ended, fault: str) -> None:
     assert ended.fault(case) == fault
+
+
+# Delays -----------------------------------------------------------------------------------------------------------
+def test_each_statement_may_be_held_up_on_its_own_stream(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = (cases.Product(5, linear=False, bias=False, split=False),)
+    drawn = cases.Config("fused", "aten", "f32", (0, 1), 2, (3, 3), 8, sides, kept=True, priorities=(0,))
+    program = hi.lower(drawn.fusion(), "fused")
+    a, b = random_inputs(program, {}, seed=2)
+    parts = [[shard(x, v.tensor, r, {}) for x, v in zip((a, b), program.inputs, strict=True)] for r in range(2)]
+    made = plans(gpus, program, parts, monkeypatch)
+    delays, late = Delays(torch.device("cpu")), []
+    monkeypatch.setattr(stress_units, "SELDOM", 1.0)
+    monkeypatch.setattr(delays, "copy", lambda stream, size: gpus.streams[stream].add(lambda: late.append(stream)))
+    delays.into(made)
+    delays.random = Random(0)
+    found = []
+    for plan, mine in zip(made, parts, strict=True):
+        gpus.current = Stream()
+        found.append(plan.run(mine))
+    gpus.run(Random(1))
+    assert len(late) == sum(len(plan.steps) for plan in made)
+    assert {gpus.streams[i] for i in late} == {s for plan in made for s in plan.streams}
+    for c, full in found:
+        assert torch.allclose(c, a @ b, atol=1e-5)
+        assert torch.equal(full, a)
 
 
 # On CPU processes -------------------------------------------------------------------------------------------------

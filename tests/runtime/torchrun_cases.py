@@ -20,11 +20,12 @@ from hostir.ir.source import HostIRError
 from hostir.ir.text import parse
 from hostir.ir.types import DTYPES
 from hostir.runtime import kernels, symmetric
-from hostir.runtime.executor import Executor, run
+from hostir.runtime.executor import Executor
 from hostir.runtime.local import rehearse
 from hostir.runtime.session import joined, session
 from hostir.runtime.sharding import TORCH, random_inputs, shard
 from hostir.runtime.trace import Trace
+from hostir.runtime.whole import run
 from tests.runtime import torchrun_programs as programs
 from tests.runtime.torchrun_programs import RANKS, SIZE
 

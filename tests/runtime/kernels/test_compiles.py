@@ -18,7 +18,7 @@ from hostir.runtime.kernels.matmul_kernel import matmul_kernel
 from hostir.runtime.kernels.tiles import Config, candidates
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SHARING = ("whole", "last", "shares", "sums", "tickets")
+SHARING = ("whole", "shares", "sums", "tickets")
 WAITING = ("flags", "stalls", "epoch", "first", "blocks", "height")
 SHARED_MEMORY = 227 << 10
 

@@ -1,0 +1,42 @@
+"""Running a program on whole tensors, wherever its ranks are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hostir.ir.program import Program
+from hostir.runtime.executor import Executor, Part
+from hostir.runtime.sharding import assemble, bind_sizes, shard
+
+
+def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    """Runs a host program once on whole tensors and returns whole tensors, on every machine.
+
+    Under torchrun every rank gives the same inputs and gets the same outputs: each takes its parts, and at the end the
+    ranks send each other theirs. For tests and small runs. `options` are those of Executor.
+    """
+    executor = Executor(program, **options)
+    sizes = bind_sizes(program, inputs, executor.sizes)
+    executor.sizes = sizes
+    if executor.machine == "local":
+        outputs = executor(*inputs)
+    else:
+        parts = executor(
+            *[shard(x, v.tensor, executor.rank, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
+        )
+        outputs = tuple(zip(*_everyones(parts, executor), strict=True))
+    return tuple(assemble(parts, v.tensor, sizes) for v, parts in zip(program.outputs, outputs, strict=True))
+
+
+def _everyones(parts: Sequence[Part], executor: Executor) -> list[Sequence[Part]]:
+    """Each rank's outputs."""
+    if executor.session is None:
+        return [parts]
+    device = executor.session.device
+    gathered: list[Any] = [None] * executor.session.size
+    dist.all_gather_object(gathered, [None if x is None else x.cpu() for x in parts])
+    return [[None if x is None else x.to(device) for x in theirs] for theirs in gathered]
