@@ -148,15 +148,13 @@ def variants(M: int, *, descriptors: bool) -> list[Config]:
     tiles = list(candidates(DTYPE, descriptors=descriptors))
     if descriptors:
         tiles += [
-            Config(128, 128, 64, stages=6, warps=4),
-            Config(128, 128, 128, stages=3, warps=8),
-            Config(64, 256, 64, stages=4, warps=8, halves=True),
-            Config(64, 128, 128, stages=4, warps=4),
-            Config(64, 64, 128, stages=6, warps=4),
+            Config(128, 128, 64, stages=5, warps=8),
+            Config(64, 128, 64, stages=6, warps=4),
+            Config(64, 64, 128, stages=4, warps=4),
         ]
-    large = [tile for tile in tiles if tile.m * tile.n >= 128 * 128] if M >= 2048 else tiles
-    groups, waves = ((4, 8, 16), (0, 1, 2)) if M >= 2048 else ((8,), (0, 1))
-    made = [dataclasses.replace(t, group=g, shared=w) for t in large for g in groups for w in waves]
+    large = [tile for tile in tiles if tile.m * tile.n >= 64 * 128] if M >= 2048 else tiles
+    groups = (4, 8, 16) if M >= 2048 else (8,)
+    made = [dataclasses.replace(t, group=g, shared=w) for t in large for g in groups for w in (0, 1)]
     return list(dict.fromkeys(dataclasses.replace(tile, rate=1.0) for tile in made))
 
 
@@ -219,7 +217,7 @@ def measure(M: int, N: int, K: int, major: str, clock: Clock, options: argparse.
 
 def tails(tile: Config, cublas: float, ours: Callable[[Config, ReadyFlags], object], clock: Clock) -> dict[str, float]:
     """How long the kernel goes on after the last block of rows, which comes late, for some ways to share tiles."""
-    tiles = {short(t): t for waves in (0, 1, 2) for t in (dataclasses.replace(tile, shared=waves),)}
+    tiles = {short(t): t for waves in (0, 1) for t in (dataclasses.replace(tile, shared=waves),)}
     return {name: round(clock.tail(lambda ready, t=t: ours(t, ready), 1.5 * cublas, 7), 1) for name, t in tiles.items()}
 
 

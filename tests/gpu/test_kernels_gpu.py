@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import threading
 
 import pytest
 import torch
 
+from hostir.runtime.kernels import workspace
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import matmul, matmul_reference
 from hostir.runtime.kernels.operands import DTYPES
 from hostir.runtime.kernels.reduce import reduce_sum
-from hostir.runtime.kernels.tiles import candidates
+from hostir.runtime.kernels.tiles import Config, candidates
 from tests.runtime.kernels.checking import (
     assert_as_accurate,
     assert_only_view_written,
@@ -22,6 +25,19 @@ from tests.runtime.kernels.checking import (
 )
 
 CUDA = "cuda"
+
+
+def sharing(use_descriptors: bool) -> Config:
+    """A tile of which the last ones are shared."""
+    return dataclasses.replace(candidates(torch.bfloat16, descriptors=use_descriptors)[0], shared=2)
+
+
+def poison_workspaces() -> None:
+    """Fill the memory for sums of parts with NaN; the tickets must be as they are found."""
+    torch.cuda.synchronize()
+    for sums, tickets in workspace._by_stream.values():
+        sums.fill_(math.nan)
+        assert not tickets.any()
 
 
 def descriptor_modes() -> list[bool]:
@@ -103,11 +119,14 @@ def test_slices_of_an_inner_axis_are_used_in_place():
     a = filled([4, 8, 64, 512], torch.bfloat16, device=CUDA)
     b = filled([512, 384], torch.bfloat16, device=CUDA)
     out, buffer = embedded([4, 8, 64, 384], torch.bfloat16, device=CUDA)
+    tile = candidates(torch.bfloat16, descriptors=descriptor_modes()[-1])[
+        0
+    ]  # another, or a shared one, rounds otherwise
     for i in range(8):
         assert rows(a[:, i]) is None
-        matmul(a[:, i], b, out[:, i])
+        matmul(a[:, i], b, out[:, i], config=tile)
         assert buffer.isnan().sum().item() == (7 - i) * 4 * 64 * 384
-    assert torch.equal(out, matmul(a, b, torch.empty_like(out)))
+    assert torch.equal(out, matmul(a, b, torch.empty_like(out), config=tile))
 
 
 def test_float32_is_exact_unless_tf32_is_allowed():
@@ -207,3 +226,104 @@ def test_sums_of_any_strides():
         x = filled([8, 60, 70], torch.bfloat16, order=order, pad=[1, 2, 3], offset=1, device=CUDA)
         out, buffer = embedded([60, 70], torch.bfloat16, order=[1, 0], pad=[0, 1], device=CUDA)
         check_reduce_sum(x, out, buffer, 0)
+
+
+@pytest.mark.parametrize("transpose_b", [True, False])
+@pytest.mark.parametrize(("M", "N", "K"), [(64, 1792, 4096), (512, 1792, 4096), (2048, 1792, 1024), (1000, 1000, 2056)])
+def test_shared_tiles_give_the_product_and_the_same_bits_every_time(M, N, K, transpose_b):
+    dtype = torch.bfloat16
+    a = filled([M, K], dtype, device=CUDA)
+    b = filled([N, K] if transpose_b else [K, N], dtype, device=CUDA)
+    bias = filled([N], dtype, device=CUDA)
+    plain = torch.nn.functional.linear(a, b if transpose_b else b.t(), bias)
+    exact = matmul_reference(a, b, bias=bias, transpose_b=transpose_b)
+    magnitude = matmul_reference(a.abs(), b.abs(), transpose_b=transpose_b)
+    for use_descriptors in descriptor_modes():
+        for tile in candidates(dtype, descriptors=use_descriptors):
+            for waves, sms in [(1, None), (2, None), (1, 100)]:
+                config = dataclasses.replace(tile, shared=waves)
+                options = {"bias": bias, "transpose_b": transpose_b, "use_descriptors": use_descriptors}
+                results = []
+                for _ in range(4):
+                    poison_workspaces()
+                    out, buffer = embedded([M, N], dtype, pad=[1, 8], device=CUDA)
+                    matmul(a, b, out, config=config, sms=sms, **options)
+                    assert_only_view_written(out, buffer)
+                    results.append(out)
+                assert_as_accurate(results[0], plain, exact, magnitude)
+                assert all(torch.equal(results[0], other) for other in results[1:])
+    poison_workspaces()
+
+
+def test_launches_with_shared_tiles_on_two_streams_at_once_do_not_meet():
+    a, b = filled([1100, 4096], torch.bfloat16, device=CUDA), filled([4096, 1792], torch.bfloat16, device=CUDA)
+    options = {"config": sharing(descriptor_modes()[-1]), "sms": 66}  # both fit on the GPU together
+    inputs = [a, -a]
+    expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), **options) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(50):
+        outs = [torch.full_like(expected[0], math.nan) for _ in inputs]
+        torch.cuda.synchronize()
+        for stream, x, out in zip(streams, inputs, outs, strict=True):
+            with torch.cuda.stream(stream):
+                matmul(x, b, out, **options)
+        torch.cuda.synchronize()
+        for out, wanted in zip(outs, expected, strict=True):
+            assert torch.equal(out, wanted)
+    poison_workspaces()
+
+
+def test_graphs_with_shared_tiles_are_replayed_beside_each_other_and_beside_launches():
+    a, b = filled([1100, 4096], torch.bfloat16, device=CUDA), filled([4096, 1792], torch.bfloat16, device=CUDA)
+    config = sharing(descriptor_modes()[-1])
+    inputs = [a, -a]
+    expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), config=config, sms=44) for x in inputs]
+    torch.cuda.synchronize()
+    side, graphs, outs = torch.cuda.Stream(), [], [torch.empty_like(expected[0]) for _ in inputs]
+    for x, out in zip(inputs, outs, strict=True):  # both captured on one stream, in memory of their own
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=side):
+            matmul(x, b, out, config=config, sms=44)
+            matmul(x, b, out, config=config, sms=44)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    eager = torch.empty_like(expected[0])
+    for _ in range(50):
+        for out in (*outs, eager):
+            out.fill_(math.nan)
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(side):
+            matmul(a, b, eager, config=config, sms=44)
+        torch.cuda.synchronize()
+        assert torch.equal(outs[0], expected[0])
+        assert torch.equal(outs[1], expected[1])
+        assert torch.equal(eager, expected[0])
+
+
+def test_operands_that_move_are_found_where_they_are():
+    shape = (96, 256)
+    for use_descriptors in descriptor_modes():
+        for round in range(100):  # more addresses than are remembered
+            a, b = filled(shape, torch.bfloat16, device=CUDA), filled([256, 128], torch.bfloat16, device=CUDA)
+            keep = torch.empty(1 + round, 1024, device=CUDA)
+            out, buffer = embedded([96, 128], torch.bfloat16, device=CUDA)
+            check_matmul(a, b, out, buffer, use_descriptors=use_descriptors)
+            del keep
+
+
+def test_a_new_thread_can_launch():
+    a, b = filled([512, 512], torch.bfloat16, device=CUDA), filled([512, 512], torch.bfloat16, device=CUDA)
+    expected = matmul(a, b, torch.empty_like(a))
+    torch.cuda.synchronize()
+    for _ in range(2):
+        outs = [torch.full_like(a, math.nan) for _ in range(4)]
+        torch.cuda.synchronize()
+        threads = [threading.Thread(target=matmul, args=(a, b, out)) for out in outs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in outs)

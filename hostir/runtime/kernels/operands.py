@@ -71,16 +71,15 @@ def rows_of(a: torch.Tensor, out: torch.Tensor) -> Rows:
 class Described:
     """A matrix, or a batch of them, that obeys TMA's rules; `transposed` when the descriptor sees it transposed."""
 
-    tensor: torch.Tensor
     shape: list[int]
     strides: list[int]
     transposed: bool = False
 
-    def descriptor(self, block: tuple[int, int]) -> TensorDescriptor:
-        """A descriptor for tiles of shape `block`, made anew for each launch: it must not outlive the tensor."""
+    def descriptor(self, tensor: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
+        """A descriptor of `tensor`, which lies as the one that was described, for tiles of shape `block`."""
         rows, columns = reversed(block) if self.transposed else block
         leading = [1] * (len(self.shape) - 2)
-        return TensorDescriptor(self.tensor, self.shape, self.strides, [*leading, rows, columns])
+        return TensorDescriptor(tensor, self.shape, self.strides, [*leading, rows, columns])
 
 
 def describe(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: Rows) -> list[Described] | str:
@@ -103,5 +102,5 @@ def describe(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: Row
             legal = f"its rows of {N} elements end within 16 bytes"
         if isinstance(legal, str):
             return f"{name} (shape {list(tensor.shape)}, strides {list(tensor.stride())}): {legal}"
-        described.append(Described(tensor, list(shape), legal, transposed and name == "b"))
+        described.append(Described(list(shape), legal, transposed and name == "b"))
     return described

@@ -31,7 +31,9 @@ class ReadyFlags:
         epoch: block i may be read once `flags[i] >= epoch`. A tensor of one integer is read when the kernel runs, so
             that each replay of a captured launch may wait for an epoch of its own.
         stalls: `[blocks, 2]` of int64, contiguous and zero. The kernel leaves `(epoch, value seen)` in the row of a
-            block that it has given up waiting for; see `stall_error`. Not zero means that `out` is not whole.
+            block that it has given up waiting for; see `stall_error`. Not zero means that `out` is not whole. It may
+            lie in pinned memory of the host, which then looks without waiting for the GPU: what it sees is final once
+            the kernel has ended.
         first: the block to begin with; the others follow in a circle.
         looks: how often a program looks at flags that have not risen before it gives up.
     """
@@ -51,7 +53,7 @@ def no_stalls(blocks: int, device: torch.device | str) -> torch.Tensor:
 def stall_error(stalls: torch.Tensor, rank: int, name: str) -> HostIRError | None:
     """What a kernel that gave up has to say, on `rank`, of the flags called `name`; None if it did not give up.
 
-    Reading `stalls` waits for the current stream, on which the kernel must be.
+    Reading `stalls` waits for the current stream, on which the kernel must be, unless they lie in pinned memory.
     """
     stalled = [(block, *entry) for block, entry in enumerate(stalls.tolist()) if any(entry)]
     if not stalled:
@@ -65,7 +67,13 @@ def stall_error(stalls: torch.Tensor, rank: int, name: str) -> HostIRError | Non
 def block_rows(ready: ReadyFlags, out: torch.Tensor) -> int:
     """How many of the rows of `out` are a block; TypeError or ValueError where the flags and their like do not fit."""
     flags, stalls, epoch = ready.flags, ready.stalls, ready.epoch
-    check_device(out=out, flags=flags, stalls=stalls, epoch=epoch if isinstance(epoch, torch.Tensor) else None)
+    pinned = stalls.device.type == "cpu" and stalls.is_pinned()
+    check_device(
+        out=out,
+        flags=flags,
+        stalls=None if pinned else stalls,
+        epoch=epoch if isinstance(epoch, torch.Tensor) else None,
+    )
     if flags.dtype not in (torch.int32, torch.int64) or stalls.dtype != torch.int64:
         raise TypeError(f"expected flags of int32 or int64 and stalls of int64, got {flags.dtype} and {stalls.dtype}")
     if flags.ndim != 1 or not flags.numel() or not flags.is_contiguous():

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from hostir.ir.source import error
 from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.layout import collapse
+
+if TYPE_CHECKING:
+    from hostir.runtime.kernels.ready import ReadyFlags
 
 Kernel = Callable[..., None]  # f(out, *operands, **options)
 POLICIES = ("auto", "triton", "aten")
@@ -19,10 +25,77 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
 
     `policy` is `aten`, `triton` (contractions and sums in Triton, the rest in ATen) or `auto`: what suits the device,
     `cpu` or `cuda`. Raises HostIRError for an unknown policy, and where Triton cannot run on the device.
+
+    With `triton`, and with `auto` on `cuda` where Triton is installed, there are also `matmul_ready` and `linear_ready`,
+    which are no statements of their own: `f(out, a, b, *, ready)` and `f(out, a, weight, bias=None, *, ready)` wait for
+    blocks of their rows by themselves. Where they are absent, who executes a `matmul` or `linear` with flags waits for
+    them and multiplies block by block.
     """
     if policy not in POLICIES:
         raise error(f"unknown kernels '{policy}'", expected=f"one of: {', '.join(POLICIES)}")
-    return {**aten.KERNELS, **_triton_kernels(device_type)} if policy == "triton" else aten.KERNELS
+    if policy == "triton":
+        return {**aten.KERNELS, **_triton_kernels(device_type), **WAITING}
+    if policy == "auto" and device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+        return {**aten.KERNELS, **WAITING}
+    return aten.KERNELS
+
+
+def matmul_ready(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, ready: ReadyFlags) -> None:
+    """`out[..., N] = a[..., K] @ b[K, N]`, by Triton's kernel, block by block of the flattened rows as flags rise.
+
+    Raises HostIRError for blocks that do not fit slices which lie apart in memory: see `_contract_ready`.
+    """
+    _contract_ready(out, a, b, None, False, ready)
+
+
+def linear_ready(
+    out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, ready: ReadyFlags
+) -> None:
+    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once; else as `matmul_ready`."""
+    _contract_ready(out, a, weight, bias, True, ready)
+
+
+WAITING: Mapping[str, Kernel] = {"matmul_ready": matmul_ready, "linear_ready": linear_ready}
+
+
+def _contract_ready(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_b: bool,
+    ready: ReadyFlags,
+) -> None:
+    """A contraction that begins each block of the flattened rows once its flag is up.
+
+    Leading axes of `a` and `out` that merge into `[batch, rows]` are one launch, which works on whatever has come.
+    Others are a launch for each slice of the outermost axis, one after the other from that of block `ready.first` on:
+    a slice must be some whole blocks, or a block some whole slices. Raises HostIRError where neither holds.
+    """
+    from hostir.runtime.kernels.matmul import matmul as triton_matmul  # loads Triton: only where it is used
+
+    if _merges(out, a):
+        triton_matmul(a, b, out, bias=bias, transpose_b=transpose_b, ready=ready)
+        return
+    slices, blocks = len(out), len(ready.flags)
+    if slices % blocks and blocks % slices:
+        raise error(
+            f"a matmul cannot wait for {blocks} blocks of rows in {slices} slices, of which each lies apart in memory",
+            expected="slices of whole blocks, or blocks of whole slices",
+            notes=((None, f"a: shape {list(a.shape)}, strides {list(a.stride())}; out: strides {list(out.stride())}"),),
+        )
+    foremost = ready.first * slices // blocks
+    for i in (*range(foremost, slices), *range(foremost)):
+        begin = i * blocks // slices
+        end = max(begin + 1, (i + 1) * blocks // slices)
+        first = ready.first - begin if begin <= ready.first < end else 0
+        part = replace(ready, flags=ready.flags[begin:end], stalls=ready.stalls[begin:end], first=first)
+        _contract_ready(out[i], a[i], b, bias, transpose_b, part)
+
+
+def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
+    """Whether the leading axes of both make one launch of Triton's kernel, which takes `[batch, rows, K]`."""
+    return len(collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])) <= 2
 
 
 def _triton_kernels(device_type: str) -> dict[str, Kernel]:
@@ -49,7 +122,7 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
     def contract(
         out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool
     ) -> None:
-        if len(collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])) <= 2:  # the kernel takes [batch, rows, K]
+        if _merges(out, a):
             triton_matmul(a, b, out, bias=bias, transpose_b=transpose_b)
             return
         for out_part, a_part in zip(out, a, strict=True):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from hostir.runtime.kernels.streamk import schedule
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class Config:
         rate: throughput, relative to the fastest tile of the same table (an estimate to choose by).
         halves: store the tile in two halves, which needs half the shared memory and so leaves room for a stage.
         group: rows of tiles walked together, so that they find each other's operands in L2.
+        shared: waves of tiles, the last ones, whose contraction is divided among all programs (stream-K). With rows
+            that come in blocks, 1 stands for the tiles of the last block instead.
     """
 
     m: int
@@ -29,6 +33,7 @@ class Config:
     rate: float = 1.0
     halves: bool = False
     group: int = 8
+    shared: int = 0
 
     def shared_memory(self, itemsize: int, *, descriptors: bool) -> int:
         """Bytes of shared memory for elements of `itemsize` bytes.
@@ -46,13 +51,13 @@ _SCRATCH = 2 << 10
 # Tables are ordered by preference: of two tiles with the same estimate, the first wins.
 _TMA_16_BIT = (
     Config(128, 256, 64, stages=4, warps=8, halves=True),
-    Config(256, 128, 64, stages=4, warps=8, halves=True, rate=0.99),
-    Config(128, 128, 64, stages=5, warps=8, rate=0.85),
-    Config(64, 256, 64, stages=4, warps=4, rate=0.75),
-    Config(64, 128, 64, stages=6, warps=4, rate=0.65),
-    Config(128, 64, 64, stages=6, warps=4, rate=0.6),
-    Config(64, 64, 128, stages=4, warps=4, rate=0.45),
-    Config(64, 64, 64, stages=4, warps=4, rate=0.4),
+    Config(256, 128, 64, stages=4, warps=8, halves=True, rate=0.98),
+    Config(128, 128, 64, stages=6, warps=4, rate=0.95),
+    Config(64, 256, 64, stages=4, warps=4, rate=0.9),
+    Config(64, 128, 128, stages=4, warps=4, rate=0.77),
+    Config(128, 64, 64, stages=6, warps=4, rate=0.7),
+    Config(64, 64, 128, stages=6, warps=4, rate=0.53),
+    Config(64, 64, 64, stages=4, warps=4, rate=0.32),
 )
 _POINTERS_16_BIT = (
     Config(128, 128, 64, stages=3, warps=8),
@@ -76,6 +81,11 @@ INTERPRETER = Config(32, 32, 32, stages=1, warps=1, group=2)
 
 # What a tile costs besides its arithmetic (filling the pipeline, storing), in multiply-adds of the fastest tile.
 _FIXED_COST = 256 * 128 * 256
+# Sharing tiles costs more besides: once, for each element of a sum that a program reads, and in each step, as programs
+# that are at different steps along K do not find each other's operands in L2. All as seen on an H200.
+_SHARING_COST = 5 * _FIXED_COST
+_SUM_COST = 190
+_SHARED_STEP = 1.5
 
 
 def candidates(dtype: torch.dtype, *, descriptors: bool = True, tf32: bool = False) -> tuple[Config, ...]:
@@ -113,21 +123,37 @@ def choose(
 
     Where the rows come in blocks of `block`, tiles keep apart as `in_blocks` says.
 
-    Estimates each candidate's time as its number of waves (tiles over multiprocessors, rounded up) times the time of
-    one tile, and takes the least. Raises ValueError when no candidate fits into the shared memory.
+    Estimates the time of each candidate, with and without shared tiles, and takes the least. Raises ValueError when no
+    candidate fits into the shared memory.
     """
     fitting = [
-        tile
+        replace(tile, shared=waves)
         for tile in candidates(dtype, descriptors=descriptors, tf32=tf32)
         if tile.shared_memory(dtype.itemsize, descriptors=descriptors) <= shared_memory
+        for waves in (0, 1)
     ]
     if not fitting:
         raise ValueError(f"no {dtype} matmul tile fits into {shared_memory} bytes of shared memory")
 
     def estimate(tile: Config) -> float:
         batches, rows = in_blocks(batch, M, block, tile.m)
-        tiles = batches * -(-rows // tile.m) * -(-N // tile.n)
-        waves = -(-tiles // sms)
-        return waves * (K * tile.m * tile.n / tile.rate + _FIXED_COST)
+        tiles, steps = batches * -(-rows // tile.m) * -(-N // tile.n), -(-K // tile.k)
+        late = tiles_of_block(block, batches, rows, tiles)
+        plan = schedule(tiles, steps, sms, tile.shared, late)
+        step = tile.m * tile.n * tile.k / tile.rate
+        whole = steps * step + _FIXED_COST
+        shared = 0.0
+        if plan.shares:
+            load = (tiles - plan.whole) / plan.shares  # of a program, in tiles
+            sums = (1 / load + 1) * tile.m * tile.n
+            shared = load * steps * step * _SHARED_STEP + _SHARING_COST + sums * _SUM_COST
+        time = -(-plan.whole // plan.programs) * whole + shared
+        # What follows the last rows counts twice: all that comes before may hide behind their coming.
+        return time if late is None else time + (shared or -(-late // sms) * whole)
 
     return min(fitting, key=estimate)
+
+
+def tiles_of_block(block: int | None, batches: int, M: int, tiles: int) -> int | None:
+    """How many of `tiles`, of `batches` times `M` rows, are of one block; None without blocks, or if tiles span two."""
+    return None if block is None or block % M else tiles * block // (batches * M)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels.tiles import candidates, choose, in_blocks
+from hostir.runtime.kernels.tiles import choose, in_blocks
 
 EXTENTS = st.integers(1, 1 << 17)
 
@@ -52,14 +52,28 @@ def test_batches_and_rows_without_blocks_stay_as_they_are():
     assert in_blocks(1, 256, None, 64) == (1, 256)
 
 
-@pytest.mark.parametrize("height", [8, 64, 100, 512])
-def test_rows_in_blocks_get_the_tile_that_takes_the_fewest_waves(height):
+@pytest.mark.parametrize(("M", "N", "K"), [(2048, 6656, 16384), (4096, 6656, 16384)])
+def test_a_last_wave_of_few_tiles_is_shared(M, N, K):
+    assert choose(M, N, K, torch.bfloat16, 132).shared == 1
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(4096, 1792, 4096), (8192, 3584, 8192), (512, 6656, 16384), (64, 3584, 8192)]
+)
+def test_waves_that_are_nearly_full_or_short_are_not_shared(M, N, K):
+    assert choose(M, N, K, torch.bfloat16, 132).shared == 0
+
+
+@pytest.mark.parametrize("height", [64, 100, 256, 512])
+def test_rows_in_blocks_leave_little_to_do_after_the_last_block(height):
     N, K, sms, blocks = 3584, 8192, 132, 8
     chosen = choose(blocks * height, N, K, torch.bfloat16, sms, block=height)
+    plain = choose(blocks * height, N, K, torch.bfloat16, sms)
 
-    def work_of_a_multiprocessor(tile):
-        batches, rows = in_blocks(1, blocks * height, height, tile.m)
-        waves = -(-batches * -(-rows // tile.m) * -(-N // tile.n) // sms)
+    def after_the_last(tile):
+        _, rows = in_blocks(1, blocks * height, height, tile.m)
+        tiles = -(-rows // tile.m) * -(-N // tile.n)
+        waves = tiles / sms if tile.shared else -(-tiles // sms)
         return waves * tile.m * tile.n / tile.rate
 
-    assert work_of_a_multiprocessor(chosen) <= 1.01 * min(map(work_of_a_multiprocessor, candidates(torch.bfloat16)))
+    assert after_the_last(chosen) <= after_the_last(plain)

@@ -1,0 +1,137 @@
+"""A matmul whose layout has been looked at: launched again and again, it costs the host little."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hostir.runtime.kernels.launch import INTERPRETED, Compiled, bind_thread, launching
+from hostir.runtime.kernels.matmul_kernel import matmul_kernel
+from hostir.runtime.kernels.operands import Described
+from hostir.runtime.kernels.ready import ReadyFlags
+from hostir.runtime.kernels.workspace import workspace
+
+_KEPT = 64  # encoded descriptors of one operand, each for another address
+
+
+@dataclass
+class Call:
+    """What a launch of the kernel needs besides the tensors, for operands of one layout.
+
+    Fields:
+        programs: of the grid.
+        described: how TMA sees a, b and out; None: they are passed as pointers.
+        blocks: what of a, b and out a descriptor moves at a time.
+        block: rows of a block, with flags.
+        schedule: whole and shares of a Schedule with shared tiles.
+        sums, tickets: what shared tiles need of `workspace`.
+        sizes: the arguments of the kernel from `group` to the strides.
+        constants, options: the kernel's constants, in its order, and how to compile it.
+    """
+
+    device: torch.device
+    programs: int
+    described: Sequence[Described] | None
+    blocks: Sequence[tuple[int, int]]
+    bias_step: int
+    block: int | None
+    schedule: tuple[int, int] | None
+    sums: int
+    tickets: int
+    sizes: tuple[int, ...]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
+    compiled: Compiled | None = field(default=None, init=False)
+    _rest: tuple[Any, ...] = field(init=False)
+    _encoded: tuple[dict[int, Sequence[Any]], ...] = field(default_factory=lambda: ({}, {}, {}), init=False)
+
+    def __post_init__(self) -> None:
+        self._rest = (*self.sizes, *self.constants.values())
+
+    def launch(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, ready: ReadyFlags | None
+    ) -> None:
+        """Launch for these tensors, on the current stream."""
+        if self.compiled is None:
+            self._compile(a, b, out, bias, ready)
+        elif torch.cuda.current_device() == self.device.index:
+            self._launch(self.compiled, a, b, out, bias, ready)
+        else:
+            with launching(self.device):
+                self._launch(self.compiled, a, b, out, bias, ready)
+
+    def _compile(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, ready: ReadyFlags | None
+    ) -> None:
+        """Launch as Triton does, which compiles if need be. The interpreter knows no other way."""
+        operands: list[Any] = [a, b, out]
+        if self.described is not None:
+            operands = [self._descriptor(number, t) for number, t in enumerate((a, b, out))]
+        waits: Sequence[Any] = (*[None] * 6, 0)
+        if ready is not None:
+            waits = (ready.flags, ready.stalls, ready.epoch, ready.first, len(ready.flags), self.block, ready.looks)
+        shared: Sequence[Any] = [None] * 4
+        with launching(self.device):
+            if not INTERPRETED:
+                bind_thread(self.device)
+            if self.schedule is not None:
+                stream = 0 if INTERPRETED else torch.cuda.current_stream(self.device).cuda_stream
+                shared = (*self.schedule, *workspace(self.device, stream, self.sums, self.tickets))
+            arguments = (*operands, bias, self.bias_step, *waits, *shared, *self.sizes)
+            kernel = matmul_kernel[(self.programs,)](*arguments, **self.constants, **self.options)
+        if not INTERPRETED:
+            self.compiled = Compiled(kernel)
+
+    def _launch(
+        self,
+        compiled: Compiled,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        ready: ReadyFlags | None,
+    ) -> None:
+        bind_thread(self.device)
+        stream = compiled.stream(self.device.index)
+        operands: Sequence[Any]
+        if self.described is not None:
+            of_a, of_b, of_out = self._encoded
+            operands = (
+                *(of_a.get(a.data_ptr()) or self._encode(compiled, 0, a)),
+                *(of_b.get(b.data_ptr()) or self._encode(compiled, 1, b)),
+                *(of_out.get(out.data_ptr()) or self._encode(compiled, 2, out)),
+            )
+        else:
+            operands = (a.data_ptr(), b.data_ptr(), out.data_ptr())
+        waits: Sequence[Any] = (None, None, None, None, None, None, 0)
+        if ready is not None:
+            epoch = ready.epoch.data_ptr() if isinstance(ready.epoch, torch.Tensor) else ready.epoch
+            flags = ready.flags
+            waits = (
+                *(flags.data_ptr(), ready.stalls.data_ptr(), epoch),
+                *(ready.first, len(flags), self.block, ready.looks),
+            )
+        shared: Sequence[Any] = (None, None, None, None)
+        if self.schedule is not None:
+            # Held until the kernel is launched: nothing launched before it can get this memory.
+            sums, tickets = workspace(self.device, stream, self.sums, self.tickets)
+            shared = (*self.schedule, sums.data_ptr(), tickets.data_ptr())
+        arguments = (
+            *(*operands, None if bias is None else bias.data_ptr(), self.bias_step),
+            *(*waits, *shared, *self._rest),
+        )
+        compiled.launch(self.programs, stream, arguments)
+
+    def _descriptor(self, number: int, tensor: torch.Tensor) -> Any:
+        assert self.described is not None
+        return self.described[number].descriptor(tensor, self.blocks[number])
+
+    def _encode(self, compiled: Compiled, number: int, tensor: torch.Tensor) -> Sequence[Any]:
+        kept = self._encoded[number]
+        if len(kept) >= _KEPT:
+            kept.clear()
+        made = kept[tensor.data_ptr()] = compiled.encoded(number, self._descriptor(number, tensor))
+        return made

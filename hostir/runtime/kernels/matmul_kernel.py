@@ -1,0 +1,390 @@
+"""The Triton kernel of hostir.runtime.kernels.matmul."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hostir.runtime.kernels.launch import INTERPRETED
+from hostir.runtime.kernels.numerics import from_float32, to_float32
+from hostir.runtime.kernels.ready import wait_for_rows
+from hostir.runtime.kernels.streamk import arrive, first_step, share_of
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def _tile_position(tile, group, first, height, batches, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """(batch, first row, first column) of output tile number `tile`: down `group` rows of tiles, then one tile right.
+
+    Where `first` is not None, the tiles begin with block `first` of `height` rows, and come round to it again.
+    """
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    batch = tile // (tiles_m * tiles_n)
+    tile = tile % (tiles_m * tiles_n)
+    top = tile // (group * tiles_n) * group
+    wide = min(tiles_m - top, group)
+    within = tile % (group * tiles_n)
+    tile_m = top + within % wide
+    if first is not None:
+        first_row = first * height  # counted through all batches
+        batch = (batch + first_row // M) % batches
+        tile_m = (tile_m + first_row % M // BM) % tiles_m
+    return batch, tile_m * BM, within // wide * BN
+
+
+@triton.jit
+def _load_pointers(base, row, column, height, width, row_stride, column_stride, BR: tl.constexpr, BC: tl.constexpr):
+    """The tile `[BR, BC]` at (row, column) of a `[height, width]` matrix, zero outside of it."""
+    r = (row + tl.arange(0, BR)).to(tl.int64)[:, None]
+    c = (column + tl.arange(0, BC)).to(tl.int64)[None, :]
+    return tl.load(base + r * row_stride + c * column_stride, mask=(r < height) & (c < width), other=0.0)
+
+
+@triton.jit
+def _load_descriptor(desc, batch, row, column, BATCHED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    if BATCHED:
+        return tl.reshape(desc.load([batch, row, column]), (BR, BC))
+    else:
+        return desc.load([row, column])
+
+
+@triton.jit
+def _store(
+    out,
+    batch,
+    row,
+    column,
+    M,
+    N,
+    strides,
+    x,
+    DESCRIPTORS: tl.constexpr,
+    BATCHED: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Round the tile `x` and store it at (row, column) of matrix `batch` of `out`."""
+    if DESCRIPTORS:
+        x = from_float32(x, out.dtype)
+        if BATCHED:
+            out.store([batch, row, column], tl.reshape(x, (1, BR, BC)))
+        else:
+            out.store([row, column], x)
+    else:
+        _, _, _, _, _, out_batch, out_row, out_column = strides
+        r = (row + tl.arange(0, BR)).to(tl.int64)[:, None]
+        c = (column + tl.arange(0, BC)).to(tl.int64)[None, :]
+        x = from_float32(x, out.dtype.element_ty)
+        at = out + batch.to(tl.int64) * out_batch + r * out_row + c * out_column
+        tl.store(at, x, mask=(r < M) & (c < N))
+
+
+@triton.jit
+def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of a tile."""
+    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _dot(x, y, acc, PRECISION: tl.constexpr):
+    if _INTERPRETED:
+        return tl.dot(to_float32(x), to_float32(y), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, y, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _contract(
+    batch,
+    row,
+    column,
+    begin,
+    stop,
+    a,
+    b,
+    M,
+    N,
+    K,
+    strides,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    B_IS_NK: tl.constexpr,
+    BATCHED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """The products of steps `begin` to before `stop` along K, summed up in float32, for the tile at (row, column)."""
+    a_batch, a_row, a_column, b_row, b_column, _, _, _ = strides
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for step in range(begin, stop):
+        k = step * BK
+        if DESCRIPTORS:
+            x = _load_descriptor(a, batch, row, k, BATCHED, BM, BK)
+            if B_IS_NK:
+                y = b.load([column, k]).T
+            else:
+                y = b.load([k, column])
+        else:
+            x = _load_pointers(a + batch.to(tl.int64) * a_batch, row, k, M, K, a_row, a_column, BM, BK)
+            y = _load_pointers(b, k, column, K, N, b_row, b_column, BK, BN)
+        acc = _dot(x, y, acc, PRECISION)
+        if EXACT and step % RUN == RUN - 1:  # a sum of short sums errs less than one long sum
+            total += acc
+            acc = tl.zeros((BM, BN), dtype=tl.float32)
+    if EXACT:
+        acc += total
+    return acc
+
+
+@triton.jit
+def _whole_tiles(
+    begin,
+    stop,
+    group,
+    first,
+    height,
+    a,
+    b,
+    out,
+    bias,
+    bias_step,
+    batches,
+    M,
+    N,
+    K,
+    strides,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    HALVES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    B_IS_NK: tl.constexpr,
+    BATCHED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """This program's share of the tiles from `begin`, which is one of its own, to before `stop`."""
+    for tile in tl.range(begin, stop, tl.num_programs(0), flatten=DESCRIPTORS):
+        batch, row, column = _tile_position(tile, group, first, height, batches, M, N, BM, BN)
+        acc = _contract(
+            *(batch, row, column, 0, tl.cdiv(K, BK), a, b, M, N, K, strides),
+            *(BM, BN, BK, DESCRIPTORS, B_IS_NK, BATCHED, PRECISION, EXACT, RUN),
+        )
+        if HAS_BIAS:
+            acc += to_float32(_load_pointers(bias, 0, column, 1, N, 0, bias_step, 1, BN))
+        if HALVES:
+            left, right = _halves(acc, BM, BN)
+            _store(out, batch, row, column, M, N, strides, left, DESCRIPTORS, BATCHED, BM, BN // 2)
+            _store(out, batch, row, column + BN // 2, M, N, strides, right, DESCRIPTORS, BATCHED, BM, BN // 2)
+        else:
+            _store(out, batch, row, column, M, N, strides, acc, DESCRIPTORS, BATCHED, BM, BN)
+
+
+@triton.jit
+def _leave_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr):
+    """Write a sum of part of a tile to memory, in the halves in which it is read again."""
+    COLUMNS: tl.constexpr = BN // 2 if HALVES else BN
+    at = tl.arange(0, BM)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    sums += slot.to(tl.int64) * (BM * BN)
+    if HALVES:
+        left, right = _halves(acc, BM, BN)
+        tl.store(sums + at, left)
+        tl.store(sums + BM * COLUMNS + at, right)
+    else:
+        tl.store(sums + at, acc)
+
+
+@triton.jit
+def _add_sums(sums, slot, count, half, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums of one half of a tile that lie in `count` slots from `slot` on, added up in this order."""
+    at = tl.arange(0, BM)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    sums += slot.to(tl.int64) * (BM * BN) + half * (BM * COLUMNS)
+    total = tl.zeros((BM, COLUMNS), dtype=tl.float32)
+    for _ in tl.range(count, num_stages=1):
+        total += tl.load(sums + at, cache_modifier=".cg")  # from L2, where other programs' stores are
+        sums += BM * BN
+    return total
+
+
+@triton.jit
+def _shared_tiles(
+    begin,
+    stop,
+    shares,
+    sums,
+    tickets,
+    flags,
+    stalls,
+    epoch,
+    first,
+    blocks,
+    height,
+    looks,
+    group,
+    a,
+    b,
+    out,
+    bias,
+    bias_step,
+    batches,
+    M,
+    N,
+    K,
+    strides,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    HALVES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    B_IS_NK: tl.constexpr,
+    BATCHED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+    RUN: tl.constexpr,
+    READY: tl.constexpr,
+    FLAGS: tl.constexpr,
+):
+    """This program's share of the steps of the tiles from `begin` to before `stop`.
+
+    Its sums lie in slots that are numbered by program and tile. A program that has given up waiting goes on without
+    loading anything, so that every tile gets all its tickets.
+    """
+    COLUMNS: tl.constexpr = BN // 2 if HALVES else BN
+    program = tl.program_id(0)
+    steps_of_tile = tl.cdiv(K, BK)
+    steps = (stop - begin) * steps_of_tile
+    step = first_step(min(program, shares), shares, steps)
+    end = first_step(min(program + 1, shares), shares, steps)
+    while step < end:
+        tile = begin + step // steps_of_tile
+        k = step % steps_of_tile
+        count = min(steps_of_tile - k, end - step)
+        step += count
+        batch, row, column = _tile_position(tile, group, first, height, batches, M, N, BM, BN)
+        lost = tile < 0
+        if READY:
+            if looks > 0:
+                _, looks = wait_for_rows(
+                    *(flags, stalls, epoch, first, blocks, height, looks),
+                    *(batch * M + row, batch * M + min(row + BM, M)),
+                    FLAGS=FLAGS,
+                    TMA=DESCRIPTORS,
+                )
+            lost = looks <= 0
+            count = tl.where(lost, 0, count)
+        acc = _contract(
+            *(batch, row, column, k, k + count, a, b, M, N, K, strides),
+            *(BM, BN, BK, DESCRIPTORS, B_IS_NK, BATCHED, PRECISION, EXACT, RUN),
+        )
+        number = tile - begin
+        earliest = share_of(number * steps_of_tile, shares, steps)
+        holders = share_of((number + 1) * steps_of_tile - 1, shares, steps) - earliest + 1
+        _leave_sum(sums, number + program, acc, BM, BN, HALVES)
+        if arrive(tickets, number, holders, lost):
+            for half in tl.static_range(2 if HALVES else 1):
+                part = column + half * COLUMNS
+                total = _add_sums(sums, number + earliest, holders, half, BM, BN, COLUMNS)
+                if HAS_BIAS:
+                    total += to_float32(_load_pointers(bias, 0, part, 1, N, 0, bias_step, 1, COLUMNS))
+                _store(out, batch, row, part, M, N, strides, total, DESCRIPTORS, BATCHED, BM, COLUMNS)
+
+
+_VARYING = ["epoch", "first", "blocks", "height", "looks", "whole", "shares", "group", "batches", "M"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def matmul_kernel(
+    a,  # DESCRIPTORS: descriptors of a, b (B_IS_NK: of its transpose) and out; else pointers
+    b,
+    out,
+    bias,
+    bias_step,
+    flags,  # as in ReadyFlags, with READY only, as what follows down to height
+    stalls,
+    epoch,
+    first,
+    blocks,
+    height,  # rows of a block
+    looks,  # with READY; else 0
+    whole,  # as in Schedule, with SHARED only, as what follows down to tickets
+    shares,
+    sums,  # [shares + tiles - whole, BM, BN] of float32
+    tickets,  # [tiles - whole] of int32, all 0
+    group,  # rows of tiles that are walked together
+    batches,
+    M,
+    N,
+    K,
+    a_batch,  # strides, used with pointers only
+    a_row,
+    a_column,
+    b_row,
+    b_column,
+    out_batch,
+    out_row,
+    out_column,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    HALVES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    B_IS_NK: tl.constexpr,
+    BATCHED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SHARED: tl.constexpr,  # the last tiles are computed by several programs each
+    READY: tl.constexpr,  # rows come while the kernel runs
+    FLAGS: tl.constexpr,  # the power of 2 that holds all blocks
+    EPOCH_IN_MEMORY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,  # float32 on plain FMAs
+    RUN: tl.constexpr,  # steps of BK that EXACT sums up at a time
+):
+    """Whole tiles first, one program each; then, with SHARED, the tiles that all programs share."""
+    tile = tl.program_id(0)
+    tiles = batches * tl.cdiv(M, BM) * tl.cdiv(N, BN)
+    strides = (a_batch, a_row, a_column, b_row, b_column, out_batch, out_row, out_column)
+    if SHARED:
+        alone = whole
+    else:
+        alone = tiles
+    if READY:
+        if EPOCH_IN_MEMORY:
+            epoch = tl.load(epoch)
+        # Where no tile spans two blocks, tiles are numbered block by block. Then those of a block, and of the blocks
+        # behind it that have come as well, are one pipeline: a wait in its midst would keep Triton from building it.
+        tiles_of_block = tl.where(height % M == 0, tiles // blocks, 0)
+        while (tile < alone) & (looks > 0):
+            batch, row, _ = _tile_position(tile, group, first, height, batches, M, N, BM, BN)
+            come, looks = wait_for_rows(
+                *(flags, stalls, epoch, first, blocks, height, looks),
+                *(batch * M + row, batch * M + min(row + BM, M)),
+                FLAGS=FLAGS,
+                TMA=DESCRIPTORS,
+            )
+            stop = tl.where(looks > 0, min(max(come * tiles_of_block, tile + 1), alone), tile)
+            _whole_tiles(
+                *(tile, stop, group, first, height, a, b, out, bias, bias_step, batches, M, N, K, strides),
+                *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
+            )
+            tile += tl.cdiv(stop - tile, tl.num_programs(0)) * tl.num_programs(0)
+    else:
+        _whole_tiles(
+            *(tile, alone, group, first, height, a, b, out, bias, bias_step, batches, M, N, K, strides),
+            *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
+        )
+    if SHARED:
+        _shared_tiles(
+            *(whole, tiles, shares, sums, tickets, flags, stalls, epoch, first, blocks, height, looks),
+            *(group, a, b, out, bias, bias_step, batches, M, N, K, strides),
+            *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
+            *(READY, FLAGS),
+        )
