@@ -1,4 +1,4 @@
-"""The command line: `hostir lower | check | run | ops`.
+"""The command line: `hostir lower | check | run | tune | explain | ops`.
 
 Exit codes: 0 good; 1 a finding or a mismatch; 2 bad usage, or input that does not read or whose structure is unsound.
 """
@@ -6,19 +6,24 @@ Exit codes: 0 good; 1 a finding or a mismatch; 2 bad usage, or input that does n
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hostir import knobs
+from hostir.choice.verdict import CALLS
 from hostir.ir import HostIRError, Phase, Program, format_program, prove, verify
 from hostir.ir.source import did_you_mean, error
 from hostir.loading import load
 from hostir.lower import STRATEGIES, lower, passes
 
 FORMATS = ("hir", "nvfuser", "dot")
+AUTO = "auto"
+DEVICES = ("cpu", "cuda")
+KERNELS = "auto, triton or aten (default: HOSTIR_KERNELS, or auto)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--ranks", type=int, help="the number of ranks: what a parameter named 'ranks' gets")
 
     lowering = _Parser(add_help=False)
-    lowering.add_argument("--strategy", help=f"one of: {', '.join(STRATEGIES)} (default: pipeline)")
+    lowering.add_argument("--strategy", help=f"one of: {', '.join(STRATEGIES)}, {AUTO} (default: pipeline)")
     lowering.add_argument("--streams", type=int, help="the most worker streams (default: 4)")
 
     low = commands.add_parser("lower", parents=[source, lowering], help="print the host program of a fusion")
@@ -78,13 +83,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--seed", type=int, default=0, help="of the inputs")
     run.add_argument("--no-check", action="store_true", help="run a program that is not proved right, and watch it")
-    run.add_argument("--kernels", help="auto, triton or aten (default: HOSTIR_KERNELS, or auto)")
-    run.add_argument(
-        "--device", choices=["cpu", "cuda"], help="default: cuda under torchrun where there is one, else cpu"
-    )
+    run.add_argument("--kernels", help=KERNELS)
+    run.add_argument("--device", choices=DEVICES, help="default: cuda under torchrun where there is one, else cpu")
     run.add_argument("--trace", metavar="OUT", help="write a timeline: .json for Perfetto, .svg to look at")
     run.add_argument("--repeat", type=int, default=1, help="run this often, with fresh inputs each time")
     run.add_argument("--json", action="store_true")
+
+    tune = commands.add_parser(
+        "tune", parents=[source], help="under torchrun: measure all strategies, and keep the times for --strategy auto"
+    )
+    tune.add_argument("--kernels", help=KERNELS)
+    tune.add_argument("--device", choices=DEVICES, help="default: cuda where there is one, else cpu")
+    tune.add_argument("--runs", type=int, help="timed runs of each (default: 30 on a GPU, 7 on a CPU)")
+    tune.add_argument("--again", action="store_true", help="measure anew what the cache holds")
+
+    explain = commands.add_parser(
+        "explain", parents=[source], help="say what --strategy auto takes, from which times, and why not the rest"
+    )
+    explain.add_argument("--kernels", help=KERNELS)
+    explain.add_argument("--device", choices=DEVICES, help="this machine's CPU or GPUs (default: GPUs, if enough)")
+    explain.add_argument("--machine", help="a known machine instead of this one, such as h200x8")
+    explain.add_argument(
+        "--calls", choices=CALLS, default=CALLS[0], help="how calls are made (default: out, with out=)"
+    )
+    explain.add_argument("--json", action="store_true")
 
     ops = commands.add_parser("ops", help="the language reference")
     ops.add_argument("--markdown", action="store_true")
@@ -95,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; every mistake is one message."""
     try:
         options = _parser().parse_args(arguments)
-        return {"lower": _lower, "check": _check, "run": _run, "ops": _ops}[options.command](options)
+        return COMMANDS[options.command](options)
     except HostIRError as wrong:
         findings = all(found.kind for found in wrong.diagnostics)
         if not findings or os.environ.get("RANK", "0") == "0":  # all ranks find the same
@@ -129,13 +151,26 @@ def _load(options: argparse.Namespace) -> tuple[Program, dict[str, int]]:
     program, sizes, told = load(
         file, name=name, form=options.form, given=given, ranks=options.ranks or (int(world) if world else None)
     )
+    for diagnostic in told:
+        _say(str(diagnostic).replace("error:", "note:", 1))
+    return program, sizes
+
+
+def _load_to_lower(options: argparse.Namespace) -> tuple[Program, dict[str, int]]:
+    """As `_load`, for commands that lower fusions."""
+    program, sizes = _load(options)
     if program.phase is Phase.HOST and (options.strategy is not None or options.streams is not None):
         option = "--streams" if options.strategy is None else "--strategy"
         raise error(f"@{program.name} is a host program already", hint=f"{option} is for lowering a fusion")
-    if os.environ.get("RANK", "0") == "0":
-        for diagnostic in told:
-            print(str(diagnostic).replace("error:", "note:", 1), file=sys.stderr)
+    if options.strategy == AUTO and options.streams is not None:
+        raise error(f"--streams {options.streams}: '{AUTO}' chooses it too", hint="leave it out, or name a strategy")
     return program, sizes
+
+
+def _say(text: str) -> None:
+    """Tells people something beside the output, once a job."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
 
 
 def _how(options: argparse.Namespace) -> dict[str, Any]:
@@ -144,19 +179,38 @@ def _how(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _lowered(program: Program, options: argparse.Namespace) -> Program:
+def _lowered(program: Program, sizes: dict[str, int], options: argparse.Namespace) -> Program:
     """The host program: what the file holds, or the fusion lowered."""
-    return program if program.phase is Phase.HOST else lower(program, **_how(options))
+    if program.phase is Phase.HOST:
+        return program
+    _choose(program, sizes, options)
+    return lower(program, **_how(options))
+
+
+def _choose(program: Program, sizes: dict[str, int], options: argparse.Namespace) -> None:
+    """Replaces the strategy `auto` by what is chosen, and says so."""
+    if options.strategy != AUTO:
+        return
+    from hostir.choice.commands import chosen
+
+    choice = chosen(program, sizes, options)
+    for reason in (*choice.fallbacks, *choice.notes):
+        _say(f"note: {reason}")
+    _say(f"note: {choice}")
+    options.strategy, options.streams = choice.strategy, choice.streams
+    if options.command == "run":
+        options.kernels = choice.kernels
 
 
 def _lower(options: argparse.Namespace) -> int:
-    program, _ = _load(options)
+    program, sizes = _load_to_lower(options)
     if program.phase is Phase.HOST:
         if options.after or options.all:
             raise error(
                 f"@{program.name} is a host program already", hint="--after and --all show the passes over a fusion"
             )
         return _write(_formatted(program, options.format), options.out)
+    _choose(program, sizes, options)
     stages: list[tuple[str, Program]] = [("fusion", program)]
     final = lower(program, **_how(options), watch=lambda name, after: stages.append((name, after)))
     if options.after:
@@ -197,19 +251,19 @@ def _check(options: argparse.Namespace) -> int:
     from hostir.checking import check_command, print_json  # loads numpy
 
     try:
-        program, sizes = _load(options)
+        program, sizes = _load_to_lower(options)
     except HostIRError as wrong:
         if options.format == "json":
             print_json(None, wrong.diagnostics, {})
         raise
-    return check_command(program, sizes, lambda: _lowered(program, options), options)
+    return check_command(program, sizes, lambda: _lowered(program, sizes, options), options)
 
 
 def _run(options: argparse.Namespace) -> int:
-    program, sizes = _load(options)
+    program, sizes = _load_to_lower(options)
     if program.phase is Phase.HOST:
         verify(program)
-    host = _lowered(program, options)
+    host = _lowered(program, sizes, options)
     if program.phase is Phase.HOST and not options.no_check:
         host.check_sizes(sizes)
         prove(host, {name: value for name, value in sizes.items() if name in host.size_names})
@@ -218,11 +272,42 @@ def _run(options: argparse.Namespace) -> int:
     return run_command(program, host, sizes, options)
 
 
+def _tune(options: argparse.Namespace) -> int:
+    from hostir.choice.tune import Case, check_started, tune_command  # loads torch
+
+    check_started(options.file)
+    cases = []
+    for given in _combinations(options.given):
+        options.given = list(given)
+        program, sizes = _load(options)
+        cases.append(Case(" ".join(given) or program.name, program, sizes))
+    return tune_command(cases, options)
+
+
+def _combinations(given: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Every choice of one value for each `--set NAME=VALUE,VALUE,...`."""
+    lists = []
+    for item in given:
+        name, equals, values = item.partition("=")
+        lists.append([f"{name}{equals}{value}" for value in values.split(",")])
+    return itertools.product(*lists)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from hostir.choice.commands import explain_command
+
+    program, sizes = _load(options)
+    return explain_command(program, sizes, options)
+
+
 def _ops(options: argparse.Namespace) -> int:
     from hostir.ir.reference import markdown, table
 
     print(markdown() if options.markdown else table())
     return 0
+
+
+COMMANDS = {"lower": _lower, "check": _check, "run": _run, "tune": _tune, "explain": _explain, "ops": _ops}
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-__all__ = ["DUMP", "KERNELS", "KNOBS", "SPEC", "TIMEOUT", "Knob", "KnobError", "Row", "scope", "table"]
+__all__ = ["CACHE", "DUMP", "KERNELS", "KNOBS", "SPEC", "TIMEOUT", "Knob", "KnobError", "Row", "scope", "table"]
 
 T = TypeVar("T")
 
@@ -142,8 +142,16 @@ KERNELS: Knob[str] = Knob(
     _one_of("auto", "triton", "aten"),
     "What computes: Triton kernels, ATen, or (auto) what suits the device: ATen on a CPU.",
 )
+CACHE: Knob[Path | None] = Knob(
+    "HOSTIR_CACHE",
+    None,
+    "a directory, or a path where one can be made",
+    _directory,
+    "Directory for measurements that outlive a process, such as those of `hostir tune`; "
+    "unset, the folder `hostir` in $XDG_CACHE_HOME or ~/.cache.",
+)
 
-KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str], ...] = (DUMP, SPEC, TIMEOUT, KERNELS)
+KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str], ...] = (DUMP, SPEC, TIMEOUT, KERNELS, CACHE)
 
 
 @contextmanager

@@ -1,0 +1,7 @@
+"""Choosing how a fusion is lowered and what computes it: by measurement where there is one, else by estimate."""
+
+from hostir.choice.compiled import chosen_for, compile, lower
+from hostir.choice.decision import choose
+from hostir.choice.verdict import Candidate, Choice, FallbackWarning, Impossible, Timing
+
+__all__ = ["Candidate", "Choice", "FallbackWarning", "Impossible", "Timing", "choose", "chosen_for", "compile", "lower"]

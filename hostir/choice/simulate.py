@@ -1,0 +1,280 @@
+"""How long a host program would take: all ranks' tasks run on a clock, with what they share.
+
+A fluid model, advanced from one end of a task to the next. Matmuls of one rank share its SMs; a collective takes some
+of them; copies of one rank share its link in either direction; collectives of a team run one after another. A matmul
+that waits while it runs is looked at tile by tile: each SM takes every n-th tile in the order of the blocks, and begins
+it when the SM is free and the block is there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import ceil, inf, log2
+
+from hostir.choice.hardware import Hardware, Tile
+from hostir.choice.work import (
+    Copying,
+    Gemm,
+    Meeting,
+    Nothing,
+    Pause,
+    Task,
+    Traffic,
+    Transfer,
+    flops,
+    tasks_of,
+)
+from hostir.ir.program import Program
+from hostir.ir.types import DTYPES
+
+EPSILON = 1e-9
+SLOWEST = 0.6  # of the peak, however long a call computes
+GRAPH, EAGER = "graph", "eager"
+
+
+def estimate(
+    program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten", mode: str = GRAPH
+) -> float:
+    """Microseconds that a call would take: `graph` as replayed from a CUDA graph, `eager` with what the host takes."""
+    tasks = tasks_of(program, sizes)
+    return Simulation(tasks, Costs(hardware, kernels, flops(tasks)), mode).run()
+
+
+class Costs:
+    """What each task takes alone, for one program: the peak depends on how much there is to compute."""
+
+    def __init__(self, hardware: Hardware, kernels: str, work: float) -> None:
+        self.hardware = hardware
+        self.in_triton = kernels == "triton"
+        self.family = hardware.kernels["triton" if self.in_triton else "aten"]
+        doublings = max(0.0, log2(work / 1e12)) if work else 0.0
+        self.slower = max(1 - hardware.throttle * doublings, SLOWEST)
+        self.matmul_launch = "triton matmul" if self.in_triton else "matmul"
+
+    def alone(self, task: Task) -> float:
+        """Microseconds with the machine to itself."""
+        what, h = task.what, self.hardware
+        if isinstance(what, Gemm):
+            return self.gemm(what)
+        if isinstance(what, Traffic):
+            return 3.0 + what.bytes / h.memory / 1e3
+        if isinstance(what, Transfer):
+            return self.transfer(what) if what.ranks > 1 else 0.0
+        if isinstance(what, Copying):
+            return h.copy + what.bytes / (h.memory / 2 if what.peer == task.rank else h.link) / 1e3
+        if isinstance(what, Meeting):
+            return h.barrier if what.ranks > 1 else 0.0
+        if isinstance(what, Pause):
+            return h.signal if what.kind else what.microseconds
+        return 0.0
+
+    def transfer(self, what: Transfer) -> float:
+        """Of two protocols, one with the lower latency and one with the higher rate, the faster."""
+        steps = 2 if what.kind == "allreduce" else 1
+        left = steps * what.bytes * (what.ranks - 1) / what.ranks  # each rank
+        h, rate = self.hardware, self.hardware.rates.get(what.kind, self.hardware.link)
+        return min(h.collective + left / rate / 1e3, h.quick + left / (rate / 2) / 1e3)
+
+    def gemm(self, what: Gemm) -> float:
+        """With the fastest of the family's tiles, but no faster than memory."""
+        tile = self.fastest(what, self.family.tiles)
+        return self.family.start + max(self.waves(what, tile, self.hardware.sms), self.streaming(what))
+
+    def fastest(self, what: Gemm, tiles: Sequence[Tile]) -> Tile:
+        """The tile that a kernel takes for a matmul."""
+        return min(tiles, key=lambda tile: self.waves(what, tile, self.hardware.sms))
+
+    def waves(self, what: Gemm, tile: Tile, sms: int) -> float:
+        """Microseconds of all tiles, one at a time on each SM."""
+        return ceil(self.tiles(what, tile) / max(sms, 1)) * self.tile(what, tile)
+
+    def streaming(self, what: Gemm) -> float:
+        """Microseconds in which memory gives a matmul its operands and takes its result."""
+        moved = (what.m * what.k + what.k * what.n + what.m * what.n) * DTYPES[what.dtype].bytes
+        return moved / self.hardware.memory / 1e3
+
+    def tiles(self, what: Gemm, tile: Tile) -> int:
+        return ceil(what.m / tile.rows) * ceil(what.n / tile.columns)
+
+    def tile(self, what: Gemm, tile: Tile) -> float:
+        """Microseconds of one tile on one SM."""
+        peak = self.hardware.peak[what.dtype] * self.slower * tile.share
+        return 2.0 * tile.rows * tile.columns * what.k / (peak * 1e6 / self.hardware.sms)
+
+    def beside(self, task: Task, kind: str) -> float:
+        """The rate at which a computation goes on beside a collective, 1 being alone."""
+        left = self.hardware.sms - self.family.beside.get(kind, 0)
+        if not isinstance(task.what, Gemm):
+            return left / self.hardware.sms
+        tile = self.fastest(task.what, self.family.tiles)  # it was chosen without knowing of this
+        fewer = self.family.start + max(self.waves(task.what, tile, left), self.streaming(task.what))
+        return self.alone(task) / fewer
+
+    def width(self, task: Task) -> float:
+        """The share of the SMs, or of the memory's rate, that a computation can fill."""
+        if not isinstance(task.what, Gemm):
+            return 1.0
+        sms = self.hardware.sms
+        filled = self.tiles(task.what, self.fastest(task.what, self.family.tiles)) / sms
+        return min(1.0, max(filled, self.streaming(task.what) / self.alone(task)))
+
+    def arriving(self, what: Gemm, start: float, arrivals: Sequence[float]) -> float:
+        """When a matmul ends whose blocks of rows arrive one after another, in its order.
+
+        The Triton kernel is one that waits tile by tile; of the others there is one a block, behind the other.
+        """
+        rows = max(what.m // len(arrivals), 1)
+        if not self.in_triton:
+            for arrival in arrivals:
+                start = max(start, arrival) + self.gemm(replace(what, m=rows))
+            return start
+        low = [tile for tile in self.family.tiles if tile.rows <= rows] or [self.family.tiles[-1]]
+        tile = self.fastest(what, low)
+        each = ceil(rows / tile.rows) * ceil(what.n / tile.columns)
+        took = self.tile(what, tile)
+        free = [start + self.family.start] * self.hardware.sms
+        for number in range(each * len(arrivals)):
+            sm = number % len(free)
+            free[sm] = max(free[sm], arrivals[number // each]) + took
+        return max(free)
+
+
+class Activity:
+    """What is under way: one task, or the tasks of a collective on all its ranks."""
+
+    def __init__(self, tasks: list[Task], left: float, since: float) -> None:
+        self.tasks, self.left, self.since = tasks, left, since
+        self.rate = 1.0
+
+    @property
+    def task(self) -> Task:
+        return self.tasks[0]
+
+
+class Simulation:
+    """One call of a program, from the moment it is issued."""
+
+    def __init__(self, tasks: Sequence[Task], costs: Costs, mode: str) -> None:
+        self.costs = costs
+        self.now = 0.0
+        self.ended: dict[Task, float] = {}
+        self.followers: dict[Task, list[Task]] = {}
+        self.missing = {task: len(task.after) for task in tasks}
+        self.active: list[Activity] = []
+        self.arrived: dict[int, int] = {}  # of a collective: how many ranks have come
+        self.issued = dict.fromkeys(tasks, 0.0) if mode == GRAPH else self._issue(tasks)
+        for task in tasks:
+            for before in task.after:
+                self.followers.setdefault(before, []).append(task)
+        self.later: list[tuple[float, int, Task]] = []
+        self.order = {task: n for n, task in enumerate(tasks)}
+        for task in [t for t in tasks if not t.after]:
+            self._free(task)
+
+    def _issue(self, tasks: Sequence[Task]) -> dict[Task, float]:
+        """When each rank's host, which issues one after another and began before the device, comes to each task."""
+        clocks: dict[int, float] = {}
+        issued = {}
+        launch = self.costs.hardware.launch
+        for task in tasks:
+            took = sum(n * launch.get(self._launched(kind), 0.0) for kind, n in task.launches.items())
+            clocks[task.rank] = clocks.get(task.rank, -self.costs.hardware.ahead) + took
+            issued[task] = max(clocks[task.rank], 0.0)
+        return issued
+
+    def _launched(self, kind: str) -> str:
+        return self.costs.matmul_launch if kind == "matmul" else kind
+
+    def run(self) -> float:
+        """Microseconds until the last rank is done."""
+        while self.active or self.later:
+            self._rates()
+            step = min((a.left / a.rate for a in self.active if a.rate > 0), default=inf)
+            if self.later:
+                step = min(step, self.later[0][0] - self.now)
+            assert step < inf, "tasks wait for each other"
+            self.now += step
+            for a in self.active:
+                a.left -= step * a.rate if a.rate > 0 else 0.0
+            while self.later and self.later[0][0] <= self.now + EPSILON:
+                self._begin(heapq.heappop(self.later)[2])
+            over = [a for a in self.active if a.left <= EPSILON]
+            self.active = [a for a in self.active if a.left > EPSILON]
+            for a in over:
+                for task in a.tasks:
+                    self._end(task)
+        return self.now
+
+    def _free(self, task: Task) -> None:
+        """All that a task waits for is there; it begins once the host has issued it."""
+        if self.issued[task] > self.now:
+            heapq.heappush(self.later, (self.issued[task], self.order[task], task))
+        else:
+            self._begin(task)
+
+    def _begin(self, task: Task) -> None:
+        partners = task.partners or [task]
+        here = self.arrived[id(partners)] = self.arrived.get(id(partners), 0) + 1
+        if here < len(partners):
+            return
+        if isinstance(task.what, Nothing):
+            self._end(task)
+            return
+        waits = [signal for signal in task.blocks if signal is not None]
+        activity = Activity(list(partners), inf if waits else self.costs.alone(task), self.now)
+        self.active.append(activity)
+        if waits:
+            self._settle(activity)
+
+    def _end(self, task: Task) -> None:
+        self.ended[task] = self.now
+        for follower in self.followers.get(task, ()):
+            self.missing[follower] -= 1
+            if not self.missing[follower]:
+                self._free(follower)
+        if isinstance(task.what, Pause) and task.what.kind:
+            for a in self.active:
+                if task in a.task.blocks:
+                    self._settle(a)
+
+    def _settle(self, a: Activity) -> None:
+        """Says when a matmul ends that waits for blocks, once the last of them is there."""
+        if any(signal is not None and signal not in self.ended for signal in a.task.blocks):
+            return
+        assert isinstance(a.task.what, Gemm)
+        arrivals = [0.0 if signal is None else self.ended[signal] for signal in a.task.blocks]
+        a.left = max(self.costs.arriving(a.task.what, a.since, arrivals) - self.now, 0.0)
+
+    # Who gets how much ---------------------------------------------------------------------------------------------
+    def _rates(self) -> None:
+        """What is under way goes on at these rates until something begins or ends.
+
+        Computations and copies that began first are served first, as the device's own queues do: what is left over
+        goes to the next.
+        """
+        busy: dict[int, str] = {}  # the collective that runs on a rank
+        free: dict[int, float] = {}  # the share of a rank's SMs that is left
+        queues: dict[tuple[int, bool], list[Activity]] = {}
+        for a in self.active:
+            if isinstance(a.task.what, Transfer):
+                busy |= {task.rank: a.task.what.kind for task in a.tasks}
+        for a in self.active:
+            a.rate = 0.0 if a.left == inf else 1.0
+            if isinstance(a.task.what, Gemm | Traffic) and not a.task.blocks:
+                left, width = free.get(a.task.rank, 1.0), self.costs.width(a.task)
+                share = min(left, width)
+                free[a.task.rank] = left - share
+                a.rate = share / width
+                if a.task.rank in busy:
+                    a.rate *= self.costs.beside(a.task, busy[a.task.rank])
+            elif isinstance(a.task.what, Copying):
+                queues.setdefault((a.task.rank, a.task.what.out), []).append(a)
+        for queue in queues.values():
+            queue[0].rate = self.costs.hardware.crowd if len(queue) > 1 else 1.0
+            for a in queue[1:]:
+                a.rate = 0.0
+        for a in self.active:
+            if isinstance(a.task.what, Transfer) and any(task.rank in free for task in a.tasks):
+                a.rate = self.costs.hardware.hidden.get(a.task.what.kind, 1.0)

@@ -1,0 +1,127 @@
+"""`hostir tune`: measures every candidate on the ranks of this job, and keeps the times for later choices."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hostir.choice import cache
+from hostir.choice.candidates import SEQUENTIAL, candidates, check_ranks, check_sizes, fusion_of
+from hostir.choice.decision import decide
+from hostir.choice.measure import PATIENCE, Progress, measure, steps
+from hostir.choice.platforms import here
+from hostir.choice.report import table
+from hostir.choice.verdict import Choice
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, error
+from hostir.knobs import KERNELS
+from hostir.runtime.session import Session, launched, session
+
+Begin = Callable[[str, int], Progress]  # a case, by its label and how many steps it has
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fusion with its sizes; `label` says what was set."""
+
+    label: str
+    fusion: Program
+    sizes: Mapping[str, int]
+
+
+def check_started(command: str) -> None:
+    """Raises outside torchrun, where there are no ranks to measure."""
+    if not launched():
+        raise error(
+            "'hostir tune' measures real ranks, and this process is alone",
+            expected="to be started by torchrun, one process a GPU",
+            hint=f"torchrun --nproc-per-node 8 -m hostir tune {command}",
+        )
+
+
+def tune_command(cases: Sequence[Case], options: Namespace) -> int:
+    """Measures each case that the cache does not hold yet, and prints what is fastest; returns the exit code."""
+    if options.runs is not None and options.runs < 1:
+        raise error(f"--runs {options.runs}", expected="at least 1")
+    for case in cases:
+        check_sizes(fusion_of(case.fusion), dict(case.sizes))
+    with session(options.device) as job:
+        assert job is not None
+        with _progress(job) as begin:
+            rows = [_tune(case, job, options, begin) for case in cases]
+        if job.rank == 0:
+            print(table(["sizes", "strategy", "streams", "kernels", "us", "sequential us", "times"], rows))
+            print(f"kept in {cache.folder()}")
+    return 0
+
+
+def _tune(case: Case, job: Session, options: Namespace, begin: Begin) -> list[str]:
+    """Measures a case unless the cache holds all of it, and gives its row of the table, which is rank 0's to print."""
+    kernels = KERNELS.get(options.kernels)
+    platform = here("cuda" if job.device.type == "cuda" else "gloo", job.size)
+    check_ranks(case.fusion, platform)
+    key = cache.key_of(case.fusion, case.sizes, platform)
+    found = candidates(case.fusion, platform, kernels, all_that_run=True)
+    known = {} if options.again else cache.read(key)
+    missing = any(c not in known or known[c].digest != p.digest for c, p in found.programs.items())
+    measures = _from_rank_0(job, "measure" if missing else "") == "measure"
+    if measures:
+        progress = begin(case.label, steps(len(found.programs)))
+        entries = measure(found.programs, case.sizes, job, runs=options.runs, progress=progress)
+        _keep(job, key, case.fusion.name, entries)
+    if job.rank:
+        return []
+    choice = decide(case.fusion, platform, case.sizes, kernels)
+    return _row(case, choice, "measured now" if measures else "in the cache")
+
+
+def _row(case: Case, choice: Choice, when: str) -> list[str]:
+    plain = next((f"{t.us:.1f}" for t in choice.timings if t.candidate.strategy == SEQUENTIAL), "-")
+    streams = str(choice.streams) if choice.streams > 1 else "-"
+    return [case.label, choice.strategy, streams, choice.kernels, f"{choice.timings[0].us:.1f}", plain, when]
+
+
+def _keep(job: Session, key: Mapping[str, Any], name: str, entries: cache.Entries) -> None:
+    """Rank 0 writes. All ranks end where it cannot."""
+    problem = ""
+    if job.rank == 0:
+        try:
+            cache.write(key, name, entries)
+        except HostIRError as refusal:
+            problem = refusal.diagnostics[0].message
+    if said := _from_rank_0(job, problem):
+        raise error(said, hint="HOSTIR_CACHE names another folder")
+
+
+def _from_rank_0(job: Session, mine: str) -> str:
+    return job.exchange(f"tune {next(_turns)}", mine, PATIENCE)[0]
+
+
+_turns = itertools.count()
+
+
+@contextlib.contextmanager
+def _progress(job: Session) -> Iterator[Begin]:
+    """A bar on rank 0, where somebody is watching."""
+    if job.rank or not sys.stderr.isatty():
+        yield lambda label, total: lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+
+        def begin(label: str, total: int) -> Progress:
+            task = bar.add_task(label, total=total)
+
+            def step(doing: str) -> None:
+                bar.update(task, advance=1, description=f"{label}: {doing}")
+
+            return step
+
+        yield begin

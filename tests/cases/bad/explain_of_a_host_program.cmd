@@ -1,0 +1,3 @@
+# error: @mlp is a host program already
+# expected: a fusion
+explain tests/cases/patterns/mlp-pipeline.hir

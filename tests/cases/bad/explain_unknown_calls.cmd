@@ -1,0 +1,2 @@
+# error: argument --calls: invalid choice
+explain examples/patterns.py:mlp --calls often

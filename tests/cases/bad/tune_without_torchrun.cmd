@@ -1,0 +1,3 @@
+# error: 'hostir tune' measures real ranks, and this process is alone
+# hint: torchrun --nproc-per-node 8 -m hostir tune examples/patterns.py:mlp
+tune examples/patterns.py:mlp

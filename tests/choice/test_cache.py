@@ -1,0 +1,129 @@
+"""Measurements on disk: they come back, and what is damaged or foreign is ignored once, loudly."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hostir import knobs
+from hostir.choice import cache, verdict
+from hostir.choice.cache import CacheWarning, Entry
+from hostir.choice.verdict import Candidate
+from hostir.ir.source import HostIRError
+
+KEY = {"fusion": "abc", "sizes": {"M": 8}, "ranks": 2, "versions": {"torch": "2.11"}}
+FUSED, PLAIN = Candidate("fused", 1, "triton"), Candidate("sequential", 1, "aten")
+ENTRIES = {FUSED: Entry("d1", 12.5, 10.25), PLAIN: Entry("d2", 20.0)}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> Iterator[Path]:
+    verdict._told.clear()
+    with knobs.scope(cache=tmp_path):
+        yield tmp_path / "tuning"
+
+
+def test_what_is_written_is_read() -> None:
+    assert cache.read(KEY) == {}
+    path = cache.write(KEY, "p", ENTRIES)
+    assert cache.read(KEY) == ENTRIES
+    assert path == cache.path_of(KEY)
+    assert [p.name for p in path.parent.iterdir() if p.suffix == ".new"] == []
+
+
+def test_other_keys_have_other_files() -> None:
+    cache.write(KEY, "p", ENTRIES)
+    for name, value in {"fusion": "abd", "sizes": {"M": 16}, "ranks": 4, "versions": {"torch": "2.12"}}.items():
+        assert cache.read({**KEY, name: value}) == {}
+
+
+def test_writers_add_to_each_other() -> None:
+    cache.write(KEY, "p", ENTRIES)
+    later = {PLAIN: Entry("d3", 19.0), Candidate("ring", 2, "aten"): Entry("d4", failure="it is wrong")}
+    cache.write(KEY, "p", later)
+    assert cache.read(KEY) == {**ENTRIES, **later}
+
+
+def _write(place: str, streams: int) -> None:
+    with knobs.scope(cache=place):
+        for turn in range(10):
+            cache.write(KEY, "p", {Candidate("ring", 100 * streams + turn, "aten"): Entry("d", 1.0)})
+
+
+def test_jobs_that_write_at_once_lose_nothing(folder: Path) -> None:
+    start = multiprocessing.get_context("spawn")
+    jobs = [start.Process(target=_write, args=(str(folder.parent), number)) for number in (1, 2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+        assert job.exitcode == 0
+    assert len(cache.read(KEY)) == 20
+
+
+def changed(**changes: object) -> str:
+    path = cache.path_of(KEY)
+    return json.dumps({**json.loads(path.read_text()), **changes})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda: "",
+        lambda: "{",
+        lambda: "[]",
+        lambda: "null",
+        lambda: changed(format=0),
+        lambda: changed(key={"fusion": "of somebody else"}),
+        lambda: changed(entries=[{"candidate": {"strategy": "fused"}}]),
+        lambda: changed(entries=[{"candidate": {"strategy": "f", "streams": 1, "kernels": "aten"}, "digest": "d"}]),
+        lambda: changed(entries=7),
+        lambda: changed().replace("10.25", "NaN"),
+        lambda: changed().replace("10.25", "-1"),
+        lambda: changed().replace("10.25", '"fast"'),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_ignored_once_and_loudly(damage: object) -> None:
+    path = cache.write(KEY, "p", ENTRIES)
+    path.write_text(damage())  # type: ignore[operator]
+    with pytest.warns(CacheWarning, match=r"is ignored: .*'hostir tune' writes it anew"):
+        assert cache.read(KEY) == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.read(KEY) == {}  # a second time it says nothing
+        cache.write(KEY, "p", ENTRIES)
+    assert cache.read(KEY) == ENTRIES
+
+
+def test_a_file_that_is_no_text_is_ignored() -> None:
+    cache.write(KEY, "p", ENTRIES).write_bytes(b"\xff\xfe\x00")
+    with pytest.warns(CacheWarning, match="cannot be read"):
+        assert cache.read(KEY) == {}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser writes anywhere")
+def test_a_folder_that_cannot_be_written_is_a_diagnostic(folder: Path) -> None:
+    folder.parent.chmod(0o500)
+    with pytest.raises(HostIRError, match="cannot write the tuning cache"):
+        cache.write(KEY, "p", ENTRIES)
+
+
+def test_a_file_in_place_of_the_folder_is_a_diagnostic(folder: Path) -> None:
+    folder.write_text("")
+    with pytest.raises(HostIRError, match="cannot write the tuning cache"):
+        cache.write(KEY, "p", ENTRIES)
+
+
+def test_unset_the_cache_lies_where_the_platform_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with knobs.scope(cache=None):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+        assert cache.folder() == tmp_path / "xdg" / "hostir" / "tuning"
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert cache.folder() == tmp_path / ".cache" / "hostir" / "tuning"

@@ -1,0 +1,155 @@
+"""What can be taken where, and what is said of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+import hostir as hi
+from examples import patterns
+from hostir.choice import platforms
+from hostir.choice.candidates import candidates, uses_peers
+from hostir.choice.hardware import CPU, H200
+from hostir.choice.platforms import FOR_TESTING, Platform, reference
+from hostir.choice.verdict import Candidate
+
+H200X4 = reference(H200, 4)
+GPUS = Platform("cuda", "NVIDIA H200", 4, "nvlink", (("torch", "2.11"),), H200)
+PROCESSES = Platform("gloo", "CPU", 4, "one host", (), CPU, FOR_TESTING, runs_all=True)
+
+
+def strategies(fusion: hi.Fusion, platform: Platform = H200X4, kernels: str = "auto") -> set[str]:
+    return {c.strategy for c in candidates(fusion.program(), platform, kernels).programs}
+
+
+def reasons(fusion: hi.Fusion, platform: Platform = H200X4) -> dict[str, str]:
+    return {it.candidate.strategy: it.reason for it in candidates(fusion.program(), platform).impossible}
+
+
+def test_an_allgather_of_rows_can_run_in_every_way() -> None:
+    found = candidates(patterns.allgather_matmul(S=4).program(), H200X4)
+    assert {c.strategy for c in found.programs} == {"sequential", "pipeline", "ring", "fused"}
+    assert {c.streams for c in found.programs if c.strategy == "pipeline"} == {2, 4}
+    assert {c.kernels for c in found.programs} == {"aten", "triton"}
+    assert found.impossible == found.whole == ()
+    for candidate, program in found.programs.items():
+        assert program == hi.lower(patterns.allgather_matmul(S=4), candidate.strategy, candidate.streams)
+
+
+def test_without_a_stream_axis_there_is_no_pipeline() -> None:
+    with hi.Fusion("f") as fusion:
+        a, b = hi.tensor("a", [8, 4], "f32"), hi.tensor("b", [4, 4], "f32")
+        c = a @ b
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(2))
+    a.shard(0, mesh)
+    c.set_device_mesh(mesh)
+    assert strategies(fusion, reference(H200, 2)) == {"sequential", "ring", "fused"}
+    assert reasons(fusion, reference(H200, 2)) == {
+        "pipeline": "no tensor has a Stream axis to slice communications along"
+    }
+
+
+def test_what_a_lowering_refuses_is_the_reason() -> None:
+    found = reasons(patterns.row_parallel())
+    assert "it is no allgather of rows" in found["ring"]
+    assert "it is no allgather of rows" in found["fused"]
+    assert strategies(patterns.row_parallel()) == {"sequential", "pipeline"}
+
+
+def test_what_communicates_nothing_runs_one_way() -> None:
+    assert strategies(patterns.no_communication()) == {"sequential"}
+    assert set(reasons(patterns.no_communication())) == {"pipeline", "ring", "fused"}
+    assert set(reasons(patterns.no_communication()).values()) <= {
+        "no communication to overlap",
+        "no tensor has a Stream axis to slice communications along",
+    }
+
+
+def test_what_lowering_leaves_whole_in_every_way_is_told() -> None:
+    found = candidates(patterns.mlp().program(), H200X4)
+    fused = next(p for c, p in found.programs.items() if c.strategy == "fused")
+    assert any(s.note.startswith("whole: ") for s in fused.walk())
+    assert found.whole == ()  # the pipeline overlaps them
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"link": "no peer access", "refuses": platforms.REFUSALS["no peer access"]}, "no peer access"),
+        ({"link": "several hosts", "refuses": platforms.REFUSALS["several hosts"]}, "stay within one host"),
+    ],
+)
+def test_ranks_that_cannot_reach_each_other_keep_to_collectives(change: Mapping[str, str], reason: str) -> None:
+    found = candidates(patterns.allgather_matmul().program(), replace(GPUS, **change))
+    assert {c.strategy for c in found.programs} == {"sequential", "pipeline"}
+    assert not any(uses_peers(p) for p in found.programs.values())
+    assert {it.candidate.strategy for it in found.impossible} == {"ring", "fused"}
+    assert all(reason in it.reason and it.loud for it in found.impossible)
+
+
+def test_on_a_cpu_copies_between_ranks_are_for_testing_but_can_be_measured() -> None:
+    program = patterns.allgather_matmul().program()
+    chosen = candidates(program, PROCESSES)
+    assert {c.strategy for c in chosen.programs} == {"sequential", "pipeline"}
+    assert {c.kernels for c in chosen.programs} == {"aten"}
+    assert {it.reason for it in chosen.impossible} == {FOR_TESTING}
+    measured = candidates(program, PROCESSES, all_that_run=True)
+    assert {c.strategy for c in measured.programs} == {"sequential", "pipeline", "ring", "fused"}
+
+
+def test_kernels_that_are_asked_for_are_the_only_ones() -> None:
+    found = candidates(patterns.allgather_matmul().program(), GPUS, "triton")
+    assert {c.kernels for c in found.programs} == {"triton"}
+
+
+def test_candidates_with_the_same_program_count_once() -> None:
+    found = candidates(patterns.allgather_matmul(S=2).program(), H200X4, "aten")
+    assert [c for c in found.programs if c.strategy == "pipeline"] == [Candidate("pipeline", 2, "aten")]
+
+
+# Platforms --------------------------------------------------------------------------------------------------------
+def facts(**changes: object) -> dict[str, object]:
+    versions = {"torch": "2.11"}
+    return {
+        **{"machine": "cuda", "host": "a", "versions": versions, "peers": "nvlink", "refuses": "", "name": "H200"},
+        **changes,
+    }
+
+
+def test_one_rank_without_peer_access_is_enough() -> None:
+    made = platforms._platform([facts(), facts(peers="no peer access")])
+    assert (made.link, made.ranks) == ("no peer access", 2)
+    assert made.refuses
+
+
+def test_ranks_on_several_hosts_share_no_memory() -> None:
+    assert platforms._platform([facts(), facts(host="b")]).link == "several hosts"
+    cpus = [facts(machine="gloo", name="CPU"), facts(machine="gloo", name="CPU", host="b")]
+    made = platforms._platform(cpus)
+    assert made.refuses
+    assert not made.runs_all
+
+
+def test_a_backend_of_symmetric_memory_that_cannot_copy_is_the_reason() -> None:
+    assert platforms._platform([facts(), facts(refuses="its backend is NVSHMEM")]).refuses == "its backend is NVSHMEM"
+
+
+def test_a_gpu_without_constants_is_estimated_by_another_and_says_so() -> None:
+    made = platforms._platform([facts(name="NVIDIA B200")] * 2)
+    assert made.hardware == H200
+    assert "no constants of NVIDIA B200" in made.note
+    assert not platforms._platform([facts()] * 2).note
+
+
+def test_what_a_time_depends_on_is_part_of_a_platforms_identity() -> None:
+    one = platforms._platform([facts()] * 2).identity
+    others = [
+        platforms._platform([facts()] * 4),
+        platforms._platform([facts(name="H100")] * 2),
+        platforms._platform([facts(peers="peer access")] * 2),
+        platforms._platform([facts(versions={"torch": "2.12"})] * 2),
+    ]
+    assert all(other.identity != one for other in others)

@@ -1,0 +1,264 @@
+"""What is chosen, from which times, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import hostir as hi
+from examples import patterns
+from hostir import knobs
+from hostir.choice import cache, verdict
+from hostir.choice.cache import Entry
+from hostir.choice.candidates import Candidates, candidates
+from hostir.choice.decision import UNMEASURED, _estimated, choose, decide
+from hostir.choice.hardware import CPU, H200
+from hostir.choice.platforms import FOR_TESTING, Platform, reference
+from hostir.choice.verdict import Candidate, Choice, Impossible, Timing, ranked_by
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+
+GPUS = Platform("cuda", "NVIDIA H200", 8, "nvlink", (("torch", "2.11"),), H200)
+PROCESSES = Platform("gloo", "CPU", 4, "one host", (), CPU, FOR_TESTING, runs_all=True)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path) -> Iterator[None]:
+    verdict._told.clear()
+    with knobs.scope(cache=tmp_path):
+        yield
+
+
+def rows(m: int, **sizes: int) -> hi.Fusion:
+    return patterns.allgather_matmul_rows(ranks=8, S=1, M=m, **{"N": 3584, "K": 8192, **sizes}, dtype="bf16")
+
+
+def symbolic() -> hi.Fusion:
+    with hi.Fusion("symbolic") as fusion:
+        a, b = hi.tensor("a", ["M", "K"], "f32"), hi.tensor("b", ["K", 8], "f32")
+        c = a @ b
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(2))
+    a.shard(0, mesh)
+    c.set_device_mesh(mesh)
+    return fusion
+
+
+def tuned(fusion: hi.Fusion, platform: Platform, times: dict[str, tuple[float, float | None]]) -> None:
+    """Fills the cache as `hostir tune` would."""
+    program = fusion.program()
+    every = candidates(program, platform, all_that_run=True).programs
+    entries = {c: Entry(p.digest, *times[str(c)]) for c, p in every.items() if str(c) in times}
+    assert len(entries) == len(times)
+    cache.write(cache.key_of(program, {}, platform), program.name, entries)
+
+
+def test_small_rows_stay_sequential_and_large_ones_are_overlapped() -> None:
+    small = patterns.allgather_matmul_rows(ranks=8, S=1, M=64, N=1792, K=512, dtype="bf16")
+    assert decide(small.program(), reference(H200, 8), {}, calls="graph").strategy == "sequential"
+    assert decide(rows(8192).program(), reference(H200, 8), {}, calls="graph").strategy == "fused"
+
+
+def test_without_measurements_it_is_estimated_and_the_fastest_comes_first() -> None:
+    choice = decide(rows(4096).program(), GPUS, {})
+    assert choice.source == "estimated"
+    assert choice.taken == choice.timings[0].candidate
+    times = [timing.us for timing in choice.timings]
+    assert times == sorted(times)
+
+
+def test_measurements_decide_where_there_are_some() -> None:
+    tuned(rows(8192), GPUS, {"sequential, aten": (100.0, 90.0), "fused, triton": (300.0, 95.0)})
+    choice = decide(rows(8192).program(), GPUS, {})
+    assert (choice.source, choice.strategy) == ("measured", "fused")
+    assert len(choice.timings) == 2
+    assert Impossible(Candidate("ring", 2, "aten"), UNMEASURED) in choice.impossible
+
+
+@pytest.mark.parametrize(("calls", "taken"), [("out", "fused"), ("eager", "sequential"), ("graph", "sequential")])
+def test_how_calls_are_made_says_which_times_count(calls: str, taken: str) -> None:
+    tuned(rows(8192), GPUS, {"sequential, aten": (100.0, 90.0), "fused, triton": (300.0, 95.0)})
+    assert decide(rows(8192).program(), GPUS, {}, calls=calls).strategy == taken
+
+
+def test_a_program_without_a_replay_is_ranked_by_its_eager_time() -> None:
+    assert ranked_by("graph", 5.0, None, captured_by_caller=True) == 5.0
+
+
+def test_measurements_of_another_machine_or_of_other_sizes_do_not_count() -> None:
+    tuned(rows(8192), GPUS, {"sequential, aten": (1.0, 1.0)})
+    other = Platform("cuda", "NVIDIA H200", 8, "peer access", (("torch", "2.11"),), H200)
+    assert decide(rows(8192).program(), other, {}).source == "estimated"
+    assert decide(rows(4096).program(), GPUS, {}).source == "estimated"
+
+
+def test_a_measurement_of_another_program_does_not_count() -> None:
+    program = rows(8192).program()
+    entries = {Candidate("sequential", 1, "aten"): Entry("of an older lowering", 1.0, 1.0)}
+    cache.write(cache.key_of(program, {}, GPUS), program.name, entries)
+    assert decide(program, GPUS, {}).source == "estimated"
+
+
+def test_what_failed_when_it_was_measured_is_not_possible_and_is_said_loudly() -> None:
+    program = rows(8192).program()
+    every = candidates(program, GPUS).programs
+    entries = {c: Entry(p.digest, 10.0, 10.0) for c, p in every.items() if c.strategy == "sequential"}
+    broken = Candidate("fused", 1, "triton")
+    entries[broken] = Entry(every[broken].digest, failure="it gives another result")
+    cache.write(cache.key_of(program, {}, GPUS), program.name, entries)
+    choice = decide(program, GPUS, {})
+    assert choice.strategy == "sequential"
+    assert choice.fallbacks == ("fused: it gives another result",)
+
+
+def test_on_a_cpu_the_reasons_are_a_warning_once_for_a_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hostir.choice.decision.here", lambda machine, ranks: PROCESSES)
+    fusion = patterns.allgather_matmul()
+    with pytest.warns(hi.FallbackWarning, match="runs '.*for testing") as told:
+        choice = choose(fusion, machine="gloo")
+    assert len(told) == len(choice.fallbacks) == 2
+    assert all(Path(one.filename) == Path(__file__) for one in told)  # the user's line, not ours
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose(fusion, machine="gloo")
+    with pytest.warns(hi.FallbackWarning):
+        choose(patterns.allgather_matmul(M=512), machine="gloo")
+
+
+def test_where_only_one_way_is_left_that_is_a_fallback() -> None:
+    with hi.Fusion("weight_gathered_whole") as fusion:
+        a, b = hi.tensor("a", [64, 32], "bf16"), hi.tensor("b", [32, 16], "bf16")
+        c = a @ b
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(4))
+    a.set_device_mesh(mesh)
+    b.shard(1, mesh)
+    c.set_device_mesh(mesh)
+    choice = decide(fusion.program(), reference(H200, 4), {})
+    assert choice.source == "fallback"
+    assert any("no matmul has" in reason for reason in choice.fallbacks)
+
+
+def test_a_choice_survives_json() -> None:
+    for choice in (decide(rows(4096).program(), GPUS, {}), decide(patterns.row_parallel().program(), PROCESSES, {})):
+        assert Choice.from_json(json.loads(json.dumps(choice.to_json()))) == choice
+
+
+def test_sizes_that_are_not_bound_are_asked_for() -> None:
+    with pytest.raises(HostIRError, match="depends on the size 'K' of @symbolic, which is not bound"):
+        choose(symbolic(), sizes={"M": 8})
+    with pytest.raises(HostIRError, match="has no size 'N'"):
+        choose(symbolic(), sizes={"M": 8, "K": 8, "N": 8})
+    assert choose(symbolic(), sizes={"M": 1 << 16, "K": 1 << 12}).strategy in ("sequential", "ring", "fused")
+
+
+@pytest.mark.parametrize("size", [0, -4, 2.5, True, "8"])
+def test_a_size_that_is_none_is_refused(size: object) -> None:
+    with pytest.raises(HostIRError, match="expected: a positive integer"):
+        choose(symbolic(), sizes={"M": size, "K": 8})  # type: ignore[dict-item]
+
+
+def test_sizes_that_do_not_fit_a_strategy_leave_it_out_loudly() -> None:
+    found = candidates(symbolic().program(), reference(H200, 2))
+    broken = Candidates({c: p if c.strategy == "sequential" else unfit(p) for c, p in found.programs.items()}, ())
+    timings, impossible = _estimated(broken, reference(H200, 2), {"M": 2, "K": 8}, "out")
+    assert {timing.candidate.strategy for timing in timings} == {"sequential"}
+    assert impossible
+    assert all("is not whole for M=2" in it.reason and it.loud for it in impossible)
+
+
+def unfit(program: Program) -> Program:
+    """The program with a buffer more, of a size that is not always whole."""
+    odd = hi.parse(
+        "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%x: f32[M, 4]) -> (%x) {\n  %y: f32[M/4, 4] = allocate\n"
+        "  free %y\n}\n"
+    )
+    return program.with_body((*odd.body, *program.body))
+
+
+def test_a_host_program_and_what_is_no_fusion_are_refused() -> None:
+    with pytest.raises(HostIRError, match="host program already"):
+        choose(hi.lower(patterns.mlp()))
+    with pytest.raises(HostIRError, match="not a fusion"):
+        choose("a text")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("option", "said"), [({"machine": "tpu"}, "unknown machine"), ({"calls": "fast"}, "calls=")])
+def test_bad_options_are_refused(option: dict[str, str], said: str) -> None:
+    with pytest.raises(HostIRError, match=said):
+        choose(patterns.mlp(), **option)
+
+
+# Compiling --------------------------------------------------------------------------------------------------------
+def runs(executor: hi.Executor, fusion: hi.Fusion) -> None:
+    shapes = [[n.value for n in v.tensor.shape] for v in fusion.program().inputs]
+    a, b = (torch.randn([n or 16 for n in shape]) for shape in shapes)
+    (c,) = hi.run(executor.program, a, b)
+    torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-4)
+
+
+def test_compile_gives_an_executor_that_says_what_was_chosen() -> None:
+    fusion = patterns.allgather_matmul()
+    executor = hi.compile(fusion)
+    assert isinstance(executor.choice, Choice)
+    assert executor.choice.source == "estimated"
+    assert "h200" in executor.choice.machine
+    assert executor.program == hi.lower(fusion, executor.choice.strategy, executor.choice.streams)
+    assert executor.kernels == executor.choice.kernels == "aten"
+    runs(executor, fusion)
+
+
+def test_a_strategy_that_is_asked_for_is_taken() -> None:
+    executor = hi.compile(patterns.allgather_matmul(), "ring", streams=2)
+    assert isinstance(executor.choice, Choice)
+    assert (executor.choice.source, executor.choice.strategy) == ("asked for", "ring")
+    assert executor.program == hi.lower(patterns.allgather_matmul(), "ring", 2)
+
+
+def test_what_an_asked_for_strategy_leaves_whole_is_a_warning() -> None:
+    with pytest.warns(hi.FallbackWarning, match="runs 'fused, auto', whole: "):
+        executor = hi.compile(patterns.mlp(), "fused")
+    assert executor.choice.notes  # type: ignore[attr-defined]
+
+
+def test_streams_and_auto_do_not_go_together() -> None:
+    for call in (hi.compile, hi.lower):
+        with pytest.raises(HostIRError, match="'auto' chooses it too"):
+            call(patterns.mlp(), "auto", streams=2)
+
+
+def test_an_executor_is_not_bound_to_the_sizes_that_it_was_chosen_for() -> None:
+    executor = hi.compile(symbolic(), sizes={"M": 4096, "K": 4096})
+    a, b = torch.randn(6, 4), torch.randn(4, 8)
+    (parts,) = executor([a[:3], a[3:]], [b, b])
+    for part in parts:
+        torch.testing.assert_close(part, a @ b)
+
+
+def test_lower_and_run_take_auto_too() -> None:
+    fusion = patterns.allgather_matmul()
+    choice = choose(fusion)
+    assert hi.lower(fusion, "auto") == hi.lower(fusion, choice.strategy, choice.streams)
+    a, b = torch.randn(4, 4, 16, 64), torch.randn(64, 48)
+    (c,) = hi.run(fusion, a, b, strategy="auto")
+    torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-4)
+    a, b = torch.randn(6, 4), torch.randn(4, 8)
+    (c,) = hi.run(symbolic(), a, b, strategy="auto")
+    torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-4)
+
+
+def test_lower_without_auto_stays_as_it_was() -> None:
+    from hostir.lower import lower
+
+    assert hi.lower(patterns.mlp()) == lower(patterns.mlp())
+    assert hi.lower(patterns.mlp(), streams=2) == lower(patterns.mlp(), streams=2)
+
+
+def test_a_timing_knows_its_candidate_in_words() -> None:
+    assert str(Timing(Candidate("pipeline", 2, "triton"), 5.0).candidate) == "pipeline, 2 streams, triton"
+    assert str(Candidate("fused", 1, "aten")) == "fused, aten"

@@ -1,0 +1,72 @@
+"""The cost model against what was measured: it takes what is fastest, or within 5 % of it, in nine cases of ten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.choice.recorded import Recorded, Way, read, recorded
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+FILES = [RESULTS / "patterns.json", Path(__file__).with_name("peers.json"), *RESULTS.glob("allgather_matmul*.json")]
+CLOSE = 1.05
+OFTEN = 0.9
+
+
+def losses(rows: list[Recorded]) -> dict[str, float]:
+    """For each fusion that was measured in several ways, and each mode, the loss of taking what the model takes."""
+    found = {}
+    for row in rows:
+        for slices in sorted({way.slices for way in row.times}):
+            ways = row.of_fusion(slices)
+            if len(ways) > 1:
+                loss, taken = row.loss(ways)
+                found[f"{row.kind} {row.row} {row.dtype} {row.ranks} ranks S={slices} {row.mode}: {taken}"] = loss
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_model_takes_the_fastest_or_nearly_so_nine_times_of_ten(path: Path) -> None:
+    found = losses(read(path))
+    assert len(found) >= 10
+    wrong = {name: round(loss, 3) for name, loss in found.items() if loss > CLOSE}
+    assert len(wrong) <= (1 - OFTEN) * len(found), f"{len(wrong)} of {len(found)}: {wrong}"
+
+
+def test_estimates_of_the_peers_are_near_what_they_took() -> None:
+    ratios = [
+        row.estimate(way) / time
+        for row in read(Path(__file__).with_name("peers.json"))
+        if row.mode == "graph" and row.shape[0] >= 2048
+        for way, time in row.times.items()
+    ]
+    assert len(ratios) >= 30
+    assert sum(0.85 < ratio < 1.18 for ratio in ratios) >= OFTEN * len(ratios), sorted(ratios)
+
+
+def test_results_of_both_benchmarks_are_read() -> None:
+    around = {"gpu": "NVIDIA H200", "gpus": 8}
+    old = {"row": "8B", "kind": "reduce_scatter", "shape": [4096, 4096, 1792], "graph": {"sequential aten": 208.0}}
+    old["graph"] |= {"S=4 streams=2 aten": 284.0, "by hand": 207.0, "S=2 streams=2 aten 16 CTAs": 1.0}
+    new = {"model": "8B", "M": 64, "N": 1792, "K": 4096, "ranks": 4, "dtype": "f16"}
+    new["times"] = {
+        "NCCL + cuBLAS": {"ours": False, "eager": 1.0},
+        "sequential aten": {"ours": True, "eager": 30.0, "graph": 28.0, "host_eager_us": 9.0},
+        "pipeline 2 slices 2 streams triton": {"ours": True, "eager": 60.0},
+        "fused triton": {"ours": True, "eager": None, "graph": 25.0},
+    }
+    (first,) = recorded({"environment": around, "results": [old]})
+    assert first.kind == "reduce_scatter"
+    assert first.times == {Way("sequential", 1, 1, "aten"): 208.0, Way("pipeline", 4, 2, "aten"): 284.0}
+    graph, eager = recorded({"environment": around, "rows": [new]})
+    assert (graph.ranks, graph.dtype, graph.shape) == (4, "f16", (64, 1792, 4096))
+    assert graph.times == {Way("sequential", 1, 1, "aten"): 28.0, Way("fused", 1, 1, "triton"): 25.0}
+    assert eager.times == {Way("sequential", 1, 1, "aten"): 30.0, Way("pipeline", 2, 2, "triton"): 60.0}
+
+
+def test_a_model_that_takes_the_slowest_would_be_noticed() -> None:
+    rows = read(FILES[0])
+    worst = [max(row.times.values()) / min(row.times.values()) for row in rows]
+    assert sum(loss > CLOSE for loss in worst) > OFTEN * len(worst)

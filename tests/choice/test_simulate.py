@@ -1,0 +1,155 @@
+"""The clock of the cost model: what overlaps, what waits, and what shares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import hostir as hi
+from examples import patterns
+from hostir.choice.hardware import H200, named
+from hostir.choice.simulate import EAGER, GRAPH, Costs, estimate
+from hostir.choice.work import Gemm, tasks_of
+from hostir.ir.source import HostIRError
+
+HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: bf16[2@didx, 1024, 4096], %b: bf16[4096, 4096]) -> (%c) "
+
+
+def took(body: str, mode: str = GRAPH) -> float:
+    streams = "streams 2 " if "set_stream" in body else ""
+    return estimate(hi.parse(f"{HEAD}{streams}{{\n{body}\n}}\n"), {}, H200, "aten", mode)
+
+
+BUFFERS = """
+  %user = current_stream
+  %full: bf16[2, 1024, 4096] = allocate
+  %c: bf16[2@didx, 1024, 4096] = allocate
+"""
+GATHER = "  %h = allgather %a -> %full over didx"
+MATMUL = "  matmul %a, %b -> %c"
+BESIDE = f"  set_stream 0\n{MATMUL}\n  set_stream %user"
+
+
+def alone(body: str) -> float:
+    return took(f"{BUFFERS}{body}\n")
+
+
+def test_what_one_stream_does_takes_the_sum() -> None:
+    gather, matmul = alone(f"{GATHER}\n  wait %h"), alone(MATMUL)
+    both = alone(f"{GATHER}\n  wait %h\n{MATMUL}")
+    assert gather > H200.collective
+    assert both == pytest.approx(gather + matmul)
+
+
+def test_what_two_streams_do_overlaps_but_not_for_free() -> None:
+    gather, matmul = alone(f"{GATHER}\n  wait %h"), alone(MATMUL)
+    both = alone(f"{GATHER}\n{BESIDE}\n  wait %h")
+    assert max(gather, matmul) < both < gather + matmul
+
+
+def test_a_synchronize_keeps_streams_apart() -> None:
+    apart = alone(f"{GATHER}\n  wait %h\n  set_stream 0\n  synchronize %user\n{MATMUL}\n  set_stream %user")
+    together = alone(f"{GATHER}\n  wait %h\n{BESIDE}")
+    assert apart > together * 1.2
+
+
+def test_matmuls_that_fill_the_device_share_it() -> None:
+    one = alone(MATMUL)
+    two = alone(f"{MATMUL}\n{BESIDE}")
+    assert two == pytest.approx(2 * one, rel=0.05)
+
+
+def test_collectives_of_one_team_run_one_after_another() -> None:
+    other = "  %more: bf16[2, 1024, 4096] = allocate\n  set_stream 0\n  %g = allgather %a -> %more over didx"
+    one = alone(f"{GATHER}\n  wait %h")
+    two = alone(f"{GATHER}\n{other}\n  wait %h\n  wait %g")
+    assert two == pytest.approx(2 * one)
+
+
+def test_copies_in_one_direction_do_not_overlap() -> None:
+    copies = """
+  %r = rank of %a over didx
+  %x: bf16[2@didx, 1024, 4096] = allocate_symmetric
+  %y: bf16[2@didx, 1024, 4096] = allocate_symmetric
+  put %a -> %x at (%r + 1) % 2 over didx
+"""
+    one = alone(copies)
+    two = alone(f"{copies}\n  set_stream 0\n  put %a -> %y at (%r + 1) % 2 over didx\n  set_stream %user")
+    assert two > 1.9 * one
+
+
+def test_a_wait_for_a_flag_ends_with_its_signal() -> None:
+    before = "  %r = rank of %a over didx\n  %there: flag[1] = allocate_symmetric\n"
+    signal = "  signal %there[0] = 1 at (%r + 1) % 2 over didx\n"
+    late = alone(f"{before}  set_stream 0\n{MATMUL}\n{signal}  set_stream %user\n  wait_signal %there[0] >= 1")
+    assert late == pytest.approx(alone(MATMUL) + H200.signal)
+
+
+def test_a_barrier_waits_for_the_slowest_rank() -> None:
+    slow = "  %r = rank of %a over didx\n  if %r == 1 {\n    delay 500 us\n  }\n  barrier of %a over didx"
+    assert alone(slow) == pytest.approx(500 + H200.barrier)
+
+
+def test_launches_count_only_where_no_graph_replays_them() -> None:
+    # The host is ahead of the device at first, and then each launch takes longer than what it launches.
+    many = "\n".join(["  delay 1 us"] * 200)
+    assert took(f"{BUFFERS}{many}", GRAPH) == pytest.approx(200)
+    assert took(f"{BUFFERS}{many}", EAGER) > 200 * H200.launch["delay"] - H200.ahead
+
+
+def costs(kernels: str = "aten") -> Costs:
+    return Costs(H200, kernels, 1e11)
+
+
+def test_a_matmul_that_fills_one_wave_takes_as_long_with_fewer_tiles() -> None:
+    gemm = Gemm(128 * 12, 256 * 11, 4096, "bf16")  # 132 tiles
+    model = replace(H200, kernels={"aten": replace(H200.kernels["aten"], tiles=H200.kernels["aten"].tiles[:1])})
+    one = Costs(model, "aten", 1e11)
+    full = one.gemm(gemm)
+    assert one.gemm(replace(gemm, m=128 * 11)) == full
+    assert one.gemm(replace(gemm, m=128 * 13)) > 1.8 * full
+
+
+@pytest.mark.parametrize("kernels", ["aten", "triton"])
+def test_a_matmul_that_waits_for_blocks_ends_after_the_last_of_them(kernels: str) -> None:
+    gemm, c = Gemm(8192, 3584, 8192, "bf16"), costs(kernels)
+    whole = c.gemm(gemm)
+    at_once = c.arriving(gemm, 0.0, [0.0] * 8)
+    late = c.arriving(gemm, 0.0, [50.0 * i for i in range(8)])
+    very_late = c.arriving(gemm, 0.0, [0.0] * 7 + [5000.0])
+    assert whole * 0.95 < at_once < whole * 1.4
+    assert at_once <= late
+    assert 5000 < very_late < 5000 + whole / 2
+
+
+def test_every_rank_has_its_tasks_and_meets_the_others() -> None:
+    tasks = tasks_of(hi.lower(patterns.mlp(), "pipeline", 2), {})
+    assert {task.rank for task in tasks} == set(range(4))
+    assert {len(task.partners) for task in tasks} == {0, 4}
+
+
+def test_more_bytes_and_more_work_take_longer() -> None:
+    def of(m: int, strategy: str) -> float:
+        fusion = patterns.allgather_matmul(ranks=8, S=2, M=m, N=1792, K=4096, dtype="bf16")
+        return estimate(hi.lower(fusion, strategy), {}, H200, "triton")
+
+    for strategy in ("sequential", "pipeline", "ring", "fused"):
+        times = [of(m, strategy) for m in (2048, 4096, 8192, 16384)]
+        assert times == sorted(times)
+        assert times[-1] > 3 * times[0]
+
+
+def test_symbols_are_bound_by_sizes() -> None:
+    text = "hostir 1\nmesh @m [didx] = 0 1\nprogram @p(%a: bf16[M, 64], %b: bf16[64, 64]) -> (%c) {\n"
+    text += "  %c: bf16[M, 64] = allocate\n  matmul %a, %b -> %c\n}\n"
+    program = hi.parse(text)
+    assert estimate(program, {"M": 1 << 20}, H200) > 10 * estimate(program, {"M": 128}, H200)
+
+
+def test_machines_are_named_with_or_without_ranks() -> None:
+    assert named("h200x8") == (H200, 8)
+    assert named("H200") == (H200, None)
+    for text in ("h20", "h200x0", "h200xx8", "x8", ""):
+        with pytest.raises(HostIRError, match="unknown machine"):
+            named(text)

@@ -1,0 +1,89 @@
+"""Choosing on real processes: torchrun and gloo. The ranks run tests/choice/torchrun_cases.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("torchrun_cases.py")
+ROOT = SCRIPT.parents[2]
+CASES = [
+    "measurements_are_agreed_kept_and_used",
+    "without_measurements_rank_0_warns_and_all_agree",
+    "a_wrong_candidate_is_not_timed",
+    "what_no_rank_can_run_is_not_timed",
+    "what_ranks_refuse_in_their_first_call_is_not_timed",
+    "too_few_ranks_are_refused_on_all",
+]
+FUSION = ("examples/patterns.py:allgather_matmul", "--set", "S=2", "--set", "K=32", "--set", "N=16", "--device", "cpu")
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
+
+
+def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(folder)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def hostir(folder: Path, command: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return torchrun(folder, "-m", "hostir", command, *FUSION, *options)
+
+
+def rows(printed: str) -> Sequence[list[str]]:
+    return [line.split() for line in printed.splitlines() if line.startswith("  S=")]
+
+
+def test_ranks_measure_choose_and_agree(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, str(SCRIPT), *CASES)
+    assert done.returncode == 0, done.stderr
+    passed = set(re.findall(r"PASS (\w+) (\d)", done.stdout))
+    assert passed == {(name, rank) for name in CASES for rank in "01"}
+
+
+def test_tune_fills_the_cache_and_run_uses_it(tmp_path: Path) -> None:
+    first = hostir(tmp_path, "tune", "--set", "M=32,64", "--runs", "2")
+    assert first.returncode == 0, first.stderr
+    assert [(row[3], row[-2:]) for row in rows(first.stdout)] == [
+        ("M=32", ["measured", "now"]),
+        ("M=64", ["measured", "now"]),
+    ]
+    assert "\x1b" not in first.stdout + first.stderr  # no bar where nobody watches
+    assert len(list((tmp_path / "tuning").glob("*.json"))) == 2
+
+    second = hostir(tmp_path, "tune", "--set", "M=64,128", "--runs", "2")
+    assert second.returncode == 0, second.stderr
+    assert [row[-1] for row in rows(second.stdout)] == ["cache", "now"]
+    assert rows(second.stdout)[0][:-3] == rows(first.stdout)[1][:-2]  # the same times
+
+    run = hostir(tmp_path, "run", "--set", "M=64", "--strategy", "auto", "--compare")
+    assert run.returncode == 0, run.stderr
+    assert "ok" in run.stdout
+    taken = " ".join(rows(first.stdout)[1])
+    strategy = re.search(r"runs '(\w+),.*' \(measured [\d.]+ us\)", run.stderr)
+    assert strategy, run.stderr
+    assert strategy[1] in taken
+    assert run.stderr.count("(measured") == 1  # rank 0 speaks
+
+
+def test_tune_measures_anew_only_when_told(tmp_path: Path) -> None:
+    hostir(tmp_path, "tune", "--set", "M=32", "--runs", "1")
+    (file,) = (tmp_path / "tuning").glob("*.json")
+    before = file.read_text()
+    again = hostir(tmp_path, "tune", "--set", "M=32", "--runs", "1", "--again")
+    assert again.returncode == 0, again.stderr
+    assert rows(again.stdout)[0][-1] == "now"
+    assert file.read_text() != before
+
+
+def test_a_cache_that_cannot_be_written_ends_every_rank_with_a_diagnostic(tmp_path: Path) -> None:
+    (tmp_path / "tuning").write_text("")
+    done = hostir(tmp_path, "tune", "--set", "M=32", "--runs", "1")
+    assert done.returncode != 0
+    assert done.stderr.count("error: cannot write the tuning cache") == 2
+    assert "hostir/choice" not in done.stderr.replace("hostir/choice/verdict.py", "")  # no traceback of ours

@@ -1,0 +1,157 @@
+"""What the ranks of tests/choice/test_torchrun.py run: `torchrun_cases.py NAME ...`; each prints `PASS name rank`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import hostir as hi
+from examples import patterns
+from hostir.choice import cache, measure
+from hostir.choice.candidates import candidates
+from hostir.choice.decision import choose
+from hostir.choice.platforms import here
+from hostir.choice.verdict import Candidate
+from hostir.ir.source import HostIRError, error
+from hostir.runtime import gloo
+from hostir.runtime.executor import Executor
+from hostir.runtime.plan import Recording
+from hostir.runtime.session import joined, session
+from hostir.runtime.sharding import random_inputs, shard
+from hostir.runtime.trace import Trace
+
+RANK = int(os.environ["RANK"])
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def fusion(m: int = 64) -> hi.Fusion:
+    return patterns.allgather_matmul(2, S=2, M=m, K=32, N=16)
+
+
+def result_is_right(executor: Executor, of: hi.Fusion) -> None:
+    inputs = random_inputs(of.program(), {}, seed=os.getppid())
+    outputs = executor(*[shard(x, v.tensor, RANK, {}) for v, x in zip(of.program().inputs, inputs, strict=True)])
+    a, b = inputs
+    torch.testing.assert_close(outputs[0], a @ b, rtol=1e-4, atol=1e-4)
+
+
+@case
+def measurements_are_agreed_kept_and_used() -> None:
+    job, program = joined("cpu"), fusion().program()
+    platform = here("gloo", 2)
+    found = candidates(program, platform, all_that_run=True)
+    told: list[str] = []
+    entries = measure.measure(found.programs, {}, job, runs=2, progress=told.append)
+    assert len(told) <= measure.steps(len(entries))
+    assert {c.strategy for c in entries} == {"sequential", "pipeline", "ring", "fused"}
+    assert all(not entry.failure and entry.eager and entry.graph is None for entry in entries.values())
+    every = job.exchange("entries", repr(sorted(map(str, entries.items()))))
+    assert every[0] == every[1]
+    slow = {c: cache.Entry(e.digest, 1.0 if c.strategy == "fused" else e.eager) for c, e in entries.items()}
+    if RANK == 0:  # the other rank sees no cache, and has to believe
+        cache.write(cache.key_of(program, {}, platform), "p", slow)
+    executor = hi.compile(fusion())
+    assert isinstance(executor.choice, hi.Choice)
+    assert (executor.choice.source, executor.choice.strategy) == ("measured", "fused")
+    assert json.loads(job.exchange("choice", json.dumps(executor.choice.to_json()))[0]) == json.loads(
+        json.dumps(executor.choice.to_json())
+    )
+    result_is_right(executor, fusion())
+
+
+@case
+def without_measurements_rank_0_warns_and_all_agree() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        executor = hi.compile(fusion(128))
+    assert [w.category for w in told] == ([hi.FallbackWarning] * 2 if RANK == 0 else [])
+    assert isinstance(executor.choice, hi.Choice)
+    assert executor.choice.strategy in ("sequential", "pipeline")
+    assert executor.choice.fallbacks
+    result_is_right(executor, fusion(128))
+
+
+@case
+def a_wrong_candidate_is_not_timed() -> None:
+    job, program = joined("cpu"), fusion().program()
+    programs = {Candidate(s, 1, "aten"): hi.lower(program, s, 2) for s in ("sequential", "ring", "fused")}
+    honest = Executor.__call__
+
+    def dishonest(self: Executor, *inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
+        outputs = honest(self, *inputs, **options)
+        if RANK == 1 and "allocate_symmetric" in str(self.program) and "ready" not in str(self.program):
+            outputs[0].view(-1)[0] += 30
+        return outputs
+
+    Executor.__call__ = dishonest  # type: ignore[method-assign]
+    try:
+        entries = measure.measure(programs, {}, job, runs=1)
+    finally:
+        Executor.__call__ = honest  # type: ignore[method-assign]
+    by_strategy = {c.strategy: entry for c, entry in entries.items()}
+    assert by_strategy["ring"].eager is None
+    assert "another result than the sequential program" in by_strategy["ring"].failure
+    assert by_strategy["fused"].eager
+    assert not by_strategy["fused"].failure
+
+
+@case
+def what_no_rank_can_run_is_not_timed() -> None:
+    job, program = joined("cpu"), fusion().program()
+    programs = {Candidate("sequential", 1, kernels): hi.lower(program, "sequential") for kernels in ("aten", "triton")}
+    entries = measure.measure(programs, {}, job, runs=1)
+    plain, triton = entries.values()
+    assert plain.eager
+    assert not triton.eager
+    assert "Triton" in triton.failure
+
+
+@case
+def what_ranks_refuse_in_their_first_call_is_not_timed() -> None:
+    job, program = joined("cpu"), fusion().program()
+    programs = {Candidate(s, 2, "aten"): hi.lower(program, s, 2) for s in ("sequential", "ring", "fused")}
+    honest = gloo.GlooMachine.plan
+
+    def dishonest(self: gloo.GlooMachine, recording: Recording, trace: Trace | None = None) -> gloo.GlooPlan:
+        if " get " in str(recording.program):
+            raise error("no memory to share")
+        return honest(self, recording, trace)
+
+    gloo.GlooMachine.plan = dishonest  # type: ignore[method-assign]
+    try:
+        entries = measure.measure(programs, {}, job, runs=1)
+    finally:
+        gloo.GlooMachine.plan = honest  # type: ignore[method-assign]
+    by_strategy = {c.strategy: entry for c, entry in entries.items()}
+    assert "no memory to share" in by_strategy["ring"].failure
+    assert by_strategy["sequential"].eager
+    assert by_strategy["fused"].eager
+
+
+@case
+def too_few_ranks_are_refused_on_all() -> None:
+    with pytest.raises(HostIRError, match="is for 4 ranks, and there are 2"):
+        choose(patterns.allgather_matmul(4), machine="gloo")
+
+
+def main() -> None:
+    with session("cpu"):
+        for name in sys.argv[1:]:
+            CASES[name]()
+            sys.stdout.write(f"PASS {name} {RANK}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
