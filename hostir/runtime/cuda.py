@@ -55,6 +55,7 @@ from hostir.runtime.timeline import Timeline
 from hostir.runtime.watchdog import headline
 
 CYCLES = 2000  # of a clock near 2 GHz in a microsecond
+_latest: dict[torch.device, torch.cuda.Stream] = {}  # the stream of the latest call with symmetric memory
 
 
 class CudaMachine:
@@ -179,11 +180,23 @@ class CudaPlan:
         found = self.problem()
         return headline(found) if found is not None else ""
 
-    def busy(self) -> list[Op]:
-        """The communications on streams that the device has not finished. Asks the device: not during a capture."""
+    def busy(self) -> list[tuple[Op, str]]:
+        """What the device has not finished, and what is known of each. Asks the device: not during a capture."""
         pool = len(self.machine.streams)
         running = {i if i < pool else CALLER for i, stream in enumerate(self.streams) if not stream.query()}
-        return [op for op in self.recording.ops if isinstance(op, Collective | Messages) and op.stream in running]
+        flying = [o for o in self.recording.ops if isinstance(o, Collective | Messages) and o.stream in running]
+        missing = self.one_sided.missing() if self.one_sided else []
+        return [*missing, *((op, "it may be in flight") for op in flying)]
+
+    def take_turn(self) -> None:
+        """Puts the current stream behind the latest call of any executor with symmetric memory, on whichever stream.
+
+        Kernels that wait for peers hold the SMs: two of them in different orders on two ranks would never end.
+        """
+        now, last = torch.cuda.current_stream(self.machine.device), _latest.get(self.machine.device)
+        if last is not None and last != now:
+            now.wait_stream(last)
+        _latest[self.machine.device] = now
 
     # Binding ------------------------------------------------------------------------------------------------------
     def append(self, op: Op, step: Step) -> None:

@@ -14,13 +14,15 @@ import torch
 
 from hostir.ir.machine import Ready
 from hostir.ir.source import HostIRError
+from hostir.knobs import TIMEOUT
 from hostir.runtime.blocks import block_of
 from hostir.runtime.driver import Copier, in_batches, wait_at_least, write
-from hostir.runtime.handover import PERMITS, Handover, Slot
+from hostir.runtime.handover import PERMITS, Handover, Slot, waits
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.lifetimes import unjoined
 from hostir.runtime.plan import (
     CALLER,
+    FLAGS,
     Barrier,
     Compute,
     Copy,
@@ -35,6 +37,8 @@ from hostir.runtime.plan import (
 from hostir.runtime.symmetric import BARRIERS, Place, SharedMemory
 
 FLAG_BYTES = 8
+SECONDS_OF_A_LOOK = 1e-6  # of a kernel at a flag
+FOREVER = 1 << 62  # what a flag holds that nobody has to raise
 Issue = Callable[[int], None]  # something that a stream shall do, given its handle
 
 
@@ -71,6 +75,8 @@ class OneSided:
         self.behind: set[int] = set()  # the streams that come after them
         self.forked = {CALLER}
         self.stalls: list[tuple[Compute, torch.Tensor]] = []
+        for place, slot in self.handover.settled:
+            memory.buffers[place, self.rank][slot] = FOREVER
 
     # Operations ---------------------------------------------------------------------------------------------------
     def is_direct(self, op: Op) -> bool:
@@ -111,12 +117,19 @@ class OneSided:
         """What carries out an operation; None where nothing is left to do."""
         if isinstance(op, Copy):
             return self.copy(op)
+        if isinstance(op, Signal | WaitSignal) and self.is_settled(op):
+            return None
         if isinstance(op, Signal):
             return self.on(op.stream, in_batches([write(self.flag(self.place(op.flags), op.slot, op.peer), op.epoch)]))
         if isinstance(op, WaitSignal):
             return self.on(op.stream, self.wait(op.flags, op.slot, op.epoch))
         assert isinstance(op, Barrier)
         return None if op.number == 0 and op.team in self.handover.opening else self.barrier(op)
+
+    def is_settled(self, op: Signal | WaitSignal) -> bool:
+        """Whether a flag says no more than the order of the stream."""
+        mine = isinstance(op, WaitSignal) or op.peer == self.rank
+        return mine and (self.place(op.flags), op.slot) in self.handover.settled
 
     def on(self, stream: int, issue: Issue) -> Step:
         streams = self.streams
@@ -161,7 +174,8 @@ class OneSided:
         stalls = torch.zeros(ready.blocks, 2, dtype=torch.int64, pin_memory=True)
         self.stalls.append((op, stalls))
         registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
-        flags = ReadyFlags(registers[ready.flags], ready.epoch, stalls, ready.first)
+        looks = int(TIMEOUT.get() / 2 / SECONDS_OF_A_LOOK)  # so that it says what is missing before somebody else does
+        flags = ReadyFlags(registers[ready.flags], ready.epoch, stalls, ready.first, looks)
 
         def step() -> None:
             kernel(registers[out], *[registers[x] for x in operands], ready=flags, **options)
@@ -169,18 +183,20 @@ class OneSided:
         return step
 
     def blocks(self, op: Compute, ready: Ready) -> Step:
-        registers, (x, y), options = self.registers, op.operands, dict(op.options)
+        registers, operands, options = self.registers, op.operands, dict(op.options)
         order = [*range(ready.first, ready.blocks), *range(ready.first)]
-        waits = [(block, self.on(op.stream, self.wait(ready.flags, block, ready.epoch))) for block in order]
+        place, settled, nothing = self.place(ready.flags), self.handover.settled, in_batches([])
+        issues = [nothing if (place, b) in settled else self.wait(ready.flags, b, ready.epoch) for b in order]
+        waits = [(block, self.on(op.stream, issue)) for block, issue in zip(order, issues, strict=True)]
         kernel = self.kernels[op.kind]
 
         def step() -> None:
-            out, a, b = registers[op.out], registers[x], registers[y]
+            out, a, *others = registers[op.out], *(registers[x] for x in operands)
             for block, wait in waits:
                 wait()
                 pairs = zip(block_of(out, a, block, ready.blocks), block_of(a, out, block, ready.blocks), strict=True)
                 for out_part, a_part in pairs:
-                    kernel(out_part, a_part, b, **options)
+                    kernel(out_part, a_part, *others, **options)
 
         return step
 
@@ -196,6 +212,24 @@ class OneSided:
                 assert found is not None
                 return self.recording.failure(op, found)
         return None
+
+    def missing(self) -> list[tuple[Op, str]]:
+        """The operations whose flags have not risen, and which flag stands where. Reads flags beside all streams."""
+        held: dict[Place, list[int]] = {}
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            for (place, rank), buffer in self.memory.buffers.items():
+                if rank == self.rank and buffer.dtype == FLAGS:
+                    held[place] = buffer.cpu().view(-1).tolist()
+        found: list[tuple[Op, str]] = []
+        for op in self.recording.ops:
+            if isinstance(op, Barrier) and not (op.number == 0 and op.team in self.handover.opening):
+                row = held[BARRIERS, op.team][op.number * len(op.team) :]
+                late = [rank for rank, came in zip(op.team, row, strict=False) if not came and rank != self.rank]
+                found += [(op, f"rank {', '.join(map(str, late))} has not come")] if late else []
+        for (place, slot), epoch, op in waits(self.recording):
+            if (at := held[place][slot]) < epoch:
+                found.append((op, f"flag %{place[0]}[{slot}] stands at {at}, not at {epoch}"))
+        return found
 
     # From call to call --------------------------------------------------------------------------------------------
     def permits(self) -> Issue:

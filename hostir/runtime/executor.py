@@ -201,6 +201,8 @@ class Executor:
         """Issues a run on CUDA, statement by statement or as one graph."""
         if (problem := plan.problem()) is not None:
             raise problem
+        if plan.memory is not None and not torch.cuda.is_current_stream_capturing():
+            plan.take_turn()
         graphs = self._graphs
         if graphs is not None and given is not None:
             graphs.run(plan, self._where, inputs, given)
@@ -246,10 +248,10 @@ class Executor:
 
     def _stuck(self, plan: CudaPlan) -> HostIRError:
         busy = plan.busy()
-        notes = tuple((op.place.statement.span, f"may be in flight: {plan.recording.describe(op)}") for op in busy)
+        notes = tuple((op.place.statement.span, f"{plan.recording.describe(op)}: {what}") for op, what in busy)
         return error(
             f"rank {self.rank}: the device has not finished @{self.program.name} after {self.timeout:g} s",
-            busy[0].place.statement.span if busy else None,
+            busy[0][0].place.statement.span if busy else None,
             hint="HOSTIR_TIMEOUT sets how long it may take",
             notes=notes,
         )

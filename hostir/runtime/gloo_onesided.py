@@ -123,9 +123,9 @@ class OneSided:
                 row[place] = flag_value(self.machine.calls, 0)
 
     def compute(self, op: Compute, kernel: Kernel, block: int, blocks: int) -> None:
-        out, a, b = self.registers[op.out], *(self.registers[x] for x in op.operands)
+        out, a, *others = self.registers[op.out], *(self.registers[x] for x in op.operands)
         for out_part, a_part in zip(block_of(out, a, block, blocks), block_of(a, out, block, blocks), strict=True):
-            kernel(out_part, a_part, b, **op.options)
+            kernel(out_part, a_part, *others, **op.options)
 
     def until(self, reached: Callable[[], bool]) -> Step:
         def step() -> None:

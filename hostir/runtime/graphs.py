@@ -152,7 +152,7 @@ class Graphs:
         with contextlib.suppress(RuntimeError):  # a capture_end that CUDA refuses does not tell the allocator
             torch._C._cuda_endAllocateToPool(self.side.device_index, self.pool)
             torch._C._cuda_releasePool(self.side.device_index, self.pool)
-        with contextlib.suppress(RuntimeError):  # a clone of the generator's state is in no capture
+        with contextlib.suppress(RuntimeError, IndexError):  # a clone of the generator's state is in no capture
             generator = torch.cuda.default_generators[self.side.device_index]
             generator.graphsafe_set_state(generator.clone_state())
 

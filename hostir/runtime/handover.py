@@ -22,6 +22,8 @@ from hostir.runtime.plan import (
     Allocate,
     Barrier,
     Compute,
+    Copy,
+    Op,
     Recording,
     Signal,
     Symmetric,
@@ -29,7 +31,7 @@ from hostir.runtime.plan import (
     View,
     WaitSignal,
 )
-from hostir.runtime.symmetric import BARRIERS, Offer, Place
+from hostir.runtime.symmetric import BARRIERS, Offer, Place, Use
 
 PERMITS: Place = ("", ())  # one count; a team's barriers have the same name, and the team as their round
 Team = tuple[int, ...]
@@ -53,11 +55,18 @@ def _homes(recording: Recording) -> dict[int, Place]:
     return {op.out: (op.name, op.rounds) for op in recording.ops if isinstance(op, Symmetric)}
 
 
-def _opening(recording: Recording) -> Iterator[Team]:
-    """The teams with a barrier before which this call does nothing."""
+def _opening(recording: Recording) -> Iterator[tuple[Team, list[Place]]]:
+    """The teams with a barrier before which this call touches no peer, and what of its own it writes before."""
+    me, homes = recording.rank, _homes(recording)
+    owners = {op.out: op.rank for op in recording.ops if isinstance(op, Symmetric)}
+    written: list[Place] = []
     for op in recording.ops:
         if isinstance(op, Barrier) and op.number == 0:
-            yield op.team
+            yield op.team, list(written)
+        elif isinstance(op, Copy) and all(owners.get(recording.buffers[r], me) == me for r in (op.x, op.out)):
+            written += [homes[recording.buffers[op.out]]] if recording.buffers[op.out] in homes else []
+        elif isinstance(op, Signal) and op.peer == me:
+            continue
         elif not isinstance(op, Allocate | Symmetric | View | Synchronize):
             return
 
@@ -71,6 +80,7 @@ class Handover:
         users: the peers that raise its own.
         raised: its own flags that ranks raise by signals in a call, with the last epoch of each.
         unseen: those of them that no statement of its own waits for.
+        settled: its own flags that only it raises, on the stream that waits for them: their order says enough.
         opening: the teams whose first barrier the permits stand for.
     """
 
@@ -78,6 +88,7 @@ class Handover:
     users: frozenset[int]
     raised: dict[Slot, int] = field(default_factory=dict)
     unseen: dict[Slot, int] = field(default_factory=dict)
+    settled: frozenset[Slot] = frozenset()
     opening: frozenset[Team] = frozenset()
 
     @classmethod
@@ -86,11 +97,16 @@ class Handover:
         me = recording.rank
         said = [json.loads(offer.notes) for offer in offers]
         raised: dict[Slot, int] = {}
-        for it in said:
+        raisers: dict[Slot, set[int]] = {}
+        for rank, it in enumerate(said):
             for peer, name, rounds, slot, epoch in it["signals"]:
                 if peer == me:
                     key = (name, tuple(rounds)), slot
                     raised[key] = max(raised.get(key, 0), epoch)
+                    raisers.setdefault(key, set()).add(rank)
+        streams = _streams(recording)
+        settled = frozenset(slot for slot, by in raisers.items() if by == {me} and len(streams[slot]) == 1)
+        raised = {slot: epoch for slot, epoch in raised.items() if slot not in settled}
         signals = {(rank, peer) for rank, it in enumerate(said) for peer, *_ in it["signals"] if peer != rank}
         pairs, opening = _with_barriers(signals, said, offers)
         awaited = _awaited(recording)
@@ -99,6 +115,7 @@ class Handover:
             users=frozenset(rank for rank, peer in pairs if peer == me),
             raised=raised,
             unseen={slot: epoch for slot, epoch in raised.items() if awaited.get(slot, 0) < epoch},
+            settled=settled,
             opening=opening,
         )
 
@@ -111,23 +128,44 @@ def _with_barriers(
     A barrier may be left to the permits only where every two of its team have permits for each other by other flags.
     """
     counts = {b.rounds: b.shape[0] for offer in offers for b in offer.buffers if b.name == BARRIERS and b.rounds}
-    claimed = {team for team in counts if all(list(team) in said[rank]["opening"] for rank in team)}
+    read = {use for offer in offers for use in offer.reads}
+    claimed = {team for team in counts if all(_claims(said[rank], team, rank, read) for rank in team)}
     certain = signals.union(*(permutations(t, 2) for t, n in counts.items() if n > 1 or t not in claimed))
     opening = frozenset(team for team in claimed if certain.issuperset(permutations(team, 2)))
     return certain.union(*(permutations(team, 2) for team in claimed - opening)), opening
 
 
-def _awaited(recording: Recording) -> dict[Slot, int]:
-    """The highest epoch of each flag that a rank waits for."""
-    homes, awaited = _homes(recording), dict[Slot, int]()
+def _claims(said: dict[str, Any], team: Team, rank: int, read: set[Use]) -> bool:
+    """Whether a rank has done nothing that concerns a peer when it comes to its first barrier with a team."""
+    written = next((places for t, places in said["opening"] if tuple(t) == team), None)
+    return written is not None and not any((name, tuple(rounds), rank) in read for name, rounds in written)
+
+
+def waits(recording: Recording) -> Iterator[tuple[Slot, int, Op]]:
+    """The flags that a rank waits for: the epoch, and what waits."""
+    homes = _homes(recording)
     for op in recording.ops:
         if isinstance(op, WaitSignal):
-            slots, register, epoch = [op.slot], op.flags, op.epoch
+            yield (homes[recording.buffers[op.flags]], op.slot), op.epoch, op
         elif isinstance(op, Compute) and op.ready is not None:
-            slots, register, epoch = list(range(op.ready.blocks)), op.ready.flags, op.ready.epoch
-        else:
-            continue
-        for slot in slots:
-            key = homes[recording.buffers[register]], slot
-            awaited[key] = max(awaited.get(key, 0), epoch)
+            place = homes[recording.buffers[op.ready.flags]]
+            yield from (((place, slot), op.ready.epoch, op) for slot in range(op.ready.blocks))
+
+
+def _streams(recording: Recording) -> dict[Slot, set[int]]:
+    """The streams that raise or wait for each of a rank's own flags."""
+    homes, found = _homes(recording), dict[Slot, set[int]]()
+    for op in recording.ops:
+        if isinstance(op, Signal) and op.peer == recording.rank:
+            found.setdefault((homes[recording.buffers[op.flags]], op.slot), set()).add(op.stream)
+    for slot, _, op in waits(recording):
+        found.setdefault(slot, set()).add(op.stream)
+    return found
+
+
+def _awaited(recording: Recording) -> dict[Slot, int]:
+    """The highest epoch of each flag that a rank waits for."""
+    awaited: dict[Slot, int] = {}
+    for slot, epoch, _ in waits(recording):
+        awaited[slot] = max(awaited.get(slot, 0), epoch)
     return awaited

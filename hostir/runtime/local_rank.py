@@ -206,22 +206,26 @@ class RankMachine(Observer):
     ) -> None:
         kernel, reads = self.kernels[kind], tuple(x for x in operands if x is not None)
         if isinstance(ready := options.get("ready"), Ready):
-            a, b = reads
-            self._by_blocks(kernel, out, a, b, ready)
+            self._by_blocks(kernel, out, operands, ready)
             return
         task = self.issue(partial(kernel, out, *operands, **options), reads, (out,), timed=True)
         task.gate = self.processors
 
-    def _by_blocks(self, kernel: Kernel, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ready: Ready) -> None:
+    def _by_blocks(
+        self, kernel: Kernel, out: torch.Tensor, operands: Sequence[torch.Tensor | None], ready: Ready
+    ) -> None:
         """A kernel that takes all SMs when it starts, and computes each block of rows once its flag is up."""
+        a, *others = operands
+        assert a is not None
+        whole = tuple(x for x in others if x is not None)
         a_blocks, out_blocks = self._blocks(a, "reads", ready.blocks), self._blocks(out, "writes", ready.blocks)
         start = self.issue(None)
         start.run, start.gate = partial(self.processors.take, start), self.processors
         blocks = []
         for j in (*range(ready.first, ready.blocks), *range(ready.first)):
-            run = partial(kernel, out_blocks[j], a_blocks[j], b)
+            run = partial(kernel, out_blocks[j], a_blocks[j], *others)
             lane = f"block {j} of task {start.order}"
-            block = self.task(run, (a_blocks[j], b), (out_blocks[j],), lane=lane, timed=True).follow([start])
+            block = self.task(run, (a_blocks[j], *whole), (out_blocks[j],), lane=lane, timed=True).follow([start])
             block.gate, block.epoch = self._flag(ready.flags, j), self._epoch(ready.epoch)
             blocks.append(block)
         end = self.issue(partial(self.processors.take, None)).follow(blocks)

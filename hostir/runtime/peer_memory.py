@@ -34,7 +34,7 @@ class PeerMemory:
     @contextlib.contextmanager
     def offering(self, size: int) -> Iterator[str]:
         """The number of this rank's GPU."""
-        if why := _why_not(self.device):
+        if why := why_not(self.device):
             raise RuntimeError(why)
         yield str(self.device.index)
 
@@ -69,7 +69,7 @@ class PeerMemory:
         return notes(recording)
 
 
-def _why_not(device: torch.device) -> str:
+def why_not(device: torch.device) -> str:
     """Why this GPU cannot share its memory; nothing where it can."""
     import torch.distributed._symmetric_memory as symmetric_memory
 

@@ -89,11 +89,21 @@ def test_two_kernels_that_hold_sms_come_at_once_only_where_that_is_asked_for() -
 
 
 def test_the_command_that_repeats_an_iteration_says_all_that_it_depends_on() -> None:
-    chosen = cases.options(["fused_pairs", "--seed", "7", "--pool", "5", "--seconds", "1", "--device", "cpu"])
+    chosen = cases.options(["fused_pairs", "--seed", "7", "--pool", "9", "--seconds", "1"])
     words = cases.to_repeat(chosen, 4, 123).split("stress_onesided.py ")[1].split()
     again = cases.options(words)
-    assert (again.mode, again.seed, again.pool, again.device) == ("fused_pairs", 7, 5, "cpu")
+    assert (again.mode, again.seed, again.pool, again.device) == ("fused_pairs", 7, 9, "cuda")
     assert (again.first, again.iterations) == (123, 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["fused_pairs", "--device", "cpu"], ["fused_pairs", "--pool", "7"], ["--pool", "0"], ["--iterations", "0"]],
+)
+def test_options_that_make_no_sense_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cases.options(words)
+    assert "at least" in capsys.readouterr().err
 
 
 # Checking ---------------------------------------------------------------------------------------------------------

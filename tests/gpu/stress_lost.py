@@ -1,0 +1,215 @@
+"""A rank that dies or stays away in the middle of one-sided calls: how soon the others end, and what they say.
+
+    python tests/gpu/stress_lost.py --ranks N [--device cpu] [CASE ...]
+
+Starts the ranks itself, since a launcher would end the others. `killed_eager`, `killed_replayed`: rank 1 kills itself
+between two statements of a call, or while a replay runs; each other rank must end within 30 s with a diagnostic that
+names its statement. `stalled_ring`, `stalled_fused` and `stalled_spinning` (a kernel that waits): rank 1 leaves out a
+call; the others must end within HOSTIR_TIMEOUT seconds and 10 more, naming rank, statement, and the flag or barrier.
+Exits with 1 where one did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.gpu.stress_units import Unit
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # the tests are no installed package
+
+AT = 20  # the call that rank 1 does not end, or make
+MOST = 30.0  # seconds in which the others must end after a death
+LATE = 10.0  # and after a rank's patience is over
+STARTING = 240.0  # seconds until rank 1 has come to its last call
+TIMEOUT = 40.0  # longer than a kernel looks at flags, which is about 20 s
+STATEMENT = r"error: rank {rank}(?: is ended at|,| stands at) '[^'\n]+'"
+FLAG = r"flag|barrier|for rank 1"
+
+
+@dataclass(frozen=True)
+class Case:
+    strategy: str
+    kernels: str
+    killed: bool
+    replayed: bool = False
+
+
+CASES = {
+    "killed_eager": Case("fused", "triton", killed=True),
+    "killed_replayed": Case("fused", "triton", killed=True, replayed=True),
+    "stalled_ring": Case("ring", "aten", killed=False),
+    "stalled_fused": Case("fused", "aten", killed=False),
+    "stalled_spinning": Case("fused", "triton", killed=False),
+}
+
+
+# A rank -----------------------------------------------------------------------------------------------------------
+def rank_of(case: Case, device: str) -> None:
+    """Calls until rank 1 is lost, and then until this process is ended."""
+    from hostir.runtime.session import session
+    from tests.gpu.stress_cases import Config, Product
+    from tests.gpu.stress_units import Delays, Unit
+
+    with session(device) as job:
+        assert job is not None
+        kernels = case.kernels if device == "cuda" else "aten"
+        mesh, sides = tuple(range(job.size)), (Product(256, linear=False, bias=False, split=False),)
+        config = Config(case.strategy, kernels, "bf16", mesh, 2, (64, 64), 512, sides, kept=False, priorities=(0,) * 8)
+        unit = Unit(config, job.rank, job.device, Delays(job.device))
+        form = "out" if case.replayed else "eager"
+        for call in range(100 * AT):
+            if job.rank == 1 and call == AT:
+                lose(unit, case, form)
+            unit.call(form, unit.parts(unit.wholes(0, call), 0), 0, 0)
+            if call % 4 == 0 or call >= AT:
+                unit.executor.synchronize()
+
+
+def lose(unit: Unit, case: Case, form: str) -> None:
+    """What rank 1 does in the place of a whole call."""
+    print("LOST", flush=True)
+    if not case.killed:
+        time.sleep(10 * TIMEOUT)
+    if unit.device.type == "cuda":
+        import torch
+
+        from hostir.runtime.cuda import CudaPlan
+
+        torch.cuda._sleep(100_000_000)  # about 50 ms: the device is not through with what is now issued
+        for plan in [] if case.replayed else unit.executor.plans.values():
+            assert isinstance(plan, CudaPlan)
+            plan.steps[len(plan.steps) // 2] = die
+        unit.call(form, unit.parts(unit.wholes(0, AT), 0), 0, 0)
+    die()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# The driver -------------------------------------------------------------------------------------------------------
+@dataclass
+class Ended:
+    """How a rank went: seconds after the loss (negative: it had to be killed), exit code, and the last it said."""
+
+    rank: int
+    seconds: float
+    code: int
+    said: str
+
+    def fault(self, case: Case) -> str:
+        """What is wrong with that; empty where nothing is."""
+        most = MOST if case.killed else TIMEOUT + LATE
+        if self.seconds < 0 or self.seconds > most:
+            return f"did not end within {most:.0f} s"
+        if self.code == 0:
+            return "ended as if all were well"
+        named = re.search(STATEMENT.format(rank=self.rank), self.said)
+        if not named:
+            return "does not name its statement"
+        if not case.killed and not re.search(FLAG, self.said[named.start() :]):
+            return "does not name the flag"
+        return ""
+
+
+def start(name: str, rank: int, ranks: int, port: int, device: str, folder: Path) -> subprocess.Popen[bytes]:
+    job = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HOSTIR_TIMEOUT": f"{TIMEOUT:g}"}
+    command = [sys.executable, __file__, "--ranks", str(ranks), "--device", device, name]
+    said = (folder / f"{name}.{rank}").open("wb")
+    with said:
+        return subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **job, **where}, stdout=said, stderr=subprocess.STDOUT
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def watch(name: str, ranks: int, device: str, folder: Path) -> list[Ended]:
+    """Starts a case and waits until all but rank 1 have ended; kills what has not."""
+    case, port = CASES[name], free_port()
+    jobs = [start(name, rank, ranks, port, device, folder) for rank in range(ranks)]
+    try:
+        lost = loss(folder / f"{name}.1", jobs[1])
+        ended: dict[int, float] = {}
+        while len(ended) < ranks - 1 and time.monotonic() - lost < (MOST if case.killed else TIMEOUT + LATE) + 30:
+            for rank, job in enumerate(jobs):
+                if rank != 1 and rank not in ended and job.poll() is not None:
+                    ended[rank] = time.monotonic() - lost
+            time.sleep(0.05)
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    texts = {rank: (folder / f"{name}.{rank}").read_text(errors="replace") for rank in range(ranks)}
+    return [Ended(r, ended.get(r, -1.0), jobs[r].returncode, texts[r]) for r in range(ranks) if r != 1]
+
+
+def loss(said: Path, job: subprocess.Popen[bytes]) -> float:
+    """When rank 1 was lost."""
+    begin = time.monotonic()
+    while "LOST" not in said.read_text(errors="replace"):
+        if job.poll() is not None or time.monotonic() - begin > STARTING:
+            raise SystemExit(f"rank 1 did not come as far as call {AT}:\n{said.read_text(errors='replace')[-3000:]}")
+        time.sleep(0.05)
+    return time.monotonic()
+
+
+def report(name: str, ended: Sequence[Ended]) -> bool:
+    """Prints how each rank ended; whether all ended as they should."""
+    faults = 0
+    for it in ended:
+        fault = it.fault(CASES[name])
+        faults += bool(fault)
+        found = re.search(r"error: .*", it.said)
+        said = found[0] if found else it.said[-500:]
+        print(f"{name}: rank {it.rank} ended after {it.seconds:.1f} s, code {it.code}: {said}", flush=True)
+        if fault:
+            print(f"FAILED {name}: rank {it.rank} {fault}; its last words:\n{it.said[-3000:]}", flush=True)
+    return not faults
+
+
+def main() -> int:
+    """Runs as a rank where it was started as one, else as the driver. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="How the other ranks end when one is lost.")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all where none is given")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--folder", type=Path, default=Path("lost"), help="for what the ranks say")
+    parser.add_argument("--json", type=Path, default=None, help="where to write the figures")
+    chosen = parser.parse_args()
+    if unknown := set(chosen.cases) - CASES.keys():
+        parser.error(f"there is no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    if "RANK" in os.environ:
+        rank_of(CASES[chosen.cases[0]], chosen.device)
+        return 0
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    results = {name: watch(name, chosen.ranks, chosen.device, chosen.folder) for name in chosen.cases or CASES}
+    good = [report(name, ended) for name, ended in results.items()]
+    if chosen.json is not None:
+        figures = {name: {it.rank: round(it.seconds, 1) for it in ended} for name, ended in results.items()}
+        chosen.json.write_text(json.dumps({"ranks": chosen.ranks, "seconds": figures}, indent=1) + "\n")
+    print(f"{sum(good)} of {len(good)} cases ended as they should on {chosen.ranks} ranks", flush=True)
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
