@@ -64,16 +64,22 @@ def test_waves_that_are_nearly_full_or_short_are_not_shared(M, N, K):
     assert choose(M, N, K, torch.bfloat16, 132).shared == 0
 
 
-@pytest.mark.parametrize("height", [64, 100, 256, 512])
-def test_rows_in_blocks_leave_little_to_do_after_the_last_block(height):
-    N, K, sms, blocks = 3584, 8192, 132, 8
-    chosen = choose(blocks * height, N, K, torch.bfloat16, sms, block=height)
-    plain = choose(blocks * height, N, K, torch.bfloat16, sms)
+@pytest.mark.parametrize(
+    ("M", "N", "K", "expected"),
+    [
+        (2048, 1792, 4096, (64, 128)),
+        (4096, 1792, 4096, (64, 256)),
+        (8192, 1792, 4096, (128, 256)),
+        (2048, 3584, 8192, (128, 256)),
+        (8192, 3584, 8192, (128, 256)),
+    ],
+)
+def test_rows_in_blocks_get_the_tile_that_was_fastest_on_four_h200s(M, N, K, expected):
+    tile = choose(M, N, K, torch.bfloat16, 132, block=M // 4)
+    assert (tile.m, tile.n, tile.shared) == (*expected, 0)
 
-    def after_the_last(tile):
-        _, rows = in_blocks(1, blocks * height, height, tile.m)
-        tiles = -(-rows // tile.m) * -(-N // tile.n)
-        waves = tiles / sms if tile.shared else -(-tiles // sms)
-        return waves * tile.m * tile.n / tile.rate
 
-    assert after_the_last(chosen) <= after_the_last(plain)
+def test_blocks_that_come_late_are_multiplied_with_smaller_tiles_than_rows_that_are_there():
+    here = choose(4096, 1792, 4096, torch.bfloat16, 132)
+    coming = choose(4096, 1792, 4096, torch.bfloat16, 132, block=1024)
+    assert coming.m * coming.n < here.m * here.n
