@@ -59,19 +59,21 @@ class Picture:
     slices: int
     streams: int
     delays: bool = True
+    strategy: str = "pipeline"
 
     def __str__(self) -> str:
+        how = f"{self.slices} slices" if self.strategy == "pipeline" else self.strategy
         without = "" if self.delays else ", without delay"
-        return f"{self.kind} and matmul, {self.M}x{self.N}x{self.K} a rank, {self.slices} slices{without}"
+        return f"{self.kind} and matmul, {self.M}x{self.N}x{self.K} a rank, {how}{without}"
 
     def program(self, ranks: int) -> hi.Program:
-        """The pipelined program, its delays taken out where the picture is to show what they are for."""
+        """The program, its delays taken out where the picture is to show what they are for."""
         sizes = {"ranks": ranks, "S": self.slices, "M": self.M, "N": self.N, "dtype": "bf16"}
         if self.kind == "allgather":
             fusion = patterns.allgather_matmul(K=self.K, **sizes)
         else:
             fusion = patterns.row_parallel_scattered(K=self.K * ranks, **sizes)
-        program = hi.lower(fusion, streams=self.streams)
+        program = hi.lower(fusion, self.strategy, streams=self.streams)
         if self.delays:
             return program
         return program.with_body(rewrite(program.body, lambda s: () if isinstance(s, Delay) else (s,)))
@@ -83,6 +85,9 @@ PICTURES = (
     Picture("without-delay.svg", "allgather", 8192, 1792, 4096, slices=2, streams=2, delays=False),
     Picture("reduce-scatter.svg", "reduce_scatter", 8192, 8192, 3584, slices=2, streams=2),
     Picture("small.svg", "reduce_scatter", 4096, 4096, 1792, slices=2, streams=2),
+    Picture("fused.svg", "allgather", 8192, 3584, 8192, slices=1, streams=1, strategy="fused"),
+    Picture("fused-small.svg", "allgather", 4096, 1792, 4096, slices=1, streams=1, strategy="fused"),
+    Picture("ring.svg", "allgather", 4096, 6656, 16384, slices=1, streams=4, strategy="ring"),
 )
 
 
@@ -92,6 +97,10 @@ def short(name: str) -> str:
         return "allgather (NCCL)" if "AllGather" in name else "reduce_scatter (NCCL)"
     if "spin" in name or "sleep" in name:
         return "delay"
+    if "Memcpy" in name:
+        return "put to a peer" if "PtoP" in name else "copy of the own rows"
+    if name.startswith("_end"):
+        return "end of the call"
     return "matmul" if any(part in name for part in ("gemm", "nvjet", "matmul", "cutlass")) else name.split("(")[0][:40]
 
 
@@ -99,7 +108,8 @@ def draw(joined: Session, picture: Picture, folder: Path) -> None:
     """Profiles one program and writes its picture on rank 0."""
     program, device = picture.program(joined.size), joined.device
     inputs = [torch.randn(bind_shape(v.tensor.local_shape, {}), device=device).bfloat16() for v in program.inputs]
-    replay = graphed(partial(hi.Executor(program, kernels="aten"), *inputs))
+    executor = hi.Executor(program, kernels="triton" if picture.strategy == "fused" else "aten")
+    replay = graphed(partial(executor, *inputs))
     found = kernels(replay)
     if joined.rank == 0:
         trace = Trace(f"{picture}, rank 0 of {joined.size}")

@@ -29,9 +29,9 @@ from hostir.ir.p2p_ops import Message, Recv, Send, SendAndRecv
 from hostir.ir.printer import Printer
 from hostir.ir.program import Names, Program, rewrite
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import Matmul, TensorOp
+from hostir.ir.tensor_ops import Contraction, TensorOp
 from hostir.ir.types import FLAG, Kind, TensorType
-from hostir.ir.values import Bin, Expr, Lit, Ref, Value, expr_values
+from hostir.ir.values import ZERO, Bin, Expr, Lit, Ref, Value, expr_values
 from hostir.ir.view_ops import ViewOp
 
 Block = tuple[Statement, ...]
@@ -167,8 +167,8 @@ def condition(place: Place) -> Iterator[Edit]:
 @edit
 def unready(place: Place) -> Iterator[Edit]:
     s = place.statement
-    if isinstance(s, Matmul) and s.ready is not None:
-        plain = Matmul(a=s.a, b=s.b, out=s.out)
+    if isinstance(s, Contraction) and s.ready is not None:
+        plain = replace(s, ready=None, epoch=ZERO, first=ZERO)
         yield "delete ready", f"'{_told(s)}' waits for nothing", place.become(plain)
 
 
@@ -236,7 +236,7 @@ def streams(place: Place) -> Iterator[Edit]:
 def indices(place: Place) -> Iterator[Edit]:
     """Slices, flags, peers and sides of conditions: another literal, the next one, a loop's index gone or another's."""
     s = place.statement
-    if isinstance(s, Matmul) and s.ready is None:
+    if isinstance(s, Contraction) and s.ready is None:
         return
     for name, codec in codecs_of(type(s)).items():
         if codec is not Codec.INDEX or name == "epoch":
@@ -258,7 +258,7 @@ def _choices(s: Statement, name: str) -> int:
     elif isinstance(s, Chunk):
         size = s.count
     elif name in ("slot", "first"):
-        size = (s.ready if isinstance(s, Matmul) else s.flags).tensor.shape[0]
+        size = (s.ready if isinstance(s, Contraction) else s.flags).tensor.shape[0]
     elif name in ("peer", "to", "source"):
         value = s.flags if isinstance(s, Signal) else next(s.values(Codec.READ, Codec.WRITE))
         size = value.tensor.mesh.size(s.over)
@@ -274,7 +274,7 @@ def _shares(s: Statement, old: Expr, new: Expr) -> bool:
 @edit
 def epochs(place: Place) -> Iterator[Edit]:
     s = place.statement
-    if not isinstance(s, (Signal, WaitSignal)) and not (isinstance(s, Matmul) and s.ready is not None):
+    if not isinstance(s, (Signal, WaitSignal)) and not (isinstance(s, Contraction) and s.ready is not None):
         return
     old = s.epoch
     new: list[Expr] = [Bin("+", old, Lit(1)), Bin("-", old, Lit(1))]

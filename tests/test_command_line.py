@@ -319,8 +319,11 @@ def test_a_program_too_long_to_look_at_says_that_it_was_not_checked(
     body = "  for %i in 0..200000 {\n    relu %a -> %c\n  }\n"
     text = "hostir 1\nmesh @m [x] = 0\nprogram @p(%a: f32[4]) -> (%c) {\n  %c: f32[4] = allocate\n"
     file.write_text(f"{text}{body}}}\n")
-    assert main(["check", str(file)]) == 0
-    assert "was not checked for races" in capfd.readouterr().err
+    assert main(["check", str(file)]) == 1, "what is not proved must not pass for proved"
+    assert "error: @p was not checked for races: it comes to 800002 statements" in capfd.readouterr().err
+    assert main(["check", str(file), "--format", "json"]) == 1
+    (finding,) = json.loads(capfd.readouterr().out)["findings"]
+    assert (finding["level"], finding["kind"]) == ("error", "unchecked")
 
 
 def test_redundant_names_what_a_clean_program_can_spare(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from hostir.ir.op import Codec, Phase, Statement
 from hostir.ir.p2p_ops import Message
 from hostir.ir.printer import Printer
 from hostir.ir.program import Program, format_statement
-from hostir.ir.tensor_ops import Matmul, TensorOp
+from hostir.ir.tensor_ops import Contraction, TensorOp
 from hostir.ir.values import Expr, Ref
 from hostir.ir.view_ops import ViewOp
 
@@ -97,7 +97,7 @@ class _Drawing:
             self.edge([self.makers[s.handle.name]], node, SYNCHRONIZATION)
         elif isinstance(s, WaitSignal):
             self.edge(self.signals.get(s.flags.name, []), node, SYNCHRONIZATION)
-        elif isinstance(s, Matmul) and s.ready:
+        elif isinstance(s, Contraction) and s.ready:
             self.edge(self.signals.get(s.ready.name, []), node, SYNCHRONIZATION)
         elif isinstance(s, Signal):
             self.signals.setdefault(s.flags.name, []).append(node)

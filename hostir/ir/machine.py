@@ -46,7 +46,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Ready:
-    """What a matmul waits for while it runs: block `i` of its rows is there when flag `i` has reached `epoch`.
+    """What a product waits for while it runs: block `i` of its rows is there when flag `i` has reached `epoch`.
 
     The rows of its left side are `blocks` equal blocks, which it computes one after another, beginning with `first`.
     """

@@ -150,9 +150,9 @@ class Printer:
                 return self.communication(s)
             case views.ViewOp():
                 return self.view(s)
-            case ops.TensorOp() if not (isinstance(s, ops.Matmul) and s.ready):
+            case ops.TensorOp() if not (isinstance(s, ops.Contraction) and s.ready):
                 return self.computation(s)
-        what = f"{s.keyword()} ... ready" if isinstance(s, ops.Matmul) else s.keyword()
+        what = f"{s.keyword()} ... ready" if isinstance(s, ops.Contraction) else s.keyword()
         raise error(
             f"nvFuser's form has no spelling for '{what}'",
             s.span,

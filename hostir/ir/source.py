@@ -75,6 +75,9 @@ def from_here(file: str) -> str:
     return file.removeprefix(inside)
 
 
+UNCHECKED = "unchecked"  # the kind of the finding that orders were not looked at, so that nothing is proved
+
+
 @dataclass(frozen=True)
 class Diagnostic:
     """One finding: what is wrong, where, what was expected, and what to do about it.

@@ -8,7 +8,7 @@ slicing and type inference all read it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -126,28 +126,23 @@ def _contract(op: Statement, a: Value, b: Value, b_axis: int) -> None:
         )
 
 
-@statement
+READY = "<? ready {ready} >= {epoch} from {first}?>"
+
+
 @dataclass(frozen=True)
-class Matmul(TensorOp):
-    """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32.
+class Contraction(TensorOp):
+    """A product that sums the last axis of `a` away, and may wait for the rows of `a`: `ready` as in `matmul`."""
 
-    With `ready %flags >= epoch from first`, the rows of `a`, its leading axes taken together, are as many equal blocks
-    as there are flags. One kernel computes them all, beginning with block `first`, and each waits until its flag has
-    reached the epoch. The kernel holds the SMs from its start to its end.
-
-    Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
-    """
-
-    syntax = "matmul {a}, {b} -> {out}<? ready {ready} >= {epoch} from {first}?>"
     a: Read
-    b: Read
-    ready: UseIf = None
-    epoch: Index = ZERO
-    first: Index = ZERO
+    ready: UseIf = field(default=None, kw_only=True)
+    epoch: Index = field(default=ZERO, kw_only=True)
+    first: Index = field(default=ZERO, kw_only=True)
 
     @classmethod
     def form(cls, phase: Phase) -> str:
-        return cls.syntax if phase is Phase.HOST else "{out} = matmul {a}, {b}"
+        """In a fusion nothing waits: what is gathered is there."""
+        form = super().form(phase)
+        return form if phase is Phase.HOST else form.removesuffix(READY)
 
     def verify(self) -> None:
         super().verify()
@@ -169,6 +164,22 @@ class Matmul(TensorOp):
             )
         return {"ready": Ready(frame[self.ready], epoch, first, blocks)}
 
+
+@statement
+@dataclass(frozen=True)
+class Matmul(Contraction):
+    """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32.
+
+    With `ready %flags >= epoch from first`, the rows of `a`, its leading axes taken together, are as many equal blocks
+    as there are flags. One kernel computes them all, beginning with block `first`, and each waits until its flag has
+    reached the epoch. The kernel holds the SMs from its start to its end.
+
+    Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
+    """
+
+    syntax = "matmul {a}, {b} -> {out}" + READY
+    b: Read
+
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         dtype = same_dtype(self, [self.a, self.b])
         _contract(self, self.a, self.b, 0)
@@ -181,14 +192,15 @@ class Matmul(TensorOp):
 
 @statement
 @dataclass(frozen=True)
-class Linear(TensorOp):
+class Linear(Contraction):
     """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, accumulated in f32; the bias may be left out.
+
+    With `ready %flags >= epoch from first` it computes block of rows by block of rows, as `matmul` does.
 
     Example: %c: f32[16, 32] = linear %a: f32[16, 64], %w: f32[32, 64], %bias: f32[32]
     """
 
-    syntax = "linear {a}, {weight}<?, {bias}?> -> {out}"
-    a: Read
+    syntax = "linear {a}, {weight}<?, {bias}?> -> {out}" + READY
     weight: Read
     bias: ReadIf = None
 

@@ -106,6 +106,13 @@ class Shard(ViewOp):
 
     def verify(self) -> None:
         old, new = self.x.tensor, self.out.tensor
+        for value in (self.x, self.out):
+            if value.tensor.mesh is None:
+                raise self.fail(
+                    f"{value} is 'auto': it lies on no mesh yet, whose ranks could have blocks of it",
+                    expected="both types of a shard written out",
+                    hint=f"take 'auto' off the type of {value}",
+                )
         if (
             len(old.axes) != len(new.axes)
             or old.dtype != new.dtype

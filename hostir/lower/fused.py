@@ -15,10 +15,10 @@ from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
 from hostir.ir.onesided_ops import AllocateSymmetric, Put, Signal, WaitSignal
 from hostir.ir.op import Codec
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import Add, Copy, Linear, Matmul
+from hostir.ir.tensor_ops import Contraction, Copy
 from hostir.ir.types import FLAG, Axis
 from hostir.ir.values import Bin, Expr, Lit, Ref
-from hostir.ir.view_ops import Permute, Shard, ViewOp
+from hostir.ir.view_ops import Shard, ViewOp
 from hostir.lower.gathers import (
     Gathers,
     block_axes,
@@ -56,7 +56,7 @@ class Fused(Pass):
                 flying[s.out.name] = Push(host, peers, s)
                 continue
             pushes = [flying.pop(v.name) for v in s.values(Codec.READ, Codec.ALIAS) if v.name in flying]
-            if len(pushes) == 1 and isinstance(s, (Matmul, Linear)) and reads_rows(s, pushes[0].gather.out):
+            if len(pushes) == 1 and isinstance(s, Contraction) and reads_rows(s, pushes[0].gather.out):
                 pushes[0].multiply(s)
                 continue
             for push in pushes:
@@ -136,11 +136,13 @@ class Push:
 
         before = modulo(Bin("+", self.place, Bin("-", Lit(self.ranks - 1), turn)), self.ranks)
         theirs = push(before, "to the rank that multiplies these rows next")
-        body += [SetStream(COPIER), Synchronize(self.peers.user), *(views if self.axis is None else ())]
+        # A copy within a GPU needs SMs, so the own one must come before the matmul that holds them.
+        body += [SetStream(COPIER), Synchronize(self.peers.user), SetStream(self.peers.user)]
+        body += views if self.axis is None else ()
+        body += [*each(push(self.place, "the matmul begins with these rows")), SetStream(COPIER)]
         body += self.peers.past(s, self.full)
         body += each([For(turn.value, Size(self.ranks - 1), tuple(theirs), span=s.span)])
-        # A copy within a GPU needs SMs, so it must come before the matmul that holds them.
-        body += [SetStream(self.peers.user), *each(push(self.place, "the matmul begins with these rows"))]
+        body.append(SetStream(self.peers.user))
 
     def views(self, x: Value, block: Ref) -> tuple[list[ViewOp], Value, Value]:
         """The own shard and its place in the buffer: of one block of the rows, where a shard lies in several."""
@@ -166,20 +168,14 @@ class Push:
             views.append(Select(value, out, block, k, span=self.gather.span))
         return out
 
-    def multiply(self, s: Matmul | Linear) -> None:
+    def multiply(self, s: Contraction) -> None:
         """The matmul that waits for the blocks: the copies have ended behind it, and others find the rows there."""
-        host = self.host
-        out, values = host.destination(s.out), host.values
-        right, bias = (s.b, None) if isinstance(s, Matmul) else (s.weight, s.bias)
-        b = values[right.name]
-        if isinstance(s, Linear):
-            turned = Value(host.names.fresh(f"{b.name}_t"), b.tensor.with_axes(reversed(b.tensor.axes)), s.span)
-            b = host.view(Permute(b, turned, (1, 0), span=s.span))
-        product = host.scratch(f"{out.name}_product", out.tensor, out) if bias else out
+        self.host.destination(s.out)
+        moved = s.rename(self.host.values)
+        assert isinstance(moved, Contraction)
         note = "own rows first, each other block when it is there"
-        host.body.append(Matmul(product, self.full, b, self.flags, THERE, self.place, span=s.span, note=note))
-        if bias:
-            host.body.append(Add(out=out, x=product, y=values[bias.name], span=s.span))
+        waits = replace(moved, a=self.full, ready=self.flags, epoch=THERE, first=self.place, note=note)
+        self.host.body.append(waits)
         self.settle()
 
     def arrive(self) -> None:

@@ -21,7 +21,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,14 +29,22 @@ from hostir.ir.source import HostIRError, error
 from hostir.runtime.plan import Collective, Messages, Recording
 from hostir.runtime.watchdog import headline
 
-if TYPE_CHECKING:
-    from hostir.runtime.cuda import CudaPlan
-
 EAGER = 2  # calls at the same addresses before they are captured: the first may compile, tune and connect
 KEPT = 16  # graphs of an executor
 SEEN = 256  # sets of addresses that it remembers
 Part = torch.Tensor | None
 Where = tuple[object, ...]  # a plan, and the address of each input and output
+
+
+class Plan(Protocol):
+    """What graphs need of a plan."""
+
+    @property
+    def eager_only(self) -> str:
+        """Why no graph may be captured of its runs; empty where one may."""
+
+    def run(self, inputs: Sequence[Part], given: Sequence[Part] | None = None) -> tuple[Part, ...]:
+        """Issues one run, into the tensors `given`."""
 
 
 def uniform_only(recording: Recording) -> str:
@@ -72,7 +80,7 @@ class Graphs:
         """Where the workspaces of all graphs come from."""
         return torch.cuda.graph_pool_handle()
 
-    def run(self, plan: CudaPlan, where: Where, inputs: Sequence[Part], given: Sequence[Part]) -> None:
+    def run(self, plan: Plan, where: Where, inputs: Sequence[Part], given: Sequence[Part]) -> None:
         """One run into `given`: a launch of the graph for these addresses, or eagerly where there is none."""
         if torch.cuda.is_current_stream_capturing():  # the caller's graph gets the statements themselves
             plan.run(inputs, given)
@@ -101,7 +109,7 @@ class Graphs:
         self.stream = now
 
     def capture_when_due(
-        self, plan: CudaPlan, where: Where, inputs: Sequence[Part], given: Sequence[Part]
+        self, plan: Plan, where: Where, inputs: Sequence[Part], given: Sequence[Part]
     ) -> torch.cuda.CUDAGraph | None:
         """The new graph of a call that is eager no longer.
 
@@ -118,7 +126,7 @@ class Graphs:
         return self.capture(plan, where, inputs, given) if due else None
 
     def capture(
-        self, plan: CudaPlan, where: Where, inputs: Sequence[Part], given: Sequence[Part]
+        self, plan: Plan, where: Where, inputs: Sequence[Part], given: Sequence[Part]
     ) -> torch.cuda.CUDAGraph | None:
         """The graph of a run that is recorded, not executed. None after a warning where that fails, once for all."""
         try:
@@ -133,7 +141,7 @@ class Graphs:
             self.kept.popitem(last=False)
         return graph
 
-    def record(self, plan: CudaPlan, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
+    def record(self, plan: Plan, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
         with torch.cuda.stream(self.side):
             graph = torch.cuda.CUDAGraph()
             try:  # of all threads only this one is kept from what a capture forbids

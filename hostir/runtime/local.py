@@ -25,7 +25,7 @@ from hostir.runtime.local_onesided import Symmetric, meet
 from hostir.runtime.local_rank import Parts, RankMachine
 from hostir.runtime.messages import pair
 from hostir.runtime.outputs import check_apart, check_given, sequence_of
-from hostir.runtime.sharding import assemble, bind_sizes, shard, solve_sizes
+from hostir.runtime.sharding import bind_sizes, shard, solve_sizes
 from hostir.runtime.tasks import Flag, Task, execute, program_order, random_order, times
 from hostir.runtime.trace import Trace
 from hostir.runtime.watch import Watch
@@ -258,22 +258,6 @@ def _deliver(program: Program, inputs: Inputs, outputs: list[Parts], out: Any) -
 
 def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
     return [x for group in groups for x in group]
-
-
-def run_whole(
-    program: Program,
-    inputs: Sequence[torch.Tensor],
-    sizes: Mapping[str, int] | None = None,
-    *,
-    seed: int = 0,
-    kernels: str = "auto",
-    watch: bool = False,
-    trace: Trace | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """As `run_local`, from whole tensors to whole tensors; raises HostIRError where copies of an output differ."""
-    bound = bind_sizes(program, inputs, sizes)
-    outputs = run_local(program, inputs, bound, seed=seed, kernels=kernels, watch=watch, trace=trace)
-    return tuple(assemble(parts, v.tensor, bound) for v, parts in zip(program.outputs, outputs, strict=True))
 
 
 def _distribute(program: Program, inputs: Inputs, given: Mapping[str, int]) -> tuple[list[Parts], dict[str, int]]:

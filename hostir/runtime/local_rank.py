@@ -264,6 +264,7 @@ class RankMachine(Observer):
         if target != self.rank:
             out = self._at(out, target)
         task = self.issue(partial(out.copy_, x), (x,), (out,), timed=True)
+        task.gate = self.processors if source == target else None  # within a rank it is a kernel's work
         for view, rank in ((x, source), (out, target)):
             if rank != self.rank:
                 self.symmetric.touch(view, rank, task)

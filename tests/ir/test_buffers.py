@@ -18,7 +18,8 @@ from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.types import DTYPES, Axis, TensorType
 from hostir.ir.values import Lit
 from hostir.ir.view_ops import Permute, Reshape, ViewOp
-from hostir.runtime.local import run_local, run_whole
+from hostir.runtime.local import run_local
+from tests.runtime.whole import run_whole
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\n"
 INPUTS = "%a: f32[4, 4], %b: f32[4, 4], %p: f32[4, 4] partial(didx), %s: f32[4@didx, 4]"

@@ -176,6 +176,8 @@ def test_what_waits_for_flags_follows_the_signals_that_set_them() -> None:
     g = graph(RANKS)
     assert g.edge("signal %arrived", "wait_signal %arrived") == "dashed"
     assert g.edge("signal %arrived", "matmul") == "dashed"
+    linear = graph(RANKS.replace("%b: f32[8, 3]", "%b: f32[3, 8]").replace("matmul", "linear"))
+    assert linear.edge("signal %arrived", "linear") == "dashed"
     assert g.edge("put %a", "matmul") == "solid"  # through the view that it wrote
 
 

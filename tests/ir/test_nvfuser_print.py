@@ -152,12 +152,13 @@ def test_what_ranks_do_alone_has_no_spelling_and_is_refused_where_it_stands(cls:
     assert "what all ranks of a team do alike" in found.expected
 
 
-def test_a_matmul_that_waits_for_flags_is_not_printed_as_one_that_does_not() -> None:
+@pytest.mark.parametrize("kind", ["matmul", "linear"])
+def test_a_product_that_waits_for_flags_is_not_printed_as_one_that_does_not(kind: str) -> None:
     program = parse(
-        "hostir 1\nmesh @m [didx] = 0 1\nprogram @p(%a: f32[4, 8], %b: f32[8, 2], %f: flag[2]) -> (%c) {\n"
-        "  %c: f32[4, 2] = allocate\n  matmul %a, %b -> %c ready %f >= 1 from 0\n}\n"
+        "hostir 1\nmesh @m [didx] = 0 1\nprogram @p(%a: f32[8, 8], %b: f32[8, 8], %f: flag[2]) -> (%c) {\n"
+        f"  %c: f32[8, 8] = allocate\n  {kind} %a, %b -> %c ready %f >= 1 from 0\n}}\n"
     )
-    with pytest.raises(HostIRError, match=r"no spelling for 'matmul \.\.\. ready'"):
+    with pytest.raises(HostIRError, match=rf"no spelling for '{kind} \.\.\. ready'"):
         Printer(program).statement(program.body[-1])
     with pytest.raises(HostIRError, match="no spelling for flags"):
         print_nvfuser(program)

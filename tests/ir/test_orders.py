@@ -9,6 +9,7 @@ from examples import patterns
 from hostir.ir import Diagnostic, HostIRError, Program, prove
 from hostir.ir.check.findings import Finding
 from hostir.ir.check.orders import analyse
+from hostir.ir.check.repair import repair
 from tests.lower.test_patterns import Pattern, arguments
 from tests.mutation import GATHERED
 
@@ -143,6 +144,25 @@ def test_proving_raises_all_errors() -> None:
     with pytest.raises(HostIRError) as wrong:
         prove(program("  set_stream 0\n  relu %x -> %y\n"))
     assert len(wrong.value.diagnostics) >= 2
+
+
+@pytest.mark.parametrize(
+    ("unseen", "why"),
+    [
+        (program("  for %i in 0..200000 { relu %x -> %y }\n"), "it comes to 1600012 statements"),
+        (program("  relu %x -> %y\n", "%x: f32[35/M], %z: f32[M/5]", result="f32[35/M]"), "no small values of M"),
+    ],
+    ids=["too long", "no small sizes"],
+)
+def test_what_was_not_looked_at_is_an_error_and_no_proof_and_runs_with_a_warning(unseen: Program, why: str) -> None:
+    (found,) = hi.check(unseen)
+    assert (found.level, found.kind) == ("error", "unchecked")
+    assert f"@p was not checked for races: {why}" in found.message
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match=f"not checked for races: {why}"):
+            assert prove(unseen) is unseen
+    with pytest.raises(HostIRError, match="not checked for races"):
+        repair(unseen)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

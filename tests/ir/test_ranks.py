@@ -9,7 +9,8 @@ import hostir as hi
 from hostir.ir import HostIRError
 from hostir.ir.check import check_structure
 from hostir.ir.source import Diagnostic
-from hostir.runtime.local import run_local, run_whole
+from hostir.runtime.local import run_local
+from tests.runtime.whole import run_whole
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nmesh @other [didx] = 1 0\n"
 INPUTS = "%a: f32[4@didx, 8], %b: f32[4, 8]"
@@ -83,6 +84,7 @@ def findings(body: str, inputs: str = INPUTS, outputs: str = "") -> list[Diagnos
         ("signal %f[0] = 1 at 0 over tp", 8, "the mesh of %f has no axis 'tp'"),
         ("wait_signal %a[0] >= 1", 8, "%a is no row of flags"),
         ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %b >= 1 from 0", 9, "%b is no row of flags"),
+        ("%m: f32[4, 8] = allocate\nlinear %b, %n -> %m ready %b >= 1 from 0", 9, "%b is no row of flags"),
         # places, conditions and messages
         ("%r = rank of %a over tp", 8, "the mesh of %a has no axis 'tp'"),
         ("barrier of %a over tp", 8, "the mesh of %a has no axis 'tp'"),
@@ -161,6 +163,10 @@ def test_inputs_and_outputs_hold_no_flags() -> None:
             "%m: f32[4, 8] = allocate\n%g: flag[3] = allocate_symmetric\nmatmul %b, %n -> %m ready %g >= 1 from 0",
             "3 flags",
         ),
+        (
+            "%m: f32[4, 8] = allocate\n%g: flag[3] = allocate_symmetric\nlinear %b, %n -> %m ready %g >= 1 from 0",
+            "3 flags",
+        ),
         ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %f >= 1 from 2", "%f has no flag 2"),
         ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %f >= 0 from 0", "epoch 0 of a flag"),
     ],
@@ -213,6 +219,29 @@ def test_a_matmul_multiplies_each_block_once_it_has_arrived(first: str) -> None:
     for seed in range(8):
         (c,) = run_whole(program, [a, b], seed=seed)
         torch.testing.assert_close(c, a @ b)
+
+
+def with_bias(bias: str) -> hi.Program:
+    """The same with `linear`; the bias is what a worker makes of %z, and `bias` says when."""
+    text = GATHER.format(rows=12, flags=4, epoch=1, first="%r").replace("%b: f32[8, 5]", "%w: f32[5, 8], %z: f32[5]")
+    text = text.replace("matmul %full, %b -> %c", "linear %full, %w, %bias -> %c")
+    text = text.replace("  %r = rank", "  %bias: f32[5] = allocate\n  %r = rank").replace("\n}", "\n  free %bias\n}")
+    return hi.parse(text.replace("  %mine", f"  {bias}\n  %mine"), "bias.hir")
+
+
+def test_a_linear_adds_its_bias_to_each_block() -> None:
+    program = with_bias("relu %z -> %bias\n  set_stream %user\n  synchronize 0\n  set_stream 0")
+    assert hi.parse(str(program)) == program
+    assert hi.check(program) == []
+    a, w, z = torch.randn(12, 8), torch.randn(5, 8), torch.randn(5)
+    for seed in range(8):
+        (c,) = run_whole(program, [a, w, z], seed=seed)
+        torch.testing.assert_close(c, a @ w.t() + z.relu())
+
+
+def test_a_bias_that_another_stream_still_writes_is_a_race() -> None:
+    found = hi.check(with_bias("relu %z -> %bias"))
+    assert any(d.message.startswith("race on %bias") for d in found), found
 
 
 def test_a_matmul_that_waits_for_more_than_is_signalled_is_found() -> None:

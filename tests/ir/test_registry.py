@@ -8,9 +8,9 @@ import torch
 import hostir as hi
 from hostir.ir import HostIRError, Phase, Statement, verify
 from hostir.ir.op import REGISTRY
-from hostir.runtime.local import run_whole
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs
+from tests.runtime.whole import run_whole
 from tests.statement_examples import ALONE, OPERAND, example_of, example_program
 
 every_statement = pytest.mark.parametrize("cls", REGISTRY.values(), ids=REGISTRY.keys())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import hostir as hi
 from examples import patterns
@@ -17,13 +18,14 @@ from hostir.ir.check.views import View
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import For, Synchronize
 from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
-from hostir.ir.tensor_ops import Matmul, TensorOp
+from hostir.ir.tensor_ops import Contraction, TensorOp
+from hostir.ir.types import DTYPES
 from hostir.runtime.compare import compare
-from hostir.runtime.local import run_whole
 from hostir.runtime.reference import reference
-from hostir.runtime.sharding import random_inputs
+from hostir.runtime.sharding import random_inputs, torch_dtype
 from tests.lower.gathered import gathered
 from tests.mutation import convicted
+from tests.runtime.whole import run_whole
 
 Pattern = Callable[..., hi.Fusion]
 GATHERED = [patterns.allgather_matmul, patterns.allgather_matmul_rows, patterns.allgather_matmul_kept]
@@ -41,6 +43,11 @@ def hold(fusion: Program, program: Program, seeds: range, **sizes: int) -> None:
     for seed in seeds:
         for found in compare(program, run_whole(program, inputs, sizes, seed=seed), plain, exact):
             assert found.good, f"seed {seed}: {found}\n{fusion}\n{program}"
+
+
+def waiting(program: Program) -> int:
+    """How many products wait for their rows."""
+    return sum(isinstance(s, Contraction) and s.ready is not None for s in program.walk())
 
 
 def one_sided(program: Program) -> list[Statement]:
@@ -74,7 +81,7 @@ def test_random_fusions_of_gathered_rows_give_the_unsharded_result(strategy: str
             continue
         covered += 1
         assert one_sided(program)
-        assert strategy == "ring" or sum(isinstance(s, Matmul) and s.ready is not None for s in program.walk()) == 1
+        assert strategy == "ring" or waiting(program) == 1
         hold(fusion, program, range(seed, seed + 2))
     assert covered > 14
 
@@ -173,7 +180,7 @@ fusion @rows(%x: f32[4@tp, 4], %w: f32[4, 4]) -> (%c, %d) {
 }
 """
     program = hi.lower(hi.parse(text), "fused")
-    assert sum(isinstance(s, Matmul) and s.ready is not None for s in program.walk()) == 1
+    assert waiting(program) == 1
     assert sum(isinstance(s, WaitSignal) for s in program.walk()) == 1
     hold(hi.parse(text), program, range(3))
 
@@ -242,6 +249,28 @@ fusion @rows(%x: f32[4@didx, 4], %w: f32[4, 4]) -> (%y, %c) {
     program = hi.lower(hi.parse(text), "fused")
     assert [s.keyword() for s in program.walk() if isinstance(s, TensorOp)] == ["gelu", "matmul", "copy", "relu"]
     hold(hi.parse(text), program, range(3))
+
+
+@every_strategy
+@pytest.mark.parametrize(("dtype", "big"), [("bf16", 16), ("f16", 45.25)])
+def test_a_bias_is_added_before_the_result_is_rounded(strategy: str, dtype: str, big: float) -> None:
+    text = f"""hostir 1
+mesh @mesh [didx] = 0 1
+fusion @biased(%x: {dtype}[4@didx, 2], %w: {dtype}[3, 2], %bias: {dtype}[3]) -> (%y) {{
+  %full: {dtype}[4, 2] = allgather %x over didx
+  %y: {dtype}[4, 3] auto = linear %full, %w, %bias
+}}
+"""
+    fusion = hi.parse(text)
+    program = hi.lower(fusion, strategy)
+    assert {s.keyword() for s in program.walk() if isinstance(s, TensorOp)} == {"linear"}
+    x, bias = torch.tensor([[big, 1.0]], dtype=torch_dtype(DTYPES[dtype])), torch.ones(3)
+    inputs = [x.repeat(4, 1), x.repeat(3, 1), bias.to(x.dtype)]
+    (exact,) = reference(fusion, inputs)
+    assert not torch.equal((inputs[0] @ inputs[1].t()) + inputs[2], exact.to(x.dtype)), "an example that cannot tell"
+    for seed in range(3):
+        (y,) = run_whole(program, inputs, seed=seed)
+        assert torch.equal(y, exact.to(x.dtype))
 
 
 # What they leave, and what they refuse ----------------------------------------------------------------------------

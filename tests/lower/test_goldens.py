@@ -12,10 +12,10 @@ from examples.patterns import PATTERNS
 from hostir.ir import format_program
 from hostir.lower import STRATEGIES
 from hostir.runtime.compare import compare
-from hostir.runtime.local import run_whole
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs
 from tests.golden import Golden
+from tests.runtime.whole import run_whole
 
 Pattern = Callable[[], hi.Fusion]
 CASES = Path(__file__).parent.parent / "cases" / "patterns"

@@ -14,9 +14,9 @@ from hostir.ir import HostIRError, Program, Statement
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import For, Synchronize, Wait
 from hostir.runtime.compare import compare
-from hostir.runtime.local import run_whole
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs
+from tests.runtime.whole import run_whole
 
 Pattern = Callable[..., hi.Fusion]
 every_pattern = pytest.mark.parametrize("pattern", patterns.PATTERNS, ids=lambda p: p.__name__)

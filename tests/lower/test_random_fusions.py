@@ -14,9 +14,9 @@ from hostir.ir import HostIRError, Program, format_program
 from hostir.lower import STRATEGIES
 from hostir.runtime import compare
 from hostir.runtime.compare import reductions, relative_error
-from hostir.runtime.local import run_whole
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs
+from tests.runtime.whole import run_whole
 from tests.strategies import Drawn, fusions
 
 FUSIONS = 300  # for each number of ranks; fewer than half may be refused

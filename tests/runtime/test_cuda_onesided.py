@@ -13,6 +13,7 @@ from hostir.ir.comm_ops import Communication
 from hostir.ir.p2p_ops import Message
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
+from hostir.ir.tensor_ops import Linear
 from hostir.ir.text import parse
 from hostir.runtime.inplace import places
 from hostir.runtime.local import rehearse
@@ -78,6 +79,23 @@ def test_calls_that_follow_each_other_at_once_are_right_in_every_order(
     strategy: str, ranks: int, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_calls(lowered(strategy, ranks, S=1 + seed % 2), gpus, seed, monkeypatch, calls=4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("bias", ["", ", %bias"])
+def test_a_linear_waits_for_its_rows_as_a_matmul_does(
+    bias: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fusion = hi.parse(f"""hostir 1
+mesh @mesh [didx] = 0 1 2
+fusion @biased(%x: f32[6@didx, 2], %w: f32[3, 2], %bias: f32[3]) -> (%y) {{
+  %full: f32[6, 2] = allgather %x over didx
+  %y: f32[6, 3] auto = linear %full, %w{bias}
+}}
+""")
+    program = hi.lower(fusion, "fused")
+    assert [s.ready is not None for s in program.walk() if isinstance(s, Linear)] == [True]
+    check_calls(program, gpus, seed, monkeypatch)
 
 
 def needs_nccl(program: Program) -> bool:

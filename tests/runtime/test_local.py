@@ -8,10 +8,11 @@ import torch
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.text import parse
-from hostir.runtime.local import LocalMachine, run_local, run_whole
+from hostir.runtime.local import LocalMachine, run_local
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import assemble, random_inputs, shard
 from tests.runtime.programs import AG_MATMUL, GRID, ROW_PARALLEL, TRANSFERS
+from tests.runtime.whole import run_whole
 
 SIZES = {"M": 3, "K": 8, "N": 5}
 SEEDS = range(50)

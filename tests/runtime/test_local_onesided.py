@@ -234,19 +234,19 @@ PULL = """
   %full: f32[2, 2, 3] = allocate_symmetric
   %flags: flag[2] = allocate_symmetric
   %y: f32[2, 2, 5] = allocate
+  %own = select %full[%me]
   set_stream 0
   synchronize %user
   COPIES
   set_stream %user
+  put %x -> %own at %me over didx
+  signal %flags[%me] = 1 at %me over didx
   matmul %full, %w -> %y ready %flags >= 1 from %me
   synchronize 0
   barrier of %x over didx
 """
-PUTS = """for %i in 0..2 {
-    %part = select %full[%me]
-    put %x -> %part at %i over didx
-    signal %flags[%me] = 1 at %i over didx
-  }"""
+PUTS = """put %x -> %own at 1 - %me over didx
+  signal %flags[%me] = 1 at 1 - %me over didx"""
 PULL_HEAD = "%x: f32[4@didx, 3], %w: f32[3, 5]) -> (%y)"
 
 
@@ -279,16 +279,18 @@ def test_copies_behind_a_matmul_that_waits_for_them_never_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", ["relu %x -> %mine", "%h = allgather %x -> %mine over didx   wait %h"], ids=["relu", "allgather"]
+    ("mine", "kernel"),
+    [
+        ("f32[4@didx, 3] = allocate", "relu %x -> %mine"),
+        ("f32[4, 3] = allocate", "%h = allgather %x -> %mine over didx   wait %h"),
+        ("f32[4@didx, 3] = allocate_symmetric", "put %x -> %mine at %me over didx"),
+    ],
+    ids=["relu", "allgather", "put within the rank"],
 )
-def test_a_kernel_may_come_too_late_for_the_sms(kernel: str) -> None:
+def test_a_kernel_may_come_too_late_for_the_sms(mine: str, kernel: str) -> None:
     """The flags go up behind a kernel that either begins before the matmul or waits for its SMs for ever."""
-    p = program(
-        PULL.replace("COPIES", f"{kernel}\n  {PUTS}").replace(
-            "  %y:", ("  %mine: f32[4, 3]" if "gather" in kernel else "  %mine: f32[4@didx, 3]") + " = allocate\n  %y:"
-        ),
-        PULL_HEAD,
-    )
+    late = PULL.replace("COPIES", f"{kernel}\n  {PUTS}").replace("  %y:", f"  %mine: {mine}\n  %y:")
+    p = program(late, PULL_HEAD)
     machine, inputs = rehearsed(p)
     hangs: list[str] = []
     for seed in SEEDS:
@@ -305,7 +307,7 @@ def test_a_trace_shows_copies_messages_and_one_bar_for_a_matmul_that_waits() -> 
     p = program(PULL.replace("COPIES", PUTS), PULL_HEAD)
     run_calls(p, [whole(p, 0)], trace=trace)
     bars = sorted((e.stream, e.keyword) for e in trace.events if e.rank == 1)
-    assert bars == [("caller", "matmul"), ("stream 0", "put"), ("stream 0", "put")]
+    assert bars == [("caller", "matmul"), ("caller", "put"), ("stream 0", "put")]
     p = messages("  %h = exchange %x to 1 - %me, %y from 1 - %me over didx\n  wait %h")
     trace = Trace()
     run_calls(p, [whole(p, 0)], trace=trace)

@@ -15,6 +15,7 @@ import torch
 from hostir.__main__ import main
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
+from hostir.ir.text import parse
 from hostir.runtime.executor import Executor
 from hostir.runtime.gloo import GlooPlan
 from hostir.runtime.plan import EPOCHS, FLAGS, Recording, flag_value
@@ -70,6 +71,16 @@ def test_blocks_of_rows_are_computed_whatever_their_layout(shape: str, view: str
         b = torch.randn(8, 5)
         (c,) = executor(a, b)
         torch.testing.assert_close(c, a @ b)
+
+
+def test_a_bias_is_added_to_each_block() -> None:
+    text = str(signalled_backwards("[4, 6, 8]", "permute % (1, 0, 2)", 12)).replace(
+        "%b: f32[8, 5]", "%w: f32[5, 8], %z: f32[5]"
+    )
+    executor = Executor(parse(text.replace("matmul %x, %b", "linear %x, %w, %z")), machine="gloo", check=False)
+    a, w, z = torch.randn(4, 6, 8), torch.randn(5, 8), torch.randn(5)
+    (c,) = executor(a, w, z)
+    torch.testing.assert_close(c, a @ w.t() + z)
 
 
 def test_a_trace_shows_copies_and_one_bar_for_a_matmul_that_waits() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hostir.ir.text import parse
-from hostir.runtime.local import run_whole
 from hostir.runtime.sharding import random_inputs
 from hostir.runtime.trace import COLORS, Event, Trace
 from tests.runtime.programs import AG_MATMUL, TRANSFERS
+from tests.runtime.whole import run_whole
 
 
 def traced(text: str, sizes: dict[str, int]) -> Trace:

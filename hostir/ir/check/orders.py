@@ -20,7 +20,7 @@ from hostir.ir.check.views import Buffer
 from hostir.ir.check.witness import small_sizes
 from hostir.ir.interpret import unrolled
 from hostir.ir.program import Program
-from hostir.ir.source import Diagnostic, HostIRError
+from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
 
 MOST = 500_000  # statements, over all ranks and calls: about a minute
 VALUES = "give values: --set NAME=VALUE"
@@ -79,4 +79,5 @@ def _in_program_order(found: Diagnostic) -> tuple[bool, int, int]:
 
 
 def _unchecked(program: Program, why: str, hint: str) -> Diagnostic:
-    return Diagnostic(f"@{program.name} was not checked for races: {why}", hint=hint, level="warning")
+    """Not proved is an error to those who ask for a proof; `prove` lets it pass with a warning."""
+    return Diagnostic(f"@{program.name} was not checked for races: {why}", hint=hint, kind=UNCHECKED)

@@ -148,7 +148,7 @@ class _Checker:
                 yield Diagnostic(
                     f"{value} holds flags, which {s.keyword()} cannot use",
                     s.span,
-                    expected="numbers: flags are for signal, wait_signal and the 'ready' of a matmul",
+                    expected="numbers: flags are for signal, wait_signal and the 'ready' of a matmul or linear",
                 )
 
     def typed(self, s: Statement) -> Iterator[Diagnostic]:

@@ -86,7 +86,7 @@ class Flag:
 
 @dataclass(eq=False, slots=True)
 class Kernel:
-    """A matmul that waits for flags while it holds the SMs."""
+    """A product that waits for flags while it holds the SMs."""
 
     start: Event
     end: Event
@@ -207,12 +207,12 @@ class Tracer(Observer):
     def compute(self, kind: str, out: View, operands: Sequence[View | None], options: Mapping[str, Any]) -> None:
         ready = options.get("ready")
         if isinstance(ready, Ready):
-            self._waiting_matmul(out, operands, ready)
+            self._waiting(out, operands, ready)
             return
         reads = [access(x, False) for x in operands if x is not None]
         self.step("runs", [*reads, access(out, True)], sms=True)
 
-    def _waiting_matmul(self, out: View, operands: Sequence[View | None], ready: Ready) -> None:
+    def _waiting(self, out: View, operands: Sequence[View | None], ready: Ready) -> None:
         start = self.step("starts", [], sms=True)
         kernel = Kernel(start, start)
         blocks = []

@@ -26,10 +26,10 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     `policy` is `aten`, `triton` (contractions and sums in Triton, the rest in ATen) or `auto`: what suits the device,
     `cpu` or `cuda`. Raises HostIRError for an unknown policy, and where Triton cannot run on the device.
 
-    With `triton`, and with `auto` on `cuda` where Triton is installed, there are also `matmul_ready` and `linear_ready`,
-    which are no statements of their own: `f(out, a, b, *, ready)` and `f(out, a, weight, bias=None, *, ready)` wait for
-    blocks of their rows by themselves. Where they are absent, who executes a `matmul` or `linear` with flags waits for
-    them and multiplies block by block.
+    With `triton`, and with `auto` on `cuda` where Triton is installed, there are also two kernels that are no
+    statements of their own and wait for blocks of their rows by themselves: `matmul_ready`, `f(out, a, b, *, ready)`,
+    and `linear_ready`, `f(out, a, weight, bias=None, *, ready)`. Where they are absent, who executes a `matmul` or
+    `linear` with flags waits for them and multiplies block by block.
     """
     if policy not in POLICIES:
         raise error(f"unknown kernels '{policy}'", expected=f"one of: {', '.join(POLICIES)}")

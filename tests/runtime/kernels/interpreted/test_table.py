@@ -9,11 +9,11 @@ import hostir.ir.text as text
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels.ready import ReadyFlags, block_rows, no_stalls
 from hostir.runtime.kernels.table import kernel_table
-from hostir.runtime.local import run_whole
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs
 from tests.runtime import programs
 from tests.runtime.kernels.checking import assert_as_accurate, assert_only_view_written, embedded, filled
+from tests.runtime.whole import run_whole
 
 
 @pytest.mark.parametrize("name", ["AG_MATMUL", "ROW_PARALLEL", "GRID"])
@@ -44,32 +44,50 @@ def test_leading_axes_that_do_not_merge_are_walked(dtype):
     [("triton", "cpu", True), ("triton", "cuda", True), ("auto", "cuda", True), ("auto", "cpu", False)]
     + [("aten", device, False) for device in ("cpu", "cuda")],
 )
-def test_a_matmul_that_waits_is_there_where_triton_suits_the_device(policy, device, present):
-    assert ("matmul_ready" in kernel_table(policy, device)) == present
+def test_a_product_that_waits_is_there_where_triton_suits_the_device(policy, device, present):
+    assert {"matmul_ready", "linear_ready"} & kernel_table(policy, device).keys() == (
+        {"matmul_ready", "linear_ready"} if present else set()
+    )
 
 
 @pytest.mark.parametrize("first", [0, 1, -1])
 @pytest.mark.parametrize(
     ("order", "blocks"), [((0, 1, 2), 4), ((1, 0, 2), 12), ((1, 0, 2), 4), ((2, 0, 1), 2), ((2, 0, 1), 20)]
 )
-def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(order, blocks, first):
+@pytest.mark.parametrize("kind", ["matmul", "linear", "linear with a bias"])
+def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, blocks, first):
     a = filled((4, 3, 5, 8), torch.float32, order=(*order, 3), pad=(0, 1, 1, 0), integers=True)
     b = filled((8, 6), torch.float32, integers=True)
     out, buffer = embedded((4, 3, 5, 6), torch.float32, pad=(1, 0, 1, 0))
     ready = ReadyFlags(
         torch.ones(blocks, dtype=torch.int32), 1, no_stalls(blocks, "cpu"), first=first % blocks, looks=3
     )
-    kernel = kernel_table("triton", "cpu")["matmul_ready"]
-    kernel(out, a, b, ready=ready)
+    kernel = kernel_table("triton", "cpu")["matmul_ready" if kind == "matmul" else "linear_ready"]
+    bias = filled((6,), torch.float32, integers=True) if "bias" in kind else torch.zeros(6)
+    right = (b,) if kind == "matmul" else (b.t().contiguous(), *((bias,) if "bias" in kind else (None,)))
+    kernel(out, a, *right, ready=ready)
     assert_only_view_written(out, buffer)
-    assert torch.equal(out, a @ b)
+    assert torch.equal(out, a @ b + bias)
     assert not ready.stalls.any()
 
     ready.flags[-1] = 0
-    kernel(out.fill_(math.nan), a, b, ready=ready)
+    kernel(out.fill_(math.nan), a, *right, ready=ready)
     assert ready.stalls.tolist() == [[0, 0]] * (blocks - 1) + [[1, 0]]
     height = 60 // blocks
     assert out.reshape(60, 6)[-height:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_linear_that_waits_rounds_once(dtype):
+    ones = torch.ones(4, 1, dtype=dtype)
+    big = 16 if dtype == torch.bfloat16 else 45.25  # the product lies between two numbers that are 2 apart
+    a, weight = torch.cat([ones * big, ones], 1), torch.tensor([[big, 1.0]], dtype=dtype)
+    bias, out = torch.ones(1, dtype=dtype), torch.full((4, 1), math.nan, dtype=dtype)
+    ready = ReadyFlags(torch.ones(2, dtype=torch.int32), 1, no_stalls(2, "cpu"))
+    kernel_table("triton", "cpu")["linear_ready"](out, a, weight, bias, ready=ready)
+    exact = a.double() @ weight.double().t() + bias.double()
+    assert torch.equal(out, exact.to(dtype))
+    assert not torch.equal(out, (a @ weight.t()) + bias), "an example that cannot tell"
 
 
 def test_blocks_that_do_not_fit_the_slices_are_said():
