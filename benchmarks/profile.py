@@ -85,9 +85,8 @@ PICTURES = (
     Picture("without-delay.svg", "allgather", 8192, 1792, 4096, slices=2, streams=2, delays=False),
     Picture("reduce-scatter.svg", "reduce_scatter", 8192, 8192, 3584, slices=2, streams=2),
     Picture("small.svg", "reduce_scatter", 4096, 4096, 1792, slices=2, streams=2),
-    Picture("fused.svg", "allgather", 8192, 3584, 8192, slices=1, streams=1, strategy="fused"),
+    Picture("fused.svg", "allgather", 4096, 3584, 8192, slices=1, streams=1, strategy="fused"),
     Picture("fused-small.svg", "allgather", 4096, 1792, 4096, slices=1, streams=1, strategy="fused"),
-    Picture("ring.svg", "allgather", 4096, 6656, 16384, slices=1, streams=4, strategy="ring"),
 )
 
 
@@ -116,6 +115,7 @@ def draw(joined: Session, picture: Picture, folder: Path) -> None:
         lanes = {s: f"stream {i}" for i, s in enumerate(sorted({k[1] for k in found if "nccl" not in k[0]}))}
         for name, stream, start, end in found:
             trace.add(0, "communication" if "nccl" in name else lanes[stream], short(name), start, end)
+        folder.mkdir(parents=True, exist_ok=True)
         trace.to_svg(folder / picture.file)
         total = max(k[3] for k in found) - min(k[2] for k in found)
         print(f"{picture.file}: {len(found)} kernels, {total * 1e6:.0f} us", flush=True)

@@ -236,9 +236,14 @@ class Executor:
         reached.record(torch.cuda.current_stream(plan.machine.device))
         deadline = time.monotonic() + self.timeout
         while not reached.query():
+            self._raise_problem()  # a kernel may have given up, and what follows it wait for ever
             if time.monotonic() > deadline:
                 raise self._blamed(self._stuck(plan))
             time.sleep(1e-4)
+        self._raise_problem()
+
+    def _raise_problem(self) -> None:
+        """Raises what the device has reported by now."""
         for each in self.plans.values():
             if isinstance(each, CudaPlan) and (problem := each.problem()) is not None:
                 raise self._blamed(problem)
@@ -247,14 +252,13 @@ class Executor:
         return self.watchdog.blame(failure) if self.watchdog is not None else failure
 
     def _stuck(self, plan: CudaPlan) -> HostIRError:
-        busy = plan.busy()
-        notes = tuple((op.place.statement.span, f"{plan.recording.describe(op)}: {what}") for op, what in busy)
-        return error(
-            f"rank {self.rank}: the device has not finished @{self.program.name} after {self.timeout:g} s",
-            busy[0][0].place.statement.span if busy else None,
-            hint="HOSTIR_TIMEOUT sets how long it may take",
-            notes=notes,
-        )
+        late = f"the device has not finished @{self.program.name} after {self.timeout:g} s"
+        hint = "HOSTIR_TIMEOUT sets how long it may take"
+        busy = [(op.place.statement.span, f"{plan.recording.describe(op)}: {what}") for op, what in plan.busy()]
+        if not busy:
+            return error(f"rank {self.rank}: {late}", hint=hint)
+        (span, first), *others = busy
+        return error(f"rank {self.rank}, {first}; {late}", span, hint=hint, notes=tuple(others))
 
     # Planning -----------------------------------------------------------------------------------------------------
     def _choose(self, key: Key | None, inputs: Sequence[Part]) -> Plan:

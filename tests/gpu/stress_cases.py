@@ -97,17 +97,19 @@ class Config:
         return f"{self.strategy} {self.kernels} {self.dtype} on {mesh}: A {a}, times {sides}"
 
 
-def products_of(config: Config, wholes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The whole outputs, by torch alone, in the dtype of the whole inputs."""
+def products_of(config: Config, wholes: Sequence[torch.Tensor], pieces: int = 1) -> tuple[torch.Tensor, ...]:
+    """The whole outputs, by torch alone, in the dtype of the whole inputs; in as many pieces as ranks, if not in one.
+
+    For other shapes cuBLAS may take another algorithm, which rounds in other places.
+    """
     a, *rest = wholes
     outputs = []
     for product in config.products:
         b, *rest = rest
-        c = torch.matmul(a, b.t() if product.linear else b)
-        if product.bias:
-            z, *rest = rest
-            c = c + z
-        outputs.append(c)
+        z, rest = (rest[0], rest[1:]) if product.bias else (None, rest)
+        parts = a.chunk(pieces, dim=int(config.slices > 1))
+        done = [torch.nn.functional.linear(part, b if product.linear else b.t(), z) for part in parts]
+        outputs.append(torch.cat(done, dim=int(config.slices > 1)))
     return (*outputs, a) if config.kept else tuple(outputs)
 
 

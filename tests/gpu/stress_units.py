@@ -177,13 +177,14 @@ class Unit:
     def check(self, wholes: Sequence[torch.Tensor], size: int, found: Parts) -> torch.Tensor:
         """The largest error of a call as a share of what is allowed: a scalar on the device, 0 where it has none."""
         exacts = products_of(self.config, [x.double() for x in wholes])
-        plains = products_of(self.config, wholes)
+        plains = zip(*(products_of(self.config, wholes, pieces) for pieces in (1, len(self.config.mesh))), strict=True)
         worst = torch.zeros((), dtype=torch.float64, device=self.device)
-        for value, x, exact, plain in zip(self.program.outputs, found, exacts, plains, strict=True):
-            mine, theirs = (shard(whole, value.tensor, self.rank, self.sizes[size]) for whole in (exact, plain))
+        for value, x, exact, ways in zip(self.program.outputs, found, exacts, plains, strict=True):
+            mine, *theirs = (shard(whole, value.tensor, self.rank, self.sizes[size]) for whole in (exact, *ways))
             assert (x is None) == (mine is None), f"rank {self.rank} holds {value}, or does not, and should know"
-            if x is not None and mine is not None and theirs is not None:
-                worst = torch.maximum(worst, share_of_allowed(x, mine, theirs, self.config.depth))
+            if x is not None and mine is not None:
+                shares = [share_of_allowed(x, mine, way, self.config.depth) for way in theirs if way is not None]
+                worst = torch.maximum(worst, torch.stack(shares).amin())
         return worst
 
     def compare(self, found: Parts, other: Parts) -> torch.Tensor:

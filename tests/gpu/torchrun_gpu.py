@@ -37,7 +37,8 @@ from hostir.runtime.executor import Executor
 from hostir.runtime.session import joined, session
 from hostir.runtime.sharding import random_inputs, shard
 from tests.runtime import torchrun_programs as programs
-from tests.runtime.torchrun_cases import GRID, RANK, SIZE, TRANSFERS, Reference, product
+from tests.runtime.torchrun_cases import RANK, Reference, product
+from tests.runtime.torchrun_programs import GRID, SIZE, TRANSFERS
 
 CALLS = 6
 NAN = float("nan")

@@ -139,6 +139,9 @@ def _prepare(
     if M != rows.M:
         rows = rows.in_batches(M)
         described = _described(a, weight, out, rows, use_descriptors)
+    if bias is not None and batches > 1:
+        fits = {"descriptors": described is not None, "biased_batch": True}
+        config = config.fitting(a.element_size(), bounds.shared_memory, **fits)
     tiles = batches * -(-M // config.m) * -(-N // config.n)
     plan = schedule(tiles, -(-K // config.k), sms, config.shared, tiles_of_block(block, batches, M, tiles))
     strides = (rows.a_batch, rows.a_row, a.stride(-1), *weight.stride(), rows.out_batch, rows.out_row, out.stride(-1))

@@ -37,18 +37,30 @@ class Config:
     shared: int = 0
     fed: float | None = None
 
-    def shared_memory(self, itemsize: int, *, descriptors: bool) -> int:
+    def shared_memory(self, itemsize: int, *, descriptors: bool, biased_batch: bool = False) -> int:
         """Bytes of shared memory for elements of `itemsize` bytes.
 
-        Counts the pipeline, the tile that a TMA store sends out, and room for barriers and layout changes.
+        Counts the pipeline, the tile that a TMA store sends out, and room for barriers and layout changes: more of it
+        where a whole tile of a batch meets a bias.
         """
         pipeline = self.stages * (self.m + self.n) * self.k * itemsize
         outgoing = self.m * self.n * itemsize // (2 if self.halves else 1)
-        return pipeline + (outgoing if descriptors else 0) + _SCRATCH
+        changes = _BIASED_BATCH if biased_batch and not self.halves else 0
+        return pipeline + (outgoing if descriptors else 0) + _SCRATCH + changes
+
+    def fitting(self, itemsize: int, shared_memory: int, *, descriptors: bool, biased_batch: bool) -> Config:
+        """The tile with as many stages as fit into `shared_memory` bytes."""
+        tile = self
+        while tile.stages > 1 and shared_memory < tile.shared_memory(
+            itemsize, descriptors=descriptors, biased_batch=biased_batch
+        ):
+            tile = replace(tile, stages=tile.stages - 1)
+        return tile
 
 
 # What the compiler takes for barriers and changes of layout, rounded up: 1 KiB was the most seen.
 _SCRATCH = 2 << 10
+_BIASED_BATCH = 8 << 10
 
 # Tables are ordered by preference: of two tiles with the same estimate, the first wins.
 _TMA_16_BIT = (

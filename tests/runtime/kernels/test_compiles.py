@@ -88,11 +88,13 @@ def test_tiles_with_descriptors_use_hopper(tile, b_is_nk):
 
 
 @pytest.mark.parametrize("batched", [True, False])
-def test_batches_and_a_bias_fit_as_well(batched):
-    tile = candidates(torch.bfloat16)[0]
+@pytest.mark.parametrize("tile", candidates(torch.bfloat16), ids=str)
+def test_batches_and_a_bias_fit_as_well(tile, batched):
+    tile = tile.fitting(2, SHARED_MEMORY, descriptors=True, biased_batch=batched)
     kernel = compiled(tile, dtype="bf16", descriptors=True, b_is_nk=True, batched=batched, bias=True)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
-    assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
+    most = tile.shared_memory(2, descriptors=True, biased_batch=batched)
+    assert kernel.metadata.shared <= most <= SHARED_MEMORY
 
 
 @pytest.mark.parametrize("tile", candidates(torch.bfloat16, descriptors=False), ids=str)
