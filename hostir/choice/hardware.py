@@ -1,9 +1,13 @@
 """What machines are known to do: constants of the cost model, each with where it comes from.
 
-`benchmarks/matmul.py` gave the figures of matmuls, and `benchmarks/patterns.py` those of collectives; what a matmul
-loses beside a collective, and what launches take, is fitted to the rows of the latter and of tests/choice/peers.json.
-Figures of copies come from a copy-engine all-gather of 8 MiB a shard from 7 peers in a CUDA graph: 303 GB/s with one
-copy a shard, 268 with two, 211 with four, 160 with eight, which is 347 GB/s and 3.5 us a copy.
+All of H200 were measured there. Peaks, tiles and what limits the clock are fitted to matmuls alone, as
+benchmarks/matmul.py and benchmarks/allgather_matmul.py time them; how much of the peak each Triton tile reaches stands
+in hostir/runtime/kernels/tiles.py as well. Collectives are fitted to all-gathers alone, of 0.5 to 540 MB on 2, 4 and 8
+ranks, and to benchmarks/patterns.py, which also gave what a matmul loses beside one. `copy`, `link` and `signal` come
+from a chain of copies, each with a signal, in a CUDA graph: 10.8 us for 2 MiB, 16.3 for 4, 27.2 for 8; `edge` from its
+first copy, which begins 10 us after the launch; `look` from fused calls, which take 4 to 21 us more than their own
+copy and their matmul, and end, of 512 rows and fewer, 15 to 20 us later than the last rows and one tile explain. Host
+times are medians of what benchmarks/allgather_matmul.py recorded: they vary by a factor of two from row to row.
 """
 
 from __future__ import annotations
@@ -16,45 +20,53 @@ from hostir.ir.source import did_you_mean, error
 
 @dataclass(frozen=True)
 class Tile:
-    """An output tile of a matmul kernel: its rows and columns, and how much of the peak its inner loop reaches."""
+    """An output tile of a matmul kernel: its rows and columns, and how much of the peak its inner loop reaches.
+
+    `fed` is the share where rows come while the kernel runs, if it differs.
+    """
 
     rows: int
     columns: int
     share: float
+    fed: float | None = None
 
 
 @dataclass(frozen=True)
 class Kernels:
     """A family of matmul kernels: the tiles that it chooses from, and microseconds to start one and to end it.
 
-    `beside` is how many SMs it loses while a collective of a kind runs.
+    `peak` is in TFLOP/s, by dtype, before power limits it; `each` is what a tile takes besides its arithmetic, to fill
+    its pipeline and to store. `beside` is how many SMs it loses while a collective of a kind runs.
     """
 
     tiles: tuple[Tile, ...]
     start: float
     beside: Mapping[str, int]
+    peak: Mapping[str, float]
+    each: float = 0.0
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU among others of one host. Times are in microseconds, rates in GB/s, peaks in TFLOP/s.
+    """A GPU among others of one host. Times are in microseconds, rates in GB/s.
 
     Fields:
-        peak: of matmuls, by dtype, before power limits it.
-        throttle: what each doubling of a call's work beyond 1 TFLOP takes off the peak: the chip gets warm.
+        throttle: what each doubling of a call's work beyond 0.2 TFLOP takes off the peak, as power limits the clock.
         memory: bytes read and written by what is bound by memory.
-        collective: what one of them costs, whatever it moves; `quick` where it moves little, at half the rate.
-        rates: of each kind of collective, of the bytes that leave a rank.
+        collective: what one of them costs, whatever it moves; `quick` where it moves little, at a third of the rate.
+        rates: of each kind of collective, of the bytes that leave a rank and half of those that it keeps.
         hidden: the part of that rate which is left beside a computation.
         copy: what one copy costs; `link` its rate to a peer; `crowd` what is left of that where copies overlap.
         barrier, signal: across ranks.
-        launch: host time of issuing one of each kind, where no CUDA graph replays them; `ahead` is how long before the
-            device the host comes to a call, when it has nothing else to do.
+        edge: from the end of something to the begin of what waits for it on another stream.
+        look: what a kernel that looks for signals takes from its start, or from the signal, until it multiplies.
+        launch: host time of issuing one of each kind, where no CUDA graph replays them; `call` is what a call takes
+            besides. `ahead` is how much of all that passes while the device is busy with something before the call,
+            such as the 90 us of a benchmark that writes all of L2, less what the device has to do after it.
     """
 
     name: str
     sms: int
-    peak: Mapping[str, float]
     throttle: float
     memory: float
     kernels: Mapping[str, Kernels]
@@ -67,21 +79,24 @@ class Hardware:
     crowd: float
     barrier: float
     signal: float
+    edge: float
+    look: float
     launch: Mapping[str, float] = field(default_factory=dict)
     ahead: float = 0.0
     source: str = ""
 
 
 LAUNCH = {
-    "matmul": 20.0,
-    "triton matmul": 190.0,
-    "compute": 8.0,
-    "communicate": 35.0,
-    "wait": 4.0,
-    "synchronize": 5.0,
-    "delay": 5.0,
-    "copy": 8.0,
-    "signal": 6.0,
+    "call": 80.0,
+    "matmul": 38.0,
+    "triton matmul": 15.0,
+    "compute": 12.0,
+    "communicate": 45.0,
+    "wait": 5.0,
+    "synchronize": 6.0,
+    "delay": 8.0,
+    "copy": 15.0,
+    "signal": 8.0,
     "barrier": 8.0,
     "allocate": 4.0,
     "view": 3.0,
@@ -91,8 +106,7 @@ LAUNCH = {
 H200 = Hardware(
     "h200",
     sms=132,
-    peak={"bf16": 790.0, "f16": 790.0, "f32": 50.0},
-    throttle=0.05,
+    throttle=0.045,
     memory=3300.0,
     kernels={
         "aten": Kernels(
@@ -103,39 +117,52 @@ H200 = Hardware(
                 Tile(128, 128, 1.0),
                 Tile(64, 256, 0.7),
                 Tile(64, 128, 0.9),
+                Tile(64, 64, 0.6),
             ),
             start=4.0,
             beside={"allgather": 32, "reduce_scatter": 28, "allreduce": 28, "alltoall": 28},
+            peak={"bf16": 820.0, "f16": 820.0, "f32": 52.0},
+            each=2.7,
         ),
         "triton": Kernels(
-            (Tile(128, 256, 0.96), Tile(128, 128, 0.86), Tile(64, 128, 0.67)),
+            (
+                Tile(128, 256, 1.0),
+                Tile(128, 128, 0.95, fed=0.86),
+                Tile(64, 256, 0.9, fed=0.88),
+                Tile(64, 128, 0.77, fed=0.78),
+                Tile(64, 64, 0.53, fed=0.55),
+            ),
             start=4.0,
             beside={"allgather": 12, "reduce_scatter": 48, "allreduce": 48, "alltoall": 48},
+            peak={"bf16": 820.0, "f16": 820.0, "f32": 14.0},
+            each=2.7,
         ),
     },
-    collective=35.0,
-    quick=18.0,
-    rates={"allgather": 350.0, "reduce_scatter": 335.0, "allreduce": 335.0, "alltoall": 335.0},
+    collective=21.0,
+    quick=12.0,
+    rates={"allgather": 375.0, "reduce_scatter": 360.0, "allreduce": 360.0, "alltoall": 360.0},
     hidden={"allgather": 1.0, "reduce_scatter": 0.6, "allreduce": 0.6, "alltoall": 0.6},
     copy=3.5,
-    link=347.0,
+    link=365.0,
     crowd=0.7,
     barrier=5.0,
     signal=2.0,
+    edge=4.0,
+    look=15.0,
     launch=LAUNCH,
-    ahead=90.0,
+    ahead=50.0,
     source="measured on 8 x H200 with NVLink 4",
 )
 H100 = replace(H200, name="h100", memory=2400.0, source="those of H200, with the memory of H100")
+CPU_PEAK = {"bf16": 0.02, "f16": 0.02, "f32": 0.05}
 CPU = Hardware(
     "cpu",
     sms=1,
-    peak={"bf16": 0.02, "f16": 0.02, "f32": 0.05},
     throttle=0.0,
     memory=5.0,
     kernels={
-        "aten": Kernels((Tile(1, 1, 1.0),), start=10.0, beside={}),
-        "triton": Kernels((Tile(1, 1, 1.0),), 1e4, {}),
+        "aten": Kernels((Tile(1, 1, 1.0),), 10.0, {}, CPU_PEAK),
+        "triton": Kernels((Tile(1, 1, 1.0),), 1e4, {}, CPU_PEAK),
     },
     collective=300.0,
     quick=300.0,
@@ -146,6 +173,8 @@ CPU = Hardware(
     crowd=1.0,
     barrier=100.0,
     signal=20.0,
+    edge=0.0,
+    look=0.0,
     launch={},
     source="rough figures of a CPU, which nobody takes for speed",
 )

@@ -109,6 +109,8 @@ def _facts(machine: str, device: int) -> dict[str, Any]:
     """What one rank knows of its own device."""
     import torch
 
+    from hostir.runtime.peer_memory import why_not
+
     versions = {"hostir": _version("hostir"), "torch": torch.__version__}
     facts = {"machine": machine, "host": socket.gethostname(), "versions": versions, "peers": "", "refuses": ""}
     if machine == GLOO:
@@ -118,7 +120,7 @@ def _facts(machine: str, device: int) -> dict[str, Any]:
     versions |= {"triton": _version("triton"), "driver": str(_driver()), "nccl": _nccl()}
     others = [n for n in range(torch.cuda.device_count()) if n != device]
     blocked = [n for n in others if not torch.cuda.can_device_access_peer(device, n)]
-    facts["refuses"] = _backend_refuses(device)
+    facts["refuses"] = why_not(torch.device("cuda", device))
     return {**facts, "name": torch.cuda.get_device_name(device), "peers": _link(blocked)}
 
 
@@ -140,17 +142,6 @@ def _over_nvlink() -> bool:
     except (AttributeError, RuntimeError):
         return False
     return all(count > 0 for i, row in enumerate(matrix) for j, count in enumerate(row) if i != j)
-
-
-def _backend_refuses(device: int) -> str:
-    """Why symmetric memory cannot be used; empty where it can."""
-    import torch
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    backend = getattr(symmetric_memory, "get_backend", lambda _: "CUDA")(torch.device("cuda", device))
-    if backend in (None, "CUDA"):
-        return ""
-    return f"torch's symmetric memory uses its backend {backend}, and copies between GPUs need CUDA"
 
 
 def _driver() -> int:

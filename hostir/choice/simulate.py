@@ -1,9 +1,9 @@
 """How long a host program would take: all ranks' tasks run on a clock, with what they share.
 
 A fluid model, advanced from one end of a task to the next. Matmuls of one rank share its SMs; a collective takes some
-of them; copies of one rank share its link in either direction; collectives of a team run one after another. A matmul
-that waits while it runs is looked at tile by tile: each SM takes every n-th tile in the order of the blocks, and begins
-it when the SM is free and the block is there.
+of them; copies of one rank share its link in either direction; collectives of a team run one after another; what waits
+for another stream goes on a little later than that. A matmul that waits while it runs is looked at tile by tile: each
+SM takes every n-th tile in the order of the blocks, and begins it when the SM is free and the block is there.
 """
 
 from __future__ import annotations
@@ -30,16 +30,24 @@ from hostir.ir.program import Program
 from hostir.ir.types import DTYPES
 
 EPSILON = 1e-9
-SLOWEST = 0.6  # of the peak, however long a call computes
+COOL = 0.2e12  # floating point operations of a call that power does not limit yet
+SLOWEST = 0.81  # of the peak, however long a call computes
+SPARE = 0.5  # how far SMs that a matmul's last wave leaves help another one, as both want the L2
+SMALL = 3.0  # microseconds of a kernel that moves little
 GRAPH, EAGER = "graph", "eager"
 
 
 def estimate(
     program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten", mode: str = GRAPH
 ) -> float:
-    """Microseconds that a call would take: `graph` as replayed from a CUDA graph, `eager` with what the host takes."""
+    """Microseconds that a call would take: `graph` as replayed from a CUDA graph, `eager` with what the host takes.
+
+    Of calls that follow each other each takes the device's time or, where that is longer, the host's.
+    """
     tasks = tasks_of(program, sizes)
-    return Simulation(tasks, Costs(hardware, kernels, flops(tasks)), mode).run()
+    costs = Costs(hardware, kernels, flops(tasks))
+    device = Simulation(tasks, costs).run()
+    return device if mode == GRAPH else max(device, costs.host(tasks) - hardware.ahead)
 
 
 class Costs:
@@ -49,9 +57,22 @@ class Costs:
         self.hardware = hardware
         self.in_triton = kernels == "triton"
         self.family = hardware.kernels["triton" if self.in_triton else "aten"]
-        doublings = max(0.0, log2(work / 1e12)) if work else 0.0
+        doublings = max(0.0, log2(work / COOL)) if work else 0.0
         self.slower = max(1 - hardware.throttle * doublings, SLOWEST)
-        self.matmul_launch = "triton matmul" if self.in_triton else "matmul"
+
+    def launch(self, kind: str) -> float:
+        """Microseconds of the host to issue something."""
+        return self.hardware.launch.get("triton matmul" if self.in_triton and kind == "matmul" else kind, 0.0)
+
+    def host(self, tasks: Sequence[Task]) -> float:
+        """Microseconds of the host to issue a call, on the rank with most to issue."""
+        took: dict[int, float] = {}
+        for task in tasks:
+            each = sum(n * self.launch(kind) for kind, n in task.launches.items())
+            if task.blocks and not self.in_triton:  # one matmul a block, behind a wait
+                each += (len(task.blocks) - 1) * self.launch("matmul") + len(task.blocks) * self.launch("signal")
+            took[task.rank] = took.get(task.rank, self.launch("call")) + each
+        return max(took.values(), default=0.0)
 
     def alone(self, task: Task) -> float:
         """Microseconds with the machine to itself."""
@@ -59,11 +80,11 @@ class Costs:
         if isinstance(what, Gemm):
             return self.gemm(what)
         if isinstance(what, Traffic):
-            return 3.0 + what.bytes / h.memory / 1e3
+            return SMALL + what.bytes / h.memory / 1e3
         if isinstance(what, Transfer):
             return self.transfer(what) if what.ranks > 1 else 0.0
         if isinstance(what, Copying):
-            return h.copy + what.bytes / (h.memory / 2 if what.peer == task.rank else h.link) / 1e3
+            return h.copy + what.bytes / h.link / 1e3
         if isinstance(what, Meeting):
             return h.barrier if what.ranks > 1 else 0.0
         if isinstance(what, Pause):
@@ -73,9 +94,9 @@ class Costs:
     def transfer(self, what: Transfer) -> float:
         """Of two protocols, one with the lower latency and one with the higher rate, the faster."""
         steps = 2 if what.kind == "allreduce" else 1
-        left = steps * what.bytes * (what.ranks - 1) / what.ranks  # each rank
+        moved = steps * what.bytes * (what.ranks - 0.5) / what.ranks
         h, rate = self.hardware, self.hardware.rates.get(what.kind, self.hardware.link)
-        return min(h.collective + left / rate / 1e3, h.quick + left / (rate / 2) / 1e3)
+        return min(h.collective + moved / rate / 1e3, h.quick + moved / (rate / 3) / 1e3)
 
     def gemm(self, what: Gemm) -> float:
         """With the fastest of the family's tiles, but no faster than memory."""
@@ -100,8 +121,8 @@ class Costs:
 
     def tile(self, what: Gemm, tile: Tile) -> float:
         """Microseconds of one tile on one SM."""
-        peak = self.hardware.peak[what.dtype] * self.slower * tile.share
-        return 2.0 * tile.rows * tile.columns * what.k / (peak * 1e6 / self.hardware.sms)
+        peak = self.family.peak[what.dtype] * self.slower * tile.share
+        return self.family.each + 2.0 * tile.rows * tile.columns * what.k / (peak * 1e6 / self.hardware.sms)
 
     def beside(self, task: Task, kind: str) -> float:
         """The rate at which a computation goes on beside a collective, 1 being alone."""
@@ -117,8 +138,17 @@ class Costs:
         if not isinstance(task.what, Gemm):
             return 1.0
         sms = self.hardware.sms
-        filled = self.tiles(task.what, self.fastest(task.what, self.family.tiles)) / sms
+        tiles = self.tiles(task.what, self.fastest(task.what, self.family.tiles))
+        filled = tiles / (ceil(tiles / sms) * sms)
         return min(1.0, max(filled, self.streaming(task.what) / self.alone(task)))
+
+    def share(self, task: Task, left: float) -> float:
+        """What a computation takes of the SMs that are left. A matmul of one wave ends no sooner with some of them."""
+        what, width = task.what, self.width(task)
+        if width <= left + EPSILON:
+            return width
+        waits = isinstance(what, Gemm) and self.tiles(what, self.fastest(what, self.family.tiles)) <= self.hardware.sms
+        return 0.0 if waits else SPARE * left
 
     def arriving(self, what: Gemm, start: float, arrivals: Sequence[float]) -> float:
         """When a matmul ends whose blocks of rows arrive one after another, in its order.
@@ -130,14 +160,20 @@ class Costs:
             for arrival in arrivals:
                 start = max(start, arrival) + self.gemm(replace(what, m=rows))
             return start
-        low = [tile for tile in self.family.tiles if tile.rows <= rows] or [self.family.tiles[-1]]
-        tile = self.fastest(what, low)
-        each = ceil(rows / tile.rows) * ceil(what.n / tile.columns)
-        took = self.tile(what, tile)
-        free = [start + self.family.start] * self.hardware.sms
+        tiles = [replace(tile, share=tile.fed or tile.share) for tile in self.family.tiles]
+        return min(self.fed(what, tile, rows, start + self.family.start, arrivals) for tile in tiles)
+
+    def fed(self, what: Gemm, tile: Tile, rows: int, start: float, arrivals: Sequence[float]) -> float:
+        """When a kernel ends that walks through blocks of rows with one kind of tile."""
+        if rows < tile.rows:  # blocks that would fill tiles badly stay together
+            rows, arrivals = what.m, [max(arrivals)]
+        sms, each = self.hardware.sms, self.tiles(replace(what, m=rows), tile)
+        at_once = min(len(arrivals), sms / each)  # blocks, each of which reads all of B
+        took = max(self.tile(what, tile), at_once * self.streaming(replace(what, m=rows)))
+        free = [start + self.hardware.look] * sms
         for number in range(each * len(arrivals)):
             sm = number % len(free)
-            free[sm] = max(free[sm], arrivals[number // each]) + took
+            free[sm] = max(free[sm], arrivals[number // each] + self.hardware.look) + took
         return max(free)
 
 
@@ -156,36 +192,24 @@ class Activity:
 class Simulation:
     """One call of a program, from the moment it is issued."""
 
-    def __init__(self, tasks: Sequence[Task], costs: Costs, mode: str) -> None:
+    def __init__(self, tasks: Sequence[Task], costs: Costs) -> None:
         self.costs = costs
         self.now = 0.0
         self.ended: dict[Task, float] = {}
-        self.followers: dict[Task, list[Task]] = {}
-        self.missing = {task: len(task.after) for task in tasks}
+        self.followers: dict[Task, list[tuple[Task, float]]] = {}  # each with what passes in between
+        self.missing = {task: len(task.after) + len(task.joins) for task in tasks}
         self.active: list[Activity] = []
         self.arrived: dict[int, int] = {}  # of a collective: how many ranks have come
-        self.issued = dict.fromkeys(tasks, 0.0) if mode == GRAPH else self._issue(tasks)
+        self.earliest = dict.fromkeys(tasks, 0.0)
         for task in tasks:
             for before in task.after:
-                self.followers.setdefault(before, []).append(task)
+                self.followers.setdefault(before, []).append((task, 0.0))
+            for other in task.joins:
+                self.followers.setdefault(other, []).append((task, costs.hardware.edge))
         self.later: list[tuple[float, int, Task]] = []
         self.order = {task: n for n, task in enumerate(tasks)}
-        for task in [t for t in tasks if not t.after]:
+        for task in [t for t in tasks if not self.missing[t]]:
             self._free(task)
-
-    def _issue(self, tasks: Sequence[Task]) -> dict[Task, float]:
-        """When each rank's host, which issues one after another and began before the device, comes to each task."""
-        clocks: dict[int, float] = {}
-        issued = {}
-        launch = self.costs.hardware.launch
-        for task in tasks:
-            took = sum(n * launch.get(self._launched(kind), 0.0) for kind, n in task.launches.items())
-            clocks[task.rank] = clocks.get(task.rank, -self.costs.hardware.ahead) + took
-            issued[task] = max(clocks[task.rank], 0.0)
-        return issued
-
-    def _launched(self, kind: str) -> str:
-        return self.costs.matmul_launch if kind == "matmul" else kind
 
     def run(self) -> float:
         """Microseconds until the last rank is done."""
@@ -208,9 +232,9 @@ class Simulation:
         return self.now
 
     def _free(self, task: Task) -> None:
-        """All that a task waits for is there; it begins once the host has issued it."""
-        if self.issued[task] > self.now:
-            heapq.heappush(self.later, (self.issued[task], self.order[task], task))
+        """All that a task waits for is there, or will be by a time that is known."""
+        if self.earliest[task] > self.now:
+            heapq.heappush(self.later, (self.earliest[task], self.order[task], task))
         else:
             self._begin(task)
 
@@ -230,7 +254,8 @@ class Simulation:
 
     def _end(self, task: Task) -> None:
         self.ended[task] = self.now
-        for follower in self.followers.get(task, ()):
+        for follower, pause in self.followers.get(task, ()):
+            self.earliest[follower] = max(self.earliest[follower], self.now + pause)
             self.missing[follower] -= 1
             if not self.missing[follower]:
                 self._free(follower)
@@ -264,7 +289,7 @@ class Simulation:
             a.rate = 0.0 if a.left == inf else 1.0
             if isinstance(a.task.what, Gemm | Traffic) and not a.task.blocks:
                 left, width = free.get(a.task.rank, 1.0), self.costs.width(a.task)
-                share = min(left, width)
+                share = self.costs.share(a.task, left)
                 free[a.task.rank] = left - share
                 a.rate = share / width
                 if a.task.rank in busy:

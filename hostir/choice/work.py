@@ -62,7 +62,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Copying:
-    """A copy by a copy engine, between this rank and `peer`, or within the rank."""
+    """A copy by a copy engine, between this rank and `peer`."""
 
     bytes: int
     peer: int
@@ -84,7 +84,8 @@ class Task:
     """Something that a rank does on one of its streams.
 
     Fields:
-        after: the tasks that end before it begins.
+        after: the task before it on its lane, which ends before it begins.
+        joins: those of other lanes that do.
         partners: every rank's task of the same collective or barrier, itself among them; they begin together.
         blocks: of a matmul that waits while it runs, for each block of rows in its order the signal it waits for.
         launches: how often the host issues something up to it, by the kind of what is issued.
@@ -93,6 +94,7 @@ class Task:
     rank: int
     what: What
     after: list[Task] = field(default_factory=list)
+    joins: list[Task] = field(default_factory=list)
     partners: list[Task] = field(default_factory=list)
     blocks: list[Task | None] = field(default_factory=list)
     launches: Mapping[str, int] = field(default_factory=dict)
@@ -139,12 +141,13 @@ class Recorder:
         self.symmetric = 0
         self.launched: dict[str, int] = {}
 
-    def issue(self, what: What, *after: Task | None, lane: Any = None, launch: str = "") -> Task:
-        """A task behind what its lane, the current stream unless said, has done so far."""
+    def issue(self, what: What, *joins: Task | None, lane: Any = None, launch: str = "") -> Task:
+        """A task behind what its lane, the current stream unless said, has done so far, and behind what it joins."""
         lane = self.stream if lane is None else lane
         self.launched[launch] = self.launched.get(launch, 0) + 1
-        before = [t for t in (self.last.get(lane), *after) if t is not None]
-        task = Task(self.me, what, before, launches=dict(self.launched))
+        after = [self.last[lane]] if lane in self.last else []
+        others = [t for t in joins if t is not None and t not in after]
+        task = Task(self.me, what, after, others, launches=dict(self.launched))
         self.launched.clear()
         self.tasks.append(task)
         self.last[lane] = task
@@ -162,6 +165,11 @@ class Recorder:
         partners = self.shared.meetings.setdefault(key, [])
         partners.append(task)
         task.partners = partners
+
+    def close(self) -> None:
+        """What ends a call that used symmetric memory: a kernel that puts its flags back."""
+        if self.symmetric:
+            self.issue(Traffic(0), lane=CALLER, launch="compute")
 
     # The machine protocol -------------------------------------------------------------------------------------------
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Buffer:
@@ -221,6 +229,9 @@ class Recorder:
         self.issue(Nothing(), handle, launch="wait")
 
     def copy(self, x: Buffer, out: Buffer, source: int, target: int) -> None:
+        if source == target:  # by a kernel
+            self.issue(Traffic(2 * x.bytes), launch="compute")
+            return
         peer = target if source == self.me else source
         self.issue(Copying(x.bytes, peer, out=source == self.me), launch="copy")
 
@@ -261,13 +272,16 @@ def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[Task]:
         recorder = Recorder(rank, shared)
         inputs = [_input(recorder, v.tensor, sizes) for v in program.inputs]
         interpret(program, recorder, sizes, inputs)
+        recorder.close()
         tasks += recorder.tasks
     for waiter, turn, flag, epoch in shared.waits:
         sent = [task for number, task in shared.flags.get(flag, ()) if number >= epoch]
-        if turn is not None:
-            waiter.blocks[turn] = sent[0] if sent else None
-        elif sent:
+        if not sent:
+            continue
+        if turn is None or sent[0].rank == waiter.rank:  # its own rows are there before it begins
             waiter.after.append(sent[0])
+        else:
+            waiter.blocks[turn] = sent[0]
     return tasks
 
 

@@ -117,7 +117,7 @@ c.set_device_mesh(mesh)
 """
     )
     _, note = shown(capfd, "lower", str(file), "--strategy", "auto")
-    assert "note: @whole runs 'sequential, aten' (fallback" in note
+    assert "note: @whole runs 'sequential, triton' (fallback" in note
     assert re.search(r"note: ring: .*no matmul has %b_full as its left side", note)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -10,7 +11,12 @@ from tests.choice.recorded import Recorded, Way, read, recorded
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
-FILES = [RESULTS / "patterns.json", Path(__file__).with_name("peers.json"), *RESULTS.glob("allgather_matmul*.json")]
+FILES = [
+    RESULTS / "patterns.json",
+    Path(__file__).with_name("peers.json"),
+    *sorted(RESULTS.glob("allgather_matmul*.json")),
+]
+PAGE = ROOT / "docs/choosing.md"
 CLOSE = 1.05
 OFTEN = 0.9
 
@@ -33,6 +39,16 @@ def test_the_model_takes_the_fastest_or_nearly_so_nine_times_of_ten(path: Path) 
     assert len(found) >= 10
     wrong = {name: round(loss, 3) for name, loss in found.items() if loss > CLOSE}
     assert len(wrong) <= (1 - OFTEN) * len(found), f"{len(wrong)} of {len(found)}: {wrong}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_page_says_how_well_the_model_does(path: Path) -> None:
+    rows = read(path)
+    found = list(losses(rows).values())
+    near = sum(loss <= CLOSE for loss in found)
+    ranks = " and ".join(map(str, sorted({row.ranks for row in rows})))
+    figures = f"{ranks} | {len(found)} | {near} | {mean(found) - 1:.1%} | {max(found) - 1:.0%}".replace("%", " %")
+    assert f"| `{path.name}` | {figures} |" in PAGE.read_text().splitlines()
 
 
 def test_estimates_of_the_peers_are_near_what_they_took() -> None:

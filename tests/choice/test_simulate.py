@@ -9,8 +9,8 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.choice.hardware import H200, named
-from hostir.choice.simulate import EAGER, GRAPH, Costs, estimate
-from hostir.choice.work import Gemm, tasks_of
+from hostir.choice.simulate import EAGER, GRAPH, SMALL, Costs, estimate
+from hostir.choice.work import Gemm, Task, tasks_of
 from hostir.ir.source import HostIRError
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: bf16[2@didx, 1024, 4096], %b: bf16[4096, 4096]) -> (%c) "
@@ -64,7 +64,7 @@ def test_collectives_of_one_team_run_one_after_another() -> None:
     other = "  %more: bf16[2, 1024, 4096] = allocate\n  set_stream 0\n  %g = allgather %a -> %more over didx"
     one = alone(f"{GATHER}\n  wait %h")
     two = alone(f"{GATHER}\n{other}\n  wait %h\n  wait %g")
-    assert two == pytest.approx(2 * one)
+    assert two == pytest.approx(2 * one - H200.edge)  # one wait after the other: the first passes meanwhile
 
 
 def test_copies_in_one_direction_do_not_overlap() -> None:
@@ -83,7 +83,25 @@ def test_a_wait_for_a_flag_ends_with_its_signal() -> None:
     before = "  %r = rank of %a over didx\n  %there: flag[1] = allocate_symmetric\n"
     signal = "  signal %there[0] = 1 at (%r + 1) % 2 over didx\n"
     late = alone(f"{before}  set_stream 0\n{MATMUL}\n{signal}  set_stream %user\n  wait_signal %there[0] >= 1")
-    assert late == pytest.approx(alone(MATMUL) + H200.signal)
+    assert late == pytest.approx(alone(MATMUL) + H200.signal + SMALL)  # which puts the flag back
+
+
+def test_what_waits_for_another_stream_goes_on_a_little_later() -> None:
+    pause = "  delay 100 us"
+    assert alone(f"{pause}\n{pause}") == pytest.approx(200)
+    assert alone(f"  set_stream 0\n{pause}\n  set_stream %user\n  synchronize 0\n{pause}") == pytest.approx(
+        200 + H200.edge
+    )
+    assert alone(f"  set_stream 0\n  delay 10 us\n  set_stream %user\n{pause}\n  synchronize 0") == pytest.approx(100)
+
+
+def test_a_copy_within_the_gpu_takes_no_link_but_the_sms() -> None:
+    buffers = "  %r = rank of %a over didx\n  %x: bf16[2@didx, 1024, 4096] = allocate_symmetric\n"
+    buffers += "  %y: bf16[2@didx, 1024, 4096] = allocate_symmetric\n"
+    far = "  put %a -> %x at (%r + 1) % 2 over didx"
+    near = "  set_stream 0\n  put %a -> %y at %r over didx\n  set_stream %user"
+    assert alone(f"{buffers}{far}\n{near}") == pytest.approx(alone(f"{buffers}{far}"))
+    assert alone(f"{buffers}{MATMUL}\n{near}") > alone(f"{buffers}{MATMUL}") + 5
 
 
 def test_a_barrier_waits_for_the_slowest_rank() -> None:
@@ -96,6 +114,15 @@ def test_launches_count_only_where_no_graph_replays_them() -> None:
     many = "\n".join(["  delay 1 us"] * 200)
     assert took(f"{BUFFERS}{many}", GRAPH) == pytest.approx(200)
     assert took(f"{BUFFERS}{many}", EAGER) > 200 * H200.launch["delay"] - H200.ahead
+    few = f"{BUFFERS}  delay 2000 us\n"
+    assert took(few, EAGER) == took(few, GRAPH) == pytest.approx(2000)
+
+
+def test_torch_launches_a_matmul_for_each_block_and_triton_one_for_all() -> None:
+    fusion = patterns.allgather_matmul(ranks=8, S=1, M=64, N=64, K=64, dtype="bf16")
+    tasks = tasks_of(hi.lower(fusion, "fused"), {})
+    torch, triton = costs("aten").host(tasks), costs("triton").host(tasks)
+    assert torch > triton + 7 * H200.launch["matmul"]
 
 
 def costs(kernels: str = "aten") -> Costs:
@@ -121,6 +148,22 @@ def test_a_matmul_that_waits_for_blocks_ends_after_the_last_of_them(kernels: str
     assert whole * 0.95 < at_once < whole * 1.4
     assert at_once <= late
     assert 5000 < very_late < 5000 + whole / 2
+
+
+def test_blocks_smaller_than_a_tile_are_multiplied_together() -> None:
+    gemm, c = Gemm(64, 3584, 8192, "bf16"), costs("triton")
+    together = c.arriving(gemm, 0.0, [100.0] * 8)
+    assert together == c.arriving(gemm, 0.0, [0.0] * 7 + [100.0])
+    assert together < 100 + H200.look + 2 * c.gemm(gemm)
+
+
+def test_matmuls_of_one_wave_run_together_only_where_both_fit() -> None:
+    c = costs()
+    small, large = (Task(0, Gemm(m, 3584, 8192, "bf16")) for m in (512, 8192))
+    left = c.width(small)
+    assert c.share(small, left) == left
+    assert c.share(small, left * 0.9) == 0.0
+    assert 0.0 < c.share(large, 0.3) < 0.3
 
 
 def test_every_rank_has_its_tasks_and_meets_the_others() -> None:
