@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from random import Random
 from typing import Any, TypeVar
 
 import torch
@@ -46,15 +47,20 @@ class Clock:
         return self.race({"": work})[""]
 
     def race(self, works: Mapping[Name, Callable[[], Any]]) -> dict[Name, float]:
-        """Several works in turn, one run of each a round, so that drifting clocks and heat touch all alike."""
+        """Several works in turn, one run of each a round, so that drifting clocks and heat touch all alike.
+
+        Each round has another order, the same on all ranks: work that keeps the host long makes the next one late.
+        """
         for work in works.values():
             for _ in range(WARM):
                 work()
         torch.cuda.synchronize(self.device)
         dist.barrier()
         marks: dict[Name, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
+        order = Random(0)
         for _ in range(self.runs):
-            for name, work in works.items():
+            for name in order.sample(list(works), len(works)):
+                work = works[name]
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 self.flush.zero_()
                 self.line.barrier(channel=7)
