@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from hostir.ir.source import HostIRError
+from hostir.ir.source import HostIRError, error
 from hostir.runtime.cuda_onesided import OneSided
 from hostir.runtime.graphs import uniform_only
 from hostir.runtime.kernels.table import Kernel
@@ -73,6 +73,7 @@ class CudaMachine:
         self.device = device
         self.kernels = kernels
         self.groups = groups
+        self.broken = ""
         self.symmetric = SymmetricMemory(groups.rank, exchange, PeerMemory(device, groups.rank))
         self.messages = Groups(groups.rank, device)
         self.streams = [torch.cuda.Stream(device) for _ in range(streams)]
@@ -114,6 +115,8 @@ class CudaPlan:
             self.one_sided = OneSided(
                 *(recording, self.memory, machine.device), self.registers, self.streams, machine.kernels
             )
+        for step in self.one_sided.opening() if self.one_sided else ():
+            self.append(recording.ops[0], step)
         for op in recording.ops:
             self.add(op)
         for buffer in sorted(self.late):
@@ -156,6 +159,8 @@ class CudaPlan:
     def abandon(self) -> None:
         """The caller's stream waits for what has been issued, so that memory dropped now is not reused too early."""
         caller = self.streams[CALLER]
+        if self.memory is not None and not torch.cuda.is_current_stream_capturing():
+            self.machine.broken = "a call failed when a part of it had been issued, and peers may wait for the rest"
         for stream in self.machine.streams:
             with contextlib.suppress(RuntimeError):  # in a capture, a worker that never joined it cannot be waited for
                 caller.wait_stream(stream)
@@ -174,6 +179,8 @@ class CudaPlan:
 
     def problem(self) -> HostIRError | None:
         """What the device has reported by now. Every call asks, and so does the watchdog's thread; nobody waits."""
+        if self.machine.broken:
+            return error(f"this executor cannot run again: {self.machine.broken}", hint="start all ranks anew")
         return self.one_sided.problem() if self.one_sided else None
 
     def ailment(self) -> str:

@@ -15,6 +15,7 @@ import torch
 from hostir.ir.machine import Ready
 from hostir.ir.source import HostIRError
 from hostir.knobs import TIMEOUT
+from hostir.runtime.beginning import beginning, uses_flags
 from hostir.runtime.blocks import block_of
 from hostir.runtime.driver import Copier, in_batches, wait_at_least, write
 from hostir.runtime.handover import PERMITS, Handover, Slot, waits
@@ -38,7 +39,6 @@ from hostir.runtime.symmetric import BARRIERS, Place, SharedMemory
 
 FLAG_BYTES = 8
 SECONDS_OF_A_LOOK = 1e-6  # of a kernel at a flag
-FOREVER = 1 << 62  # what a flag holds that nobody has to raise
 Issue = Callable[[int], None]  # something that a stream shall do, given its handle
 
 
@@ -75,8 +75,9 @@ class OneSided:
         self.behind: set[int] = set()  # the streams that come after them
         self.forked = {CALLER}
         self.stalls: list[tuple[Compute, torch.Tensor]] = []
-        for place, slot in self.handover.settled:
-            memory.buffers[place, self.rank][slot] = FOREVER
+        self.start = torch.cuda.Event()  # the beginning of the call
+        self.loose, self.early = beginning(recording, self.peers)
+        self.sent: set[tuple[int, Place, int, int]] = set()
 
     # Operations ---------------------------------------------------------------------------------------------------
     def is_direct(self, op: Op) -> bool:
@@ -97,18 +98,32 @@ class OneSided:
             return not self.is_local(op)
         return isinstance(op, Barrier) or (isinstance(op, Signal) and op.peer != self.rank)
 
+    def opening(self) -> list[Step]:
+        """The beginning of a call, on the caller's stream."""
+        marks: list[Step] = [partial(_record, self.streams, CALLER, self.start)] if self.loose else []
+        if not self.early:
+            return marks
+        self.opened = torch.cuda.Event()
+        self.behind.add(CALLER)
+        return [*marks, self.on(CALLER, self.permits()), partial(_record, self.streams, CALLER, self.opened)]
+
     def before(self, op: Op) -> list[Step]:
-        """What must come before an operation: the permits, once in a call, on whichever streams touch peers."""
+        """What must come before an operation that uses flags: the beginning of the call; for a peer's, the permits.
+
+        Permits are taken once in a call, by the first stream that touches a peer; others that do so wait for it.
+        """
         if isinstance(op, Synchronize) and op.other in self.forked:
             self.forked.add(op.stream)
+        streams, fork = self.streams, list[Step]()
+        if uses_flags(op, self.peers) and op.stream not in self.forked:  # else it may be ahead of the call before
+            self.forked.add(op.stream)
+            fork = [partial(_after, streams, op.stream, self.start)]
         if not self.peers(op) or op.stream in self.behind:
-            return []
+            return fork
         self.behind.add(op.stream)
-        streams = self.streams
         if self.opened is not None:
-            return [partial(_after, streams, op.stream, self.opened)]
+            return [*fork, partial(_after, streams, op.stream, self.opened)]
         self.opened = torch.cuda.Event()
-        fork = [] if op.stream in self.forked else [partial(_join, streams, op.stream, CALLER, torch.cuda.Event())]
         others = {o.stream for o in self.recording.ops if self.peers(o)} - {op.stream}
         mark = [partial(_record, streams, op.stream, self.opened)] if others else []
         return [*fork, self.on(op.stream, self.permits()), *mark]
@@ -120,6 +135,8 @@ class OneSided:
         if isinstance(op, Signal | WaitSignal) and self.is_settled(op):
             return None
         if isinstance(op, Signal):
+            if self.is_sent(op):
+                return None
             return self.on(op.stream, in_batches([write(self.flag(self.place(op.flags), op.slot, op.peer), op.epoch)]))
         if isinstance(op, WaitSignal):
             return self.on(op.stream, self.wait(op.flags, op.slot, op.epoch))
@@ -130,6 +147,13 @@ class OneSided:
         """Whether a flag says no more than the order of the stream."""
         mine = isinstance(op, WaitSignal) or op.peer == self.rank
         return mine and (self.place(op.flags), op.slot) in self.handover.settled
+
+    def is_sent(self, op: Signal) -> bool:
+        """Whether this call has sent the same before: sent again, it might come after the flag is back at 0."""
+        signal = op.peer, self.place(op.flags), op.slot, op.epoch
+        again = signal in self.sent
+        self.sent.add(signal)
+        return again
 
     def on(self, stream: int, issue: Issue) -> Step:
         streams = self.streams
@@ -207,10 +231,10 @@ class OneSided:
                 from hostir.runtime.kernels.ready import stall_error
 
                 assert op.ready is not None
-                found = stall_error(stalls, self.rank, f"%{self.place(op.ready.flags)[0]}")
+                found = stall_error(stalls.clone(), self.rank, f"%{self.place(op.ready.flags)[0]}")
                 stalls.zero_()
-                assert found is not None
-                return self.recording.failure(op, found)
+                if found is not None:  # else another thread has just taken it
+                    return self.recording.failure(op, found)
         return None
 
     def missing(self) -> list[tuple[Op, str]]:

@@ -6,8 +6,9 @@ count at that peer. And before it touches a peer a call waits until it has the p
 takes them away. A rank cannot give a second permit before the first is taken, since a call does not end before all the
 flags that peers raise in it have risen.
 
-A permit says more: that the rank is done with the call before. If nothing has happened in a call before a barrier, the
-permits of the team are that barrier.
+A permit says more: that the rank is done with the call before. If a call has done nothing that concerns a peer before
+its first barrier, on any rank of the team, the permits of the team are that barrier. They say nothing of ranks that are
+known through a third, so a second team's barrier stays.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
 
+from hostir.runtime.extents import Extent, extents, overlap
 from hostir.runtime.plan import (
     Allocate,
     Barrier,
@@ -31,15 +33,17 @@ from hostir.runtime.plan import (
     View,
     WaitSignal,
 )
-from hostir.runtime.symmetric import BARRIERS, Offer, Place, Use
+from hostir.runtime.symmetric import BARRIERS, Offer, Place, SharedMemory, Touch
 
 PERMITS: Place = ("", ())  # one count; a team's barriers have the same name, and the team as their round
 Team = tuple[int, ...]
 Slot = tuple[Place, int]  # a flag of some rank
+Opening = tuple[Team, list[tuple[Place, Extent]], list[Slot]]  # a barrier, and what a rank has touched and raised
+FOREVER = 1 << 62  # what a flag holds that nobody has to raise
 
 
 def notes(recording: Recording) -> str:
-    """What a rank tells the others: the highest epoch of each flag that it raises, and the teams it begins with."""
+    """What a rank tells the others: the highest epoch of each flag that it raises, and the barrier it begins with."""
     raised: dict[tuple[int, Slot], int] = {}
     homes = _homes(recording)
     for op in recording.ops:
@@ -47,7 +51,7 @@ def notes(recording: Recording) -> str:
             key = op.peer, (homes[recording.buffers[op.flags]], op.slot)
             raised[key] = max(raised.get(key, 0), op.epoch)
     signals = [[peer, *place, slot, epoch] for (peer, (place, slot)), epoch in raised.items()]
-    return json.dumps({"signals": signals, "opening": list(_opening(recording))})
+    return json.dumps({"signals": signals, "opening": _opening(recording)})
 
 
 def _homes(recording: Recording) -> dict[int, Place]:
@@ -55,20 +59,27 @@ def _homes(recording: Recording) -> dict[int, Place]:
     return {op.out: (op.name, op.rounds) for op in recording.ops if isinstance(op, Symmetric)}
 
 
-def _opening(recording: Recording) -> Iterator[tuple[Team, list[Place]]]:
-    """The teams with a barrier before which this call touches no peer, and what of its own it writes before."""
-    me, homes = recording.rank, _homes(recording)
-    owners = {op.out: op.rank for op in recording.ops if isinstance(op, Symmetric)}
-    written: list[Place] = []
+def _opening(recording: Recording) -> Opening | None:
+    """The first barrier, where this call touches no peer before it, and what of its own it touches before.
+
+    Only the first: what comes before the second of another team, on ranks that are in both, is more than permits say.
+    """
+    me, homes, at = recording.rank, _homes(recording), extents(recording)
+    own = {op.out for op in recording.ops if isinstance(op, Symmetric) and op.rank == me}
+    theirs = homes.keys() - own
+    touched: list[tuple[Place, Extent]] = []
+    raised: list[Slot] = []
     for op in recording.ops:
-        if isinstance(op, Barrier) and op.number == 0:
-            yield op.team, list(written)
-        elif isinstance(op, Copy) and all(owners.get(recording.buffers[r], me) == me for r in (op.x, op.out)):
-            written += [homes[recording.buffers[op.out]]] if recording.buffers[op.out] in homes else []
+        if isinstance(op, Barrier):
+            return op.team, touched, raised
+        if isinstance(op, Copy) and not theirs.intersection(recording.buffers[r] for r in (op.x, op.out)):
+            mine = (r for r in (op.x, op.out) if recording.buffers[r] in own)
+            touched += [(homes[recording.buffers[r]], at[r]) for r in mine]
         elif isinstance(op, Signal) and op.peer == me:
-            continue
+            raised.append((homes[recording.buffers[op.flags]], op.slot))
         elif not isinstance(op, Allocate | Symmetric | View | Synchronize):
-            return
+            return None
+    return None
 
 
 @dataclass(frozen=True)
@@ -128,17 +139,35 @@ def _with_barriers(
     A barrier may be left to the permits only where every two of its team have permits for each other by other flags.
     """
     counts = {b.rounds: b.shape[0] for offer in offers for b in offer.buffers if b.name == BARRIERS and b.rounds}
-    read = {use for offer in offers for use in offer.reads}
-    claimed = {team for team in counts if all(_claims(said[rank], team, rank, read) for rank in team)}
+    touched = [touch for offer in offers for touch in offer.touches]
+    claimed = {team for team in counts if all(_claims(said, touched, team, rank) for rank in team)}
     certain = signals.union(*(permutations(t, 2) for t, n in counts.items() if n > 1 or t not in claimed))
     opening = frozenset(team for team in claimed if certain.issuperset(permutations(team, 2)))
     return certain.union(*(permutations(team, 2) for team in claimed - opening)), opening
 
 
-def _claims(said: dict[str, Any], team: Team, rank: int, read: set[Use]) -> bool:
-    """Whether a rank has done nothing that concerns a peer when it comes to its first barrier with a team."""
-    written = next((places for t, places in said["opening"] if tuple(t) == team), None)
-    return written is not None and not any((name, tuple(rounds), rank) in read for name, rounds in written)
+def _claims(said: Sequence[dict[str, Any]], touched: Sequence[Touch], team: Team, rank: int) -> bool:
+    """Whether a rank has done nothing that concerns a peer when it comes to its first barrier, with this team."""
+    if said[rank]["opening"] is None:
+        return False
+    first, own, raised = said[rank]["opening"]
+    others = [it["signals"] for other, it in enumerate(said) if other != rank]
+    rivals = {(name, tuple(rounds), slot) for it in others for peer, name, rounds, slot, _ in it if peer == rank}
+    if tuple(first) != team or any((name, tuple(rounds), slot) in rivals for (name, rounds), slot in raised):
+        return False
+    theirs: dict[Place, list[Extent]] = {}
+    for name, rounds, peer, *extent in touched:
+        if peer == rank:
+            theirs.setdefault((name, rounds), []).append((extent[0], extent[1]))
+    return not any(overlap(extent, theirs.get((name, tuple(rounds)), ())) for (name, rounds), extent in own)
+
+
+def prepare(recording: Recording, memory: SharedMemory) -> None:
+    """Makes a rank's flags ready for its first call: it may raise everyone's, and some of its own nobody has to."""
+    handover = Handover.of(recording, memory.offers)
+    memory.buffers[PERMITS, recording.rank].fill_(len(handover.owners))
+    for place, slot in handover.settled:
+        memory.buffers[place, recording.rank][slot] = FOREVER
 
 
 def waits(recording: Recording) -> Iterator[tuple[Slot, int, Op]]:

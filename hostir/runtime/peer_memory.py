@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hostir.runtime.handover import PERMITS, Handover, notes
+from hostir.runtime.handover import PERMITS, notes, prepare
 from hostir.runtime.plan import Recording
 from hostir.runtime.symmetric import Buffer, Offer, SharedMemory
 
@@ -29,6 +29,7 @@ class PeerMemory:
     def __init__(self, device: torch.device, rank: int) -> None:
         self.device = device
         self.rank = rank
+        self.mine = torch.empty(0)  # between `reserve` and `map`
         self.kept: list[Any] = []  # torch unmaps a peer's memory with the handle
 
     @contextlib.contextmanager
@@ -38,26 +39,32 @@ class PeerMemory:
             raise RuntimeError(why)
         yield str(self.device.index)
 
-    def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
-        """Makes this rank's memory, as much as the one with most needs, and maps that of the peers."""
-        size = max(offer.bytes for offer in offers)
-        if len(offers) == 1:
-            mine = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            return {self.rank: mine}
+    def reserve(self, size: int) -> None:
+        """Allocates: between ranks what only torch's symmetric memory can share."""
+        if not dist.is_initialized():
+            self.mine = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            return
         import torch.distributed._symmetric_memory as symmetric_memory  # here, as it takes its time to load
 
-        mine = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
-        mine.zero_()
+        self.mine = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device).zero_()
+
+    def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
+        """Maps the memory of these peers; all ranks meet in it."""
+        mine, self.mine = self.mine, torch.empty(0)
+        if len(offers) == 1:
+            return {self.rank: mine}
+        import torch.distributed._symmetric_memory as symmetric_memory
+
         world = dist.group.WORLD
         assert world is not None
         handle = symmetric_memory.rendezvous(mine, world)
         self.kept.append(handle)
-        maps = {peer: handle.get_buffer(peer, (size,), torch.uint8) for peer in ranks if peer != self.rank}
+        maps = {peer: handle.get_buffer(peer, mine.shape, torch.uint8) for peer in ranks if peer != self.rank}
         return {self.rank: mine, **maps}
 
     def begin(self, recording: Recording, memory: SharedMemory) -> None:
-        """Gives this rank leave to raise everyone's flags in the first call."""
-        memory.buffers[PERMITS, self.rank].fill_(len(Handover.of(recording, memory.offers).owners))
+        """Puts flags as the first call finds them, on whatever stream it will be."""
+        prepare(recording, memory)
         torch.cuda.synchronize(self.device)
 
     def hidden(self, recording: Recording) -> tuple[Buffer, ...]:

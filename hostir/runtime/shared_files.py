@@ -37,6 +37,9 @@ class SharedFiles:
         finally:
             os.close(file)
 
+    def reserve(self, size: int) -> None:
+        """The file is there."""
+
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
         """Maps the files of these ranks."""
         if self.lock < 0:

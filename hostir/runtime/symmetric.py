@@ -25,6 +25,7 @@ from hostir.ir.onesided_ops import Barrier as BarrierStatement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span, error
 from hostir.ir.types import FLAG
+from hostir.runtime.extents import extents
 from hostir.runtime.plan import FLAGS, Barrier, Copy, Recording, Symmetric
 from hostir.runtime.sharding import TORCH
 
@@ -33,6 +34,7 @@ BARRIERS = ""  # in the place of a name: a team's flags, one for each of its bar
 Exchange = Callable[[str, str], list[str]]  # a key and this rank's text: the texts of all ranks
 Place = tuple[str, tuple[int, ...]]  # a name and a round
 Use = tuple[str, tuple[int, ...], int]  # a place, and a peer
+Touch = tuple[str, tuple[int, ...], int, int, int]  # the same, and from which element to before which
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Offer:
         buffers: what lies in it, one after another.
         uses: the places of peers' buffers that it touches, with the peer.
         reads: those of them that it copies from.
+        touches: what of them it copies from or to.
         notes: what its machine tells the others besides.
         refusal: why there is none of all this.
     """
@@ -86,6 +89,7 @@ class Offer:
     buffers: tuple[Buffer, ...] = ()
     uses: tuple[Use, ...] = ()
     reads: tuple[Use, ...] = ()
+    touches: tuple[Touch, ...] = ()
     notes: str = ""
     refusal: str = ""
 
@@ -100,17 +104,21 @@ class Offer:
         uses, reads = (
             tuple((name, tuple(rounds), rank) for name, rounds, rank in it.pop(k)) for k in ("uses", "reads")
         )
-        return cls(**it, buffers=tuple(buffers), uses=uses, reads=reads)
+        touches = tuple((name, tuple(rounds), rank, *extent) for name, rounds, rank, *extent in it.pop("touches"))
+        return cls(**it, buffers=tuple(buffers), uses=uses, reads=reads, touches=touches)
 
 
 class Sharing(Protocol):
     """How the ranks of one kind of machine come to see each other's memory.
 
-    Both methods raise OSError or RuntimeError where they cannot.
+    Methods raise OSError or RuntimeError where they cannot.
     """
 
     def offering(self, size: int) -> AbstractContextManager[str]:
         """Where peers find as many bytes of this rank, while the context lasts."""
+
+    def reserve(self, size: int) -> None:
+        """Makes what `map` needs of this rank: as many bytes as the rank with most needs."""
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
         """The memory of some ranks, this one among them, as bytes; 0 at first. All ranks call it."""
@@ -193,6 +201,8 @@ class SymmetricMemory:
             offers = [Offer.read(text) for text in self.tell("symmetric memory", json.dumps(asdict(offer)))]
             if refused := judge(offers, recording.program):
                 raise refused
+            if refused := _refusal(self.tell("symmetric memory, made", self.reserve(offers))):
+                raise refused
             memory, why = self.map(recording, offers)
             if refused := _refusal(self.tell("symmetric memory, mapped", why)):
                 raise refused
@@ -205,13 +215,26 @@ class SymmetricMemory:
         size = Offer(buffers=buffers).bytes
         try:
             path = until_all_have_mapped.enter_context(self.sharing.offering(size))
-            return Offer(_host(), os.uname().nodename, path, buffers, uses, reads, self.sharing.notes(recording))
+            where = _host(), os.uname().nodename, path
+            return Offer(*where, buffers, uses, reads, _touches(recording), self.sharing.notes(recording))
         except (OSError, RuntimeError) as problem:
             return Offer(refusal=str(problem))
 
+    def reserve(self, offers: Sequence[Offer]) -> str:
+        """Makes this rank's memory, or says why it cannot: nobody shall wait for the memory of a rank without."""
+        try:
+            self.sharing.reserve(max(offer.bytes for offer in offers))
+        except (OSError, RuntimeError) as problem:
+            return str(problem)
+        return ""
+
     def map(self, recording: Recording, offers: Sequence[Offer]) -> tuple[SharedMemory | None, str]:
-        """The memory of this rank, as its first call finds it, and of the peers that it names; or why there is none."""
-        ranks = {self.rank, *(rank for *_, rank in offers[self.rank].uses)}
+        """The memory of this rank, as its first call finds it, and of its peers; or why there is none.
+
+        Its peers are the ranks whose memory it names, and those that name its own.
+        """
+        users = (rank for rank, offer in enumerate(offers) if any(peer == self.rank for *_, peer in offer.uses))
+        ranks = {self.rank, *users, *(peer for *_, peer in offers[self.rank].uses)}
         try:
             memory = SharedMemory(offers, self.sharing.map(offers, ranks))
         except (OSError, RuntimeError) as problem:
@@ -243,6 +266,17 @@ def _needs(recording: Recording) -> tuple[tuple[Buffer, ...], tuple[Use, ...], t
         uses += [(BARRIERS, team, peer) for peer in team if peer != rank]
     sources = (theirs.get(recording.buffers[op.x]) for op in recording.ops if isinstance(op, Copy))
     return tuple(buffers), (*theirs.values(), *uses), tuple({use for use in sources if use})
+
+
+def _touches(recording: Recording) -> tuple[Touch, ...]:
+    """What of its peers' buffers a rank copies from or to."""
+    theirs = {op.out: op for op in recording.ops if isinstance(op, Symmetric) and op.rank != recording.rank}
+    at, found = extents(recording), dict[Touch, None]()
+    for op in recording.ops:
+        for register in (op.x, op.out) if isinstance(op, Copy) else ():
+            if (it := theirs.get(recording.buffers[register])) is not None:
+                found[it.name, it.rounds, it.rank, *at[register]] = None
+    return tuple(found)
 
 
 def _host() -> str:

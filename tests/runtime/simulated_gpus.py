@@ -22,7 +22,7 @@ import torch
 from hostir.ir.program import Program
 from hostir.runtime import cuda, cuda_onesided
 from hostir.runtime.cuda import CudaMachine, CudaPlan
-from hostir.runtime.handover import PERMITS, Handover, notes
+from hostir.runtime.handover import PERMITS, notes, prepare
 from hostir.runtime.kernels.table import Kernel, kernel_table
 from hostir.runtime.plan import Recording
 from hostir.runtime.recorder import record
@@ -85,11 +85,14 @@ class Shared:
         self.memory[self.rank] = torch.zeros(size, dtype=torch.uint8)
         yield ""
 
+    def reserve(self, size: int) -> None:
+        """It is there."""
+
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
         return {rank: self.memory[rank] for rank in ranks}
 
     def begin(self, recording: Recording, memory: SharedMemory) -> None:
-        memory.buffers[PERMITS, self.rank].fill_(len(Handover.of(recording, memory.offers).owners))
+        prepare(recording, memory)
 
     def hidden(self, recording: Recording) -> tuple[Buffer, ...]:
         return (Buffer(*PERMITS, (1,), "int64"),)

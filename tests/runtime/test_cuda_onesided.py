@@ -16,6 +16,7 @@ from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import Linear
 from hostir.ir.text import parse
 from hostir.runtime.inplace import places
+from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import rehearse
 from hostir.runtime.sharding import random_inputs, shard
 from tests.lower.gathered import gathered
@@ -202,3 +203,17 @@ def test_what_peers_copy_from_is_no_place_for_an_input(gpus: Gpus, monkeypatch: 
     inputs = [[torch.randn(1, 1, 4, 8), torch.randn(8, 5)] for _ in range(2)]
     for plan in plans(gpus, lowered("ring", 2), inputs, monkeypatch):
         assert places(plan.recording, plan.memory) == (0, 0)
+
+
+def test_after_a_call_that_failed_midway_no_other_begins(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("out of luck")
+
+    monkeypatch.setattr(Gpus, "kernels", lambda _: {**gpus_kernels, "matmul": refuse})
+    gpus_kernels = kernel_table("aten", "cpu")
+    inputs = [[torch.randn(1, 1, 4, 8), torch.randn(8, 5)] for _ in range(2)]
+    plan, _ = plans(gpus, lowered("ring", 2), inputs, monkeypatch)
+    assert plan.problem() is None
+    with pytest.raises(HostIRError, match="out of luck"):
+        plan.run(inputs[0])
+    assert "this executor cannot run again: a call failed" in str(plan.problem())

@@ -236,6 +236,16 @@ def test_a_rank_without_memory_ends_all(monkeypatch: pytest.MonkeyPatch) -> None
         assert "only Linux lets processes open each other's memory" in str(problem)
 
 
+def test_a_rank_that_has_no_room_ends_all_before_they_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: SharedFiles, size: int) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(SharedFiles, "reserve", refuse)
+    monkeypatch.setattr(SharedFiles, "map", lambda *_: pytest.fail("ranks meet without their memory"))
+    for problem in met(*recordings()):
+        assert "rank 0 cannot share memory with the others: no room" in str(problem)
+
+
 def test_buffers_belong_to_an_executor_and_its_sizes() -> None:
     body = """%s: f32[M] = allocate_symmetric
   %y: f32[M] = allocate
