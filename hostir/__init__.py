@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hostir import ir, knobs
-from hostir.choice import Choice, FallbackWarning, chosen_for, compile, lower
 from hostir.dsl import (
     DeviceMesh,
     Fusion,
@@ -32,19 +32,22 @@ from hostir.ir.source import error, user_span
 if TYPE_CHECKING:
     import torch
 
+    from hostir.choice import Choice, FallbackWarning, compile, lower
     from hostir.runtime.executor import Executor
     from hostir.runtime.trace import Trace
 
+# What is loaded when it is first used: the compiler and the choice of a strategy; the runtime, and with it torch.
+_LATER = {
+    **dict.fromkeys(("Choice", "FallbackWarning", "compile", "lower"), "hostir.choice"),
+    "Executor": "hostir.runtime.executor",
+}
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the runtime, and with it torch, when its executor is first used."""
-    if name != "Executor":
+    if name not in _LATER:
         raise AttributeError(f"module 'hostir' has no attribute '{name}'")
-    from hostir.runtime.executor import Executor
-
-    return Executor
+    return getattr(import_module(_LATER[name]), name)
 
 
 def parse(text: str, file: str = "<text>") -> Program:
@@ -107,6 +110,7 @@ def run(
         sizes, kernels, seed, machine, trace, check, timeout: as for `Executor`. The strategy `auto` chooses for these
             sizes and for the shapes of the inputs, among kernels as well unless they are given.
     """
+    from hostir.choice import chosen_for, lower
     from hostir.runtime.whole import run as run_program
 
     if isinstance(fusion, Program) and fusion.phase is Phase.HOST:
