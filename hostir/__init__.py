@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import hostir.lower  # noqa: F401  (now: the function of this name, below, takes the place of the package)
 from hostir import ir, knobs
 from hostir.dsl import (
     DeviceMesh,
@@ -32,13 +33,15 @@ from hostir.ir.source import error, user_span
 if TYPE_CHECKING:
     import torch
 
-    from hostir.choice import Choice, FallbackWarning, compile, lower
+    from hostir.choice import Choice, FallbackWarning, compile
+    from hostir.lower import HasProgram
+    from hostir.lower.passes import Watcher
     from hostir.runtime.executor import Executor
     from hostir.runtime.trace import Trace
 
-# What is loaded when it is first used: the compiler and the choice of a strategy; the runtime, and with it torch.
+# What is loaded when it is first used: the choice of a strategy; the runtime, and with it torch.
 _LATER = {
-    **dict.fromkeys(("Choice", "FallbackWarning", "compile", "lower"), "hostir.choice"),
+    **dict.fromkeys(("Choice", "FallbackWarning", "compile"), "hostir.choice"),
     "Executor": "hostir.runtime.executor",
 }
 __version__ = "0.1.0"
@@ -58,6 +61,32 @@ def parse(text: str, file: str = "<text>") -> Program:
     if not isinstance(text, str):
         raise error(f"not a text: {text!r}", user_span(), expected="a string, such as path.read_text()")
     return ir.parse(text, file)
+
+
+def lower(
+    fusion: HasProgram | Program,
+    strategy: str = "pipeline",
+    streams: int | None = None,
+    watch: Watcher | None = None,
+    *,
+    sizes: Mapping[str, int] | None = None,
+) -> Program:
+    """Lowers a fusion to a host program.
+
+    Args:
+        fusion: a `hostir.Fusion`, or a program in the fusion phase.
+        strategy: `sequential` runs each communication and computation whole, on the caller's stream; `pipeline` runs
+            what can be sliced along the Stream axis in a loop over worker streams. Two take apart what gathers the rows
+            of a matmul, and run the rest whole: `ring` copies from one peer after another, and multiplies each shard as
+            it comes; in `fused` every rank copies its shard to all, and one matmul takes each as it comes. `auto` is
+            the fastest of them, as `compile` chooses.
+        streams: the most worker streams to use, 4 unless said; `auto` chooses it too.
+        watch: called with the name of each pass and the program it left.
+        sizes: of the fusion's symbols: what `auto` chooses for.
+    """
+    from hostir.choice import lower as lower_or_choose
+
+    return lower_or_choose(fusion, strategy, streams, watch, sizes=sizes)
 
 
 def check(
@@ -110,7 +139,7 @@ def run(
         sizes, kernels, seed, machine, trace, check, timeout: as for `Executor`. The strategy `auto` chooses for these
             sizes and for the shapes of the inputs, among kernels as well unless they are given.
     """
-    from hostir.choice import chosen_for, lower
+    from hostir.choice import chosen_for
     from hostir.runtime.whole import run as run_program
 
     if isinstance(fusion, Program) and fusion.phase is Phase.HOST:

@@ -32,19 +32,7 @@ def lower(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> Program:
-    """Lowers a fusion to a host program.
-
-    Args:
-        fusion: a `hostir.Fusion`, or a program in the fusion phase.
-        strategy: `sequential` runs each communication and computation whole, on the caller's stream; `pipeline` runs
-            what can be sliced along the Stream axis in a loop over worker streams. Two take apart what gathers the rows
-            of a matmul, and run the rest whole: `ring` copies from one peer after another, and multiplies each shard as
-            it comes; in `fused` every rank copies its shard to all, and one matmul takes each as it comes. `auto` is
-            the fastest of them, as `compile` chooses.
-        streams: the most worker streams to use, 4 unless said; `auto` chooses it too.
-        watch: called with the name of each pass and the program it left.
-        sizes: of the fusion's symbols: what `auto` chooses for.
-    """
+    """Lowers a fusion to a host program: `hostir.lower`."""
     if strategy != AUTO:
         return lower_by(fusion, strategy, STREAMS if streams is None else streams, watch)
     _refuse_streams(streams)
