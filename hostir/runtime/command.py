@@ -15,11 +15,12 @@ import torch
 from hostir import knobs
 from hostir.ir import Program, TensorType
 from hostir.ir.source import HostIRError, error
-from hostir.runtime.compare import Comparison, check_comparable, compare
+from hostir.runtime.compare import Comparison, compare, of_single_ranks
 from hostir.runtime.executor import Executor
 from hostir.runtime.local import LocalMachine, rehearse
 from hostir.runtime.local_rank import Parts
 from hostir.runtime.reference import reference
+from hostir.runtime.rehearsal import rehearsed
 from hostir.runtime.session import Session, launched, session
 from hostir.runtime.sharding import assemble, random_inputs, shard
 from hostir.runtime.trace import Event, Trace
@@ -32,10 +33,9 @@ Tensors = Sequence[torch.Tensor]
 def run_command(source: Program, program: Program, sizes: dict[str, int], options: Namespace) -> int:
     """Runs `program`, and with `--compare` holds it against `source`, the fusion or host program it came from.
 
-    Returns the exit code: 1 where a result is too far from the reference. Raises HostIRError where there is none.
+    A host program of single ranks means what simulated ranks compute in program order. Returns the exit code: 1 where
+    a result is too far from the reference. Raises HostIRError where there is none.
     """
-    if options.compare:
-        check_comparable(source)
     if options.repeat < 1:
         raise error(f"--repeat {options.repeat}", expected="at least 1")
     if options.schedule_seed < 0:
@@ -100,13 +100,14 @@ def _simulated(
         for inputs, parts in zip(calls, results, strict=True):
             if options.compare and not seen:
                 outputs = [assemble(p, v.tensor, sizes) for v, p in zip(program.outputs, parts, strict=True)]
-                worst = _worse(worst, compare(program, outputs, *_expected(source, inputs, sizes)))
+                plain, exact = _expected(source, inputs, sizes)
+                worst = _worse(worst, compare(program, outputs, plain, exact, summed=of_single_ranks(source)))
         if trace is not None and turns.stop == options.repeat:
             machine.record(trace)
         if options.no_check and turns.stop == options.repeat:
             _watched(machine, options.schedule_seed)
     _write_trace(trace, options.trace)
-    return _report(program, f"{program.ranks} simulated ranks", kernels, worst, options, seen)
+    return _report(program, f"{program.ranks} simulated ranks", kernels, _meant(source), worst, options, seen)
 
 
 Results = Sequence[Sequence[Parts]]  # by call and output
@@ -167,14 +168,20 @@ def _on_ranks(
             _write_trace(trace, options.trace)
     verdicts = joined.exchange("verdict", "good" if all(c.good for c in worst) else "bad")
     if rank == 0:
-        _report(program, f"{joined.size} ranks on {device.type}", kernels, worst, options)
+        _report(program, f"{joined.size} ranks on {device.type}", kernels, _meant(source), worst, options)
     return 1 if "bad" in verdicts else 0
 
 
 def _expected(source: Program, inputs: Tensors, sizes: dict[str, int]) -> tuple[Tensors, Tensors]:
-    """The unsharded result in the program's own dtypes, and in float64."""
+    """What the source means, in the program's own dtypes and in float64."""
     bound = {name: value for name, value in sizes.items() if name in source.size_names}
-    return reference(source, inputs, bound, None), reference(source, inputs, bound)
+    means = rehearsed if of_single_ranks(source) else reference
+    return means(source, inputs, bound, None), means(source, inputs, bound)
+
+
+def _meant(source: Program) -> str:
+    """What results are compared with."""
+    return "simulated ranks in program order" if of_single_ranks(source) else "the unsharded result"
 
 
 def _part_against(
@@ -194,7 +201,8 @@ def _part_against(
         off = 0.0 if part is None or mine is None else float(torch.linalg.vector_norm(part.to(mine.dtype) - mine)) ** 2
         squares.append(off / copies(value.tensor))
     every = [json.loads(text) for text in joined.exchange(f"errors of run {turn}", json.dumps(squares), COMPARING)]
-    found = compare(program, exact, plain, exact, ring=joined.device.type == "cuda")
+    ring, summed = joined.device.type == "cuda", of_single_ranks(source)
+    found = compare(program, exact, plain, exact, ring=ring, summed=summed)
     norms = [float(torch.linalg.vector_norm(e)) or 1.0 for e in exact]
     return [replace(c, error=sum(e[n] for e in every) ** 0.5 / norms[n]) for n, c in enumerate(found)]
 
@@ -218,6 +226,7 @@ def _report(
     program: Program,
     where: str,
     kernels: str,
+    meant: str,
     found: list[Comparison],
     options: Namespace,
     wrong: Sequence[str] = (),
@@ -227,14 +236,15 @@ def _report(
     if options.json:
         outputs = [{"output": c.output, "error": c.error, "bound": c.bound, "good": c.good} for c in found]
         ran = {"program": program.name, "ranks": program.ranks, "where": where, "kernels": kernels}
-        print(json.dumps(ran | {"outputs": outputs, "wrong": list(wrong)}))
+        against = {"reference": meant} if options.compare else {}
+        print(json.dumps(ran | against | {"outputs": outputs, "wrong": list(wrong)}))
         return 0 if good else 1
     times = f", {options.repeat} times" if options.repeat > 1 else ""
     print(f"@{program.name}: ran on {where}, kernels {kernels}{times}")
     for c in found:
         print(f"  {c}", file=sys.stdout if c.good else sys.stderr)
     if found and good:
-        print(f"  maximum error {max(c.error for c in found):.2e}")
+        print(f"  maximum error {max(c.error for c in found):.2e} from {meant}")
     for line in wrong:
         print(f"  {line}", file=sys.stderr)
     return 0 if good else 1

@@ -19,7 +19,7 @@ from hostir.ir.op import Phase
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import Diagnostic, HostIRError, Span, error
 from hostir.runtime.collectives import match
-from hostir.runtime.kernels.table import kernel_table
+from hostir.runtime.kernels.table import Kernel, kernel_table
 from hostir.runtime.local_memory import Memory
 from hostir.runtime.local_onesided import Symmetric, meet
 from hostir.runtime.local_rank import Parts, RankMachine
@@ -31,20 +31,25 @@ from hostir.runtime.trace import Trace
 from hostir.runtime.watch import Watch
 
 Inputs = Sequence[torch.Tensor | Parts]  # of one call: whole tensors, or of each input what every rank holds
+Kernels = str | Mapping[str, Kernel]  # a policy, or what computes each kind
 
 
 class LocalMachine:
     """Simulated ranks, one for each of `programs`, which are mostly one and the same.
 
     First every rank plans each call (`ranks[r].plan(sizes, inputs)`), then `run` executes all calls, again and again.
+    `kernels` and `dtype` are as of `rehearse`.
     """
 
-    def __init__(self, programs: Sequence[Program], kernels: str = "auto") -> None:
-        table = kernel_table(kernels, "cpu")
+    def __init__(
+        self, programs: Sequence[Program], kernels: Kernels = "auto", dtype: torch.dtype | None = None
+    ) -> None:
+        table = kernel_table(kernels, "cpu") if isinstance(kernels, str) else kernels
         self.memory = Memory()
         self.symmetric = Symmetric(self.memory)
         self.ranks = [
-            RankMachine(rank, program, table, self.memory, self.symmetric) for rank, program in enumerate(programs)
+            RankMachine(rank, program, table, self.memory, self.symmetric, dtype)
+            for rank, program in enumerate(programs)
         ]
         self.tasks: list[Task] = []  # once the ranks' sides have met
         self.delays: list[Task] = []  # those that it pays to hold back, in the order in which seeds do
@@ -90,6 +95,13 @@ class LocalMachine:
             watching.finish()
         calls = zip(*(rank.outputs for rank in self.ranks), strict=True)
         return [[list(parts) for parts in zip(*outputs, strict=True)] for outputs in calls]
+
+    def release(self) -> None:
+        """Gives the memory back at once; as ranks and tasks refer to each other, Python would take its time."""
+        for buffer in self.memory.buffers:
+            buffer.untyped_storage().resize_(0)
+        for rank in self.ranks:
+            rank.outputs.clear()
 
     def where(self, task: Task) -> tuple[Span | None, str]:
         """Which rank, statement, round and call a task belongs to."""
@@ -156,7 +168,13 @@ class LocalMachine:
 
 
 def rehearse(
-    program: Program, calls: Sequence[Inputs], sizes: Mapping[str, int] | None = None, kernels: str = "auto"
+    program: Program,
+    calls: Sequence[Inputs],
+    sizes: Mapping[str, int] | None = None,
+    kernels: Kernels = "auto",
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
 ) -> LocalMachine:
     """Plans calls of a host program that follow each other with nothing in between; `run(seed)` executes them.
 
@@ -165,16 +183,18 @@ def rehearse(
         calls: the inputs of each call: whole CPU tensors, or for each input what every rank holds (None where it holds
             none). The caller's memory is the same in every call, so shapes are too.
         sizes: of symbols that do not follow from the inputs' shapes.
-        kernels: what computes: `auto`, `aten`, or `triton` (under TRITON_INTERPRET=1).
+        kernels: what computes: `auto`, `aten`, or `triton` (under TRITON_INTERPRET=1); or a table.
+        dtype: what all tensors but flags are computed in, and rounded to, instead of what the program declares.
+        device: where the inputs are.
 
     Raises HostIRError for inputs that do not fit, and for a statement that cannot be planned.
     """
     if program.phase is not Phase.HOST:
         raise error(f"@{program.name} is a fusion", expected="a host program", hint="lower it first")
-    machine = LocalMachine([program] * program.ranks, kernels)
+    machine = LocalMachine([program] * program.ranks, kernels, dtype)
     bound: dict[str, int] = {}
     for number, inputs in enumerate(calls):
-        parts, found = _distribute(program, inputs, sizes or {})
+        parts, found = _distribute(program, inputs, sizes or {}, device)
         if number and found != bound:
             raise error(f"call {number + 1} of @{program.name} has other sizes", expected=f"those of call 1, {bound}")
         bound = found
@@ -260,12 +280,14 @@ def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
     return [x for group in groups for x in group]
 
 
-def _distribute(program: Program, inputs: Inputs, given: Mapping[str, int]) -> tuple[list[Parts], dict[str, int]]:
+def _distribute(
+    program: Program, inputs: Inputs, given: Mapping[str, int], device: torch.device | str
+) -> tuple[list[Parts], dict[str, int]]:
     """What every rank holds of each input, and the sizes."""
     ranks = range(program.ranks)
     whole = [x for x in inputs if isinstance(x, torch.Tensor)]
     if len(whole) == len(inputs):
-        sizes = bind_sizes(program, whole, given, device="cpu")
+        sizes = bind_sizes(program, whole, given, device=device)
         pairs = zip(program.inputs, whole, strict=True)
         return [[shard(x, v.tensor, rank, sizes) for rank in ranks] for v, x in pairs], sizes
     parts = [x for x in inputs if not isinstance(x, torch.Tensor)]
@@ -276,6 +298,6 @@ def _distribute(program: Program, inputs: Inputs, given: Mapping[str, int]) -> t
         )
     sizes = dict(given)
     for rank in ranks:
-        sizes = solve_sizes(program, [part[rank] for part in parts], sizes, rank=rank, device="cpu")
+        sizes = solve_sizes(program, [part[rank] for part in parts], sizes, rank=rank, device=device)
     program.check_sizes(sizes)
     return parts, sizes

@@ -7,12 +7,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from hostir.__main__ import main
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.text import parse
@@ -24,9 +22,6 @@ from hostir.runtime.shared_files import SharedFiles
 from hostir.runtime.symmetric import SharedMemory, SymmetricMemory
 from hostir.runtime.trace import Trace
 from tests.runtime.small_programs import alone, program, said
-
-ROOT = Path(__file__).parent.parent.parent
-CASES = ROOT / "tests" / "cases" / "onesided"
 
 
 # A matmul that waits for flags ------------------------------------------------------------------------------------
@@ -262,16 +257,6 @@ def test_buffers_belong_to_an_executor_and_its_sizes() -> None:
 
 
 # What is refused --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["get_barrier", "ping_pong"])
-def test_a_text_of_single_ranks_has_nothing_to_be_compared_with(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    file = str(CASES / f"{name}.hir")
-    assert main(["run", file]) == 0
-    assert main(["run", file, "--compare"]) == 2
-    shown = capfd.readouterr().err
-    assert f"@{name} has no unsharded result to be compared with: 'rank' is of single ranks" in shown
-    assert "leave out --compare" in shown
-
-
 def test_simulated_ranks_put_inputs_of_any_strides_and_refuse_what_real_ones_refuse() -> None:
     p = program(
         f"{SHARED}\n  relu %x -> %y".replace("%f:", "%y: f32[4@didx, 3] = allocate\n  %f:"), "%x: f32[4@didx, 3]", "%y"
