@@ -30,7 +30,7 @@ PARTS = ("gemm", "nccl", "copies")
 Work = Callable[[], Any]
 
 
-class WrongResult(Exception):  # noqa: N818
+class WrongResultError(Exception):
     """A candidate computed something else."""
 
 
@@ -180,15 +180,19 @@ class Judge:
         return float(off / torch.linalg.vector_norm(self.exact))
 
     def check(self, candidate: Candidate) -> bool:
-        """Calls a candidate on memory that holds NaN. Raises WrongResult where its result is not as good as torch's."""
+        """Calls a candidate on memory that holds NaN.
+
+        Raises WrongResultError where its result is not as good as torch's.
+        """
         candidate.call().fill_(float("nan"))  # an eager one gets the same memory again from torch's allocator
         c = candidate.call().transpose(0, 1).reshape(self.of.row.M, self.of.row.N)
         if lost := int((~c.isfinite()).any(dim=1).sum()):
-            raise WrongResult(f"{lost} rows hold NaN or infinity")
+            raise WrongResultError(f"{lost} rows hold NaN or infinity")
         error = self.error_of(c)
         if error > self.bound:
-            raise WrongResult(f"error {error:.2e}, and torch's is {self.error:.2e}")
+            raise WrongResultError(f"error {error:.2e}, and torch's is {self.error:.2e}")
         away = (c - self.unfused).float().norm(dim=1) / self.unfused.float().norm(dim=1)
         if far := int((away > ROW_MARGIN * self.bound).sum()):
-            raise WrongResult(f"{far} rows differ from torch's, row {int(away.argmax())} by {float(away.max()):.1e}")
+            furthest = f"row {int(away.argmax())} by {float(away.max()):.1e}"
+            raise WrongResultError(f"{far} rows differ from torch's, {furthest}")
         return True

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import hostir.lower  # noqa: F401  (now: the function of this name, below, takes the place of the package)
 from hostir import ir, knobs
 from hostir.dsl import (
     DeviceMesh,
@@ -29,6 +28,8 @@ from hostir.dsl import (
 )
 from hostir.ir import Diagnostic, HostIRError, Phase, Program
 from hostir.ir.source import error, user_span
+from hostir.lower import AUTO, STREAMS
+from hostir.lower import lower as lower_by  # before the function below takes the place of the package's name
 
 if TYPE_CHECKING:
     import torch
@@ -84,9 +85,11 @@ def lower(
         watch: called with the name of each pass and the program it left.
         sizes: of the fusion's symbols: what `auto` chooses for.
     """
-    from hostir.choice import lower as lower_or_choose
+    if strategy != AUTO:
+        return lower_by(fusion, strategy, STREAMS if streams is None else streams, watch)
+    from hostir.choice import lower_auto
 
-    return lower_or_choose(fusion, strategy, streams, watch, sizes=sizes)
+    return lower_auto(fusion, streams, watch, sizes)
 
 
 def check(
@@ -144,7 +147,7 @@ def run(
 
     if isinstance(fusion, Program) and fusion.phase is Phase.HOST:
         program = fusion
-    elif strategy == "auto":
+    elif strategy == AUTO:
         program, kernels = chosen_for(fusion, inputs, streams, sizes, kernels, machine)
     else:
         program = lower(fusion, strategy, streams)

@@ -1,7 +1,17 @@
 """Choosing how a fusion is lowered and what computes it: by measurement where there is one, else by estimate."""
 
-from hostir.choice.compiled import chosen_for, compile, lower
+from hostir.choice.compiled import chosen_for, compile, lower_auto
 from hostir.choice.decision import choose
 from hostir.choice.verdict import Candidate, Choice, FallbackWarning, Impossible, Timing
 
-__all__ = ["Candidate", "Choice", "FallbackWarning", "Impossible", "Timing", "choose", "chosen_for", "compile", "lower"]
+__all__ = [
+    "Candidate",
+    "Choice",
+    "FallbackWarning",
+    "Impossible",
+    "Timing",
+    "choose",
+    "chosen_for",
+    "compile",
+    "lower_auto",
+]

@@ -11,7 +11,7 @@ from hostir.choice.verdict import ASKED_FOR, Candidate, Choice
 from hostir.ir.program import Program
 from hostir.ir.source import error
 from hostir.knobs import KERNELS
-from hostir.lower import HasProgram
+from hostir.lower import AUTO, STREAMS, HasProgram
 from hostir.lower import lower as lower_by
 from hostir.lower.passes import Watcher
 
@@ -20,21 +20,11 @@ if TYPE_CHECKING:
 
     from hostir.runtime.executor import Executor
 
-AUTO = "auto"
-STREAMS = 4
 
-
-def lower(
-    fusion: HasProgram | Program,
-    strategy: str = "pipeline",
-    streams: int | None = None,
-    watch: Watcher | None = None,
-    *,
-    sizes: Mapping[str, int] | None = None,
+def lower_auto(
+    fusion: HasProgram | Program, streams: int | None, watch: Watcher | None, sizes: Mapping[str, int] | None
 ) -> Program:
-    """Lowers a fusion to a host program: `hostir.lower`."""
-    if strategy != AUTO:
-        return lower_by(fusion, strategy, STREAMS if streams is None else streams, watch)
+    """What `auto` lowers a fusion to, for these sizes."""
     _refuse_streams(streams)
     program = fusion_of(fusion)
     choice = choose(program, sizes=sizes)

@@ -13,6 +13,7 @@ from hostir.lower.interleave import Pipeline, Sequential
 from hostir.lower.memory import FreeBuffers, Tidy
 from hostir.lower.passes import Pass, Watcher, run_passes
 from hostir.lower.propagate import Propagate
+from hostir.lower.push import Pushed
 from hostir.lower.reshard import MakeReshards
 from hostir.lower.ring import Ring
 from hostir.lower.stagger import Stagger
@@ -24,14 +25,22 @@ STRATEGIES: dict[str, Callable[[int], Pass]] = {
     "pipeline": lambda _: Pipeline(),
     "ring": Ring,
     "fused": lambda _: Fused(),
+    "push": lambda _: Pushed(),
 }
+AUTO = "auto"  # the fastest of them; hostir.choice, which stands on this layer, says which that is
+STREAMS = 4  # the most worker streams, unless said
 
 
-def passes(strategy: str = "pipeline", streams: int = 4) -> list[Pass]:
+def passes(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
     """The passes of a strategy, in order."""
+    if strategy == AUTO:
+        hint = "hi.lower and hi.compile choose one for a fusion"
+        raise error(f"'{AUTO}' has no passes of its own", expected=f"one of: {', '.join(STRATEGIES)}", hint=hint)
     if strategy not in STRATEGIES:
-        hint = did_you_mean(strategy, STRATEGIES)
-        raise error(f"unknown strategy '{strategy}'", expected=f"one of: {', '.join(STRATEGIES)}", hint=hint)
+        known = [*STRATEGIES, AUTO]
+        raise error(
+            f"unknown strategy '{strategy}'", expected=f"one of: {', '.join(known)}", hint=did_you_mean(strategy, known)
+        )
     if isinstance(streams, bool) or not isinstance(streams, int) or streams < 1:
         raise error(f"streams must be at least 1, not {streams!r}")
     return [
@@ -54,7 +63,7 @@ class HasProgram(Protocol):
 
 
 def lower(
-    fusion: HasProgram | Program, strategy: str = "pipeline", streams: int = 4, watch: Watcher | None = None
+    fusion: HasProgram | Program, strategy: str = "pipeline", streams: int = STREAMS, watch: Watcher | None = None
 ) -> Program:
     """Lowers a fusion to a host program.
 
@@ -78,4 +87,4 @@ def lower(
     return run_passes(program, passes(strategy, streams), watch)
 
 
-__all__ = ["STRATEGIES", "Pass", "lower", "passes", "run_passes"]
+__all__ = ["AUTO", "STRATEGIES", "STREAMS", "Pass", "lower", "passes", "run_passes"]

@@ -109,7 +109,7 @@ class Executor:
         self.plans: dict[tuple[Any, ...], Plan] = {}
         self.session: Session | None = None
         self.watchdog: Watchdog | None = None
-        self.choice: object | None = None
+        self.choice: Any = None  # a hostir.choice.Choice: a layer above, which sets it
         self.rank = 0
         self._key: Key | None = None
         self._plan: Plan | None = None

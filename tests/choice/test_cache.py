@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -107,11 +108,18 @@ def test_a_file_that_is_no_text_is_ignored() -> None:
         assert cache.read(KEY) == {}
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser writes anywhere")
-def test_a_folder_that_cannot_be_written_is_a_diagnostic(folder: Path) -> None:
-    folder.parent.chmod(0o500)
-    with pytest.raises(HostIRError, match="cannot write the tuning cache"):
+@pytest.mark.parametrize("step", ["pathlib.Path.mkdir", "tempfile.mkstemp", "os.replace"])
+def test_a_folder_that_cannot_be_written_is_a_diagnostic(
+    step: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:  # permissions would not stop the superuser
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(step, refuse)
+    with pytest.raises(HostIRError, match=f"cannot write the tuning cache {folder}: Permission denied"):
         cache.write(KEY, "p", ENTRIES)
+    assert not list(folder.glob("*.new"))
+    assert cache.read(KEY) == {}
 
 
 def test_a_file_in_place_of_the_folder_is_a_diagnostic(folder: Path) -> None:

@@ -47,7 +47,7 @@ def test_explain_says_what_is_taken_the_times_and_why_the_rest_is_not_possible(
     first, *rest = out.splitlines()
     assert re.fullmatch(r"@row_parallel runs '\w+.*' \(estimated \d+ us\) on 4 x h200 as estimated elsewhere", first)
     assert "not possible:" in rest
-    assert sum("it is no allgather of rows" in line for line in rest) == 2
+    assert sum("it is no allgather of rows" in line for line in rest) == 3
     times = [line.split() for line in rest if line.startswith(("  sequential", "  pipeline"))]
     assert len(times) == 6
 
@@ -102,22 +102,9 @@ def test_run_on_simulated_ranks_takes_auto(capfd: pytest.CaptureFixture[str]) ->
     assert f"note: {choose(patterns.allgather_matmul_rows())}" in note
 
 
-def test_why_nothing_can_be_overlapped_is_said(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "whole.py"
-    file.write_text(
-        """import hostir as hi
-with hi.Fusion("whole") as fusion:
-    a, b = hi.tensor("a", [64, 32], "bf16"), hi.tensor("b", [32, 16], "bf16")
-    c = a @ b
-    fusion.output(c)
-mesh = hi.DeviceMesh(range(4))
-a.set_device_mesh(mesh)
-b.shard(1, mesh)
-c.set_device_mesh(mesh)
-"""
-    )
-    _, note = shown(capfd, "lower", str(file), "--strategy", "auto")
-    assert "note: @whole runs 'sequential, triton' (fallback" in note
+def test_why_nothing_can_be_overlapped_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    _, note = shown(capfd, "lower", "tests/choice/fusions.py:weight_gathered_whole", "--strategy", "auto")
+    assert "note: @weight_gathered_whole runs 'sequential, triton' (fallback" in note
     assert re.search(r"note: ring: .*no matmul has %b_full as its left side", note)
 
 

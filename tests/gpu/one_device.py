@@ -10,6 +10,7 @@ import torch
 from hostir.ir.program import Program
 from hostir.ir.text import parse
 from hostir.runtime.executor import Executor
+from tests.runtime.programs import ag_matmul
 
 SLEEP = 100_000_000  # cycles: about 50 ms
 NAN = float("nan")
@@ -21,22 +22,7 @@ def alone(body: str, inputs: str, streams: int = 2) -> Program:
 
 
 def pipeline(dtype: str = "f32") -> Program:
-    body = f"""  %a_full: {dtype}[4, 1, 64, 128] = allocate
-  %c: {dtype}[4, 1, 64, 256] = allocate
-  for %s in 0..2 {{ set_stream %s   synchronize %user }}
-  for %i in 0..4 {{
-    set_stream %i % 2
-    %a_i = select %a[%i]
-    %g_i = select %a_full[%i]
-    %h = allgather %a_i -> %g_i over didx
-    wait %h
-    %c_i = select %c[%i]
-    matmul %g_i, %b -> %c_i
-  }}
-  set_stream %user
-  for %s in 0..2 {{ synchronize %s }}
-  free %a_full"""
-    return alone(body, f"%a: {dtype}[4, 1@didx, 64, 128], %b: {dtype}[128, 256]")
+    return parse(ag_matmul("0", dtype, m=64, k=128, n=256))
 
 
 def inputs_of(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

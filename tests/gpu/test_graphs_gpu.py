@@ -30,6 +30,17 @@ def graphs_of(executor: Executor) -> int:
     return len(executor._graphs.kept)
 
 
+def called(times: int) -> tuple[Executor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """An executor after so many calls, which are over, with their inputs and their output."""
+    executor = Executor(pipeline(), machine="cuda")
+    a, b = inputs_of()
+    c = torch.empty(4, 1, 64, 256)
+    for _ in range(times):
+        executor(a, b, out=c)
+    torch.cuda.synchronize()
+    return executor, a, b, c
+
+
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_calls_with_out_become_replays_that_read_and_write_what_is_there(dtype: str, kernels: str) -> None:
@@ -64,27 +75,9 @@ def test_a_replay_waits_for_what_the_caller_still_writes_and_is_waited_for() -> 
     assert graphs_of(executor) == 1
 
 
-def test_a_replay_does_not_wait_for_the_device() -> None:
-    executor = Executor(pipeline(), machine="cuda")
-    a, b = inputs_of()
-    c = torch.empty(4, 1, 64, 256)
-    for _ in range(4):
-        executor(a, b, out=c)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(20 * SLEEP)
-    executor(a, b, out=c)
-    done = torch.cuda.Event()
-    done.record()
-    assert not done.query()
-
-
-def test_a_capture_does_not_wait_for_the_device() -> None:
-    executor = Executor(pipeline(), machine="cuda")
-    a, b = inputs_of()
-    c = torch.empty(4, 1, 64, 256)
-    executor(a, b, out=c)
-    executor(a, b, out=c)
-    torch.cuda.synchronize()
+@pytest.mark.parametrize("calls", [pytest.param(2, id="which captures"), pytest.param(4, id="which replays")])
+def test_a_call_does_not_wait_for_the_device(calls: int) -> None:
+    executor, a, b, c = called(calls)
     torch.cuda._sleep(20 * SLEEP)
     executor(a, b, out=c)
     done = torch.cuda.Event()
@@ -150,12 +143,7 @@ def test_outputs_that_are_copied_are_copied_in_every_replay() -> None:
 
 
 def test_a_call_with_out_can_be_captured_by_the_caller() -> None:
-    executor = Executor(pipeline(), machine="cuda")
-    a, b = inputs_of()
-    c = torch.empty(4, 1, 64, 256)
-    for _ in range(4):
-        executor(a, b, out=c)
-    torch.cuda.synchronize()
+    executor, a, b, c = called(4)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         executor(a, b, out=c)
@@ -260,7 +248,7 @@ def test_after_a_failed_capture_everything_goes_on_eagerly() -> None:
     executor(a, b, out=c)
     before = torch.cuda.current_stream()
     c.fill_(NAN)
-    with pytest.warns(RuntimeWarning, match=r"@p runs without CUDA graphs: a capture failed: rank 0, 'matmul"):
+    with pytest.warns(RuntimeWarning, match=r"@ag_matmul runs without CUDA graphs: a capture failed: rank 0, 'matmul"):
         executor(a, b, out=c)
     assert torch.cuda.current_stream() == before
     assert not torch.cuda.is_current_stream_capturing()

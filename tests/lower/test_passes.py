@@ -33,6 +33,14 @@ def test_the_passes_run_in_this_order() -> None:
     assert list(stages(patterns.mlp())) == NAMES
 
 
+def test_a_strategy_that_has_no_passes_is_refused_and_auto_is_offered_where_it_is_taken() -> None:
+    for call in (passes, lambda strategy: hi.lower(patterns.mlp(), strategy)):
+        with pytest.raises(HostIRError, match=r"one of: sequential, .*, auto\n.*did you mean 'auto'"):
+            call("atuo")
+    with pytest.raises(HostIRError, match=r"'auto' has no passes of its own\n.*one of: sequential, (?!.*auto)"):
+        passes("auto")
+
+
 def test_a_pass_is_a_pure_function() -> None:
     program = patterns.mlp().program()
     for each in passes("pipeline"):

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-AG_MATMUL = """hostir 1
-mesh @mesh [didx] = 0 1 2 3
-program @ag_matmul(%a: f32[4, 4@didx, M, K], %b: f32[K, N]) -> (%c) streams 2 {
+
+def ag_matmul(
+    mesh: str = "0 1 2 3",
+    dtype: str = "f32",
+    slices: int = 4,
+    m: int | str = "M",
+    k: int | str = "K",
+    n: int | str = "N",
+) -> str:
+    """Every slice is gathered and multiplied on its own stream."""
+    ranks = len(mesh.split())
+    return f"""hostir 1
+mesh @mesh [didx] = {mesh}
+program @ag_matmul(%a: {dtype}[{slices}, {ranks}@didx, {m}, {k}], %b: {dtype}[{k}, {n}]) -> (%c) streams 2 {{
   %user = current_stream
-  %a_full: f32[4, 4, M, K] = allocate
-  %c: f32[4, 4, M, N] = allocate
-  for %s in 0..2 { set_stream %s   synchronize %user }
-  for %i in 0..4 {
+  %a_full: {dtype}[{slices}, {ranks}, {m}, {k}] = allocate
+  %c: {dtype}[{slices}, {ranks}, {m}, {n}] = allocate
+  for %s in 0..2 {{ set_stream %s   synchronize %user }}
+  for %i in 0..{slices} {{
     set_stream %i % 2
     %a_i = select %a[%i]
     %g_i = select %a_full[%i]
@@ -17,12 +28,15 @@ program @ag_matmul(%a: f32[4, 4@didx, M, K], %b: f32[K, N]) -> (%c) streams 2 {
     wait %h
     %c_i = select %c[%i]
     matmul %g_i, %b -> %c_i
-  }
+  }}
   set_stream %user
-  for %s in 0..2 { synchronize %s }
+  for %s in 0..2 {{ synchronize %s }}
   free %a_full
-}
+}}
 """
+
+
+AG_MATMUL = ag_matmul()
 
 # Both layers of a row-parallel linear, the sum of each slice reduced while the next is computed.
 ROW_PARALLEL = """hostir 1

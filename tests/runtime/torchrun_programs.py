@@ -6,6 +6,7 @@ import os
 
 from hostir.ir.program import Program
 from hostir.ir.text import parse
+from tests.runtime import programs
 
 SIZE = int(os.environ["WORLD_SIZE"])
 RANKS = " ".join(map(str, range(SIZE)))
@@ -14,28 +15,8 @@ JOIN = "set_stream %user\n  for %s in 0..2 { synchronize %s }"
 
 
 def ag_matmul(mesh: str = RANKS, dtype: str = "bf16") -> Program:
-    """The seed: every slice is gathered and multiplied on its own stream."""
-    n = len(mesh.split())
-    return parse(f"""hostir 1
-mesh @mesh [didx] = {mesh}
-program @ag_matmul(%a: {dtype}[4, {n}@didx, M, 32], %b: {dtype}[32, 24]) -> (%c) streams 2 {{
-  %user = current_stream
-  %a_full: {dtype}[4, {n}, M, 32] = allocate
-  %c: {dtype}[4, {n}, M, 24] = allocate
-  {FORK}
-  for %i in 0..4 {{
-    set_stream %i % 2
-    %a_i = select %a[%i]
-    %g_i = select %a_full[%i]
-    %h = allgather %a_i -> %g_i over didx
-    wait %h
-    %c_i = select %c[%i]
-    matmul %g_i, %b -> %c_i
-  }}
-  {JOIN}
-  free %a_full
-}}
-""")
+    """Every slice is gathered and multiplied on its own stream."""
+    return parse(programs.ag_matmul(mesh, dtype, k=32, n=24))
 
 
 def row_parallel(dtype: str) -> Program:
