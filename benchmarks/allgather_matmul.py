@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import hostir as hi
 from benchmarks.harness import Clock, write
-from benchmarks.peers import DTYPES, PARTS, Candidate, Judge, Operands, WrongResult, parts, peers, replayed
+from benchmarks.peers import DTYPES, PARTS, Candidate, Judge, Operands, WrongResultError, parts, peers, replayed
 from benchmarks.scores import EAGER, GRAPH, Result, Row, file_name, line, report, rows, scored
 from hostir.ir.comm_ops import Communication
 from hostir.runtime.session import Session, session
@@ -71,6 +71,7 @@ VARIANTS = tuple(
         ("pipeline", 4, 4),
         ("ring", 1, 2),
         ("fused", 1, 1),
+        ("push", 1, 1),
     )
     for kernels in ("aten", "triton")
 )
@@ -94,14 +95,14 @@ def ours(of: Operands, variant: Variant, mode: str, dtype: str) -> Candidate:
     executor = hi.Executor(program, kernels=variant.kernels, timeout=PATIENCE)
     executor.watchdog = None  # a candidate that raises is left out, and does not end the job
     a, b, c = of.a.view(slices, 1, -1, row.K), of.b, of.shaped(of.c, slices)
-    if mode == EAGER:
-        return Candidate(str(variant), mode, True, lambda: executor(a, b)[0])
 
     def into_c() -> torch.Tensor:
         return executor(a, b, out=c)[0]
 
     if any(isinstance(s, Communication) for s in program.walk()):  # through NCCL: the caller captures, on all ranks
-        return Candidate(str(variant), mode, True, replayed(into_c))
+        return Candidate(str(variant), mode, True, into_c if mode == EAGER else replayed(into_c))
+    if mode == EAGER:
+        return Candidate(str(variant), mode, True, lambda: executor(a, b)[0])
     candidate = warmed(lambda: Candidate(str(variant), mode, True, into_c))
     if executor.graph_refusal is not None:
         raise RuntimeError(f"no CUDA graph: {executor.graph_refusal}")
@@ -132,7 +133,7 @@ class Bench:
             made = work()
             torch.cuda.synchronize()
         except Exception as raised:
-            kind = "WRONG" if isinstance(raised, WrongResult) else type(raised).__name__
+            kind = "WRONG" if isinstance(raised, WrongResultError) else type(raised).__name__
             problem = f"{kind}: {next(iter(str(raised).strip().splitlines()), '')}"[:LONGEST]
         if said := self.agree(f"{row}, {what}, {step}", problem):
             self.failed[what] = f"{step}: {said}"

@@ -7,8 +7,8 @@ L2, by CUDA events. A ratio above 1 means that cuBLAS is faster.
 
 --sweep is for the products after an all-gather only. It holds many more tiles (with and without shared tiles, several
 group sizes, several depths of the pipeline) against float64, times them briefly and the best of them well, which shows
-how well `choose` chooses. For the best ones it also says how long the kernel goes on after the last of 8 blocks of rows
-has come late.
+how well `choose` chooses. For the best one it also says how long the kernel goes on, without shared tiles, after the
+last of 8 blocks of rows has come late.
 """
 
 from __future__ import annotations
@@ -211,14 +211,9 @@ def measure(M: int, N: int, K: int, major: str, clock: Clock, options: argparse.
     row["finalists"] = {short(tile): round(t, 1) for tile, t in zip(finalists, times[1:], strict=True)}
     row["tiles"] = {short(tile): round(t, 1) for tile, t in zip(tiles, brief, strict=True)}
     if M >= 2048:
-        row["tails"] = tails(finalists[best], times[0], ours, clock)
+        alone = dataclasses.replace(finalists[best], shared=0)  # with flags no tiles are shared
+        row["tail_us"] = round(clock.tail(lambda ready: ours(alone, ready), 1.5 * times[0], 7), 1)
     return row
-
-
-def tails(tile: Config, cublas: float, ours: Callable[[Config, ReadyFlags], object], clock: Clock) -> dict[str, float]:
-    """How long the kernel goes on after the last block of rows, which comes late, for some ways to share tiles."""
-    tiles = {short(t): t for waves in (0, 1) for t in (dataclasses.replace(tile, shared=waves),)}
-    return {name: round(clock.tail(lambda ready, t=t: ours(t, ready), 1.5 * cublas, 7), 1) for name, t in tiles.items()}
 
 
 def compile_together(works: Sequence[Callable[[], object]]) -> None:
@@ -270,7 +265,7 @@ def main() -> None:
 
 def line(row: dict[str, Any]) -> str:
     best = f"   best {row['best_tile']} {row['best_ratio']}" if "best_tile" in row else ""
-    late = f"   tails {row['tails']}" if "tails" in row else ""
+    late = f"   tail {row['tail_us']}" if "tail_us" in row else ""
     shape = f"{row['M']},{row['N']},{row['K']}"
     return (
         f"{shape:>18} {row['b']:>7} {row['cublas_us']:>10} {row['ours_us']:>9} "

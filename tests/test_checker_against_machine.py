@@ -117,6 +117,10 @@ class Text:
             [f"set_stream {self.pick(*STREAMS)}", f"signal %g[%r] = {epoch} at %r over didx"],
             [f"set_stream {self.pick(*STREAMS)}", f"matmul %s, %k -> %m ready %g >= {epoch} from %r"],
         ]
+        if self.draw(st.booleans()):  # rows by SMs, beside which the matmul starts if it comes right behind
+            mine, row = self.row("%x"), self.row("%s")
+            for part, peer in zip(parts, (PEER, "%r"), strict=False):
+                part.insert(1, f"put {mine} -> {row} at {peer} over didx by 4 sms")
         for n in order:
             for line in parts[n]:
                 self.add(line)
@@ -129,7 +133,7 @@ class Text:
 
     def copy(self) -> None:
         if self.draw(st.booleans()):
-            self.add(f"put {self.pick(*WHOLE)} -> %s at {PEER} over didx")
+            self.add(f"put {self.pick(*WHOLE)} -> %s at {PEER} over didx{self.pick('', ' by 4 sms')}")
         else:
             self.add(f"get %s from {PEER} over didx -> {self.pick('%y', '%t')}")
 

@@ -14,7 +14,7 @@ from hostir.ir.source import HostIRError, error
 from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.lower import STRATEGIES, lower
 
-STREAMS = {"sequential": (1,), "pipeline": (2, 4), "ring": (2, 4), "fused": (1,)}
+STREAMS = {"sequential": (1,), "pipeline": (2, 4), "ring": (2, 4), "fused": (1,), "push": (1,)}
 ONE_SIDED = (AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal)
 SEQUENTIAL = "sequential"
 

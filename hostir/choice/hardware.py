@@ -5,9 +5,10 @@ benchmarks/matmul.py and benchmarks/allgather_matmul.py time them; how much of t
 in hostir/runtime/kernels/tiles.py as well. Collectives are fitted to all-gathers alone, of 0.5 to 540 MB on 2, 4 and 8
 ranks, and to benchmarks/patterns.py, which also gave what a matmul loses beside one. `copy`, `link` and `signal` come
 from a chain of copies, each with a signal, in a CUDA graph: 10.8 us for 2 MiB, 16.3 for 4, 27.2 for 8; `edge` from its
-first copy, which begins 10 us after the launch; `look` from fused calls, which take 4 to 21 us more than their own
-copy and their matmul, and end, of 512 rows and fewer, 15 to 20 us later than the last rows and one tile explain. Host
-times are medians of what benchmarks/allgather_matmul.py recorded: they vary by a factor of two from row to row.
+first copy, which begins 10 us after the launch; `look` from fused calls, which take 4 to 21 us more than their own copy
+and their matmul, and end, of 512 rows and fewer, 15 to 20 us later than the last rows and one tile explain; `push` and
+`stores` from calls of the strategy `push` on 2 and 4 ranks, of 64 to 4096 rows. Host times are medians of what
+benchmarks/allgather_matmul.py recorded: they vary by a factor of two from row to row.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Hardware:
         rates: of each kind of collective, of the bytes that leave a rank and half of those that it keeps.
         hidden: the part of that rate which is left beside a computation.
         copy: what one copy costs; `link` its rate to a peer; `crowd` what is left of that where copies overlap.
+        push: what a kernel costs that copies on some SMs; `stores` its rate to a peer of each SM, no more than `link`.
         barrier, signal: across ranks.
         edge: from the end of something to the begin of what waits for it on another stream.
         look: what a kernel that looks for signals takes from its start, or from the signal, until it multiplies.
@@ -77,6 +79,8 @@ class Hardware:
     copy: float
     link: float
     crowd: float
+    push: float
+    stores: float
     barrier: float
     signal: float
     edge: float
@@ -96,6 +100,7 @@ LAUNCH = {
     "synchronize": 6.0,
     "delay": 8.0,
     "copy": 15.0,
+    "push": 12.0,
     "signal": 8.0,
     "barrier": 8.0,
     "allocate": 4.0,
@@ -145,6 +150,8 @@ H200 = Hardware(
     copy=3.5,
     link=365.0,
     crowd=0.7,
+    push=8.0,
+    stores=20.0,
     barrier=5.0,
     signal=2.0,
     edge=4.0,
@@ -171,6 +178,8 @@ CPU = Hardware(
     copy=20.0,
     link=4.0,
     crowd=1.0,
+    push=20.0,
+    stores=4.0,
     barrier=100.0,
     signal=20.0,
     edge=0.0,

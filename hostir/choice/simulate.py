@@ -69,7 +69,7 @@ class Costs:
         took: dict[int, float] = {}
         for task in tasks:
             each = sum(n * self.launch(kind) for kind, n in task.launches.items())
-            if task.blocks and not self.in_triton:  # one matmul a block, behind a wait
+            if task.blocks and not self.in_triton and not task.beside:  # one matmul a block, behind a wait
                 each += (len(task.blocks) - 1) * self.launch("matmul") + len(task.blocks) * self.launch("signal")
             took[task.rank] = took.get(task.rank, self.launch("call")) + each
         return max(took.values(), default=0.0)
@@ -84,12 +84,20 @@ class Costs:
         if isinstance(what, Transfer):
             return self.transfer(what) if what.ranks > 1 else 0.0
         if isinstance(what, Copying):
-            return h.copy + what.bytes / h.link / 1e3
+            return self.copying(what, task.rank)
         if isinstance(what, Meeting):
             return h.barrier if what.ranks > 1 else 0.0
         if isinstance(what, Pause):
-            return h.signal if what.kind else what.microseconds
+            return h.signal if what.kind == "signal" else what.microseconds
         return 0.0
+
+    def copying(self, what: Copying, rank: int) -> float:
+        """A kernel that copies begins once, whatever it copies."""
+        h = self.hardware
+        if not what.sms:
+            return h.copy + what.bytes / h.link / 1e3
+        rate = h.memory / 2 if what.peer == rank else h.stores * what.sms
+        return h.push * what.first + what.bytes / min(rate, h.link) / 1e3
 
     def transfer(self, what: Transfer) -> float:
         """Of two protocols, one with the lower latency and one with the higher rate, the faster."""
@@ -150,24 +158,28 @@ class Costs:
         waits = isinstance(what, Gemm) and self.tiles(what, self.fastest(what, self.family.tiles)) <= self.hardware.sms
         return 0.0 if waits else SPARE * left
 
-    def arriving(self, what: Gemm, start: float, arrivals: Sequence[float]) -> float:
+    def arriving(self, what: Gemm, start: float, arrivals: Sequence[float], beside: int = 0) -> float:
         """When a matmul ends whose blocks of rows arrive one after another, in its order.
 
-        The Triton kernel is one that waits tile by tile; of the others there is one a block, behind the other.
+        The Triton kernel is one that waits tile by tile, on the SMs that copies `beside` it leave. Of the others there
+        is one a block, behind the other; behind copies by SMs only one, when all blocks are there.
         """
         rows = max(what.m // len(arrivals), 1)
+        if not self.in_triton and beside:
+            return max(start, *arrivals) + self.gemm(what)
         if not self.in_triton:
             for arrival in arrivals:
                 start = max(start, arrival) + self.gemm(replace(what, m=rows))
             return start
         tiles = [replace(tile, share=tile.fed or tile.share) for tile in self.family.tiles]
-        return min(self.fed(what, tile, rows, start + self.family.start, arrivals) for tile in tiles)
+        sms = self.hardware.sms - beside
+        return min(self.fed(what, tile, rows, start + self.family.start, arrivals, sms) for tile in tiles)
 
-    def fed(self, what: Gemm, tile: Tile, rows: int, start: float, arrivals: Sequence[float]) -> float:
+    def fed(self, what: Gemm, tile: Tile, rows: int, start: float, arrivals: Sequence[float], sms: int) -> float:
         """When a kernel ends that walks through blocks of rows with one kind of tile."""
         if rows < tile.rows:  # blocks that would fill tiles badly stay together
             rows, arrivals = what.m, [max(arrivals)]
-        sms, each = self.hardware.sms, self.tiles(replace(what, m=rows), tile)
+        each = self.tiles(replace(what, m=rows), tile)
         at_once = min(len(arrivals), sms / each)  # blocks, each of which reads all of B
         took = max(self.tile(what, tile), at_once * self.streaming(replace(what, m=rows)))
         free = [start + self.hardware.look] * sms
@@ -270,7 +282,7 @@ class Simulation:
             return
         assert isinstance(a.task.what, Gemm)
         arrivals = [0.0 if signal is None else self.ended[signal] for signal in a.task.blocks]
-        a.left = max(self.costs.arriving(a.task.what, a.since, arrivals) - self.now, 0.0)
+        a.left = max(self.costs.arriving(a.task.what, a.since, arrivals, a.task.beside) - self.now, 0.0)
 
     # Who gets how much ---------------------------------------------------------------------------------------------
     def _rates(self) -> None:

@@ -104,11 +104,15 @@ class Choice:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """Why it does not run as one might have hoped; what is warned of."""
-        reasons = [f"{it.candidate.strategy}: {it.reason}" for it in self.impossible if it.loud]
-        if self.source == FALLBACK:
-            reasons = [f"{it.candidate.strategy}: {it.reason}" for it in self.impossible]
-        return tuple(dict.fromkeys(reasons))
+        """Why it does not run as one might have hoped, each reason with all strategies that it holds for.
+
+        This is what is warned of.
+        """
+        strategies: dict[str, dict[str, None]] = {}
+        for it in self.impossible:
+            if it.loud or self.source == FALLBACK:
+                strategies.setdefault(it.reason, {})[it.candidate.strategy] = None
+        return tuple(f"{', '.join(names)}: {reason}" for reason, names in strategies.items())
 
     def __str__(self) -> str:
         times = {timing.candidate: timing.us for timing in self.timings}

@@ -28,7 +28,7 @@ class Nothing:
 
 @dataclass(frozen=True)
 class Pause:
-    """The stream stands still for a fixed time; with `kind`, that of a `signal`."""
+    """The stream stands still for a fixed time; with `kind`, that of a `signal`, or none where a kernel `raised` it."""
 
     microseconds: float = 0.0
     kind: str = ""
@@ -62,11 +62,13 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Copying:
-    """A copy by a copy engine, between this rank and `peer`."""
+    """A copy between this rank and `peer`: by a copy engine, or on `sms` by a kernel, of which it may be the first."""
 
     bytes: int
     peer: int
     out: bool
+    sms: int = 0
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Task:
         joins: those of other lanes that do.
         partners: every rank's task of the same collective or barrier, itself among them; they begin together.
         blocks: of a matmul that waits while it runs, for each block of rows in its order the signal it waits for.
+        beside: on how many SMs the copies run beside which it starts; 0 for none.
         launches: how often the host issues something up to it, by the kind of what is issued.
     """
 
@@ -97,6 +100,7 @@ class Task:
     joins: list[Task] = field(default_factory=list)
     partners: list[Task] = field(default_factory=list)
     blocks: list[Task | None] = field(default_factory=list)
+    beside: int = 0
     launches: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -140,6 +144,7 @@ class Recorder:
         self.stream = CALLER
         self.symmetric = 0
         self.launched: dict[str, int] = {}
+        self.pushing: list[Task] = []  # what a kernel copies and raises, if it was issued last
 
     def issue(self, what: What, *joins: Task | None, lane: Any = None, launch: str = "") -> Task:
         """A task behind what its lane, the current stream unless said, has done so far, and behind what it joins."""
@@ -151,6 +156,14 @@ class Recorder:
         self.launched.clear()
         self.tasks.append(task)
         self.last[lane] = task
+        self.pushing = []
+        return task
+
+    def push(self, what: What) -> Task:
+        """A copy by SMs, or a signal behind one: part of the kernel that was issued last, or of a new one."""
+        behind = self.pushing
+        task = self.issue(what, launch="" if behind else "push")
+        self.pushing = [*behind, task]
         return task
 
     def launch(self, kind: str) -> None:
@@ -205,10 +218,15 @@ class Recorder:
             self.issue(Traffic(out.bytes + sum(x.bytes for x in read)), launch="compute")
             return
         k = read[0].shape[-1]
-        task = self.issue(Gemm(prod(out.shape[:-1]), out.shape[-1], k, out.dtype.name), launch="matmul")
         ready: Ready | None = options.get("ready")
+        beside = self.pushing if ready else []
+        task = self.issue(Gemm(prod(out.shape[:-1]), out.shape[-1], k, out.dtype.name), launch="matmul")
         if ready is None:
             return
+        if beside and beside[-1] in task.after:
+            first = beside[0]
+            assert isinstance(first.what, Copying)
+            task.beside, task.after, task.joins = first.what.sms, [*first.after], [*first.joins]
         task.blocks = [None] * ready.blocks
         for turn in range(ready.blocks):
             slot = (ready.first + turn) % ready.blocks
@@ -228,7 +246,10 @@ class Recorder:
     def wait(self, handle: Task) -> None:
         self.issue(Nothing(), handle, launch="wait")
 
-    def copy(self, x: Buffer, out: Buffer, source: int, target: int) -> None:
+    def copy(self, x: Buffer, out: Buffer, source: int, target: int, sms: int = 0) -> None:
+        if sms:
+            self.push(Copying(x.bytes, target, source == self.me, sms, first=not self.pushing))
+            return
         if source == target:  # by a kernel
             self.issue(Traffic(2 * x.bytes), launch="compute")
             return
@@ -236,7 +257,7 @@ class Recorder:
         self.issue(Copying(x.bytes, peer, out=source == self.me), launch="copy")
 
     def signal(self, flags: Buffer, slot: int, epoch: int, peer: int) -> None:
-        task = self.issue(Pause(kind="signal"), launch="signal")
+        task = self.push(Pause(kind="raised")) if self.pushing else self.issue(Pause(kind="signal"), launch="signal")
         self.shared.flags.setdefault((peer, flags.symmetric, slot), []).append((epoch, task))
 
     def wait_signal(self, flags: Buffer, slot: int, epoch: int) -> None:
@@ -278,7 +299,7 @@ def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[Task]:
         sent = [task for number, task in shared.flags.get(flag, ()) if number >= epoch]
         if not sent:
             continue
-        if turn is None or sent[0].rank == waiter.rank:  # its own rows are there before it begins
+        if turn is None or (sent[0].rank == waiter.rank and not waiter.beside):  # there before it begins
             waiter.after.append(sent[0])
         else:
             waiter.blocks[turn] = sent[0]

@@ -91,8 +91,8 @@ class Machine(Protocol):
     def wait(self, handle: Handle) -> None:
         """The current stream waits for a communication."""
 
-    def copy(self, x: Handle, out: Handle, source: int, target: int) -> None:
-        """Copies `x` of rank `source` to `out` of rank `target`, on the current stream.
+    def copy(self, x: Handle, out: Handle, source: int, target: int, sms: int = 0) -> None:
+        """Copies `x` of rank `source` to `out` of rank `target`, on the current stream: so many SMs do, if not 0.
 
         This rank is one of the two. The other's tensor is symmetric, and named by this rank's own view of it.
         """

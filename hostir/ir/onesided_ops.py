@@ -7,16 +7,17 @@ orders the ranks but signals and barriers:
     signal %arrived[0] = 1 at %next over didx
     wait_signal %arrived[0] >= 1
 
-Copies, signals and barriers run in order on the current stream and need no SMs: copy engines and the stream itself do
-them. The model is that of CUDA's stream memory operations and of torch's symmetric memory.
+Copies, signals and barriers run in order on the current stream and need no SMs, unless a `put` asks for some: copy
+engines and the stream itself do them. The model is that of CUDA's stream memory operations and of torch's symmetric
+memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hostir.ir.op import Body, Define, Index, Name, Read, Statement, Use, Write, statement
+from hostir.ir.op import Body, Define, Index, Int, Name, Read, Statement, Use, Write, statement
 from hostir.ir.types import FLAG, Kind, Mesh, TensorType
 from hostir.ir.values import Value
 
@@ -146,6 +147,11 @@ class Copy(Statement):
         """The view that is meant at the peer, of a symmetric buffer."""
         raise AssertionError(type(self).__name__)
 
+    @property
+    def multiprocessors(self) -> int:
+        """How many SMs copy; 0: a copy engine does."""
+        return 0
+
     def verify(self) -> None:
         mesh_over(self, self.remote, self.over)
         x, out = self.x.tensor, self.out.tensor
@@ -163,7 +169,7 @@ class Copy(Statement):
         me, peer = own_rank(self, frame), peer_of(self, frame, self.remote, self.over, self.peer)
         # `put %x -> %x at ...` names one view twice: which of the two is the peer's is the class's to say.
         source, target = (peer, me) if isinstance(self, Get) else (me, peer)
-        frame.machine.copy(frame[self.x], frame[self.out], source=source, target=target)
+        frame.machine.copy(frame[self.x], frame[self.out], source=source, target=target, sms=self.multiprocessors)
 
 
 @statement
@@ -191,14 +197,23 @@ class Put(Copy):
     `peer` is a place along the mesh axis `over`; `out` names the view there. The peer may read it behind a signal or a
     barrier that follows the copy.
 
-    Example: put %x: f32[8@didx, 32] -> %y: f32[8@didx, 32] at (%r + 1) % 8 over didx
+    `by N sms` has a kernel on so many SMs copy, instead of a copy engine: it begins sooner, and moves large blocks more
+    slowly. Both views must be dense. Such puts and the signals between them, one after another on a stream, are one
+    kernel on CUDA; a `matmul` that waits for blocks may start right behind it while it runs, on the other SMs.
+
+    Example: put %x: f32[8@didx, 32] -> %y: f32[8@didx, 32] at (%r + 1) % 8 over didx by 16 sms
     """
 
-    syntax = "put {x} -> {out} at {peer} over {over}"
+    syntax = "put {x} -> {out} at {peer} over {over}<? by {sms} sms?>"
+    sms: Int = field(default=0, kw_only=True)
 
     @property
     def remote(self) -> Value:
         return self.out
+
+    @property
+    def multiprocessors(self) -> int:
+        return self.sms
 
 
 @statement

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from hostir.ir import Program, Statement, TensorType, Value
 from hostir.ir.comm_ops import AllGather
@@ -36,33 +37,6 @@ from hostir.lower.sharding import result_of
 
 COPIER = Lit(0)  # the worker that copies
 THERE = Lit(1)  # the epoch of a block that is there
-
-
-@dataclass(frozen=True)
-class Fused(Pass):
-    """Copies to all peers instead of an allgather of rows, and a matmul that waits for each block of them."""
-
-    name = "fused"
-
-    def run(self, program: Program) -> Program:
-        why_not = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
-        gathers = Gathers.of(program).only(_in_blocks, why_not)
-        blocked, rows = with_block_axes(gathers.told(program, self.name), gathers.rows, _needs_block_axes)
-        host = Host(_matmuls_first(blocked, rows))
-        peers = Peers(host) if rows else None
-        flying: dict[str, Push] = {}  # by the gathered tensor: the copies that the caller's stream has not joined
-        for s in host.program.body:
-            if peers and s in rows:
-                flying[s.out.name] = Push(host, peers, s)
-                continue
-            pushes = [flying.pop(v.name) for v in s.values(Codec.READ, Codec.ALIAS) if v.name in flying]
-            if len(pushes) == 1 and isinstance(s, Contraction) and reads_rows(s, pushes[0].gather.out):
-                pushes[0].multiply(s)
-                continue
-            for push in pushes:
-                push.arrive()
-            host.whole(s)
-        return host.finished(1 if rows else 0)
 
 
 def _in_blocks(s: AllGather) -> bool:
@@ -105,7 +79,9 @@ class Push:
         flags = TensorType(FLAG, (count,), gather.mesh)
         self.flags = Value(host.names.fresh(f"{gather.out.name}_there"), flags, gather.span)
         host.body.append(AllocateSymmetric(self.flags, span=gather.span))
-        self.copies(x)
+        self.block = peers.index("s")
+        self.views, self.shard, self.mine = self.views_of(x)
+        self.copies()
 
     def buffers(self) -> tuple[Value, Value | None]:
         """The symmetric buffer that all ranks fill; and where the rows are wanted whole, one for a copy of it.
@@ -120,36 +96,37 @@ class Push:
         host.body.append(AllocateSymmetric(full, span=s.span))
         return full, whole
 
-    def copies(self, x: Value) -> None:
+    def copies(self) -> None:
         """The own shard to the own buffer; and on a worker to each peer's, just before its matmul comes to it."""
-        s, body = self.gather, self.host.body
-        block, turn = self.peers.index("s"), self.peers.index("i")
-        views, shard, rows = self.views(x, block)
-        slot = self.place if self.axis is None else Bin("+", Bin("*", block, Lit(self.ranks)), self.place)
-
-        def push(to: Expr, note: str) -> list[Statement]:
-            copy = Put(shard, rows, to, s.over, span=s.span, note=note)
-            return [copy, Signal(self.flags, slot, THERE, to, s.over, span=s.span)]
-
-        def each(done: Iterable[Statement]) -> list[Statement]:
-            return [*done] if self.axis is None else [For(block.value, self.blocks, (*views, *done), span=s.span)]
-
+        s, body, turn = self.gather, self.host.body, self.peers.index("i")
         before = modulo(Bin("+", self.place, Bin("-", Lit(self.ranks - 1), turn)), self.ranks)
-        theirs = push(before, "to the rank that multiplies these rows next")
+        theirs = self.push(before, "to the rank that multiplies these rows next")
         # A copy within a GPU needs SMs, so the own one must come before the matmul that holds them.
         body += [SetStream(COPIER), Synchronize(self.peers.user), SetStream(self.peers.user)]
-        body += views if self.axis is None else ()
-        body += [*each(push(self.place, "the matmul begins with these rows")), SetStream(COPIER)]
+        body += self.views if self.axis is None else ()
+        body += [*self.each(self.push(self.place, "the matmul begins with these rows")), SetStream(COPIER)]
         body += self.peers.past(s, self.full)
-        body += each([For(turn.value, Size(self.ranks - 1), tuple(theirs), span=s.span)])
+        body += self.each([For(turn.value, Size(self.ranks - 1), tuple(theirs), span=s.span)])
         body.append(SetStream(self.peers.user))
 
-    def views(self, x: Value, block: Ref) -> tuple[list[ViewOp], Value, Value]:
+    def push(self, to: Expr, note: str) -> list[Statement]:
+        """One block of the own shard to a rank, and the signal behind it."""
+        slot = self.place if self.axis is None else Bin("+", Bin("*", self.block, Lit(self.ranks)), self.place)
+        copy = Put(self.shard, self.mine, to, self.gather.over, span=self.gather.span, note=note)
+        return [copy, Signal(self.flags, slot, THERE, to, self.gather.over, span=self.gather.span)]
+
+    def each(self, done: Iterable[Statement]) -> list[Statement]:
+        """The same for each block of the own shard."""
+        if self.axis is None:
+            return [*done]
+        return [For(self.block.value, self.blocks, (*self.views, *done), span=self.gather.span)]
+
+    def views_of(self, x: Value) -> tuple[list[ViewOp], Value, Value]:
         """The own shard and its place in the buffer: of one block of the rows, where a shard lies in several."""
         views: list[ViewOp] = []
         full, span = self.full, self.gather.span
         if self.axis is not None:
-            x, full = (self.one_of(v, block, views) for v in (x, full))
+            x, full = (self.one_of(v, self.block, views) for v in (x, full))
         mine = Value(self.host.names.fresh("mine"), x.tensor, span)
         views.append(Shard(full, mine, span=span))
         return views, x, mine
@@ -190,3 +167,32 @@ class Push:
         body.append(Synchronize(COPIER))
         if self.whole:
             body.append(Copy(out=self.whole, x=self.full, span=span, note=f"copy: {self.whole} is wanted whole"))
+
+
+@dataclass(frozen=True)
+class Fused(Pass):
+    """Copies to all peers instead of an allgather of rows, and a matmul that waits for each block of them."""
+
+    name = "fused"
+    pushes: ClassVar[type[Push]] = Push
+    workers: ClassVar[int] = 1
+
+    def run(self, program: Program) -> Program:
+        why_not = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
+        gathers = Gathers.of(program).only(_in_blocks, why_not)
+        blocked, rows = with_block_axes(gathers.told(program, self.name), gathers.rows, _needs_block_axes)
+        host = Host(_matmuls_first(blocked, rows))
+        peers = Peers(host) if rows else None
+        flying: dict[str, Push] = {}  # by the gathered tensor: the copies that the caller's stream has not joined
+        for s in host.program.body:
+            if peers and s in rows:
+                flying[s.out.name] = self.pushes(host, peers, s)
+                continue
+            pushes = [flying.pop(v.name) for v in s.values(Codec.READ, Codec.ALIAS) if v.name in flying]
+            if len(pushes) == 1 and isinstance(s, Contraction) and reads_rows(s, pushes[0].gather.out):
+                pushes[0].multiply(s)
+                continue
+            for push in pushes:
+                push.arrive()
+            host.whole(s)
+        return host.finished(self.workers if rows else 0)

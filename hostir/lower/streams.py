@@ -26,8 +26,8 @@ class AssignStreams(Pass):
 
     def run(self, program: Program) -> Program:
         loops = [s for s in program.body if isinstance(s, For)]
-        if program.streams or not loops:  # a strategy may have streams of its own
-            return program
+        if not loops or any(isinstance(s, CurrentStream) for s in program.body):
+            return program  # of a strategy that sees to streams itself
         names = Names.of(program)
         user = Value(names.fresh("user"), Kind.STREAM)
         pool = max(self._pool(loop) for loop in loops)

@@ -15,18 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    ReduceScatterOptions,
-)
 
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.cuda_onesided import OneSided
 from hostir.runtime.graphs import uniform_only
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.lifetimes import late_streams
+from hostir.runtime.nccl import collective, inlined, messages
 from hostir.runtime.outputs import deliver, homes, place
 from hostir.runtime.peer_memory import PeerMemory
 from hostir.runtime.plan import (
@@ -108,6 +103,7 @@ class CudaPlan:
         self.current = CALLER
         self.late = late_streams(recording)
         self.homes = homes(recording)
+        self.inlined = inlined(recording)
         self.eager_only = uniform_only(recording)  # why no graph may be captured of its runs; empty where one may
         self.memory = machine.symmetric.of(recording)
         self.one_sided: OneSided | None = None
@@ -212,12 +208,18 @@ class CudaPlan:
 
     def add(self, op: Op) -> None:
         """Binds one operation, on its stream."""
+        if isinstance(op, Wait) and op.handle in self.inlined:
+            return  # what follows on the stream does
         if isinstance(op, Symmetric) or (isinstance(op, View) and self.registers[op.x] is not None):
             self.keep(op)
             return
         if self.one_sided is not None:
             for step in self.one_sided.before(op):
                 self.append(op, step)
+            if pushes := self.one_sided.pushes.get(id(op)):
+                if op is pushes.ops[-1]:
+                    self.here(pushes.ops[0], self.one_sided.push(pushes))
+                return
             if self.one_sided.is_direct(op):
                 if direct := self.one_sided.bind(op):
                     self.append(op, self.timeline.timed(op, direct, self.streams) if self.timeline else direct)
@@ -225,10 +227,13 @@ class CudaPlan:
         if isinstance(op, View | Free | Synchronize | Mark):  # these do not depend on the current stream
             self.append(op, self.bind_anywhere(op))
             return
+        self.here(op, self.bind_here(op))
+
+    def here(self, op: Op, step: Step) -> None:
+        """Adds a step that goes to the current stream, which is the operation's."""
         if op.stream != self.current:
             self.append(op, self.switch(op.stream))
             self.current = op.stream
-        step = self.bind_here(op)
         self.append(op, self.timeline.timed(op, step, self.streams) if self.timeline else step)
 
     def keep(self, op: Symmetric | View) -> None:
@@ -259,7 +264,7 @@ class CudaPlan:
             handle = op.handle
             return lambda: registers[handle].wait()
         if isinstance(op, Collective):
-            return collective(op, registers, *self.machine.groups.of(op.team))
+            return collective(op, registers, *self.machine.groups.of(op.team), op.handle in self.inlined)
         if isinstance(op, Messages):
             groups = self.machine.groups if op.collective else self.machine.messages
             return messages(op, registers, *groups.of(op.team), self.machine.device)
@@ -312,81 +317,3 @@ class CudaPlan:
 
         for stream in self.late.pop(buffer, ()):
             self.append(op, recording(stream))
-
-
-# Communication ----------------------------------------------------------------------------------------------------
-def collective(op: Collective, registers: list[Any], group: Any, members: tuple[int, ...]) -> Step:
-    """The closure that starts a collective; its Work goes to the handle's register.
-
-    A group numbers its ranks in ascending order. A team in another order takes the calls that name every block.
-    """
-    x, out, handle = op.x, op.out, op.handle
-    order = [op.team.index(rank) for rank in members]
-    if op.kind == "allreduce":
-        options = _options(AllreduceOptions)
-
-        def allreduce() -> None:
-            registers[handle] = group.allreduce([registers[out]], options)
-
-        return allreduce
-    if order != sorted(order):
-        return _block_by_block(op, registers, group, order)
-    if op.kind == "alltoall":
-        options = _options(AllToAllOptions)
-
-        def alltoall() -> None:
-            registers[handle] = group.alltoall_base(registers[out], registers[x], [], [], options)
-
-        return alltoall
-    gather = op.kind == "allgather"
-    call = group._allgather_base if gather else group._reduce_scatter_base
-    options = _options(AllgatherOptions if gather else ReduceScatterOptions)
-
-    def base() -> None:
-        registers[handle] = call(registers[out], registers[x], options)
-
-    return base
-
-
-def _options(kind: Any) -> Any:
-    options = kind()
-    options.asyncOp = True  # else NCCL runs on the current stream, in the way of what follows
-    return options
-
-
-def _block_by_block(op: Collective, registers: list[Any], group: Any, order: list[int]) -> Step:
-    def blocks(register: int) -> list[torch.Tensor]:
-        rows = registers[register].view(len(order), -1).unbind(0)
-        return [rows[i] for i in order]
-
-    def flat(register: int) -> torch.Tensor:
-        return registers[register].view(-1)
-
-    def step() -> None:
-        if op.kind == "allgather":
-            work = group.allgather([blocks(op.out)], [flat(op.x)], _options(AllgatherOptions))
-        elif op.kind == "reduce_scatter":
-            options = _options(ReduceScatterOptions)
-            work = group.reduce_scatter([flat(op.out)], [blocks(op.x)], options)
-        else:
-            work = group.alltoall(blocks(op.out), blocks(op.x), _options(AllToAllOptions))
-        registers[op.handle] = work
-
-    return step
-
-
-def messages(op: Messages, registers: list[Any], group: Any, members: tuple[int, ...], device: torch.device) -> Step:
-    """The closure that sends and receives all of an exchange's pieces as one NCCL group."""
-    handle = op.handle
-    sends = [(register, members.index(rank)) for register, rank in op.sends]
-    receives = [(register, members.index(rank)) for register, rank in op.receives]
-
-    def step() -> None:
-        group._start_coalescing(device)
-        for register, peer in sends:
-            group.send([registers[register]], peer, 0)
-        for register, peer in receives:
-            group.recv([registers[register]], peer, 0)
-        registers[handle] = group._end_coalescing(device)
-
-    return step

@@ -7,6 +7,7 @@ CUDA graph as it stands, and is right in every replay.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,8 +34,11 @@ from hostir.runtime.plan import (
     Step,
     Symmetric,
     Synchronize,
+    View,
     WaitSignal,
+    bind,
 )
+from hostir.runtime.pushes import Pushes
 from hostir.runtime.symmetric import BARRIERS, Place, SharedMemory
 
 FLAG_BYTES = 8
@@ -78,10 +82,14 @@ class OneSided:
         self.start = torch.cuda.Event()  # the beginning of the call
         self.loose, self.early = beginning(recording, self.peers)
         self.sent: set[tuple[int, Place, int, int]] = set()
+        self.pushes = {id(op): pushes for pushes in Pushes.of(recording) for op in pushes.ops}
+        self.offsets = {op.out: op.offset for op in recording.ops if isinstance(op, View)}
 
     # Operations ---------------------------------------------------------------------------------------------------
     def is_direct(self, op: Op) -> bool:
         """Whether an operation needs no current stream, as it is given its own."""
+        if id(op) in self.pushes:
+            return False
         return isinstance(op, Signal | WaitSignal | Barrier) or (isinstance(op, Copy) and not self.is_local(op))
 
     def is_local(self, op: Copy) -> bool:
@@ -172,6 +180,28 @@ class OneSided:
 
         return local
 
+    def push(self, pushes: Pushes) -> Step:
+        """One kernel for all of these copies and signals."""
+        registers, (first, _) = self.registers, pushes.copies[0]
+        source = self.recording.buffers[first.x]
+        to = registers[first.out]
+        pieces = []
+        for copy, signal in pushes.copies:
+            flag, epoch = (0, 0) if signal is None or self.is_sent(signal) else (self.raised(signal), signal.epoch)
+            offset = self.offsets.get(copy.x, 0) * to.element_size()
+            pieces.append((offset, registers[copy.out].data_ptr(), flag, epoch))
+        kernel = self.pusher(pieces, to.numel() * to.element_size(), pushes.sms)
+        return lambda: kernel(registers[source])
+
+    def pusher(self, pieces: Sequence[tuple[int, ...]], size: int, sms: int) -> Callable[[torch.Tensor], None]:
+        from hostir.runtime.kernels.push import Piece, Push  # which needs Triton
+
+        return Push(self.device, [Piece(*each) for each in pieces], size, sms)
+
+    def raised(self, op: Signal) -> int:
+        """The address of the flag that a signal raises; 0 for one that is up."""
+        return 0 if self.is_settled(op) else self.flag(self.place(op.flags), op.slot, op.peer)
+
     def wait(self, flags: int, slot: int, epoch: int) -> Issue:
         return in_batches([wait_at_least(self.flag(self.place(flags), slot, self.rank), epoch)])
 
@@ -188,9 +218,14 @@ class OneSided:
 
     # A matmul that waits ------------------------------------------------------------------------------------------
     def compute(self, op: Compute, ready: Ready) -> Step:
-        """One kernel that looks at the flags; where there is none that can, block after block, each behind a wait."""
+        """One kernel that looks at the flags; where there is none that can, block after block, each behind a wait.
+
+        Where it comes after all of this rank's copies, there is nothing to begin with before the peers' are there too.
+        """
         kernel = self.kernels.get(f"{op.kind}_ready")
-        return self.blocks(op, ready) if kernel is None else self.whole(op, ready, kernel)
+        if kernel is not None:
+            return self.whole(op, ready, kernel)
+        return self.afterwards(op, ready) if op.beside else self.blocks(op, ready)
 
     def whole(self, op: Compute, ready: Ready, kernel: Kernel) -> Step:
         from hostir.runtime.kernels.ready import ReadyFlags  # which needs Triton
@@ -199,10 +234,22 @@ class OneSided:
         self.stalls.append((op, stalls))
         registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
         looks = int(TIMEOUT.get() / 2 / SECONDS_OF_A_LOOK)  # so that it says what is missing before somebody else does
-        flags = ReadyFlags(registers[ready.flags], ready.epoch, stalls, ready.first, looks)
+        flags = ReadyFlags(registers[ready.flags], ready.epoch, stalls, ready.first, looks, op.beside)
 
         def step() -> None:
             kernel(registers[out], *[registers[x] for x in operands], ready=flags, **options)
+
+        return step
+
+    def afterwards(self, op: Compute, ready: Ready) -> Step:
+        place, stream = self.place(ready.flags), op.stream
+        flags = [self.flag(place, block, self.rank) for block in range(ready.blocks)]
+        wait = self.on(stream, in_batches([wait_at_least(flag, ready.epoch) for flag in flags]))
+        compute = bind(replace(op, ready=None), self.registers, self.device, self.kernels)
+
+        def step() -> None:
+            wait()
+            compute()
 
         return step
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from hostir.runtime.extents import Extent, extents, overlap
 from hostir.runtime.plan import (
+    CALLER,
     Allocate,
     Barrier,
     Compute,
@@ -39,6 +40,7 @@ PERMITS: Place = ("", ())  # one count; a team's barriers have the same name, an
 Team = tuple[int, ...]
 Slot = tuple[Place, int]  # a flag of some rank
 Opening = tuple[Team, list[tuple[Place, Extent]], list[Slot]]  # a barrier, and what a rank has touched and raised
+NOWHERE = CALLER - 1  # no stream
 FOREVER = 1 << 62  # what a flag holds that nobody has to raise
 
 
@@ -188,7 +190,8 @@ def _streams(recording: Recording) -> dict[Slot, set[int]]:
         if isinstance(op, Signal) and op.peer == recording.rank:
             found.setdefault((homes[recording.buffers[op.flags]], op.slot), set()).add(op.stream)
     for slot, _, op in waits(recording):
-        found.setdefault(slot, set()).add(op.stream)
+        beside = isinstance(op, Compute) and op.beside  # it does not wait for what comes right before it on its stream
+        found.setdefault(slot, set()).update({op.stream, NOWHERE} if beside else {op.stream})
     return found
 
 

@@ -13,7 +13,7 @@ from hostir.ir.machine import Exchange, Ready
 from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import HostIRError, Span, error
-from hostir.ir.types import DType
+from hostir.ir.types import FLAG, DType
 from hostir.runtime.collectives import Part
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.table import Kernel
@@ -28,26 +28,48 @@ Team = tuple[int, ...]
 
 
 class Stream:
-    """A queue of one rank. What is issued to it next follows `tail`."""
+    """A queue of one rank. What is issued to it next follows `tail`.
+
+    Where copies by SMs came last, with the signals right behind them, `pushing` is where they begin.
+    """
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.tail: list[Task] = []
+        self.pushing: Task | None = None
+        self.signalled = False
 
     def wait(self, others: Sequence[Task]) -> None:
         self.tail = [*self.tail, *(task for task in others if task not in self.tail)]
 
 
+class WidePart(Part):
+    """A side of a communication among ranks that compute in float64: sums are not made in f32 either."""
+
+    def sum(self) -> torch.Tensor:
+        if self.total is None:
+            self.total = torch.stack([peer.taken for peer in self.peers if peer.taken is not None]).sum(0)
+        return self.total
+
+
 class RankMachine(Observer):
     """One rank of a `LocalMachine`. Views and allocations happen while it plans; all else becomes tasks.
 
-    Streams, the order of teams, flags and symmetric buffers go on from call to call.
+    Streams, the order of teams, flags and symmetric buffers go on from call to call. `dtype` is what it computes in;
+    None stands for what the program declares.
     """
 
     def __init__(
-        self, rank: int, program: Program, kernels: Mapping[str, Kernel], memory: Memory, symmetric: Symmetric
+        self,
+        rank: int,
+        program: Program,
+        kernels: Mapping[str, Kernel],
+        memory: Memory,
+        symmetric: Symmetric,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.rank = rank
+        self.dtype = dtype
         self.program = program
         self.kernels = kernels
         self.memory = memory
@@ -77,7 +99,8 @@ class RankMachine(Observer):
         if not self.inputs:  # the caller uses the same memory in every call
             named = zip(self.program.inputs, inputs, strict=True)
             self.inputs = [
-                None if x is None else self.memory.new(v.name, self.rank, x.shape, x.dtype) for v, x in named
+                None if x is None else self.memory.new(v.name, self.rank, x.shape, self.dtype or x.dtype)
+                for v, x in named
             ]
         self.outputs.append(())
         self.statement, self.rounds, self.current = None, (), self.caller
@@ -133,8 +156,20 @@ class RankMachine(Observer):
     ) -> Task:
         """Adds a task to the current stream."""
         task = self.task(run, reads, writes, timed=timed).follow(self.current.tail)
-        self.current.tail = [task]
+        self.current.tail, self.current.pushing = [task], None
         task.since = task if timed else None
+        return task
+
+    def push(self, run: Callable[[], object] | None, reads: Views = (), writes: Views = ()) -> Task:
+        """Adds a copy by SMs, or a signal right behind one, beside which a kernel that waits may start."""
+        stream = self.current
+        begin, before = stream.pushing, stream.tail
+        if begin is None:
+            begin = self.issue(_nothing)
+            begin.gate, before = self.processors, [begin]
+        task = self.task(run, reads, writes, lane=f"{stream.label}, SMs that copy", timed=bool(writes)).follow(before)
+        task.since = task if writes else None
+        stream.pushing, stream.tail, stream.signalled = begin, [task], not writes
         return task
 
     def late(self, task: Task) -> HostIRError:
@@ -171,9 +206,10 @@ class RankMachine(Observer):
     # What statements ask for: the methods of `hostir.ir.machine.Machine` ---------------------------------------------
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> torch.Tensor:
         name = next((v.name for v in self.statement.named), "") if self.statement else ""
+        element = torch_dtype(dtype) if self.dtype is None or dtype == FLAG else self.dtype
         if not symmetric:
-            return self.memory.new(name, self.rank, shape, torch_dtype(dtype))
-        buffer = self.symmetric.allocate((name, self.rounds), self.rank, shape, torch_dtype(dtype))
+            return self.memory.new(name, self.rank, shape, element)
+        buffer = self.symmetric.allocate((name, self.rounds), self.rank, shape, element)
         if buffer is None:
             raise self.fail(f"%{name} had another shape before", expected="one shape on all ranks, in every call")
         return buffer
@@ -219,6 +255,9 @@ class RankMachine(Observer):
         assert a is not None
         whole = tuple(x for x in others if x is not None)
         a_blocks, out_blocks = self._blocks(a, "reads", ready.blocks), self._blocks(out, "writes", ready.blocks)
+        copies = self.current.tail if self.current.pushing else []
+        if self.current.pushing:  # it starts beside these, and ends after them
+            self.current.tail = [self.current.pushing]
         start = self.issue(None)
         start.run, start.gate = partial(self.processors.take, start), self.processors
         blocks = []
@@ -228,7 +267,7 @@ class RankMachine(Observer):
             block = self.task(run, (a_blocks[j], *whole), (out_blocks[j],), lane=lane, timed=True).follow([start])
             block.gate, block.epoch = self._flag(ready.flags, j), self._epoch(ready.epoch)
             blocks.append(block)
-        end = self.issue(partial(self.processors.take, None)).follow(blocks)
+        end = self.issue(partial(self.processors.take, None)).follow([*blocks, *copies])
         end.turns, end.since = self.processors, start
 
     def _blocks(self, x: torch.Tensor, does: str, count: int) -> list[torch.Tensor]:
@@ -252,26 +291,31 @@ class RankMachine(Observer):
             messages.append(Message(exchange, x, out, come, task, messages[-1] if messages else None))
             return messages[-1].ends
         parts = self.parts.setdefault(exchange.team, [])
-        parts.append(Part(exchange, x, out, come, task, parts[-1] if parts else None))
+        side = Part if self.dtype is None else WidePart
+        parts.append(side(exchange, x, out, come, task, parts[-1] if parts else None))
         return [parts[-1].give]
 
     def wait(self, handle: list[Task]) -> None:
         self.current.wait(handle)
 
-    def copy(self, x: torch.Tensor, out: torch.Tensor, source: int, target: int) -> None:
+    def copy(self, x: torch.Tensor, out: torch.Tensor, source: int, target: int, sms: int = 0) -> None:
         if source != self.rank:
             x = self._at(x, source)
         if target != self.rank:
             out = self._at(out, target)
-        task = self.issue(partial(out.copy_, x), (x,), (out,), timed=True)
-        task.gate = self.processors if source == target else None  # within a rank it is a kernel's work
+        if sms:
+            task = self.push(partial(out.copy_, x), (x,), (out,))
+        else:
+            task = self.issue(partial(out.copy_, x), (x,), (out,), timed=True)
+            task.gate = self.processors if source == target else None  # within a rank it is a kernel's work
         for view, rank in ((x, source), (out, target)):
             if rank != self.rank:
                 self.symmetric.touch(view, rank, task)
 
     def signal(self, flags: torch.Tensor, slot: int, epoch: int, peer: int) -> None:
         view = self._at(flags, peer)
-        flag, task = self.symmetric.flag(view, slot), self.issue(None)
+        behind = self.current.pushing is not None and not self.current.signalled
+        flag, task = self.symmetric.flag(view, slot), self.push(None) if behind else self.issue(None)
         task.run, task.turns, task.epoch = partial(flag.set, task), flag, self._epoch(epoch)
         self.symmetric.touch(view, peer, task)
 

@@ -92,6 +92,14 @@ class View(Op):
     index: int | None
 
 
+def index_of(whole: torch.Tensor, view: torch.Tensor) -> int | None:
+    """The i for which the view is `whole[i]`, or None."""
+    if view.shape != whole.shape[1:] or view.stride() != whole.stride()[1:] or not whole.ndim:
+        return None
+    index, rest = divmod(int(view.storage_offset()), max(int(whole.stride(0)), 1))
+    return index if rest == 0 and index < whole.shape[0] else None
+
+
 @dataclass(frozen=True)
 class Free(Op):
     """The buffer and all its views go."""
@@ -103,7 +111,8 @@ class Free(Op):
 class Compute(Op):
     """Kernel `kind` writes `out`.
 
-    With `ready`, whose flags are a register, it computes each block of rows once the flag of that block is up.
+    With `ready`, whose flags are a register, it computes each block of rows once the flag of that block is up. It may
+    start while the copies run that come right before it on its stream: `beside` is on how many SMs, 0 where none do.
     """
 
     kind: str
@@ -111,14 +120,16 @@ class Compute(Op):
     operands: tuple[int, ...]
     options: Mapping[str, Any]
     ready: Ready | None = None
+    beside: int = 0
 
 
 @dataclass(frozen=True)
 class Copy(Op):
-    """`out` becomes `x`, without SMs. One of them may be a peer's memory."""
+    """`out` becomes `x`, without SMs if `sms` is 0, else by a kernel on so many. One may be a peer's memory."""
 
     x: int
     out: int
+    sms: int = 0
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,9 @@ from hostir.runtime.plan import (
     View,
     Wait,
     WaitSignal,
+    index_of,
 )
+from hostir.runtime.pushes import copying
 from hostir.runtime.sharding import torch_dtype
 
 COLLECTIVES = ("allgather", "allreduce", "reduce_scatter", "alltoall")
@@ -175,15 +177,14 @@ class Recorder(Observer):
         if isinstance(ready, Ready):
             ready = replace(ready, flags=self.register(self.at_rank(ready.flags, self.rank)))
             self.check_epoch(ready.epoch)
-        registers = tuple(map(self.register, operands))
-        self.emit(Compute, kind=kind, out=self.register(out), operands=registers, options=others, ready=ready)
+        registers, target = tuple(map(self.register, operands)), self.register(out)
+        beside = copying(self.ops, self.stream) if ready else 0
+        self.emit(Compute, kind=kind, out=target, operands=registers, options=others, ready=ready, beside=beside)
 
     def communicate(self, exchange: Exchange, x: Part | None, out: Part | None) -> Flight:
         for part, what in ((x, "sends"), (out, "fills")):
-            if part is not None and not part.meta.is_contiguous():
-                shape, strides = list(part.meta.shape), list(part.meta.stride())
-                expected = f"the strides of a dense {shape}, not {strides}"
-                raise self.fail_layout(part, f"the tensor that {exchange.kind} {what} is not dense", expected)
+            if part is not None:
+                self.check_dense(part, f"the tensor that {exchange.kind} {what} is not dense")
         if exchange.kind not in COLLECTIVES:
             return self.messages(exchange, x, out)
         if len(exchange.team) == 1 or exchange.kind == "allreduce":
@@ -212,10 +213,12 @@ class Recorder(Observer):
     def delay(self, microseconds: int) -> None:
         self.emit(Delay, microseconds=microseconds)
 
-    def copy(self, x: Part, out: Part, source: int, target: int) -> None:
+    def copy(self, x: Part, out: Part, source: int, target: int, sms: int = 0) -> None:
+        for part in (x, out) if sms else ():
+            self.check_dense(part, "SMs copy between dense tensors")
         x = x if source == self.rank else self.at_rank(x, source)
         out = out if target == self.rank else self.at_rank(out, target)
-        self.emit(Copy, x=self.register(x), out=self.register(out))
+        self.emit(Copy, x=self.register(x), out=self.register(out), sms=sms)
 
     def signal(self, flags: Part, slot: int, epoch: int, peer: int) -> None:
         self.check_epoch(epoch)
@@ -267,6 +270,11 @@ class Recorder(Observer):
             )
         return Part(self.home(own.name, own.rounds, rank, own.shape, own.dtype).buffer, x.meta)
 
+    def check_dense(self, x: Part, message: str) -> None:
+        if not x.meta.is_contiguous():
+            expected = f"the strides of a dense {list(x.meta.shape)}, not {list(x.meta.stride())}"
+            raise self.fail_layout(x, message, expected)
+
     def check_epoch(self, epoch: int) -> None:
         if epoch >= EPOCHS:
             raise self.fail(f"epoch {epoch} of a flag", expected=f"at most {EPOCHS - 1}")
@@ -287,7 +295,7 @@ class Recorder(Observer):
         if key not in self.views:
             self.views[key] = self.new_register(x.buffer)
             _, shape, stride, offset = key
-            index = _index(self.metas[x.buffer], x.meta)
+            index = index_of(self.metas[x.buffer], x.meta)
             self.emit(View, out=self.views[key], x=x.buffer, shape=shape, stride=stride, offset=offset, index=index)
         return self.views[key]
 
@@ -384,14 +392,6 @@ class Recorder(Observer):
 
 def _like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
-def _index(whole: torch.Tensor, view: torch.Tensor) -> int | None:
-    """The i for which the view is `whole[i]`, or None."""
-    if view.shape != whole.shape[1:] or view.stride() != whole.stride()[1:] or not whole.ndim:
-        return None
-    index, rest = divmod(int(view.storage_offset()), max(int(whole.stride(0)), 1))
-    return index if rest == 0 and index < whole.shape[0] else None
 
 
 def _key(buffer: int, meta: torch.Tensor) -> tuple[Any, ...]:

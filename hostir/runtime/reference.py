@@ -127,7 +127,7 @@ class Reference:
     def delay(self, microseconds: int) -> None:
         """Nothing else wants to run."""
 
-    def copy(self, x: Handle, out: Handle, source: int, target: int) -> None:
+    def copy(self, x: Handle, out: Handle, source: int, target: int, sms: int = 0) -> None:
         raise _no_ranks()
 
     def signal(self, flags: Handle, slot: int, epoch: int, peer: int) -> None:

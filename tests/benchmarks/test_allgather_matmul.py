@@ -10,7 +10,7 @@ import torch
 
 import hostir as hi
 from benchmarks.allgather_matmul import STRATEGIES, VARIANTS, options, patterns
-from benchmarks.peers import Candidate, Judge, WrongResult
+from benchmarks.peers import Candidate, Judge, WrongResultError
 from benchmarks.scores import GOAL, MODELS, MUST, Row, file_name, line, report, rows, scored
 from hostir.lower import STRATEGIES as KNOWN
 from tests.benchmarks.results_of_a_run import result, run
@@ -187,7 +187,7 @@ def test_a_candidate_that_leaves_rows_unwritten_is_wrong() -> None:
         c.view(1024, 96)[:1000] = (of.whole @ of.b)[:1000]
         return c
 
-    with pytest.raises(WrongResult, match="24 rows hold NaN"):
+    with pytest.raises(WrongResultError, match="24 rows hold NaN"):
         Judge(of).check(Candidate("some", "graph", True, forgets))
 
 
@@ -197,18 +197,18 @@ def test_a_single_row_of_earlier_data_is_wrong_wherever_it_is() -> None:
     unseen = next(i for i in range(of.row.M) if i not in judge.sample.tolist())
     c = of.whole @ of.b
     c[unseen] = c[unseen + 1]
-    with pytest.raises(WrongResult, match=f"1 rows differ from torch's, row {unseen}"):
+    with pytest.raises(WrongResultError, match=f"1 rows differ from torch's, row {unseen}"):
         judge.check(candidate(c.view(1, 4, 256, 96)))
 
 
 def test_a_result_rounded_twice_is_wrong() -> None:
     of = operands()
     halves = [(of.whole[:, k : k + 64] @ of.b[k : k + 64]) for k in (0, 64)]
-    with pytest.raises(WrongResult, match="and torch's is"):
+    with pytest.raises(WrongResultError, match="and torch's is"):
         Judge(of).check(candidate((halves[0] + halves[1]).view(1, 4, 256, 96)))
 
 
 def test_ranks_in_another_order_are_wrong() -> None:
     of = operands()
-    with pytest.raises(WrongResult):
+    with pytest.raises(WrongResultError):
         Judge(of).check(candidate((of.whole @ of.b).view(1, 4, 256, 96).flip(1)))

@@ -18,10 +18,11 @@ from hostir.ir.program import Program
 
 # Names of candidates: `sequential aten`, `S=4 streams=2 aten`, `pipeline 4 slices 2 streams triton`, `fused triton`.
 NAMES = (
-    re.compile(r"(?P<strategy>sequential|ring|fused) (?P<kernels>aten|triton)"),
+    re.compile(r"(?P<strategy>sequential|ring|fused|push) (?P<kernels>aten|triton)"),
     re.compile(r"(?P<strategy>)S=(?P<slices>\d+) streams=(?P<streams>\d+) (?P<kernels>aten|triton)"),
     re.compile(
-        r"(?P<strategy>pipeline|ring|fused) (?P<slices>\d+) slices (?P<streams>\d+) streams (?P<kernels>aten|triton)"
+        r"(?P<strategy>pipeline|ring|fused|push) (?P<slices>\d+) slices "
+        r"(?P<streams>\d+) streams (?P<kernels>aten|triton)"
     ),
 )
 WHOLE = 1  # slices of what has no pipeline

@@ -30,7 +30,7 @@ def reasons(fusion: hi.Fusion, platform: Platform = H200X4) -> dict[str, str]:
 
 def test_an_allgather_of_rows_can_run_in_every_way() -> None:
     found = candidates(patterns.allgather_matmul(S=4).program(), H200X4)
-    assert {c.strategy for c in found.programs} == {"sequential", "pipeline", "ring", "fused"}
+    assert {c.strategy for c in found.programs} == {"sequential", "pipeline", "ring", "fused", "push"}
     assert {c.streams for c in found.programs if c.strategy == "pipeline"} == {2, 4}
     assert {c.kernels for c in found.programs} == {"aten", "triton"}
     assert found.impossible == found.whole == ()
@@ -46,7 +46,7 @@ def test_without_a_stream_axis_there_is_no_pipeline() -> None:
     mesh = hi.DeviceMesh(range(2))
     a.shard(0, mesh)
     c.set_device_mesh(mesh)
-    assert strategies(fusion, reference(H200, 2)) == {"sequential", "ring", "fused"}
+    assert strategies(fusion, reference(H200, 2)) == {"sequential", "ring", "fused", "push"}
     assert reasons(fusion, reference(H200, 2)) == {
         "pipeline": "no tensor has a Stream axis to slice communications along"
     }
@@ -61,7 +61,7 @@ def test_what_a_lowering_refuses_is_the_reason() -> None:
 
 def test_what_communicates_nothing_runs_one_way() -> None:
     assert strategies(patterns.no_communication()) == {"sequential"}
-    assert set(reasons(patterns.no_communication())) == {"pipeline", "ring", "fused"}
+    assert set(reasons(patterns.no_communication())) == {"pipeline", "ring", "fused", "push"}
     assert set(reasons(patterns.no_communication()).values()) <= {
         "no communication to overlap",
         "no tensor has a Stream axis to slice communications along",
@@ -86,7 +86,7 @@ def test_ranks_that_cannot_reach_each_other_keep_to_collectives(change: Mapping[
     found = candidates(patterns.allgather_matmul().program(), replace(GPUS, **change))
     assert {c.strategy for c in found.programs} == {"sequential", "pipeline"}
     assert not any(uses_peers(p) for p in found.programs.values())
-    assert {it.candidate.strategy for it in found.impossible} == {"ring", "fused"}
+    assert {it.candidate.strategy for it in found.impossible} == {"ring", "fused", "push"}
     assert all(reason in it.reason and it.loud for it in found.impossible)
 
 
@@ -97,7 +97,7 @@ def test_on_a_cpu_copies_between_ranks_are_for_testing_but_can_be_measured() -> 
     assert {c.kernels for c in chosen.programs} == {"aten"}
     assert {it.reason for it in chosen.impossible} == {FOR_TESTING}
     measured = candidates(program, PROCESSES, all_that_run=True)
-    assert {c.strategy for c in measured.programs} == {"sequential", "pipeline", "ring", "fused"}
+    assert {c.strategy for c in measured.programs} == {"sequential", "pipeline", "ring", "fused", "push"}
 
 
 def test_kernels_that_are_asked_for_are_the_only_ones() -> None:

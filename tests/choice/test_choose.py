@@ -22,6 +22,7 @@ from hostir.choice.platforms import FOR_TESTING, Platform, reference
 from hostir.choice.verdict import Candidate, Choice, Impossible, Timing, ranked_by
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
+from tests.choice.fusions import weight_gathered_whole
 
 GPUS = Platform("cuda", "NVIDIA H200", 8, "nvlink", (("torch", "2.11"),), H200)
 PROCESSES = Platform("gloo", "CPU", 4, "one host", (), CPU, FOR_TESTING, runs_all=True)
@@ -58,9 +59,9 @@ def tuned(fusion: hi.Fusion, platform: Platform, times: dict[str, tuple[float, f
     cache.write(cache.key_of(program, {}, platform), program.name, entries)
 
 
-def test_small_rows_stay_sequential_and_large_ones_are_overlapped() -> None:
+def test_few_rows_are_pushed_by_sms_and_many_by_copy_engines() -> None:
     small = patterns.allgather_matmul_rows(ranks=8, S=1, M=64, N=1792, K=512, dtype="bf16")
-    assert decide(small.program(), reference(H200, 8), {}, calls="graph").strategy == "sequential"
+    assert decide(small.program(), reference(H200, 8), {}, calls="graph").strategy == "push"
     assert decide(rows(8192).program(), reference(H200, 8), {}, calls="graph").strategy == "fused"
 
 
@@ -121,7 +122,8 @@ def test_on_a_cpu_the_reasons_are_a_warning_once_for_a_fusion(monkeypatch: pytes
     fusion = patterns.allgather_matmul()
     with pytest.warns(hi.FallbackWarning, match="runs '.*for testing") as told:
         choice = choose(fusion, machine="gloo")
-    assert len(told) == len(choice.fallbacks) == 2
+    assert len(told) == len(choice.fallbacks) == 1
+    assert choice.fallbacks[0].startswith("ring, fused, push: ")
     assert all(Path(one.filename) == Path(__file__) for one in told)  # the user's line, not ours
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -131,15 +133,7 @@ def test_on_a_cpu_the_reasons_are_a_warning_once_for_a_fusion(monkeypatch: pytes
 
 
 def test_where_only_one_way_is_left_that_is_a_fallback() -> None:
-    with hi.Fusion("weight_gathered_whole") as fusion:
-        a, b = hi.tensor("a", [64, 32], "bf16"), hi.tensor("b", [32, 16], "bf16")
-        c = a @ b
-        fusion.output(c)
-    mesh = hi.DeviceMesh(range(4))
-    a.set_device_mesh(mesh)
-    b.shard(1, mesh)
-    c.set_device_mesh(mesh)
-    choice = decide(fusion.program(), reference(H200, 4), {})
+    choice = decide(weight_gathered_whole().program(), reference(H200, 4), {})
     assert choice.source == "fallback"
     assert any("no matmul has" in reason for reason in choice.fallbacks)
 
@@ -154,7 +148,7 @@ def test_sizes_that_are_not_bound_are_asked_for() -> None:
         choose(symbolic(), sizes={"M": 8})
     with pytest.raises(HostIRError, match="has no size 'N'"):
         choose(symbolic(), sizes={"M": 8, "K": 8, "N": 8})
-    assert choose(symbolic(), sizes={"M": 1 << 16, "K": 1 << 12}).strategy in ("sequential", "ring", "fused")
+    assert choose(symbolic(), sizes={"M": 1 << 16, "K": 1 << 12}).strategy in ("sequential", "ring", "fused", "push")
 
 
 @pytest.mark.parametrize("size", [0, -4, 2.5, True, "8"])
@@ -223,7 +217,7 @@ def test_a_strategy_that_is_asked_for_is_taken() -> None:
 def test_what_an_asked_for_strategy_leaves_whole_is_a_warning() -> None:
     with pytest.warns(hi.FallbackWarning, match="runs 'fused, auto', whole: "):
         executor = hi.compile(patterns.mlp(), "fused")
-    assert executor.choice.notes  # type: ignore[attr-defined]
+    assert executor.choice.notes
 
 
 def test_streams_and_auto_do_not_go_together() -> None:

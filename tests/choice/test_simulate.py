@@ -177,7 +177,7 @@ def test_more_bytes_and_more_work_take_longer() -> None:
         fusion = patterns.allgather_matmul(ranks=8, S=2, M=m, N=1792, K=4096, dtype="bf16")
         return estimate(hi.lower(fusion, strategy), {}, H200, "triton")
 
-    for strategy in ("sequential", "pipeline", "ring", "fused"):
+    for strategy in ("sequential", "pipeline", "ring", "fused", "push"):
         times = [of(m, strategy) for m in (2048, 4096, 8192, 16384)]
         assert times == sorted(times)
         assert times[-1] > 3 * times[0]

@@ -64,7 +64,7 @@ class Config:
     @property
     def spins(self) -> bool:
         """Whether its matmul is a kernel that holds SMs while it waits for peers."""
-        return self.strategy == "fused" and self.kernels == "triton"
+        return self.strategy in ("fused", "push") and self.kernels == "triton"
 
     def shape(self, last: str, mark: str = "") -> str:
         m = "M" if len(set(self.rows)) > 1 else str(self.rows[0])
@@ -100,7 +100,7 @@ class Config:
 def products_of(config: Config, wholes: Sequence[torch.Tensor], pieces: int = 1) -> tuple[torch.Tensor, ...]:
     """The whole outputs, by torch alone, in the dtype of the whole inputs; in as many pieces as ranks, if not in one.
 
-    For other shapes cuBLAS may take another algorithm, which rounds in other places.
+    For other shapes cuBLAS may take another algorithm, which rounds in other places: of few columns and a bias, twice.
     """
     a, *rest = wholes
     outputs = []
@@ -108,7 +108,12 @@ def products_of(config: Config, wholes: Sequence[torch.Tensor], pieces: int = 1)
         b, *rest = rest
         z, rest = (rest[0], rest[1:]) if product.bias else (None, rest)
         parts = a.chunk(pieces, dim=int(config.slices > 1))
-        done = [torch.nn.functional.linear(part, b if product.linear else b.t(), z) for part in parts]
+        weights = (b if product.linear else b.t()).chunk(pieces if product.split else 1)
+        biases = [None] * len(weights) if z is None else z.chunk(len(weights))
+        done = [
+            torch.cat([torch.nn.functional.linear(part, w, bias) for w, bias in zip(weights, biases, strict=True)], -1)
+            for part in parts
+        ]
         outputs.append(torch.cat(done, dim=int(config.slices > 1)))
     return (*outputs, a) if config.kept else tuple(outputs)
 
@@ -116,7 +121,7 @@ def products_of(config: Config, wholes: Sequence[torch.Tensor], pieces: int = 1)
 def pool(seed: int, ranks: int, size: int, kernels: Sequence[str] = ("aten", "triton")) -> list[Config]:
     """Configurations of all strategies and kernels, the same on every rank."""
     random = Random(f"pool {seed}")
-    kinds = [(strategy, kernel) for kernel in kernels for strategy in ("ring", "fused")]
+    kinds = [(strategy, kernel) for kernel in kernels for strategy in ("ring", "fused", "push")]
     return [_config(random, ranks, *kinds[i % len(kinds)]) for i in range(size)]
 
 

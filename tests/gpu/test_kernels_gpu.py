@@ -22,6 +22,7 @@ from tests.runtime.kernels.checking import (
     check_reduce_sum,
     embedded,
     filled,
+    multiprocessors,
 )
 
 CUDA = "cuda"
@@ -238,53 +239,57 @@ def test_shared_tiles_give_the_product_and_the_same_bits_every_time(M, N, K, tra
     plain = torch.nn.functional.linear(a, b if transpose_b else b.t(), bias)
     exact = matmul_reference(a, b, bias=bias, transpose_b=transpose_b)
     magnitude = matmul_reference(a.abs(), b.abs(), transpose_b=transpose_b)
+    every = torch.cuda.get_device_properties(0).multi_processor_count
     for use_descriptors in descriptor_modes():
         for tile in candidates(dtype, descriptors=use_descriptors):
-            for waves, sms in [(1, None), (2, None), (1, 100)]:
+            for waves, sms in [(1, every), (2, every), (1, 100)]:
                 config = dataclasses.replace(tile, shared=waves)
                 options = {"bias": bias, "transpose_b": transpose_b, "use_descriptors": use_descriptors}
                 results = []
-                for _ in range(4):
-                    poison_workspaces()
-                    out, buffer = embedded([M, N], dtype, pad=[1, 8], device=CUDA)
-                    matmul(a, b, out, config=config, sms=sms, **options)
-                    assert_only_view_written(out, buffer)
-                    results.append(out)
+                with multiprocessors(sms):
+                    for _ in range(4):
+                        poison_workspaces()
+                        out, buffer = embedded([M, N], dtype, pad=[1, 8], device=CUDA)
+                        matmul(a, b, out, config=config, **options)
+                        assert_only_view_written(out, buffer)
+                        results.append(out)
                 assert_as_accurate(results[0], plain, exact, magnitude)
                 assert all(torch.equal(results[0], other) for other in results[1:])
     poison_workspaces()
 
 
+@multiprocessors(66)  # both fit on the GPU together
 def test_launches_with_shared_tiles_on_two_streams_at_once_do_not_meet():
     a, b = filled([1100, 4096], torch.bfloat16, device=CUDA), filled([4096, 1792], torch.bfloat16, device=CUDA)
-    options = {"config": sharing(descriptor_modes()[-1]), "sms": 66}  # both fit on the GPU together
+    config = sharing(descriptor_modes()[-1])
     inputs = [a, -a]
-    expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), **options) for x in inputs]
+    expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), config=config) for x in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
     for _ in range(50):
         outs = [torch.full_like(expected[0], math.nan) for _ in inputs]
         torch.cuda.synchronize()
         for stream, x, out in zip(streams, inputs, outs, strict=True):
             with torch.cuda.stream(stream):
-                matmul(x, b, out, **options)
+                matmul(x, b, out, config=config)
         torch.cuda.synchronize()
         for out, wanted in zip(outs, expected, strict=True):
             assert torch.equal(out, wanted)
     poison_workspaces()
 
 
+@multiprocessors(44)
 def test_graphs_with_shared_tiles_are_replayed_beside_each_other_and_beside_launches():
     a, b = filled([1100, 4096], torch.bfloat16, device=CUDA), filled([4096, 1792], torch.bfloat16, device=CUDA)
     config = sharing(descriptor_modes()[-1])
     inputs = [a, -a]
-    expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), config=config, sms=44) for x in inputs]
+    expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), config=config) for x in inputs]
     torch.cuda.synchronize()
     side, graphs, outs = torch.cuda.Stream(), [], [torch.empty_like(expected[0]) for _ in inputs]
     for x, out in zip(inputs, outs, strict=True):  # both captured on one stream, in memory of their own
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1], stream=side):
-            matmul(x, b, out, config=config, sms=44)
-            matmul(x, b, out, config=config, sms=44)
+            matmul(x, b, out, config=config)
+            matmul(x, b, out, config=config)
     streams = [torch.cuda.Stream() for _ in graphs]
     eager = torch.empty_like(expected[0])
     for _ in range(50):
@@ -295,7 +300,7 @@ def test_graphs_with_shared_tiles_are_replayed_beside_each_other_and_beside_laun
             with torch.cuda.stream(stream):
                 graph.replay()
         with torch.cuda.stream(side):
-            matmul(a, b, eager, config=config, sms=44)
+            matmul(a, b, eager, config=config)
         torch.cuda.synchronize()
         assert torch.equal(outs[0], expected[0])
         assert torch.equal(outs[1], expected[1])

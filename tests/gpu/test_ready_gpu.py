@@ -113,82 +113,26 @@ def test_a_flag_that_never_rises_ends_the_kernel_with_its_rows_untouched(missing
             assert torch.equal(out.chunk(4)[2], matmul(a, b, torch.empty_like(out), **options).chunk(4)[2])
 
 
-def test_a_replayed_launch_waits_for_the_epoch_in_memory():
+def test_a_replayed_launch_waits_anew():
     a, b = filled([1024, 512], torch.bfloat16, device=CUDA), filled([512, 1024], torch.bfloat16, device=CUDA)
     out, expected = (torch.empty(1024, 1024, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
-    epoch = torch.ones(1, dtype=torch.int32, device=CUDA)
-    ready = raised(4, epoch=epoch, looks=1000)
+    ready = raised(4, looks=1000)
     options = {"use_descriptors": descriptor_modes()[-1], "config": one_tile(torch.bfloat16, descriptor_modes()[-1])}
     matmul(a, b, out, ready=ready, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         matmul(a, b, out, ready=ready, **options)
-    epoch.fill_(2)
-    ready.flags.fill_(2)
     a.copy_(torch.randn_like(a))
     out.fill_(math.nan)
     graph.replay()
     assert stall_error(ready.stalls, 0, "%f") is None
     assert torch.equal(out, matmul(a, b, expected, **options))
-    epoch.fill_(3)
+    ready.flags.zero_()
     out.fill_(math.nan)
     graph.replay()
-    assert ready.stalls.tolist() == [[3, 2]] * 4
+    assert ready.stalls.tolist() == [[1, 0]] * 4
     assert out.isnan().all()
-
-
-@pytest.mark.parametrize(("M", "N", "K"), [(2048, 1792, 4096), (1024, 3584, 2048), (2048, 904, 520)])
-@pytest.mark.parametrize("waves", [1, 2])
-def test_shared_tiles_wait_for_rows_that_come_late_and_have_the_same_bits_every_time(M, N, K, waves):
-    blocks = 8
-    b, flags = filled([K, N], torch.bfloat16, device=CUDA), torch.zeros(blocks, dtype=torch.int32, device=CUDA)
-    a, out = (torch.empty(M, size, dtype=torch.bfloat16, device=CUDA) for size in (K, N))
-    ready, side = ReadyFlags(flags, 0, no_stalls(blocks, CUDA), first=3, looks=5_000_000), torch.cuda.Stream()
-    modes = [{"use_descriptors": m, "config": shared(m, waves)} for m in descriptor_modes()]
-    for options in modes:
-        matmul(a, b, out, ready=dataclasses.replace(raised(blocks), first=3), **options)  # compiles
-    for epoch in range(1, 11):
-        rows, epochs = (
-            torch.randn(M, K).bfloat16().pin_memory(),
-            torch.full((1,), epoch, dtype=torch.int32).pin_memory(),
-        )
-        options = modes[epoch % len(modes)]
-        a.fill_(math.nan)
-        out.fill_(math.nan)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(1_000_000)
-            for block in [(3 + i) % blocks for i in range(blocks)]:
-                a.chunk(blocks)[block].copy_(rows.chunk(blocks)[block], non_blocking=True)
-                flags[block : block + 1].copy_(epochs, non_blocking=True)
-        matmul(a, b, out, ready=dataclasses.replace(ready, epoch=epoch), **options)
-        assert stall_error(ready.stalls, 0, "%f") is None
-        again = matmul(a, b, torch.full_like(out, math.nan), ready=dataclasses.replace(ready, epoch=epoch), **options)
-        assert torch.equal(out, again)
-        exact = a.double() @ b.double()
-        assert (out.double() - exact).abs().max() <= 1.1 * (torch.mm(a, b).double() - exact).abs().max() + 1e-3
-
-
-def shared(use_descriptors: bool, waves: int) -> Config:
-    return dataclasses.replace(one_tile(torch.bfloat16, use_descriptors), shared=waves)
-
-
-@pytest.mark.parametrize("missing", [0, 2, 3])
-def test_after_a_flag_that_never_rose_shared_tiles_are_right_again(missing):
-    a, b = filled([2048, 2048], torch.bfloat16, device=CUDA), filled([2048, 1792], torch.bfloat16, device=CUDA)
-    for use_descriptors in descriptor_modes():
-        options = {"use_descriptors": use_descriptors, "config": shared(use_descriptors, 2)}
-        expected = matmul(a, b, torch.empty(2048, 1792, device=CUDA).bfloat16(), ready=raised(4, first=2), **options)
-        for _ in range(3):
-            out = torch.full_like(expected, math.nan)
-            ready = raised(4, first=2, looks=1000)
-            ready.flags[missing] = 0
-            matmul(a, b, out, ready=ready, **options)
-            assert ready.stalls.tolist() == [[1, 0] if block == missing else [0, 0] for block in range(4)]
-            assert out.chunk(4)[missing].isnan().all()
-            assert torch.equal(out[~out.isnan()], expected[~out.isnan()])
-            assert torch.equal(matmul(a, b, out.fill_(math.nan), ready=raised(4, first=2), **options), expected)
 
 
 def test_stalls_in_pinned_memory_are_seen_by_the_host():

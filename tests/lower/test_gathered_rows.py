@@ -1,4 +1,4 @@
-"""`ring` and `fused`: right under every schedule, over calls, with nothing that could be left out."""
+"""`ring`, `fused` and `push`: right under every schedule, over calls, with nothing that could be left out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Pattern = Callable[..., hi.Fusion]
 GATHERED = [patterns.allgather_matmul, patterns.allgather_matmul_rows, patterns.allgather_matmul_kept]
 GATHERED += [patterns.column_parallel, patterns.gate_up, patterns.mlp, patterns.mlp_2d]
 every_pattern = pytest.mark.parametrize("pattern", GATHERED, ids=lambda p: p.__name__)
-every_strategy = pytest.mark.parametrize("strategy", ["ring", "fused"])
+every_strategy = pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
 
 
 def hold(fusion: Program, program: Program, seeds: range, **sizes: int) -> None:
@@ -208,7 +208,8 @@ def test_the_checker_reports_whatever_is_left_out(pattern: Pattern, strategy: st
         kinds.add(type(missing))
         found = [f for f in hi.check(program.with_body(body)) if f.level == "error"]
         assert found, f"'{missing.keyword()}' was left out unnoticed"
-    assert {Barrier, Put, Synchronize} | ({Get} if strategy == "ring" else {Signal}) <= kinds
+    of_strategy = {"ring": {Get, Synchronize}, "fused": {Signal, Synchronize}, "push": {Signal}}
+    assert {Barrier, Put} | of_strategy[strategy] <= kinds
 
 
 def two_gathers(ranks: int) -> Program:

@@ -153,6 +153,15 @@ class Gpus:
 
         return lambda: self.current.add(end)
 
+    def pusher(self, pieces: Sequence[tuple[int, ...]], size: int) -> Callable[[torch.Tensor], None]:
+        def push(source: torch.Tensor) -> None:
+            for offset, target, flag, epoch in pieces:
+                self.current.add(lambda to=target, x=source, at=offset: ctypes.memmove(to, x.data_ptr() + at, size))
+                if flag:
+                    self.current.add(*_write(flag, epoch))
+
+        return push
+
     def copier(self) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
         def copy(out: torch.Tensor, x: torch.Tensor, handle: int) -> None:
             self.streams[handle].add(lambda: out.copy_(x))
@@ -194,6 +203,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(cuda_onesided, "in_batches", these.in_batches)
     monkeypatch.setattr(cuda_onesided.OneSided, "ending", lambda _, flags, counts: these.ending(flags, counts))
+    monkeypatch.setattr(cuda_onesided.OneSided, "pusher", lambda _, pieces, size, sms: these.pusher(pieces, size))
     monkeypatch.setattr(cuda_onesided, "Copier", these.copier)
     monkeypatch.setattr(cuda_onesided, "wait_at_least", _wait)
     monkeypatch.setattr(cuda_onesided, "write", _write)

@@ -75,7 +75,7 @@ def lowered(strategy: str, ranks: int, S: int = 1) -> Program:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("strategy", ["ring", "fused"])
+@pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
 def test_calls_that_follow_each_other_at_once_are_right_in_every_order(
     strategy: str, ranks: int, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +131,7 @@ def overlapped(fusion: Program, strategy: str) -> Program | None:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_programs_are_right_in_every_order(seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     fusions = (gathered(2 + seed % 3, draw) for draw in range(seed, seed + 1000, 40))
-    program = next(p for f in fusions if (p := overlapped(f, ("ring", "fused")[seed % 2])))
+    program = next(p for f in fusions if (p := overlapped(f, ("ring", "fused", "push")[seed % 3])))
     check_calls(program, gpus, seed, monkeypatch)
 
 

@@ -16,6 +16,7 @@ from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.recorder import record
 from hostir.runtime.session import Groups
 from hostir.runtime.sharding import random_inputs, shard
+from tests.runtime.programs import ag_matmul
 
 CPU = torch.device("cpu")
 log: list[tuple[Any, ...]] = []
@@ -90,27 +91,7 @@ def planned(program: Program, rank: int = 0, messages: bool = False) -> tuple[Cu
     return machine.plan(record(program, rank, {}, parts)), parts
 
 
-PIPELINE = """hostir 1
-mesh @mesh [didx] = 0 1
-program @p(%a: f32[2, 2@didx, 8], %b: f32[8, 5]) -> (%c) streams 2 {
-  %user = current_stream
-  %a_full: f32[2, 2, 8] = allocate
-  %c: f32[2, 2, 5] = allocate
-  for %s in 0..2 { set_stream %s   synchronize %user }
-  for %i in 0..2 {
-    set_stream %i % 2
-    %a_i = select %a[%i]
-    %g_i = select %a_full[%i]
-    %h = allgather %a_i -> %g_i over didx
-    wait %h
-    %c_i = select %c[%i]
-    matmul %g_i, %b -> %c_i
-  }
-  set_stream %user
-  for %s in 0..2 { synchronize %s }
-  free %a_full
-}
-"""
+PIPELINE = ag_matmul("0 1", slices=2, m=3, k=8, n=5)
 
 
 def test_a_plan_changes_streams_only_where_the_program_does_and_starts_communication_asynchronously() -> None:
@@ -201,4 +182,33 @@ program @p(%a: f32[8@x, 4]) -> (%c) {
 """)
     plan, parts = planned(program)
     plan.run(parts)
-    assert log == [("allgather of blocks", [16, 8, 24, 0], True), ("work.wait",)]
+    assert log == [("allgather of blocks", [16, 8, 24, 0], False)]
+
+
+def test_a_collective_that_is_waited_for_at_once_runs_on_the_stream_that_waits() -> None:
+    lines = ["%h = allgather %a -> %c over x", "wait %h", "relu %c -> %d"]
+
+    def ran(*lines: str) -> list[Any]:
+        body = "".join(f"  {line}\n" for line in lines)
+        plan, parts = planned(
+            parse(f"""hostir 1
+mesh @mesh [x] = 0 1
+program @p(%a: f32[2@x, 4]) -> (%d) streams 1 {{
+  %user = current_stream
+  %c: f32[2, 4] = allocate
+  %d: f32[2, 4] = allocate
+{body}}}
+""")
+        )
+        log.clear()
+        (out,) = plan.run(parts)
+        assert out is not None
+        return [entry for entry in log if entry[0] in ("allgather", "work.wait")]
+
+    start, wait, use = lines
+    assert ran(start, wait, use) == [("allgather", False)]
+    apart = [("allgather", True), ("work.wait",)]
+    assert ran(start, "relu %d -> %d", wait, use) == apart, "something runs beside it"
+    worker = ["set_stream 0", "synchronize %user", "relu %d -> %d", "set_stream %user", "synchronize 0"]
+    assert ran(start, wait, *worker, use) == apart, "other streams may be meant to run beside it"
+    assert ran(start, wait, wait, use) == [*apart, ("work.wait",)], "the second has something to wait for"

@@ -47,7 +47,7 @@ def test_every_program_that_is_drawn_lowers_and_fits() -> None:
 def test_all_that_is_to_be_stressed_is_drawn() -> None:
     drawn = [(ranks, config) for ranks, config in configs()]
     assert {(c.strategy, c.kernels) for _, c in drawn} == {
-        (s, k) for s in ("ring", "fused") for k in ("aten", "triton")
+        (s, k) for s in ("ring", "fused", "push") for k in ("aten", "triton")
     }
     assert {c.dtype for _, c in drawn} == {"bf16", "f16", "f32"}
     assert {c.slices for _, c in drawn} == {1, 2, 3}

@@ -85,6 +85,20 @@ class Flag:
 
 
 @dataclass(eq=False, slots=True)
+class Pushing:
+    """Copies by SMs, and the signals right behind them, that came last on a stream.
+
+    Fields:
+        begin: of the first, behind all that came before.
+        last: a copy or a signal; they come one after the other.
+    """
+
+    begin: Event
+    last: Event
+    signalled: bool = False
+
+
+@dataclass(eq=False, slots=True)
 class Kernel:
     """A product that waits for flags while it holds the SMs."""
 
@@ -102,6 +116,7 @@ class Tracer(Observer):
         self.sizes = sizes
         self.events: list[Event] = []
         self.tails: dict[Lane, Event] = {}
+        self.pushing: dict[str, Pushing] = {}  # by stream
         self.current = CALLER
         self.turn = 0  # which call
         self.statement: Statement | None = None
@@ -152,6 +167,10 @@ class Tracer(Observer):
         found = self.tails.get((self.rank, *lane))
         return [found] if found else []
 
+    def issued(self, stream: str) -> list[Event]:
+        """What comes after all that was issued to a stream comes after these."""
+        return self.tail(stream) + ([self.pushing[stream].last] if stream in self.pushing else [])
+
     def follow(self, event: Event, *lane: object) -> Event:
         """Puts an event at the end of a lane."""
         key = (self.rank, *lane)
@@ -165,7 +184,19 @@ class Tracer(Observer):
 
     def step(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
         """An event on the current stream."""
-        return self.follow(self.event(verb, accesses, after, sms), self.current)
+        pushing = self.pushing.pop(self.current, None)
+        behind = [*after, pushing.last] if pushing else after
+        return self.follow(self.event(verb, accesses, behind, sms), self.current)
+
+    def push(self, verb: str, accesses: list[Access]) -> Event:
+        """A copy by SMs, or a signal right behind one, beside which a kernel that waits may start."""
+        pushing = self.pushing.get(self.current)
+        if pushing is None:
+            begin = self.step("begins", [], sms=True)
+            pushing = self.pushing[self.current] = Pushing(begin, begin)
+        made = self.follow(self.event(verb, accesses, [pushing.last]), "pushes", self.current)
+        pushing.last, pushing.signalled = made, not accesses
+        return made
 
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
         span = self.statement.span if self.statement else None
@@ -213,6 +244,7 @@ class Tracer(Observer):
         self.step("runs", [*reads, access(out, True)], sms=True)
 
     def _waiting(self, out: View, operands: Sequence[View | None], ready: Ready) -> None:
+        pushing = self.pushing.pop(self.current, None)  # it starts beside these copies, and ends after them
         start = self.step("starts", [], sms=True)
         kernel = Kernel(start, start)
         blocks = []
@@ -227,7 +259,7 @@ class Tracer(Observer):
             block = self.event(f"runs block {i}", accesses, [start])
             kernel.waits.append(Flag(block, self.rank, ready.flags.buffer.name, i, (self.turn, ready.epoch)))
             blocks.append(block)
-        kernel.end = self.step("ends", [], after=blocks)
+        kernel.end = self.step("ends", [], after=[*blocks, *([pushing.last] if pushing else [])])
         for block in blocks:
             block.ends.append((kernel.end.lane or (), kernel.end.tick))
         self.waits += kernel.waits
@@ -260,7 +292,7 @@ class Tracer(Observer):
         return end
 
     def _begin(self, after: Sequence[Event]) -> Event:
-        return self.event("begins", [], [*self.tail(self.current), *after])
+        return self.event("begins", [], [*self.issued(self.current), *after])
 
     def wait(self, handle: Event) -> None:
         known = self.step("waits", [], after=[handle])
@@ -274,20 +306,26 @@ class Tracer(Observer):
         self.current = self._stream(stream)
 
     def synchronize(self, stream: str | int) -> None:
-        self.step("waits", [], after=self.tail(self._stream(stream)))
+        self.step("waits", [], after=self.issued(self._stream(stream)))
 
     def delay(self, microseconds: int) -> None:
         """It orders nothing."""
 
-    def copy(self, x: View, out: View, source: int, target: int) -> None:
+    def copy(self, x: View, out: View, source: int, target: int, sms: int = 0) -> None:
         if source == target and x != out and x.buffer is out.buffer and x.region.meets(out.region):
             message = f"it copies a part of %{x.buffer.name} to another that overlaps it, on one rank"
             raise self.fail(message, expected="parts of one rank that have nothing in common, or are one view")
+        if sms and not (x.dense and out.dense):
+            raise self.fail("SMs copy between dense tensors", hint="copy to a buffer first, or leave out 'by ... sms'")
         accesses = [access(x, False, source), access(out, True, target)]
-        self.step("copies", accesses, sms=source == target)
+        if sms:
+            self.push("copies", accesses)
+        else:
+            self.step("copies", accesses, sms=source == target)
 
     def signal(self, flags: View, slot: int, epoch: int, peer: int) -> None:
-        sent = self.step("signals", [])
+        pushing = self.pushing.get(self.current)
+        sent = self.step("signals", []) if pushing is None or pushing.signalled else self.push("signals", [])
         self.signals.append(Flag(sent, peer, flags.buffer.name, slot, (self.turn, epoch)))
 
     def wait_signal(self, flags: View, slot: int, epoch: int) -> None:

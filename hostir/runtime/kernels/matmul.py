@@ -19,7 +19,7 @@ from hostir.runtime.kernels.matmul_call import Call
 from hostir.runtime.kernels.operands import Described, Rows, check, describe, rows_of
 from hostir.runtime.kernels.ready import ReadyFlags, block_rows
 from hostir.runtime.kernels.streamk import schedule
-from hostir.runtime.kernels.tiles import INTERPRETER, Config, choose, in_blocks, tiles_of_block
+from hostir.runtime.kernels.tiles import INTERPRETER, Config, choose, in_blocks
 
 EXACT_RUN = 64  # products of float32 that are summed up at a time
 
@@ -37,7 +37,6 @@ def matmul(
     ready: ReadyFlags | None = None,
     use_descriptors: bool | None = None,
     config: Config | None = None,
-    sms: int | None = None,
 ) -> torch.Tensor:
     """`out[..., N] = a[..., K] @ b (+ bias)`, accumulated in float32, on the current stream; returns `out`.
 
@@ -50,28 +49,25 @@ def matmul(
         ready: flags for equal blocks of the flattened rows of `a`, which may still be on their way: a tile is begun
             when its rows are there, and tiles are tried in the order of blocks, from `ready.first` on. A tile spans
             several blocks only if they are smaller than it, or `a` is a batch; it waits for all of them. The bits are
-            those of the same tile without flags, unless tiles are shared (`config.shared`). Where a block stays away,
-            `ready.stalls` says so in the end, and tiles are left out: all that need the block, and others that the
-            same programs had yet to compute.
+            those of the same tile without flags. Where a block stays away, `ready.stalls` says so in the end, and
+            tiles are left out: all that need the block, and others that the same programs had yet to compute.
         use_descriptors: move tiles with TMA descriptors. None: wherever the device and the memory allow it.
             True: always, or raise. False: never.
-        config: the tile, instead of the one that `choose` finds.
-        sms: how many multiprocessors to use at most, so that others are left to whoever needs them meanwhile. None:
-            all.
+        config: the tile, instead of the one that `choose` finds. With `ready`, its `shared` must be 0.
 
     All tensors have one dtype, bfloat16, float16 or float32. float32 is multiplied exactly, or in TF32 on a GPU if
     `torch.backends.cuda.matmul` says so when called. An empty `out` waits for no flags. Results repeat bit for bit.
 
-    Raises TypeError for a dtype, ValueError for a shape, a layout, a device or flags that do not fit.
+    Raises TypeError for a dtype, ValueError for a shape, a layout, a device, flags or a tile that do not fit.
     """
     tf32 = a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     kind = (
         *(_lies(a), _lies(b), _lies(out), None if bias is None else _lies(bias), transpose_b),
-        *(None if ready is None else _waits(ready), use_descriptors, config, sms, tf32),
+        *(None if ready is None else _waits(ready), use_descriptors, config, tf32),
     )
     call = _calls.get(kind)
     if call is None:
-        call = _prepare(a, b, out, bias, transpose_b, ready, use_descriptors, config, sms, tf32)
+        call = _prepare(a, b, out, bias, transpose_b, ready, use_descriptors, config, tf32)
         if call is None:
             return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
         if len(_calls) >= _MOST_CALLS:
@@ -87,11 +83,11 @@ def _lies(t: torch.Tensor) -> tuple[object, ...]:
 
 
 def _waits(ready: ReadyFlags) -> tuple[object, ...]:
-    """All that a launch depends on of its flags, except for where they lie and for the epoch."""
-    epoch, stalls = ready.epoch, ready.stalls
-    epoch_kind = _lies(epoch) if isinstance(epoch, torch.Tensor) else -(1 << 31) <= epoch < 1 << 31
+    """All that a launch depends on of its flags, except for where they lie and for the epoch within its type."""
+    stalls = ready.stalls
     pinned = stalls.device.type == "cpu" and stalls.is_pinned()
-    return _lies(ready.flags), _lies(stalls), pinned, epoch_kind, ready.first, ready.looks
+    narrow = -(1 << 31) <= ready.epoch < 1 << 31  # Triton compiles another kernel for an int64
+    return _lies(ready.flags), _lies(stalls), pinned, narrow, ready.first, ready.looks, ready.beside
 
 
 def _prepare(
@@ -103,22 +99,22 @@ def _prepare(
     ready: ReadyFlags | None,
     use_descriptors: bool | None,
     config: Config | None,
-    sms: int | None,
     tf32: bool,
 ) -> Call | None:
     """How to launch such a matmul; None where there is nothing to multiply, only a bias or zeros to write."""
     device = check_device(a=a, b=b, out=out, bias=bias)
     check(a, b, out, bias, transpose_b)
     block = None if ready is None else block_rows(ready, out)
-    if sms is not None and sms < 1:
-        raise ValueError(f"matmul needs at least one multiprocessor, got sms={sms}")
+    if ready is not None and config is not None and config.shared:
+        raise ValueError(f"matmul cannot share tiles of rows that it waits for: expected shared=0, got {config.shared}")
     weight = b.t() if transpose_b else b
     K, N = weight.shape
     if out.numel() == 0 or (K == 0 and ready is None):
         return None
     rows = rows_of(a, out)
     bounds = limits(device)
-    sms = bounds.sms if sms is None else min(sms, bounds.sms)
+    beside = ready.beside if ready is not None and bounds.tma else 0  # as old as TMA: programmatic dependent launch
+    sms = max(1, bounds.sms - beside)
     if not bounds.tma:
         if use_descriptors:
             raise ValueError(f"matmul cannot use TMA descriptors: {device} has no TMA")
@@ -143,7 +139,7 @@ def _prepare(
         fits = {"descriptors": described is not None, "biased_batch": True}
         config = config.fitting(a.element_size(), bounds.shared_memory, **fits)
     tiles = batches * -(-M // config.m) * -(-N // config.n)
-    plan = schedule(tiles, -(-K // config.k), sms, config.shared, tiles_of_block(block, batches, M, tiles))
+    plan = schedule(tiles, -(-K // config.k), sms, config.shared)
     strides = (rows.a_batch, rows.a_row, a.stride(-1), *weight.stride(), rows.out_batch, rows.out_row, out.stride(-1))
     shared = tiles - plan.whole
     return Call(
@@ -170,12 +166,12 @@ def _prepare(
             "SHARED": plan.shares > 0,
             "READY": ready is not None,
             "FLAGS": 1 if ready is None else triton.next_power_of_2(ready.flags.numel()),
-            "EPOCH_IN_MEMORY": ready is not None and isinstance(ready.epoch, torch.Tensor),
+            "BESIDE": beside > 0,
             "PRECISION": "tf32" if tf32 else "ieee",
             "EXACT": a.dtype == torch.float32 and not tf32,
             "RUN": max(1, EXACT_RUN // config.k),
         },
-        options={"num_stages": config.stages, "num_warps": config.warps},
+        options={"num_stages": config.stages, "num_warps": config.warps, **({"launch_pdl": True} if beside else {})},
     )
 
 

@@ -70,7 +70,7 @@ class Call:
         operands: list[Any] = [a, b, out]
         if self.described is not None:
             operands = [self._descriptor(number, t) for number, t in enumerate((a, b, out))]
-        waits: Sequence[Any] = (*[None] * 6, 0)
+        waits: Sequence[Any] = [None] * 7
         if ready is not None:
             waits = (ready.flags, ready.stalls, ready.epoch, ready.first, len(ready.flags), self.block, ready.looks)
         shared: Sequence[Any] = [None] * 4
@@ -106,12 +106,11 @@ class Call:
             )
         else:
             operands = (a.data_ptr(), b.data_ptr(), out.data_ptr())
-        waits: Sequence[Any] = (None, None, None, None, None, None, 0)
+        waits: Sequence[Any] = (None, None, None, None, None, None, None)
         if ready is not None:
-            epoch = ready.epoch.data_ptr() if isinstance(ready.epoch, torch.Tensor) else ready.epoch
             flags = ready.flags
             waits = (
-                *(flags.data_ptr(), ready.stalls.data_ptr(), epoch),
+                *(flags.data_ptr(), ready.stalls.data_ptr(), ready.epoch),
                 *(ready.first, len(flags), self.block, ready.looks),
             )
         shared: Sequence[Any] = (None, None, None, None)

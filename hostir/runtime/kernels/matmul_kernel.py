@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from hostir.runtime.kernels.launch import INTERPRETED
 from hostir.runtime.kernels.numerics import from_float32, to_float32
@@ -221,13 +222,6 @@ def _shared_tiles(
     shares,
     sums,
     tickets,
-    flags,
-    stalls,
-    epoch,
-    first,
-    blocks,
-    height,
-    looks,
     group,
     a,
     b,
@@ -250,13 +244,10 @@ def _shared_tiles(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     RUN: tl.constexpr,
-    READY: tl.constexpr,
-    FLAGS: tl.constexpr,
 ):
     """This program's share of the steps of the tiles from `begin` to before `stop`.
 
-    Its sums lie in slots that are numbered by program and tile. A program that has given up waiting goes on without
-    loading anything, so that every tile gets all its tickets.
+    Its sums lie in slots that are numbered by program and tile.
     """
     COLUMNS: tl.constexpr = BN // 2 if HALVES else BN
     program = tl.program_id(0)
@@ -269,18 +260,7 @@ def _shared_tiles(
         k = step % steps_of_tile
         count = min(steps_of_tile - k, end - step)
         step += count
-        batch, row, column = _tile_position(tile, group, first, height, batches, M, N, BM, BN)
-        lost = tile < 0
-        if READY:
-            if looks > 0:
-                _, looks = wait_for_rows(
-                    *(flags, stalls, epoch, first, blocks, height, looks),
-                    *(batch * M + row, batch * M + min(row + BM, M)),
-                    FLAGS=FLAGS,
-                    TMA=DESCRIPTORS,
-                )
-            lost = looks <= 0
-            count = tl.where(lost, 0, count)
+        batch, row, column = _tile_position(tile, group, None, None, batches, M, N, BM, BN)
         acc = _contract(
             *(batch, row, column, k, k + count, a, b, M, N, K, strides),
             *(BM, BN, BK, DESCRIPTORS, B_IS_NK, BATCHED, PRECISION, EXACT, RUN),
@@ -289,7 +269,7 @@ def _shared_tiles(
         earliest = share_of(number * steps_of_tile, shares, steps)
         holders = share_of((number + 1) * steps_of_tile - 1, shares, steps) - earliest + 1
         _leave_sum(sums, number + program, acc, BM, BN, HALVES)
-        if arrive(tickets, number, holders, lost):
+        if arrive(tickets, number, holders):
             for half in tl.static_range(2 if HALVES else 1):
                 part = column + half * COLUMNS
                 total = _add_sums(sums, number + earliest, holders, half, BM, BN, COLUMNS)
@@ -308,13 +288,13 @@ def matmul_kernel(
     out,
     bias,
     bias_step,
-    flags,  # as in ReadyFlags, with READY only, as what follows down to height
+    flags,  # as in ReadyFlags, with READY only, as what follows down to looks
     stalls,
     epoch,
     first,
     blocks,
     height,  # rows of a block
-    looks,  # with READY; else 0
+    looks,
     whole,  # as in Schedule, with SHARED only, as what follows down to tickets
     shares,
     sums,  # [shares + tiles - whole, BM, BN] of float32
@@ -341,9 +321,9 @@ def matmul_kernel(
     BATCHED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SHARED: tl.constexpr,  # the last tiles are computed by several programs each
-    READY: tl.constexpr,  # rows come while the kernel runs
+    READY: tl.constexpr,  # rows come while the kernel runs; not with SHARED
     FLAGS: tl.constexpr,  # the power of 2 that holds all blocks
-    EPOCH_IN_MEMORY: tl.constexpr,
+    BESIDE: tl.constexpr,  # it may have started before the kernel before it has ended
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,  # float32 on plain FMAs
     RUN: tl.constexpr,  # steps of BK that EXACT sums up at a time
@@ -352,17 +332,11 @@ def matmul_kernel(
     tile = tl.program_id(0)
     tiles = batches * tl.cdiv(M, BM) * tl.cdiv(N, BN)
     strides = (a_batch, a_row, a_column, b_row, b_column, out_batch, out_row, out_column)
-    if SHARED:
-        alone = whole
-    else:
-        alone = tiles
     if READY:
-        if EPOCH_IN_MEMORY:
-            epoch = tl.load(epoch)
         # Where no tile spans two blocks, tiles are numbered block by block. Then those of a block, and of the blocks
         # behind it that have come as well, are one pipeline: a wait in its midst would keep Triton from building it.
         tiles_of_block = tl.where(height % M == 0, tiles // blocks, 0)
-        while (tile < alone) & (looks > 0):
+        while (tile < tiles) & (looks > 0):
             batch, row, _ = _tile_position(tile, group, first, height, batches, M, N, BM, BN)
             come, looks = wait_for_rows(
                 *(flags, stalls, epoch, first, blocks, height, looks),
@@ -370,21 +344,22 @@ def matmul_kernel(
                 FLAGS=FLAGS,
                 TMA=DESCRIPTORS,
             )
-            stop = tl.where(looks > 0, min(max(come * tiles_of_block, tile + 1), alone), tile)
+            stop = tl.where(looks > 0, min(max(come * tiles_of_block, tile + 1), tiles), tile)
             _whole_tiles(
                 *(tile, stop, group, first, height, a, b, out, bias, bias_step, batches, M, N, K, strides),
                 *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
             )
             tile += tl.cdiv(stop - tile, tl.num_programs(0)) * tl.num_programs(0)
     else:
+        alone = whole if SHARED else tiles
         _whole_tiles(
-            *(tile, alone, group, first, height, a, b, out, bias, bias_step, batches, M, N, K, strides),
+            *(tile, alone, group, None, None, a, b, out, bias, bias_step, batches, M, N, K, strides),
             *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
         )
-    if SHARED:
-        _shared_tiles(
-            *(whole, tiles, shares, sums, tickets, flags, stalls, epoch, first, blocks, height, looks),
-            *(group, a, b, out, bias, bias_step, batches, M, N, K, strides),
-            *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
-            *(READY, FLAGS),
-        )
+        if SHARED:
+            _shared_tiles(
+                *(whole, tiles, shares, sums, tickets, group, a, b, out, bias, bias_step, batches, M, N, K, strides),
+                *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
+            )
+    if BESIDE and not _INTERPRETED:
+        gdc_wait()  # what follows on the stream comes after that kernel too

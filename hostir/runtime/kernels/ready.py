@@ -28,21 +28,23 @@ class ReadyFlags:
 
     Fields:
         flags: `[blocks]` of int32 or int64, contiguous; others may write it while the kernel runs.
-        epoch: block i may be read once `flags[i] >= epoch`. A tensor of one integer is read when the kernel runs, so
-            that each replay of a captured launch may wait for an epoch of its own.
+        epoch: block i may be read once `flags[i] >= epoch`.
         stalls: `[blocks, 2]` of int64, contiguous and zero. The kernel leaves `(epoch, value seen)` in the row of a
             block that it has given up waiting for; see `stall_error`. Not zero means that `out` is not whole. It may
             lie in pinned memory of the host, which then looks without waiting for the GPU: what it sees is final once
             the kernel has ended.
         first: the block to begin with; the others follow in a circle.
         looks: how often a program looks at flags that have not risen before it gives up.
+        beside: multiprocessors of a kernel just before on the same stream, beside which this one starts: it uses the
+            others, and ends after that kernel. What else came before on the stream has ended.
     """
 
     flags: torch.Tensor
-    epoch: int | torch.Tensor
+    epoch: int
     stalls: torch.Tensor
     first: int = 0
     looks: int = LOOKS
+    beside: int = 0
 
 
 def no_stalls(blocks: int, device: torch.device | str) -> torch.Tensor:
@@ -66,14 +68,9 @@ def stall_error(stalls: torch.Tensor, rank: int, name: str) -> HostIRError | Non
 
 def block_rows(ready: ReadyFlags, out: torch.Tensor) -> int:
     """How many of the rows of `out` are a block; TypeError or ValueError where the flags and their like do not fit."""
-    flags, stalls, epoch = ready.flags, ready.stalls, ready.epoch
+    flags, stalls = ready.flags, ready.stalls
     pinned = stalls.device.type == "cpu" and stalls.is_pinned()
-    check_device(
-        out=out,
-        flags=flags,
-        stalls=None if pinned else stalls,
-        epoch=epoch if isinstance(epoch, torch.Tensor) else None,
-    )
+    check_device(out=out, flags=flags, stalls=None if pinned else stalls)
     if flags.dtype not in (torch.int32, torch.int64) or stalls.dtype != torch.int64:
         raise TypeError(f"expected flags of int32 or int64 and stalls of int64, got {flags.dtype} and {stalls.dtype}")
     if flags.ndim != 1 or not flags.numel() or not flags.is_contiguous():
@@ -81,8 +78,6 @@ def block_rows(ready: ReadyFlags, out: torch.Tensor) -> int:
     blocks = flags.numel()
     if stalls.shape != (blocks, 2) or not stalls.is_contiguous():
         raise ValueError(f"expected contiguous stalls of shape {[blocks, 2]}, got shape {list(stalls.shape)}")
-    if isinstance(epoch, torch.Tensor) and (epoch.numel() != 1 or epoch.dtype not in (torch.int32, torch.int64)):
-        raise ValueError(f"expected one int32 or int64 as epoch, got {epoch.dtype} of shape {list(epoch.shape)}")
     if not 0 <= ready.first < blocks:
         raise ValueError(f"there is no block {ready.first} to begin with: expected 0 to {blocks - 1}")
     if ready.looks < 1:

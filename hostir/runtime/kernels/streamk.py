@@ -32,13 +32,10 @@ class Schedule:
     shares: int = 0
 
 
-def schedule(tiles: int, steps: int, sms: int, waves: int, late: int | None = None) -> Schedule:
-    """How `sms` programs divide `tiles` of `steps` along K, if the tiles of the last `waves` waves are to be shared.
-
-    `late`: how many tiles have rows that come last: those are shared instead, as all programs wait for them.
-    """
-    shared = tiles - max(0, (tiles - 1) // sms - (waves - 1)) * sms if late is None else late
-    if waves == 0 or steps < 2 * MIN_STEPS or (late is None and shared % sms == 0):
+def schedule(tiles: int, steps: int, sms: int, waves: int) -> Schedule:
+    """How `sms` programs divide `tiles` of `steps` along K, if the tiles of the last `waves` waves are to be shared."""
+    shared = tiles - max(0, (tiles - 1) // sms - (waves - 1)) * sms
+    if waves == 0 or steps < 2 * MIN_STEPS or shared % sms == 0:
         return Schedule(min(sms, tiles), tiles)
     shares = min(sms, shared * steps // MIN_STEPS)
     # Shares that end where tiles end leave one sum each, others two.
@@ -63,14 +60,14 @@ def share_of(step, shares, steps):
 
 
 @triton.jit
-def arrive(tickets, tile, holders, lost):
-    """Say that this program's sum of shared `tile` is in memory, unless `lost`, for one of `holders` of the tile.
+def arrive(tickets, tile, holders):
+    """Say that this program's sum of shared `tile` is in memory, one of `holders` of the tile.
 
-    Returns whether all are, so that this program, the last, sees them. The ticket is 0 afterwards, also if some are
-    lost: the next launch finds it so.
+    Returns whether all are, so that this program, the last, sees them. The ticket is 0 afterwards: the next launch
+    finds it so.
     """
     tl.debug_barrier()  # what other threads wrote comes before the ticket of the one thread that says so
-    before = tl.atomic_add(tickets + tile, tl.where(lost, 0x10001, 1), sem="acq_rel", scope="gpu")
-    if (before & 0xFFFF) == holders - 1:
+    last = tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu") == holders - 1
+    if last:
         tl.store(tickets + tile, 0)
-    return (before == holders - 1) & (lost == 0)
+    return last

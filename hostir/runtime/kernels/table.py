@@ -91,6 +91,7 @@ def _contract_ready(
         first = ready.first - begin if begin <= ready.first < end else 0
         part = replace(ready, flags=ready.flags[begin:end], stalls=ready.stalls[begin:end], first=first)
         _contract_ready(out[i], a[i], b, bias, transpose_b, part)
+        ready = replace(ready, beside=0)  # the first launch has ended after what it began beside
 
 
 def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:

@@ -22,8 +22,8 @@ class Config:
         fed: the same where rows come while the kernel runs, if it differs.
         halves: store the tile in two halves, which needs half the shared memory and so leaves room for a stage.
         group: rows of tiles walked together, so that they find each other's operands in L2.
-        shared: waves of tiles, the last ones, whose contraction is divided among all programs (stream-K). With rows
-            that come in blocks, 1 stands for the tiles of the last block instead.
+        shared: waves of tiles, the last ones, whose contraction is divided among all programs (stream-K). 0 where rows
+            come while the kernel runs: there it never paid on an H200.
     """
 
     m: int
@@ -170,10 +170,7 @@ def _alone(tile: Config, batches: int, M: int, N: int, K: int, sms: int) -> floa
 
 
 def _fed(tile: Config, batch: int, M: int, N: int, K: int, sms: int, block: int, coming: float) -> float:
-    """The same where rows come in blocks, the first at once and each other one `coming` after the one before.
-
-    Sharing the tiles of the last block never paid on an H200.
-    """
+    """The same where rows come in blocks, the first at once and each other one `coming` after the one before."""
     batches, rows = in_blocks(batch, M, block, tile.m)
     tiles, blocks = batches * -(-rows // tile.m) * -(-N // tile.n), max(1, batch * M // block)
     whole = -(-K // tile.k) * tile.m * tile.n * tile.k / (tile.fed or tile.rate) + _FIXED_COST
@@ -183,8 +180,3 @@ def _fed(tile: Config, batch: int, M: int, N: int, K: int, sms: int, block: int,
             there = (first + program) * blocks // tiles * coming
             free[program] = max(free[program], there) + whole
     return max(free)
-
-
-def tiles_of_block(block: int | None, batches: int, M: int, tiles: int) -> int | None:
-    """How many of `tiles`, of `batches` times `M` rows, are of one block; None without blocks, or if tiles span two."""
-    return None if block is None or block % M else tiles * block // (batches * M)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import pytest
 import torch
 
+from hostir.runtime.kernels import matmul as matmul_module
+from hostir.runtime.kernels.launch import limits
 from hostir.runtime.kernels.matmul import matmul, matmul_reference
 from hostir.runtime.kernels.reduce import reduce_sum, reduce_sum_reference
 from hostir.runtime.kernels.tiles import Config
@@ -71,6 +76,15 @@ def assert_only_view_written(view: torch.Tensor, buffer: torch.Tensor) -> None:
     assert buffer.isnan().sum().item() == buffer.numel() - view.numel()
 
 
+@contextlib.contextmanager
+def multiprocessors(sms: int) -> Iterator[None]:
+    """Within it, `matmul` counts on `sms` multiprocessors, so that a test says how many programs share tiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul_module, "limits", lambda device: dataclasses.replace(limits(device), sms=sms))
+        patch.setattr(matmul_module, "_calls", {})  # those prepared before count on others
+        yield
+
+
 def check_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -81,11 +95,9 @@ def check_matmul(
     transpose_b: bool = False,
     use_descriptors: bool | None = None,
     config: Config | None = None,
-    sms: int | None = None,
 ) -> None:
     """Run `matmul` into `out` and hold it against torch and float64."""
-    options = {"use_descriptors": use_descriptors, "config": config, "sms": sms}
-    result = matmul(a, b, out, bias=bias, transpose_b=transpose_b, **options)
+    result = matmul(a, b, out, bias=bias, transpose_b=transpose_b, use_descriptors=use_descriptors, config=config)
     assert result is out
     assert_only_view_written(out, buffer)
     # On copies: on a CPU, torch's bfloat16 product of padded matrices picks up the NaNs between their rows.

@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hostir.runtime.kernels.matmul import EXACT_RUN
 from hostir.runtime.kernels.matmul_kernel import matmul_kernel
+from hostir.runtime.kernels.push import PER_THREAD, WARPS, push_kernel
 from hostir.runtime.kernels.tiles import Config, candidates
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARING = ("whole", "shares", "sums", "tickets")
-WAITING = ("flags", "stalls", "epoch", "first", "blocks", "height")
+WAITING = ("flags", "stalls", "epoch", "first", "blocks", "height", "looks")
 SHARED_MEMORY = 227 << 10
 
 
@@ -32,6 +34,7 @@ def compiled(
     batched: bool = False,
     bias: bool = False,
     ready: dict[str, str] | None = None,
+    beside: bool = False,
 ):
     """The matmul kernel for one tile. `ready` gives the types of flags and epoch, where it waits for its rows."""
     columns = tile.n // 2 if tile.halves else tile.n
@@ -53,7 +56,7 @@ def compiled(
         "SHARED": tile.shared > 0,
         "READY": ready is not None,
         "FLAGS": 8 if ready else 1,
-        "EPOCH_IN_MEMORY": ready is not None and ready["epoch"][0] == "*",
+        "BESIDE": beside,
         "PRECISION": "ieee",
         "EXACT": dtype == "fp32",
         "RUN": max(1, EXACT_RUN // tile.k),
@@ -75,7 +78,8 @@ def compiled(
         signature |= {"sums": "*fp32", "tickets": "*i32"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] in "*i"}
     source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=HOPPER, options={"num_warps": tile.warps, "num_stages": tile.stages})
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": beside}
+    return triton.compile(source, target=HOPPER, options=options)
 
 
 @pytest.mark.parametrize("b_is_nk", [True, False])
@@ -114,8 +118,8 @@ def test_float32_is_multiplied_exactly(tile):
 
 @pytest.mark.parametrize(
     ("ready", "width"),
-    [({"flags": "*i32", "epoch": "i32"}, "u32"), ({"flags": "*i64", "epoch": "*i64"}, "u64")],
-    ids=["int32", "int64, epoch in memory"],
+    [({"flags": "*i32", "epoch": "i32"}, "u32"), ({"flags": "*i64", "epoch": "i64"}, "u64")],
+    ids=["int32", "int64"],
 )
 @pytest.mark.parametrize("descriptors", [True, False])
 def test_a_kernel_that_waits_acquires_before_it_loads_and_pipelines_as_ever(descriptors, ready, width):
@@ -137,14 +141,19 @@ def test_waiting_needs_no_more_shared_memory_than_a_tile_may_take(tile):
     assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
 
 
-WAITS = [None, {"flags": "*i32", "epoch": "i32"}]
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_kernel_that_may_start_early_ends_after_the_one_before_it(beside):
+    options = {"dtype": "bf16", "descriptors": True, "b_is_nk": True, "ready": {"flags": "*i64", "epoch": "i32"}}
+    ptx = compiled(candidates(torch.bfloat16)[0], beside=beside, **options).asm["ptx"]
+    assert ptx.count("griddepcontrol.wait") == beside
+    if beside:
+        assert "wgmma" not in ptx[ptx.find("griddepcontrol.wait") :]
 
 
-@pytest.mark.parametrize("ready", WAITS, ids=["", "waits"])
 @pytest.mark.parametrize("tile", candidates(torch.bfloat16), ids=str)
-def test_shared_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(tile, ready, tmp_path):
+def test_shared_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(tile, tmp_path):
     shared = dataclasses.replace(tile, shared=1)
-    options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False, "ready": ready}
+    options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False}
     plain, kernel = (compiled(t, **options) for t in (dataclasses.replace(tile, shared=0), shared))
     for instruction in ("wgmma.mma_async", "complete_tx::bytes"):
         assert kernel.asm["ptx"].count(instruction) == 2 * plain.asm["ptx"].count(instruction)
@@ -161,6 +170,26 @@ def test_a_ticket_is_drawn_after_the_sum_is_written_and_before_any_is_read(descr
     sums = re.search(r"ld\.global\.cg\.v4", ptx)
     assert sums
     assert ticket < ptx.find("bar.sync", ticket) < sums.start()
+
+
+def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flags_behind_them():
+    constants = {
+        "UNIT": tl.int64,
+        "BLOCK": 32 * WARPS * PER_THREAD // 8,
+        "ALIGNED": True,
+        "MOST": 4,
+        "DEPENDENTS": True,
+    }
+    signature = {name: "constexpr" if name in constants else "i32" for name in push_kernel.arg_names}
+    signature |= {"source": "*i16", "table": "*i64", "arrived": "*i32"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] == "*"}
+    source = ASTSource(push_kernel, signature, constexprs=constants, attrs=aligned)
+    ptx = triton.compile(source, target=HOPPER, options={"num_warps": WARPS}).asm["ptx"]
+    assert "griddepcontrol.launch_dependents" in ptx
+    assert re.search(r"ld\.global\.(v2\.b64|v4\.b32|v4\.b64|v8\.b32) .*st\.global\.\1 ", ptx, re.DOTALL)
+    arrival, raising = (ptx.find(f"atom.global.sys.{kind}") for kind in ("acq_rel.add.u32", "release.exch.b64"))
+    assert ptx.rfind("bar.sync", 0, arrival) >= 0
+    assert arrival < ptx.find("bar.sync", arrival) < raising
 
 
 def spilled(ptx: str, folder: Path) -> int:

@@ -26,9 +26,9 @@ def test_shares_are_equal_but_for_a_step_and_know_their_own(shares, steps):
         assert share_of.fn(first, shares, steps) == share == share_of.fn(stop - 1, shares, steps)
 
 
-@given(**SHAPES, late=st.none() | st.integers(1, 700))
-def test_a_schedule_keeps_to_the_multiprocessors_and_to_whole_waves(tiles, steps, sms, waves, late):
-    plan = schedule(tiles, steps, sms, waves, late and min(late, tiles))
+@given(**SHAPES)
+def test_a_schedule_keeps_to_the_multiprocessors_and_to_whole_waves(tiles, steps, sms, waves):
+    plan = schedule(tiles, steps, sms, waves)
     assert 1 <= plan.programs <= sms
     assert 0 <= plan.whole <= tiles
     if not plan.shares:
@@ -36,16 +36,13 @@ def test_a_schedule_keeps_to_the_multiprocessors_and_to_whole_waves(tiles, steps
         return
     assert plan.shares <= plan.programs
     assert plan.shares * MIN_STEPS <= (tiles - plan.whole) * steps
-    if late is None:
-        assert plan.whole % plan.programs == 0 or not plan.whole
-        assert tiles - plan.whole <= waves * sms
-    else:
-        assert tiles - plan.whole == min(late, tiles)
+    assert plan.whole % plan.programs == 0 or not plan.whole
+    assert tiles - plan.whole <= waves * sms
 
 
-@given(**SHAPES, late=st.none() | st.integers(1, 700))
-def test_every_sum_has_a_slot_of_its_own(tiles, steps, sms, waves, late):
-    plan = schedule(tiles, steps, sms, waves, late and min(late, tiles))
+@given(**SHAPES)
+def test_every_sum_has_a_slot_of_its_own(tiles, steps, sms, waves):
+    plan = schedule(tiles, steps, sms, waves)
     slots = [slot for slot, _ in sums_of(plan, tiles, steps)]
     assert len(set(slots)) == len(slots)
     assert all(0 <= slot < plan.shares + tiles - plan.whole for slot in slots)
@@ -73,9 +70,3 @@ def test_the_last_wave_is_shared_where_it_is_not_full():
     assert schedule(416, 7, 132, 1) == Schedule(132, 416)  # too few steps
     assert schedule(416, 256, 132, 0) == Schedule(132, 416)
     assert schedule(7, 64, 132, 1) == Schedule(112, 0, 112)
-
-
-def test_the_tiles_of_the_last_block_are_shared_by_all():
-    assert schedule(224, 64, 132, 1, late=28) == Schedule(132, 196, 132)
-    assert schedule(112, 64, 132, 1, late=14) == Schedule(126, 98, 126)
-    assert schedule(264, 64, 132, 1, late=33) == Schedule(132, 231, 132)  # full waves too: the block comes last

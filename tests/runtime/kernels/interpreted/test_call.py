@@ -19,6 +19,7 @@ from hostir.runtime.kernels.tiles import Config
 from tests.runtime.kernels.checking import filled
 
 TILE = Config(16, 16, 16, stages=1, warps=1, group=2)
+SHARED = dataclasses.replace(TILE, halves=True, shared=1)
 NAMES = list(matmul_kernel.arg_names)
 
 
@@ -64,9 +65,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
 
     class Kernel:
         def __getitem__(self, grid):
-            def call(*arguments, num_stages, num_warps, **constants):
+            def call(*arguments, num_stages, num_warps, launch_pdl=False, **constants):
                 values = dict(zip(NAMES, arguments, strict=False)) | constants
                 assert list(values) == NAMES
+                assert launch_pdl == values["BESIDE"]
                 seen.append({"programs": grid[0], **values})
                 return kernel
 
@@ -85,9 +87,11 @@ def address(value: object) -> object:
 
 
 @pytest.mark.parametrize("use_descriptors", [True, False])
-@pytest.mark.parametrize("config", [TILE, dataclasses.replace(TILE, halves=True, shared=1)])
-@pytest.mark.parametrize("epoch", [1, torch.ones(1, dtype=torch.int64), None])
-def test_a_launch_gets_the_arguments_that_the_first_one_got(use_descriptors, config, epoch, recorder, monkeypatch):
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("config", "epoch"), [(TILE, None), (TILE, 1), (TILE, 1 << 33), (SHARED, None)])
+def test_a_launch_gets_the_arguments_that_the_first_one_got(
+    config, epoch, with_bias, use_descriptors, recorder, monkeypatch
+):
     first = interpreted(monkeypatch)
     a, b, out = (
         filled([3, 20, 200], torch.float32, pad=[0, 4, 0]),
@@ -95,7 +99,7 @@ def test_a_launch_gets_the_arguments_that_the_first_one_got(use_descriptors, con
         torch.empty(3, 20, 40),
     )
     ready = None if epoch is None else ReadyFlags(torch.ones(3, dtype=torch.int32), epoch, no_stalls(3, "cpu"), first=2)
-    bias = None if epoch is None else filled([40], torch.float32)
+    bias = filled([40], torch.float32) if with_bias else None
     options = {"ready": ready, "bias": bias, "use_descriptors": use_descriptors, "config": config, "transpose_b": True}
     for _ in range(2):
         matmul(a, b, out, **options)
@@ -105,6 +109,17 @@ def test_a_launch_gets_the_arguments_that_the_first_one_got(use_descriptors, con
         assert found == wanted
     else:
         assert {n: v[0] if isinstance(v, tuple) and len(v) == 1 else v for n, v in found.items()} == wanted
+
+
+@pytest.mark.parametrize(("beside", "programs"), [(0, 3), (1, 2), (5, 1)])
+def test_multiprocessors_are_left_to_the_kernel_that_a_launch_is_beside(beside, programs, recorder, monkeypatch):
+    first = interpreted(monkeypatch)
+    ready = ReadyFlags(torch.ones(4, dtype=torch.int64), 1, no_stalls(4, "cpu"), beside=beside)
+    a, b, out = filled([64, 32], torch.float32), filled([32, 32], torch.float32), torch.empty(64, 32)
+    for _ in range(2):
+        matmul(a, b, out, config=TILE, ready=ready)
+    assert [launch["programs"] for launch in (*first, *recorder.launches)] == [programs] * 2
+    assert first[0]["BESIDE"] == (beside > 0)
 
 
 def test_a_new_address_is_encoded_and_an_old_one_is_not(recorder):
@@ -138,11 +153,11 @@ def test_another_layout_dtype_or_epoch_is_another_kind_of_call(recorder):
         lambda: matmul(a, b, out, bias=b[0]),
         lambda: matmul(a.bfloat16(), b.bfloat16(), out.bfloat16()),
         lambda: matmul(a, b, out, config=TILE),
-        lambda: matmul(a, b, out, sms=1),
         lambda: matmul(a, b, out, use_descriptors=False),
         lambda: matmul(a[:, 1:17], b[1:17], out),  # not on 16 bytes
         lambda: matmul(a, b, out, ready=flags),
         lambda: matmul(a, b, out, ready=dataclasses.replace(flags, first=1)),
+        lambda: matmul(a, b, out, ready=dataclasses.replace(flags, beside=1)),
     ]
     for number, kind in enumerate(kinds):
         kind()

@@ -17,7 +17,7 @@ from hostir.runtime.kernels.matmul import matmul
 from hostir.runtime.kernels.operands import DTYPES
 from hostir.runtime.kernels.ready import ReadyFlags, no_stalls
 from hostir.runtime.kernels.tiles import Config
-from tests.runtime.kernels.checking import check_matmul, embedded, filled
+from tests.runtime.kernels.checking import check_matmul, embedded, filled, multiprocessors
 
 TILES = (
     Config(16, 16, 16, stages=1, warps=1, group=2, shared=1),
@@ -54,31 +54,9 @@ def test_shared_tiles_give_the_product(data):
     bias = filled([N], dtype) if draw(st.booleans()) else None
     out, buffer = embedded([B, M, N], dtype, pad=[0, 1, 8])
     poisoned()
-    check_matmul(
-        *(a, b, out, buffer),
-        bias=bias,
-        use_descriptors=use_descriptors,
-        config=draw(st.sampled_from(TILES)),
-        sms=draw(st.none() | st.integers(1, 3)),
-    )
+    with multiprocessors(draw(st.integers(1, 4))):
+        check_matmul(a, b, out, buffer, bias=bias, use_descriptors=use_descriptors, config=draw(st.sampled_from(TILES)))
     poisoned()
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_shared_tiles_wait_for_their_rows_and_give_the_product(data):
-    draw = data.draw
-    blocks, height = draw(st.integers(1, 5)), draw(st.integers(1, 40))
-    use_descriptors = draw(st.booleans())
-    N, K = 8 * draw(st.integers(1, 6)), 8 * draw(st.integers(1, 40))
-    a, b = whole_numbers(blocks * height, K), whole_numbers(K, N)
-    flags = torch.ones(blocks, dtype=torch.int32)
-    ready = ReadyFlags(flags, 1, no_stalls(blocks, "cpu"), first=draw(st.integers(0, blocks - 1)))
-    out = torch.full((blocks * height, N), math.nan)
-    poisoned()
-    matmul(a, b, out, ready=ready, use_descriptors=use_descriptors, config=draw(st.sampled_from(TILES)))
-    assert torch.equal(out, a @ b)
-    assert not ready.stalls.any()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -96,35 +74,18 @@ def test_the_bits_do_not_depend_on_which_program_comes_last(seed, monkeypatch):
     assert not torch.equal(out, matmul(a, b, torch.empty(64, 20), config=dataclasses.replace(SMALL, shared=0)))
 
 
-@pytest.mark.parametrize("missing", range(4))
-@pytest.mark.parametrize("use_descriptors", [True, False])
-def test_after_a_block_that_stayed_away_the_next_launch_is_right(missing, use_descriptors):
-    height = 20
-    a, b = whole_numbers(4 * height, 200), whole_numbers(200, 32)  # 4 tiles a block; the last block's are shared
-    flags = torch.ones(4, dtype=torch.int32)
-    flags[missing] = 0
-    ready = ReadyFlags(flags, 1, no_stalls(4, "cpu"), first=1, looks=3)
-    options = {"use_descriptors": use_descriptors, "config": dataclasses.replace(SMALL, shared=2)}
-    out = torch.full((4 * height, 32), math.nan)
-    matmul(a, b, out, ready=ready, **options)
-    assert ready.stalls.tolist() == [[1, 0] if block == missing else [0, 0] for block in range(4)]
-    assert out.chunk(4)[missing].isnan().all()
-    written = ~out.isnan()
-    assert torch.equal(out[written], (a @ b)[written])
-    poisoned()
-    assert torch.equal(matmul(a, b, out.fill_(math.nan), **options), a @ b)
-
-
 @pytest.mark.parametrize("sms", [1, 2, 3, 100])
 def test_any_number_of_multiprocessors_gives_the_product(sms):
     a, b = whole_numbers(50, 200), whole_numbers(200, 40)
-    for config in (SMALL, dataclasses.replace(SMALL, shared=0)):
-        assert torch.equal(matmul(a, b, torch.full((50, 40), math.nan), config=config, sms=sms), a @ b)
+    with multiprocessors(sms):
+        for config in (SMALL, dataclasses.replace(SMALL, shared=0)):
+            assert torch.equal(matmul(a, b, torch.full((50, 40), math.nan), config=config), a @ b)
 
 
-def test_no_multiprocessors_are_too_few():
-    with pytest.raises(ValueError, match="at least one multiprocessor, got sms=0"):
-        matmul(torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(4, 4), sms=0)
+def test_tiles_whose_rows_are_waited_for_are_not_shared():
+    ready = ReadyFlags(torch.ones(2, dtype=torch.int32), 1, no_stalls(2, "cpu"))
+    with pytest.raises(ValueError, match="cannot share tiles of rows that it waits for: expected shared=0, got 1"):
+        matmul(torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(8, 8), ready=ready, config=SMALL)
 
 
 def test_launches_of_one_stream_share_memory_that_grows_and_other_streams_have_their_own():

@@ -1,0 +1,139 @@
+"""Copies to peers by a kernel: a few multiprocessors write pieces of memory to other GPUs, and raise flags behind them.
+
+A copy engine moves large pieces faster, but takes microseconds to begin each copy and to signal behind it. The kernel
+that follows on the stream may start while this one copies (programmatic dependent launch, see ReadyFlags.beside), and
+take what has come as its flag rises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from hostir.runtime.kernels.launch import INTERPRETED, Compiled, bind_thread, launching, limits
+
+WARPS = 1 if INTERPRETED else 16
+PER_THREAD = 64  # bytes that a thread loads before it stores them
+BATCH = 1 << 20  # bytes between two looks at who is done: each waits until all that was written has arrived
+MOST = 32  # pieces in a batch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Contiguous bytes of the source that go somewhere, and the flag that is raised behind them.
+
+    Fields:
+        offset: of the first byte, in the source.
+        target: the address that it goes to. Where it lies there already, nothing is copied.
+        flag: the address of an int64 that becomes `epoch`; 0 for none.
+    """
+
+    offset: int
+    target: int
+    flag: int = 0
+    epoch: int = 0
+
+
+@triton.jit(do_not_specialize=["units", "pieces", "together"])
+def push_kernel(
+    source,  # pointer
+    table,  # [4, pieces] of int64: offset, target, flag and epoch of each Piece
+    arrived,  # [batches] of int32, 0 before and after
+    units,  # of a piece
+    pieces,
+    together,  # pieces of a batch
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MOST: tl.constexpr,
+    DEPENDENTS: tl.constexpr,  # the kernel behind may start now
+):
+    """Batch after batch: all programs copy a part of each, and the last to be done raises its flags."""
+    if DEPENDENTS:
+        gdc_launch_dependents()
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    source = source.to(tl.int64, bitcast=True)
+    number, unit = tl.arange(0, MOST), tl.arange(0, BLOCK)
+    for first in range(0, pieces, together):
+        count = min(together, pieces - first)
+        raised = number < count
+        flags = tl.load(table + 2 * pieces + first + number, mask=raised, other=0)
+        epochs = tl.load(table + 3 * pieces + first + number, mask=raised, other=0)
+        # The pieces of a batch are one row of units, of which each program has an equal part.
+        part = tl.cdiv(tl.cdiv(count * units, programs), BLOCK) * BLOCK
+        at = program * part
+        end = min(count * units, at + part)
+        while at < end:
+            piece, within = first + at // units, at % units
+            size = min(end - at, units - within)
+            start, target = source + tl.load(table + piece), tl.load(table + pieces + piece)
+            if start != target:
+                skipped = within.to(tl.int64) * (UNIT.primitive_bitwidth // 8)
+                x, out = (start + skipped).to(tl.pointer_type(UNIT)), (target + skipped).to(tl.pointer_type(UNIT))
+                stop = size
+                if ALIGNED:  # 16 bytes at a time
+                    x, out = tl.multiple_of(x, 16), tl.multiple_of(out, 16)
+                    stop = tl.multiple_of(stop, 128 // UNIT.primitive_bitwidth)
+                for done in range(0, size, BLOCK):
+                    mask = done + unit < stop
+                    tl.store(out + done + unit, tl.load(x + done + unit, mask=mask), mask=mask)
+            at += size
+        tl.debug_barrier()  # what other threads wrote comes before the arrival of the one thread that says so
+        batch = first // together
+        if tl.atomic_add(arrived + batch, 1, sem="acq_rel", scope="sys") == programs - 1:
+            tl.store(arrived + batch, 0)
+            there = flags.to(tl.pointer_type(tl.int64))
+            tl.atomic_xchg(there, epochs, mask=flags != 0, sem="release", scope="sys")
+
+
+class Push:
+    """Copies and flags in one kernel on the current stream. A flag rises once its piece and all before it are there.
+
+    Args:
+        device: this rank's.
+        pieces: what goes where, in order.
+        size: of each piece, in bytes.
+        sms: multiprocessors to use.
+    """
+
+    def __init__(self, device: torch.device, pieces: Sequence[Piece], size: int, sms: int) -> None:
+        self.device, self.sms, self.size = device, sms, size
+        columns = zip(*((p.offset, p.target, p.flag, p.epoch) for p in pieces), strict=True)
+        self.table = torch.tensor([*columns], dtype=torch.int64, device=device)
+        self.count = len(pieces)
+        self.together = min(max(BATCH // max(size, 1), 1), MOST, self.count)
+        self.arrived = torch.zeros(-(-self.count // self.together), dtype=torch.int32, device=device)
+        self.places = size
+        for piece in pieces:
+            self.places |= piece.offset | piece.target
+        self.compiled: dict[bool, Compiled] = {}  # for a source on 16 bytes, and for another
+        self.made: dict[bool, tuple[object, ...]] = {}
+
+    def __call__(self, source: torch.Tensor) -> None:
+        """Copy out of the memory of `source`."""
+        aligned = (self.places | source.data_ptr()) % 16 == 0
+        if aligned not in self.compiled:
+            self._compile(source, aligned)
+            return
+        bind_thread(self.device)
+        compiled = self.compiled[aligned]
+        compiled.launch(self.sms, compiled.stream(self.device.index), (source.data_ptr(), *self.made[aligned]))
+
+    def _compile(self, source: torch.Tensor, aligned: bool) -> None:
+        """Launch as Triton does, which compiles if need be. The interpreter knows no other way."""
+        width = 8 if aligned else source.element_size()
+        unit = {8: tl.int64, 4: tl.int32, 2: tl.int16}[width]
+        block = 32 * WARPS * PER_THREAD // width
+        sizes = (self.size // width, self.count, self.together)
+        dependents = not INTERPRETED and limits(self.device).tma
+        constants = (unit, block, aligned, triton.next_power_of_2(self.together), dependents)
+        with launching(self.device):
+            kernel = push_kernel[(self.sms,)](source, self.table, self.arrived, *sizes, *constants, num_warps=WARPS)
+        if not INTERPRETED:
+            self.compiled[aligned] = Compiled(kernel)
+            self.made[aligned] = (self.table.data_ptr(), self.arrived.data_ptr(), *sizes, *constants)

@@ -1,0 +1,76 @@
+"""Copies by a kernel, and the matmul that starts beside it, on a real GPU."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from hostir.runtime.kernels.matmul import matmul
+from hostir.runtime.kernels.push import Piece, Push
+from hostir.runtime.kernels.ready import ReadyFlags, no_stalls, stall_error
+from tests.runtime.kernels.pushing import Job
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("shift", [0, 8, 6])
+@pytest.mark.parametrize("sms", [1, 16, 132])
+@pytest.mark.parametrize(
+    ("pieces", "size"), [(1, 16), (7, 65_536), (3, 1_000_002), (8, 1 << 20), (40, 2048), (2, 9_000_016)]
+)
+def test_every_piece_arrives_whole_and_its_flag_rises(pieces: int, size: int, sms: int, shift: int) -> None:
+    job = Job.random(Random(size), "cuda", pieces, size, shift, sms)
+    for _ in range(3):
+        job.flags.zero_()
+        job.push(job.source)
+        job.check(shift)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("M", "N", "K"), [(64, 1792, 4096), (512, 1792, 4096), (4096, 1792, 4096), (1000, 328, 72)])
+def test_a_matmul_that_starts_beside_the_copies_takes_blocks_as_they_come(
+    M: int, N: int, K: int, captured: bool
+) -> None:
+    blocks = 4
+    height = M // blocks
+    b = torch.randn(K, N, device=CUDA).bfloat16()
+    a, out = (torch.empty(M, columns, device=CUDA, dtype=torch.bfloat16) for columns in (K, N))
+    flags, stalls = torch.zeros(blocks, dtype=torch.int64, device=CUDA), no_stalls(blocks, CUDA)
+    source, after = torch.empty_like(a), torch.empty_like(a)
+    size = height * K * 2
+    order = [(1 + i) % blocks for i in range(blocks)]
+    pieces = [Piece(i * size, a.data_ptr() + i * size, flags.data_ptr() + 8 * i, 1) for i in order]
+    push = Push(CUDA, pieces, size, sms=16)
+    ready = ReadyFlags(flags, 1, stalls, first=1, beside=16)
+
+    def both() -> None:
+        push(source)
+        matmul(a, b, out, ready=ready)
+        after.copy_(a)  # ordered behind both
+
+    def poisoned() -> None:
+        source.normal_()
+        a.fill_(float("nan"))
+        out.fill_(float("nan"))
+        flags.zero_()
+
+    poisoned()
+    both()
+    torch.cuda.synchronize()
+    again = both
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            both()
+        again = graph.replay
+    for _ in range(20):
+        poisoned()
+        again()
+        torch.cuda.synchronize()
+        assert stall_error(stalls, 0, "%f") is None
+        assert torch.equal(after, source), "what follows comes after the copies too"
+        exact = source.double() @ b.double()
+        error = (out.double() - exact).norm() / exact.norm()
+        assert error <= 1.1 * (source @ b - exact).norm() / exact.norm()

@@ -1,0 +1,55 @@
+"""Copies to peers by a kernel, in the interpreter."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from hostir.runtime.kernels import push
+from hostir.runtime.kernels.push import Piece, Push
+from tests.runtime.kernels.pushing import Job
+
+
+@pytest.mark.parametrize("shift", [0, 8, 6])
+@pytest.mark.parametrize(("pieces", "size"), [(1, 16), (5, 208), (2, 4098), (4, 10_000), (9, 6)])
+def test_every_piece_arrives_whole_and_its_flag_rises(pieces: int, size: int, shift: int) -> None:
+    job = Job.random(Random(size + shift), "cpu", pieces, size, shift)
+    for _ in range(2):
+        job.flags.zero_()
+        job.push(job.source)
+        job.check(shift)
+
+
+def test_pieces_come_in_batches_of_some_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "BATCH", 100)
+    for pieces, size, batches in ((5, 40, 3), (4, 100, 4), (3, 400, 3), (1, 8, 1)):
+        job = Job.random(Random(pieces), "cpu", pieces, size, 0)
+        assert len(job.push.arrived) == batches
+        job.push(job.source)
+        job.check(0)
+    monkeypatch.setattr(push, "MOST", 4)
+    assert len(Job.random(Random(0), "cpu", 9, 2, 0).push.arrived) == 3
+
+
+def test_what_is_in_its_place_is_not_copied_and_its_flag_rises() -> None:
+    source = torch.randn(64)
+    flag = torch.zeros(2, dtype=torch.int64)
+    before, other = source.clone(), torch.zeros(32)
+    here = Piece(128, source.data_ptr() + 128, flag.data_ptr(), 3)
+    there = Piece(128, other.data_ptr(), flag.data_ptr() + 8, 4)
+    Push(torch.device("cpu"), [here, there], 128, sms=2)(source)
+    assert torch.equal(source, before)
+    assert torch.equal(other, source[32:])
+    assert flag.tolist() == [3, 4]
+
+
+def test_one_kernel_serves_sources_that_lie_differently() -> None:
+    target = torch.zeros(40, dtype=torch.int16)
+    kernel = Push(torch.device("cpu"), [Piece(0, target.data_ptr())], 80, sms=2)
+    memory = torch.arange(64, dtype=torch.int16)
+    for start in (0, 8, 3, 4):
+        source = memory[start : start + 40]
+        kernel(source)
+        assert torch.equal(target, source)

@@ -1,0 +1,113 @@
+"""Which copies by SMs are one kernel on CUDA, and which matmul starts beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hostir.ir.text import parse
+from hostir.runtime.plan import Compute, Copy, Recording, Signal
+from hostir.runtime.pushes import Pushes
+from hostir.runtime.recorder import record
+
+TO_ALL = """for %i in 0..4 {
+    put %a -> %mine at (%r + %i) % 4 over x by 8 sms
+    signal %there[%r] = 1 at (%r + %i) % 4 over x
+  }"""
+MATMUL = "matmul %full, %b -> %c ready %there >= 1 from %r"
+
+
+def recorded(*body: str) -> Recording:
+    lines = "\n".join(f"  {line}" for line in body)
+    program = parse(f"""hostir 1
+mesh @mesh [x] = 0 1 2 3
+program @p(%a: f32[4@x, 2, 8], %b: f32[8, 5]) -> (%c) streams 1 {{
+  %user = current_stream
+  %r = rank of %a over x
+  %full: f32[4, 2, 8] = allocate_symmetric
+  %there: flag[4] = allocate_symmetric
+  %mine: f32[4@x, 2, 8] = shard %full
+{lines}
+}}
+""")
+    return record(program, 1, {}, [torch.zeros(1, 2, 8), torch.zeros(8, 5)])
+
+
+C = "%c: f32[4, 2, 5] = allocate"
+
+
+def kernels(recording: Recording) -> list[tuple[int, int]]:
+    """Of each kernel that copies: how many copies, and how many signals."""
+    return [(len(p.copies), sum(s is not None for _, s in p.copies)) for p in Pushes.of(recording)]
+
+
+def beside(recording: Recording) -> list[int]:
+    return [op.beside for op in recording.ops if isinstance(op, Compute)]
+
+
+def test_copies_and_the_signals_between_them_are_one_kernel_that_the_matmul_starts_beside() -> None:
+    found = recorded(TO_ALL, C, MATMUL)
+    assert kernels(found) == [(4, 4)]
+    (pushes,) = Pushes.of(found)
+    assert pushes.sms == 8
+    assert list(pushes.ops) == [op for op in found.ops if isinstance(op, Copy | Signal)]
+    assert [signal.peer for _, signal in pushes.copies if signal] == [1, 2, 3, 0]
+    assert beside(found) == [8]
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        ("set_stream 0\n  synchronize %user\n  set_stream %user\n  synchronize 0", 0),
+        ("relu %b -> %b", 0),
+        ("signal %there[%r] = 2 at 0 over x", 0),
+        ("free %b2", 0),
+        ("%v = select %b[0]", 8),
+    ],
+    ids=["another stream", "a kernel", "a second signal", "memory that goes", "a view"],
+)
+def test_a_matmul_starts_beside_copies_only_where_nothing_is_between(between: str, expected: int) -> None:
+    found = recorded("%b2: f32[8, 5] = allocate", "relu %b -> %b2", TO_ALL, C, between, MATMUL)
+    assert beside(found)[-1] == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (["put %a -> %mine at 0 over x by 8 sms", "put %a -> %mine at 2 over x by 8 sms"], [(2, 0)]),
+        (["put %a -> %mine at 0 over x by 8 sms", "put %a -> %mine at 2 over x by 4 sms"], [(1, 0), (1, 0)]),
+        (["put %a -> %mine at 0 over x by 8 sms", "put %a -> %mine at 2 over x"], [(1, 0)]),
+        (
+            [
+                "put %a -> %mine at 0 over x by 8 sms",
+                "signal %there[0] = 1 at 0 over x",
+                "signal %there[1] = 1 at 0 over x",
+                "put %a -> %mine at 2 over x by 8 sms",
+            ],
+            [(1, 1), (1, 0)],
+        ),
+        (
+            [
+                "%e: f32[4@x, 2, 8] = allocate",
+                "relu %a -> %e",
+                "put %a -> %mine at 0 over x by 8 sms",
+                "put %e -> %mine at 2 over x by 8 sms",
+            ],
+            [(1, 0), (1, 0)],
+        ),
+        (
+            [
+                "put %a -> %mine at 0 over x by 8 sms",
+                "set_stream 0",
+                "synchronize %user",
+                "put %a -> %mine at 2 over x by 8 sms",
+                "set_stream %user",
+                "synchronize 0",
+            ],
+            [(1, 0), (1, 0)],
+        ),
+    ],
+    ids=["without signals", "other SMs", "a copy engine", "two signals", "another buffer", "another stream"],
+)
+def test_a_kernel_ends_where_the_next_copy_is_of_another_kind(body: list[str], expected: list[tuple[int, int]]) -> None:
+    assert kernels(recorded(*body, C, "matmul %full, %b -> %c")) == expected
