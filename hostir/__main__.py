@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run", parents=[source, lowering], help="run on simulated ranks, or under torchrun on real ones"
     )
-    run.add_argument("--compare", action="store_true", help="compare with the unsharded reference")
+    compared = "compare with the unsharded result, or a text of single ranks with what simulated ranks give"
+    run.add_argument("--compare", action="store_true", help=compared)
     run.add_argument(
         "--schedule-seed",
         type=int,

@@ -83,7 +83,7 @@ def test_the_performance_table_is_what_was_measured() -> None:
 def test_the_table_of_one_sided_strategies_is_what_was_measured() -> None:
     measured = json.loads((ROOT / "benchmarks/results/allgather_matmul_4.json").read_text())["rows"]
     page = (ROOT / "docs/performance.md").read_text()
-    assert len(measured) >= 19
+    assert len(measured) >= 18
     for r in measured:
         times = f"{r['gemm_us']:.0f} | {min(r['nccl_us'], r['copies_us']):.0f}"
         scores = f"{r['best_peer']} | {r['score_peer']:.2f} | {r['best_ours']} | {r['score_ours']:.2f}"

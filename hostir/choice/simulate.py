@@ -34,6 +34,7 @@ COOL = 0.2e12  # floating point operations of a call that power does not limit y
 SLOWEST = 0.81  # of the peak, however long a call computes
 SPARE = 0.5  # how far SMs that a matmul's last wave leaves help another one, as both want the L2
 SMALL = 3.0  # microseconds of a kernel that moves little
+STARTED = 0.4  # what is left of a look where a matmul has started beside the copies
 GRAPH, EAGER = "graph", "eager"
 
 
@@ -166,26 +167,29 @@ class Costs:
         """
         rows = max(what.m // len(arrivals), 1)
         if not self.in_triton and beside:
-            return max(start, *arrivals) + self.gemm(what)
+            return max(start, *arrivals) + self.hardware.edge + self.gemm(what)
         if not self.in_triton:
             for arrival in arrivals:
                 start = max(start, arrival) + self.gemm(replace(what, m=rows))
             return start
         tiles = [replace(tile, share=tile.fed or tile.share) for tile in self.family.tiles]
         sms = self.hardware.sms - beside
-        return min(self.fed(what, tile, rows, start + self.family.start, arrivals, sms) for tile in tiles)
+        look = self.hardware.look * (STARTED if beside else 1.0)
+        return min(self.fed(what, tile, rows, start + self.family.start, arrivals, sms, look) for tile in tiles)
 
-    def fed(self, what: Gemm, tile: Tile, rows: int, start: float, arrivals: Sequence[float], sms: int) -> float:
+    def fed(
+        self, what: Gemm, tile: Tile, rows: int, start: float, arrivals: Sequence[float], sms: int, look: float
+    ) -> float:
         """When a kernel ends that walks through blocks of rows with one kind of tile."""
         if rows < tile.rows:  # blocks that would fill tiles badly stay together
             rows, arrivals = what.m, [max(arrivals)]
         each = self.tiles(replace(what, m=rows), tile)
         at_once = min(len(arrivals), sms / each)  # blocks, each of which reads all of B
         took = max(self.tile(what, tile), at_once * self.streaming(replace(what, m=rows)))
-        free = [start + self.hardware.look] * sms
+        free = [start + look] * sms
         for number in range(each * len(arrivals)):
             sm = number % len(free)
-            free[sm] = max(free[sm], arrivals[number // each] + self.hardware.look) + took
+            free[sm] = max(free[sm], arrivals[number // each] + look) + took
         return max(free)
 
 

@@ -215,6 +215,11 @@ class Put(Copy):
     def multiprocessors(self) -> int:
         return self.sms
 
+    def verify(self) -> None:
+        super().verify()
+        if self.sms < 0:
+            raise self.fail(f"{self.keyword()} by {self.sms} sms", expected="at least 1, or none at all")
+
 
 @statement
 @dataclass(frozen=True)

@@ -30,16 +30,17 @@ Team = tuple[int, ...]
 class Stream:
     """A queue of one rank. What is issued to it next follows `tail`.
 
-    Where copies by SMs came last, with the signals right behind them, `pushing` is where they begin.
+    Where copies by SMs came last, with the signals right behind them, `pushing` are these, behind where they begin.
     """
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.tail: list[Task] = []
-        self.pushing: Task | None = None
+        self.pushing: list[Task] = []
         self.signalled = False
 
     def wait(self, others: Sequence[Task]) -> None:
+        self.pushing = []
         self.tail = [*self.tail, *(task for task in others if task not in self.tail)]
 
 
@@ -156,20 +157,18 @@ class RankMachine(Observer):
     ) -> Task:
         """Adds a task to the current stream."""
         task = self.task(run, reads, writes, timed=timed).follow(self.current.tail)
-        self.current.tail, self.current.pushing = [task], None
+        self.current.tail, self.current.pushing = [task], []
         task.since = task if timed else None
         return task
 
     def push(self, run: Callable[[], object] | None, reads: Views = (), writes: Views = ()) -> Task:
         """Adds a copy by SMs, or a signal right behind one, beside which a kernel that waits may start."""
         stream = self.current
-        begin, before = stream.pushing, stream.tail
-        if begin is None:
-            begin = self.issue(_nothing)
-            begin.gate, before = self.processors, [begin]
-        task = self.task(run, reads, writes, lane=f"{stream.label}, SMs that copy", timed=bool(writes)).follow(before)
-        task.since = task if writes else None
-        stream.pushing, stream.tail, stream.signalled = begin, [task], not writes
+        pushing = stream.pushing or [self.issue(_nothing)]
+        task = self.task(run, reads, writes, lane=f"{stream.label}, SMs that copy", timed=bool(writes))
+        task.follow(stream.tail)
+        task.gate, task.since = (self.processors, task) if writes else (None, None)
+        stream.pushing, stream.tail, stream.signalled = [*pushing, task], [task], not writes
         return task
 
     def late(self, task: Task) -> HostIRError:
@@ -255,11 +254,11 @@ class RankMachine(Observer):
         assert a is not None
         whole = tuple(x for x in others if x is not None)
         a_blocks, out_blocks = self._blocks(a, "reads", ready.blocks), self._blocks(out, "writes", ready.blocks)
-        copies = self.current.tail if self.current.pushing else []
-        if self.current.pushing:  # it starts beside these, and ends after them
-            self.current.tail = [self.current.pushing]
+        copies = self.current.pushing
+        if copies:  # it starts beside these, and ends after them
+            self.current.tail = copies[:1]
         start = self.issue(None)
-        start.run, start.gate = partial(self.processors.take, start), self.processors
+        start.run, start.gate = partial(self.processors.take, start, copies), self.processors
         blocks = []
         for j in (*range(ready.first, ready.blocks), *range(ready.first)):
             run = partial(kernel, out_blocks[j], a_blocks[j], *others)
@@ -267,7 +266,7 @@ class RankMachine(Observer):
             block = self.task(run, (a_blocks[j], *whole), (out_blocks[j],), lane=lane, timed=True).follow([start])
             block.gate, block.epoch = self._flag(ready.flags, j), self._epoch(ready.epoch)
             blocks.append(block)
-        end = self.issue(partial(self.processors.take, None)).follow([*blocks, *copies])
+        end = self.issue(partial(self.processors.take, None)).follow([*blocks, *copies[-1:]])
         end.turns, end.since = self.processors, start
 
     def _blocks(self, x: torch.Tensor, does: str, count: int) -> list[torch.Tensor]:
@@ -314,7 +313,7 @@ class RankMachine(Observer):
 
     def signal(self, flags: torch.Tensor, slot: int, epoch: int, peer: int) -> None:
         view = self._at(flags, peer)
-        behind = self.current.pushing is not None and not self.current.signalled
+        behind = self.current.pushing and not self.current.signalled
         flag, task = self.symmetric.flag(view, slot), self.push(None) if behind else self.issue(None)
         task.run, task.turns, task.epoch = partial(flag.set, task), flag, self._epoch(epoch)
         self.symmetric.touch(view, peer, task)

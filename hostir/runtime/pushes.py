@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from hostir.runtime.extents import Extent, extents, overlap
 from hostir.runtime.plan import Allocate, Copy, Op, Recording, Signal, Symmetric, View
-
-if TYPE_CHECKING:
-    pass
 
 HOST = (Allocate, Symmetric, View)  # the device does nothing for these
 
@@ -17,6 +14,8 @@ HOST = (Allocate, Symmetric, View)  # the device does nothing for these
 @dataclass(frozen=True)
 class Pushes:
     """Copies one after another on a stream, of one size and from one buffer, each with the signal right behind it.
+
+    They may run at one time: none writes what another reads or writes.
 
     Fields:
         copies: in order, with the signals; None where there is none.
@@ -33,37 +32,62 @@ class Pushes:
     @classmethod
     def of(cls, recording: Recording) -> list[Pushes]:
         """All of a program, each as long as can be."""
-        views = {op.out: op for op in recording.ops if isinstance(op, View)}
-        runs: list[list[Op]] = []
-        run: list[Op] = []
+        views = {op.out: op.shape for op in recording.ops if isinstance(op, View)}
+        at = extents(recording)
+        runs: list[_Run] = []
+        run: _Run | None = None
         for op in recording.ops:
             if isinstance(op, HOST):
                 continue
-            if not _follows(op, run, views, recording.buffers):
-                run = []
-                if isinstance(op, Copy) and op.sms:
+            if isinstance(op, Copy) and op.sms:
+                if run is None or not run.takes(op):
+                    run = _Run(recording.buffers, views, at)
                     runs.append(run)
-                else:
-                    continue
-            run.append(op)
-        return [_paired(each) for each in runs]
+                run.add(op)
+            elif run is not None and isinstance(op, Signal) and run.ends_with_copy_on(op.stream):
+                run.ops.append(op)
+            else:
+                run = None
+        return [_paired(each.ops) for each in runs]
 
 
-def _follows(op: Op, run: Sequence[Op], views: dict[int, View], buffers: Sequence[int]) -> bool:
-    """Whether an operation belongs to a run: another copy of its kind, or the one signal behind a copy."""
-    if not run or op.stream != run[0].stream:
-        return False
-    first = run[0]
-    assert isinstance(first, Copy)
-    if isinstance(op, Copy):
-        alike = _shape(op.x, views) == _shape(first.x, views) and buffers[op.x] == buffers[first.x]
-        return op.sms == first.sms and alike
-    return isinstance(op, Signal) and isinstance(run[-1], Copy)
+@dataclass
+class _Run:
+    """Copies of one kernel and their signals, while more are looked for.
 
+    Fields:
+        buffers, shapes, at: of registers: their buffers, the shapes of views, where in its buffer each lies.
+        ops: so far.
+        read, written: by buffer, what the copies touch.
+    """
 
-def _shape(register: int, views: dict[int, View]) -> tuple[int, ...] | None:
-    """Of a view; None for a whole buffer."""
-    return views[register].shape if register in views else None
+    buffers: Sequence[int]
+    shapes: Mapping[int, tuple[int, ...]]
+    at: Mapping[int, Extent]
+    ops: list[Op] = field(default_factory=list)
+    read: dict[int, list[Extent]] = field(default_factory=dict)
+    written: dict[int, list[Extent]] = field(default_factory=dict)
+
+    def takes(self, op: Copy) -> bool:
+        """Whether a copy is of the same kind as the first, and may run while the others do."""
+        first, x, out = self.ops[0], self.buffers[op.x], self.buffers[op.out]
+        assert isinstance(first, Copy)
+        alike = op.stream == first.stream and op.sms == first.sms and x == self.buffers[first.x]
+        if not alike or self.shapes.get(op.x) != self.shapes.get(first.x):
+            return False
+        touched = [*self.read.get(out, ()), *self.written.get(out, ())]
+        return not overlap(self.at[op.out], touched) and not (
+            x in self.written and overlap(self.at[op.x], self.written[x])
+        )
+
+    def add(self, op: Copy) -> None:
+        self.ops.append(op)
+        for register, touched in ((op.x, self.read), (op.out, self.written)):
+            if register in self.at:  # inputs, which nothing writes, are not
+                touched.setdefault(self.buffers[register], []).append(self.at[register])
+
+    def ends_with_copy_on(self, stream: int) -> bool:
+        return isinstance(self.ops[-1], Copy) and self.ops[-1].stream == stream
 
 
 def _paired(run: Sequence[Op]) -> Pushes:

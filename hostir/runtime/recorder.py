@@ -108,6 +108,7 @@ class Recorder(Observer):
         self.barriers: dict[tuple[int, ...], int] = {}  # of each team: how many there were
         self.views: dict[tuple[Any, ...], int] = {}
         self.marked: set[int] = set()  # handles of Marks that another stream waits for
+        self.ordered = 0  # how many operations there were when a statement last ordered a stream, perhaps without one
         self.alone: Flight | None = None  # the latest message of this rank to itself, in a team of one
 
     def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
@@ -178,7 +179,7 @@ class Recorder(Observer):
             ready = replace(ready, flags=self.register(self.at_rank(ready.flags, self.rank)))
             self.check_epoch(ready.epoch)
         registers, target = tuple(map(self.register, operands)), self.register(out)
-        beside = copying(self.ops, self.stream) if ready else 0
+        beside = copying(self.ops[self.ordered :], self.stream) if ready else 0
         self.emit(Compute, kind=kind, out=target, operands=registers, options=others, ready=ready, beside=beside)
 
     def communicate(self, exchange: Exchange, x: Part | None, out: Part | None) -> Flight:
@@ -206,7 +207,7 @@ class Recorder(Observer):
         self.stream = self.number(stream)
 
     def synchronize(self, stream: Stream | int) -> None:
-        other = self.number(stream)
+        other, self.ordered = self.number(stream), len(self.ops)
         if other != self.stream:
             self.emit(Synchronize, other=other)
 
@@ -217,7 +218,7 @@ class Recorder(Observer):
         for part in (x, out) if sms else ():
             self.check_dense(part, "SMs copy between dense tensors")
         x = x if source == self.rank else self.at_rank(x, source)
-        out = out if target == self.rank else self.at_rank(out, target)
+        out = out if target == self.rank and not sms else self.at_rank(out, target)
         self.emit(Copy, x=self.register(x), out=self.register(out), sms=sms)
 
     def signal(self, flags: Part, slot: int, epoch: int, peer: int) -> None:
@@ -230,7 +231,7 @@ class Recorder(Observer):
 
     def barrier(self, team: tuple[int, ...]) -> None:
         number = self.barriers.get(team, 0)
-        self.barriers[team] = number + 1
+        self.barriers[team], self.ordered = number + 1, len(self.ops)
         if len(team) > 1:
             self.emit(Barrier, team=team, number=number)
 
@@ -329,11 +330,12 @@ class Recorder(Observer):
 
     def follow(self, handle: Flight) -> None:
         """The current stream goes on after a communication."""
-        if not isinstance(handle.op, Mark):
-            self.emit(Wait, handle=handle.handle)
-        elif handle.op.stream != self.stream:
+        self.ordered = len(self.ops)
+        if isinstance(handle.op, Mark):
+            if handle.op.stream == self.stream:
+                return
             self.marked.add(handle.handle)
-            self.emit(Wait, handle=handle.handle)
+        self.emit(Wait, handle=handle.handle)
 
     def copy_here(self, x: Part | None, out: Part | None) -> None:
         """A copy between dense tensors of equal size, nothing where they are the same memory."""

@@ -119,17 +119,18 @@ class Flag(Gate):
 
 
 class Processors(Gate):
-    """The SMs of a rank: a kernel may hold them all, and no other begins until it ends."""
+    """The SMs of a rank: a kernel may hold them all, and no other begins until it ends but copies `beside` it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.holder: Task | None = None
+        self.beside: Sequence[Task] = ()
 
     def open(self, task: Task) -> bool:
-        return self.holder is None
+        return self.holder is None or any(task is copy for copy in self.beside)
 
-    def take(self, holder: Task | None) -> None:
-        self.holder = holder
+    def take(self, holder: Task | None, beside: Sequence[Task] = ()) -> None:
+        self.holder, self.beside = holder, beside
 
     def reset(self) -> None:
         super().reset()

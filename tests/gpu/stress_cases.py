@@ -97,19 +97,23 @@ class Config:
         return f"{self.strategy} {self.kernels} {self.dtype} on {mesh}: A {a}, times {sides}"
 
 
-def products_of(config: Config, wholes: Sequence[torch.Tensor], pieces: int = 1) -> tuple[torch.Tensor, ...]:
-    """The whole outputs, by torch alone, in the dtype of the whole inputs; in as many pieces as ranks, if not in one.
+def products_of(
+    config: Config, wholes: Sequence[torch.Tensor], rows: int = 1, columns: int = 1
+) -> tuple[torch.Tensor, ...]:
+    """The whole outputs, by torch alone, in the dtype of the whole inputs.
 
-    For other shapes cuBLAS may take another algorithm, which rounds in other places: of few columns and a bias, twice.
+    In so many pieces of rows, and of columns where these are split over the ranks: for other shapes cuBLAS may take
+    another algorithm, which rounds in other places. Of few columns with a bias in bf16 it rounds twice.
     """
     a, *rest = wholes
     outputs = []
     for product in config.products:
         b, *rest = rest
         z, rest = (rest[0], rest[1:]) if product.bias else (None, rest)
-        parts = a.chunk(pieces, dim=int(config.slices > 1))
-        weights = (b if product.linear else b.t()).chunk(pieces if product.split else 1)
-        biases = [None] * len(weights) if z is None else z.chunk(len(weights))
+        parts = a.chunk(rows, dim=int(config.slices > 1))
+        # A rank's own memory begins on 256 bytes, which also decides what cuBLAS takes.
+        weights = [w.clone() for w in (b if product.linear else b.t()).chunk(columns if product.split else 1)]
+        biases = [None] * len(weights) if z is None else [bias.clone() for bias in z.chunk(len(weights))]
         done = [
             torch.cat([torch.nn.functional.linear(part, w, bias) for w, bias in zip(weights, biases, strict=True)], -1)
             for part in parts

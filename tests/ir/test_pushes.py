@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import hostir as hi
 from hostir.ir import HostIRError
+from hostir.ir.onesided_ops import Put
 from hostir.runtime.local import rehearse
 from hostir.runtime.sharding import random_inputs
 
@@ -69,6 +72,19 @@ def test_other_operands_are_not_ordered_behind_the_copies_unless_something_is_be
         assert kinds(*to_w, change, reads_w) == set()
 
 
+def test_a_stream_that_waits_behind_the_copies_has_the_matmul_wait_too() -> None:
+    to_w = ["put %b -> %w at %r over x by 4 sms", *TO_SELF, *TO_PEER]
+    assert kinds(*to_w, "synchronize %user", MATMUL.replace("%b", "%w")) == set()
+    aside = ["%s: f32[4, 4] = allocate", "set_stream 0", "synchronize %user", "relu %b -> %s", "set_stream %user"]
+    assert kinds(*aside, *to_w, "synchronize 0", MATMUL.replace("%b", "%s"), "free %s") == set()
+
+
+def test_copies_of_fewer_than_no_sms_are_refused() -> None:
+    (put,) = [s for s in program(*TO_SELF, *TO_PEER, MATMUL).walk() if isinstance(s, Put)][:1]
+    with pytest.raises(HostIRError, match="put by -1 sms"):
+        replace(put, sms=-1).verify()
+
+
 def test_the_result_must_not_lie_where_the_copies_still_read() -> None:
     filled = ["%o: f32[2, 4] = allocate", "%q: f32[2, 4] = allocate_symmetric", "%h = chunk %b[0 of 2] axis 0"]
     copied = ["relu %h -> %o", "put %o -> %q at 1 - %r over x by 4 sms", *TO_SELF, *TO_PEER]
@@ -84,3 +100,11 @@ def test_what_follows_the_matmul_comes_after_the_copies_too() -> None:
 def test_the_copies_have_their_sms_before_a_kernel_that_waits_takes_all() -> None:
     behind = ["set_stream 0", "synchronize %user", *TO_PEER, "set_stream %user"]
     assert "SMs held" in kinds(*TO_SELF, *behind, MATMUL, "synchronize 0")
+
+
+def test_copies_that_may_be_another_kernel_have_no_sms_yet_when_one_that_waits_takes_all() -> None:
+    first = ["%first: flag[1] = allocate_symmetric", "set_stream 0", "synchronize %user"]
+    marked = ["put %b -> %w at %r over x by 4 sms", "signal %first[0] = 1 at %r over x"]
+    then = ["set_stream %user", "wait_signal %first[0] >= 1", MATMUL, "synchronize 0"]
+    assert "SMs held" in kinds(*first, *marked, *TO_SELF, *TO_PEER, *then)
+    assert kinds(*first, *TO_SELF, *TO_PEER, *marked, *then) == set()

@@ -13,18 +13,22 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 
+from hostir.ir.machine import Ready
 from hostir.ir.program import Program
 from hostir.runtime import cuda, cuda_onesided
+from hostir.runtime.blocks import block_of
 from hostir.runtime.cuda import CudaMachine, CudaPlan
+from hostir.runtime.cuda_onesided import OneSided
 from hostir.runtime.handover import PERMITS, notes, prepare
 from hostir.runtime.kernels.table import Kernel, kernel_table
-from hostir.runtime.plan import Recording
+from hostir.runtime.plan import Compute, Recording
 from hostir.runtime.recorder import record
 from hostir.runtime.session import Groups
 from hostir.runtime.symmetric import Buffer, Offer, SharedMemory
@@ -42,15 +46,17 @@ class Task:
 
 
 class Stream:
-    """A queue, with a number for a handle."""
+    """A queue, with a number for a handle. Where a kernel that copies came last, `copying` is its begin."""
 
     def __init__(self, device: object = None) -> None:
         self.tasks: deque[Task] = deque()
+        self.copying: Event | None = None
         self.cuda_stream = len(Gpus.here.streams)
         Gpus.here.streams.append(self)
 
     def add(self, do: Callable[[], object], may: Callable[[], bool] = lambda: True) -> None:
         self.tasks.append(Task(do, may))
+        self.copying = None
 
     def wait_stream(self, other: Stream) -> None:
         event = Event()
@@ -103,10 +109,11 @@ class Shared:
 
 @dataclass
 class Gpus:
-    """All ranks of a program, on one thread."""
+    """All ranks of a program, on one thread. `waiting`: a kernel can wait for blocks of its rows by itself."""
 
     here: Gpus = field(init=False, repr=False)
     streams: list[Stream] = field(default_factory=list)
+    waiting: bool = False
     current: Stream = field(init=False)
 
     def kernels(self) -> Mapping[str, Kernel]:
@@ -118,7 +125,9 @@ class Gpus:
 
             return issue
 
-        return {name: later(kernel) for name, kernel in kernel_table("aten", "cpu").items()}
+        table = kernel_table("aten", "cpu")
+        whole = {f"{name}_ready": table[name] for name in ("matmul", "linear")} if self.waiting else {}
+        return {name: later(kernel) for name, kernel in table.items()} | whole
 
     def run(self, random: Random) -> None:
         """Runs what is in the queues. Fails where nothing can go on."""
@@ -154,19 +163,58 @@ class Gpus:
         return lambda: self.current.add(end)
 
     def pusher(self, pieces: Sequence[tuple[int, ...]], size: int) -> Callable[[torch.Tensor], None]:
+        """One kernel: it copies in any order, and then raises each flag to its last epoch."""
+
         def push(source: torch.Tensor) -> None:
-            for offset, target, flag, epoch in pieces:
-                self.current.add(lambda to=target, x=source, at=offset: ctypes.memmove(to, x.data_ptr() + at, size))
-                if flag:
-                    self.current.add(*_write(flag, epoch))
+            begun, copied = Event(), Event()
+            begun.record(self.current)
+            for offset, target, _, _ in pieces:
+                self.beside(begun, Task(partial(_move, target, source, offset, size)))
+            copied.record(self.current)
+            for flag, epoch in {flag: epoch for _, _, flag, epoch in pieces if flag}.items():
+                self.beside(copied, Task(*_write(flag, epoch)))
+            self.current.copying = begun
 
         return push
+
+    def whole(self, one_sided: OneSided, op: Compute, ready: Ready, kernel: Kernel) -> Callable[[], None]:
+        """A product that takes blocks of rows in the order in which their flags rise, beside copies if it may."""
+        registers, flags = one_sided.registers, one_sided.place(ready.flags)
+
+        def multiply(block: int, out: torch.Tensor, a: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+            blocks = ready.blocks
+            for to, rows in zip(block_of(out, a, block, blocks), block_of(a, out, block, blocks), strict=True):
+                kernel(to, rows, *others, **op.options)
+
+        def step() -> None:
+            begun = self.current.copying if op.beside else None
+            if begun is None:
+                begun = Event()
+                begun.record(self.current)
+            out, a, *others = registers[op.out], *(registers[x] for x in op.operands)
+            for block in range(ready.blocks):
+                _, there = _wait(one_sided.flag(flags, block, one_sided.rank), ready.epoch)
+                self.beside(begun, Task(partial(multiply, block, out, a, others), there))
+
+        return step
+
+    def beside(self, begun: Event, task: Task) -> None:
+        """Something that may run from an event on, and has ended before the current stream goes on."""
+        stream, ended = Stream(), Event()
+        begun.wait(stream)
+        stream.add(task.do, task.may)
+        ended.record(stream)
+        ended.wait(self.current)
 
     def copier(self) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
         def copy(out: torch.Tensor, x: torch.Tensor, handle: int) -> None:
             self.streams[handle].add(lambda: out.copy_(x))
 
         return copy
+
+
+def _move(target: int, source: torch.Tensor, offset: int, size: int) -> None:
+    ctypes.memmove(target, source.data_ptr() + offset, size)
 
 
 def _at(address: int) -> ctypes.c_int64:
@@ -204,6 +252,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(cuda_onesided, "in_batches", these.in_batches)
     monkeypatch.setattr(cuda_onesided.OneSided, "ending", lambda _, flags, counts: these.ending(flags, counts))
     monkeypatch.setattr(cuda_onesided.OneSided, "pusher", lambda _, pieces, size, sms: these.pusher(pieces, size))
+    monkeypatch.setattr(cuda_onesided.OneSided, "whole", lambda *given: these.whole(*given))
     monkeypatch.setattr(cuda_onesided, "Copier", these.copier)
     monkeypatch.setattr(cuda_onesided, "wait_at_least", _wait)
     monkeypatch.setattr(cuda_onesided, "write", _write)

@@ -30,6 +30,7 @@ NAN = float("nan")
 def check_calls(program: Program, gpus: Gpus, seed: int, monkeypatch: pytest.MonkeyPatch, calls: int = 3) -> None:
     """Issues calls of all ranks at once; results are those of simulated ranks in program order, bit for bit."""
     random = Random(seed)
+    gpus.waiting = random.random() < 0.5  # else one kernel a block, or one behind all blocks
     wholes = [random_inputs(program, {}, seed=10 * seed + call) for call in range(calls)]
     ranks = range(program.ranks)
     inputs = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hostir.ir.source import HostIRError
 from hostir.ir.text import parse
 from hostir.runtime.plan import Compute, Copy, Recording, Signal
 from hostir.runtime.pushes import Pushes
@@ -62,13 +63,40 @@ def test_copies_and_the_signals_between_them_are_one_kernel_that_the_matmul_star
         ("relu %b -> %b", 0),
         ("signal %there[%r] = 2 at 0 over x", 0),
         ("free %b2", 0),
+        ("synchronize %user", 0),
         ("%v = select %b[0]", 8),
     ],
-    ids=["another stream", "a kernel", "a second signal", "memory that goes", "a view"],
+    ids=["another stream", "a kernel", "a second signal", "memory that goes", "the stream itself", "a view"],
 )
 def test_a_matmul_starts_beside_copies_only_where_nothing_is_between(between: str, expected: int) -> None:
     found = recorded("%b2: f32[8, 5] = allocate", "relu %b -> %b2", TO_ALL, C, between, MATMUL)
     assert beside(found)[-1] == expected
+
+
+@pytest.mark.parametrize(("between", "expected"), [("", 2), ("barrier of %a over x", 0), ("wait %done", 0)])
+def test_what_a_team_of_one_need_not_do_still_keeps_a_matmul_behind_the_copies(between: str, expected: int) -> None:
+    program = parse(f"""hostir 1
+mesh @mesh [x] = 0
+program @p(%a: f32[1@x, 8], %b: f32[8, 5]) -> (%c) {{
+  %full: f32[1, 8] = allocate_symmetric
+  %there: flag[1] = allocate_symmetric
+  %mine: f32[1@x, 8] = shard %full
+  %e: f32[1, 8] = allocate
+  %done = allgather %a -> %e over x
+  put %a -> %mine at 0 over x by 2 sms
+  signal %there[0] = 1 at 0 over x
+  {between}
+  %c: f32[1, 5] = allocate
+  matmul %full, %b -> %c ready %there >= 1 from 0
+  {"" if "wait" in between else "wait %done"}
+}}
+""")
+    assert beside(record(program, 0, {}, [torch.zeros(1, 8), torch.zeros(8, 5)]))[-1] == expected
+
+
+def test_a_kernel_copies_only_to_symmetric_memory_whoever_has_it() -> None:
+    with pytest.raises(HostIRError, match="%e is not symmetric"):
+        recorded("%e: f32[4@x, 2, 8] = allocate", "put %a -> %e at %r over x by 8 sms", C, MATMUL)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +134,23 @@ def test_a_matmul_starts_beside_copies_only_where_nothing_is_between(between: st
             ],
             [(1, 0), (1, 0)],
         ),
+        (["put %a -> %mine at 0 over x by 8 sms"] * 3, [(1, 0), (1, 0), (1, 0)]),
+        (
+            [
+                "%one = select %full[0]",
+                "%two = select %full[1]",
+                "%three = select %full[2]",
+                "put %one -> %three at 1 over x by 8 sms",
+                "put %two -> %one at 1 over x by 8 sms",
+                "put %one -> %two at 0 over x by 8 sms",
+            ],
+            [(1, 0), (1, 0), (1, 0)],
+        ),
     ],
-    ids=["without signals", "other SMs", "a copy engine", "two signals", "another buffer", "another stream"],
+    ids=[
+        *("without signals", "other SMs", "a copy engine", "two signals", "another buffer", "another stream"),
+        *("to where another goes", "to where another comes from, and from where another goes"),
+    ],
 )
 def test_a_kernel_ends_where_the_next_copy_is_of_another_kind(body: list[str], expected: list[tuple[int, int]]) -> None:
     assert kernels(recorded(*body, C, "matmul %full, %b -> %c")) == expected

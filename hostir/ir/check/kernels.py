@@ -3,8 +3,9 @@
 A set of kernels, at most one a rank, can run at one time if none of them ends before another starts: every start then
 lies outside the future of every end, so some schedule has done all that comes before the starts and nothing more. In
 such a set kernel K *holds up* a signal if an event that needs SMs of K's rank comes before the signal, and comes before
-no start of the set: it cannot begin until K ends. The set is stuck if each of its kernels waits for a signal that one
-of them holds up. Each then leads to the one that holds it up, and so around: what is looked for are rings.
+no start of the set: it cannot begin until K ends. (Copies that K starts beside have their SMs by then.) The set is
+stuck if each of its kernels waits for a signal that one of them holds up. Each then leads to the one that holds it up,
+and so around: what is looked for are rings.
 """
 
 from __future__ import annotations
@@ -105,12 +106,17 @@ class _Lanes:
 
     def held(self, after: Clock, holder: Kernel, running: Sequence[Kernel]) -> Event | None:
         """What `holder` keeps from its SMs, and a signal of this clock thereby from coming, while these kernels run."""
-        starts: list[Clock] = [self.order.clocks[kernel.start] for kernel in running]
         for line in self.of.get(holder.start.rank, ()):
-            first = bisect_right(line.ticks, max(start[line.index] for start in starts))
+            first = bisect_right(line.ticks, max(self.begun(kernel, line) for kernel in running))
             if first < len(line.ticks) and line.ticks[first] <= after[line.index]:
                 return line.events[first]
         return None
+
+    def begun(self, kernel: Kernel, line: _Line) -> int:
+        """Up to which tick the events of a lane do not need the SMs that a kernel takes."""
+        beside = kernel.beside
+        own = beside is not None and beside.lane is not None and self.order.lanes[beside.lane] == line.index
+        return max(int(self.order.clocks[kernel.start][line.index]), beside.tick if beside and own else 0)
 
     def any_held(self, kernel: Kernel, holder: Kernel) -> bool:
         """Whether one kernel alone holds up what another, or itself, waits for."""

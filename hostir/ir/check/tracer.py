@@ -100,10 +100,11 @@ class Pushing:
 
 @dataclass(eq=False, slots=True)
 class Kernel:
-    """A product that waits for flags while it holds the SMs."""
+    """A product that waits for flags while it holds the SMs. `beside`: the last of the copies that it starts beside."""
 
     start: Event
     end: Event
+    beside: Event | None = None
     waits: list[Flag] = field(default_factory=list)
 
 
@@ -192,9 +193,9 @@ class Tracer(Observer):
         """A copy by SMs, or a signal right behind one, beside which a kernel that waits may start."""
         pushing = self.pushing.get(self.current)
         if pushing is None:
-            begin = self.step("begins", [], sms=True)
+            begin = self.step("begins", [])
             pushing = self.pushing[self.current] = Pushing(begin, begin)
-        made = self.follow(self.event(verb, accesses, [pushing.last]), "pushes", self.current)
+        made = self.follow(self.event(verb, accesses, [pushing.last], sms=bool(accesses)), "pushes", self.current)
         pushing.last, pushing.signalled = made, not accesses
         return made
 
@@ -246,7 +247,7 @@ class Tracer(Observer):
     def _waiting(self, out: View, operands: Sequence[View | None], ready: Ready) -> None:
         pushing = self.pushing.pop(self.current, None)  # it starts beside these copies, and ends after them
         start = self.step("starts", [], sms=True)
-        kernel = Kernel(start, start)
+        kernel = Kernel(start, start, pushing.last if pushing else None)
         blocks = []
         a, *others = [x for x in operands if x is not None]
         for x in (a, out):

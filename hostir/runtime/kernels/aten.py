@@ -19,7 +19,11 @@ def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once."""
+    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once.
+
+    cuBLAS rounds before it adds the bias as well where a row of `out` is no multiple of 16 bytes, as
+    `torch.nn.functional.linear` does.
+    """
     _contract(out, a, weight.t(), bias)
 
 

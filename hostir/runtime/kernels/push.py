@@ -94,19 +94,24 @@ def push_kernel(
 class Push:
     """Copies and flags in one kernel on the current stream. A flag rises once its piece and all before it are there.
 
+    Pieces are copied in any order: none may go where another lies or goes.
+
     Args:
         device: this rank's.
         pieces: what goes where, in order.
         size: of each piece, in bytes.
-        sms: multiprocessors to use.
+        sms: multiprocessors to use, at most; all, where the device has fewer.
     """
 
     def __init__(self, device: torch.device, pieces: Sequence[Piece], size: int, sms: int) -> None:
-        self.device, self.sms, self.size = device, sms, size
-        columns = zip(*((p.offset, p.target, p.flag, p.epoch) for p in pieces), strict=True)
-        self.table = torch.tensor([*columns], dtype=torch.int64, device=device)
+        self.device, self.sms, self.size = device, min(sms, limits(device).sms), size
         self.count = len(pieces)
         self.together = min(max(BATCH // max(size, 1), 1), MOST, self.count)
+        # The flags of a batch rise at one time: where one has several epochs, only to the last.
+        last = {(i // self.together, p.flag): i for i, p in enumerate(pieces)}
+        raised = (p.flag if last[i // self.together, p.flag] == i else 0 for i, p in enumerate(pieces))
+        rows = ((p.offset, p.target, flag, p.epoch) for p, flag in zip(pieces, raised, strict=True))
+        self.table = torch.tensor([*zip(*rows, strict=True)], dtype=torch.int64, device=device)
         self.arrived = torch.zeros(-(-self.count // self.together), dtype=torch.int32, device=device)
         self.places = size
         for piece in pieces:

@@ -53,3 +53,20 @@ def test_one_kernel_serves_sources_that_lie_differently() -> None:
         source = memory[start : start + 40]
         kernel(source)
         assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("batch", [1 << 20, 8])
+def test_a_flag_that_several_pieces_raise_ends_at_the_last_epoch(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "BATCH", batch)
+    source, target, flag = torch.randn(8), torch.zeros(8), torch.zeros(1, dtype=torch.int64)
+    pieces = [Piece(8 * i, target.data_ptr() + 8 * i, flag.data_ptr(), i + 1) for i in range(4)]
+    kernel = Push(torch.device("cpu"), pieces, 8, sms=2)
+    assert (kernel.table[2] != 0).sum() == len(kernel.arrived), "raised at one time, it could end at any of them"
+    kernel(source)
+    assert torch.equal(target, source)
+    assert flag.item() == 4
+
+
+def test_more_multiprocessors_than_there_are_are_all() -> None:
+    target = torch.zeros(8)
+    assert Push(torch.device("cpu"), [Piece(0, target.data_ptr())], 32, sms=10**12).sms == 3
