@@ -10,19 +10,14 @@ the statements say. It does not show that the statements say something else than
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.local import rehearse
 from hostir.runtime.sharding import assemble, bind_sizes
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()
@@ -39,10 +34,9 @@ def rehearsed(
     """
     bound = bind_sizes(program, inputs, sizes)
     device = inputs[0].device if inputs else torch.device("cpu")
-    kernels = aten.KERNELS if dtype is not None or device.type != "cpu" else ROUNDED
     try:
         with torch.device(device):  # where the memory of simulated ranks is made
-            machine = rehearse(program, [inputs], bound, kernels, dtype=dtype, device=device)
+            machine = rehearse(program, [inputs], bound, aten.KERNELS, dtype=dtype, device=device)
         (outputs,) = machine.run()
         whole = tuple(assemble(parts, v.tensor, bound) for v, parts in zip(program.outputs, outputs, strict=True))
     except HostIRError as refused:
@@ -62,19 +56,3 @@ def _no_result(program: Program, refused: HostIRError) -> HostIRError:
         hint="leave out --compare",
         notes=first.notes,
     )
-
-
-def _rounded(kernel: Kernel, out: torch.Tensor, *operands: torch.Tensor | None, **options: Any) -> None:
-    """Computes in f32 what a kernel computes for f16 or bf16, and rounds it once."""
-    if out.dtype not in HALF:
-        kernel(out, *operands, **options)
-        return
-    wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    kernel(wide, *(None if x is None else x.float() for x in operands), **options)
-    out.copy_(wide)
-
-
-# What ATen's kernels for f16 and bf16 compute on a CPU too, but not by them: a hundred times as fast where the CPU has
-# no such arithmetic, and no mistake of theirs is in both a run and what it is held against. On CUDA there is no such
-# table: there ATen's may also round sums of parts of K, as the kernels of a run may.
-ROUNDED: Mapping[str, Kernel] = {kind: partial(_rounded, kernel) for kind, kernel in aten.KERNELS.items()}

@@ -122,3 +122,14 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(HostIRError, match=r"(?s)'triton' on a CPU.*TRITON_INTERPRET=1"):
         kernel_table("triton", "cpu")
     assert set(kernel_table("triton", "cuda")) == set(KERNELS) | {"matmul_ready", "linear_ready"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_multiplied_in_f32_and_rounded_once(dtype: torch.dtype) -> None:
+    a, weight, bias = torch.randn(3, 5, 700).to(dtype), torch.randn(9, 700).to(dtype), torch.randn(9).to(dtype)
+    out = torch.full((3, 2, 5, 9), torch.nan, dtype=dtype)[:, 1]
+    kernels = kernel_table("aten", "cpu")
+    kernels["linear"](out, a, weight, bias)
+    exact = a.double() @ weight.double().t() + bias.double()
+    assert torch.equal(out, (a.float() @ weight.float().t() + bias.float()).to(dtype))
+    torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
