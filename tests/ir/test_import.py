@@ -19,10 +19,10 @@ def test_an_import_loads_nothing_heavy(module: str) -> None:
     assert fresh(f"import sys, {module}; print(sorted({HEAVY} & set(sys.modules)))") == "[]"
 
 
-def test_the_intermediate_representation_loads_in_under_150_milliseconds() -> None:
-    # CPU time: what other processes do on these cores does not count.
-    timed = "import time; t = time.process_time(); import hostir.ir; print(time.process_time() - t)"
-    assert min(float(fresh(timed)) for _ in range(5)) < 0.15
+def test_the_intermediate_representation_loads_few_modules() -> None:
+    # How long that takes is for benchmarks/overhead.py to say: machines differ by more than a mistake would cost.
+    counted = "import sys; before = set(sys.modules); import hostir.ir; print(len(set(sys.modules) - before))"
+    assert int(fresh(counted)) < 100
 
 
 def test_reading_lowering_and_printing_need_no_torch() -> None:
