@@ -12,6 +12,7 @@ A graph by hand is a captured call and its `replay()`.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -150,7 +151,9 @@ def compiling(repeats: int) -> list[dict[str, Any]]:
         "verify": lambda: verify(program),
     }
     fresh = "import time; t = time.process_time(); import hostir.ir; print(time.process_time() - t)"
-    runs = [subprocess.run([sys.executable, "-c", fresh], capture_output=True, text=True, check=True) for _ in range(5)]
+    around = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", fresh]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=around) for _ in range(5)]
     imported = {"what": "import hostir.ir", "ours us": min(float(run.stdout) for run in runs) * 1e6}
     return [imported, *({"what": name, "ours us": timed(work, repeats, lambda: None)} for name, work in steps.items())]
 

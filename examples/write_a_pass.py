@@ -19,7 +19,7 @@ from hostir.ir.comm_ops import AllGather
 from hostir.ir.host_ops import For, SetStream
 from hostir.ir.sizes import Size
 from hostir.ir.values import Lit
-from hostir.lower import Pass, passes, run_passes
+from hostir.lower import Pass, passes_of, run_passes
 from hostir.runtime.session import session
 
 
@@ -62,7 +62,7 @@ def ag_matmul(ranks: int = 4, S: int = 8, M: int = 64, K: int = 256, N: int = 12
 def main() -> None:
     with session() as job:  # this process as a rank of torchrun's job; None outside of one
         ranks, device = (job.size, job.device) if job else (4, "cpu")
-        program = run_passes(ag_matmul(ranks).program(), [*passes("pipeline", streams=2), GatherAhead()])
+        program = run_passes(ag_matmul(ranks).program(), [*passes_of("pipeline", streams=2), GatherAhead()])
 
         torch.manual_seed(0)
         a, b = torch.randn(8, ranks, 64, 256, device=device), torch.randn(256, 128, device=device)

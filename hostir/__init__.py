@@ -28,8 +28,6 @@ from hostir.dsl import (
 )
 from hostir.ir import Diagnostic, HostIRError, Phase, Program
 from hostir.ir.source import error, user_span
-from hostir.lower import AUTO, STREAMS
-from hostir.lower import lower as lower_by  # before the function below takes the place of the package's name
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +43,7 @@ _LATER = {
     **dict.fromkeys(("Choice", "FallbackWarning", "compile"), "hostir.choice"),
     "Executor": "hostir.runtime.executor",
 }
+import_module("hostir.lower")  # the package, before the function below takes the place of its name
 __version__ = "0.1.0"
 
 
@@ -77,14 +76,17 @@ def lower(
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
         strategy: `sequential` runs each communication and computation whole, on the caller's stream; `pipeline` runs
-            what can be sliced along the Stream axis in a loop over worker streams. Two take apart what gathers the rows
-            of a matmul, and run the rest whole: `ring` copies from one peer after another, and multiplies each shard as
-            it comes; in `fused` every rank copies its shard to all, and one matmul takes each as it comes. `auto` is
-            the fastest of them, as `compile` chooses.
+            what can be sliced along the Stream axis in a loop over worker streams. Three take apart what gathers the
+            rows of a matmul, and run the rest whole: `ring` copies from one peer after another, and multiplies each
+            shard as it comes; in `fused` and `push` every rank copies its shard to all, by copy engines or by a few
+            SMs, and one matmul takes each as it comes. `auto` is the fastest of all, as `compile` chooses.
         streams: the most worker streams to use, 4 unless said; `auto` chooses it too.
         watch: called with the name of each pass and the program it left.
         sizes: of the fusion's symbols: what `auto` chooses for.
     """
+    from hostir.lower.strategies import AUTO, STREAMS
+    from hostir.lower.strategies import lower as lower_by
+
     if strategy != AUTO:
         return lower_by(fusion, strategy, STREAMS if streams is None else streams, watch)
     from hostir.choice import lower_auto
@@ -143,6 +145,7 @@ def run(
             sizes and for the shapes of the inputs, among kernels as well unless they are given.
     """
     from hostir.choice import chosen_for
+    from hostir.lower.strategies import AUTO
     from hostir.runtime.whole import run as run_program
 
     if isinstance(fusion, Program) and fusion.phase is Phase.HOST:

@@ -18,10 +18,9 @@ from hostir.choice.verdict import CALLS
 from hostir.ir import HostIRError, Phase, Program, format_program, prove, verify
 from hostir.ir.source import did_you_mean, error
 from hostir.loading import load
-from hostir.lower import STRATEGIES, lower, passes
+from hostir.lower import AUTO, STRATEGIES, STREAMS, lower, passes_of
 
 FORMATS = ("hir", "nvfuser", "dot")
-AUTO = "auto"
 DEVICES = ("cpu", "cuda")
 KERNELS = "auto, triton or aten (default: HOSTIR_KERNELS, or auto)"
 
@@ -50,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 
     lowering = _Parser(add_help=False)
     lowering.add_argument("--strategy", help=f"one of: {', '.join(STRATEGIES)}, {AUTO} (default: pipeline)")
-    lowering.add_argument("--streams", type=int, help="the most worker streams (default: 4)")
+    lowering.add_argument("--streams", type=int, help=f"the most worker streams (default: {STREAMS})")
 
     low = commands.add_parser("lower", parents=[source, lowering], help="print the host program of a fusion")
     stages = low.add_mutually_exclusive_group()
@@ -215,7 +214,7 @@ def _lower(options: argparse.Namespace) -> int:
     stages: list[tuple[str, Program]] = [("fusion", program)]
     final = lower(program, **_how(options), watch=lambda name, after: stages.append((name, after)))
     if options.after:
-        names = [p.name for p in passes(**_how(options))]
+        names = [p.name for p in passes_of(**_how(options))]
         if options.after not in names:
             hint = did_you_mean(options.after, names)
             raise error(f"unknown pass '{options.after}'", expected=f"one of: {', '.join(names)}", hint=hint)

@@ -14,7 +14,6 @@ its value on.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -164,6 +163,8 @@ def scope(**values: object) -> Iterator[None]:
     known = {knob.keyword: knob for knob in KNOBS}
     for keyword, value in values.items():
         if keyword not in known:
+            import difflib  # seldom needed, and not quickly loaded
+
             close = difflib.get_close_matches(keyword, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
             raise KnobError(f"no knob is called {keyword}: {hint}")

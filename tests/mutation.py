@@ -19,7 +19,7 @@ from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, 
 from hostir.ir.check import check, check_structure
 from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic, HostIRError
-from hostir.lower import passes, run_passes
+from hostir.lower import passes_of, run_passes
 from hostir.runtime.local import LocalMachine, rehearse
 from hostir.runtime.sharding import random_inputs
 from tests.mutants import Mutant, mutants
@@ -58,7 +58,7 @@ def _examples() -> Iterator[Program]:
     for fusion in (ag_matmul.ag_matmul, mlp_block.mlp_block, row_parallel.row_parallel, edit_a_dump.gathered):
         yield hi.lower(tiny(fusion, 2, 2), streams=2)
     ahead = tiny(write_a_pass.ag_matmul, 2, 3)
-    yield run_passes(ahead.program(), [*passes("pipeline", streams=2), write_a_pass.GatherAhead()])
+    yield run_passes(ahead.program(), [*passes_of("pipeline", streams=2), write_a_pass.GatherAhead()])
 
 
 def tiny(fusion: Callable[..., hi.Fusion], ranks: int, slices: int) -> hi.Fusion:

@@ -15,7 +15,7 @@ import hostir as hi
 from examples import patterns
 from hostir.__main__ import main
 from hostir.ir import format_program
-from hostir.lower import passes
+from hostir.lower import passes_of
 
 ROOT = Path(__file__).parent.parent
 MLP = "examples/patterns.py:mlp"
@@ -80,7 +80,7 @@ def test_lower_after_a_pass_prints_what_it_left(capfd: pytest.CaptureFixture[str
 def test_lower_all_prints_the_program_after_every_pass(capfd: pytest.CaptureFixture[str]) -> None:
     shown = printed(capfd, "lower", MLP, "--all")
     blocks = shown.split("// after ")[1:]
-    assert [block.splitlines()[0] for block in blocks] == ["fusion", *(p.name for p in passes())]
+    assert [block.splitlines()[0] for block in blocks] == ["fusion", *(p.name for p in passes_of())]
     programs = [hi.parse(block.split("\n", 1)[1]) for block in blocks]
     assert programs[0] == patterns.mlp().program()
     assert programs[-1] == hi.lower(patterns.mlp())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Reshard(Statement):
     """An explicit change of sharding in a fusion; lowering turns it into communications.
 
@@ -46,7 +46,7 @@ class Reshard(Statement):
         frame[self.out] = frame[self.x]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Communication(Statement):
     """The base of communications.
 
@@ -95,7 +95,7 @@ class Communication(Statement):
             frame[self.handle] = handle
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Collective(Communication):
     """A communication among the ranks along one mesh axis."""
 
@@ -140,7 +140,7 @@ def _unmarked(type: TensorType, mark: str) -> TensorType:
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class AllGather(Collective):
     """Every rank gets all parts, in the order of the ranks.
 
@@ -155,7 +155,7 @@ class AllGather(Collective):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class AllReduce(Collective):
     """Every rank gets the sum of all partial sums. `x` and `out` may be the same memory.
 
@@ -174,7 +174,7 @@ def _summed(type: TensorType, mark: str) -> TensorType:
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class ReduceScatter(Collective):
     """Each rank gets its block of the sum of all partial sums.
 
@@ -191,7 +191,7 @@ class ReduceScatter(Collective):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class AllToAll(Collective):
     """The sharding moves from one axis to another: each rank sends a block to each rank.
 
@@ -213,7 +213,7 @@ class AllToAll(Collective):
         return leads(out, self.over) and before == [ranks] and x.axes[0].extent == ranks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Transfer(Communication):
     """A communication between two meshes."""
 
@@ -254,7 +254,7 @@ class Transfer(Communication):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Broadcast(Transfer):
     """The first device of one mesh gives its copy to every device of another.
 
@@ -272,7 +272,7 @@ class Broadcast(Transfer):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Gather(Transfer):
     """Every device of another mesh gets all parts.
 
@@ -291,7 +291,7 @@ class Gather(Transfer):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Scatter(Transfer):
     """The first device of one mesh (the first that is in both, if any) gives each device of another its part.
 
@@ -311,7 +311,7 @@ class Scatter(Transfer):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class SendRecv(Transfer):
     """Each device of one mesh gives its part to the device at the same place of another.
 

@@ -18,7 +18,7 @@ HOST = frozenset({Phase.HOST})
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Allocate(Statement):
     """A new dense buffer, uninitialised. Each rank of the type's mesh gets its part.
 
@@ -38,7 +38,7 @@ class Allocate(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class FreeBuffer(Statement):
     """Ends a buffer: nothing issued later may touch it.
 
@@ -54,7 +54,7 @@ class FreeBuffer(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Select(ViewOp):
     """The view at one index of an axis, the first unless said; the axis goes away. The axis is not sharded.
 
@@ -87,7 +87,7 @@ class Select(ViewOp):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Chunk(ViewOp):
     """The view of one of `count` equal pieces of an axis, counted within each rank's part; the axis stays.
 
@@ -137,7 +137,7 @@ class Chunk(ViewOp):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class AsPartial(ViewOp):
     """The same buffer holding, for now, each rank's partial sum: what an in-place allreduce starts from.
 
@@ -162,7 +162,7 @@ class AsPartial(ViewOp):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Wait(Statement):
     """The current stream waits for a communication; its result may be read on this stream from here on.
 
@@ -187,7 +187,7 @@ class Wait(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class CurrentStream(Statement):
     """The stream that statements are issued to now: at the start, the caller's.
 
@@ -205,7 +205,7 @@ class CurrentStream(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class SetStream(Statement):
     """What follows is issued to this stream: a stream value, or a member of the pool by index.
 
@@ -220,7 +220,7 @@ class SetStream(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Synchronize(Statement):
     """The current stream waits for all that was issued on another so far. Nothing blocks the host.
 
@@ -235,7 +235,7 @@ class Synchronize(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Delay(Statement):
     """The current stream stands still, so that a communication that gets ready meanwhile takes its SMs first.
 
@@ -254,7 +254,7 @@ class Delay(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class For(Statement):
     """Runs the body for each index from 0; every rank goes through every round.
 

@@ -58,7 +58,7 @@ def peer_of(op: Statement, frame: Frame, x: Value, over: str, place: Expr) -> in
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class AllocateSymmetric(Statement):
     """A symmetric buffer: every rank of its mesh has one, and peers may read it with `get` and write it with `put`.
 
@@ -85,7 +85,7 @@ class AllocateSymmetric(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Rank(Statement):
     """This rank's place along an axis of the mesh of `x`, from 0: an index that differs from rank to rank.
 
@@ -111,7 +111,7 @@ class Rank(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class If(Statement):
     """Runs the body where two indices are equal. Where they depend on the rank, ranks do different things.
 
@@ -133,7 +133,7 @@ class If(Statement):
             raise self.fail("the condition divides by zero", expected="a divisor of at least 1") from None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Copy(Statement):
     """The base of copies between this rank and a peer, on the current stream."""
 
@@ -173,7 +173,7 @@ class Copy(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Get(Copy):
     """Copies a peer's part of a symmetric buffer into memory of this rank, on the current stream.
 
@@ -190,7 +190,7 @@ class Get(Copy):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Put(Copy):
     """Copies memory of this rank into a peer's part of a symmetric buffer, on the current stream.
 
@@ -222,7 +222,7 @@ class Put(Copy):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Signal(Statement):
     """Sets a flag of a peer to an epoch, once the current stream gets here.
 
@@ -250,7 +250,7 @@ class Signal(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class WaitSignal(Statement):
     """The current stream waits until a flag of this rank has reached an epoch of this call.
 
@@ -272,7 +272,7 @@ class WaitSignal(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Barrier(Statement):
     """The current stream waits until every rank along `over` has got to its barrier of the same number.
 

@@ -76,15 +76,33 @@ Name = Annotated[str, Codec.NAME]
 VALUE_CODECS = {Codec.READ, Codec.WRITE, Codec.ALIAS, Codec.FREE, Codec.DEFINE, Codec.USE}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Statement:
-    """The base of all statements."""
+    """The base of all statements.
+
+    Equality, hash and `repr` are here for all of them: writing them for each class, as `dataclass` would, is half of
+    what it takes to import the language.
+    """
 
     syntax: ClassVar[str] = ""
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.HOST})
 
     span: Span | None = field(default=None, compare=False, repr=False, kw_only=True)
     note: str = field(default="", compare=False, repr=False, kw_only=True)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._operands() == other._operands()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._operands()))
+
+    def __repr__(self) -> str:
+        named = zip(codecs_of(type(self)), self._operands(), strict=True)
+        return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in named)})"
+
+    def _operands(self) -> tuple[Any, ...]:
+        """What it consists of, without its place in a text and its note."""
+        return tuple(getattr(self, name) for name in codecs_of(type(self)))
 
     def infer(self) -> Type | None:
         """The type of what it defines, from its operands; None where the text must declare it."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 WHOLE = (0, 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Message(Statement):
     """The base of messages."""
 
@@ -64,7 +64,7 @@ class Message(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Send(Message):
     """Sends a tensor to a peer that receives it: `peer` is a place along the mesh axis `over`.
 
@@ -80,7 +80,7 @@ class Send(Message):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Recv(Message):
     """Receives a tensor from a peer that sends it: `peer` is a place along the mesh axis `over`.
 
@@ -96,7 +96,7 @@ class Recv(Message):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class SendAndRecv(Message):
     """Sends to one peer and receives from another, both at once: the step of a ring.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,6 +59,8 @@ class Program:
     @property
     def digest(self) -> str:
         """A hash of the text, the same on every rank that runs the same program."""
+        import hashlib  # seldom needed, and not quickly loaded
+
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def check_sizes(self, sizes: dict[str, int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import linecache
 import os
 import sys
@@ -130,5 +129,7 @@ def error(
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint naming the nearest known word, or an empty string when none is near."""
+    import difflib  # seldom needed, and not quickly loaded
+
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean '{near[0]}'?" if near else ""

@@ -43,7 +43,7 @@ ALONE = -2  # in a Map: the axis has extent one and is spread over the result's 
 Map = tuple[int, ...]  # for each axis of an operand, the axis of the result that it becomes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class TensorOp(Statement):
     """A computation: `infer` follows from `result` and `maps`, `evaluate` from the fields."""
 
@@ -129,7 +129,7 @@ def _contract(op: Statement, a: Value, b: Value, b_axis: int) -> None:
 READY = "<? ready {ready} >= {epoch} from {first}?>"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Contraction(TensorOp):
     """A product that sums the last axis of `a` away, and may wait for the rows of `a`: `ready` as in `matmul`."""
 
@@ -166,7 +166,7 @@ class Contraction(TensorOp):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Matmul(Contraction):
     """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32.
 
@@ -191,7 +191,7 @@ class Matmul(Contraction):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Linear(Contraction):
     """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, accumulated in f32; the bias may be left out.
 
@@ -217,7 +217,7 @@ class Linear(Contraction):
         return ((*range(rows), CONTRACTED), (rows, CONTRACTED), (rows,))[: len(self.operands)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Binary(TensorOp):
     """An elementwise computation on two tensors; axes align at the end, and an axis of extent one is spread."""
 
@@ -248,7 +248,7 @@ class Binary(TensorOp):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Add(Binary):
     """Elementwise sum.
 
@@ -259,7 +259,7 @@ class Add(Binary):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Mul(Binary):
     """Elementwise product.
 
@@ -269,7 +269,7 @@ class Mul(Binary):
     syntax = "mul {x}, {y} -> {out}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Unary(TensorOp):
     """An elementwise computation on one tensor."""
 
@@ -283,7 +283,7 @@ class Unary(TensorOp):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Relu(Unary):
     """`max(x, 0)`.
 
@@ -294,7 +294,7 @@ class Relu(Unary):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Gelu(Unary):
     """The exact Gaussian error linear unit, `x * (1 + erf(x / sqrt 2)) / 2`.
 
@@ -305,7 +305,7 @@ class Gelu(Unary):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Silu(Unary):
     """`x / (1 + exp(-x))`.
 
@@ -316,7 +316,7 @@ class Silu(Unary):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Copy(Unary):
     """The same elements in a dense buffer: what the lowering inserts where a layout does not serve.
 
@@ -330,7 +330,7 @@ class Copy(Unary):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Cast(Unary):
     """The same values in another dtype, rounded to nearest even.
 
@@ -347,7 +347,7 @@ class Cast(Unary):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sum(Unary):
     """The sum over one axis, accumulated in f32; the axis goes away.
 

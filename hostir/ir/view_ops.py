@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hostir.ir.machine import Frame
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class ViewOp(Statement):
     """A statement whose result is the same memory seen another way."""
 
@@ -33,7 +33,7 @@ class ViewOp(Statement):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Reshape(ViewOp):
     """The same elements in another shape; each rank's part must stay its own.
 
@@ -63,7 +63,7 @@ class Reshape(ViewOp):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Permute(ViewOp):
     """The axes in another order: axis `i` of the result is axis `axes[i]` of `x`.
 
@@ -90,7 +90,7 @@ class Permute(ViewOp):
 
 
 @statement
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Shard(ViewOp):
     """Each rank's own block of a tensor that every rank holds whole: no communication.
 

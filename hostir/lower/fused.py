@@ -185,7 +185,7 @@ class Fused(Pass):
         peers = Peers(host) if rows else None
         flying: dict[str, Push] = {}  # by the gathered tensor: the copies that the caller's stream has not joined
         for s in host.program.body:
-            if peers and s in rows:
+            if peers and isinstance(s, AllGather) and s in rows:
                 flying[s.out.name] = self.pushes(host, peers, s)
                 continue
             pushes = [flying.pop(v.name) for v in s.values(Codec.READ, Codec.ALIAS) if v.name in flying]

@@ -28,6 +28,18 @@ def test_a_program_reads_back_equal_and_prints_the_same_bytes(drawn: Program) ->
     assert again == drawn
     assert str(again) == text
     assert again.digest == drawn.digest
+    assert all(hash(s) == hash(t) and repr(s) == repr(t) for s, t in zip(again.walk(), drawn.walk(), strict=True))
+
+
+def test_a_statement_is_what_its_operands_are_wherever_it_stands() -> None:
+    one, other, third = hi.parse(program("  copy %a -> %b\n\n  copy %a -> %b // again\n  add %a, %a -> %b\n")).body
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.span != other.span
+    assert one != third
+    assert one != "copy %a -> %b"
+    assert repr(one).startswith("Copy(out=")
+    assert "span" not in repr(one)
 
 
 def test_comments_white_space_and_redundant_types_do_not_survive() -> None:
@@ -119,14 +131,11 @@ def test_a_finding_in_a_statement_underlines_all_of_it() -> None:
     assert (found[0].span.column, found[0].span.width) == (3, len("matmul %a,   %b -> %b"))
 
 
-def test_five_thousand_statements_read_as_fast_as_five_hundred() -> None:
-    def seconds(statements: int) -> float:
-        body = "".join(f"  %x{i} = select %a[{i % 4}]\n  matmul %x{i}, %b -> %c\n" for i in range(statements // 2))
-        text = program(body, "%a: bf16[4, 8, 8], %b: bf16[8, 512], %c: bf16[8, 512]", "%c")
-        begin = time.process_time()  # what other processes do on these cores does not count
-        parsed = hi.parse(text)
-        assert len(parsed.body) == statements
-        return time.process_time() - begin
-
+def test_five_thousand_statements_read_in_a_second_and_a_half() -> None:
+    body = "".join(f"  %x{i} = select %a[{i % 4}]\n  matmul %x{i}, %b -> %c\n" for i in range(2500))
+    text = program(body, "%a: bf16[4, 8, 8], %b: bf16[8, 512], %c: bf16[8, 512]", "%c")
     hi.parse(program(""))  # the grammar is built once
-    assert seconds(5000) < 20 * min(seconds(500) for _ in range(3)), "10 times is linear"
+    begin = time.process_time()  # what other processes do on these cores does not count
+    parsed = hi.parse(text)
+    assert time.process_time() - begin < 1.5
+    assert len(parsed.body) == 5000

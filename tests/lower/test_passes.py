@@ -16,7 +16,7 @@ from hostir.ir import HostIRError, Phase, Program, verify
 from hostir.ir.comm_ops import Communication, Reshard
 from hostir.ir.host_ops import Allocate, FreeBuffer
 from hostir.ir.tensor_ops import Matmul
-from hostir.lower import Pass, passes, run_passes
+from hostir.lower import Pass, passes_of, run_passes
 
 NAMES = ["propagate", "reshard", "communicate", "pipeline", "streams", "stagger", "free", "tidy"]
 
@@ -28,22 +28,22 @@ def stages(fusion: hi.Fusion, strategy: str = "pipeline") -> dict[str, Program]:
 
 
 def test_the_passes_run_in_this_order() -> None:
-    assert [p.name for p in passes("pipeline")] == NAMES
-    assert [p.name for p in passes("sequential")] == [n.replace("pipeline", "sequential") for n in NAMES]
+    assert [p.name for p in passes_of("pipeline")] == NAMES
+    assert [p.name for p in passes_of("sequential")] == [n.replace("pipeline", "sequential") for n in NAMES]
     assert list(stages(patterns.mlp())) == NAMES
 
 
 def test_a_strategy_that_has_no_passes_is_refused_and_auto_is_offered_where_it_is_taken() -> None:
-    for call in (passes, lambda strategy: hi.lower(patterns.mlp(), strategy)):
+    for call in (passes_of, lambda strategy: hi.lower(patterns.mlp(), strategy)):
         with pytest.raises(HostIRError, match=r"one of: sequential, .*, auto\n.*did you mean 'auto'"):
             call("atuo")
     with pytest.raises(HostIRError, match=r"'auto' has no passes of its own\n.*one of: sequential, (?!.*auto)"):
-        passes("auto")
+        passes_of("auto")
 
 
 def test_a_pass_is_a_pure_function() -> None:
     program = patterns.mlp().program()
-    for each in passes("pipeline"):
+    for each in passes_of("pipeline"):
         before = str(program)
         after = each.run(program)
         assert each.run(program) == after

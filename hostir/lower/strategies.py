@@ -1,0 +1,77 @@
+"""The strategies by name, the passes of each, and `lower`, which runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from hostir.ir import Phase, Program
+from hostir.ir.source import did_you_mean, error, user_span
+from hostir.lower.communicate import Communicate
+from hostir.lower.fused import Fused
+from hostir.lower.interleave import Pipeline, Sequential
+from hostir.lower.memory import FreeBuffers, Tidy
+from hostir.lower.passes import Pass, Watcher, run_passes
+from hostir.lower.propagate import Propagate
+from hostir.lower.push import Pushed
+from hostir.lower.reshard import MakeReshards
+from hostir.lower.ring import Ring
+from hostir.lower.stagger import Stagger
+from hostir.lower.streams import AssignStreams
+
+# By name: what makes the pass of a strategy, for a number of worker streams.
+STRATEGIES: dict[str, Callable[[int], Pass]] = {
+    "sequential": lambda _: Sequential(),
+    "pipeline": lambda _: Pipeline(),
+    "ring": Ring,
+    "fused": lambda _: Fused(),
+    "push": lambda _: Pushed(),
+}
+AUTO = "auto"  # the fastest of them; hostir.choice, which stands on this layer, says which that is
+STREAMS = 4  # the most worker streams, unless said
+
+
+def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
+    """The passes of a strategy, in order."""
+    if strategy == AUTO:
+        hint = "hi.lower and hi.compile choose one for a fusion"
+        raise error(f"'{AUTO}' has no passes of its own", expected=f"one of: {', '.join(STRATEGIES)}", hint=hint)
+    if strategy not in STRATEGIES:
+        known = [*STRATEGIES, AUTO]
+        raise error(
+            f"unknown strategy '{strategy}'", expected=f"one of: {', '.join(known)}", hint=did_you_mean(strategy, known)
+        )
+    if isinstance(streams, bool) or not isinstance(streams, int) or streams < 1:
+        raise error(f"streams must be at least 1, not {streams!r}")
+    return [
+        Propagate(),
+        MakeReshards(),
+        Communicate(),
+        STRATEGIES[strategy](streams),
+        AssignStreams(streams),
+        Stagger(),
+        FreeBuffers(),
+        Tidy(),
+    ]
+
+
+class HasProgram(Protocol):
+    """What the DSL builds."""
+
+    def program(self) -> Program:
+        """The fusion as a program."""
+
+
+def lower(
+    fusion: HasProgram | Program, strategy: str = "pipeline", streams: int = STREAMS, watch: Watcher | None = None
+) -> Program:
+    """Lowers a fusion to a host program, as `hostir.lower` says of every strategy but `auto`."""
+    known = isinstance(fusion, (Program, type))  # a class has `program`, but nothing to call it on
+    build = fusion if known else getattr(fusion, "program", None)
+    program = build() if callable(build) and not known else build
+    if not isinstance(program, Program):
+        hint = "call it, and lower what it returns" if callable(fusion) else ""
+        raise error(f"not a fusion: {fusion!r}", user_span(), expected="a hostir.Fusion", hint=hint)
+    if program.phase is not Phase.FUSION:
+        raise error(f"@{program.name} is a host program already", expected="a fusion")
+    return run_passes(program, passes_of(strategy, streams), watch)
