@@ -102,8 +102,9 @@ def products_of(
 ) -> tuple[torch.Tensor, ...]:
     """The whole outputs, by torch alone, in the dtype of the whole inputs.
 
-    In so many pieces of rows, and of columns where these are split over the ranks: for other shapes cuBLAS may take
-    another algorithm, which rounds in other places. Of few columns with a bias in bf16 it rounds twice.
+    In so many pieces of rows, and of columns where these are split over the ranks, as each rank would multiply those
+    that it holds: for other shapes cuBLAS may take another algorithm, which rounds in other places. Of few columns with
+    a bias in bf16 it rounds twice.
     """
     a, *rest = wholes
     outputs = []

@@ -177,9 +177,8 @@ class Unit:
     def check(self, wholes: Sequence[torch.Tensor], size: int, found: Parts) -> torch.Tensor:
         """The largest error of a call as a share of what is allowed: a scalar on the device, 0 where it has none."""
         exacts = products_of(self.config, [x.double() for x in wholes])
-        pieces = 1, len(self.config.mesh)
-        computed = [products_of(self.config, wholes, rows, columns) for rows in pieces for columns in pieces]
-        plains = zip(*computed, strict=True)
+        ranks = len(self.config.mesh)
+        plains = zip(*(products_of(self.config, wholes, rows, ranks) for rows in (1, ranks)), strict=True)
         worst = torch.zeros((), dtype=torch.float64, device=self.device)
         for value, x, exact, ways in zip(self.program.outputs, found, exacts, plains, strict=True):
             mine, *theirs = (shard(whole, value.tensor, self.rank, self.sizes[size]) for whole in (exact, *ways))

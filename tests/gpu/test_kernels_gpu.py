@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from hostir.runtime.kernels import workspace
+from hostir.runtime.kernels import aten, workspace
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import matmul, matmul_reference
 from hostir.runtime.kernels.operands import DTYPES
@@ -202,6 +202,23 @@ def test_offsets_beyond_32_bits_are_right():
         check_matmul(a, b, out, buffer, use_descriptors=use_descriptors)
     total, buffer = embedded([64, 256], torch.bfloat16, device=CUDA)
     check_reduce_sum(a, total, buffer, 0)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("dtype", list(aten.SUMS_OF_HALVES))
+@pytest.mark.parametrize("shape", [(160, 100, 1000), (33, 100, 1000), (64, 60, 4096), (64, 1792, 4096)])
+def test_cublas_adds_up_in_float32_whatever_torch_lets_it_do(shape, dtype, allowed, monkeypatch):
+    M, N, K = shape
+    setting = aten.SUMS_OF_HALVES[dtype]
+    monkeypatch.setattr(aten.CUBLAS, setting, allowed)
+    a, b = filled([3, M, K], dtype, device=CUDA), filled([K, N], dtype, device=CUDA)
+    exact = a.double() @ b.double()
+    out = torch.full((3, M, N), math.nan, dtype=dtype, device=CUDA)
+    for part, a_part in zip(out, a, strict=True):
+        aten.matmul(part, a_part, b)
+    rounded = torch.linalg.vector_norm(exact.to(dtype).double() - exact)
+    assert torch.linalg.vector_norm(out.double() - exact) < 1.02 * rounded
+    assert getattr(aten.CUBLAS, setting) is allowed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

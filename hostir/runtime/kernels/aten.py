@@ -1,18 +1,28 @@
 """The computations of the language in ATen: one function for each kind, `f(out, *operands, **options)`.
 
-Each writes all of `out`, whatever its strides, and accumulates in f32 or better. `out` shares no memory with the
-operands of a contraction or a sum; elementwise it may be an operand.
+Each writes all of `out`, whatever its strides, and accumulates in f32 or better: where cuBLAS divides K, it may not add
+up halves, as torch lets it by default. `out` shares no memory with the operands of a contraction or a sum; elementwise
+it may be an operand.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
 
 from hostir.runtime.kernels.layout import rows
 
-HALF = (torch.float16, torch.bfloat16)
+# What torch asks before it lets cuBLAS add up partial sums of K in the dtype of the result.
+SUMS_OF_HALVES = {
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+}
+CUBLAS = torch.backends.cuda.matmul
+OF_SPLITS = "_split_k"  # ends the name of whether K may be divided at all, where torch has that as well
+HAS_SPLITS = hasattr(CUBLAS, SUMS_OF_HALVES[torch.bfloat16] + OF_SPLITS)
+_setting = threading.Lock()  # held while it is another than the user's, which is one for all threads
 
 
 def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -78,12 +88,33 @@ KERNELS: dict[str, Callable[..., None]] = {
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """`out = a @ b (+ bias)`. `torch.matmul(out=...)` is not used: it fails where `out` is strided and has 3 axes."""
-    if out.device.type == "cpu" and out.dtype in HALF:  # a hundred times as fast where the CPU has no such arithmetic
+    """`out = a @ b (+ bias)`, with sums in f32.
+
+    Where rows are not multiples of 16 bytes cuBLAS takes other kernels, and others for slices than for the whole: with
+    sums of halves some have 1.4 times the error of the rest.
+    """
+    setting = SUMS_OF_HALVES.get(out.dtype)
+    if setting is None:
+        _multiply(out, a, b, bias)
+    elif out.device.type == "cpu":  # a hundred times as fast where the CPU has no such arithmetic
         wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        _contract(wide, a.float(), b.float(), None if bias is None else bias.float())
+        _multiply(wide, a.float(), b.float(), None if bias is None else bias.float())
         out.copy_(wide)
-        return
+    else:
+        with _setting:
+            if not getattr(CUBLAS, setting):
+                _multiply(out, a, b, bias)
+                return
+            users = (True, getattr(CUBLAS, setting + OF_SPLITS)) if HAS_SPLITS else True
+            setattr(CUBLAS, setting, False)
+            try:
+                _multiply(out, a, b, bias)
+            finally:
+                setattr(CUBLAS, setting, users)
+
+
+def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """As `_contract`. `torch.matmul(out=...)` is not used: it fails where `out` is strided and has 3 axes."""
     a_rows, out_rows = rows(a), rows(out)
     if a_rows is not None and out_rows is not None:
         if bias is None:
@@ -98,4 +129,4 @@ def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
             torch.baddbmm(bias, a, batched, out=out)
     else:
         for out_part, a_part in zip(out, a, strict=True):
-            _contract(out_part, a_part, b, bias)
+            _multiply(out_part, a_part, b, bias)
