@@ -7,8 +7,9 @@ ranks, and to benchmarks/patterns.py, which also gave what a matmul loses beside
 from a chain of copies, each with a signal, in a CUDA graph: 10.8 us for 2 MiB, 16.3 for 4, 27.2 for 8; `edge` from its
 first copy, which begins 10 us after the launch; `look` from fused calls, which take 4 to 21 us more than their own copy
 and their matmul, and end, of 512 rows and fewer, 15 to 20 us later than the last rows and one tile explain; `push` and
-`stores` from calls of the strategy `push` on 2 and 4 ranks, of 64 to 4096 rows. Host times are medians of what
-benchmarks/allgather_matmul.py recorded: they vary by a factor of two from row to row.
+`stores` from calls of the strategy `push` on 2 and 4 ranks, of 64 to 4096 rows. Host times are fitted to what
+benchmarks/allgather_matmul.py recorded, together with `ahead` and `quick`: of hosts that have nothing else to do. They
+vary by a factor of three, from row to row and from run to run.
 """
 
 from __future__ import annotations
@@ -62,9 +63,10 @@ class Hardware:
         barrier, signal: across ranks.
         edge: from the end of something to the begin of what waits for it on another stream.
         look: what a kernel that looks for signals takes from its start, or from the signal, until it multiplies.
-        launch: host time of issuing one of each kind, where no CUDA graph replays them; `call` is what a call takes
-            besides. `ahead` is how much of all that passes while the device is busy with something before the call,
-            such as the 90 us of a benchmark that writes all of L2, less what the device has to do after it.
+        launch: host time of issuing one of each kind, where no CUDA graph replays them; `flags` is what it takes a
+            Triton matmul besides to wait for them, `call` what it takes a call besides. `ahead` is how much of all that
+            passes while the device is busy with something before the call, such as the 90 us of a benchmark that writes
+            all of L2, less what the device has to do after it.
     """
 
     name: str
@@ -91,21 +93,22 @@ class Hardware:
 
 
 LAUNCH = {
-    "call": 80.0,
-    "matmul": 38.0,
-    "triton matmul": 15.0,
-    "compute": 12.0,
-    "communicate": 45.0,
-    "wait": 5.0,
-    "synchronize": 6.0,
-    "delay": 8.0,
-    "copy": 15.0,
-    "push": 12.0,
-    "signal": 8.0,
-    "barrier": 8.0,
-    "allocate": 4.0,
-    "view": 3.0,
-    "stream": 1.0,
+    "call": 45.0,
+    "matmul": 21.0,
+    "triton matmul": 9.0,
+    "flags": 15.0,
+    "compute": 8.0,
+    "communicate": 25.0,
+    "wait": 3.5,
+    "synchronize": 3.0,
+    "delay": 5.5,
+    "copy": 8.5,
+    "push": 4.0,
+    "signal": 5.5,
+    "barrier": 5.5,
+    "allocate": 3.0,
+    "view": 1.0,
+    "stream": 0.7,
 }
 
 H200 = Hardware(
@@ -121,8 +124,8 @@ H200 = Hardware(
                 Tile(128, 192, 0.93),
                 Tile(128, 128, 1.0),
                 Tile(64, 256, 0.7),
-                Tile(64, 128, 0.9),
-                Tile(64, 64, 0.6),
+                Tile(64, 128, 0.81),
+                Tile(64, 64, 0.51),
             ),
             start=4.0,
             beside={"allgather": 32, "reduce_scatter": 28, "allreduce": 28, "alltoall": 28},
@@ -144,20 +147,20 @@ H200 = Hardware(
         ),
     },
     collective=21.0,
-    quick=12.0,
+    quick=10.0,
     rates={"allgather": 375.0, "reduce_scatter": 360.0, "allreduce": 360.0, "alltoall": 360.0},
     hidden={"allgather": 1.0, "reduce_scatter": 0.6, "allreduce": 0.6, "alltoall": 0.6},
     copy=3.5,
     link=365.0,
-    crowd=0.7,
-    push=6.0,
-    stores=20.0,
+    crowd=0.77,
+    push=8.7,
+    stores=25.0,
     barrier=5.0,
     signal=2.0,
-    edge=4.0,
+    edge=5.0,
     look=15.0,
     launch=LAUNCH,
-    ahead=50.0,
+    ahead=40.0,
     source="measured on 8 x H200 with NVLink 4",
 )
 H100 = replace(H200, name="h100", memory=2400.0, source="those of H200, with the memory of H100")

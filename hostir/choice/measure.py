@@ -259,7 +259,7 @@ class CudaClock:
 
 
 def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 Clock = WallClock | CudaClock

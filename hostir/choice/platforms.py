@@ -153,7 +153,7 @@ def _driver() -> int:
 def _nccl() -> str:
     import torch
 
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _version(package: str) -> str:

@@ -70,7 +70,9 @@ class Costs:
         took: dict[int, float] = {}
         for task in tasks:
             each = sum(n * self.launch(kind) for kind, n in task.launches.items())
-            if task.blocks and not self.in_triton and not task.beside:  # one matmul a block, behind a wait
+            if task.blocks and self.in_triton:
+                each += self.launch("flags")
+            elif task.blocks and not task.beside:  # one matmul a block, behind a wait
                 each += (len(task.blocks) - 1) * self.launch("matmul") + len(task.blocks) * self.launch("signal")
             took[task.rank] = took.get(task.rank, self.launch("call")) + each
         return max(took.values(), default=0.0)

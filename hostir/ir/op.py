@@ -98,7 +98,7 @@ class Statement:
 
     def __repr__(self) -> str:
         named = zip(codecs_of(type(self)), self._operands(), strict=True)
-        return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in named)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={x}' for name, x in named)})"
 
     def _operands(self) -> tuple[Any, ...]:
         """What it consists of, without its place in a text and its note."""

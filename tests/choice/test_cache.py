@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,9 +90,9 @@ def changed(**changes: object) -> str:
         lambda: changed().replace("10.25", '"fast"'),
     ],
 )
-def test_a_file_that_cannot_be_used_is_ignored_once_and_loudly(damage: object) -> None:
+def test_a_file_that_cannot_be_used_is_ignored_once_and_loudly(damage: Callable[[], str]) -> None:
     path = cache.write(KEY, "p", ENTRIES)
-    path.write_text(damage())  # type: ignore[operator]
+    path.write_text(damage())
     with pytest.warns(CacheWarning, match=r"is ignored: .*'hostir tune' writes it anew"):
         assert cache.read(KEY) == {}
     with warnings.catch_warnings():

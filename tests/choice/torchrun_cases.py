@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -94,11 +95,8 @@ def a_wrong_candidate_is_not_timed() -> None:
             outputs[0].view(-1)[0] += 30
         return outputs
 
-    Executor.__call__ = dishonest  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Executor, "__call__", dishonest):
         entries = measure.measure(programs, {}, job, runs=1)
-    finally:
-        Executor.__call__ = honest  # type: ignore[method-assign]
     by_strategy = {c.strategy: entry for c, entry in entries.items()}
     assert by_strategy["ring"].eager is None
     assert "another result than the sequential program" in by_strategy["ring"].failure
@@ -128,11 +126,8 @@ def what_ranks_refuse_in_their_first_call_is_not_timed() -> None:
             raise error("no memory to share")
         return honest(self, recording, trace)
 
-    gloo.GlooMachine.plan = dishonest  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(gloo.GlooMachine, "plan", dishonest):
         entries = measure.measure(programs, {}, job, runs=1)
-    finally:
-        gloo.GlooMachine.plan = honest  # type: ignore[method-assign]
     by_strategy = {c.strategy: entry for c, entry in entries.items()}
     assert "no memory to share" in by_strategy["ring"].failure
     assert by_strategy["sequential"].eager

@@ -58,7 +58,9 @@ def test_after_propagate_every_tensor_lies_somewhere() -> None:
         fusion.output(h)
     mesh = hi.DeviceMesh(range(4))
     w.shard(1, mesh)
-    assert fusion.program().body[0].defines(Phase.FUSION).tensor.mesh is None  # type: ignore[union-attr]
+    product = fusion.program().body[0].defines(Phase.FUSION)
+    assert product
+    assert product.tensor.mesh is None
     after = stages(fusion)["propagate"]
     assert "%matmul: f32[8, 32@didx] = matmul %x, %w" in str(after)
     assert "%h: f32[8, 32@didx] = gelu %matmul" in str(after)
