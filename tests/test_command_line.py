@@ -198,18 +198,46 @@ def test_run_writes_a_trace(suffix: str, tmp_path: Path, capfd: pytest.CaptureFi
     assert suffix == "svg" or json.loads(text)["traceEvents"]
 
 
-@pytest.mark.torchrun
-def test_more_processes_than_a_program_has_ranks_hold_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "two.hir"
-    printed(capfd, "lower", MLP, "--ranks", "2", "-o", str(file))
+PARTIAL = """hostir 1
+mesh @mesh [didx] = 0 1
+program @p(%a: bf16[512, 256@didx], %b: bf16[256@didx, 128]) -> (%y) streams 0 {
+  %y: bf16[512, 128] partial(didx) = allocate
+  matmul %a, %b -> %y
+}
+"""
+
+
+def on_three_processes(*arguments: str) -> subprocess.CompletedProcess[str]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command = [*launch, "-m", "hostir", "run", str(file), "--compare", "--device", "cpu"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    command = [*launch, "-m", "hostir", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("what", ["parts", "partial sums"])
+def test_more_processes_than_a_program_has_ranks_hold_none(
+    what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "two.hir"
+    if what == "parts":
+        printed(capfd, "lower", MLP, "--ranks", "2", "-o", str(file))
+    else:
+        file.write_text(PARTIAL)
+    ran = on_three_processes("run", str(file), "--compare", "--device", "cpu")
     assert ran.returncode == 0, ran.stderr
     assert "ran on 3 ranks on cpu" in ran.stdout
     assert "%y: error " in ran.stdout
     assert ": ok" in ran.stdout
+
+
+def test_partial_sums_may_have_been_rounded_before_they_are_added(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "partial.hir"
+    file.write_text(PARTIAL)
+    (found,) = json.loads(printed(capfd, "run", str(file), "--compare", "--json"))["outputs"]
+    assert 0.8 * found["bound"] < found["error"] < found["bound"]
 
 
 def test_ops_prints_the_language_reference(capfd: pytest.CaptureFixture[str]) -> None:

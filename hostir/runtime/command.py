@@ -24,6 +24,7 @@ from hostir.runtime.rehearsal import rehearsed
 from hostir.runtime.session import Session, launched, session
 from hostir.runtime.sharding import assemble, random_inputs, shard
 from hostir.runtime.trace import Event, Trace
+from hostir.runtime.whole import everyones
 
 COMPARING = 600.0  # seconds: a rank may wait so long for another's reference
 TOGETHER = 4  # simulated calls that follow each other at once; more would hold more memory
@@ -193,18 +194,28 @@ def _part_against(
     sizes: dict[str, int],
     turn: int,
 ) -> list[Comparison]:
-    """Each rank compares its own parts; the squares of all errors are added up."""
+    """Each rank compares its own parts; the squares of all errors are added up. Partial sums mean nothing alone."""
     plain, exact = _expected(source, inputs, sizes)
     squares = []
     for value, part, expected in zip(program.outputs, held, exact, strict=True):
-        mine = shard(expected, value.tensor, joined.rank, sizes)
-        off = 0.0 if part is None or mine is None else float(torch.linalg.vector_norm(part.to(mine.dtype) - mine)) ** 2
-        squares.append(off / copies(value.tensor))
+        if value.tensor.partial:
+            parts = [theirs for (theirs,) in everyones([part], joined)]
+            off = _squared(assemble(parts, value.tensor, sizes), expected) / joined.size
+        else:
+            off = _squared(part, shard(expected, value.tensor, joined.rank, sizes)) / copies(value.tensor)
+        squares.append(off)
     every = [json.loads(text) for text in joined.exchange(f"errors of run {turn}", json.dumps(squares), COMPARING)]
     ring, summed = joined.device.type == "cuda", of_single_ranks(source)
     found = compare(program, exact, plain, exact, ring=ring, summed=summed)
     norms = [float(torch.linalg.vector_norm(e)) or 1.0 for e in exact]
     return [replace(c, error=sum(e[n] for e in every) ** 0.5 / norms[n]) for n, c in enumerate(found)]
+
+
+def _squared(got: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    """The square of the error's norm; 0 where a rank holds nothing."""
+    if got is None or expected is None:
+        return 0.0
+    return float(torch.linalg.vector_norm(got.to(expected.dtype) - expected)) ** 2
 
 
 def copies(type: TensorType) -> int:

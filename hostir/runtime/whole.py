@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hostir.ir.program import Program
 from hostir.runtime.executor import Executor, Part
+from hostir.runtime.session import Session
 from hostir.runtime.sharding import assemble, bind_sizes, shard
 
 
@@ -28,15 +29,14 @@ def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
         parts = executor(
             *[shard(x, v.tensor, executor.rank, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
         )
-        outputs = tuple(zip(*_everyones(parts, executor), strict=True))
+        outputs = tuple(zip(*everyones(parts, executor.session), strict=True))
     return tuple(assemble(parts, v.tensor, sizes) for v, parts in zip(program.outputs, outputs, strict=True))
 
 
-def _everyones(parts: Sequence[Part], executor: Executor) -> list[Sequence[Part]]:
-    """Each rank's outputs."""
-    if executor.session is None:
+def everyones(parts: Sequence[Part], joined: Session | None) -> list[Sequence[Part]]:
+    """The parts of each rank of a job, on all of them."""
+    if joined is None:
         return [parts]
-    device = executor.session.device
-    gathered: list[Any] = [None] * executor.session.size
+    gathered: list[Any] = [None] * joined.size
     dist.all_gather_object(gathered, [None if x is None else x.cpu() for x in parts])
-    return [[None if x is None else x.to(device) for x in theirs] for theirs in gathered]
+    return [[None if x is None else x.to(joined.device) for x in theirs] for theirs in gathered]
