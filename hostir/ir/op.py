@@ -80,8 +80,8 @@ VALUE_CODECS = {Codec.READ, Codec.WRITE, Codec.ALIAS, Codec.FREE, Codec.DEFINE, 
 class Statement:
     """The base of all statements.
 
-    Equality, hash and `repr` are here for all of them: writing them for each class, as `dataclass` would, is half of
-    what it takes to import the language.
+    Equality, hash and `repr` are here for all of them: to write them for each class, as `dataclass` would, doubles the
+    time in which the modules of statements load.
     """
 
     syntax: ClassVar[str] = ""
@@ -91,14 +91,17 @@ class Statement:
     note: str = field(default="", compare=False, repr=False, kw_only=True)
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._operands() == other._operands()
+        if type(self) is not type(other):
+            return NotImplemented
+        return self._operands() == other._operands()
 
     def __hash__(self) -> int:
         return hash((type(self), self._operands()))
 
     def __repr__(self) -> str:
-        named = zip(codecs_of(type(self)), self._operands(), strict=True)
-        return f"{type(self).__name__}({', '.join(f'{name}={x}' for name, x in named)})"
+        named = dict(zip(codecs_of(type(self)), self._operands(), strict=True))
+        typed = {name: f"{x}: {x.type}" if isinstance(x, Value) else str(x) for name, x in named.items()}
+        return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in typed.items())})"
 
     def _operands(self) -> tuple[Any, ...]:
         """What it consists of, without its place in a text and its note."""
@@ -189,9 +192,12 @@ def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
     """The codec of each field of a statement class, by field name."""
     if cls not in _codecs:
         hints = get_type_hints(cls, include_extras=True)
-        _codecs[cls] = {
-            f.name: next(a for a in get_args(hints[f.name])[1:] if isinstance(a, Codec)) for f in _own_fields(cls)
-        }
+        found = {f.name: [a for a in get_args(hints[f.name])[1:] if isinstance(a, Codec)] for f in _own_fields(cls)}
+        if bare := [name for name, codecs in found.items() if not codecs]:
+            raise TypeError(
+                f"{cls.__name__}.{bare[0]} does not say how it is written: annotate it with a codec, as Read"
+            )
+        _codecs[cls] = {name: codecs[0] for name, codecs in found.items()}
     return _codecs[cls]
 
 

@@ -23,6 +23,7 @@ from tests.runtime.kernels.checking import (
     embedded,
     filled,
     multiprocessors,
+    user_allows,
 )
 
 CUDA = "cuda"
@@ -207,18 +208,21 @@ def test_offsets_beyond_32_bits_are_right():
 @pytest.mark.parametrize("allowed", [True, False])
 @pytest.mark.parametrize("dtype", list(aten.SUMS_OF_HALVES))
 @pytest.mark.parametrize("shape", [(160, 100, 1000), (33, 100, 1000), (64, 60, 4096), (64, 1792, 4096)])
-def test_cublas_adds_up_in_float32_whatever_torch_lets_it_do(shape, dtype, allowed, monkeypatch):
+def test_cublas_adds_up_in_float32_whatever_torch_lets_it_do(shape, dtype, allowed):
     M, N, K = shape
     setting = aten.SUMS_OF_HALVES[dtype]
-    monkeypatch.setattr(aten.CUBLAS, setting, allowed)
     a, b = filled([3, M, K], dtype, device=CUDA), filled([K, N], dtype, device=CUDA)
     exact = a.double() @ b.double()
-    out = torch.full((3, M, N), math.nan, dtype=dtype, device=CUDA)
-    for part, a_part in zip(out, a, strict=True):
-        aten.matmul(part, a_part, b)
     rounded = torch.linalg.vector_norm(exact.to(dtype).double() - exact)
-    assert torch.linalg.vector_norm(out.double() - exact) < 1.02 * rounded
-    assert getattr(aten.CUBLAS, setting) is allowed
+    dense = torch.full((3, M, N), math.nan, dtype=dtype, device=CUDA)
+    strided = torch.full((3, 2 * M, N), math.nan, dtype=dtype, device=CUDA)[:, :M]
+    with user_allows(setting, allowed):
+        for part, a_part in zip(dense, a, strict=True):
+            aten.matmul(part, a_part, b)
+        aten.matmul(strided, a, b)
+        assert getattr(aten.CUBLAS, setting) is allowed
+    for out in (dense, strided):
+        assert torch.linalg.vector_norm(out.double() - exact) < 1.02 * rounded
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

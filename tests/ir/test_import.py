@@ -30,6 +30,15 @@ def test_the_intermediate_representation_loads_in_under_150_milliseconds(tmp_pat
     assert min(float(fresh(timed, around)) for _ in range(6)) < 0.15
 
 
+def test_the_intermediate_representation_loads_neither_the_passes_nor_what_is_seldom_needed() -> None:
+    loaded = fresh(
+        "import sys; before = set(sys.modules); import hostir.ir; print(*(set(sys.modules) - before))"
+    ).split()
+    assert [name for name in loaded if name.startswith(("hostir.lower", "hostir.choice"))] == ["hostir.lower"]
+    assert not {"hashlib", "difflib", "hostir.runtime"} & set(loaded)
+    assert len(loaded) < 100
+
+
 def test_reading_lowering_and_printing_need_no_torch() -> None:
     code = """
 import sys

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given, settings
 
 import hostir as hi
-from hostir.ir import HostIRError, Program, format_program, format_statement
+from hostir.ir import HostIRError, Phase, Program, Statement, format_program, format_statement
+from hostir.ir.op import REGISTRY
 from tests.strategies import programs
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\n"
@@ -38,7 +41,20 @@ def test_a_statement_is_what_its_operands_are_wherever_it_stands() -> None:
     assert one.span != other.span
     assert one != third
     assert one != "copy %a -> %b"
-    assert repr(one) == "Copy(out=%b, x=%a)"
+    assert repr(one) == "Copy(out=%b: f32[4, 8], x=%a: f32[4@didx, 8])"
+    assert one == ANY
+    assert {c.__eq__ for c in REGISTRY.values()} == {Statement.__eq__}
+    assert {c.__hash__ for c in REGISTRY.values()} == {Statement.__hash__}
+
+
+def test_a_field_that_does_not_say_how_it_is_written_is_named() -> None:
+    @dataclass(frozen=True)
+    class Bare(Statement):
+        syntax = "bare {x}"
+        x: int
+
+    with pytest.raises(TypeError, match=r"Bare\.x does not say how it is written"):
+        Bare(x=1).uses(Phase.HOST)
 
 
 def test_comments_white_space_and_redundant_types_do_not_survive() -> None:

@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 from hostir.ir.op import REGISTRY
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import TensorOp
-from hostir.runtime.kernels import launch
+from hostir.runtime.kernels import aten, launch
 from hostir.runtime.kernels.aten import KERNELS
 from hostir.runtime.kernels.table import kernel_table
-from tests.runtime.kernels.checking import assert_as_accurate, assert_only_view_written, embedded, filled
+from tests.runtime.kernels.checking import (
+    assert_as_accurate,
+    assert_only_view_written,
+    embedded,
+    filled,
+    user_allows,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -31,6 +37,28 @@ def layout(draw: st.DrawFn, axes: int) -> dict[str, object]:
         "pad": [draw(st.integers(0, 2)) for _ in range(axes)],
         "offset": draw(st.integers(0, 1)),
     }
+
+
+@pytest.mark.parametrize("users", [True, False])
+@pytest.mark.parametrize("dtype", list(aten.SUMS_OF_HALVES))
+def test_sums_of_halves_are_off_while_a_product_is_issued_and_as_before_afterwards(
+    dtype: torch.dtype, users: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting, seen, multiply = aten.SUMS_OF_HALVES[dtype], [], aten._multiply
+
+    def spy(*operands: torch.Tensor) -> None:
+        seen.append(getattr(aten.CUBLAS, setting))
+        multiply(*operands)
+
+    monkeypatch.setattr(aten, "_multiply", spy)
+    out, a, b, bias = (torch.empty(n, dtype=dtype, device="meta") for n in ((4, 8), (4, 16), (16, 8), (8,)))
+    with user_allows(setting, users):
+        aten.matmul(out, a, b)
+        aten.linear(out, a, b.t(), bias)
+        with pytest.raises(RuntimeError):
+            aten.matmul(out, a, b[:3])
+        assert getattr(aten.CUBLAS, setting) is users
+    assert seen == [False] * 3
 
 
 @settings(max_examples=150)

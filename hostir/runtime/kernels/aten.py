@@ -1,8 +1,9 @@
 """The computations of the language in ATen: one function for each kind, `f(out, *operands, **options)`.
 
-Each writes all of `out`, whatever its strides, and accumulates in f32 or better: where cuBLAS divides K, it may not add
-up halves, as torch lets it by default. `out` shares no memory with the operands of a contraction or a sum; elementwise
-it may be an operand.
+Each writes all of `out`, whatever its strides, and accumulates in f32 or better, unless the user has torch accumulate
+f16 (`allow_fp16_accumulation`). Where cuBLAS divides K, it may not add up halves, as torch lets it by default: that
+setting, which is one for all threads, is another than the user's while a product is issued. `out` shares no memory with
+the operands of a contraction or a sum; elementwise it may be an operand.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ SUMS_OF_HALVES = {
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
 }
 CUBLAS = torch.backends.cuda.matmul
-OF_SPLITS = "_split_k"  # ends the name of whether K may be divided at all, where torch has that as well
-HAS_SPLITS = hasattr(CUBLAS, SUMS_OF_HALVES[torch.bfloat16] + OF_SPLITS)
-_setting = threading.Lock()  # held while it is another than the user's, which is one for all threads
+_setting = threading.Lock()  # held while it is another than the user's
 
 
 def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -105,12 +104,11 @@ def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
             if not getattr(CUBLAS, setting):
                 _multiply(out, a, b, bias)
                 return
-            users = (True, getattr(CUBLAS, setting + OF_SPLITS)) if HAS_SPLITS else True
             setattr(CUBLAS, setting, False)
             try:
                 _multiply(out, a, b, bias)
             finally:
-                setattr(CUBLAS, setting, users)
+                setattr(CUBLAS, setting, True)
 
 
 def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -77,6 +77,17 @@ def assert_only_view_written(view: torch.Tensor, buffer: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
+def user_allows(setting: str, allowed: bool) -> Iterator[None]:
+    """What torch's setting for cuBLAS is meanwhile."""
+    before = getattr(torch.backends.cuda.matmul, setting)
+    setattr(torch.backends.cuda.matmul, setting, allowed)
+    try:
+        yield
+    finally:
+        setattr(torch.backends.cuda.matmul, setting, before)
+
+
+@contextlib.contextmanager
 def multiprocessors(sms: int) -> Iterator[None]:
     """Within it, `matmul` counts on `sms` multiprocessors, so that a test says how many programs share tiles."""
     with pytest.MonkeyPatch.context() as patch:
