@@ -12,7 +12,7 @@ from typing import Any
 
 import hostir as hi
 from examples import patterns
-from hostir.choice.hardware import Hardware, hardware_of
+from hostir.choice.hardware import KNOWN, Hardware, hardware_of
 from hostir.choice.simulate import estimate
 from hostir.ir.program import Program
 
@@ -62,8 +62,7 @@ class Recorded:
         return ways[taken] / min(ways.values()), taken
 
     def estimate(self, way: Way) -> float:
-        program = lowered(self.kind, self.shape, self.ranks, self.dtype, way.strategy, way.slices, way.streams)
-        return estimate(program, {}, self.hardware, way.kernels, self.mode)
+        return estimated(self.kind, self.shape, self.ranks, self.dtype, way, self.hardware.name, self.mode)
 
 
 def way(name: str) -> Way | None:
@@ -75,6 +74,14 @@ def way(name: str) -> Way | None:
             streams = int(said.get("streams") or {"ring": 2}.get(strategy, 1))
             return Way(strategy, int(said.get("slices") or WHOLE), streams, said["kernels"])
     return None
+
+
+@cache
+def estimated(
+    kind: str, shape: tuple[int, int, int], ranks: int, dtype: str, way: Way, hardware: str, mode: str
+) -> float:
+    program = lowered(kind, shape, ranks, dtype, way.strategy, way.slices, way.streams)
+    return estimate(program, {}, KNOWN[hardware], way.kernels, mode)
 
 
 @cache

@@ -92,7 +92,7 @@ class Memory:
                 self._note(Conflict("race", buffer, *_as_issued(other, touch)))
             if history.freed and self.order.known(history.freed.event, clock):
                 self._note(Conflict("freed twice" if access.frees else "use after free", buffer, history.freed, touch))
-            if not access.writes and not covered(access.region, history.written):
+            if not (access.writes or access.region in history.written or covered(access.region, history.written)):
                 self.unsure.append((touch, buffer, history))
             if access.frees:
                 history.freed = touch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,13 +35,15 @@ class Region:
                 dims.append((n, s))
         return Region(offset, tuple(dims))
 
-    @property
+    @cached_property
     def last(self) -> int:
         """The highest element."""
         return self.offset + _span(self.dims)
 
     def meets(self, other: Region) -> bool:
         """Whether the two have an element in common."""
+        if self.offset > other.last or other.offset > self.last:  # most pairs
+            return False
         return self == other or _meet(self.offset, self.dims, other.offset, other.dims)
 
 

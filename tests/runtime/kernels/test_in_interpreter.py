@@ -8,14 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
+FILES = sorted((HERE / "interpreted").glob("test_*.py"))
 
 
-def test_the_kernels_hold_in_tritons_interpreter():
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_kernels_hold_in_tritons_interpreter(file):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["TRITON_INTERPRET"] = "1"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted")],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
         cwd=HERE.parents[2],
         env=environment,
         capture_output=True,
