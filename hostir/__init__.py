@@ -7,25 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hostir import ir, knobs
-from hostir.dsl import (
-    DeviceMesh,
-    Fusion,
-    ParallelType,
-    Tensor,
-    add,
-    cast,
-    gelu,
-    linear,
-    matmul,
-    mul,
-    permute,
-    relu,
-    reshape,
-    reshard,
-    silu,
-    sum,
-    tensor,
-)
 from hostir.ir import Diagnostic, HostIRError, Phase, Program
 from hostir.ir.source import error, user_span
 
@@ -33,13 +14,36 @@ if TYPE_CHECKING:
     import torch
 
     from hostir.choice import Choice, FallbackWarning, compile
+    from hostir.dsl import (
+        DeviceMesh,
+        Fusion,
+        ParallelType,
+        Tensor,
+        add,
+        cast,
+        gelu,
+        linear,
+        matmul,
+        mul,
+        permute,
+        relu,
+        reshape,
+        reshard,
+        silu,
+        sum,
+        tensor,
+    )
     from hostir.lower import HasProgram
     from hostir.lower.passes import Watcher
     from hostir.runtime.executor import Executor
     from hostir.runtime.trace import Trace
 
-# What is loaded when it is first used: the choice of a strategy; the runtime, and with it torch.
+_WRITTEN = (  # what users write
+    "DeviceMesh Fusion ParallelType Tensor add cast gelu linear matmul mul permute relu reshape reshard silu sum tensor"
+)
+# What is loaded when it is first used: what users write; the choice of a strategy; the runtime, and with it torch.
 _LATER = {
+    **dict.fromkeys(_WRITTEN.split(), "hostir.dsl"),
     **dict.fromkeys(("Choice", "FallbackWarning", "compile"), "hostir.choice"),
     "Executor": "hostir.runtime.executor",
 }
@@ -108,6 +112,8 @@ def check(
         sizes: of symbols, to unroll loops with; those left out get small values that fit.
         calls: how many calls follow each other.
     """
+    from hostir.dsl import Fusion
+
     built = program.program() if isinstance(program, Fusion) else program
     if not isinstance(built, Program):
         raise error(f"not a program: {program!r}", user_span(), expected="a hostir.Fusion or a hostir.Program")

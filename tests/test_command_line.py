@@ -231,7 +231,7 @@ def test_more_processes_than_a_program_has_ranks_hold_none(
     assert ": ok" in ran.stdout
 
 
-def test_partial_sums_may_have_been_rounded_before_they_are_added(
+def test_partial_sums_that_ranks_have_rounded_are_not_rounded_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "partial.hir"

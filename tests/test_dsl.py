@@ -46,7 +46,7 @@ def test_the_fusion_that_the_project_is_named_for() -> None:
 
 def one(shape: list[object], dtype: str = "f32") -> hi.Tensor:
     with hi.Fusion("one"):
-        return hi.tensor("x", shape, dtype)  # type: ignore[arg-type]
+        return hi.tensor("x", shape, dtype)
 
 
 def test_every_function_adds_its_statement() -> None:

@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hostir.lower.passes import Pass, Watcher, run_passes
+    from hostir.lower.passes import Pass, run_passes
     from hostir.lower.strategies import AUTO, STRATEGIES, STREAMS, HasProgram, lower, passes_of
 
 _LATER = {
-    **dict.fromkeys(("Pass", "Watcher", "run_passes"), "hostir.lower.passes"),
+    **dict.fromkeys(("Pass", "run_passes"), "hostir.lower.passes"),
     **dict.fromkeys(("AUTO", "STRATEGIES", "STREAMS", "HasProgram", "lower", "passes_of"), "hostir.lower.strategies"),
 }
 
@@ -24,4 +24,4 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_LATER[name]), name)
 
 
-__all__ = ["AUTO", "STRATEGIES", "STREAMS", "HasProgram", "Pass", "Watcher", "lower", "passes_of", "run_passes"]
+__all__ = ["AUTO", "STRATEGIES", "STREAMS", "HasProgram", "Pass", "lower", "passes_of", "run_passes"]

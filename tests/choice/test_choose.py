@@ -156,7 +156,7 @@ def test_sizes_that_are_not_bound_are_asked_for() -> None:
 @pytest.mark.parametrize("size", [0, -4, 2.5, True, "8"])
 def test_a_size_that_is_none_is_refused(size: object) -> None:
     with pytest.raises(HostIRError, match="expected: a positive integer"):
-        choose(symbolic(), sizes={"M": size, "K": 8})  # type: ignore[dict-item]
+        choose(symbolic(), sizes={"M": size, "K": 8})
 
 
 def test_sizes_that_do_not_fit_a_strategy_leave_it_out_loudly() -> None:
@@ -181,7 +181,7 @@ def test_a_host_program_and_what_is_no_fusion_are_refused() -> None:
     with pytest.raises(HostIRError, match="host program already"):
         choose(hi.lower(patterns.mlp()))
     with pytest.raises(HostIRError, match="not a fusion"):
-        choose("a text")  # type: ignore[arg-type]
+        choose("a text")
 
 
 @pytest.mark.parametrize(("option", "said"), [({"machine": "tpu"}, "unknown machine"), ({"calls": "fast"}, "calls=")])

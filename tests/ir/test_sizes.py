@@ -55,7 +55,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, None])
 def test_a_number_that_is_no_size_is_refused(value: object) -> None:
     with pytest.raises(HostIRError, match="a size must be"):
-        Size.of(value)  # type: ignore[arg-type]
+        Size.of(value)
 
 
 def test_binding_needs_every_symbol_and_leaves_no_remainder() -> None:

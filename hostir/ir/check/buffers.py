@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from hostir.ir.check.indices import constant, differ
 from hostir.ir.comm_ops import AllReduce
@@ -18,6 +18,9 @@ from hostir.ir.tensor_ops import CONTRACTED, TensorOp
 from hostir.ir.types import TensorType
 from hostir.ir.values import Expr, Value
 from hostir.ir.view_ops import Permute, ViewOp
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 Cuts = tuple[tuple[Expr, Size], ...]  # piece `index` of `count` equal ones, then a piece of that piece, ...
 
@@ -98,6 +101,8 @@ def _apart(a: Cuts, b: Cuts) -> bool:
 
 def _stretch(cuts: Cuts) -> tuple[Fraction, Fraction]:
     """Where a piece begins and ends, the axis being 0 to 1, as far as literals tell."""
+    from fractions import Fraction  # seldom needed, and not quickly loaded
+
     low, width = Fraction(0), Fraction(1)
     for index, count in cuts:
         at, pieces = constant(index), count.value
