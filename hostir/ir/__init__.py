@@ -1,26 +1,12 @@
 """The intermediate representation: types, statements, text and checks. Imports neither torch nor triton."""
 
-from typing import TYPE_CHECKING, Any
-
-from hostir.ir.check import check, prove
+from hostir.ir.check import check, prove, verify
 from hostir.ir.op import Phase, Statement
 from hostir.ir.program import Program, format_program, format_statement
 from hostir.ir.source import Diagnostic, HostIRError, Span
 from hostir.ir.text import parse
 from hostir.ir.types import Axis, DType, Mesh, TensorType
 from hostir.ir.values import Value
-
-if TYPE_CHECKING:
-    from hostir.ir.check import verify
-
-
-def __getattr__(name: str) -> Any:
-    if name != "verify":
-        raise AttributeError(f"module 'hostir.ir' has no attribute '{name}'")
-    from hostir.ir.check import verify
-
-    return verify
-
 
 __all__ = [
     "Axis",

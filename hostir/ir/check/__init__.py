@@ -5,21 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+from hostir.ir.check.structure import check_structure, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
-
-if TYPE_CHECKING:
-    from hostir.ir.check.structure import check_structure, verify
-
-
-def __getattr__(name: str) -> Any:  # loaded when it is first used: nobody checks who only reads and prints
-    if name not in ("check_structure", "verify"):
-        raise AttributeError(f"module 'hostir.ir.check' has no attribute '{name}'")
-    return getattr(import_module("hostir.ir.check.structure"), name)
 
 
 def check(
@@ -36,8 +26,6 @@ def check(
         sizes: of symbols; those left out get small values.
         calls: how many calls follow each other.
     """
-    from hostir.ir.check.structure import check_structure
-
     found = check_structure(program, settled=settled)
     if found or program.phase is not Phase.HOST:
         return found
