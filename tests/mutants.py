@@ -168,8 +168,10 @@ def condition(place: Place) -> Iterator[Edit]:
 def unready(place: Place) -> Iterator[Edit]:
     s = place.statement
     if isinstance(s, Contraction) and s.ready is not None:
-        plain = replace(s, ready=None, epoch=ZERO, first=ZERO)
+        plain = replace(s, ready=None, epoch=ZERO, first=ZERO, own=None)
         yield "delete ready", f"'{_told(s)}' waits for nothing", place.become(plain)
+        if s.own is not None:
+            yield "delete own", f"'{_told(s)}' waits for its own rows", place.become(replace(s, own=None))
 
 
 # What stands elsewhere --------------------------------------------------------------------------------------------

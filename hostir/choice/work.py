@@ -228,8 +228,8 @@ class Recorder:
             assert isinstance(first.what, Copying)
             task.beside, task.after, task.joins = first.what.sms, [*first.after], [*first.joins]
         task.blocks = [None] * ready.blocks
-        for turn in range(ready.blocks):
-            slot = (ready.first + turn) % ready.blocks
+        for slot in ready.awaited:
+            turn = ready.order.index(slot)
             self.shared.waits.append((task, turn, (self.me, ready.flags.symmetric, slot), ready.epoch))
 
     def communicate(self, exchange: Exchange, x: Buffer | None, out: Buffer | None) -> Task:

@@ -48,13 +48,25 @@ class Exchange:
 class Ready:
     """What a product waits for while it runs: block `i` of its rows is there when flag `i` has reached `epoch`.
 
-    The rows of its left side are `blocks` equal blocks, which it computes one after another, beginning with `first`.
+    The rows of its left side are `blocks` equal blocks, which it computes one after another, beginning with `first`,
+    whose rows are those of `own` if that is there, and not waited for.
     """
 
     flags: Handle
     epoch: int
     first: int
     blocks: int
+    own: Handle | None = None
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The blocks, as they are computed."""
+        return *range(self.first, self.blocks), *range(self.first)
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The blocks that it waits for, as they are computed."""
+        return self.order if self.own is None else self.order[1:]
 
 
 class Machine(Protocol):

@@ -171,7 +171,7 @@ def _fields(cls: type[Statement]) -> dict[str, str]:
     """The names of the fields of each kind, by what they are; with the default where one may be left out."""
     optional = {part.field for part in template(cls.syntax) if isinstance(part, OptionalPart)}
     found: dict[str, str] = {}
-    for name, codec in codecs_of(cls).items():
+    for name, codec in sorted(codecs_of(cls).items(), key=lambda field: field[0] in optional):
         default = defaults_of(cls).get(name)
         aside = "" if name not in optional else " (may be left out)" if default is None else f" ({default} unless said)"
         before = found.get(codec.value)

@@ -48,12 +48,17 @@ class TensorOp(Statement):
     """A computation: `infer` follows from `result` and `maps`, `evaluate` from the fields."""
 
     phases: ClassVar[frozenset[Phase]] = BOTH
+    stand_ins: ClassVar[frozenset[str]] = frozenset()  # fields that are read in place of a part of an operand
 
     out: Write
 
     @property
     def operands(self) -> tuple[Value, ...]:
-        return tuple(self.values(Codec.READ))
+        return tuple(value for value in self._operands_or_none() if value is not None)
+
+    def _operands_or_none(self) -> list[Value | None]:
+        read = (n for n, codec in codecs_of(type(self)).items() if codec is Codec.READ)
+        return [getattr(self, n) for n in read if n not in self.stand_ins]
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         """The result's dtype and logical shape; raises where the operands do not fit."""
@@ -88,7 +93,7 @@ class TensorOp(Statement):
             return
         if frame[self.out] is None:  # in a fusion the result is a new value
             frame[self.out] = frame.machine.allocate(frame.shape(self.out.tensor), self.out.tensor.dtype)
-        operands = [frame[getattr(self, n)] for n, c in codecs_of(type(self)).items() if c is Codec.READ]
+        operands = [frame[value] for value in self._operands_or_none()]
         frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(frame))
 
     def options(self, frame: Frame) -> dict[str, Any]:
@@ -126,17 +131,20 @@ def _contract(op: Statement, a: Value, b: Value, b_axis: int) -> None:
         )
 
 
-READY = "<? ready {ready} >= {epoch} from {first}?>"
+READY = "<? ready {ready} >= {epoch} from {first}?><? own {own}?>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Contraction(TensorOp):
-    """A product that sums the last axis of `a` away, and may wait for the rows of `a`: `ready` as in `matmul`."""
+    """A product that sums the last axis of `a` away, and may wait for rows of `a`: `ready`, `own` as in `matmul`."""
+
+    stand_ins: ClassVar[frozenset[str]] = frozenset({"own"})
 
     a: Read
     ready: UseIf = field(default=None, kw_only=True)
     epoch: Index = field(default=ZERO, kw_only=True)
     first: Index = field(default=ZERO, kw_only=True)
+    own: ReadIf = field(default=None, kw_only=True)
 
     @classmethod
     def form(cls, phase: Phase) -> str:
@@ -148,12 +156,21 @@ class Contraction(TensorOp):
         super().verify()
         if self.ready is not None:
             flags_of(self, self.ready)
+        if self.own is not None:
+            self._stands_in(self.own)
+
+    def _stands_in(self, own: Value) -> None:
+        if self.ready is None:
+            raise self.fail("own rows are those of one block, and there are no blocks", hint="say ready %flags before")
+        same_dtype(self, [self.a, own])
+        if own.tensor.shape[-1:] != self.a.tensor.shape[-1:]:
+            raise self.fail(f"{own} is {own.type}, {self.a} is {self.a.type}", expected="rows of one length")
 
     def verify_layout(self) -> None:
-        self._one_mesh([*self.operands, self.out, *([self.ready] if self.ready else [])])
+        self._one_mesh([*self.operands, self.out, *(v for v in (self.ready, self.own) if v)])
 
     def options(self, frame: Frame) -> dict[str, Any]:
-        """What it waits for, if anything. Raises for flags that do not divide the rows of this rank."""
+        """What it waits for, if anything. Raises where flags do not divide the rows, or own rows are no block."""
         if self.ready is None:
             return {}
         blocks = self.ready.tensor.shape[0].bind(frame.sizes)
@@ -162,7 +179,9 @@ class Contraction(TensorOp):
             raise self.fail(
                 f"{blocks} flags do not divide the {rows} rows of {self.a}", expected="equal blocks, a flag for each"
             )
-        return {"ready": Ready(frame[self.ready], epoch, first, blocks)}
+        if self.own is not None and (count := prod(frame.shape(self.own.tensor)[:-1])) != rows // blocks:
+            raise self.fail(f"{self.own} has {count} rows", expected=f"{rows // blocks} rows, as a block of {self.a}")
+        return {"ready": Ready(frame[self.ready], epoch, first, blocks, frame[self.own])}
 
 
 @statement
@@ -173,6 +192,9 @@ class Matmul(Contraction):
     With `ready %flags >= epoch from first`, the rows of `a`, its leading axes taken together, are as many equal blocks
     as there are flags. One kernel computes them all, beginning with block `first`, and each waits until its flag has
     reached the epoch. The kernel holds the SMs from its start to its end.
+
+    With `own %x` as well, the rows of block `first` are those of `%x`, where they lie: the kernel neither waits for the
+    flag of that block nor reads it in `a`.
 
     Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
     """

@@ -65,7 +65,7 @@ def _matmuls_first(program: Program, gathers: Sequence[AllGather]) -> Program:
 
 
 class Push:
-    """One allgather: the copies of the own shard to all ranks, and the matmul that waits for the copies of all."""
+    """One allgather: the copies of the own shard to the others, and the matmul that waits for theirs."""
 
     def __init__(self, host: Host, peers: Peers, gather: AllGather) -> None:
         self.host, self.peers, self.gather = host, peers, gather
@@ -82,6 +82,18 @@ class Push:
         self.block = peers.index("s")
         self.views, self.shard, self.mine = self.views_of(x)
         self.copies()
+
+    @property
+    def copies_own(self) -> bool:
+        """Whether this rank's rows must be in the buffer: a matmul takes one block of them as they lie, others do not.
+
+        A matmul that reads what else is gathered waits for all of it before it starts.
+        """
+        users = self.host.users.get(self.gather.out.name, [])
+        if self.axis is not None or self.whole is not None or len(users) != 1:
+            return True
+        operands = {v.name for v in users[0].values(Codec.READ)} - {self.gather.out.name}
+        return any(isinstance(s, AllGather) and s.out.name in operands for s in self.host.program.body)
 
     def buffers(self) -> tuple[Value, Value | None]:
         """The symmetric buffer that all ranks fill; and where the rows are wanted whole, one for a copy of it.
@@ -101,10 +113,12 @@ class Push:
         s, body, turn = self.gather, self.host.body, self.peers.index("i")
         before = modulo(Bin("+", self.place, Bin("-", Lit(self.ranks - 1), turn)), self.ranks)
         theirs = self.push(before, "to the rank that multiplies these rows next")
-        # A copy within a GPU needs SMs, so the own one must come before the matmul that holds them.
-        body += [SetStream(COPIER), Synchronize(self.peers.user), SetStream(self.peers.user)]
+        body += [SetStream(COPIER), Synchronize(self.peers.user)]
         body += self.views if self.axis is None else ()
-        body += [*self.each(self.push(self.place, "the matmul begins with these rows")), SetStream(COPIER)]
+        if self.copies_own:
+            # A copy within a GPU needs SMs, so it must come before the matmul that holds them.
+            mine = self.each(self.push(self.place, "the matmul begins with these rows"))
+            body += [SetStream(self.peers.user), *mine, SetStream(COPIER)]
         body += self.peers.past(s, self.full)
         body += self.each([For(turn.value, Size(self.ranks - 1), tuple(theirs), span=s.span)])
         body.append(SetStream(self.peers.user))
@@ -151,7 +165,8 @@ class Push:
         moved = s.rename(self.host.values)
         assert isinstance(moved, Contraction)
         note = "own rows first, each other block when it is there"
-        waits = replace(moved, a=self.full, ready=self.flags, epoch=THERE, first=self.place, note=note)
+        own = None if self.copies_own else self.shard
+        waits = replace(moved, a=self.full, ready=self.flags, epoch=THERE, first=self.place, own=own, note=note)
         self.host.body.append(waits)
         self.settle()
 

@@ -24,6 +24,8 @@ SMS = 16  # that copy: fewer do not fill the links, more leave too few to the ma
 class KernelPush(Push):
     """One allgather: the copies to all ranks, this one first, are on the caller's stream, before the matmul."""
 
+    copies_own = True  # the same few SMs copy to all
+
     def copies(self) -> None:
         body, turn = self.host.body, self.peers.index("i")
         body += self.peers.past(self.gather, self.full)

@@ -17,14 +17,15 @@ from hostir.ir.machine import Ready
 from hostir.ir.source import HostIRError
 from hostir.knobs import TIMEOUT
 from hostir.runtime.beginning import beginning, uses_flags
-from hostir.runtime.blocks import block_of
 from hostir.runtime.driver import Copier, in_batches, wait_at_least, write
 from hostir.runtime.handover import PERMITS, Handover, Slot, waits
+from hostir.runtime.kernels.blocks import with_rows
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.lifetimes import unjoined
 from hostir.runtime.plan import (
     CALLER,
     FLAGS,
+    NONE,
     Barrier,
     Compute,
     Copy,
@@ -225,7 +226,7 @@ class OneSided:
         kernel = self.kernels.get(f"{op.kind}_ready")
         if kernel is not None:
             return self.whole(op, ready, kernel)
-        return self.afterwards(op, ready) if op.beside else self.blocks(op, ready)
+        return self.afterwards(op, ready) if op.beside and ready.own is None else self.blocks(op, ready)
 
     def whole(self, op: Compute, ready: Ready, kernel: Kernel) -> Step:
         from hostir.runtime.kernels.ready import ReadyFlags  # which needs Triton
@@ -235,9 +236,10 @@ class OneSided:
         registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
         looks = int(TIMEOUT.get() / 2 / SECONDS_OF_A_LOOK)  # so that it says what is missing before somebody else does
         flags = ReadyFlags(registers[ready.flags], ready.epoch, stalls, ready.first, looks, op.beside)
+        own = NONE if ready.own is None else ready.own
 
         def step() -> None:
-            kernel(registers[out], *[registers[x] for x in operands], ready=flags, **options)
+            kernel(registers[out], *[registers[x] for x in operands], ready=flags, own=registers[own], **options)
 
         return step
 
@@ -255,18 +257,17 @@ class OneSided:
 
     def blocks(self, op: Compute, ready: Ready) -> Step:
         registers, operands, options = self.registers, op.operands, dict(op.options)
-        order = [*range(ready.first, ready.blocks), *range(ready.first)]
-        place, settled, nothing = self.place(ready.flags), self.handover.settled, in_batches([])
-        issues = [nothing if (place, b) in settled else self.wait(ready.flags, b, ready.epoch) for b in order]
-        waits = [(block, self.on(op.stream, issue)) for block, issue in zip(order, issues, strict=True)]
-        kernel = self.kernels[op.kind]
+        awaited = {b for b in ready.awaited if (self.place(ready.flags), b) not in self.handover.settled}
+        issues = [self.wait(ready.flags, b, ready.epoch) if b in awaited else in_batches([]) for b in ready.order]
+        waits = [(block, self.on(op.stream, issue)) for block, issue in zip(ready.order, issues, strict=True)]
+        kernel, own = self.kernels[op.kind], NONE if ready.own is None else ready.own
 
         def step() -> None:
             out, a, *others = registers[op.out], *(registers[x] for x in operands)
             for block, wait in waits:
                 wait()
-                pairs = zip(block_of(out, a, block, ready.blocks), block_of(a, out, block, ready.blocks), strict=True)
-                for out_part, a_part in pairs:
+                mine = registers[own] if block == ready.first else None
+                for out_part, a_part in with_rows(out, a, block, ready.blocks, mine):
                     kernel(out_part, a_part, *others, **options)
 
         return step

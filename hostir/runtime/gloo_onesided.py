@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from hostir.ir.machine import Ready
-from hostir.runtime.blocks import block_of
+from hostir.runtime.kernels.blocks import with_rows
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.lanes import AbandonedError, Lane, Waits
 from hostir.runtime.plan import EPOCHS, Barrier, Compute, Copy, Op, Recording, Signal, Step, WaitSignal, flag_value
@@ -99,9 +99,10 @@ class OneSided:
         """Block after block, each behind a wait for its flag; in a trace it is one bar."""
         flags, start, end = self.flags(ready.flags), *self.plan.bracket(op)
         lane.add(op, start)
-        for block in (*range(ready.first, ready.blocks), *range(ready.first)):
-            self.deal_wait(op, flags, block, ready.epoch, lane)
-            lane.add(op, partial(self.compute, op, kernel, block, ready.blocks))
+        for block in ready.order:
+            if block in ready.awaited:
+                self.deal_wait(op, flags, block, ready.epoch, lane)
+            lane.add(op, partial(self.compute, op, ready, kernel, block))
         lane.add(op, end)
 
     def flags(self, register: int) -> Flags:
@@ -122,9 +123,10 @@ class OneSided:
             for row in rows:
                 row[place] = flag_value(self.machine.calls, 0)
 
-    def compute(self, op: Compute, kernel: Kernel, block: int, blocks: int) -> None:
+    def compute(self, op: Compute, ready: Ready, kernel: Kernel, block: int) -> None:
         out, a, *others = self.registers[op.out], *(self.registers[x] for x in op.operands)
-        for out_part, a_part in zip(block_of(out, a, block, blocks), block_of(a, out, block, blocks), strict=True):
+        own = self.registers[ready.own] if ready.own is not None and block == ready.first else None
+        for out_part, a_part in with_rows(out, a, block, ready.blocks, own):
             kernel(out_part, a_part, *others, **op.options)
 
     def until(self, reached: Callable[[], bool]) -> Step:

@@ -180,7 +180,7 @@ def waits(recording: Recording) -> Iterator[tuple[Slot, int, Op]]:
             yield (homes[recording.buffers[op.flags]], op.slot), op.epoch, op
         elif isinstance(op, Compute) and op.ready is not None:
             place = homes[recording.buffers[op.ready.flags]]
-            yield from (((place, slot), op.ready.epoch, op) for slot in range(op.ready.blocks))
+            yield from (((place, slot), op.ready.epoch, op) for slot in op.ready.awaited)
 
 
 def _streams(recording: Recording) -> dict[Slot, set[int]]:

@@ -77,7 +77,7 @@ class _Scan:
         if isinstance(op, Allocate):
             self.home[op.out] = op.stream
         elif isinstance(op, Compute):
-            self.use((op.out, *op.operands), op.stream)
+            self.use(op.touches, op.stream)
         elif isinstance(op, Copy):
             self.use((op.x, op.out), op.stream)
         elif isinstance(op, Collective):

@@ -260,11 +260,14 @@ class RankMachine(Observer):
         start = self.issue(None)
         start.run, start.gate = partial(self.processors.take, start, copies), self.processors
         blocks = []
-        for j in (*range(ready.first, ready.blocks), *range(ready.first)):
+        if ready.own is not None:
+            (a_blocks[ready.first],) = self._blocks(ready.own, "reads", 1)
+        for j in ready.order:
             run = partial(kernel, out_blocks[j], a_blocks[j], *others)
             lane = f"block {j} of task {start.order}"
             block = self.task(run, (a_blocks[j], *whole), (out_blocks[j],), lane=lane, timed=True).follow([start])
-            block.gate, block.epoch = self._flag(ready.flags, j), self._epoch(ready.epoch)
+            if j in ready.awaited:
+                block.gate, block.epoch = self._flag(ready.flags, j), self._epoch(ready.epoch)
             blocks.append(block)
         end = self.issue(partial(self.processors.take, None)).follow([*blocks, *copies[-1:]])
         end.turns, end.since = self.processors, start

@@ -78,7 +78,7 @@ def _early(recording: Recording) -> set[int]:
 
 def _touched(op: Op) -> tuple[int, ...]:
     if isinstance(op, Compute):
-        return op.out, *op.operands
+        return op.touches
     if isinstance(op, Copy | Collective):
         return op.x, op.out
     if isinstance(op, Messages):

@@ -111,8 +111,9 @@ class Free(Op):
 class Compute(Op):
     """Kernel `kind` writes `out`.
 
-    With `ready`, whose flags are a register, it computes each block of rows once the flag of that block is up. It may
-    start while the copies run that come right before it on its stream: `beside` is on how many SMs, 0 where none do.
+    With `ready`, whose flags and own rows are registers, it computes each block of rows once the flag of that block is
+    up. It may start while the copies run that come right before it on its stream: `beside` is on how many SMs, 0 where
+    none do.
     """
 
     kind: str
@@ -121,6 +122,12 @@ class Compute(Op):
     options: Mapping[str, Any]
     ready: Ready | None = None
     beside: int = 0
+
+    @property
+    def touches(self) -> tuple[int, ...]:
+        """The registers that it reads or writes."""
+        own = () if self.ready is None or self.ready.own is None else (self.ready.own,)
+        return self.out, *self.operands, *own
 
 
 @dataclass(frozen=True)

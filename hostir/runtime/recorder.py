@@ -176,7 +176,8 @@ class Recorder(Observer):
     def compute(self, kind: str, out: Part, operands: Sequence[Part | None], options: Mapping[str, Any]) -> None:
         ready, others = options.get("ready"), {name: x for name, x in options.items() if name != "ready"}
         if isinstance(ready, Ready):
-            ready = replace(ready, flags=self.register(self.at_rank(ready.flags, self.rank)))
+            flags, own = self.at_rank(ready.flags, self.rank), ready.own
+            ready = replace(ready, flags=self.register(flags), own=None if own is None else self.register(own))
             self.check_epoch(ready.epoch)
         registers, target = tuple(map(self.register, operands)), self.register(out)
         beside = copying(self.ops[self.ordered :], self.stream) if ready else 0
@@ -264,11 +265,9 @@ class Recorder(Observer):
 
     def at_rank(self, x: Part, rank: int) -> Part:
         """The same view of a rank's buffer. Raises for a view of what is not symmetric."""
-        own = self.symmetric.get(x.buffer)
+        own, name = self.symmetric.get(x.buffer), self.names[x.buffer]
         if own is None:
-            raise self.fail(
-                f"%{self.names[x.buffer]} is not symmetric", expected="a view of what allocate_symmetric gives"
-            )
+            raise self.fail(f"%{name} is not symmetric", expected="a view of what allocate_symmetric gives")
         return Part(self.home(own.name, own.rounds, rank, own.shape, own.dtype).buffer, x.meta)
 
     def check_dense(self, x: Part, message: str) -> None:

@@ -52,6 +52,30 @@ def test_every_tile_gives_the_bits_of_the_kernel_without_flags(M, N, K, blocks, 
             assert stall_error(ready.stalls, 0, "%f") is None
 
 
+@pytest.mark.parametrize("transpose_b", [True, False])
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(64, 1792, 4096), (512, 1792, 4096), (4096, 3584, 1024), (2000, 904, 520), (8 * 129, 328, 72)]
+)
+def test_own_rows_give_the_bits_that_they_give_in_the_buffer(M, N, K, transpose_b):
+    dtype, blocks, first = torch.bfloat16, 8, 5
+    a = filled([M, K], dtype, device=CUDA)
+    b = filled([N, K] if transpose_b else [K, N], dtype, device=CUDA)
+    own = filled([M // blocks, K], dtype, pad=[0, 8], device=CUDA).copy_(a.chunk(blocks)[first])
+    rows = a.clone()
+    rows.chunk(blocks)[first].fill_(math.nan)
+    for use_descriptors in descriptor_modes():
+        for config in candidates(dtype, descriptors=use_descriptors):
+            options = {"transpose_b": transpose_b, "use_descriptors": use_descriptors, "config": config}
+            out, buffer = embedded([M, N], dtype, pad=[1, 8], device=CUDA)
+            ready = raised(blocks, first=first)
+            ready.flags[first] = 0
+            for _ in range(2):  # the second is launched without Triton
+                matmul(rows, b, out.fill_(math.nan), ready=ready, own=own, **options)
+                assert_only_view_written(out, buffer)
+                assert torch.equal(out, matmul(a, b, torch.empty_like(out), **options))
+            assert stall_error(ready.stalls, 0, "%f") is None
+
+
 @pytest.mark.parametrize("flag_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_layout_and_dtype_are_waited_for(dtype, flag_dtype):

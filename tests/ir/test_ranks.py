@@ -85,6 +85,23 @@ def findings(body: str, inputs: str = INPUTS, outputs: str = "") -> list[Diagnos
         ("wait_signal %a[0] >= 1", 8, "%a is no row of flags"),
         ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %b >= 1 from 0", 9, "%b is no row of flags"),
         ("%m: f32[4, 8] = allocate\nlinear %b, %n -> %m ready %b >= 1 from 0", 9, "%b is no row of flags"),
+        ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m own %b", 9, "own rows are those of one block"),
+        (
+            "%m: f32[4, 8] = allocate\n%o: bf16[2, 8] = allocate\nmatmul %b, %n -> %m ready %f >= 1 from 0 own %o",
+            10,
+            "mixed dtypes: %b is f32, %o is bf16",
+        ),
+        (
+            "%m: f32[4, 8] = allocate\n%o: f32[2, 4] = allocate\nmatmul %b, %n -> %m ready %f >= 1 from 0 own %o",
+            10,
+            "%o is f32[2, 4], %b is f32[4, 8]",
+        ),
+        (
+            "%m: f32[4, 8] = allocate\n%o: f32[2, 8] on @other = allocate\n"
+            "matmul %s, %n -> %m ready %f >= 1 from 0 own %o",
+            10,
+            "lie on different meshes",
+        ),
         # places, conditions and messages
         ("%r = rank of %a over tp", 8, "the mesh of %a has no axis 'tp'"),
         ("barrier of %a over tp", 8, "the mesh of %a has no axis 'tp'"),
@@ -169,6 +186,7 @@ def test_inputs_and_outputs_hold_no_flags() -> None:
         ),
         ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %f >= 1 from 2", "%f has no flag 2"),
         ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %f >= 0 from 0", "epoch 0 of a flag"),
+        ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %f >= 1 from 0 own %b", "%b has 4 rows"),
     ],
 )
 def test_a_run_refuses_ranks_flags_and_epochs_that_do_not_exist(body: str, message: str) -> None:
@@ -219,6 +237,45 @@ def test_a_matmul_multiplies_each_block_once_it_has_arrived(first: str) -> None:
     for seed in range(8):
         (c,) = run_whole(program, [a, b], seed=seed)
         torch.testing.assert_close(c, a @ b)
+
+
+OWN = """  put %a -> %mine at %r over didx
+  signal %arrived[%r] = 1 at %r over didx
+  matmul %full, %b -> %c ready %arrived >= 1 from %r"""
+
+
+def with_own(own: str = "%a", worker: str = "", user: str = "") -> hi.Program:
+    """The same, but the rank's own rows are not copied; and what the worker and the caller's stream do before."""
+    text = GATHER.format(rows=12, flags=4, epoch=1, first="%r")
+    assert OWN in text
+    text = text.replace(OWN, f"  {user}\n{OWN.splitlines()[-1]} own {own}").replace("  %mine", f"  {worker}\n  %mine")
+    if own == "%x":
+        text = text.replace("  %r = rank", "  %x: f32[12@didx, 8] = allocate\n  %r = rank").replace(
+            "\n}", "\n  free %x\n}"
+        )
+    return hi.parse(text, "own.hir")
+
+
+def test_own_rows_are_multiplied_where_they_are() -> None:
+    program = with_own()
+    assert hi.parse(str(program)) == program
+    assert str(program).count("put") == 1
+    assert "from %r own %a" in str(program)
+    assert hi.check(program) == []
+    a, b = torch.randn(12, 8), torch.randn(8, 5)
+    for seed in range(8):
+        (c,) = run_whole(program, [a, b], seed=seed)
+        torch.testing.assert_close(c, a @ b)
+
+
+def test_own_rows_that_nobody_has_written_are_found() -> None:
+    assert any("%full" in d.message for d in hi.check(with_own("%mine")))
+
+
+def test_own_rows_that_another_stream_still_writes_are_a_race() -> None:
+    assert hi.check(with_own("%x", user="relu %a -> %x")) == []
+    found = hi.check(with_own("%x", worker="relu %a -> %x"))
+    assert any(d.message.startswith("race on %x") for d in found), found
 
 
 def with_bias(bias: str) -> hi.Program:

@@ -33,7 +33,7 @@ def test_syntax_shows_what_is_optional_and_which_results_need_a_type() -> None:
     forms = {e.keyword: dict(e.forms) for entries in sections().values() for e in entries}
     assert forms["linear"] == {
         "fusion": "%out: <type> = linear %a, %weight(, %bias)?",
-        "program": "linear %a, %weight(, %bias)? -> %out (ready %ready >= <epoch> from <first>)?",
+        "program": "linear %a, %weight(, %bias)? -> %out (ready %ready >= <epoch> from <first>)? (own %own)?",
     }
     assert forms["select"] == {"program": "%out = select %x[<index>] (axis <axis>)?"}
     assert forms["reshape"] == {"fusion, program": "%out: <type> = reshape %x"}
@@ -44,10 +44,8 @@ def test_syntax_shows_what_is_optional_and_which_results_need_a_type() -> None:
 def test_fields_tell_what_they_are_and_their_defaults() -> None:
     fields = dict(entry(REGISTRY["select"]).fields)
     assert fields["integer"] == "`axis` (0 unless said)"
-    assert (
-        dict(entry(REGISTRY["linear"]).fields)["tensor operand that is read"]
-        == "`a`, `weight`, `bias` (may be left out)"
-    )
+    read = dict(entry(REGISTRY["linear"]).fields)["tensor operand that is read"]
+    assert read == "`a`, `weight`, `own` (may be left out), `bias` (may be left out)"
 
 
 def test_the_program_on_the_page_checks() -> None:

@@ -23,10 +23,10 @@ import torch
 from hostir.ir.machine import Ready
 from hostir.ir.program import Program
 from hostir.runtime import cuda, cuda_onesided
-from hostir.runtime.blocks import block_of
 from hostir.runtime.cuda import CudaMachine, CudaPlan
 from hostir.runtime.cuda_onesided import OneSided
 from hostir.runtime.handover import PERMITS, notes, prepare
+from hostir.runtime.kernels.blocks import with_rows
 from hostir.runtime.kernels.table import Kernel, kernel_table
 from hostir.runtime.plan import Compute, Recording
 from hostir.runtime.recorder import record
@@ -181,9 +181,9 @@ class Gpus:
         """A product that takes blocks of rows in the order in which their flags rise, beside copies if it may."""
         registers, flags = one_sided.registers, one_sided.place(ready.flags)
 
-        def multiply(block: int, out: torch.Tensor, a: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-            blocks = ready.blocks
-            for to, rows in zip(block_of(out, a, block, blocks), block_of(a, out, block, blocks), strict=True):
+        def multiply(block: int, operands: Sequence[torch.Tensor], own: torch.Tensor | None) -> None:
+            out, a, *others = operands
+            for to, rows in with_rows(out, a, block, ready.blocks, own):
                 kernel(to, rows, *others, **op.options)
 
         def step() -> None:
@@ -191,10 +191,13 @@ class Gpus:
             if begun is None:
                 begun = Event()
                 begun.record(self.current)
-            out, a, *others = registers[op.out], *(registers[x] for x in op.operands)
+            operands = [registers[x] for x in (op.out, *op.operands)]
             for block in range(ready.blocks):
-                _, there = _wait(one_sided.flag(flags, block, one_sided.rank), ready.epoch)
-                self.beside(begun, Task(partial(multiply, block, out, a, others), there))
+                if block in ready.awaited:
+                    _, there = _wait(one_sided.flag(flags, block, one_sided.rank), ready.epoch)
+                    self.beside(begun, Task(partial(multiply, block, operands, None), there))
+                else:
+                    self.beside(begun, Task(partial(multiply, block, operands, registers[ready.own])))
 
         return step
 

@@ -181,8 +181,16 @@ def test_a_rank_may_be_calls_ahead_of_one_that_it_does_not_need(
 
 
 def test_an_input_made_in_its_place_is_not_copied(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = lowered("fused", 2)
-    inputs = [[torch.randn(1, 1, 4, 8), torch.randn(8, 5)] for _ in range(2)]
+    fusion = hi.parse("""hostir 1
+mesh @mesh [didx] = 0 1
+fusion @two(%a: f32[8@didx, 8], %b: f32[8, 5]) -> (%c, %d) {
+  %full: f32[8, 8] = allgather %a over didx
+  %c: f32[8, 5] auto = matmul %full, %b
+  %d: f32[8, 5] auto = matmul %full, %b
+}
+""")
+    program = hi.lower(fusion, "fused")
+    inputs = [[torch.randn(4, 8), torch.randn(8, 5)] for _ in range(2)]
     kernels = {**gpus.kernels(), "copy": lambda *_: pytest.fail("copied")}
     monkeypatch.setattr(Gpus, "kernels", lambda _: kernels)
     ready = plans(gpus, program, inputs, monkeypatch)
@@ -194,7 +202,7 @@ def test_an_input_made_in_its_place_is_not_copied(gpus: Gpus, monkeypatch: pytes
         gpus.current = Stream()
         outputs.append(plan.run([home, b])[0])
     gpus.run(Random(0))
-    whole = torch.cat([a for a, _ in inputs], dim=1)
+    whole = torch.cat([a for a, _ in inputs])
     for out, (_, b) in zip(outputs, inputs, strict=True):
         torch.testing.assert_close(out, whole @ b)
 

@@ -250,15 +250,17 @@ class Tracer(Observer):
         kernel = Kernel(start, start, pushing.last if pushing else None)
         blocks = []
         a, *others = [x for x in operands if x is not None]
-        for x in (a, out):
+        for x in (a, out, *([ready.own] if ready.own else [])):
             if strides_in(x, (prod(x.shape[:-1]), *x.shape[-1:])) is None:
                 layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
                 raise self.fail(f"rows of {layout}", expected="rows with one stride", hint="copy it first")
         for i in range(ready.blocks):
-            accesses = [access(rows_of(a, i, ready.blocks), False), access(rows_of(out, i, ready.blocks), True)]
+            rows = ready.own if ready.own is not None and i == ready.first else rows_of(a, i, ready.blocks)
+            accesses = [access(rows, False), access(rows_of(out, i, ready.blocks), True)]
             accesses += [access(x, False) for x in others]
             block = self.event(f"runs block {i}", accesses, [start])
-            kernel.waits.append(Flag(block, self.rank, ready.flags.buffer.name, i, (self.turn, ready.epoch)))
+            if i in ready.awaited:
+                kernel.waits.append(Flag(block, self.rank, ready.flags.buffer.name, i, (self.turn, ready.epoch)))
             blocks.append(block)
         kernel.end = self.step("ends", [], after=[*blocks, *([pushing.last] if pushing else [])])
         for block in blocks:

@@ -40,12 +40,18 @@ def rows(t: torch.Tensor) -> torch.Tensor | None:
     return t.as_strided((size, t.shape[-1]), (stride, t.stride(-1)))
 
 
+def rows_or_copy(t: torch.Tensor) -> torch.Tensor:
+    """`t[..., K]` as `[M, K]`: a view where a single row stride fits, else a dense copy."""
+    flat = rows(t)
+    return t.reshape(-1, t.shape[-1]) if flat is None else flat
+
+
 def descriptor_strides(t: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> list[int] | str:
     """Strides (in elements) for a TMA descriptor of `shape` over the memory of `t`, or the reason why there is none.
 
     The rules are those of `cuTensorMapEncodeTiled`: a base on 16 bytes, unit stride innermost, every other stride a
     multiple of 16 bytes, and each axis stepping over whole copies of the axis inside it. An axis of size 1 is never
-    stepped along, so its stride is replaced by one that fits.
+    stepped along, so a stride that does not fit is replaced by one that does.
     """
     if t.data_ptr() % 16:
         return "its first element is not on a 16-byte boundary"
@@ -55,7 +61,7 @@ def descriptor_strides(t: torch.Tensor, shape: Sequence[int], strides: Sequence[
     legal = [1]
     span = shape[-1]
     for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
-        if size == 1:
+        if size == 1 and (stride % quantum or stride < span or stride % legal[0]):
             stride = -(-span // quantum) * quantum
         if stride % quantum:
             return f"its stride of {stride} elements is not a multiple of 16 bytes"

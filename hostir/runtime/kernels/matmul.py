@@ -15,8 +15,9 @@ import torch
 import triton
 
 from hostir.runtime.kernels.launch import INTERPRETED, check_device, limits
-from hostir.runtime.kernels.matmul_call import Call
-from hostir.runtime.kernels.operands import Described, Rows, check, describe, rows_of
+from hostir.runtime.kernels.layout import rows_or_copy
+from hostir.runtime.kernels.matmul_call import Call, Matrices
+from hostir.runtime.kernels.operands import Described, Rows, check, check_own, describe, own_strides, rows_of
 from hostir.runtime.kernels.ready import ReadyFlags, block_rows
 from hostir.runtime.kernels.streamk import schedule
 from hostir.runtime.kernels.tiles import INTERPRETER, Config, choose, in_blocks
@@ -35,6 +36,7 @@ def matmul(
     bias: torch.Tensor | None = None,
     transpose_b: bool = False,
     ready: ReadyFlags | None = None,
+    own: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
@@ -51,6 +53,8 @@ def matmul(
             several blocks only if they are smaller than it, or `a` is a batch; it waits for all of them. The bits are
             those of the same tile without flags. Where a block stays away, `ready.stalls` says so in the end, and
             tiles are left out: all that need the block, and others that the same programs had yet to compute.
+        own: `[..., K]`, the rows of block `ready.first`, which is not waited for, nor read in `a`. Then each block is
+            some whole batches, or all rows are one batch, and no tile spans several blocks.
         use_descriptors: move tiles with TMA descriptors. None: wherever the device and the memory allow it.
             True: always, or raise. False: never.
         config: the tile, instead of the one that `choose` finds. With `ready`, its `shared` must be 0.
@@ -61,19 +65,22 @@ def matmul(
     Raises TypeError for a dtype, ValueError for a shape, a layout, a device, flags or a tile that do not fit.
     """
     tf32 = a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    if own is not None and not own.is_contiguous():
+        own = rows_or_copy(own)
     kind = (
         *(_lies(a), _lies(b), _lies(out), None if bias is None else _lies(bias), transpose_b),
-        *(None if ready is None else _waits(ready), use_descriptors, config, tf32),
+        *(None if ready is None else _waits(ready), None if own is None else _lies(own)),
+        *(use_descriptors, config, tf32),
     )
     call = _calls.get(kind)
     if call is None:
-        call = _prepare(a, b, out, bias, transpose_b, ready, use_descriptors, config, tf32)
+        call = _prepare((a, b, out, own), bias, transpose_b, ready, use_descriptors, config, tf32)
         if call is None:
             return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
         _calls[kind] = call
-    call.launch(a, b, out, bias, ready)
+    call.launch((a, b, out, own), bias, ready)
     return out
 
 
@@ -91,9 +98,7 @@ def _waits(ready: ReadyFlags) -> tuple[object, ...]:
 
 
 def _prepare(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
+    matrices: Matrices,
     bias: torch.Tensor | None,
     transpose_b: bool,
     ready: ReadyFlags | None,
@@ -102,9 +107,12 @@ def _prepare(
     tf32: bool,
 ) -> Call | None:
     """How to launch such a matmul; None where there is nothing to multiply, only a bias or zeros to write."""
-    device = check_device(a=a, b=b, out=out, bias=bias)
+    a, b, out, own = matrices
+    device = check_device(a=a, b=b, out=out, bias=bias, own=own)
     check(a, b, out, bias, transpose_b)
     block = None if ready is None else block_rows(ready, out)
+    if own is not None:
+        check_own(own, a, block)
     if ready is not None and config is not None and config.shared:
         raise ValueError(f"matmul cannot share tiles of rows that it waits for: expected shared=0, got {config.shared}")
     weight = b.t() if transpose_b else b
@@ -112,6 +120,8 @@ def _prepare(
     if out.numel() == 0 or (K == 0 and ready is None):
         return None
     rows = rows_of(a, out)
+    if own is not None and block and rows.batches > 1 and block % rows.M:
+        raise ValueError(f"own rows of {block} are no whole batches of {rows.M}")
     bounds = limits(device)
     beside = ready.beside if ready is not None and bounds.tma else 0  # as old as TMA: programmatic dependent launch
     sms = max(1, bounds.sms - beside)
@@ -119,7 +129,7 @@ def _prepare(
         if use_descriptors:
             raise ValueError(f"matmul cannot use TMA descriptors: {device} has no TMA")
         use_descriptors = False
-    described = _described(a, weight, out, rows, use_descriptors)
+    described = _described((a, weight, out, own), rows, use_descriptors)
     if config is None and INTERPRETED:
         config = INTERPRETER
     elif config is None:
@@ -127,26 +137,30 @@ def _prepare(
             *(rows.M, N, K, a.dtype, sms),
             batch=rows.batches,
             block=block,
+            apart=own is not None,
             descriptors=described is not None,
             tf32=tf32,
             shared_memory=bounds.shared_memory,
         )
-    batches, M = in_blocks(rows.batches, rows.M, block, config.m)
+    batches, M = in_blocks(rows.batches, rows.M, block, config.m, own is not None)
     if M != rows.M:
         rows = rows.in_batches(M)
-        described = _described(a, weight, out, rows, use_descriptors)
+        described = _described((a, weight, out, own), rows, use_descriptors)
     if bias is not None and batches > 1:
         fits = {"descriptors": described is not None, "biased_batch": True}
         config = config.fitting(a.element_size(), bounds.shared_memory, **fits)
     tiles = batches * -(-M // config.m) * -(-N // config.n)
     plan = schedule(tiles, -(-K // config.k), sms, config.shared)
-    strides = (rows.a_batch, rows.a_row, a.stride(-1), *weight.stride(), rows.out_batch, rows.out_row, out.stride(-1))
+    of_own = (0, 0, 0) if own is None else own_strides(own, rows)
+    of_a = (rows.a_batch, rows.a_row, a.stride(-1))
+    strides = (*of_own, *of_a, *weight.stride(), rows.out_batch, rows.out_row, out.stride(-1))
+    halved = config.n // 2 if config.halves else config.n
     shared = tiles - plan.whole
     return Call(
         device=device,
         programs=plan.programs,
         described=described,
-        blocks=((config.m, config.k), (config.k, config.n), (config.m, config.n // 2 if config.halves else config.n)),
+        blocks=((config.m, config.k), (config.k, config.n), (config.m, halved), (config.m, config.k)),
         bias_step=0 if bias is None else bias.stride(0),
         block=block,
         schedule=(plan.whole, plan.shares) if plan.shares else None,
@@ -165,6 +179,7 @@ def _prepare(
             "HAS_BIAS": bias is not None,
             "SHARED": plan.shares > 0,
             "READY": ready is not None,
+            "OWN": own is not None,
             "FLAGS": 1 if ready is None else triton.next_power_of_2(ready.flags.numel()),
             "BESIDE": beside > 0,
             "PRECISION": "tf32" if tf32 else "ieee",
@@ -175,13 +190,11 @@ def _prepare(
     )
 
 
-def _described(
-    a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: Rows, wanted: bool | None
-) -> list[Described] | None:
-    """How TMA sees the operands; None where it is not `wanted`, or cannot unless it must."""
+def _described(matrices: Matrices, rows: Rows, wanted: bool | None) -> list[Described] | None:
+    """How TMA sees a, `[K, N]`, out and own; None where it is not `wanted`, or cannot unless it must."""
     if wanted is False:
         return None
-    described = describe(a, weight, out, rows)
+    described = describe(*matrices, rows)
     if not isinstance(described, str):
         return described
     if wanted:

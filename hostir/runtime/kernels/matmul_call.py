@@ -14,6 +14,8 @@ from hostir.runtime.kernels.operands import Described
 from hostir.runtime.kernels.ready import ReadyFlags
 from hostir.runtime.kernels.workspace import workspace
 
+Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # a, b, out, own
+
 _KEPT = 64  # encoded descriptors of one operand, each for another address
 
 
@@ -23,12 +25,12 @@ class Call:
 
     Fields:
         programs: of the grid.
-        described: how TMA sees a, b and out; None: they are passed as pointers.
-        blocks: what of a, b and out a descriptor moves at a time.
+        described: how TMA sees a, b, out and, if they are apart, own rows; None: they are passed as pointers.
+        blocks: what of these a descriptor moves at a time.
         block: rows of a block, with flags.
         schedule: whole and shares of a Schedule with shared tiles.
         sums, tickets: what shared tiles need of `workspace`.
-        sizes: the arguments of the kernel from `group` to the strides.
+        sizes: the arguments of the kernel from `group` to the last stride.
         constants, options: the kernel's constants, in its order, and how to compile it.
     """
 
@@ -46,30 +48,26 @@ class Call:
     options: Mapping[str, Any]
     compiled: Compiled | None = field(default=None, init=False)
     _rest: tuple[Any, ...] = field(init=False)
-    _encoded: tuple[dict[int, Sequence[Any]], ...] = field(default_factory=lambda: ({}, {}, {}), init=False)
+    _encoded: tuple[dict[int, Sequence[Any]], ...] = field(default_factory=lambda: ({}, {}, {}, {}), init=False)
 
     def __post_init__(self) -> None:
         self._rest = (*self.sizes, *self.constants.values())
 
-    def launch(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, ready: ReadyFlags | None
-    ) -> None:
+    def launch(self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None) -> None:
         """Launch for these tensors, on the current stream."""
         if self.compiled is None:
-            self._compile(a, b, out, bias, ready)
+            self._compile(matrices, bias, ready)
         elif torch.cuda.current_device() == self.device.index:
-            self._launch(self.compiled, a, b, out, bias, ready)
+            self._launch(self.compiled, matrices, bias, ready)
         else:
             with launching(self.device):
-                self._launch(self.compiled, a, b, out, bias, ready)
+                self._launch(self.compiled, matrices, bias, ready)
 
-    def _compile(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, ready: ReadyFlags | None
-    ) -> None:
+    def _compile(self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None) -> None:
         """Launch as Triton does, which compiles if need be. The interpreter knows no other way."""
-        operands: list[Any] = [a, b, out]
+        operands: list[Any] = list(matrices)
         if self.described is not None:
-            operands = [self._descriptor(number, t) for number, t in enumerate((a, b, out))]
+            operands = [t if t is None else self._descriptor(number, t) for number, t in enumerate(matrices)]
         waits: Sequence[Any] = [None] * 7
         if ready is not None:
             waits = (ready.flags, ready.stalls, ready.epoch, ready.first, len(ready.flags), self.block, ready.looks)
@@ -86,26 +84,22 @@ class Call:
             self.compiled = Compiled(kernel)
 
     def _launch(
-        self,
-        compiled: Compiled,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
-        bias: torch.Tensor | None,
-        ready: ReadyFlags | None,
+        self, compiled: Compiled, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None
     ) -> None:
         bind_thread(self.device)
         stream = compiled.stream(self.device.index)
+        a, b, out, own = matrices
         operands: Sequence[Any]
         if self.described is not None:
-            of_a, of_b, of_out = self._encoded
+            of_a, of_b, of_out, of_own = self._encoded
             operands = (
                 *(of_a.get(a.data_ptr()) or self._encode(compiled, 0, a)),
                 *(of_b.get(b.data_ptr()) or self._encode(compiled, 1, b)),
                 *(of_out.get(out.data_ptr()) or self._encode(compiled, 2, out)),
+                *((None,) if own is None else of_own.get(own.data_ptr()) or self._encode(compiled, 3, own)),
             )
         else:
-            operands = (a.data_ptr(), b.data_ptr(), out.data_ptr())
+            operands = (a.data_ptr(), b.data_ptr(), out.data_ptr(), None if own is None else own.data_ptr())
         waits: Sequence[Any] = (None, None, None, None, None, None, None)
         if ready is not None:
             flags = ready.flags

@@ -151,6 +151,7 @@ def _whole_tiles(
     first,
     height,
     a,
+    above,  # batches of the output that lie above the first of `a`
     b,
     out,
     bias,
@@ -176,7 +177,7 @@ def _whole_tiles(
     for tile in tl.range(begin, stop, tl.num_programs(0), flatten=DESCRIPTORS):
         batch, row, column = _tile_position(tile, group, first, height, batches, M, N, BM, BN)
         acc = _contract(
-            *(batch, row, column, 0, tl.cdiv(K, BK), a, b, M, N, K, strides),
+            *(batch - above, row, column, 0, tl.cdiv(K, BK), a, b, M, N, K, strides),
             *(BM, BN, BK, DESCRIPTORS, B_IS_NK, BATCHED, PRECISION, EXACT, RUN),
         )
         if HAS_BIAS:
@@ -283,9 +284,10 @@ _VARYING = ["epoch", "first", "blocks", "height", "looks", "whole", "shares", "g
 
 @triton.jit(do_not_specialize=_VARYING)
 def matmul_kernel(
-    a,  # DESCRIPTORS: descriptors of a, b (B_IS_NK: of its transpose) and out; else pointers
+    a,  # DESCRIPTORS: descriptors of a, b (B_IS_NK: of its transpose), out and own; else pointers
     b,
     out,
+    own,  # with OWN only: the rows of block `first`
     bias,
     bias_step,
     flags,  # as in ReadyFlags, with READY only, as what follows down to looks
@@ -304,7 +306,10 @@ def matmul_kernel(
     M,
     N,
     K,
-    a_batch,  # strides, used with pointers only
+    own_batch,  # strides, used with pointers only
+    own_row,
+    own_column,
+    a_batch,
     a_row,
     a_column,
     b_row,
@@ -322,6 +327,7 @@ def matmul_kernel(
     HAS_BIAS: tl.constexpr,
     SHARED: tl.constexpr,  # the last tiles are computed by several programs each
     READY: tl.constexpr,  # rows come while the kernel runs; not with SHARED
+    OWN: tl.constexpr,  # the rows of block `first` are elsewhere, and there; each block is so many whole batches
     FLAGS: tl.constexpr,  # the power of 2 that holds all blocks
     BESIDE: tl.constexpr,  # it may have started before the kernel before it has ended
     PRECISION: tl.constexpr,
@@ -332,10 +338,19 @@ def matmul_kernel(
     tile = tl.program_id(0)
     tiles = batches * tl.cdiv(M, BM) * tl.cdiv(N, BN)
     strides = (a_batch, a_row, a_column, b_row, b_column, out_batch, out_row, out_column)
+    of_own = (own_batch, own_row, own_column, b_row, b_column, out_batch, out_row, out_column)
     if READY:
         # Where no tile spans two blocks, tiles are numbered block by block. Then those of a block, and of the blocks
         # behind it that have come as well, are one pipeline: a wait in its midst would keep Triton from building it.
         tiles_of_block = tl.where(height % M == 0, tiles // blocks, 0)
+        if OWN:
+            _whole_tiles(
+                *(tile, tiles_of_block, group, first, height, own, first * (height // M), b, out, bias, bias_step),
+                *(batches, M, N, K, of_own),
+                *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
+            )
+            if tile < tiles_of_block:
+                tile += tl.cdiv(tiles_of_block - tile, tl.num_programs(0)) * tl.num_programs(0)
         while (tile < tiles) & (looks > 0):
             batch, row, _ = _tile_position(tile, group, first, height, batches, M, N, BM, BN)
             come, looks = wait_for_rows(
@@ -346,14 +361,14 @@ def matmul_kernel(
             )
             stop = tl.where(looks > 0, min(max(come * tiles_of_block, tile + 1), tiles), tile)
             _whole_tiles(
-                *(tile, stop, group, first, height, a, b, out, bias, bias_step, batches, M, N, K, strides),
+                *(tile, stop, group, first, height, a, 0, b, out, bias, bias_step, batches, M, N, K, strides),
                 *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
             )
             tile += tl.cdiv(stop - tile, tl.num_programs(0)) * tl.num_programs(0)
     else:
         alone = whole if SHARED else tiles
         _whole_tiles(
-            *(tile, alone, group, None, None, a, b, out, bias, bias_step, batches, M, N, K, strides),
+            *(tile, alone, group, None, None, a, 0, b, out, bias, bias_step, batches, M, N, K, strides),
             *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
         )
         if SHARED:

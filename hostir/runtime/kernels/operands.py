@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hostir.runtime.kernels.layout import collapse, descriptor_strides
+from hostir.runtime.kernels.layout import collapse, descriptor_strides, rows_or_copy
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -54,6 +54,22 @@ def check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tenso
         raise ValueError(f"out overlaps itself: shape {list(out.shape)}, strides {list(out.stride())}")
 
 
+def check_own(own: torch.Tensor, a: torch.Tensor, block: int | None) -> None:
+    """Raise TypeError or ValueError unless `own` can be the rows of one block of `a`."""
+    if own.dtype != a.dtype:
+        raise TypeError(f"expected own rows of {a.dtype}, as the others, got {own.dtype}")
+    if block is None:
+        raise ValueError("own rows are those of a block: expected flags for blocks too")
+    if own.shape[-1:] != a.shape[-1:] or own.shape[:-1].numel() != block:
+        raise ValueError(f"expected own rows {[block, a.shape[-1]]}, got shape {list(own.shape)}")
+
+
+def own_strides(own: torch.Tensor, rows: Rows) -> tuple[int, int, int]:
+    """From batch to batch, from row to row and from column to column of own rows, whose leading axes merge."""
+    row, column = rows_or_copy(own).stride()
+    return rows.M * row, row, column
+
+
 def rows_of(a: torch.Tensor, out: torch.Tensor) -> Rows:
     """The leading axes of `a` and `out`, as few batches as there can be; ValueError where they do not merge."""
     levels = collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])
@@ -82,8 +98,10 @@ class Described:
         return TensorDescriptor(tensor, self.shape, self.strides, [*leading, rows, columns])
 
 
-def describe(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: Rows) -> list[Described] | str:
-    """How TMA sees `a`, `weight` `[K, N]` and `out`, or why it cannot."""
+def describe(
+    a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, own: torch.Tensor | None, rows: Rows
+) -> list[Described] | str:
+    """How TMA sees `a`, `weight` `[K, N]`, `out` and `own`, or why it cannot."""
     K, N = weight.shape
     transposed = isinstance(descriptor_strides(weight, weight.shape, weight.stride()), str)
     seen = weight.t() if transposed else weight
@@ -94,6 +112,9 @@ def describe(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: Row
         "b": (seen, seen.shape, seen.stride()),
         "out": (out, (*leading, N), (*(rows.out_batch, rows.out_row)[single:], out.stride(-1))),
     }
+    if own is not None:
+        mine = (own.shape[:-1].numel() // rows.M, rows.M)[single:] if rows.M else (0,)
+        matrices["own"] = (own, (*mine, K), own_strides(own, rows)[single:])
     described = []
     for name, (tensor, shape, strides) in matrices.items():
         legal = descriptor_strides(tensor, shape, strides) if 0 not in shape else "it holds nothing"

@@ -11,6 +11,7 @@ import torch
 
 from hostir.ir.source import error
 from hostir.runtime.kernels import aten
+from hostir.runtime.kernels.blocks import with_rows
 from hostir.runtime.kernels.layout import collapse
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     `cpu` or `cuda`. Raises HostIRError for an unknown policy, and where Triton cannot run on the device.
 
     With `triton`, and with `auto` on `cuda` where Triton is installed, there are also two kernels that are no
-    statements of their own and wait for blocks of their rows by themselves: `matmul_ready`, `f(out, a, b, *, ready)`,
-    and `linear_ready`, `f(out, a, weight, bias=None, *, ready)`. Where they are absent, who executes a `matmul` or
-    `linear` with flags waits for them and multiplies block by block.
+    statements of their own and wait for blocks of their rows by themselves: `matmul_ready`, `f(out, a, b, *, ready,
+    own=None)`, and `linear_ready`, `f(out, a, weight, bias=None, *, ready, own=None)`. Where they are absent, who
+    executes a `matmul` or `linear` with flags waits for them and multiplies block by block.
     """
     if policy not in POLICIES:
         raise error(f"unknown kernels '{policy}'", expected=f"one of: {', '.join(POLICIES)}")
@@ -40,19 +41,27 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     return aten.KERNELS
 
 
-def matmul_ready(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, ready: ReadyFlags) -> None:
+def matmul_ready(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, ready: ReadyFlags, own: torch.Tensor | None = None
+) -> None:
     """`out[..., N] = a[..., K] @ b[K, N]`, by Triton's kernel, block by block of the flattened rows as flags rise.
 
     Raises HostIRError for blocks that do not fit slices which lie apart in memory: see `_contract_ready`.
     """
-    _contract_ready(out, a, b, None, False, ready)
+    _contract_ready(out, a, b, None, False, ready, own)
 
 
 def linear_ready(
-    out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, ready: ReadyFlags
+    out: torch.Tensor,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ready: ReadyFlags,
+    own: torch.Tensor | None = None,
 ) -> None:
     """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once; else as `matmul_ready`."""
-    _contract_ready(out, a, weight, bias, True, ready)
+    _contract_ready(out, a, weight, bias, True, ready, own)
 
 
 WAITING: Mapping[str, Kernel] = {"matmul_ready": matmul_ready, "linear_ready": linear_ready}
@@ -65,15 +74,31 @@ def _contract_ready(
     bias: torch.Tensor | None,
     transpose_b: bool,
     ready: ReadyFlags,
+    own: torch.Tensor | None = None,
 ) -> None:
     """A contraction that begins each block of the flattened rows once its flag is up.
 
     Leading axes of `a` and `out` that merge into `[batch, rows]` are one launch, which works on whatever has come.
     Others are a launch for each slice of the outermost axis, one after the other from that of block `ready.first` on:
-    a slice must be some whole blocks, or a block some whole slices. Raises HostIRError where neither holds.
+    a slice must be some whole blocks, or a block some whole slices. Raises HostIRError where neither holds. With `own`
+    rows of a block that is no whole batches, each block is a launch.
     """
     from hostir.runtime.kernels.matmul import matmul as triton_matmul  # loads Triton: only where it is used
 
+    if own is not None:
+        if _in_whole_batches(out, a, len(ready.flags)):
+            triton_matmul(a, b, out, bias=bias, transpose_b=transpose_b, ready=ready, own=own)
+            return
+        blocks = len(ready.flags)
+        for block in (*range(ready.first, blocks), *range(ready.first)):
+            mine = own if block == ready.first else None
+            flag = None if mine is not None else _of_block(ready, block)
+            for out_part, a_part in with_rows(out, a, block, blocks, mine):
+                if flag is None:
+                    _contract(out_part, a_part, b, bias, transpose_b)
+                else:
+                    _contract_ready(out_part, a_part, b, bias, transpose_b, flag)
+        return
     if _merges(out, a):
         triton_matmul(a, b, out, bias=bias, transpose_b=transpose_b, ready=ready)
         return
@@ -94,6 +119,31 @@ def _contract_ready(
         ready = replace(ready, beside=0)  # the first launch has ended after what it began beside
 
 
+def _of_block(ready: ReadyFlags, block: int) -> ReadyFlags:
+    """What is waited for of one block, behind a launch that has ended after whatever it may have begun beside."""
+    one = slice(block, block + 1)
+    return replace(ready, flags=ready.flags[one], stalls=ready.stalls[one], first=0, beside=0)
+
+
+def _in_whole_batches(out: torch.Tensor, a: torch.Tensor, blocks: int) -> bool:
+    """Whether one launch takes the leading axes of both, and each block is some whole batches, or a part of one."""
+    levels = collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])
+    return len(levels) < 2 or (len(levels) == 2 and levels[0][0] % blocks == 0)
+
+
+def _contract(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool
+) -> None:
+    """A contraction of rows that are all there, a launch for each slice where they do not merge."""
+    from hostir.runtime.kernels.matmul import matmul as triton_matmul
+
+    if _merges(out, a):
+        triton_matmul(a, b, out, bias=bias, transpose_b=transpose_b)
+        return
+    for out_part, a_part in zip(out, a, strict=True):
+        _contract(out_part, a_part, b, bias, transpose_b)
+
+
 def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
     """Whether the leading axes of both make one launch of Triton's kernel, which takes `[batch, rows, K]`."""
     return len(collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])) <= 2
@@ -102,7 +152,6 @@ def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
 def _triton_kernels(device_type: str) -> dict[str, Kernel]:
     try:  # only here: where nobody asks for Triton, it need not be installed
         from hostir.runtime.kernels.launch import INTERPRETED
-        from hostir.runtime.kernels.matmul import matmul as triton_matmul
         from hostir.runtime.kernels.reduce import reduce_sum
     except ImportError as problem:
         hint = "pip install triton, or use kernels='aten'"
@@ -115,19 +164,10 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
         )
 
     def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        contract(out, a, b, None, False)
+        _contract(out, a, b, None, False)
 
     def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        contract(out, a, weight, bias, True)
-
-    def contract(
-        out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool
-    ) -> None:
-        if _merges(out, a):
-            triton_matmul(a, b, out, bias=bias, transpose_b=transpose_b)
-            return
-        for out_part, a_part in zip(out, a, strict=True):
-            contract(out_part, a_part, b, bias, transpose_b)
+        _contract(out, a, weight, bias, True)
 
     def sum(out: torch.Tensor, x: torch.Tensor, *, axis: int) -> None:
         reduce_sum(x, out, axis)

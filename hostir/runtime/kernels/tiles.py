@@ -111,12 +111,13 @@ def candidates(dtype: torch.dtype, *, descriptors: bool = True, tf32: bool = Fal
     return _TMA_16_BIT if descriptors else _POINTERS_16_BIT
 
 
-def in_blocks(batches: int, M: int, block: int | None, m: int) -> tuple[int, int]:
+def in_blocks(batches: int, M: int, block: int | None, m: int, apart: bool = False) -> tuple[int, int]:
     """`(batches, rows of each)` such that tiles of `m` rows span no two blocks of `block` of `batches` times `M` rows.
 
-    Rows of several batches keep them. Blocks smaller than a tile are left together: apart, they would fill tiles badly.
+    Rows of several batches keep them. Unless they must be `apart`, blocks smaller than a tile are left together: apart,
+    they fill tiles badly.
     """
-    if batches > 1 or block is None or block < m:
+    if batches > 1 or block is None or (block < m and not apart):
         return batches, M
     return M // block, block
 
@@ -131,13 +132,14 @@ def choose(
     *,
     batch: int = 1,
     block: int | None = None,
+    apart: bool = False,
     descriptors: bool = True,
     tf32: bool = False,
     shared_memory: int = 227 << 10,
 ) -> Config:
     """The tile for `batch` products `[M, K] @ [K, N]` on `sms` multiprocessors with `shared_memory` bytes each.
 
-    Where the rows come in blocks of `block`, tiles keep apart as `in_blocks` says.
+    Where the rows come in blocks of `block`, tiles keep apart as `in_blocks` says, or always where `apart`.
 
     Estimates the time of each candidate and takes the least: with and without shared tiles, or with blocks as they come
     over NVLink. Raises ValueError when no candidate fits into the shared memory.
@@ -151,7 +153,7 @@ def choose(
         raise ValueError(f"no {dtype} matmul tile fits into {shared_memory} bytes of shared memory")
     if block is not None:
         coming = block * K * dtype.itemsize * _WORK_OF_A_BYTE
-        return min(fitting, key=lambda tile: _fed(tile, batch, M, N, K, sms, block, coming))
+        return min(fitting, key=lambda tile: _fed(tile, batch, M, N, K, sms, block, coming, apart))
     shareable = [replace(tile, shared=waves) for tile in fitting for waves in (0, 1)]
     return min(shareable, key=lambda tile: _alone(tile, batch, M, N, K, sms))
 
@@ -169,9 +171,9 @@ def _alone(tile: Config, batches: int, M: int, N: int, K: int, sms: int) -> floa
     return -(-plan.whole // plan.programs) * (steps * step + _FIXED_COST) + shared
 
 
-def _fed(tile: Config, batch: int, M: int, N: int, K: int, sms: int, block: int, coming: float) -> float:
+def _fed(tile: Config, batch: int, M: int, N: int, K: int, sms: int, block: int, coming: float, apart: bool) -> float:
     """The same where rows come in blocks, the first at once and each other one `coming` after the one before."""
-    batches, rows = in_blocks(batch, M, block, tile.m)
+    batches, rows = in_blocks(batch, M, block, tile.m, apart)
     tiles, blocks = batches * -(-rows // tile.m) * -(-N // tile.n), max(1, batch * M // block)
     whole = -(-K // tile.k) * tile.m * tile.n * tile.k / (tile.fed or tile.rate) + _FIXED_COST
     free = [0.0] * min(sms, tiles)

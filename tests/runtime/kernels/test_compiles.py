@@ -34,6 +34,7 @@ def compiled(
     batched: bool = False,
     bias: bool = False,
     ready: dict[str, str] | None = None,
+    own: bool = False,
     beside: bool = False,
 ):
     """The matmul kernel for one tile. `ready` gives the types of flags and epoch, where it waits for its rows."""
@@ -43,6 +44,7 @@ def compiled(
         "a": f"{lead}{tile.m},{tile.k}",
         "b": f"{tile.n},{tile.k}" if b_is_nk else f"{tile.k},{tile.n}",
         "out": f"{lead}{tile.m},{columns}",
+        **({"own": f"{lead}{tile.m},{tile.k}"} if own else {}),
     }
     constants = {
         "BM": tile.m,
@@ -55,6 +57,7 @@ def compiled(
         "HAS_BIAS": bias,
         "SHARED": tile.shared > 0,
         "READY": ready is not None,
+        "OWN": own,
         "FLAGS": 8 if ready else 1,
         "BESIDE": beside,
         "PRECISION": "ieee",
@@ -62,10 +65,11 @@ def compiled(
         "RUN": max(1, EXACT_RUN // tile.k),
         **({} if bias else {"bias": None}),
         **({} if ready else dict.fromkeys(WAITING)),
+        **({} if own else {"own": None}),
         **({} if tile.shared else dict.fromkeys(SHARING)),
     }
     if not descriptors:  # unit strides: rows of a and out, and of b, are contiguous
-        constants |= {"a_column": 1, "out_column": 1, "b_row" if b_is_nk else "b_column": 1}
+        constants |= {"own_column": 1, "a_column": 1, "out_column": 1, "b_row" if b_is_nk else "b_column": 1}
     signature = {name: "constexpr" if name in constants else "i32" for name in matmul_kernel.arg_names}
     signature |= {
         name: f"tensordesc<{dtype}[{block}]>" if descriptors else f"*{dtype}" for name, block in blocks.items()
@@ -127,17 +131,20 @@ def test_a_kernel_that_waits_acquires_before_it_loads_and_pipelines_as_ever(desc
     options = {"dtype": "bf16", "descriptors": descriptors, "b_is_nk": True, "batched": True}
     load = "global.mbarrier::complete_tx::bytes" if descriptors else "cp.async.cg.shared.global"
     plain, waiting = (compiled(tile, ready=r, **options).asm["ptx"] for r in (None, ready))
+    apart = compiled(tile, ready=ready, own=True, **options).asm["ptx"]
     acquire, first_load = waiting.find(f"atom.global.sys.acquire.add.{width}"), waiting.find(load)
     assert 0 <= acquire < first_load
     assert ("fence.proxy.async.global" in waiting[acquire:first_load]) == descriptors
     assert waiting.count(load) == plain.count(load) >= tile.stages  # loads ahead of the loop, and in it
+    assert apart.count(load) == 2 * plain.count(load)  # own rows have a loop of their own, before the first flag
+    assert apart.find(load) < apart.find(f"atom.global.sys.acquire.add.{width}")
 
 
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("tile", candidates(torch.bfloat16), ids=str)
-def test_waiting_needs_no_more_shared_memory_than_a_tile_may_take(tile):
-    kernel = compiled(
-        tile, dtype="bf16", descriptors=True, b_is_nk=True, batched=True, ready={"flags": "*i32", "epoch": "i32"}
-    )
+def test_waiting_needs_no_more_shared_memory_than_a_tile_may_take(tile, own):
+    options = {"dtype": "bf16", "descriptors": True, "b_is_nk": True, "batched": True, "own": own}
+    kernel = compiled(tile, ready={"flags": "*i32", "epoch": "i32"}, **options)
     assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
 
 

@@ -52,19 +52,24 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     bias = filled([N], dtype) if draw(st.booleans()) else None
     tile = draw(st.sampled_from(TILES))
     options = {"bias": bias, "use_descriptors": use_descriptors, "config": tile}
-    ready = raised(
-        blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64])), first=draw(st.integers(0, blocks - 1))
-    )
+    first, apart = draw(st.integers(0, blocks - 1)), draw(st.booleans())
+    but = first if apart else None  # the flag of own rows does not rise
+    ready = raised(blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64])), but=but, first=first)
+    rows, own = a, None
+    if apart:
+        own = filled([height, K], dtype, pad=[0, 8]).copy_(a.chunk(blocks)[first])
+        rows = a.clone()
+        rows.chunk(blocks)[first].fill_(math.nan)
 
     out, buffer = embedded([blocks * height, N], dtype, pad=[1, 8])
-    assert matmul(a, b, out, ready=ready, **options) is out
+    assert matmul(rows, b, out, ready=ready, own=own, **options) is out
     assert_only_view_written(out, buffer)
     # The product that the interpreter makes of a tile depends, in the last bit, on where in the tile a row lies.
-    parts = blocks if height >= tile.m else 1
+    parts = blocks if height >= tile.m or apart else 1
     for ours, part in zip(out.chunk(parts), a.chunk(parts), strict=True):
         assert torch.equal(ours, matmul(part, b, torch.full_like(ours, math.nan), **options))
     assert stall_error(ready.stalls, 0, "%f") is None
-    assert torch.equal(ready.flags, torch.full_like(ready.flags, 5))
+    assert ready.flags.tolist() == [4 if block == but else 5 for block in range(blocks)]
 
 
 @pytest.mark.parametrize("column_major", [True, False])
@@ -85,6 +90,54 @@ def test_a_batch_is_used_in_place(blocks, use_descriptors):
     matmul(a, b, out, ready=ready, use_descriptors=use_descriptors, config=SMALL)
     assert_only_view_written(out, buffer)
     assert torch.equal(out, matmul(a, b, torch.empty_like(out), use_descriptors=use_descriptors, config=SMALL))
+
+
+@pytest.mark.parametrize("use_descriptors", [True, False])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 6])
+def test_own_rows_are_some_batches(blocks, order, use_descriptors):
+    a, b = filled([6, 20, 24], torch.bfloat16, pad=[0, 2, 0]), filled([24, 40], torch.bfloat16)
+    out, buffer = embedded([6, 20, 40], torch.bfloat16, pad=[0, 1, 0])
+    wanted = matmul(a, b, torch.empty_like(out), use_descriptors=use_descriptors, config=SMALL)
+    first = blocks // 2
+    own = filled([6 // blocks, 20, 24], torch.bfloat16, order=order).copy_(a.chunk(blocks)[first])
+    a.chunk(blocks)[first].fill_(math.nan)
+    ready = raised(blocks, but=first, first=first)
+    matmul(a, b, out, ready=ready, own=own, use_descriptors=use_descriptors, config=SMALL)
+    assert_only_view_written(out, buffer)
+    assert torch.equal(out, wanted)
+    assert not ready.stalls.any()
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_own_rows_are_computed_though_other_blocks_stay_away(missing):
+    a, own, b = whole_numbers(60, 24), whole_numbers(20, 24), whole_numbers(24, 48)
+    out, ready = torch.full((60, 48), math.nan), raised(3, but=missing, first=0)
+    matmul(a, b, out, ready=ready, own=own, config=SMALL)
+    assert torch.equal(out[:20], own @ b)
+    assert out.chunk(3)[missing].isnan().all()
+    assert ready.stalls.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "own", "ready"),
+    [
+        (TypeError, "own rows of torch.float32, as the others, got torch.bfloat16", torch.zeros(4, 8).bfloat16(), True),
+        (ValueError, r"own rows \[4, 8\], got shape \[3, 8\]", torch.zeros(3, 8), True),
+        (ValueError, r"own rows \[4, 8\], got shape \[4, 7\]", torch.zeros(4, 7), True),
+        (ValueError, "expected flags for blocks too", torch.zeros(4, 8), False),
+        (ValueError, "one device", torch.zeros(4, 8, device="meta"), True),
+    ],
+)
+def test_own_rows_that_do_not_fit_are_said(error, message, own, ready):
+    with pytest.raises(error, match=message):
+        matmul(torch.zeros(12, 8), torch.zeros(8, 8), torch.zeros(12, 8), ready=raised(3) if ready else None, own=own)
+
+
+def test_own_rows_that_are_no_whole_batches_are_said():
+    a = filled([6, 20, 24], torch.float32, pad=[0, 2, 0])
+    with pytest.raises(ValueError, match="own rows of 10 are no whole batches of 20"):
+        matmul(a, torch.zeros(24, 8), torch.zeros(6, 20, 8), ready=raised(12), own=torch.zeros(10, 24))
 
 
 @pytest.mark.parametrize("use_descriptors", [True, False])

@@ -77,6 +77,26 @@ def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, block
     assert out.reshape(60, 6)[-height:].isnan().all()
 
 
+@pytest.mark.parametrize(
+    ("order", "blocks"), [((0, 1, 2), 4), ((0, 1, 2), 6), ((1, 0, 2), 12), ((1, 0, 2), 5), ((2, 0, 1), 2)]
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_own_rows_are_used_whatever_the_layout(order, blocks, first):
+    a = filled((4, 3, 5, 8), torch.float32, order=(*order, 3), pad=(0, 1, 1, 0), integers=True)
+    own = filled((60 // blocks, 8), torch.float32, integers=True)
+    b, bias = filled((8, 6), torch.float32, integers=True), filled((6,), torch.float32, integers=True)
+    out, buffer = embedded((4, 3, 5, 6), torch.float32, pad=(1, 0, 1, 0))
+    flags = torch.ones(blocks, dtype=torch.int32)
+    flags[first] = 0
+    ready = ReadyFlags(flags, 1, no_stalls(blocks, "cpu"), first=first, looks=3)
+    kernel_table("triton", "cpu")["linear_ready"](out, a, b.t().contiguous(), bias, ready=ready, own=own)
+    assert_only_view_written(out, buffer)
+    rows = a.reshape(60, 8).clone()
+    rows.chunk(blocks)[first].copy_(own)
+    assert torch.equal(out.reshape(60, 6), rows @ b + bias)
+    assert not ready.stalls.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_linear_that_waits_rounds_once(dtype):
     ones = torch.ones(4, 1, dtype=dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hostir.runtime.kernels.layout import rows
+from hostir.runtime.kernels.layout import rows, rows_or_copy
 
 
 def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> list[torch.Tensor]:
@@ -18,6 +18,17 @@ def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> l
         return [flat[block * height : (block + 1) * height]]
     height = x.shape[:-1].numel() // blocks
     return _rows_of(x, block * height, (block + 1) * height)
+
+
+def with_rows(
+    out: torch.Tensor, a: torch.Tensor, block: int, blocks: int, own: torch.Tensor | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One of equal blocks of the rows of `out`, and the rows of `a`, or else of `own`, of which it is a product."""
+    outs = block_of(out, a, block, blocks)
+    if own is None:
+        return list(zip(outs, block_of(a, out, block, blocks), strict=True))
+    parts = rows_or_copy(own).split([part.shape[:-1].numel() for part in outs])
+    return [(part, mine.view(*part.shape[:-1], own.shape[-1])) for part, mine in zip(outs, parts, strict=True)]
 
 
 def _rows_of(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
