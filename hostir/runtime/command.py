@@ -100,7 +100,8 @@ def _simulated(
         seen += what_is_wrong(program, results, machine.run() if options.schedule_seed else results, first)
         for inputs, parts in zip(calls, results, strict=True):
             if options.compare and not seen:
-                outputs = [_whole(p, v.tensor, sizes) for v, p in zip(program.outputs, parts, strict=True)]
+                ends = zip(program.outputs, parts, strict=True)
+                outputs = [assemble(p, v.tensor, sizes, rounded=False) for v, p in ends]
                 plain, exact = _expected(source, inputs, sizes)
                 worst = _worse(worst, compare(program, outputs, plain, exact, summed=of_single_ranks(source)))
         if trace is not None and turns.stop == options.repeat:
@@ -194,13 +195,16 @@ def _part_against(
     sizes: dict[str, int],
     turn: int,
 ) -> list[Comparison]:
-    """Each rank compares its own parts; the squares of all errors are added up. Partial sums mean nothing alone."""
+    """Each rank compares its own parts; the squares of all errors are added up. Partial sums mean nothing alone.
+
+    Ranks have rounded theirs, whose sum is not rounded again.
+    """
     plain, exact = _expected(source, inputs, sizes)
     squares = []
     for value, part, expected in zip(program.outputs, held, exact, strict=True):
         if value.tensor.partial:
             parts = [theirs for (theirs,) in everyones([part], joined)]
-            off = _squared(_whole(parts, value.tensor, sizes), expected) / joined.size
+            off = _squared(assemble(parts, value.tensor, sizes, rounded=False), expected) / joined.size
         else:
             off = _squared(part, shard(expected, value.tensor, joined.rank, sizes)) / copies(value.tensor)
         squares.append(off)
@@ -209,12 +213,6 @@ def _part_against(
     found = compare(program, exact, plain, exact, ring=ring, summed=summed)
     norms = [float(torch.linalg.vector_norm(e)) or 1.0 for e in exact]
     return [replace(c, error=sum(e[n] for e in every) ** 0.5 / norms[n]) for n, c in enumerate(found)]
-
-
-def _whole(parts: Sequence[torch.Tensor | None], type: TensorType, sizes: dict[str, int]) -> torch.Tensor:
-    """The whole of an output. Ranks have rounded their partial sums: the sum of these is not rounded again."""
-    wide = [part if part is None or not type.partial else part.double() for part in parts]
-    return assemble(wide, type, sizes)
 
 
 def _squared(got: torch.Tensor | None, expected: torch.Tensor | None) -> float:

@@ -29,8 +29,8 @@ def rehearsed(
 ) -> tuple[torch.Tensor, ...]:
     """The whole outputs of one call of a host program, from whole inputs; arguments as of `reference`.
 
-    Raises HostIRError for inputs that do not fit, and for a program that simulated ranks cannot run, or of which they
-    end with copies of an output that differ.
+    The sum of partial sums is in float64, not rounded, whatever `dtype` is. Raises HostIRError for inputs that do not
+    fit, and for a program that simulated ranks cannot run, or of which they end with copies of an output that differ.
     """
     bound = bind_sizes(program, inputs, sizes)
     device = inputs[0].device if inputs else torch.device("cpu")
@@ -38,7 +38,8 @@ def rehearsed(
         with torch.device(device):  # where the memory of simulated ranks is made
             machine = rehearse(program, [inputs], bound, aten.KERNELS, dtype=dtype, device=device)
         (outputs,) = machine.run()
-        whole = tuple(assemble(parts, v.tensor, bound) for v, parts in zip(program.outputs, outputs, strict=True))
+        ends = zip(program.outputs, outputs, strict=True)
+        whole = tuple(assemble(parts, v.tensor, bound, rounded=False) for v, parts in ends)
     except HostIRError as refused:
         raise _no_result(program, refused) from refused
     except torch.OutOfMemoryError as problem:  # for the inputs of all ranks; statements say it of themselves

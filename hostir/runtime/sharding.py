@@ -48,11 +48,14 @@ def shard(tensor: torch.Tensor, type: TensorType, rank: int, sizes: Mapping[str,
     return part
 
 
-def assemble(parts: Sequence[torch.Tensor | None], type: TensorType, sizes: Mapping[str, int]) -> torch.Tensor:
+def assemble(
+    parts: Sequence[torch.Tensor | None], type: TensorType, sizes: Mapping[str, int], *, rounded: bool = True
+) -> torch.Tensor:
     """The whole tensor, from every rank's part (`parts[rank]`): the inverse of `shard`.
 
-    Partial sums are added in float64, in the order of the ranks, and rounded once. Raises HostIRError where a part is
-    missing or has the wrong shape, or where parts that must be copies of each other differ in a bit.
+    Partial sums are added in float64, in the order of the ranks, and rounded once; unless `rounded`, not at all, and
+    their whole is of float64. Raises HostIRError where a part is missing or has the wrong shape, or where parts that
+    must be copies of each other differ in a bit.
     """
     mesh = type.mesh
     if mesh is None:
@@ -60,7 +63,8 @@ def assemble(parts: Sequence[torch.Tensor | None], type: TensorType, sizes: Mapp
     shape = bind_shape(type.local_shape, sizes)
     held = {rank: _part(parts, rank, type, shape) for rank in mesh.devices}
     first = held[mesh.devices[0]]
-    whole = first.new_empty(bind_shape(type.shape, sizes))
+    dtype = first.dtype if rounded or not type.partial else torch.float64
+    whole = first.new_empty(bind_shape(type.shape, sizes), dtype=dtype)
     sharding = {mark for axis in type.axes for mark in axis.marks if mark in mesh.axes}
     loose = [axis for axis in mesh.axes if axis not in sharding]
     for place in product(*(range(mesh.size(axis)) if axis in sharding else (0,) for axis in mesh.axes)):
@@ -72,8 +76,7 @@ def assemble(parts: Sequence[torch.Tensor | None], type: TensorType, sizes: Mapp
             copies.setdefault(share, []).append(_device(mesh, there))
         for ranks in copies.values():
             _agree(ranks, held, type)
-        blocks = [held[ranks[0]] for ranks in copies.values()]
-        block = blocks[0] if len(blocks) == 1 else torch.stack(blocks).sum(0, dtype=torch.float64).to(first.dtype)
+        block = _added([held[ranks[0]] for ranks in copies.values()])
         split, at = _split(type, mesh, sizes, where.__getitem__)
         target = whole.view(split)[at]
         target.copy_(block.reshape(target.shape))
@@ -121,6 +124,16 @@ def _part(parts: Sequence[torch.Tensor | None], rank: int, type: TensorType, sha
         found = "none" if part is None else f"shape {list(part.shape)}"
         raise error(f"the part of rank {rank} of a tensor {type}: {found}", expected=f"shape {list(shape)}")
     return part
+
+
+def _added(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum in float64, made with one tensor of that size; of a single block, itself."""
+    if len(blocks) == 1:
+        return blocks[0]
+    total = blocks[0].to(torch.float64, copy=True)
+    for block in blocks[1:]:
+        total += block
+    return total
 
 
 def _agree(ranks: Sequence[int], held: Mapping[int, torch.Tensor], type: TensorType) -> None:

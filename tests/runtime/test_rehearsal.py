@@ -18,7 +18,7 @@ from examples.ag_matmul import ag_matmul
 from hostir.__main__ import main
 from hostir.ir.program import Program
 from hostir.runtime import local
-from hostir.runtime.compare import relative_error
+from hostir.runtime.compare import compare, relative_error
 from hostir.runtime.kernels.table import Kernel, kernel_table
 from hostir.runtime.reference import reference
 from hostir.runtime.rehearsal import rehearsed
@@ -138,6 +138,14 @@ def test_in_the_programs_own_dtype_each_statement_rounds_once(dtype: str) -> Non
     exact = a.double() @ b.double()
     limit = relative_error(a @ b, exact) if dtype == "f32" else relative_error(exact.to(a.dtype), exact)
     assert relative_error(c, exact) <= 1.02 * limit
+
+
+def test_chance_is_of_an_outputs_own_dtype_though_its_partial_sums_are_not_rounded() -> None:
+    y = "%y: bf16[1, 4] partial(didx)"
+    p = program(f"{y} = allocate\n  matmul %a, %b -> %y", "%a: bf16[1, 8@didx], %b: bf16[8@didx, 4]", "%y")
+    exact = torch.ones(1, 4, dtype=torch.float64)
+    unrounded, rounded = (compare(p, [exact], [plain], [exact])[0] for plain in (exact, exact.bfloat16()))
+    assert unrounded.bound == rounded.bound > torch.finfo(torch.bfloat16).eps / 2
 
 
 # What is refused --------------------------------------------------------------------------------------------------

@@ -89,6 +89,22 @@ def test_assemble_adds_partial_sums_and_rounds_once() -> None:
     assert assemble(parts, type, {}).item() == 260  # 256 + 1 is 256 in bf16
 
 
+def test_assemble_leaves_partial_sums_unrounded_where_they_are_to_be_compared() -> None:
+    type = tensor_type("bf16[1] partial(didx)")
+    parts = [torch.tensor([x], dtype=torch.bfloat16) for x in (256, 1, 1, 3)]
+    whole = assemble(parts, type, {}, rounded=False)
+    assert (whole.dtype, whole.item()) == (torch.float64, 261)  # which bf16 has not
+    assert [part.item() for part in parts] == [256, 1, 1, 3]
+    copies = [torch.tensor([x], dtype=torch.bfloat16) for x in (3, 3, 3, 3)]
+    assert assemble(copies, tensor_type("bf16[1]"), {}, rounded=False).dtype == torch.bfloat16
+
+
+def test_assemble_keeps_held_parts_of_float64_as_they_are() -> None:
+    parts = [torch.tensor([x], dtype=torch.float64) for x in (1, 2, 3, 4)]
+    assert assemble(parts, tensor_type("f32[1] partial(didx)"), {}).item() == 10
+    assert [part.item() for part in parts] == [1, 2, 3, 4]
+
+
 def test_a_missing_or_misshapen_part_is_named() -> None:
     type = tensor_type("f32[8@didx]")
     with pytest.raises(HostIRError, match=r"rank 2 of a tensor .*: none\n.*shape \[2\]"):
