@@ -12,7 +12,7 @@ from typing import Any
 
 import hostir as hi
 from examples import patterns
-from hostir.choice.hardware import KNOWN, Hardware, hardware_of
+from hostir.choice.hardware import Hardware, hardware_of
 from hostir.choice.simulate import estimate
 from hostir.ir.program import Program
 
@@ -26,6 +26,7 @@ NAMES = (
     ),
 )
 WHOLE = 1  # slices of what has no pipeline
+ESTIMATES: dict[tuple[object, ...], float] = {}  # made once: several files have the same rows
 OTHER_TRITON = {"d3a5b2e"}  # commits at which the Triton matmul was another, whose launch took the host 190 us
 
 
@@ -62,7 +63,12 @@ class Recorded:
         return ways[taken] / min(ways.values()), taken
 
     def estimate(self, way: Way) -> float:
-        return estimated(self.kind, self.shape, self.ranks, self.dtype, way, self.hardware.name, self.mode)
+        fusion = (self.kind, self.shape, self.ranks, self.dtype)
+        key = (fusion, way, self.mode, repr(self.hardware))  # all of its constants, which are no key themselves
+        if key not in ESTIMATES:
+            program = lowered(*fusion, way.strategy, way.slices, way.streams)
+            ESTIMATES[key] = estimate(program, {}, self.hardware, way.kernels, self.mode)
+        return ESTIMATES[key]
 
 
 def way(name: str) -> Way | None:
@@ -74,14 +80,6 @@ def way(name: str) -> Way | None:
             streams = int(said.get("streams") or {"ring": 2}.get(strategy, 1))
             return Way(strategy, int(said.get("slices") or WHOLE), streams, said["kernels"])
     return None
-
-
-@cache
-def estimated(
-    kind: str, shape: tuple[int, int, int], ranks: int, dtype: str, way: Way, hardware: str, mode: str
-) -> float:
-    program = lowered(kind, shape, ranks, dtype, way.strategy, way.slices, way.streams)
-    return estimate(program, {}, KNOWN[hardware], way.kernels, mode)
 
 
 @cache
