@@ -9,7 +9,8 @@ all-gather is NCCL's or bare copies from the peers, eager or from a graph; a sco
 road. Every candidate first has to be right; then all are timed in turn, and have to be right again on other data. Eager
 calls and CUDA graphs are timed apart; one-sided strategies replay their own graph where they are given `out=`. Slices
 of a pipeline are an axis of A and of the result, outside of the ranks. `in place`: a rank's rows have been computed
-where the program would copy them (`Executor.places`); torch's native variant has them in symmetric memory as well.
+where the program would copy them (`Executor.places`); torch's native variant has them in symmetric memory as well. As
+that takes a caller's help, these are not scored as ours: they stand in the table of candidates alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 import hostir as hi
 from benchmarks.harness import Clock, write
 from benchmarks.peers import DTYPES, PARTS, Candidate, Judge, Operands, WrongResultError, parts, peers, replayed
-from benchmarks.scores import EAGER, GRAPH, Result, Row, file_name, line, report, rows, scored
+from benchmarks.scores import EAGER, GRAPH, IN_PLACE, Result, Row, file_name, line, report, rows, scored
 from hostir.ir.comm_ops import Communication
 from hostir.runtime.session import Session, session
 
@@ -62,7 +63,7 @@ class Variant:
 
     def __str__(self) -> str:
         sliced = f" {self.slices} slices {self.streams} streams" if self.slices > 1 else ""
-        return f"{self.strategy}{sliced} {self.kernels}{' in place' * self.in_place}"
+        return f"{self.strategy}{sliced} {self.kernels}{IN_PLACE * self.in_place}"
 
 
 VARIANTS = tuple(
