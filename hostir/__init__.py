@@ -44,6 +44,7 @@ _WRITTEN = (  # what users write
 # What is loaded when it is first used: what users write; the choice of a strategy; the runtime, and with it torch.
 _LATER = {
     **dict.fromkeys(_WRITTEN.split(), "hostir.dsl"),
+    "dsl": "hostir.dsl",
     **dict.fromkeys(("Choice", "FallbackWarning", "compile"), "hostir.choice"),
     "Executor": "hostir.runtime.executor",
 }
@@ -54,7 +55,13 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'hostir' has no attribute '{name}'")
-    return getattr(import_module(_LATER[name]), name)
+    module = import_module(_LATER[name])
+    globals()[name] = module if name == "dsl" else getattr(module, name)  # found at once from then on
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
 
 
 def parse(text: str, file: str = "<text>") -> Program:

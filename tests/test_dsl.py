@@ -272,5 +272,6 @@ def test_a_mistake_points_at_the_users_line_and_expression() -> None:
 def test_the_packages_names_are_the_public_ones() -> None:
     assert set(hi.__all__) >= {"Fusion", "DeviceMesh", "ParallelType", "lower", "parse", "check", "run", "Executor"}
     assert all(hasattr(hi, name) for name in hi.__all__)
+    assert set(hi.dsl.__all__) <= set(hi.__all__)
     with pytest.raises(AttributeError, match="no attribute 'matmull'"):
         attrgetter("matmull")(hi)

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import hostir.ir.comm_ops
 import hostir.ir.host_ops
-import hostir.ir.p2p_ops  # noqa: F401  the vocabulary registers itself
+import hostir.ir.onesided_ops
+import hostir.ir.p2p_ops
+import hostir.ir.tensor_ops
+import hostir.ir.view_ops  # noqa: F401  the vocabulary registers itself
 from hostir.ir.program import Program
 
 
