@@ -8,9 +8,7 @@ same on fewer), and the shape that nvFuser published. floor = max(cuBLAS alone, 
 all-gather is NCCL's or bare copies from the peers, eager or from a graph; a score is floor/time, and 1 the end of the
 road. Every candidate first has to be right; then all are timed in turn, and have to be right again on other data. Eager
 calls and CUDA graphs are timed apart; one-sided strategies replay their own graph where they are given `out=`. Slices
-of a pipeline are an axis of A and of the result, outside of the ranks. `in place`: a rank's rows have been computed
-where the program would copy them (`Executor.places`); torch's native variant has them in symmetric memory as well. As
-that takes a caller's help, these are not scored as ours: they stand in the table of candidates alone.
+of a pipeline are an axis of A and of the result, outside of the ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 import hostir as hi
 from benchmarks.harness import Clock, write
 from benchmarks.peers import DTYPES, PARTS, Candidate, Judge, Operands, WrongResultError, parts, peers, replayed
-from benchmarks.scores import EAGER, GRAPH, IN_PLACE, Result, Row, file_name, line, report, rows, scored
+from benchmarks.scores import EAGER, GRAPH, Result, Row, file_name, line, report, rows, scored
 from hostir.ir.comm_ops import Communication
 from hostir.runtime.session import Session, session
 
@@ -59,11 +57,10 @@ class Variant:
     kernels: str
     slices: int = 1
     streams: int = 1
-    in_place: bool = False
 
     def __str__(self) -> str:
         sliced = f" {self.slices} slices {self.streams} streams" if self.slices > 1 else ""
-        return f"{self.strategy}{sliced} {self.kernels}{IN_PLACE * self.in_place}"
+        return f"{self.strategy}{sliced} {self.kernels}"
 
 
 VARIANTS = tuple(
@@ -77,7 +74,7 @@ VARIANTS = tuple(
         ("push", 1, 1),
     )
     for kernels in ("aten", "triton")
-) + tuple(Variant("fused", kernels, in_place=True) for kernels in ("aten", "triton"))
+)
 STRATEGIES = tuple(dict.fromkeys(variant.strategy for variant in VARIANTS))
 
 
@@ -98,9 +95,6 @@ def ours(of: Operands, variant: Variant, mode: str, dtype: str) -> Candidate:
     executor = hi.Executor(program, kernels=variant.kernels, timeout=PATIENCE)
     executor.watchdog = None  # a candidate that raises is left out, and does not end the job
     a, b, c = of.a.view(slices, 1, -1, row.K), of.b, of.shaped(of.c, slices)
-    if variant.in_place:
-        (a, _) = executor.places(a, b)
-        of.computed_in(a)
 
     def into_c() -> torch.Tensor:
         return executor(a, b, out=c)[0]

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scores import EAGER, GRAPH, Result, in_order, of_side
+from benchmarks.scores import EAGER, GRAPH, Result, in_order
 
 # In pixels.
 BAR, SPACE, BETWEEN = 23, 12, 30  # of a row: each of its two bars; between rows; between models
@@ -130,8 +130,8 @@ def _bar(row: Result, x: float, side: str) -> Iterator[str]:
 
 def _others(row: Result, ours: bool, best: float) -> list[float]:
     """The scores of the candidates that are not the best of their side, each in its better mode."""
-    times = of_side(row["times"], ours=ours).values()
-    scores = sorted(row["floor_us"] / min(t[mode] for mode in (EAGER, GRAPH) if mode in t) for t in times)
+    of_side = [t for t in row["times"].values() if t["ours"] is ours]
+    scores = sorted(row["floor_us"] / min(t[mode] for mode in (EAGER, GRAPH) if mode in t) for t in of_side)
     return [score for score in scores[:-1] if score < best]
 
 

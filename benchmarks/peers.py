@@ -71,21 +71,13 @@ class Operands:
         self.b = (torch.randn(row.N, row.K, device=device) / row.K**0.5).to(dtype).t()
         self.whole = torch.empty(row.M, row.K, dtype=dtype, device=device)
         self.c = torch.empty(row.M, row.N, dtype=dtype, device=device)
-        self.elsewhere: list[torch.Tensor] = []  # where this rank's rows lie as well
         self.renew()
-
-    def computed_in(self, place: torch.Tensor) -> None:
-        """From now on this rank's rows lie there too, as if whatever computes them wrote them there."""
-        place.copy_(self.a.view_as(place))
-        self.elsewhere.append(place)
 
     def renew(self) -> None:
         """New rows on every rank, when nobody reads the old ones any more."""
         torch.cuda.synchronize()
         dist.barrier()
         self.a.normal_()
-        for place in self.elsewhere:
-            place.copy_(self.a.view_as(place))
         torch.cuda.synchronize()
         dist.barrier()
         self.gather()

@@ -9,7 +9,6 @@ from typing import Any
 from benchmarks.harness import table
 
 EAGER, GRAPH = "eager", "graph"
-IN_PLACE = " in place"  # ends the name of a candidate whose caller computes its rows where the program would copy them
 NVFUSER = "nvFuser"
 # N and K of a rank; for Llama 3 they are those of the first weight of the MLP at tensor parallel 8.
 MODELS = {"8B": (1792, 4096), "70B": (3584, 8192), "405B": (6656, 16384), NVFUSER: (8192, 16384)}
@@ -97,13 +96,8 @@ def scored(found: Result) -> Result:
 
 def fastest(times: dict[str, Result], *, ours: bool) -> tuple[str, str, float] | None:
     """Name, mode and time of the fastest of ours or of the peers; None where none ran."""
-    ran = [(name, m, t[m]) for name, t in of_side(times, ours=ours).items() for m in (EAGER, GRAPH) if m in t]
+    ran = [(name, m, t[m]) for name, t in times.items() if t["ours"] is ours for m in (EAGER, GRAPH) if m in t]
     return min(ran, key=lambda each: each[2], default=None)
-
-
-def of_side(times: dict[str, Result], *, ours: bool) -> dict[str, Result]:
-    """The candidates that may be the best of ours, or of the peers; none of ours that its caller has to help."""
-    return {name: t for name, t in times.items() if t["ours"] is ours and not (ours and name.endswith(IN_PLACE))}
 
 
 def wanted_of(row: Result) -> Result:

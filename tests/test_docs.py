@@ -80,18 +80,6 @@ def test_the_performance_table_is_what_was_measured() -> None:
     assert "\n".join(rows) in (ROOT / "docs/performance.md").read_text()
 
 
-def test_the_table_of_rows_in_their_place_is_what_was_measured() -> None:
-    page = (ROOT / "docs/performance.md").read_text()
-    measured = json.loads((ROOT / "benchmarks/results/in_place_2.json").read_text())["rows"]
-    told = [r for r in measured if r["M"] >= 2048]
-    assert len(told) == 13
-    for r in told:
-        there = [times for name, times in r["times"].items() if name.endswith("in place")]
-        best = min(times[mode] for times in there for mode in ("eager", "graph") if mode in times)
-        scores = [r["score_peer"], r["score_ours"], r["floor_us"] / best]
-        assert f"| {r['model']} M={r['M']} | {' | '.join(f'{score:.2f}' for score in scores)} |\n" in page
-
-
 @pytest.mark.parametrize(("name", "most", "rows"), [("2", 1 << 15, 19), ("4", 1 << 15, 19), ("push_4", 2048, 9)])
 def test_the_tables_of_one_sided_strategies_are_what_was_measured(name: str, most: int, rows: int) -> None:
     measured = json.loads((ROOT / f"benchmarks/results/allgather_matmul_{name}.json").read_text())["rows"]

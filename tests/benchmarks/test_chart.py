@@ -66,13 +66,6 @@ def test_a_row_without_a_candidate_has_no_bar() -> None:
     assert (len(bars(picture, "peer")), len(bars(picture, "ours"))) == (1, 0)
 
 
-def test_what_takes_a_callers_help_has_no_mark() -> None:
-    data = run(wanted="8B:2048")
-    before = chart.draw(data)
-    data["rows"][0]["times"]["fused triton in place"] = {"ours": True, "graph": 2 * data["rows"][0]["ours_us"]}
-    assert chart.draw(data) == before
-
-
 def test_names_are_escaped() -> None:
     data = run(wanted="8B:2048")
     data["environment"]["gpu"] = "<GPU> & co"

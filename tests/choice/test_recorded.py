@@ -65,12 +65,12 @@ def test_estimates_of_the_peers_are_near_what_they_took() -> None:
 
 
 def test_the_page_says_how_often_the_model_is_right_where_hosts_are_busy() -> None:
-    found = losses(read(RESULTS / "in_place_2.json"))
+    found = losses(read(RESULTS / "busy_2.json"))
     wrong = misses(found)
     eager = sum(" eager: " in name for name in wrong)
     page = " ".join(PAGE.read_text().split())
     assert f"right in {len(found) - len(wrong)} cases of {len(found)}; {eager} of the others are calls without" in page
-    quiet, busy = eager_times("allgather_matmul_2.json"), eager_times("in_place_2.json")
+    quiet, busy = eager_times("allgather_matmul_2.json"), eager_times("busy_2.json")
     apart = [max(quiet[call] / busy[call], busy[call] / quiet[call]) for call in quiet.keys() & busy.keys()]
     near = sum(ratio <= 3 for ratio in apart)
     assert near >= OFTEN * len(apart)
