@@ -73,7 +73,6 @@ def test_the_page_says_how_often_the_model_is_right_where_hosts_are_busy() -> No
     quiet, busy = eager_times("allgather_matmul_2.json"), eager_times("busy_2.json")
     apart = [max(quiet[call] / busy[call], busy[call] / quiet[call]) for call in quiet.keys() & busy.keys()]
     near = sum(ratio <= 3 for ratio in apart)
-    assert near >= OFTEN * len(apart)
     worst = f"the worst {max(apart):.1f} times as long"
     assert f"{near} of {len(apart)} took the same in both runs within a factor of three, {worst}" in page
 
