@@ -116,6 +116,7 @@ class Executor:
         self._given: Key | None = None  # of the latest call: how the tensors of its out= look
         self._where: Where = ()  # its plan, and the address of each of its tensors
         self._graphs: Graphs | None = None
+        self._captured: set[CudaPlan] = set()  # that graphs of the caller's use: their tables must stay
         self._agreed: set[tuple[tuple[str, int], ...]] = set()  # sizes
         self._agreements = itertools.count()
         self._without_gradients = torch.no_grad()
@@ -201,7 +202,11 @@ class Executor:
         """Issues a run on CUDA, statement by statement or as one graph."""
         if (problem := plan.problem()) is not None:
             raise problem
-        if plan.memory is not None and not torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
+            self._captured.add(plan)
+            if plan.memory is not None:
+                plan.memory.pinned = True
+        elif plan.memory is not None:
             plan.take_turn()
         graphs = self._graphs
         if graphs is not None and given is not None:
@@ -244,7 +249,7 @@ class Executor:
 
     def _raise_problem(self) -> None:
         """Raises what the device has reported by now."""
-        for each in self.plans.values():
+        for each in {*self.plans.values(), *self._captured}:
             if isinstance(each, CudaPlan) and (problem := each.problem()) is not None:
                 raise self._blamed(problem)
 
@@ -266,11 +271,20 @@ class Executor:
         plan = self.plans.pop(tuple(key), None) if key is not None else None
         if plan is None:
             plan = self._make(inputs)
+            self._drop_stale()
         self.plans[tuple(key or ())] = plan  # the latest last
         if len(self.plans) > KEPT:
             del self.plans[next(iter(self.plans))]
+        if plan.memory is not None:
+            plan.memory.used = time.monotonic()
         self._key, self._plan = key, plan
         return plan
+
+    def _drop_stale(self) -> None:
+        """Drops the plans whose symmetric memory went when the latest plan got its own."""
+        self.plans = {key: plan for key, plan in self.plans.items() if not _is_stale(plan)}
+        if self._graphs is not None:
+            self._graphs.forget(_is_stale)
 
     def _make(self, inputs: Sequence[Part]) -> Plan:
         machine = self._machine
@@ -370,6 +384,10 @@ def _look(tensors: Sequence[Any]) -> Key | None:
         ]
     except AttributeError:
         return None
+
+
+def _is_stale(plan: Plan) -> bool:
+    return plan.memory is not None and plan.memory.gone
 
 
 def _group(all: Sequence[dict[str, Any]], one: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -163,6 +163,12 @@ class Graphs:
         with contextlib.suppress(RuntimeError, IndexError):  # a clone of the generator's state is in no capture
             generator = torch.cuda.default_generators[self.side.device_index]
             generator.graphsafe_set_state(generator.clone_state())
+
+    def forget(self, stale: Callable[[Any], bool]) -> None:
+        """Drops what there is of plans that will not run again."""
+        for known in (self.kept, self.seen):
+            for where in [where for where in known if stale(where[0])]:
+                del known[where]
 
     def release(self, reason: str) -> None:
         """Drops all graphs, and makes no more."""

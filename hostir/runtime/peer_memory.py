@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ class PeerMemory:
         self.device = device
         self.rank = rank
         self.mine = torch.empty(0)  # between `reserve` and `map`
-        self.kept: list[Any] = []  # torch unmaps a peer's memory with the handle
+        self.handle: Any = None  # of the memory that was mapped last
+        self.handles: WeakKeyDictionary[SharedMemory, Any] = WeakKeyDictionary()  # torch unmaps peers' memory with them
 
     @contextlib.contextmanager
     def offering(self, size: int) -> Iterator[str]:
@@ -58,12 +60,17 @@ class PeerMemory:
         world = dist.group.WORLD
         assert world is not None
         handle = symmetric_memory.rendezvous(mine, world)
-        self.kept.append(handle)
+        self.handle = handle
         maps = {peer: handle.get_buffer(peer, mine.shape, torch.uint8) for peer in ranks if peer != self.rank}
         return {self.rank: mine, **maps}
 
+    def settle(self) -> None:
+        """Waits for the GPU."""
+        torch.cuda.synchronize(self.device)
+
     def begin(self, recording: Recording, memory: SharedMemory) -> None:
         """Puts flags as the first call finds them, on whatever stream it will be."""
+        self.handles[memory], self.handle = self.handle, None
         prepare(recording, memory)
         torch.cuda.synchronize(self.device)
 

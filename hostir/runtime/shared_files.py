@@ -50,6 +50,9 @@ class SharedFiles:
             for rank in ranks
         }
 
+    def settle(self) -> None:
+        """A call that has returned has ended."""
+
     def begin(self, recording: Recording, memory: SharedMemory) -> None:
         """Nothing is left to do."""
 

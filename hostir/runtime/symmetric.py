@@ -2,8 +2,8 @@
 
 Ranks meet once for each set of sizes that they run a program with: each makes one piece of memory that holds its
 buffers, its flags and its barriers, and maps the pieces of the others. How, a machine says: shared_files.py for CPU
-processes, peer_memory.py for GPUs. The memory belongs to the executor, is 0 in flags and NaN in numbers at first, and
-stays as long as the executor and its outputs.
+processes, peer_memory.py for GPUs. The memory belongs to the executor, and is 0 in flags and NaN in numbers at first.
+It stays as long as the executor, unless other sizes want so much that what has not been used longest has to go.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from hostir.runtime.extents import extents
 from hostir.runtime.plan import FLAGS, Barrier, Copy, Recording, Symmetric
 from hostir.runtime.sharding import TORCH
 
+KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of an executor, unless the latest alone takes more
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
 BARRIERS = ""  # in the place of a name: a team's flags, one for each of its barriers and ranks; its round is the team
 Exchange = Callable[[str, str], list[str]]  # a key and this rank's text: the texts of all ranks
 Place = tuple[str, tuple[int, ...]]  # a name and a round
 Use = tuple[str, tuple[int, ...], int]  # a place, and a peer
+Sizes = tuple[tuple[str, int], ...]  # by name, in order
 Touch = tuple[str, tuple[int, ...], int, int, int]  # the same, and from which element to before which
 
 
@@ -80,6 +82,7 @@ class Offer:
         reads: those of them that it copies from.
         touches: what of them it copies from or to.
         notes: what its machine tells the others besides.
+        drops: the sizes whose memory goes when this has been made; those of rank 0 count.
         refusal: why there is none of all this.
     """
 
@@ -91,6 +94,7 @@ class Offer:
     reads: tuple[Use, ...] = ()
     touches: tuple[Touch, ...] = ()
     notes: str = ""
+    drops: tuple[Sizes, ...] = ()
     refusal: str = ""
 
     @property
@@ -105,7 +109,8 @@ class Offer:
             tuple((name, tuple(rounds), rank) for name, rounds, rank in it.pop(k)) for k in ("uses", "reads")
         )
         touches = tuple((name, tuple(rounds), rank, *extent) for name, rounds, rank, *extent in it.pop("touches"))
-        return cls(**it, buffers=tuple(buffers), uses=uses, reads=reads, touches=touches)
+        drops = tuple(tuple((name, size) for name, size in sizes) for sizes in it.pop("drops"))
+        return cls(**it, buffers=tuple(buffers), uses=uses, reads=reads, touches=touches, drops=drops)
 
 
 class Sharing(Protocol):
@@ -122,6 +127,9 @@ class Sharing(Protocol):
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
         """The memory of some ranks, this one among them, as bytes; 0 at first. All ranks call it."""
+
+    def settle(self) -> None:
+        """Waits until nothing that this rank has issued uses any memory."""
 
     def begin(self, recording: Recording, memory: SharedMemory) -> None:
         """Makes this rank's memory ready for the first call, before any peer touches it."""
@@ -144,11 +152,16 @@ class SharedMemory:
     Fields:
         offers: of all ranks.
         read: the places, with their ranks, that a peer reads.
+        used: when it became that of the plan which runs, in seconds of this rank's clock.
+        pinned: a graph of the caller's uses it.
+        gone: other sizes took its place; plans that hold it shall be dropped.
     """
 
     def __init__(self, offers: Sequence[Offer], maps: Mapping[int, torch.Tensor]) -> None:
         self.offers = offers
         self.read = {use for offer in offers for use in offer.reads}
+        self.used = 0.0
+        self.pinned = self.gone = False
         self.buffers: dict[tuple[Place, int], torch.Tensor] = {}
         for rank, memory in maps.items():
             at = 0
@@ -178,7 +191,7 @@ class SymmetricMemory:
         self.rank = rank
         self.exchange = exchange
         self.sharing = sharing
-        self.met: dict[tuple[tuple[str, int], ...], SharedMemory] = {}  # by sizes
+        self.met: dict[Sizes, SharedMemory] = {}
         self.meetings = 0
 
     def of(self, recording: Recording) -> SharedMemory | None:
@@ -201,11 +214,15 @@ class SymmetricMemory:
             offers = [Offer.read(text) for text in self.tell("symmetric memory", json.dumps(asdict(offer)))]
             if refused := judge(offers, recording.program):
                 raise refused
+            if offers[0].drops:
+                self.sharing.settle()
             if refused := _refusal(self.tell("symmetric memory, made", self.reserve(offers))):
                 raise refused
             memory, why = self.map(recording, offers)
             if refused := _refusal(self.tell("symmetric memory, mapped", why)):
                 raise refused
+        for sizes in offers[0].drops:  # since it said that its memory is made, no rank has used theirs
+            self.met.pop(sizes).gone = True
         assert memory is not None
         return memory
 
@@ -216,9 +233,20 @@ class SymmetricMemory:
         try:
             path = until_all_have_mapped.enter_context(self.sharing.offering(size))
             where = _host(), os.uname().nodename, path
-            return Offer(*where, buffers, uses, reads, _touches(recording), self.sharing.notes(recording))
+            notes, drops = self.sharing.notes(recording), self.surplus(size)
+            return Offer(*where, buffers, uses, reads, _touches(recording), notes, drops)
         except (OSError, RuntimeError) as problem:
             return Offer(refusal=str(problem))
+
+    def surplus(self, size: int) -> tuple[Sizes, ...]:
+        """The sizes that have not been used longest, as many as leave room for `size` bytes more."""
+        held = {sizes: memory.offers[self.rank].bytes for sizes, memory in self.met.items()}
+        excess, found = sum(held.values()) + size - KEPT_BYTES, list[Sizes]()
+        for sizes, memory in sorted(self.met.items(), key=lambda each: each[1].used):
+            if excess > 0 and not memory.pinned:
+                found.append(sizes)
+                excess -= held[sizes]
+        return tuple(found)
 
     def reserve(self, offers: Sequence[Offer]) -> str:
         """Makes this rank's memory, or says why it cannot: nobody shall wait for the memory of a rank without."""

@@ -287,6 +287,44 @@ def test_a_graph_keeps_nothing_of_the_callers_alive() -> None:
     assert not any(ref() is not None for ref in held)
 
 
+def by_columns(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers with other strides, for which an executor has another plan."""
+    return x.t().contiguous().t()
+
+
+def test_a_plan_that_a_graph_of_the_caller_uses_outlives_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hostir.runtime.executor.KEPT", 1)
+    e, (a, b) = executor(), inputs()
+    e(a, b)
+    plain = weakref.ref(e._plan)
+    e(a, by_columns(b))
+    gc.collect()
+    assert plain() is None
+    used = weakref.ref(e._plan)
+    Device.callers_capture = True
+    e(a, by_columns(b))
+    Device.callers_capture = False
+    e(a, b)
+    gc.collect()
+    assert used() is not None
+    assert len(e.plans) == 1
+
+
+def test_graphs_of_plans_that_will_not_run_again_go() -> None:
+    e, (a, b), c, other = executor(), inputs(), torch.empty(4, 5), torch.empty(4, 5)
+    across = by_columns(b)
+    for _ in range(3):
+        e(a, b, out=c)
+        e(a, across, out=other)
+    assert len(alive) == 2
+    stale = next(iter(e.plans.values()))
+    e._graphs.forget(lambda plan: plan is stale)
+    gc.collect()
+    assert len(alive) == 1
+    assert [how(e, a, b, c) for _ in range(3)] == ["eager", "eager", "capture replay"]
+    assert how(e, a, across, other) == "replay"
+
+
 def test_calls_of_one_executor_stay_in_order_on_whatever_streams_they_are_made() -> None:
     e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
     for _ in range(4):

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from hostir.runtime.gloo import GlooPlan
 from hostir.runtime.plan import EPOCHS, FLAGS, Recording, flag_value
 from hostir.runtime.recorder import record
 from hostir.runtime.shared_files import SharedFiles
-from hostir.runtime.symmetric import SharedMemory, SymmetricMemory
+from hostir.runtime.symmetric import ALIGNMENT, SharedMemory, SymmetricMemory
 from hostir.runtime.trace import Trace
 from tests.runtime.small_programs import alone, program, said
 
@@ -143,30 +144,37 @@ def test_flags_rise_from_call_to_call() -> None:
 # The memory that processes share ----------------------------------------------------------------------------------
 def met(*recordings: Recording) -> list[SharedMemory | HostIRError | None]:
     """What ranks get that meet with these recordings, each on a thread."""
-    gate = threading.Barrier(len(recordings))
-    said: dict[str, dict[int, str]] = {}
     results: list[SharedMemory | HostIRError | None] = [None] * len(recordings)
+
+    def meet(rank: int, memory: SymmetricMemory) -> None:
+        try:
+            results[rank] = memory.of(recordings[rank])
+        except HostIRError as problem:
+            results[rank] = problem
+
+    together(len(recordings), meet)
+    return results
+
+
+def together(ranks: int, do: Callable[[int, SymmetricMemory], None]) -> None:
+    """Does it on all ranks at once, with the memory of each."""
+    gate = threading.Barrier(ranks)
+    said: dict[str, dict[int, str]] = {}
 
     def exchange(rank: int) -> Callable[[str, str], list[str]]:
         def exchanged(key: str, mine: str) -> list[str]:
             said.setdefault(key, {})[rank] = mine
             gate.wait(10)
-            return [said[key][r] for r in range(len(recordings))]
+            return [said[key][r] for r in range(ranks)]
 
         return exchanged
 
-    def meet(rank: int) -> None:
-        try:
-            results[rank] = SymmetricMemory(rank, exchange(rank), SharedFiles()).of(recordings[rank])
-        except HostIRError as problem:
-            results[rank] = problem
-
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(len(recordings))]
+    memories = [SymmetricMemory(rank, exchange(rank), SharedFiles()) for rank in range(ranks)]
+    threads = [threading.Thread(target=do, args=each) for each in enumerate(memories)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return results
 
 
 SHARED = """%me = rank of %x over didx
@@ -180,6 +188,29 @@ SHARED = """%me = rank of %x over didx
 def recordings(body: str = SHARED, ranks: int = 2) -> list[Recording]:
     p = program(body, "%x: f32[4@didx, 3]", "%x")
     return [record(p, rank, {}, [torch.empty(2, 3)]) for rank in range(ranks)]
+
+
+def test_memory_of_sizes_that_rank_0_has_not_used_longest_goes_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "%box: f32[M, 16] = allocate_symmetric\n  barrier of %box over didx"
+    p = program(body, "%x: f32[2@didx, M]", "%x")
+    monkeypatch.setattr("hostir.runtime.symmetric.KEPT_BYTES", 12 * 64 + 3 * ALIGNMENT)  # for M=4 three times
+    found: list[list[Any]] = [[], []]
+
+    def use(rank: int, memory: SymmetricMemory) -> None:
+        for turn, m in enumerate((1, 2, 4, 4, 3, 7, 100, 1)):
+            held = memory.of(record(p, rank, {"M": m}, [torch.empty(1, m)]))
+            assert held is not None
+            held.used = turn if rank == 0 else -turn
+            held.pinned |= m == 2
+            found[rank].append([dict(sizes)["M"] for sizes in memory.met])
+            if m == 7:
+                first = next(each for sizes, each in memory.met.items() if dict(sizes)["M"] == 3)
+                found[rank].append(first.gone)
+        found[rank].append(first.gone)
+
+    together(2, use)
+    assert found[0] == found[1]
+    assert found[0] == [[1], [1, 2], [1, 2, 4], [1, 2, 4], [1, 2, 4, 3], [2, 3, 7], False, [2, 100], [2, 1], True]
 
 
 def test_ranks_see_each_others_buffers_and_nothing_is_left_behind() -> None:

@@ -245,6 +245,20 @@ def shapes_and_executors_alternate() -> None:
 
 
 @case
+def sizes_leave_room_for_others() -> None:
+    """Memory of other sizes than the latest goes, and comes again."""
+    program = programs.pulled(dtype="f32")
+    executor = Executor(program)
+    kept, symmetric.KEPT_BYTES = symmetric.KEPT_BYTES, 1
+    for call, m in enumerate((3, 7, 3, 3, 1, 7)):
+        a, b = random_inputs(program, {"M": m}, seed=1000 * os.getppid() + call)
+        (c,) = executor(shard(a, program.inputs[0].tensor, RANK, {"M": m}), b)
+        assert torch.allclose(c, a @ b, atol=1e-4)
+        assert len(executor.plans) == 1
+    symmetric.KEPT_BYTES = kept
+
+
+@case
 def a_symmetric_output_is_the_callers() -> None:
     program = parse(programs.GATHERED)
     executor = Executor(program)
