@@ -97,7 +97,7 @@ def short(name: str) -> str:
     if "spin" in name or "sleep" in name:
         return "delay"
     if "Memcpy" in name:
-        return "put to a peer" if "PtoP" in name else "copy of the own rows"
+        return "put to a peer" if "PtoP" in name else "copy within the GPU"
     if name.startswith("_end"):
         return "end of the call"
     return "matmul" if any(part in name for part in ("gemm", "nvjet", "matmul", "cutlass")) else name.split("(")[0][:40]

@@ -89,7 +89,7 @@ def lower(
         strategy: `sequential` runs each communication and computation whole, on the caller's stream; `pipeline` runs
             what can be sliced along the Stream axis in a loop over worker streams. Three take apart what gathers the
             rows of a matmul, and run the rest whole: `ring` copies from one peer after another, and multiplies each
-            shard as it comes; in `fused` and `push` every rank copies its shard to all, by copy engines or by a few
+            shard as it comes; in `fused` and `push` every rank copies its shard to others, by copy engines or by a few
             SMs, and one matmul takes each as it comes. `auto` is the fastest of all, as `compile` chooses.
         streams: the most worker streams to use, 4 unless said; `auto` chooses it too.
         watch: called with the name of each pass and the program it left.

@@ -161,11 +161,14 @@ class Costs:
         waits = isinstance(what, Gemm) and self.tiles(what, self.fastest(what, self.family.tiles)) <= self.hardware.sms
         return 0.0 if waits else SPARE * left
 
-    def arriving(self, what: Gemm, start: float, arrivals: Sequence[float], beside: int = 0) -> float:
+    def arriving(
+        self, what: Gemm, start: float, arrivals: Sequence[float], beside: int = 0, apart: bool = False
+    ) -> float:
         """When a matmul ends whose blocks of rows arrive one after another, in its order.
 
         The Triton kernel is one that waits tile by tile, on the SMs that copies `beside` it leave. Of the others there
-        is one a block, behind the other; behind copies by SMs only one, when all blocks are there.
+        is one a block, behind the other; behind copies by SMs only one, when all blocks are there. Blocks that are
+        `apart` share no tile.
         """
         rows = max(what.m // len(arrivals), 1)
         if not self.in_triton and beside:
@@ -177,13 +180,22 @@ class Costs:
         tiles = [replace(tile, share=tile.fed or tile.share) for tile in self.family.tiles]
         sms = self.hardware.sms - beside
         look = self.hardware.look * (STARTED if beside else 1.0)
-        return min(self.fed(what, tile, rows, start + self.family.start, arrivals, sms, look) for tile in tiles)
+        start += self.family.start
+        return min(self.fed(what, tile, rows, start, arrivals, sms, look, apart) for tile in tiles)
 
     def fed(
-        self, what: Gemm, tile: Tile, rows: int, start: float, arrivals: Sequence[float], sms: int, look: float
+        self,
+        what: Gemm,
+        tile: Tile,
+        rows: int,
+        start: float,
+        arrivals: Sequence[float],
+        sms: int,
+        look: float,
+        apart: bool,
     ) -> float:
         """When a kernel ends that walks through blocks of rows with one kind of tile."""
-        if rows < tile.rows:  # blocks that would fill tiles badly stay together
+        if rows < tile.rows and not apart:  # blocks that would fill tiles badly stay together
             rows, arrivals = what.m, [max(arrivals)]
         each = self.tiles(replace(what, m=rows), tile)
         at_once = min(len(arrivals), sms / each)  # blocks, each of which reads all of B
@@ -286,9 +298,10 @@ class Simulation:
         """Says when a matmul ends that waits for blocks, once the last of them is there."""
         if any(signal is not None and signal not in self.ended for signal in a.task.blocks):
             return
-        assert isinstance(a.task.what, Gemm)
-        arrivals = [0.0 if signal is None else self.ended[signal] for signal in a.task.blocks]
-        a.left = max(self.costs.arriving(a.task.what, a.since, arrivals, a.task.beside) - self.now, 0.0)
+        task, what = a.task, a.task.what
+        assert isinstance(what, Gemm)
+        arrivals = [0.0 if signal is None else self.ended[signal] for signal in task.blocks]
+        a.left = max(self.costs.arriving(what, a.since, arrivals, task.beside, task.apart) - self.now, 0.0)
 
     # Who gets how much ---------------------------------------------------------------------------------------------
     def _rates(self) -> None:

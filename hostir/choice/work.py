@@ -90,6 +90,7 @@ class Task:
         joins: those of other lanes that do.
         partners: every rank's task of the same collective or barrier, itself among them; they begin together.
         blocks: of a matmul that waits while it runs, for each block of rows in its order the signal it waits for.
+        apart: its blocks share no tile.
         beside: on how many SMs the copies run beside which it starts; 0 for none.
         launches: how often the host issues something up to it, by the kind of what is issued.
     """
@@ -100,6 +101,7 @@ class Task:
     joins: list[Task] = field(default_factory=list)
     partners: list[Task] = field(default_factory=list)
     blocks: list[Task | None] = field(default_factory=list)
+    apart: bool = False
     beside: int = 0
     launches: Mapping[str, int] = field(default_factory=dict)
 
@@ -119,6 +121,7 @@ class Buffer:
 
 
 Flags = dict[tuple[int, int, int], list[tuple[int, Task]]]  # by rank, buffer and slot: epochs with their signals
+FEWEST_APART = 64  # own rows that a Triton matmul reads where they are; fewer it copies (hostir.runtime.kernels.tiles)
 Waits = list[tuple[Task, int | None, tuple[int, int, int], int]]  # who waits, for which block, for what flag and epoch
 
 
@@ -220,6 +223,8 @@ class Recorder:
         k = read[0].shape[-1]
         ready: Ready | None = options.get("ready")
         beside = self.pushing if ready else []
+        if ready and ready.own is not None and prod(ready.own.shape[:-1]) < FEWEST_APART:
+            self.issue(Traffic(2 * ready.own.bytes), launch="compute")
         task = self.issue(Gemm(prod(out.shape[:-1]), out.shape[-1], k, out.dtype.name), launch="matmul")
         if ready is None:
             return
@@ -228,8 +233,10 @@ class Recorder:
             assert isinstance(first.what, Copying)
             task.beside, task.after, task.joins = first.what.sms, [*first.after], [*first.joins]
         task.blocks = [None] * ready.blocks
-        for slot in ready.awaited:
-            turn = ready.order.index(slot)
+        task.apart = ready.own is not None and prod(ready.own.shape[:-1]) >= FEWEST_APART
+        for turn, slot in enumerate(ready.order):
+            if slot == ready.first and ready.own is not None:
+                continue
             self.shared.waits.append((task, turn, (self.me, ready.flags.symmetric, slot), ready.epoch))
 
     def communicate(self, exchange: Exchange, x: Buffer | None, out: Buffer | None) -> Task:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from hostir.ir.types import DType, Kind, Mesh, TensorType, bind_shape
@@ -49,7 +50,7 @@ class Ready:
     """What a product waits for while it runs: block `i` of its rows is there when flag `i` has reached `epoch`.
 
     The rows of its left side are `blocks` equal blocks, which it computes one after another, beginning with `first`,
-    whose rows are those of `own` if that is there, and not waited for.
+    whose rows are those of `own` if that is there, and not waited for: what the left side has there may be overwritten.
     """
 
     flags: Handle
@@ -58,12 +59,12 @@ class Ready:
     blocks: int
     own: Handle | None = None
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, ...]:
         """The blocks, as they are computed."""
         return *range(self.first, self.blocks), *range(self.first)
 
-    @property
+    @cached_property
     def awaited(self) -> tuple[int, ...]:
         """The blocks that it waits for, as they are computed."""
         return self.order if self.own is None else self.order[1:]

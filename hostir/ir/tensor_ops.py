@@ -193,8 +193,8 @@ class Matmul(Contraction):
     as there are flags. One kernel computes them all, beginning with block `first`, and each waits until its flag has
     reached the epoch. The kernel holds the SMs from its start to its end.
 
-    With `own %x` as well, the rows of block `first` are those of `%x`, where they lie: the kernel neither waits for the
-    flag of that block nor reads it in `a`.
+    With `own %x` as well, the rows of block `first` are those of `%x`, where they lie: the kernel does not wait for the
+    flag of that block, and what `a` holds there is neither read nor kept.
 
     Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
     """

@@ -15,7 +15,7 @@ from hostir.ir.comm_ops import AllGather
 from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
 from hostir.ir.onesided_ops import AllocateSymmetric, Put, Signal, WaitSignal
 from hostir.ir.op import Codec
-from hostir.ir.sizes import ONE, Size, product
+from hostir.ir.sizes import ONE, Size
 from hostir.ir.tensor_ops import Contraction, Copy
 from hostir.ir.types import FLAG, Axis
 from hostir.ir.values import Bin, Expr, Lit, Ref
@@ -37,9 +37,6 @@ from hostir.lower.sharding import result_of
 
 COPIER = Lit(0)  # the worker that copies
 THERE = Lit(1)  # the epoch of a block that is there
-FEWEST = (
-    64  # own rows that are worth tiles of their own: to copy fewer takes less than to read the right side once more
-)
 
 
 def _in_blocks(s: AllGather) -> bool:
@@ -94,8 +91,6 @@ class Push:
         """
         users = self.host.users.get(self.gather.out.name, [])
         if self.axis is not None or self.whole is not None or len(users) != 1:
-            return True
-        if (rows := product(self.gather.x.tensor.local_shape[:-1]).value) is not None and rows < FEWEST:
             return True
         operands = {v.name for v in users[0].values(Codec.READ)} - {self.gather.out.name}
         return any(isinstance(s, AllGather) and s.out.name in operands for s in self.host.program.body)

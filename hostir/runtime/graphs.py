@@ -169,6 +169,8 @@ class Graphs:
         for known in (self.kept, self.seen):
             for where in [where for where in known if stale(where[0])]:
                 del known[where]
+        if not self.kept:
+            self.__dict__.pop("pool", None)  # torch gives up a pool with its last graph
 
     def release(self, reason: str) -> None:
         """Drops all graphs, and makes no more."""

@@ -260,14 +260,17 @@ class RankMachine(Observer):
         start = self.issue(None)
         start.run, start.gate = partial(self.processors.take, start, copies), self.processors
         blocks = []
-        if ready.own is not None:
-            (a_blocks[ready.first],) = self._blocks(ready.own, "reads", 1)
         for j in ready.order:
-            run = partial(kernel, out_blocks[j], a_blocks[j], *others)
-            lane = f"block {j} of task {start.order}"
-            block = self.task(run, (a_blocks[j], *whole), (out_blocks[j],), lane=lane, timed=True).follow([start])
-            if j in ready.awaited:
+            lane, own = f"block {j} of task {start.order}", ready.own if j == ready.first else None
+            if own is None:
+                run = partial(kernel, out_blocks[j], a_blocks[j], *others)
+                block = self.task(run, (a_blocks[j], *whole), (out_blocks[j],), lane=lane, timed=True).follow([start])
                 block.gate, block.epoch = self._flag(ready.flags, j), self._epoch(ready.epoch)
+            else:
+                (rows,) = self._blocks(own, "reads", 1)
+                run = partial(_instead, kernel, out_blocks[j], rows, others, a_blocks[j])
+                written = (out_blocks[j], a_blocks[j])
+                block = self.task(run, (rows, *whole), written, lane=lane, timed=True).follow([start])
             blocks.append(block)
         end = self.issue(partial(self.processors.take, None)).follow([*blocks, *copies[-1:]])
         end.turns, end.since = self.processors, start
@@ -362,6 +365,14 @@ class RankMachine(Observer):
 
     def _epoch(self, epoch: int) -> tuple[int, int]:
         return self.call, epoch
+
+
+def _instead(
+    kernel: Kernel, out: torch.Tensor, own: torch.Tensor, others: Sequence[torch.Tensor | None], rows: torch.Tensor
+) -> None:
+    """A block of own rows; nobody shall read what lies where others have theirs."""
+    kernel(out, own, *others)
+    rows.fill_(float("nan"))
 
 
 def _nothing() -> None:

@@ -8,10 +8,12 @@ import pytest
 
 import hostir as hi
 from examples import patterns
+from hostir.choice import work
 from hostir.choice.hardware import H200, named
 from hostir.choice.simulate import EAGER, GRAPH, SMALL, Costs, estimate
-from hostir.choice.work import Gemm, Task, tasks_of
+from hostir.choice.work import Gemm, Task, Traffic, tasks_of
 from hostir.ir.source import HostIRError
+from hostir.runtime.kernels import tiles
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: bf16[2@didx, 1024, 4096], %b: bf16[4096, 4096]) -> (%c) "
 
@@ -196,3 +198,20 @@ def test_machines_are_named_with_or_without_ranks() -> None:
     for text in ("h20", "h200x0", "h200xx8", "x8", ""):
         with pytest.raises(HostIRError, match="unknown machine"):
             named(text)
+
+
+def test_own_rows_that_the_kernel_copies_are_copied_in_the_model() -> None:
+    assert work.FEWEST_APART == tiles.FEWEST_APART
+    text = """hostir 1
+mesh @mesh [didx] = 0 1
+fusion @rows(%a: bf16[M@didx, 4096], %b: bf16[4096, 1792]) -> (%c) {
+  %full: bf16[M, 4096] = allgather %a over didx
+  %c: bf16[M, 1792] auto = matmul %full, %b
+}
+"""
+    program = hi.lower(hi.parse(text), "fused")
+
+    def copies(rows: int) -> int:
+        return sum(isinstance(task.what, Traffic) for task in tasks_of(program, {"M": 2 * rows}))
+
+    assert [copies(rows) - copies(4096) for rows in (1, 63, 64)] == [2, 2, 0]  # one a rank

@@ -219,6 +219,7 @@ def sizes_take_turns() -> bool:
         for _ in range(4):  # the last are replayed
             executor(*parts, out=outs)
         worst = max(worst, check(case, wholes, outs))
+        assert executor.graph_refusal is None
         assert len(executor._machine.symmetric.met) <= 3
         del parts, outs, wholes
         torch.cuda.synchronize()

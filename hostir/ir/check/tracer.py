@@ -255,11 +255,11 @@ class Tracer(Observer):
                 layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
                 raise self.fail(f"rows of {layout}", expected="rows with one stride", hint="copy it first")
         for i in range(ready.blocks):
-            rows = ready.own if ready.own is not None and i == ready.first else rows_of(a, i, ready.blocks)
-            accesses = [access(rows, False), access(rows_of(out, i, ready.blocks), True)]
-            accesses += [access(x, False) for x in others]
+            own, rows = ready.own if i == ready.first else None, rows_of(a, i, ready.blocks)
+            accesses = [access(rows, own is not None), access(rows_of(out, i, ready.blocks), True)]
+            accesses += [access(x, False) for x in (*others, *([] if own is None else [own]))]
             block = self.event(f"runs block {i}", accesses, [start])
-            if i in ready.awaited:
+            if own is None:
                 kernel.waits.append(Flag(block, self.rank, ready.flags.buffer.name, i, (self.turn, ready.epoch)))
             blocks.append(block)
         kernel.end = self.step("ends", [], after=[*blocks, *([pushing.last] if pushing else [])])

@@ -61,7 +61,7 @@ def descriptor_strides(t: torch.Tensor, shape: Sequence[int], strides: Sequence[
     legal = [1]
     span = shape[-1]
     for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
-        if size == 1 and (stride % quantum or stride < span or stride % legal[0]):
+        if size == 1 and (stride % quantum or stride < span or stride % legal[0] or stride >= _STRIDE_LIMIT):
             stride = -(-span // quantum) * quantum
         if stride % quantum:
             return f"its stride of {stride} elements is not a multiple of 16 bytes"

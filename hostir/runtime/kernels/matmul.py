@@ -17,10 +17,10 @@ import triton
 from hostir.runtime.kernels.launch import INTERPRETED, check_device, limits
 from hostir.runtime.kernels.layout import rows_or_copy
 from hostir.runtime.kernels.matmul_call import Call, Matrices
-from hostir.runtime.kernels.operands import Described, Rows, check, check_own, describe, own_strides, rows_of
+from hostir.runtime.kernels.operands import Described, Rows, check, check_own, describe, own_strides, place_own, rows_of
 from hostir.runtime.kernels.ready import ReadyFlags, block_rows
 from hostir.runtime.kernels.streamk import schedule
-from hostir.runtime.kernels.tiles import INTERPRETER, Config, choose, in_blocks
+from hostir.runtime.kernels.tiles import FEWEST_APART, INTERPRETER, Config, choose, in_blocks
 
 EXACT_RUN = 64  # products of float32 that are summed up at a time
 
@@ -53,8 +53,10 @@ def matmul(
             several blocks only if they are smaller than it, or `a` is a batch; it waits for all of them. The bits are
             those of the same tile without flags. Where a block stays away, `ready.stalls` says so in the end, and
             tiles are left out: all that need the block, and others that the same programs had yet to compute.
-        own: `[..., K]`, the rows of block `ready.first`, which is not waited for, nor read in `a`. Then each block is
-            some whole batches, or all rows are one batch, and no tile spans several blocks.
+        own: `[..., K]`, the rows of block `ready.first`, which is not waited for. Where they are few, or no TMA
+            descriptor fits them alone, they are copied to their place in `a`, and what was there is lost; else they are
+            read where they are, no tile spans several blocks, and each block must be some whole batches of rows, or all
+            rows one batch.
         use_descriptors: move tiles with TMA descriptors. None: wherever the device and the memory allow it.
             True: always, or raise. False: never.
         config: the tile, instead of the one that `choose` finds. With `ready`, its `shared` must be 0.
@@ -80,6 +82,10 @@ def matmul(
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
         _calls[kind] = call
+    if own is not None and call.copies_own:
+        assert ready is not None
+        place_own(own, a, ready)
+        own = None
     call.launch((a, b, out, own), bias, ready)
     return out
 
@@ -111,8 +117,11 @@ def _prepare(
     device = check_device(a=a, b=b, out=out, bias=bias, own=own)
     check(a, b, out, bias, transpose_b)
     block = None if ready is None else block_rows(ready, out)
+    there = own is not None
     if own is not None:
         check_own(own, a, block)
+        if own.shape[:-1].numel() < FEWEST_APART:
+            own = None
     if ready is not None and config is not None and config.shared:
         raise ValueError(f"matmul cannot share tiles of rows that it waits for: expected shared=0, got {config.shared}")
     weight = b.t() if transpose_b else b
@@ -130,6 +139,9 @@ def _prepare(
             raise ValueError(f"matmul cannot use TMA descriptors: {device} has no TMA")
         use_descriptors = False
     described = _described((a, weight, out, own), rows, use_descriptors)
+    if described is None and own is not None and use_descriptors is None:
+        described = _described((a, weight, out, None), rows, None)
+        own = own if described is None else None
     if config is None and INTERPRETED:
         config = INTERPRETER
     elif config is None:
@@ -166,6 +178,7 @@ def _prepare(
         schedule=(plan.whole, plan.shares) if plan.shares else None,
         sums=(plan.shares + shared) * config.m * config.n,
         tickets=shared,
+        copies_own=there and own is None,
         # With descriptors strides are not used, so new strides shall not mean a new compilation.
         sizes=(config.group, batches, M, N, K, *(strides if described is None else [0] * len(strides))),
         constants={
@@ -179,7 +192,7 @@ def _prepare(
             "HAS_BIAS": bias is not None,
             "SHARED": plan.shares > 0,
             "READY": ready is not None,
-            "OWN": own is not None,
+            "OWN": there,
             "FLAGS": 1 if ready is None else triton.next_power_of_2(ready.flags.numel()),
             "BESIDE": beside > 0,
             "PRECISION": "tf32" if tf32 else "ieee",

@@ -30,6 +30,7 @@ class Call:
         block: rows of a block, with flags.
         schedule: whole and shares of a Schedule with shared tiles.
         sums, tickets: what shared tiles need of `workspace`.
+        copies_own: own rows go to their place among those of a first, and are not passed.
         sizes: the arguments of the kernel from `group` to the last stride.
         constants, options: the kernel's constants, in its order, and how to compile it.
     """
@@ -43,6 +44,7 @@ class Call:
     schedule: tuple[int, int] | None
     sums: int
     tickets: int
+    copies_own: bool
     sizes: tuple[int, ...]
     constants: Mapping[str, Any]
     options: Mapping[str, Any]

@@ -287,7 +287,7 @@ def matmul_kernel(
     a,  # DESCRIPTORS: descriptors of a, b (B_IS_NK: of its transpose), out and own; else pointers
     b,
     out,
-    own,  # with OWN only: the rows of block `first`
+    own,  # the rows of block `first`, if they are elsewhere; then each block is so many whole batches
     bias,
     bias_step,
     flags,  # as in ReadyFlags, with READY only, as what follows down to looks
@@ -327,7 +327,7 @@ def matmul_kernel(
     HAS_BIAS: tl.constexpr,
     SHARED: tl.constexpr,  # the last tiles are computed by several programs each
     READY: tl.constexpr,  # rows come while the kernel runs; not with SHARED
-    OWN: tl.constexpr,  # the rows of block `first` are elsewhere, and there; each block is so many whole batches
+    OWN: tl.constexpr,  # the rows of block `first` are there
     FLAGS: tl.constexpr,  # the power of 2 that holds all blocks
     BESIDE: tl.constexpr,  # it may have started before the kernel before it has ended
     PRECISION: tl.constexpr,
@@ -343,7 +343,7 @@ def matmul_kernel(
         # Where no tile spans two blocks, tiles are numbered block by block. Then those of a block, and of the blocks
         # behind it that have come as well, are one pipeline: a wait in its midst would keep Triton from building it.
         tiles_of_block = tl.where(height % M == 0, tiles // blocks, 0)
-        if OWN:
+        if own is not None:
             _whole_tiles(
                 *(tile, tiles_of_block, group, first, height, own, first * (height // M), b, out, bias, bias_step),
                 *(batches, M, N, K, of_own),
@@ -356,6 +356,7 @@ def matmul_kernel(
             come, looks = wait_for_rows(
                 *(flags, stalls, epoch, first, blocks, height, looks),
                 *(batch * M + row, batch * M + min(row + BM, M)),
+                OWN=OWN,
                 FLAGS=FLAGS,
                 TMA=DESCRIPTORS,
             )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hostir.runtime.kernels.blocks import with_rows
 from hostir.runtime.kernels.layout import collapse, descriptor_strides, rows_or_copy
+
+if TYPE_CHECKING:
+    from hostir.runtime.kernels.ready import ReadyFlags
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -62,6 +67,12 @@ def check_own(own: torch.Tensor, a: torch.Tensor, block: int | None) -> None:
         raise ValueError("own rows are those of a block: expected flags for blocks too")
     if own.shape[-1:] != a.shape[-1:] or own.shape[:-1].numel() != block:
         raise ValueError(f"expected own rows {[block, a.shape[-1]]}, got shape {list(own.shape)}")
+
+
+def place_own(own: torch.Tensor, a: torch.Tensor, ready: ReadyFlags) -> None:
+    """Copy own rows to where block `first` of `a` is, on the current stream."""
+    for place, rows in with_rows(a, a, ready.first, len(ready.flags), own):
+        place.copy_(rows)
 
 
 def own_strides(own: torch.Tensor, rows: Rows) -> tuple[int, int, int]:

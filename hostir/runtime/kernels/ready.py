@@ -89,14 +89,27 @@ def block_rows(ready: ReadyFlags, out: torch.Tensor) -> int:
 
 
 @triton.jit
-def wait_for_rows(flags, stalls, epoch, first, blocks, height, looks, row, end, FLAGS: tl.constexpr, TMA: tl.constexpr):
-    """Wait until all blocks that hold a row from `row` to before `end` have reached `epoch`.
+def wait_for_rows(
+    flags,
+    stalls,
+    epoch,
+    first,
+    blocks,
+    height,
+    looks,
+    row,
+    end,
+    OWN: tl.constexpr,
+    FLAGS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Wait until all blocks that hold a row from `row` to before `end` have reached `epoch`; with OWN, but `first`.
 
     Returns the number, counted from `first` on, of the next block after that of `row` which has not come; and the looks
     that are left, none when the program has given up.
     """
     number = tl.arange(0, FLAGS)
-    exists = number < blocks
+    exists = (number < blocks) & (number >= (1 if OWN else 0))
     block = (first + number) % blocks
     needed = exists & (block >= row // height) & (block <= (end - 1) // height)
     value = tl.zeros((FLAGS,), dtype=tl.int64)

@@ -93,6 +93,9 @@ _IEEE_32_BIT = (
 # The interpreter pays for each operation, not for each element; small tiles make small tensors ragged.
 INTERPRETER = Config(32, 32, 32, stages=1, warps=1, group=2)
 
+# Own rows that are worth tiles of their own: where they are fewer, the right side is read more often than a copy costs.
+FEWEST_APART = 64
+
 # What a tile costs besides its arithmetic (filling the pipeline, storing), in multiply-adds of the fastest tile.
 _FIXED_COST = 256 * 128 * 256
 # Sharing tiles costs more besides: once, for each element of a sum that a program reads, and in each step, as programs

@@ -57,7 +57,7 @@ def compiled(
         "HAS_BIAS": bias,
         "SHARED": tile.shared > 0,
         "READY": ready is not None,
-        "OWN": own,
+        "OWN": ready is not None and own,
         "FLAGS": 8 if ready else 1,
         "BESIDE": beside,
         "PRECISION": "ieee",

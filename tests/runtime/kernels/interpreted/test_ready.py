@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostir.ir.source import HostIRError
-from hostir.runtime.kernels.matmul import matmul
+from hostir.runtime.kernels.matmul import _calls, matmul
 from hostir.runtime.kernels.operands import DTYPES
 from hostir.runtime.kernels.ready import ReadyFlags, no_stalls, stall_error
 from hostir.runtime.kernels.tiles import Config
@@ -37,7 +37,16 @@ def whole_numbers(*shape: int) -> torch.Tensor:
     return filled(shape, torch.float32, integers=True)
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.fixture
+def all_apart(monkeypatch):
+    """However few own rows are, they are read where they are."""
+    monkeypatch.setattr("hostir.runtime.kernels.matmul.FEWEST_APART", 0)
+    _calls.clear()
+    yield
+    _calls.clear()
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_bits_are_those_of_the_kernel_without_flags(data):
     draw = data.draw
@@ -52,20 +61,26 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     bias = filled([N], dtype) if draw(st.booleans()) else None
     tile = draw(st.sampled_from(TILES))
     options = {"bias": bias, "use_descriptors": use_descriptors, "config": tile}
-    first, apart = draw(st.integers(0, blocks - 1)), draw(st.booleans())
-    but = first if apart else None  # the flag of own rows does not rise
+    first, there = draw(st.integers(0, blocks - 1)), draw(st.booleans())
+    but = first if there else None  # the flag of own rows does not rise
     ready = raised(blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64])), but=but, first=first)
     rows, own = a, None
-    if apart:
+    if there:
         own = filled([height, K], dtype, pad=[0, 8]).copy_(a.chunk(blocks)[first])
         rows = a.clone()
         rows.chunk(blocks)[first].fill_(math.nan)
 
     out, buffer = embedded([blocks * height, N], dtype, pad=[1, 8])
-    assert matmul(rows, b, out, ready=ready, own=own, **options) is out
+    few = draw(st.sampled_from([0, 20]))  # of own rows: they are copied
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hostir.runtime.kernels.matmul.FEWEST_APART", few)
+        _calls.clear()
+        assert matmul(rows, b, out, ready=ready, own=own, **options) is out
+    _calls.clear()
+    assert not there or rows.chunk(blocks)[first].isnan().all() == (height >= few)
     assert_only_view_written(out, buffer)
     # The product that the interpreter makes of a tile depends, in the last bit, on where in the tile a row lies.
-    parts = blocks if height >= tile.m or apart else 1
+    parts = blocks if height >= tile.m or (there and height >= few) else 1
     for ours, part in zip(out.chunk(parts), a.chunk(parts), strict=True):
         assert torch.equal(ours, matmul(part, b, torch.full_like(ours, math.nan), **options))
     assert stall_error(ready.stalls, 0, "%f") is None
@@ -95,7 +110,7 @@ def test_a_batch_is_used_in_place(blocks, use_descriptors):
 @pytest.mark.parametrize("use_descriptors", [True, False])
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 6])
-def test_own_rows_are_some_batches(blocks, order, use_descriptors):
+def test_own_rows_are_some_batches(blocks, order, use_descriptors, all_apart):
     a, b = filled([6, 20, 24], torch.bfloat16, pad=[0, 2, 0]), filled([24, 40], torch.bfloat16)
     out, buffer = embedded([6, 20, 40], torch.bfloat16, pad=[0, 1, 0])
     wanted = matmul(a, b, torch.empty_like(out), use_descriptors=use_descriptors, config=SMALL)
@@ -110,13 +125,32 @@ def test_own_rows_are_some_batches(blocks, order, use_descriptors):
 
 
 @pytest.mark.parametrize("missing", [1, 2])
-def test_own_rows_are_computed_though_other_blocks_stay_away(missing):
+def test_own_rows_are_computed_though_other_blocks_stay_away(missing, all_apart):
     a, own, b = whole_numbers(60, 24), whole_numbers(20, 24), whole_numbers(24, 48)
     out, ready = torch.full((60, 48), math.nan), raised(3, but=missing, first=0)
     matmul(a, b, out, ready=ready, own=own, config=SMALL)
     assert torch.equal(out[:20], own @ b)
     assert out.chunk(3)[missing].isnan().all()
     assert ready.stalls.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(3)]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda x: torch.cat([x[:, :1], x], 1)[:, 1:],  # begins within 16 bytes
+        lambda x: torch.cat([x, x[:, :4]], 1)[:, :-4],  # rows that begin there
+        lambda x: x.t().contiguous().t(),
+    ],
+)
+def test_own_rows_that_no_descriptor_fits_are_copied_and_the_others_keep_theirs(odd, all_apart):
+    a, b = filled([3 * 20, 24], torch.bfloat16), filled([24, 40], torch.bfloat16)
+    out, own = torch.empty(60, 40, dtype=torch.bfloat16), odd(a[20:40].clone())
+    wanted = matmul(a, b, torch.empty_like(out), config=SMALL)
+    a[20:40] = math.nan
+    matmul(a, b, out, ready=raised(3, but=1, first=1), own=own, config=SMALL)
+    assert torch.equal(out, wanted)
+    assert torch.equal(a[20:40], own)
+    assert [call.copies_own for call in _calls.values()] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +168,7 @@ def test_own_rows_that_do_not_fit_are_said(error, message, own, ready):
         matmul(torch.zeros(12, 8), torch.zeros(8, 8), torch.zeros(12, 8), ready=raised(3) if ready else None, own=own)
 
 
-def test_own_rows_that_are_no_whole_batches_are_said():
+def test_own_rows_that_are_no_whole_batches_are_said(all_apart):
     a = filled([6, 20, 24], torch.float32, pad=[0, 2, 0])
     with pytest.raises(ValueError, match="own rows of 10 are no whole batches of 20"):
         matmul(a, torch.zeros(24, 8), torch.zeros(6, 20, 8), ready=raised(12), own=torch.zeros(10, 24))

@@ -81,7 +81,10 @@ def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, block
     ("order", "blocks"), [((0, 1, 2), 4), ((0, 1, 2), 6), ((1, 0, 2), 12), ((1, 0, 2), 5), ((2, 0, 1), 2)]
 )
 @pytest.mark.parametrize("first", [0, 1])
-def test_own_rows_are_used_whatever_the_layout(order, blocks, first):
+@pytest.mark.parametrize("few", [0, 100])
+def test_own_rows_are_used_whatever_the_layout(order, blocks, first, few, monkeypatch):
+    monkeypatch.setattr("hostir.runtime.kernels.matmul.FEWEST_APART", few)
+    monkeypatch.setattr("hostir.runtime.kernels.matmul._calls", {})
     a = filled((4, 3, 5, 8), torch.float32, order=(*order, 3), pad=(0, 1, 1, 0), integers=True)
     own = filled((60 // blocks, 8), torch.float32, integers=True)
     b, bias = filled((8, 6), torch.float32, integers=True), filled((6,), torch.float32, integers=True)
