@@ -226,9 +226,10 @@ def sizes_take_turns() -> bool:
         torch.cuda.empty_cache()
         free.append(torch.cuda.mem_get_info()[0])
     symmetric.KEPT_BYTES = kept
-    good = everywhere(worst <= 1 and min(free[10:]) >= min(free[:10]) - (16 << 20))
+    before, after = max(free[1:11]), max(free[11:])  # what is free varies with the sizes, by 100 MiB
+    good = everywhere(worst <= 1 and after >= before - (16 << 20))
     if RANK == 0:
-        said = f"{worst:.2f} of the allowed error, {min(free[:10]) >> 20} then {min(free[10:]) >> 20} MiB free"
+        said = f"{worst:.2f} of the allowed error, {before >> 20} then {after >> 20} MiB free"
         print(f"{'ok    ' if good else 'FAILED'} sizes take turns: {said}", flush=True)
     return good
 
