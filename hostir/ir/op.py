@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from hostir.ir.sizes import Size
@@ -55,6 +55,8 @@ class Codec(Enum):
     INTS = "integers in parentheses"
     NAME = "name"
     BLOCK = "statements in braces"
+
+    __hash__ = object.__hash__  # Enum's is a call in Python, and every field of every statement is asked for its codec
 
 
 Read = Annotated[Value, Codec.READ]
@@ -142,12 +144,12 @@ class Statement:
         written = [] if phase is Phase.FUSION else [Codec.WRITE]
         return tuple(self.values(Codec.READ, *written, Codec.ALIAS, Codec.FREE, Codec.USE))
 
-    @property
+    @cached_property
     def named(self) -> tuple[Value, ...]:
         """Every value it mentions."""
         return tuple(self.values(*VALUE_CODECS))
 
-    @property
+    @cached_property
     def bodies(self) -> tuple[tuple[Statement, ...], ...]:
         return tuple(getattr(self, n) for n, c in codecs_of(type(self)).items() if c is Codec.BLOCK)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from math import prod
 
 from hostir.ir.sizes import ONE, Size, product
@@ -89,11 +90,11 @@ class Axis:
     def of(extent: Size | int | str, on: str | None = None) -> Axis:
         return Axis((Factor(Size.of(extent), on),))
 
-    @property
+    @cached_property
     def extent(self) -> Size:
         return self.factors[0].extent if len(self.factors) == 1 else product([f.extent for f in self.factors])
 
-    @property
+    @cached_property
     def marks(self) -> tuple[str, ...]:
         """What its factors lie on, outermost first: mesh axes and STREAM."""
         return tuple(f.on for f in self.factors if f.on)
@@ -123,7 +124,8 @@ class Axis:
 class TensorType:
     """A tensor's dtype, logical axes, mesh, and the mesh axes over which each rank holds only a partial sum.
 
-    `mesh` is None while the sharding is still to be propagated ("auto").
+    `mesh` is None while the sharding is still to be propagated ("auto"). What follows from a type is worked out once:
+    passes, checks and every simulated rank ask the same few types again and again.
     """
 
     dtype: DType
@@ -131,7 +133,7 @@ class TensorType:
     mesh: Mesh | None = None
     partial: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def shape(self) -> tuple[Size, ...]:
         return tuple(axis.extent for axis in self.axes)
 
@@ -150,7 +152,7 @@ class TensorType:
             return factor.extent
         return factor.extent / self.mesh.size(factor.on or "")
 
-    @property
+    @cached_property
     def local_shape(self) -> tuple[Size, ...]:
         """The shape of the part that one rank holds."""
         return tuple(product([self.local_factor(f) for f in axis.factors]) for axis in self.axes)
@@ -160,6 +162,10 @@ class TensorType:
 
     def host(self) -> TensorType:
         """As it stands in a host program: no Stream marks (the loop says it), every axis in normal form."""
+        return self._host
+
+    @cached_property
+    def _host(self) -> TensorType:
         return self.with_axes(axis.without(STREAM) for axis in self.axes)
 
     def __str__(self) -> str:

@@ -27,8 +27,15 @@ def check(
         calls: how many calls follow each other.
     """
     found = check_structure(program, settled=settled)
-    if found or program.phase is not Phase.HOST:
+    if found:
         return found
+    return _orders(program, sizes, calls)
+
+
+def _orders(program: Program, sizes: Mapping[str, int] | None, calls: int = 2) -> list[Diagnostic]:
+    """Findings about a program of sound structure."""
+    if program.phase is not Phase.HOST:
+        return []
     from hostir.ir.check.orders import analyse  # loads numpy
 
     return analyse(program, sizes, calls).findings
@@ -46,7 +53,8 @@ def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
 
 @lru_cache(maxsize=256)
 def _prove(program: Program, sizes: tuple[tuple[str, int], ...]) -> tuple[Diagnostic, ...]:
-    errors = [found for found in check(program, sizes=dict(sizes)) if found.level == "error"]
+    verify(program)
+    errors = [found for found in _orders(program, dict(sizes)) if found.level == "error"]
     if wrong := [found for found in errors if found.kind != UNCHECKED]:
         raise HostIRError(*wrong)
     return tuple(errors)

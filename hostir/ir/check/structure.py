@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 
 from hostir.ir.check.buffers import Buffers
 from hostir.ir.check.indices import divisions_by_zero
@@ -36,9 +37,15 @@ def check_structure(program: Program, *, settled: bool = False) -> list[Diagnost
 
 def verify(program: Program, *, settled: bool = False) -> Program:
     """The program itself, or a HostIRError with all findings about its structure."""
+    _verify(program, settled or program.phase is Phase.HOST)
+    return program
+
+
+@lru_cache(maxsize=256)
+def _verify(program: Program, settled: bool) -> None:
+    """Once for equal programs, as strategies begin with the same passes. What raises is not kept: spans may differ."""
     if found := check_structure(program, settled=settled):
         raise HostIRError(*found)
-    return program
 
 
 class _Checker:
