@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -36,10 +37,11 @@ GATHERED = (  # rows that peers send one another by copies
 
 
 # Programs that are right ------------------------------------------------------------------------------------------
-def originals() -> list[Program]:
+@cache
+def originals() -> tuple[Program, ...]:
     """What the compiler makes of every pattern and example on tiny tensors, and one-sided programs by hand."""
     programs = [*_lowered(), *_examples(), *(hi.parse(p.read_text(), p.name) for p in sorted(ONESIDED.glob("*.hir")))]
-    return list({str(p): p for p in programs}.values())
+    return tuple({str(p): p for p in programs}.values())
 
 
 def _lowered() -> Iterator[Program]:
