@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from examples import patterns
 from hostir.__main__ import main
 from hostir.ir import format_program
 from hostir.lower import passes_of
+from tests.commands_on_ranks import on_ranks
 
 ROOT = Path(__file__).parent.parent
 MLP = "examples/patterns.py:mlp"
@@ -207,28 +207,17 @@ program @p(%a: bf16[512, 256@didx], %b: bf16[256@didx, 128]) -> (%y) streams 0 {
 """
 
 
-def on_three_processes(*arguments: str) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*launch, "-m", "hostir", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
-
-
 @pytest.mark.torchrun
-@pytest.mark.parametrize("what", ["parts", "partial sums"])
-def test_more_processes_than_a_program_has_ranks_hold_none(
-    what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "two.hir"
-    if what == "parts":
-        printed(capfd, "lower", MLP, "--ranks", "2", "-o", str(file))
-    else:
-        file.write_text(PARTIAL)
-    ran = on_three_processes("run", str(file), "--compare", "--device", "cpu")
-    assert ran.returncode == 0, ran.stderr
-    assert "ran on 3 ranks on cpu" in ran.stdout
-    assert "%y: error " in ran.stdout
-    assert ": ok" in ran.stdout
+def test_more_processes_than_a_program_has_ranks_hold_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    parts, sums = tmp_path / "parts.hir", tmp_path / "sums.hir"
+    printed(capfd, "lower", MLP, "--ranks", "2", "-o", str(parts))
+    sums.write_text(PARTIAL)
+    commands = {str(file): ["run", str(file), "--compare", "--device", "cpu"] for file in (parts, sums)}
+    for ran in on_ranks(3, commands, tmp_path).values():
+        assert ran.returncode == 0, ran.stderr
+        assert "ran on 3 ranks on cpu" in ran.stdout
+        assert "%y: error " in ran.stdout
+        assert ": ok" in ran.stdout
 
 
 @pytest.mark.parametrize("standard", ["whole tensors", "single ranks"])

@@ -8,6 +8,7 @@ import pytest
 
 from hostir.__main__ import main
 from hostir.loading import load
+from tests.commands_on_ranks import Ended, on_ranks
 from tests.pages import ROOT, environment
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -53,11 +54,19 @@ def test_an_example_runs_on_real_ranks(path: Path) -> None:
     assert run("torchrun", "--standalone", "--nproc-per-node", "2", str(path))
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """`hostir run` of every example, in one job."""
+    commands = {path.stem: ["run", str(path), "--compare", "--device", "cpu"] for path in PAGES}
+    return on_ranks(4, commands, tmp_path_factory.mktemp("job"))
+
+
 @pytest.mark.torchrun
+@pytest.mark.xdist_group("examples on ranks")
 @EACH
-def test_the_command_runs_an_example_on_real_ranks(path: Path) -> None:
-    command = ("torchrun", "--standalone", "--nproc-per-node", "4", "-m", "hostir", "run", str(path))
-    assert "ran on 4 ranks on cpu" in run(*command, "--compare", "--device", "cpu")
+def test_the_command_runs_an_example_on_real_ranks(path: Path, ended: dict[str, Ended]) -> None:
+    assert ended[path.stem].returncode == 0, ended[path.stem].stderr
+    assert "ran on 4 ranks on cpu" in ended[path.stem].stdout
 
 
 def test_the_fusion_of_ag_matmul_is_for_eight_ranks_unless_said() -> None:

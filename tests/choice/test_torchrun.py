@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,13 @@ def rows(printed: str) -> Sequence[list[str]]:
     return [line.split() for line in printed.splitlines() if line.startswith("  S=")]
 
 
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A cache that `hostir tune` has filled, of which each test takes a copy, and what the command printed."""
+    folder = tmp_path_factory.mktemp("tuned")
+    return folder, hostir(folder, "tune", "--set", "M=32,64", "--runs", "2")
+
+
 def test_ranks_measure_choose_and_agree(tmp_path: Path) -> None:
     done = torchrun(tmp_path, str(SCRIPT), *CASES)
     assert done.returncode == 0, done.stderr
@@ -46,8 +54,12 @@ def test_ranks_measure_choose_and_agree(tmp_path: Path) -> None:
     assert passed == {(name, rank) for name in CASES for rank in "01"}
 
 
-def test_tune_fills_the_cache_and_run_uses_it(tmp_path: Path) -> None:
-    first = hostir(tmp_path, "tune", "--set", "M=32,64", "--runs", "2")
+@pytest.mark.xdist_group("tuned")
+def test_tune_fills_the_cache_and_run_uses_it(
+    tmp_path: Path, tuned: tuple[Path, subprocess.CompletedProcess[str]]
+) -> None:
+    filled, first = tuned
+    shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
     assert first.returncode == 0, first.stderr
     assert [(row[3], row[-2:]) for row in rows(first.stdout)] == [
         ("M=32", ["measured", "now"]),
@@ -71,14 +83,20 @@ def test_tune_fills_the_cache_and_run_uses_it(tmp_path: Path) -> None:
     assert run.stderr.count("(measured") == 1  # rank 0 speaks
 
 
-def test_tune_measures_anew_only_when_told(tmp_path: Path) -> None:
-    hostir(tmp_path, "tune", "--set", "M=32", "--runs", "1")
-    (file,) = (tmp_path / "tuning").glob("*.json")
-    before = file.read_text()
+@pytest.mark.xdist_group("tuned")
+def test_tune_measures_anew_only_when_told(
+    tmp_path: Path, tuned: tuple[Path, subprocess.CompletedProcess[str]]
+) -> None:
+    shutil.copytree(tuned[0], tmp_path, dirs_exist_ok=True)
+    before = contents(tmp_path)
     again = hostir(tmp_path, "tune", "--set", "M=32", "--runs", "1", "--again")
     assert again.returncode == 0, again.stderr
     assert rows(again.stdout)[0][-1] == "now"
-    assert file.read_text() != before
+    assert len(contents(tmp_path) - before) == 1
+
+
+def contents(folder: Path) -> set[str]:
+    return {file.read_text() for file in (folder / "tuning").glob("*.json")}
 
 
 def test_a_cache_that_cannot_be_written_ends_every_rank_with_a_diagnostic(tmp_path: Path) -> None:

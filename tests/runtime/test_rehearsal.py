@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from hostir.runtime.kernels.table import Kernel, kernel_table
 from hostir.runtime.reference import reference
 from hostir.runtime.rehearsal import rehearsed
 from hostir.runtime.sharding import random_inputs
+from tests.commands_on_ranks import FAULTS, Ended, on_ranks
 from tests.runtime.small_programs import program, said
 
 ROOT = Path(__file__).parent.parent.parent
@@ -181,65 +179,42 @@ def test_inputs_that_do_not_fit_are_the_callers_mistake() -> None:
 
 
 # Runs on real processes -------------------------------------------------------------------------------------------
-# `hostir` on ranks that compute what they should; whose kernels are off on rank 1; of which rank 1 loses its copies.
-RIGHT = "import sys\nfrom hostir.__main__ import main\n"
-OFF = f"""{RIGHT}import os
-from hostir.runtime import executor
-right = executor.kernel_table
-def spoiled(*policy):
-    table = right(*policy)
-    def matmul(out, a, b):
-        table["matmul"](out, a, b)
-        out.select(-2, 0).mul_(1.02)
-    return {{**table, "matmul": matmul}}
-if os.environ["RANK"] == "1":
-    executor.kernel_table = spoiled
-"""
-LOST = f"""{RIGHT}import os
-from hostir.runtime.gloo_onesided import OneSided
-if os.environ["RANK"] == "1":
-    OneSided.copy = lambda self, op: None
-"""
+# By what goes wrong, or else by the parameters: ranks, strategy, kernels.
+ON_RANKS = {
+    "fused, 2, triton": (2, "fused", "triton"),
+    "fused, 4": (4, "fused", "aten"),
+    "ring, 2": (2, "ring", "aten"),
+    "ring, 4, triton": (4, "ring", "triton"),
+    "wrong kernel": (2, "fused", "aten"),
+    "lost copies": (2, "ring", "aten"),
+}
 
 
-def on_processes(ranks: int, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    return subprocess.run(
-        [*command, str(script), *arguments, "--device", "cpu"],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """All of them, in one job for each number of ranks."""
+    found: dict[str, Ended] = {}
+    for size in (2, 4):
+        folder, commands = tmp_path_factory.mktemp("job"), {}
+        for name, (ranks, strategy, kernels) in ON_RANKS.items():
+            if ranks == size:
+                text = folder / f"{strategy}.hir"
+                text.write_text(str(lowered(strategy, ranks)))
+                options = ["--compare", "--kernels", kernels, "--repeat", "2", "--device", "cpu"]
+                commands[name] = ["run", str(text), *options]
+        found |= on_ranks(size, commands, folder, TRITON_INTERPRET="1")
+    return found
 
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    ("ranks", "strategy", "kernels", "code"),
-    [
-        (2, "fused", "triton", RIGHT),
-        (4, "fused", "aten", RIGHT),
-        (2, "ring", "aten", RIGHT),
-        (4, "ring", "triton", RIGHT),
-        (2, "fused", "aten", OFF),
-        (2, "ring", "aten", LOST),
-    ],
-    ids=["fused, 2, triton", "fused, 4", "ring, 2", "ring, 4, triton", "fused, wrong kernel", "ring, lost copies"],
-)
-def test_each_real_rank_compares_its_own_parts(
-    ranks: int, strategy: str, kernels: str, code: str, file: Callable[[Program], str], tmp_path: Path
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"{code}sys.exit(main(sys.argv[1:]))\n")
-    text = file(lowered(strategy, ranks))
-    ran = on_processes(ranks, script, "run", text, "--compare", "--kernels", kernels, "--repeat", "2")
+@pytest.mark.xdist_group("rehearsal on ranks")
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_each_real_rank_compares_its_own_parts(name: str, ended: dict[str, Ended]) -> None:
+    ran, (ranks, _, kernels) = ended[name], ON_RANKS[name]
     assert f"@ag_matmul: ran on {ranks} ranks on cpu, kernels {kernels}, 2 times" in ran.stdout, ran.stderr
-    assert (ran.returncode == 0) == (code == RIGHT), ran.stderr
-    if code == RIGHT:
-        assert f"from {REFERENCE}" in ran.stdout
-    else:
+    assert (ran.returncode == 0) == (name not in FAULTS), ran.stderr
+    if name in FAULTS:
         assert "MISMATCH" in ran.stderr
+    else:
+        assert f"from {REFERENCE}" in ran.stdout
