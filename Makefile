@@ -13,6 +13,9 @@ TORCHRUN = $(BIN)/torchrun --standalone --nproc-per-node 4
 # Simulated ranks and torchrun's processes share the cores: more threads in each only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
+# The tests start a hundred processes: none of them is to compile again what another has.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test lint setup clean
 .DEFAULT_GOAL := demo
 
@@ -30,9 +33,9 @@ demo: $(READY)
 
 test: lint
 	@echo "==> pytest: the tests, $(JOBS) at a time"
-	@$(BIN)/python -m pytest -q -n $(JOBS) -m "not torchrun"
-	@echo "==> pytest: the tests that start processes of their own, one at a time"
-	@$(BIN)/python -m pytest -q -m torchrun
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "not alone"
+	@echo "==> pytest: the tests of ranks that die or stand still, one at a time"
+	@$(BIN)/python -m pytest -q -m alone
 
 lint: $(READY)
 	@echo "==> ruff: style and formatting"

@@ -29,6 +29,11 @@ def golden(pytestconfig: pytest.Config) -> Golden:
     return Golden(TESTS / "cases", accept=pytestconfig.getoption("accept"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first, so that no worker begins it when the others have nothing left to do."""
+    items.sort(key=lambda item: not (item.get_closest_marker("slow") or item.get_closest_marker("torchrun")))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not item.path.is_relative_to(TESTS / "gpu"):
         return

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -94,6 +94,7 @@ def test_programs_give_the_unsharded_result_and_bad_calls_are_refused(ranks: int
     assert passed(result.stdout) == {(name, rank) for name in cases for rank in range(ranks)}
 
 
+@pytest.mark.alone
 def test_a_statement_that_raises_ends_every_rank_each_naming_the_statement() -> None:
     begin = time.monotonic()
     result = torchrun(2, ["a_statement_raises"])
@@ -105,6 +106,7 @@ def test_a_statement_that_raises_ends_every_rank_each_naming_the_statement() -> 
     assert re.search(rf"(error: rank 0 is ended at '.*' in round \d: |note: first, ){statement}", result.stderr)
 
 
+@pytest.mark.alone
 def test_a_killed_rank_ends_the_others_each_naming_its_statement() -> None:
     begin = time.monotonic()
     result = torchrun(2, ["a_rank_is_killed"])
@@ -114,30 +116,40 @@ def test_a_killed_rank_ends_the_others_each_naming_its_statement() -> None:
     assert re.search(r"error: rank 0(,| is ended at) '%h = allgather .*' in round \d", result.stderr), result.stderr
 
 
+@pytest.fixture(scope="module")
+def absent() -> Iterator[dict[str, list[subprocess.Popen[str]]]]:
+    """Two jobs, whose ranks mostly wait: side by side."""
+    timeouts = {"a_rank_freezes": 6, "a_rank_stays_away": 12}
+    ports = {case: free_port() for case in timeouts}
+    jobs = {case: [started(rank, 2, case, port, timeouts[case]) for rank in range(2)] for case, port in ports.items()}
+    yield jobs
+    for rank in (rank for ranks in jobs.values() for rank in ranks):
+        rank.kill()
+        rank.communicate()
+
+
+@pytest.mark.alone
 @pytest.mark.parametrize(
-    ("case", "timeout", "cause"),
+    ("case", "cause"),
     [
-        ("a_rank_freezes", 6, r"rank 1 died: no sign of life for \d+ s"),
-        ("a_rank_stays_away", 12, r"it has stood still for \d+ s; HOSTIR_TIMEOUT sets how long it may"),
+        ("a_rank_freezes", r"rank 1 died: no sign of life for \d+ s"),
+        ("a_rank_stays_away", r"it has stood still for \d+ s; HOSTIR_TIMEOUT sets how long it may"),
     ],
 )
-def test_a_rank_that_does_not_come_ends_the_others_without_a_launcher(case: str, timeout: float, cause: str) -> None:
-    port = free_port()
-    ranks = [started(rank, 2, case, port, timeout) for rank in range(2)]
-    try:
-        _, said = ranks[0].communicate(timeout=60)
-        assert ranks[0].returncode == 1
-        assert re.search(rf"error: rank 0 is ended at '%h = allgather .*' in round \d: {cause}", said), said
-        if case == "a_rank_stays_away":
-            _, said = ranks[1].communicate(timeout=30)
-            assert ranks[1].returncode == 1
-            assert re.search(r"error: rank 1 is ended between runs: rank 0, '%h = allgather", said), said
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+def test_a_rank_that_does_not_come_ends_the_others_without_a_launcher(
+    case: str, cause: str, absent: dict[str, list[subprocess.Popen[str]]]
+) -> None:
+    ranks = absent[case]
+    _, said = ranks[0].communicate(timeout=60)
+    assert ranks[0].returncode == 1
+    assert re.search(rf"error: rank 0 is ended at '%h = allgather .*' in round \d: {cause}", said), said
+    if case == "a_rank_stays_away":
+        _, said = ranks[1].communicate(timeout=30)
+        assert ranks[1].returncode == 1
+        assert re.search(r"error: rank 1 is ended between runs: rank 0, '%h = allgather", said), said
 
 
+@pytest.mark.alone
 def test_killed_peers_end_those_that_wait_for_their_flags_without_a_launcher() -> None:
     at = {
         "a_peer_is_killed_before_its_signal": r"'wait_signal %there\[0\] >= 1', which waits for epoch 1 of call 3 of "
