@@ -23,7 +23,7 @@ import pytest
 from hostir.__main__ import main
 
 ROOT = Path(__file__).parent.parent
-CASES = sorted((ROOT / "tests" / "cases" / "bad").iterdir())
+CASES = sorted(path for path in (ROOT / "tests" / "cases" / "bad").iterdir() if path.is_file())  # no __pycache__
 COMMENT = re.compile(r"^(?://|#) (\w+): (.*)$", re.MULTILINE)
 DEFAULT = {".hir": "check", ".py": "lower"}
 
