@@ -78,9 +78,9 @@ def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, block
 
 
 @pytest.mark.parametrize(
-    ("order", "blocks"), [((0, 1, 2), 4), ((0, 1, 2), 6), ((1, 0, 2), 12), ((1, 0, 2), 5), ((2, 0, 1), 2)]
+    ("order", "blocks", "first"),
+    [((0, 1, 2), 4, 0), ((0, 1, 2), 6, 1), ((1, 0, 2), 12, 1), ((1, 0, 2), 5, 0), ((2, 0, 1), 2, 1)],
 )
-@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("few", [0, 100])
 def test_own_rows_are_used_whatever_the_layout(order, blocks, first, few, monkeypatch):
     monkeypatch.setattr("hostir.runtime.kernels.matmul.FEWEST_APART", few)
