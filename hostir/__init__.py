@@ -38,12 +38,8 @@ if TYPE_CHECKING:
     from hostir.runtime.executor import Executor
     from hostir.runtime.trace import Trace
 
-_WRITTEN = (  # what users write
-    "DeviceMesh Fusion ParallelType Tensor add cast gelu linear matmul mul permute relu reshape reshard silu sum tensor"
-)
-# What is loaded when it is first used: what users write; the choice of a strategy; the runtime, and with it torch.
+# What is loaded when it is first used: the choice of a strategy; the runtime, and with it torch; what users write.
 _LATER = {
-    **dict.fromkeys(_WRITTEN.split(), "hostir.dsl"),
     "dsl": "hostir.dsl",
     **dict.fromkeys(("Choice", "FallbackWarning", "compile"), "hostir.choice"),
     "Executor": "hostir.runtime.executor",
@@ -211,3 +207,4 @@ __all__ = [
     "sum",
     "tensor",
 ]
+_LATER |= dict.fromkeys(set(__all__) - globals().keys() - _LATER.keys(), "hostir.dsl")

@@ -21,7 +21,12 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'hostir.lower' has no attribute '{name}'")
-    return getattr(import_module(_LATER[name]), name)
+    globals()[name] = getattr(import_module(_LATER[name]), name)  # found at once from then on
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
 
 
 __all__ = ["AUTO", "STRATEGIES", "STREAMS", "HasProgram", "Pass", "lower", "passes_of", "run_passes"]

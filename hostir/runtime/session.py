@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -84,6 +85,7 @@ class Session:
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.device = device
         self.timeout = timeout
+        self.told: Counter[str] = Counter()
         self.owner = not dist.is_initialized()
         os.environ.update(NO_MULTICAST)
         if device.type == "cuda":
@@ -104,15 +106,21 @@ class Session:
         self.graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()  # of the executors that live
         self.watchdog = Watchdog(self.store, self.rank, self.size, timeout, hosts=self.rank == 0 and not agent)
 
-    def tell(self, key: str, mine: str) -> None:
-        """Gives this rank's part of an exchange without waiting for the others'."""
-        self.store.set(f"{key}/{self.rank}", mine)
+    def tell(self, key: str, mine: str) -> str:
+        """Gives this rank's part of an exchange without waiting for the others'; returns where the store has it.
+
+        What is told again under the same key is another exchange.
+        """
+        self.told[key] += 1
+        place = f"{key}/{self.told[key]}"
+        self.store.set(f"{place}/{self.rank}", mine)
+        return place
 
     def exchange(self, key: str, mine: str, timeout: float | None = None) -> list[str]:
         """What every rank gave for this key, by rank. Raises HostIRError naming the ranks that do not come."""
-        self.tell(key, mine)
+        place = self.tell(key, mine)
         deadline = time.monotonic() + (timeout or self.timeout)
-        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        keys = [f"{place}/{rank}" for rank in range(self.size)]
         while not self.store.check(keys):
             if time.monotonic() > deadline:
                 late = [rank for rank, k in enumerate(keys) if not self.store.check([k])]

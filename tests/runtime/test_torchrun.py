@@ -26,6 +26,7 @@ TWO = [
     "copies_and_a_matmul_that_waits",
     "shapes_and_executors_alternate",
     "sizes_leave_room_for_others",
+    "what_is_told_again_is_another_exchange",
     "a_symmetric_output_is_the_callers",
     "results_go_where_the_caller_says",
     "racy_programs_are_refused",

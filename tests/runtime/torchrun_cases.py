@@ -143,6 +143,12 @@ def many_calls_back_to_back() -> None:
 
 
 @case
+def what_is_told_again_is_another_exchange() -> None:
+    for turn in range(3):
+        assert joined().exchange("a test", f"{RANK} {turn}") == [f"{rank} {turn}" for rank in range(SIZE)]
+
+
+@case
 def a_plan_for_each_shape() -> None:
     program = programs.ag_matmul(dtype="f32")
     executor = Executor(program)
