@@ -17,7 +17,7 @@ from hostir.ir.source import HostIRError, error
 from hostir.knobs import KERNELS, TIMEOUT
 from hostir.runtime.cuda import CudaMachine, CudaPlan
 from hostir.runtime.gloo import GlooMachine, GlooPlan
-from hostir.runtime.graphs import Graphs, Where
+from hostir.runtime.graphs import Graphs, Where, is_stale
 from hostir.runtime.inplace import places
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_local
@@ -270,8 +270,10 @@ class Executor:
         """The plan for inputs of these shapes, made where there is none."""
         plan = self.plans.pop(tuple(key), None) if key is not None else None
         if plan is None:
-            plan = self._make(inputs)
-            self._drop_stale()
+            try:
+                plan = self._make(inputs)
+            finally:
+                self._drop_stale()
         self.plans[tuple(key or ())] = plan  # the latest last
         if len(self.plans) > KEPT:
             del self.plans[next(iter(self.plans))]
@@ -282,9 +284,10 @@ class Executor:
 
     def _drop_stale(self) -> None:
         """Drops the plans whose symmetric memory went when the latest plan got its own."""
-        self.plans = {key: plan for key, plan in self.plans.items() if not _is_stale(plan)}
+        self._key, self._plan, self._given, self._where = None, None, None, ()
+        self.plans = {key: plan for key, plan in self.plans.items() if not is_stale(plan)}
         if self._graphs is not None:
-            self._graphs.forget(_is_stale)
+            self._graphs.forget(is_stale)
 
     def _make(self, inputs: Sequence[Part]) -> Plan:
         machine = self._machine
@@ -384,10 +387,6 @@ def _look(tensors: Sequence[Any]) -> Key | None:
         ]
     except AttributeError:
         return None
-
-
-def _is_stale(plan: Plan) -> bool:
-    return plan.memory is not None and plan.memory.gone
 
 
 def _group(all: Sequence[dict[str, Any]], one: dict[str, Any]) -> str:

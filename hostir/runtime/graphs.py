@@ -47,6 +47,11 @@ class Plan(Protocol):
         """Issues one run, into the tensors `given`."""
 
 
+def is_stale(plan: Any) -> bool:
+    """Whether its symmetric memory went to other sizes."""
+    return plan.memory is not None and plan.memory.gone
+
+
 def uniform_only(recording: Recording) -> str:
     """Why a rank may not capture this by itself; empty where it may."""
     op = next((op for op in recording.ops if isinstance(op, Collective | Messages)), None)

@@ -39,7 +39,10 @@ class PeerMemory:
         """The number of this rank's GPU."""
         if why := why_not(self.device):
             raise RuntimeError(why)
-        yield str(self.device.index)
+        try:
+            yield str(self.device.index)
+        finally:  # where a meeting was refused
+            self.mine, self.handle = torch.empty(0), None
 
     def reserve(self, size: int) -> None:
         """Allocates: between ranks what only torch's symmetric memory can share."""

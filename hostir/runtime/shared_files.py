@@ -42,9 +42,13 @@ class SharedFiles:
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
         """Maps the files of these ranks."""
+        newest = os.open(offers[0].path, os.O_RDWR)  # a turn is a lock on rank 0's newest memory, which that keeps
         if self.lock < 0:
-            self.lock = os.open(offers[0].path, os.O_RDWR)  # a turn is a lock on rank 0's memory
+            self.lock = newest
             weakref.finalize(self, os.close, self.lock)
+        else:
+            os.dup2(newest, self.lock)
+            os.close(newest)
         return {
             rank: torch.from_file(offers[rank].path, shared=True, size=offers[rank].bytes, dtype=torch.uint8)
             for rank in ranks

@@ -83,6 +83,7 @@ class Offer:
         touches: what of them it copies from or to.
         notes: what its machine tells the others besides.
         drops: the sizes whose memory goes when this has been made; those of rank 0 count.
+        pinned: the sizes whose memory a graph of this rank's caller uses: it stays on all ranks.
         refusal: why there is none of all this.
     """
 
@@ -95,6 +96,7 @@ class Offer:
     touches: tuple[Touch, ...] = ()
     notes: str = ""
     drops: tuple[Sizes, ...] = ()
+    pinned: tuple[Sizes, ...] = ()
     refusal: str = ""
 
     @property
@@ -109,8 +111,9 @@ class Offer:
             tuple((name, tuple(rounds), rank) for name, rounds, rank in it.pop(k)) for k in ("uses", "reads")
         )
         touches = tuple((name, tuple(rounds), rank, *extent) for name, rounds, rank, *extent in it.pop("touches"))
-        drops = tuple(tuple((name, size) for name, size in sizes) for sizes in it.pop("drops"))
-        return cls(**it, buffers=tuple(buffers), uses=uses, reads=reads, touches=touches, drops=drops)
+        drops, pinned = (tuple(tuple(map(tuple, sizes)) for sizes in it.pop(k)) for k in ("drops", "pinned"))
+        it |= {"uses": uses, "reads": reads, "touches": touches, "drops": drops, "pinned": pinned}
+        return cls(**it, buffers=tuple(buffers))
 
 
 class Sharing(Protocol):
@@ -214,14 +217,15 @@ class SymmetricMemory:
             offers = [Offer.read(text) for text in self.tell("symmetric memory", json.dumps(asdict(offer)))]
             if refused := judge(offers, recording.program):
                 raise refused
-            if offers[0].drops:
+            drops = set(offers[0].drops).difference(*(offer.pinned for offer in offers))
+            if drops:
                 self.sharing.settle()
             if refused := _refusal(self.tell("symmetric memory, made", self.reserve(offers))):
                 raise refused
             memory, why = self.map(recording, offers)
             if refused := _refusal(self.tell("symmetric memory, mapped", why)):
                 raise refused
-        for sizes in offers[0].drops:  # since it said that its memory is made, no rank has used theirs
+        for sizes in drops:  # since it said that its memory is made, no rank has used theirs
             self.met.pop(sizes).gone = True
         assert memory is not None
         return memory
@@ -234,7 +238,8 @@ class SymmetricMemory:
             path = until_all_have_mapped.enter_context(self.sharing.offering(size))
             where = _host(), os.uname().nodename, path
             notes, drops = self.sharing.notes(recording), self.surplus(size)
-            return Offer(*where, buffers, uses, reads, _touches(recording), notes, drops)
+            pinned = tuple(sizes for sizes, memory in self.met.items() if memory.pinned)
+            return Offer(*where, buffers, uses, reads, _touches(recording), notes, drops, pinned)
         except (OSError, RuntimeError) as problem:
             return Offer(refusal=str(problem))
 

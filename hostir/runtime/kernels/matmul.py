@@ -132,8 +132,6 @@ def _prepare(
     if own is not None and block and rows.batches > 1 and block % rows.M:
         raise ValueError(f"own rows of {block} are no whole batches of {rows.M}")
     bounds = limits(device)
-    beside = ready.beside if ready is not None and bounds.tma else 0  # as old as TMA: programmatic dependent launch
-    sms = max(1, bounds.sms - beside)
     if not bounds.tma:
         if use_descriptors:
             raise ValueError(f"matmul cannot use TMA descriptors: {device} has no TMA")
@@ -142,6 +140,10 @@ def _prepare(
     if described is None and own is not None and use_descriptors is None:
         described = _described((a, weight, out, None), rows, None)
         own = own if described is None else None
+    copies_own = there and own is None
+    # Programmatic dependent launch is as old as TMA; a copy comes between the kernel before and this one.
+    beside = ready.beside if ready is not None and bounds.tma and not copies_own else 0
+    sms = max(1, bounds.sms - beside)
     if config is None and INTERPRETED:
         config = INTERPRETER
     elif config is None:
@@ -178,7 +180,7 @@ def _prepare(
         schedule=(plan.whole, plan.shares) if plan.shares else None,
         sums=(plan.shares + shared) * config.m * config.n,
         tickets=shared,
-        copies_own=there and own is None,
+        copies_own=copies_own,
         # With descriptors strides are not used, so new strides shall not mean a new compilation.
         sizes=(config.group, batches, M, N, K, *(strides if described is None else [0] * len(strides))),
         constants={

@@ -142,7 +142,7 @@ def test_own_rows_are_computed_though_other_blocks_stay_away(missing, all_apart)
     ],
 )
 def test_own_rows_that_no_descriptor_fits_are_copied_and_the_others_keep_theirs(odd, all_apart):
-    a, b = filled([3 * 20, 24], torch.bfloat16), filled([24, 40], torch.bfloat16)
+    a, b = whole_numbers(3 * 20, 24).bfloat16(), whole_numbers(24, 40).bfloat16()
     out, own = torch.empty(60, 40, dtype=torch.bfloat16), odd(a[20:40].clone())
     wanted = matmul(a, b, torch.empty_like(out), config=SMALL)
     a[20:40] = math.nan
