@@ -140,7 +140,7 @@ def host_time(work: Callable[[], object], calls: int = 200) -> float:
 
 
 def short(tile: Config) -> str:
-    return f"{tile.m}x{tile.n}x{tile.k} w{tile.warps} s{tile.stages} g{tile.group} k{tile.shared}"
+    return f"{tile.m}x{tile.n}x{tile.k} w{tile.warps} s{tile.stages} g{tile.group} k{tile.split}"
 
 
 def variants(M: int, *, descriptors: bool) -> list[Config]:
@@ -279,12 +279,12 @@ def host_times() -> dict[str, float]:
     others = [torch.empty_like(small[2]) for _ in range(3)]
     ready = ReadyFlags(torch.ones(4, dtype=torch.int32, device="cuda"), 1, no_stalls(4, "cuda"))
     turns = itertools.cycle(others)
-    shared = Config(64, 64, 64, stages=4, warps=4, shared=1)
+    shared = Config(64, 64, 64, stages=4, warps=4, split=4)
     works: dict[str, Callable[[], object]] = {
         "torch.matmul": lambda: torch.matmul(*small[:2], out=small[2]),
         "ours": lambda: matmul(*small),
         "ours, with flags": lambda: matmul(*small, ready=ready),
-        "ours, shared tiles": lambda: matmul(*small, config=shared),
+        "ours, split tiles": lambda: matmul(*small, config=shared),
         "ours, out changes": lambda: matmul(*small[:2], next(turns)),
     }
     for work in works.values():

@@ -29,9 +29,9 @@ from tests.runtime.kernels.checking import (
 CUDA = "cuda"
 
 
-def sharing(use_descriptors: bool) -> Config:
-    """A tile of which the last ones are shared."""
-    return dataclasses.replace(candidates(torch.bfloat16, descriptors=use_descriptors)[0], shared=2)
+def splitting(use_descriptors: bool) -> Config:
+    """A tile of which the last ones are split."""
+    return dataclasses.replace(candidates(torch.bfloat16, descriptors=use_descriptors)[0], split=9)
 
 
 def poison_workspaces() -> None:
@@ -123,7 +123,7 @@ def test_slices_of_an_inner_axis_are_used_in_place():
     out, buffer = embedded([4, 8, 64, 384], torch.bfloat16, device=CUDA)
     tile = candidates(torch.bfloat16, descriptors=descriptor_modes()[-1])[
         0
-    ]  # another, or a shared one, rounds otherwise
+    ]  # another, or a split one, rounds otherwise
     for i in range(8):
         assert rows(a[:, i]) is None
         matmul(a[:, i], b, out[:, i], config=tile)
@@ -252,7 +252,7 @@ def test_sums_of_any_strides():
 
 @pytest.mark.parametrize("transpose_b", [True, False])
 @pytest.mark.parametrize(("M", "N", "K"), [(64, 1792, 4096), (512, 1792, 4096), (2048, 1792, 1024), (1000, 1000, 2056)])
-def test_shared_tiles_give_the_product_and_the_same_bits_every_time(M, N, K, transpose_b):
+def test_split_tiles_give_the_product_and_the_same_bits_every_time(M, N, K, transpose_b):
     dtype = torch.bfloat16
     a = filled([M, K], dtype, device=CUDA)
     b = filled([N, K] if transpose_b else [K, N], dtype, device=CUDA)
@@ -263,8 +263,8 @@ def test_shared_tiles_give_the_product_and_the_same_bits_every_time(M, N, K, tra
     every = torch.cuda.get_device_properties(0).multi_processor_count
     for use_descriptors in descriptor_modes():
         for tile in candidates(dtype, descriptors=use_descriptors):
-            for waves, sms in [(1, every), (2, every), (1, 100)]:
-                config = dataclasses.replace(tile, shared=waves)
+            for split, sms in [(1, every), (20, every), (40, 100)]:
+                config = dataclasses.replace(tile, split=split)
                 options = {"bias": bias, "transpose_b": transpose_b, "use_descriptors": use_descriptors}
                 results = []
                 with multiprocessors(sms):
@@ -280,9 +280,9 @@ def test_shared_tiles_give_the_product_and_the_same_bits_every_time(M, N, K, tra
 
 
 @multiprocessors(66)  # both fit on the GPU together
-def test_launches_with_shared_tiles_on_two_streams_at_once_do_not_meet():
+def test_launches_with_split_tiles_on_two_streams_at_once_do_not_meet():
     a, b = filled([1100, 4096], torch.bfloat16, device=CUDA), filled([4096, 1792], torch.bfloat16, device=CUDA)
-    config = sharing(descriptor_modes()[-1])
+    config = splitting(descriptor_modes()[-1])
     inputs = [a, -a]
     expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), config=config) for x in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
@@ -301,7 +301,7 @@ def test_launches_with_shared_tiles_on_two_streams_at_once_do_not_meet():
 @multiprocessors(44)
 def test_graphs_with_shared_tiles_are_replayed_beside_each_other_and_beside_launches():
     a, b = filled([1100, 4096], torch.bfloat16, device=CUDA), filled([4096, 1792], torch.bfloat16, device=CUDA)
-    config = sharing(descriptor_modes()[-1])
+    config = splitting(descriptor_modes()[-1])
     inputs = [a, -a]
     expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), config=config) for x in inputs]
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
 """A persistent Triton matmul that reads and writes strided views in place.
 
 Each program walks over tiles of the output, grouped so that neighbours share operands in L2 (the grouped ordering and
-the persistent loop are those of Triton's tutorials); the last tiles may be shared by several programs each
-(hostir.runtime.kernels.streamk). On Hopper and later, tiles move through TMA descriptors; storing a large tile in two
+the persistent loop are those of Triton's tutorials); the last tiles may be split among several programs each
+(hostir.runtime.kernels.split). On Hopper and later, tiles move through TMA descriptors; storing a large tile in two
 halves halves the staging buffer, which frees shared memory for one more pipeline stage. Where the memory does not obey
 TMA's rules, masked loads through pointers serve any strides.
 
@@ -19,7 +19,7 @@ from hostir.runtime.kernels.layout import rows_or_copy
 from hostir.runtime.kernels.matmul_call import Call, Matrices
 from hostir.runtime.kernels.operands import Described, Rows, check, check_own, describe, own_strides, place_own, rows_of
 from hostir.runtime.kernels.ready import ReadyFlags, block_rows
-from hostir.runtime.kernels.streamk import schedule
+from hostir.runtime.kernels.split import schedule
 from hostir.runtime.kernels.tiles import FEWEST_APART, INTERPRETER, Config, choose, in_blocks
 
 EXACT_RUN = 64  # products of float32 that are summed up at a time
@@ -59,7 +59,7 @@ def matmul(
             rows one batch.
         use_descriptors: move tiles with TMA descriptors. None: wherever the device and the memory allow it.
             True: always, or raise. False: never.
-        config: the tile, instead of the one that `choose` finds. With `ready`, its `shared` must be 0.
+        config: the tile, instead of the one that `choose` finds.
 
     All tensors have one dtype, bfloat16, float16 or float32. float32 is multiplied exactly, or in TF32 on a GPU if
     `torch.backends.cuda.matmul` says so when called. An empty `out` waits for no flags. Results repeat bit for bit.
@@ -122,8 +122,6 @@ def _prepare(
         check_own(own, a, block)
         if own.shape[:-1].numel() < FEWEST_APART:
             own = None
-    if ready is not None and config is not None and config.shared:
-        raise ValueError(f"matmul cannot share tiles of rows that it waits for: expected shared=0, got {config.shared}")
     weight = b.t() if transpose_b else b
     K, N = weight.shape
     if out.numel() == 0 or (K == 0 and ready is None):
@@ -164,12 +162,15 @@ def _prepare(
         fits = {"descriptors": described is not None, "biased_batch": True}
         config = config.fitting(a.element_size(), bounds.shared_memory, **fits)
     tiles = batches * -(-M // config.m) * -(-N // config.n)
-    plan = schedule(tiles, -(-K // config.k), sms, config.shared)
+    split = config.split
+    if own is not None and block is not None:  # own rows are another operand, which split tiles do not read
+        split = min(split, tiles - tiles * block // (batches * M))
+    plan = schedule(tiles, -(-K // config.k), sms, split)
+    left = tiles - plan.whole
     of_own = (0, 0, 0) if own is None else own_strides(own, rows)
     of_a = (rows.a_batch, rows.a_row, a.stride(-1))
     strides = (*of_own, *of_a, *weight.stride(), rows.out_batch, rows.out_row, out.stride(-1))
     halved = config.n // 2 if config.halves else config.n
-    shared = tiles - plan.whole
     return Call(
         device=device,
         programs=plan.programs,
@@ -177,9 +178,9 @@ def _prepare(
         blocks=((config.m, config.k), (config.k, config.n), (config.m, halved), (config.m, config.k)),
         bias_step=0 if bias is None else bias.stride(0),
         block=block,
-        schedule=(plan.whole, plan.shares) if plan.shares else None,
-        sums=(plan.shares + shared) * config.m * config.n,
-        tickets=shared,
+        schedule=(plan.whole, left, plan.parts) if left else None,
+        sums=left * plan.parts * config.m * config.n,
+        tickets=left,
         copies_own=copies_own,
         # With descriptors strides are not used, so new strides shall not mean a new compilation.
         sizes=(config.group, batches, M, N, K, *(strides if described is None else [0] * len(strides))),
@@ -192,7 +193,7 @@ def _prepare(
             "B_IS_NK": described is not None and described[1].transposed,
             "BATCHED": batches > 1,
             "HAS_BIAS": bias is not None,
-            "SHARED": plan.shares > 0,
+            "SPLIT": left > 0,
             "READY": ready is not None,
             "OWN": there,
             "FLAGS": 1 if ready is None else triton.next_power_of_2(ready.flags.numel()),

@@ -28,8 +28,8 @@ class Call:
         described: how TMA sees a, b, out and, if they are apart, own rows; None: they are passed as pointers.
         blocks: what of these a descriptor moves at a time.
         block: rows of a block, with flags.
-        schedule: whole and shares of a Schedule with shared tiles.
-        sums, tickets: what shared tiles need of `workspace`.
+        schedule: whole tiles, tiles that are split, and the parts of each; None where none is split.
+        sums, tickets: what split tiles need of `workspace`.
         copies_own: own rows go to their place among those of a first, and are not passed.
         sizes: the arguments of the kernel from `group` to the last stride.
         constants, options: the kernel's constants, in its order, and how to compile it.
@@ -41,7 +41,7 @@ class Call:
     blocks: Sequence[tuple[int, int]]
     bias_step: int
     block: int | None
-    schedule: tuple[int, int] | None
+    schedule: tuple[int, int, int] | None
     sums: int
     tickets: int
     copies_own: bool
@@ -73,14 +73,14 @@ class Call:
         waits: Sequence[Any] = [None] * 7
         if ready is not None:
             waits = (ready.flags, ready.stalls, ready.epoch, ready.first, len(ready.flags), self.block, ready.looks)
-        shared: Sequence[Any] = [None] * 4
+        split: Sequence[Any] = [None] * 5
         with launching(self.device):
             if not INTERPRETED:
                 bind_thread(self.device)
             if self.schedule is not None:
                 stream = 0 if INTERPRETED else torch.cuda.current_stream(self.device).cuda_stream
-                shared = (*self.schedule, *workspace(self.device, stream, self.sums, self.tickets))
-            arguments = (*operands, bias, self.bias_step, *waits, *shared, *self.sizes)
+                split = (*self.schedule, *workspace(self.device, stream, self.sums, self.tickets))
+            arguments = (*operands, bias, self.bias_step, *waits, *split, *self.sizes)
             kernel = matmul_kernel[(self.programs,)](*arguments, **self.constants, **self.options)
         if not INTERPRETED:
             self.compiled = Compiled(kernel)
@@ -109,14 +109,14 @@ class Call:
                 *(flags.data_ptr(), ready.stalls.data_ptr(), ready.epoch),
                 *(ready.first, len(flags), self.block, ready.looks),
             )
-        shared: Sequence[Any] = (None, None, None, None)
+        split: Sequence[Any] = (None, None, None, None, None)
         if self.schedule is not None:
             # Held until the kernel is launched: nothing launched before it can get this memory.
             sums, tickets = workspace(self.device, stream, self.sums, self.tickets)
-            shared = (*self.schedule, sums.data_ptr(), tickets.data_ptr())
+            split = (*self.schedule, sums.data_ptr(), tickets.data_ptr())
         arguments = (
             *(*operands, None if bias is None else bias.data_ptr(), self.bias_step),
-            *(*waits, *shared, *self._rest),
+            *(*waits, *split, *self._rest),
         )
         compiled.launch(self.programs, stream, arguments)
 

@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_wait
 from hostir.runtime.kernels.launch import INTERPRETED
 from hostir.runtime.kernels.numerics import from_float32, to_float32
 from hostir.runtime.kernels.ready import wait_for_rows
-from hostir.runtime.kernels.streamk import arrive, first_step, share_of
+from hostir.runtime.kernels.split import arrive, first_step, part_of
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -217,12 +217,19 @@ def _add_sums(sums, slot, count, half, BM: tl.constexpr, BN: tl.constexpr, COLUM
 
 
 @triton.jit
-def _shared_tiles(
-    begin,
-    stop,
-    shares,
+def _split_tiles(
+    whole,
+    split,
+    parts,
     sums,
     tickets,
+    flags,
+    stalls,
+    epoch,
+    first,
+    blocks,
+    height,
+    looks,
     group,
     a,
     b,
@@ -234,6 +241,9 @@ def _shared_tiles(
     N,
     K,
     strides,
+    READY: tl.constexpr,
+    OWN: tl.constexpr,
+    FLAGS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -246,40 +256,37 @@ def _shared_tiles(
     EXACT: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """This program's share of the steps of the tiles from `begin` to before `stop`.
-
-    Its sums lie in slots that are numbered by program and tile.
-    """
+    """This program's part of a tile behind the whole ones, if it has any."""
     COLUMNS: tl.constexpr = BN // 2 if HALVES else BN
-    program = tl.program_id(0)
-    steps_of_tile = tl.cdiv(K, BK)
-    steps = (stop - begin) * steps_of_tile
-    step = first_step(min(program, shares), shares, steps)
-    end = first_step(min(program + 1, shares), shares, steps)
-    while step < end:
-        tile = begin + step // steps_of_tile
-        k = step % steps_of_tile
-        count = min(steps_of_tile - k, end - step)
-        step += count
-        batch, row, column = _tile_position(tile, group, None, None, batches, M, N, BM, BN)
+    number, part = part_of(tl.program_id(0), tl.num_programs(0), whole, split, parts)
+    if number < split:
+        batch, row, column = _tile_position(whole + number, group, first, height, batches, M, N, BM, BN)
+        if READY:
+            # Rows that have not come are multiplied all the same, when this program gives up: others count on its sum.
+            end = batch * M + min(row + BM, M)
+            wait_for_rows(
+                *(flags, stalls, epoch, first, blocks, height, looks, batch * M + row, end),
+                OWN=OWN,
+                FLAGS=FLAGS,
+                TMA=DESCRIPTORS,
+            )
+        steps = tl.cdiv(K, BK)
         acc = _contract(
-            *(batch, row, column, k, k + count, a, b, M, N, K, strides),
+            *(batch, row, column, first_step(part, parts, steps), first_step(part + 1, parts, steps)),
+            *(a, b, M, N, K, strides),
             *(BM, BN, BK, DESCRIPTORS, B_IS_NK, BATCHED, PRECISION, EXACT, RUN),
         )
-        number = tile - begin
-        earliest = share_of(number * steps_of_tile, shares, steps)
-        holders = share_of((number + 1) * steps_of_tile - 1, shares, steps) - earliest + 1
-        _leave_sum(sums, number + program, acc, BM, BN, HALVES)
-        if arrive(tickets, number, holders):
+        _leave_sum(sums, number * parts + part, acc, BM, BN, HALVES)
+        if arrive(tickets, number, parts):
             for half in tl.static_range(2 if HALVES else 1):
-                part = column + half * COLUMNS
-                total = _add_sums(sums, number + earliest, holders, half, BM, BN, COLUMNS)
+                at = column + half * COLUMNS
+                total = _add_sums(sums, number * parts, parts, half, BM, BN, COLUMNS)
                 if HAS_BIAS:
-                    total += to_float32(_load_pointers(bias, 0, part, 1, N, 0, bias_step, 1, COLUMNS))
-                _store(out, batch, row, part, M, N, strides, total, DESCRIPTORS, BATCHED, BM, COLUMNS)
+                    total += to_float32(_load_pointers(bias, 0, at, 1, N, 0, bias_step, 1, COLUMNS))
+                _store(out, batch, row, at, M, N, strides, total, DESCRIPTORS, BATCHED, BM, COLUMNS)
 
 
-_VARYING = ["epoch", "first", "blocks", "height", "looks", "whole", "shares", "group", "batches", "M"]
+_VARYING = ["epoch", "first", "blocks", "height", "looks", "whole", "split", "parts", "group", "batches", "M"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -297,10 +304,11 @@ def matmul_kernel(
     blocks,
     height,  # rows of a block
     looks,
-    whole,  # as in Schedule, with SHARED only, as what follows down to tickets
-    shares,
-    sums,  # [shares + tiles - whole, BM, BN] of float32
-    tickets,  # [tiles - whole] of int32, all 0
+    whole,  # as in Schedule, with SPLIT only, as what follows down to tickets
+    split,  # tiles behind the whole ones
+    parts,
+    sums,  # [split, parts, BM, BN] of float32
+    tickets,  # [split] of int32, all 0
     group,  # rows of tiles that are walked together
     batches,
     M,
@@ -325,8 +333,8 @@ def matmul_kernel(
     B_IS_NK: tl.constexpr,
     BATCHED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    SHARED: tl.constexpr,  # the last tiles are computed by several programs each
-    READY: tl.constexpr,  # rows come while the kernel runs; not with SHARED
+    SPLIT: tl.constexpr,  # the last tiles are computed by several programs each, none of them of own rows
+    READY: tl.constexpr,  # rows come while the kernel runs
     OWN: tl.constexpr,  # the rows of block `first` are there
     FLAGS: tl.constexpr,  # the power of 2 that holds all blocks
     BESIDE: tl.constexpr,  # it may have started before the kernel before it has ended
@@ -334,9 +342,10 @@ def matmul_kernel(
     EXACT: tl.constexpr,  # float32 on plain FMAs
     RUN: tl.constexpr,  # steps of BK that EXACT sums up at a time
 ):
-    """Whole tiles first, one program each; then, with SHARED, the tiles that all programs share."""
+    """Whole tiles first, one program each; then, with SPLIT, a part of one of the others."""
     tile = tl.program_id(0)
     tiles = batches * tl.cdiv(M, BM) * tl.cdiv(N, BN)
+    alone = whole if SPLIT else tiles
     strides = (a_batch, a_row, a_column, b_row, b_column, out_batch, out_row, out_column)
     of_own = (own_batch, own_row, own_column, b_row, b_column, out_batch, out_row, out_column)
     if READY:
@@ -351,7 +360,7 @@ def matmul_kernel(
             )
             if tile < tiles_of_block:
                 tile += tl.cdiv(tiles_of_block - tile, tl.num_programs(0)) * tl.num_programs(0)
-        while (tile < tiles) & (looks > 0):
+        while (tile < alone) & (looks > 0):
             batch, row, _ = _tile_position(tile, group, first, height, batches, M, N, BM, BN)
             come, looks = wait_for_rows(
                 *(flags, stalls, epoch, first, blocks, height, looks),
@@ -360,22 +369,23 @@ def matmul_kernel(
                 FLAGS=FLAGS,
                 TMA=DESCRIPTORS,
             )
-            stop = tl.where(looks > 0, min(max(come * tiles_of_block, tile + 1), tiles), tile)
+            stop = tl.where(looks > 0, min(max(come * tiles_of_block, tile + 1), alone), tile)
             _whole_tiles(
                 *(tile, stop, group, first, height, a, 0, b, out, bias, bias_step, batches, M, N, K, strides),
                 *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
             )
             tile += tl.cdiv(stop - tile, tl.num_programs(0)) * tl.num_programs(0)
+        looks = tl.maximum(looks, 1)  # so that a part of a tile, too, says what has not come
     else:
-        alone = whole if SHARED else tiles
         _whole_tiles(
             *(tile, alone, group, None, None, a, 0, b, out, bias, bias_step, batches, M, N, K, strides),
             *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
         )
-        if SHARED:
-            _shared_tiles(
-                *(whole, tiles, shares, sums, tickets, group, a, b, out, bias, bias_step, batches, M, N, K, strides),
-                *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
-            )
+    if SPLIT:
+        _split_tiles(
+            *(whole, split, parts, sums, tickets, flags, stalls, epoch, first, blocks, height, looks, group),
+            *(a, b, out, bias, bias_step, batches, M, N, K, strides, READY, OWN, FLAGS),
+            *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
+        )
     if BESIDE and not _INTERPRETED:
         gdc_wait()  # what follows on the stream comes after that kernel too

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hostir.runtime.kernels.streamk import schedule
+from hostir.runtime.kernels.split import schedule
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class Config:
         fed: the same where rows come while the kernel runs, if it differs.
         halves: store the tile in two halves, which needs half the shared memory and so leaves room for a stage.
         group: rows of tiles walked together, so that they find each other's operands in L2.
-        shared: waves of tiles, the last ones, whose contraction is divided among all programs (stream-K). 0 where rows
-            come while the kernel runs: there it never paid on an H200.
+        split: tiles, the last ones, whose contraction is split among as many programs as there are for them.
     """
 
     m: int
@@ -34,7 +33,7 @@ class Config:
     rate: float = 1.0
     halves: bool = False
     group: int = 8
-    shared: int = 0
+    split: int = 0
     fed: float | None = None
 
     def shared_memory(self, itemsize: int, *, descriptors: bool, biased_batch: bool = False) -> int:
@@ -98,11 +97,10 @@ FEWEST_APART = 64
 
 # What a tile costs besides its arithmetic (filling the pipeline, storing), in multiply-adds of the fastest tile.
 _FIXED_COST = 256 * 128 * 256
-# Sharing tiles costs more besides: once, for each element of a sum that a program reads, and in each step, as programs
-# that are at different steps along K do not find each other's operands in L2. All as seen on an H200.
-_SHARING_COST = 5 * _FIXED_COST
+# What a tile that is split costs besides, for each element of each sum that its last program reads, and for that one to
+# see that all are there. As seen on an H200.
 _SUM_COST = 190
-_SHARED_STEP = 1.5
+_MEETING_COST = _FIXED_COST
 # What a multiprocessor multiplies and adds while a byte comes from a peer: of 390 T/s, over 132, at 300 GB/s.
 _WORK_OF_A_BYTE = 390e12 / 132 / 300e9
 
@@ -144,8 +142,10 @@ def choose(
 
     Where the rows come in blocks of `block`, tiles keep apart as `in_blocks` says, or always where `apart`.
 
-    Estimates the time of each candidate and takes the least: with and without shared tiles, or with blocks as they come
-    over NVLink. Raises ValueError when no candidate fits into the shared memory.
+    Estimates the time of each candidate and takes the least, with the tiles of a thin last wave whole or split; or with
+    blocks as they come over NVLink, and those of the last block whole or split too.
+
+    Raises ValueError when no candidate fits into the shared memory.
     """
     fitting = [
         tile
@@ -154,34 +154,47 @@ def choose(
     ]
     if not fitting:
         raise ValueError(f"no {dtype} matmul tile fits into {shared_memory} bytes of shared memory")
-    if block is not None:
-        coming = block * K * dtype.itemsize * _WORK_OF_A_BYTE
-        return min(fitting, key=lambda tile: _fed(tile, batch, M, N, K, sms, block, coming, apart))
-    shareable = [replace(tile, shared=waves) for tile in fitting for waves in (0, 1)]
-    return min(shareable, key=lambda tile: _alone(tile, batch, M, N, K, sms))
+    if block is None:
+        tried = [replace(tile, split=n) for tile in fitting for n in (0, _tiles(tile, batch, M, N) % sms)]
+        return min(tried, key=lambda tile: _alone(tile, batch, M, N, K, sms))
+    coming = block * K * dtype.itemsize * _WORK_OF_A_BYTE
+    tried = []
+    for tile in fitting:
+        tiles = _tiles(tile, *in_blocks(batch, M, block, tile.m, apart), N)
+        tried += [replace(tile, split=n) for n in (0, tiles % sms, tiles * block // (batch * M))]
+    return min(tried, key=lambda tile: _fed(tile, batch, M, N, K, sms, block, coming, apart))
+
+
+def _tiles(tile: Config, batches: int, M: int, N: int) -> int:
+    return batches * -(-M // tile.m) * -(-N // tile.n)
+
+
+def _part(tile: Config, parts: int, whole: float) -> float:
+    """What the last program of a tile that is split takes, if a tile takes `whole`."""
+    return (whole - _FIXED_COST) / parts + _FIXED_COST + _MEETING_COST + parts * tile.m * tile.n * _SUM_COST
 
 
 def _alone(tile: Config, batches: int, M: int, N: int, K: int, sms: int) -> float:
     """What all rows take that are there, in multiply-adds of one multiprocessor with the fastest tile."""
-    tiles, steps = batches * -(-M // tile.m) * -(-N // tile.n), -(-K // tile.k)
-    plan = schedule(tiles, steps, sms, tile.shared)
-    step = tile.m * tile.n * tile.k / tile.rate
-    shared = 0.0
-    if plan.shares:
-        load = (tiles - plan.whole) / plan.shares  # of a program, in tiles
-        sums = (1 / load + 1) * tile.m * tile.n
-        shared = load * steps * step * _SHARED_STEP + _SHARING_COST + sums * _SUM_COST
-    return -(-plan.whole // plan.programs) * (steps * step + _FIXED_COST) + shared
+    tiles, steps = _tiles(tile, batches, M, N), -(-K // tile.k)
+    plan = schedule(tiles, steps, sms, tile.split)
+    whole = steps * tile.m * tile.n * tile.k / tile.rate + _FIXED_COST
+    return -(-plan.whole // plan.programs) * whole + (_part(tile, plan.parts, whole) if plan.parts else 0)
 
 
 def _fed(tile: Config, batch: int, M: int, N: int, K: int, sms: int, block: int, coming: float, apart: bool) -> float:
     """The same where rows come in blocks, the first at once and each other one `coming` after the one before."""
     batches, rows = in_blocks(batch, M, block, tile.m, apart)
-    tiles, blocks = batches * -(-rows // tile.m) * -(-N // tile.n), max(1, batch * M // block)
-    whole = -(-K // tile.k) * tile.m * tile.n * tile.k / (tile.fed or tile.rate) + _FIXED_COST
-    free = [0.0] * min(sms, tiles)
-    for first in range(0, tiles, len(free)):
-        for program in range(min(len(free), tiles - first)):
-            there = (first + program) * blocks // tiles * coming
-            free[program] = max(free[program], there) + whole
+    tiles, steps, blocks = _tiles(tile, batches, rows, N), -(-K // tile.k), max(1, batch * M // block)
+    whole = steps * tile.m * tile.n * tile.k / (tile.fed or tile.rate) + _FIXED_COST
+    plan = schedule(tiles, steps, sms, min(tile.split, tiles - tiles // blocks))
+    free = [0.0] * plan.programs
+    for number in range(plan.whole):
+        program = number % plan.programs
+        free[program] = max(free[program], number * blocks // tiles * coming) + whole
+    left = tiles - plan.whole
+    for number in range(left * plan.parts):
+        program = (plan.whole + number) % plan.programs
+        there = (plan.whole + number % left) * blocks // tiles * coming
+        free[program] = max(free[program], there) + _part(tile, plan.parts, whole)
     return max(free)

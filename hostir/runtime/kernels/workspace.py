@@ -1,4 +1,4 @@
-"""Memory in which the programs of one launch meet: sums of parts, and a ticket for each shared tile."""
+"""Memory in which the programs of one launch meet: sums of parts, and a ticket for each tile that is split."""
 
 from __future__ import annotations
 

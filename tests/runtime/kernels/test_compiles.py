@@ -20,7 +20,7 @@ from hostir.runtime.kernels.push import PER_THREAD, WARPS, push_kernel
 from hostir.runtime.kernels.tiles import Config, candidates
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SHARING = ("whole", "shares", "sums", "tickets")
+SPLITTING = ("whole", "split", "parts", "sums", "tickets")
 WAITING = ("flags", "stalls", "epoch", "first", "blocks", "height", "looks")
 SHARED_MEMORY = 227 << 10
 
@@ -55,7 +55,7 @@ def compiled(
         "B_IS_NK": b_is_nk,
         "BATCHED": batched,
         "HAS_BIAS": bias,
-        "SHARED": tile.shared > 0,
+        "SPLIT": tile.split > 0,
         "READY": ready is not None,
         "OWN": ready is not None and own,
         "FLAGS": 8 if ready else 1,
@@ -66,7 +66,7 @@ def compiled(
         **({} if bias else {"bias": None}),
         **({} if ready else dict.fromkeys(WAITING)),
         **({} if own else {"own": None}),
-        **({} if tile.shared else dict.fromkeys(SHARING)),
+        **({} if tile.split else dict.fromkeys(SPLITTING)),
     }
     if not descriptors:  # unit strides: rows of a and out, and of b, are contiguous
         constants |= {"own_column": 1, "a_column": 1, "out_column": 1, "b_row" if b_is_nk else "b_column": 1}
@@ -78,7 +78,7 @@ def compiled(
         signature["bias"] = f"*{dtype}"
     if ready:
         signature |= {"stalls": "*i64", **ready}
-    if tile.shared:
+    if tile.split:
         signature |= {"sums": "*fp32", "tickets": "*i32"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] in "*i"}
     source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=aligned)
@@ -158,19 +158,19 @@ def test_a_kernel_that_may_start_early_ends_after_the_one_before_it(beside):
 
 
 @pytest.mark.parametrize("tile", candidates(torch.bfloat16), ids=str)
-def test_shared_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(tile, tmp_path):
-    shared = dataclasses.replace(tile, shared=1)
+def test_split_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(tile, tmp_path):
+    split = dataclasses.replace(tile, split=1)
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False}
-    plain, kernel = (compiled(t, **options) for t in (dataclasses.replace(tile, shared=0), shared))
+    plain, kernel = (compiled(t, **options) for t in (dataclasses.replace(tile, split=0), split))
     for instruction in ("wgmma.mma_async", "complete_tx::bytes"):
         assert kernel.asm["ptx"].count(instruction) == 2 * plain.asm["ptx"].count(instruction)
-    assert kernel.metadata.shared <= shared.shared_memory(2, descriptors=True) <= SHARED_MEMORY
+    assert kernel.metadata.shared <= split.shared_memory(2, descriptors=True) <= SHARED_MEMORY
     assert spilled(kernel.asm["ptx"], tmp_path) == 0
 
 
 @pytest.mark.parametrize("descriptors", [True, False])
 def test_a_ticket_is_drawn_after_the_sum_is_written_and_before_any_is_read(descriptors):
-    tile = dataclasses.replace(candidates(torch.bfloat16, descriptors=descriptors)[0], shared=1)
+    tile = dataclasses.replace(candidates(torch.bfloat16, descriptors=descriptors)[0], split=1)
     ptx = compiled(tile, dtype="bf16", descriptors=descriptors, b_is_nk=False).asm["ptx"]
     ticket = ptx.find("atom.global.gpu.acq_rel.add.u32")
     assert 0 <= ptx.rfind("st.global.v4.b32", 0, ticket) < ptx.rfind("bar.sync", 0, ticket)

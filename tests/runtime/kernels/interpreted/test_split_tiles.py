@@ -1,4 +1,4 @@
-"""Tiles that several programs share (stream-K)."""
+"""Tiles that are split among several programs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hostir.runtime.kernels.tiles import Config
 from tests.runtime.kernels.checking import check_matmul, embedded, filled, multiprocessors
 
 TILES = (
-    Config(16, 16, 16, stages=1, warps=1, group=2, shared=1),
-    Config(32, 32, 16, stages=1, warps=1, halves=True, group=1, shared=2),
-    Config(64, 16, 32, stages=1, warps=1, shared=1),
+    Config(16, 16, 16, stages=1, warps=1, group=2, split=1),
+    Config(32, 32, 16, stages=1, warps=1, halves=True, group=1, split=2),
+    Config(64, 16, 32, stages=1, warps=1, split=1),
 )
 SMALL = TILES[0]
 
@@ -41,7 +41,7 @@ def poisoned() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_shared_tiles_give_the_product(data):
+def test_split_tiles_give_the_product(data):
     draw = data.draw
     dtype = draw(st.sampled_from(DTYPES))
     use_descriptors = draw(st.booleans())
@@ -61,7 +61,7 @@ def test_shared_tiles_give_the_product(data):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_bits_do_not_depend_on_which_program_comes_last(seed, monkeypatch):
-    a, b = filled([64, 600], torch.float32), filled([600, 20], torch.float32)  # 8 tiles; 3 programs share 2
+    a, b = filled([64, 600], torch.float32), filled([600, 20], torch.float32)  # 8 tiles; 3 programs share one
     expected = matmul(a, b, torch.empty(64, 20), config=SMALL)
     order = list(range(3))
     random.Random(seed).shuffle(order)
@@ -71,21 +71,49 @@ def test_the_bits_do_not_depend_on_which_program_comes_last(seed, monkeypatch):
     poisoned()
     out = matmul(a, b, torch.full((64, 20), math.nan), config=SMALL)
     assert torch.equal(out, expected)
-    assert not torch.equal(out, matmul(a, b, torch.empty(64, 20), config=dataclasses.replace(SMALL, shared=0)))
+    assert not torch.equal(out, matmul(a, b, torch.empty(64, 20), config=dataclasses.replace(SMALL, split=0)))
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 100])
 def test_any_number_of_multiprocessors_gives_the_product(sms):
     a, b = whole_numbers(50, 200), whole_numbers(200, 40)
     with multiprocessors(sms):
-        for config in (SMALL, dataclasses.replace(SMALL, shared=0)):
+        for config in (SMALL, dataclasses.replace(SMALL, split=0)):
             assert torch.equal(matmul(a, b, torch.full((50, 40), math.nan), config=config), a @ b)
 
 
-def test_tiles_whose_rows_are_waited_for_are_not_shared():
-    ready = ReadyFlags(torch.ones(2, dtype=torch.int32), 1, no_stalls(2, "cpu"))
-    with pytest.raises(ValueError, match="cannot share tiles of rows that it waits for: expected shared=0, got 1"):
-        matmul(torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(8, 8), ready=ready, config=SMALL)
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("use_descriptors", [True, False])
+@pytest.mark.parametrize("sms", [2, 4, 7])
+def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, sms):
+    blocks, height, K, N = 3, 64, 320, 48
+    whole, b = whole_numbers(blocks * height, K), whole_numbers(K, N)
+    a = whole.clone()
+    mine = whole[height : 2 * height].clone() if own else None
+    if own:
+        a[height : 2 * height] = math.nan
+    ready = ReadyFlags(torch.ones(blocks, dtype=torch.int32), 1, no_stalls(blocks, "cpu"), first=1)
+    out = torch.full((blocks * height, N), math.nan)
+    with multiprocessors(sms):
+        for config in TILES[:2]:
+            poisoned()
+            matmul(a, b, out.fill_(math.nan), ready=ready, own=mine, use_descriptors=use_descriptors, config=config)
+            assert torch.equal(out, whole @ b)
+    poisoned()
+
+
+def test_a_split_tile_whose_rows_stay_away_says_so_and_leaves_the_tickets_as_they_were():
+    whole, b = whole_numbers(64, 320), whole_numbers(320, 16)
+    flags, stalls = torch.tensor([1, 0], dtype=torch.int32), no_stalls(2, "cpu")
+    out = torch.full((64, 16), math.nan)
+    with multiprocessors(3):
+        ready = ReadyFlags(flags, 1, stalls, looks=3)
+        matmul(whole, b, out, ready=ready, config=SMALL)
+        poisoned()
+        assert stalls.tolist() == [[0, 0], [1, 0]]
+        assert torch.equal(out[:32], (whole @ b)[:32])
+        matmul(whole, b, out, ready=dataclasses.replace(ready, flags=torch.ones_like(flags)), config=SMALL)
+    assert torch.equal(out, whole @ b)
 
 
 def test_launches_of_one_stream_share_memory_that_grows_and_other_streams_have_their_own():
