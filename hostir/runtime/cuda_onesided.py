@@ -146,6 +146,8 @@ class OneSided:
         if isinstance(op, Signal):
             if self.is_sent(op):
                 return None
+            if op.sms:
+                return self.raising(op)
             return self.on(op.stream, in_batches([write(self.flag(self.place(op.flags), op.slot, op.peer), op.epoch)]))
         if isinstance(op, WaitSignal):
             return self.on(op.stream, self.wait(op.flags, op.slot, op.epoch))
@@ -199,6 +201,15 @@ class OneSided:
 
         return Push(self.device, [Piece(*each) for each in pieces], size, sms)
 
+    def raising(self, op: Signal) -> Step:
+        kernel, streams, stream = self.raiser(self.raised(op), op.epoch), self.streams, op.stream
+        return lambda: kernel(streams[stream])
+
+    def raiser(self, flag: int, epoch: int) -> Callable[[torch.cuda.Stream], None]:
+        from hostir.runtime.kernels.raising import Raising  # which needs Triton
+
+        return Raising(self.device, flag, epoch)
+
     def raised(self, op: Signal) -> int:
         """The address of the flag that a signal raises; 0 for one that is up."""
         return 0 if self.is_settled(op) else self.flag(self.place(op.flags), op.slot, op.peer)
@@ -235,7 +246,7 @@ class OneSided:
         self.stalls.append((op, stalls))
         registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
         looks = int(TIMEOUT.get() / 2 / SECONDS_OF_A_LOOK)  # so that it says what is missing before somebody else does
-        flags = ReadyFlags(registers[ready.flags], ready.epoch, stalls, ready.first, looks, op.beside)
+        flags = ReadyFlags(registers[ready.flags], ready.epoch, stalls, ready.first, looks, op.beside, op.spare)
         own = NONE if ready.own is None else ready.own
 
         def step() -> None:

@@ -162,6 +162,9 @@ class Gpus:
 
         return lambda: self.current.add(end)
 
+    def raiser(self, flag: int, epoch: int) -> Callable[[Stream], None]:
+        return lambda stream: stream.add(*_write(flag, epoch))
+
     def pusher(self, pieces: Sequence[tuple[int, ...]], size: int) -> Callable[[torch.Tensor], None]:
         """One kernel: it copies in any order, and then raises each flag to its last epoch."""
 
@@ -255,6 +258,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(cuda_onesided, "in_batches", these.in_batches)
     monkeypatch.setattr(cuda_onesided.OneSided, "ending", lambda _, flags, counts: these.ending(flags, counts))
     monkeypatch.setattr(cuda_onesided.OneSided, "pusher", lambda _, pieces, size, sms: these.pusher(pieces, size))
+    monkeypatch.setattr(cuda_onesided.OneSided, "raiser", lambda _, flag, epoch: these.raiser(flag, epoch))
     monkeypatch.setattr(cuda_onesided.OneSided, "whole", lambda *given: these.whole(*given))
     monkeypatch.setattr(cuda_onesided, "Copier", these.copier)
     monkeypatch.setattr(cuda_onesided, "wait_at_least", _wait)

@@ -100,7 +100,7 @@ def _waits(ready: ReadyFlags) -> tuple[object, ...]:
     stalls = ready.stalls
     pinned = stalls.device.type == "cpu" and stalls.is_pinned()
     narrow = -(1 << 31) <= ready.epoch < 1 << 31  # Triton compiles another kernel for an int64
-    return _lies(ready.flags), _lies(stalls), pinned, narrow, ready.first, ready.looks, ready.beside
+    return _lies(ready.flags), _lies(stalls), pinned, narrow, ready.first, ready.looks, ready.beside, ready.spare
 
 
 def _prepare(
@@ -141,7 +141,7 @@ def _prepare(
     copies_own = there and own is None
     # Programmatic dependent launch is as old as TMA; a copy comes between the kernel before and this one.
     beside = ready.beside if ready is not None and bounds.tma and not copies_own else 0
-    sms = max(1, bounds.sms - beside)
+    sms = max(1, bounds.sms - beside - (0 if ready is None else ready.spare))
     if config is None and INTERPRETED:
         config = INTERPRETER
     elif config is None:

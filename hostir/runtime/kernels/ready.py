@@ -37,6 +37,7 @@ class ReadyFlags:
         looks: how often a program looks at flags that have not risen before it gives up.
         beside: multiprocessors of a kernel just before on the same stream, beside which this one starts: it uses the
             others, and ends after that kernel. What else came before on the stream has ended.
+        spare: multiprocessors that it leaves to kernels of other streams: those that raise flags elsewhere.
     """
 
     flags: torch.Tensor
@@ -45,6 +46,7 @@ class ReadyFlags:
     first: int = 0
     looks: int = LOOKS
     beside: int = 0
+    spare: int = 0
 
 
 def no_stalls(blocks: int, device: torch.device | str) -> torch.Tensor:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 MIN_STEPS = 4  # along K, of a part: less does not pay for the sum left in memory
+MOST_PARTS = 8  # of a tile: the last to come reads what all have left
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Schedule:
 def schedule(tiles: int, steps: int, sms: int, split: int) -> Schedule:
     """How `sms` programs divide `tiles` of `steps` along K, if the last `split` tiles are to be split."""
     split = min(split, tiles)
-    parts = min(sms // split, steps // MIN_STEPS) if split else 0
+    parts = min(sms // split, steps // MIN_STEPS, MOST_PARTS) if split else 0
     if parts < 2:
         return Schedule(min(sms, tiles), tiles)
     return Schedule(min(sms, max(tiles - split, split * parts)), tiles - split, parts)

@@ -97,10 +97,9 @@ FEWEST_APART = 64
 
 # What a tile costs besides its arithmetic (filling the pipeline, storing), in multiply-adds of the fastest tile.
 _FIXED_COST = 256 * 128 * 256
-# What a tile that is split costs besides, for each element of each sum that its last program reads, and for that one to
-# see that all are there. As seen on an H200.
-_SUM_COST = 190
-_MEETING_COST = _FIXED_COST
+# What a tile that is split costs besides, as seen on an H200: to begin anew and to meet (4 us), to read what each part
+# has left (2 us), and to leave it, for each element (6 us of a tile of 128 x 256).
+_MEETING_COST, _PART_COST, _SUM_COST = 12e6, 6e6, 540
 # What a multiprocessor multiplies and adds while a byte comes from a peer: of 390 T/s, over 132, at 300 GB/s.
 _WORK_OF_A_BYTE = 390e12 / 132 / 300e9
 
@@ -142,8 +141,8 @@ def choose(
 
     Where the rows come in blocks of `block`, tiles keep apart as `in_blocks` says, or always where `apart`.
 
-    Estimates the time of each candidate and takes the least, with the tiles of a thin last wave whole or split; or with
-    blocks as they come over NVLink, and those of the last block whole or split too.
+    Estimates the time of each candidate, with the tiles of a thin last wave whole or split, and takes the least. Blocks
+    come as they do over NVLink. Tiles of one wave alone are never split: that never paid.
 
     Raises ValueError when no candidate fits into the shared memory.
     """
@@ -154,14 +153,13 @@ def choose(
     ]
     if not fitting:
         raise ValueError(f"no {dtype} matmul tile fits into {shared_memory} bytes of shared memory")
-    if block is None:
-        tried = [replace(tile, split=n) for tile in fitting for n in (0, _tiles(tile, batch, M, N) % sms)]
-        return min(tried, key=lambda tile: _alone(tile, batch, M, N, K, sms))
-    coming = block * K * dtype.itemsize * _WORK_OF_A_BYTE
     tried = []
     for tile in fitting:
         tiles = _tiles(tile, *in_blocks(batch, M, block, tile.m, apart), N)
-        tried += [replace(tile, split=n) for n in (0, tiles % sms, tiles * block // (batch * M))]
+        tried += [replace(tile, split=n) for n in ((0, tiles % sms) if tiles > sms else (0,))]
+    if block is None:
+        return min(tried, key=lambda tile: _alone(tile, batch, M, N, K, sms))
+    coming = block * K * dtype.itemsize * _WORK_OF_A_BYTE
     return min(tried, key=lambda tile: _fed(tile, batch, M, N, K, sms, block, coming, apart))
 
 
@@ -171,7 +169,7 @@ def _tiles(tile: Config, batches: int, M: int, N: int) -> int:
 
 def _part(tile: Config, parts: int, whole: float) -> float:
     """What the last program of a tile that is split takes, if a tile takes `whole`."""
-    return (whole - _FIXED_COST) / parts + _FIXED_COST + _MEETING_COST + parts * tile.m * tile.n * _SUM_COST
+    return whole / parts + _MEETING_COST + parts * _PART_COST + tile.m * tile.n * _SUM_COST
 
 
 def _alone(tile: Config, batches: int, M: int, N: int, K: int, sms: int) -> float:

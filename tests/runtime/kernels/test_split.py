@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels.split import MIN_STEPS, Schedule, first_step, schedule
+from hostir.runtime.kernels.split import MIN_STEPS, MOST_PARTS, Schedule, first_step, schedule
 
 SHAPES = {
     "tiles": st.integers(1, 700),
@@ -32,7 +32,7 @@ def test_every_part_has_a_program_of_its_own_and_none_is_too_short(tiles, steps,
         return
     left = tiles - plan.whole
     assert left == min(split, tiles)
-    assert plan.parts >= 2
+    assert 2 <= plan.parts <= MOST_PARTS
     assert left * plan.parts <= plan.programs
     assert plan.parts * MIN_STEPS <= steps
 
@@ -64,4 +64,4 @@ def test_the_last_wave_is_split_where_it_is_thin():
     assert schedule(416, 256, 132, 67) == Schedule(132, 416)  # too many to have two programs each
     assert schedule(416, 7, 132, 20) == Schedule(132, 416)  # too few steps
     assert schedule(416, 256, 132, 0) == Schedule(132, 416)
-    assert schedule(7, 64, 132, 7) == Schedule(112, 0, 16)
+    assert schedule(7, 64, 132, 7) == Schedule(56, 0, 8)

@@ -52,16 +52,19 @@ def test_batches_and_rows_without_blocks_stay_as_they_are():
     assert in_blocks(1, 256, None, 64) == (1, 256)
 
 
-@pytest.mark.parametrize(("M", "N", "K"), [(2048, 6656, 16384), (4096, 6656, 16384)])
-def test_a_last_wave_of_few_tiles_is_shared(M, N, K):
-    assert choose(M, N, K, torch.bfloat16, 132).shared == 1
+@pytest.mark.parametrize("block", [None, 256])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "tiles"), [(2048, 6656, 16384, 20), (4096, 6656, 16384, 40), (4096, 3584, 8192, 52)]
+)
+def test_the_tiles_of_a_thin_last_wave_are_split(M, N, K, tiles, block):
+    assert choose(M, N, K, torch.bfloat16, 132, block=block).split == tiles
 
 
 @pytest.mark.parametrize(
     ("M", "N", "K"), [(4096, 1792, 4096), (8192, 3584, 8192), (512, 6656, 16384), (64, 3584, 8192)]
 )
-def test_waves_that_are_nearly_full_or_short_are_not_shared(M, N, K):
-    assert choose(M, N, K, torch.bfloat16, 132).shared == 0
+def test_waves_that_are_nearly_full_or_alone_are_not_split(M, N, K):
+    assert choose(M, N, K, torch.bfloat16, 132).split == 0
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,7 @@ def test_waves_that_are_nearly_full_or_short_are_not_shared(M, N, K):
 )
 def test_rows_in_blocks_get_the_tile_that_was_fastest_on_four_h200s(M, N, K, expected):
     tile = choose(M, N, K, torch.bfloat16, 132, block=M // 4)
-    assert (tile.m, tile.n, tile.shared) == (*expected, 0)
+    assert (tile.m, tile.n, tile.split) == (*expected, 0)
 
 
 def test_blocks_that_come_late_are_multiplied_with_smaller_tiles_than_rows_that_are_there():
