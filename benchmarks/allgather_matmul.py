@@ -59,8 +59,14 @@ class Variant:
     streams: int = 1
 
     def __str__(self) -> str:
-        sliced = f" {self.slices} slices {self.streams} streams" if self.slices > 1 else ""
-        return f"{self.strategy}{sliced} {self.kernels}"
+        slices = f" {self.slices} slices" if self.slices > 1 else ""
+        streams = f" {self.streams} streams" if self.slices > 1 or self.raises_by_kernel else ""
+        return f"{self.strategy}{slices}{streams} {self.kernels}"
+
+    @property
+    def raises_by_kernel(self) -> bool:
+        """Whether signals have a stream of their own, where there is more than one peer."""
+        return self.strategy == "fused" and self.streams > 1
 
 
 VARIANTS = tuple(
@@ -71,9 +77,11 @@ VARIANTS = tuple(
         ("pipeline", 4, 4),
         ("ring", 1, 2),
         ("fused", 1, 1),
+        ("fused", 1, 2),
         ("push", 1, 1),
     )
     for kernels in ("aten", "triton")
+    if (strategy, streams, kernels) != ("fused", 2, "aten")  # cuBLAS leaves no SM to the signals
 )
 STRATEGIES = tuple(dict.fromkeys(variant.strategy for variant in VARIANTS))
 
@@ -185,7 +193,8 @@ class Bench:
         """The candidates that can be called."""
         makers = peers(of)
         for variant in VARIANTS:
-            if variant.strategy in self.given.only:
+            same = variant.raises_by_kernel and of.ranks < 3  # as on one stream
+            if variant.strategy in self.given.only and not same:
                 for mode in (EAGER, GRAPH):
                     makers.append((str(variant), mode, partial(ours, of, variant, mode, self.given.dtype)))
         makers.append((ALONE, EAGER, lambda: Candidate(ALONE, EAGER, True, of.multiply_in_triton)))

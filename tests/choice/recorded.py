@@ -16,9 +16,10 @@ from hostir.choice.hardware import Hardware, hardware_of
 from hostir.choice.simulate import estimate
 from hostir.ir.program import Program
 
-# Names of candidates: `sequential aten`, `S=4 streams=2 aten`, `pipeline 4 slices 2 streams triton`, `fused triton`.
+# Names of candidates: `sequential aten`, `S=4 streams=2 aten`, `pipeline 4 slices 2 streams triton`,
+# `fused triton`, `fused 2 streams triton`.
 NAMES = (
-    re.compile(r"(?P<strategy>sequential|ring|fused|push) (?P<kernels>aten|triton)"),
+    re.compile(r"(?P<strategy>sequential|ring|fused|push)(?: (?P<streams>\d+) streams)? (?P<kernels>aten|triton)"),
     re.compile(r"(?P<strategy>)S=(?P<slices>\d+) streams=(?P<streams>\d+) (?P<kernels>aten|triton)"),
     re.compile(
         r"(?P<strategy>pipeline|ring|fused|push) (?P<slices>\d+) slices "
