@@ -14,7 +14,7 @@ from hostir.ir.source import HostIRError, error
 from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.lower import STRATEGIES, lower
 
-STREAMS = {"sequential": (1,), "pipeline": (2, 4), "ring": (2, 4), "fused": (1,), "push": (1,)}
+STREAMS = {"sequential": (1,), "pipeline": (2, 4), "ring": (2, 4), "fused": (1, 2), "push": (1,)}
 ONE_SIDED = (AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal)
 SEQUENTIAL = "sequential"
 
@@ -93,15 +93,24 @@ def _refused(
     platform: Platform,
     all_that_run: bool,
 ) -> Impossible | bool:
-    """Why a candidate cannot be taken; False for one that is the same as another, True for one that can be taken."""
+    """Why a candidate cannot be taken; False for one that need not be looked at, True for one that can be taken.
+
+    One that is the same as another need not be, nor one that is slower in any case.
+    """
     same = [c for c, other in known.items() if c.kernels == candidate.kernels and _same(other, program)]
     if any(c.strategy == candidate.strategy for c in same):
         return False
     if same:
         return Impossible(candidate, _why_same(candidate, program))
+    if candidate.kernels == "aten" and _signals_by_sms(program):
+        return False  # cuBLAS's matmuls leave no SM to them: they would wait for a wave of tiles
     if uses_peers(program) and platform.refuses and not (all_that_run and platform.runs_all):
         return Impossible(candidate, platform.refuses, loud=True)
     return True
+
+
+def _signals_by_sms(program: Program) -> bool:
+    return any(isinstance(s, Signal) and s.sms for s in program.walk())
 
 
 def _same(a: Program, b: Program) -> bool:

@@ -4,10 +4,11 @@ All of H200 were measured there. Peaks, tiles and what limits the clock are fitt
 benchmarks/matmul.py and benchmarks/allgather_matmul.py time them; how much of the peak each Triton tile reaches stands
 in hostir/runtime/kernels/tiles.py as well. Collectives are fitted to all-gathers alone, of 0.5 to 540 MB on 2, 4 and 8
 ranks, and to benchmarks/patterns.py, which also gave what a matmul loses beside one. `copy`, `link` and `signal` come
-from a chain of copies, each with a signal, in a CUDA graph: 10.8 us for 2 MiB, 16.3 for 4, 27.2 for 8; `edge` from its
-first copy, which begins 10 us after the launch; `look` from fused calls, which take 4 to 21 us more than their own copy
-and their matmul, and end, of 512 rows and fewer, 15 to 20 us later than the last rows and one tile explain; `push` and
-`stores` from calls of the strategy `push` on 2 and 4 ranks, of 64 to 4096 rows. Host times are fitted to what
+from a chain of copies, each with a signal, in a CUDA graph: 10.8 us for 2 MiB, 16.3 for 4, 27.2 for 8; `teller` from
+copies whose signals are kernels' on another stream, which take 3 us less each; `edge` from the first copy of the chain,
+which begins 10 us after the launch; `look` from fused calls, which take 4 to 21 us more than their own copy and their
+matmul, and end, of 512 rows and fewer, 15 to 20 us later than the last rows and one tile explain; `push` and `stores`
+from calls of the strategy `push` on 2 and 4 ranks, of 64 to 4096 rows. Host times are fitted to what
 benchmarks/allgather_matmul.py recorded, together with `ahead` and `quick`: of hosts that have nothing else to do. They
 vary by a factor of three, from row to row and from run to run.
 """
@@ -61,6 +62,7 @@ class Hardware:
         copy: what one copy costs; `link` its rate to a peer; `crowd` what is left of that where copies overlap.
         push: what a kernel costs that copies on some SMs; `stores` its rate to a peer of each SM, no more than `link`.
         barrier, signal: across ranks.
+        teller: from the end of a copy until a kernel on another stream has raised a flag behind it.
         edge: from the end of something to the begin of what waits for it on another stream.
         look: what a kernel that looks for signals takes from its start, or from the signal, until it multiplies.
         launch: host time of issuing one of each kind, where no CUDA graph replays them; `flags` is what it takes a
@@ -85,6 +87,7 @@ class Hardware:
     stores: float
     barrier: float
     signal: float
+    teller: float
     edge: float
     look: float
     launch: Mapping[str, float] = field(default_factory=dict)
@@ -157,6 +160,7 @@ H200 = Hardware(
     stores=25.0,
     barrier=5.0,
     signal=2.0,
+    teller=2.5,
     edge=5.0,
     look=15.0,
     launch=LAUNCH,
@@ -185,6 +189,7 @@ CPU = Hardware(
     stores=4.0,
     barrier=100.0,
     signal=20.0,
+    teller=20.0,
     edge=0.0,
     look=0.0,
     launch={},

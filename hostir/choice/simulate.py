@@ -91,7 +91,7 @@ class Costs:
         if isinstance(what, Meeting):
             return h.barrier if what.ranks > 1 else 0.0
         if isinstance(what, Pause):
-            return h.signal if what.kind == "signal" else what.microseconds
+            return {"signal": h.signal, "kernel": h.teller}.get(what.kind, what.microseconds)
         return 0.0
 
     def copying(self, what: Copying, rank: int) -> float:
@@ -162,13 +162,19 @@ class Costs:
         return 0.0 if waits else SPARE * left
 
     def arriving(
-        self, what: Gemm, start: float, arrivals: Sequence[float], beside: int = 0, apart: bool = False
+        self,
+        what: Gemm,
+        start: float,
+        arrivals: Sequence[float],
+        beside: int = 0,
+        apart: bool = False,
+        spare: int = 0,
     ) -> float:
         """When a matmul ends whose blocks of rows arrive one after another, in its order.
 
-        The Triton kernel is one that waits tile by tile, on the SMs that copies `beside` it leave. Of the others there
-        is one a block, behind the other; behind copies by SMs only one, when all blocks are there. Blocks that are
-        `apart` share no tile.
+        The Triton kernel is one that waits tile by tile, on the SMs that copies `beside` it leave, less those that it
+        is to `spare`. Of the others there is one a block, behind the other; behind copies by SMs only one, when all
+        blocks are there. Blocks that are `apart` share no tile.
         """
         rows = max(what.m // len(arrivals), 1)
         if not self.in_triton and beside:
@@ -178,7 +184,7 @@ class Costs:
                 start = max(start, arrival) + self.gemm(replace(what, m=rows))
             return start
         tiles = [replace(tile, share=tile.fed or tile.share) for tile in self.family.tiles]
-        sms = self.hardware.sms - beside
+        sms = self.hardware.sms - beside - spare
         look = self.hardware.look * (STARTED if beside else 1.0)
         start += self.family.start
         return min(self.fed(what, tile, rows, start, arrivals, sms, look, apart) for tile in tiles)
@@ -301,7 +307,8 @@ class Simulation:
         task, what = a.task, a.task.what
         assert isinstance(what, Gemm)
         arrivals = [0.0 if signal is None else self.ended[signal] for signal in task.blocks]
-        a.left = max(self.costs.arriving(what, a.since, arrivals, task.beside, task.apart) - self.now, 0.0)
+        end = self.costs.arriving(what, a.since, arrivals, task.beside, task.apart, task.spare)
+        a.left = max(end - self.now, 0.0)
 
     # Who gets how much ---------------------------------------------------------------------------------------------
     def _rates(self) -> None:

@@ -23,8 +23,13 @@ class Candidate:
     streams: int
     kernels: str
 
+    @property
+    def on_streams(self) -> bool:
+        """Whether the number of its worker streams is worth a word: more than one, or one of several that it may have."""
+        return self.strategy in ("pipeline", "ring") or (self.strategy == "fused" and self.streams > 1)
+
     def __str__(self) -> str:
-        streams = f", {self.streams} streams" if self.strategy in ("pipeline", "ring") else ""
+        streams = f", {self.streams} streams" if self.on_streams else ""
         return f"{self.strategy}{streams}, {self.kernels}"
 
 

@@ -28,7 +28,10 @@ class Nothing:
 
 @dataclass(frozen=True)
 class Pause:
-    """The stream stands still for a fixed time; with `kind`, that of a `signal`, or none where a kernel `raised` it."""
+    """The stream stands still for a fixed time; with `kind`, that of a signal.
+
+    A `signal` is the stream's own, `kernel` one by a kernel, and one that a kernel `raised` which copies takes no time.
+    """
 
     microseconds: float = 0.0
     kind: str = ""
@@ -92,6 +95,7 @@ class Task:
         blocks: of a matmul that waits while it runs, for each block of rows in its order the signal it waits for.
         apart: its blocks share no tile.
         beside: on how many SMs the copies run beside which it starts; 0 for none.
+        spare: how many SMs it leaves to signals.
         launches: how often the host issues something up to it, by the kind of what is issued.
     """
 
@@ -103,6 +107,7 @@ class Task:
     blocks: list[Task | None] = field(default_factory=list)
     apart: bool = False
     beside: int = 0
+    spare: int = 0
     launches: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -148,6 +153,7 @@ class Recorder:
         self.symmetric = 0
         self.launched: dict[str, int] = {}
         self.pushing: list[Task] = []  # what a kernel copies and raises, if it was issued last
+        self.spare = 0  # SMs that a matmul which waits leaves to signals before it
 
     def issue(self, what: What, *joins: Task | None, lane: Any = None, launch: str = "") -> Task:
         """A task behind what its lane, the current stream unless said, has done so far, and behind what it joins."""
@@ -232,7 +238,7 @@ class Recorder:
             first = beside[0]
             assert isinstance(first.what, Copying)
             task.beside, task.after, task.joins = first.what.sms, [*first.after], [*first.joins]
-        task.blocks = [None] * ready.blocks
+        task.blocks, task.spare = [None] * ready.blocks, self.spare
         task.apart = ready.own is not None and prod(ready.own.shape[:-1]) >= FEWEST_APART
         for turn, slot in enumerate(ready.order):
             if slot == ready.first and ready.own is not None:
@@ -263,8 +269,17 @@ class Recorder:
         peer = target if source == self.me else source
         self.issue(Copying(x.bytes, peer, out=source == self.me), launch="copy")
 
-    def signal(self, flags: Buffer, slot: int, epoch: int, peer: int) -> None:
-        task = self.push(Pause(kind="raised")) if self.pushing else self.issue(Pause(kind="signal"), launch="signal")
+    def signal(self, flags: Buffer, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
+        if sms:
+            task = self.issue(Pause(kind="kernel"), launch="push")
+            if task.after and isinstance(task.after[0].what, Nothing):
+                # What it takes is counted from the end of what its stream waits for.
+                task.after = [*task.after[0].after, *task.after[0].joins]
+            self.spare = 1
+        elif self.pushing:
+            task = self.push(Pause(kind="raised"))
+        else:
+            task = self.issue(Pause(kind="signal"), launch="signal")
         self.shared.flags.setdefault((peer, flags.symmetric, slot), []).append((epoch, task))
 
     def wait_signal(self, flags: Buffer, slot: int, epoch: int) -> None:

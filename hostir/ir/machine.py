@@ -110,8 +110,8 @@ class Machine(Protocol):
         This rank is one of the two. The other's tensor is symmetric, and named by this rank's own view of it.
         """
 
-    def signal(self, flags: Handle, slot: int, epoch: int, peer: int) -> None:
-        """Sets a flag of a peer to an epoch of this call, once the current stream gets there."""
+    def signal(self, flags: Handle, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
+        """Sets a flag of a peer to an epoch of this call, once the current stream gets there: an SM does, if not 0."""
 
     def wait_signal(self, flags: Handle, slot: int, epoch: int) -> None:
         """The current stream waits until a flag of this rank has reached an epoch of this call."""

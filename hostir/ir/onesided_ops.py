@@ -7,9 +7,9 @@ orders the ranks but signals and barriers:
     signal %arrived[0] = 1 at %next over didx
     wait_signal %arrived[0] >= 1
 
-Copies, signals and barriers run in order on the current stream and need no SMs, unless a `put` asks for some: copy
-engines and the stream itself do them. The model is that of CUDA's stream memory operations and of torch's symmetric
-memory.
+Copies, signals and barriers run in order on the current stream and need no SMs, unless a `put` or a `signal` asks for
+some: copy engines and the stream itself do them. The model is that of CUDA's stream memory operations and of torch's
+symmetric memory.
 """
 
 from __future__ import annotations
@@ -228,25 +228,33 @@ class Signal(Statement):
 
     Epochs count from 1 in every call. Those of one flag rise: each is sent once, and after those below it.
 
-    Example: signal %flags: flag[8][0] = 1 at (%r + 1) % 8 over didx
+    `by 1 sms` has a kernel set the flag, instead of the stream itself. A GPU sets the flag of a stream's signal only
+    when all has arrived that it has under way to peers, on any stream, and then begins the next copy: that costs time
+    between copies. A kernel sets the flag while the copies of another stream go on. A `matmul` that waits for blocks
+    leaves an SM to such signals that come before it.
+
+    Example: signal %flags: flag[8][0] = 1 at (%r + 1) % 8 over didx by 1 sms
     """
 
-    syntax = "signal {flags}[{slot}] = {epoch} at {peer} over {over}"
+    syntax = "signal {flags}[{slot}] = {epoch} at {peer} over {over}<? by {sms} sms?>"
     flags: Use
     slot: Index
     epoch: Index
     peer: Index
     over: Name
+    sms: Int = field(default=0, kw_only=True)
 
     def verify(self) -> None:
         flags_of(self, self.flags)
         mesh_over(self, self.flags, self.over)
+        if self.sms not in (0, 1):
+            raise self.fail(f"{self.keyword()} by {self.sms} sms", expected="1, or none at all")
 
     def evaluate(self, frame: Frame) -> None:
         if frame.here(self.flags.tensor.mesh):
             peer = peer_of(self, frame, self.flags, self.over, self.peer)
             slot, epoch = slot_of(self, frame, self.flags, self.slot), epoch_of(self, frame, self.epoch)
-            frame.machine.signal(frame[self.flags], slot, epoch, peer)
+            frame.machine.signal(frame[self.flags], slot, epoch, peer, sms=self.sms)
 
 
 @statement

@@ -2,6 +2,9 @@
 
 The schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et al.,
 2024), the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The copies are left to the copy engines.
+
+With two streams and more than one peer, the signals behind the copies go to the other stream, where a kernel raises
+each. Between two copies of one stream, a signal by the stream itself would keep the second waiting.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from hostir.lower.peers import Peers, modulo
 from hostir.lower.sharding import result_of
 
 COPIER = Lit(0)  # the worker that copies
+TELLER = Lit(1)  # the worker whose kernels raise the flags behind the copies, if it is another
 THERE = Lit(1)  # the epoch of a block that is there
 
 
@@ -67,9 +71,10 @@ def _matmuls_first(program: Program, gathers: Sequence[AllGather]) -> Program:
 class Push:
     """One allgather: the copies of the own shard to the others, and the matmul that waits for theirs."""
 
-    def __init__(self, host: Host, peers: Peers, gather: AllGather) -> None:
+    def __init__(self, host: Host, peers: Peers, gather: AllGather, streams: int) -> None:
         self.host, self.peers, self.gather = host, peers, gather
         self.ranks = gather.mesh.size(gather.over)
+        self.workers = self.workers_of(streams)
         self.place = peers.place(gather)
         self.axis = next(iter(long_axes(gather)), None)  # where a rank's rows fall into blocks with a shard in each
         self.blocks = ONE if self.axis is None else gather.x.tensor.local_shape[self.axis]
@@ -82,6 +87,10 @@ class Push:
         self.block = peers.index("s")
         self.views, self.shard, self.mine = self.views_of(x)
         self.copies()
+
+    def workers_of(self, streams: int) -> int:
+        """How many worker streams it takes: a second one where a copy comes after another."""
+        return 2 if streams > 1 and self.ranks > 2 else 1
 
     @property
     def copies_own(self) -> bool:
@@ -112,7 +121,12 @@ class Push:
         """The own shard to the own buffer; and on a worker to each peer's, just before its matmul comes to it."""
         s, body, turn = self.gather, self.host.body, self.peers.index("i")
         before = modulo(Bin("+", self.place, Bin("-", Lit(self.ranks - 1), turn)), self.ranks)
-        theirs = self.push(before, "to the rank that multiplies these rows next")
+        copy, signal = self.push(before, "to the rank that multiplies these rows next")
+        theirs: tuple[Statement, ...] = copy, signal
+        if self.workers > 1:
+            note = "by a kernel: the next copy need not wait for it"
+            raised = replace(signal, sms=1, note=note)
+            theirs = SetStream(COPIER), copy, SetStream(TELLER), Synchronize(COPIER), raised
         body += [SetStream(COPIER), Synchronize(self.peers.user)]
         body += self.views if self.axis is None else ()
         if self.copies_own:
@@ -120,14 +134,14 @@ class Push:
             mine = self.each(self.push(self.place, "the matmul begins with these rows"))
             body += [SetStream(self.peers.user), *mine, SetStream(COPIER)]
         body += self.peers.past(s, self.full)
-        body += self.each([For(turn.value, Size(self.ranks - 1), tuple(theirs), span=s.span)])
+        body += self.each([For(turn.value, Size(self.ranks - 1), theirs, span=s.span)])
         body.append(SetStream(self.peers.user))
 
-    def push(self, to: Expr, note: str) -> list[Statement]:
+    def push(self, to: Expr, note: str) -> tuple[Put, Signal]:
         """One block of the own shard to a rank, and the signal behind it."""
         slot = self.place if self.axis is None else Bin("+", Bin("*", self.block, Lit(self.ranks)), self.place)
         copy = Put(self.shard, self.mine, to, self.gather.over, span=self.gather.span, note=note)
-        return [copy, Signal(self.flags, slot, THERE, to, self.gather.over, span=self.gather.span)]
+        return copy, Signal(self.flags, slot, THERE, to, self.gather.over, span=self.gather.span)
 
     def each(self, done: Iterable[Statement]) -> list[Statement]:
         """The same for each block of the own shard."""
@@ -179,7 +193,7 @@ class Push:
     def settle(self) -> None:
         """Once all blocks are there: this rank's copies have ended too, and the rows go where they are wanted whole."""
         body, span = self.host.body, self.gather.span
-        body.append(Synchronize(COPIER))
+        body.append(Synchronize(TELLER if self.workers > 1 else COPIER))  # the teller's last signal follows all copies
         if self.whole:
             body.append(Copy(out=self.whole, x=self.full, span=span, note=f"copy: {self.whole} is wanted whole"))
 
@@ -190,7 +204,7 @@ class Fused(Pass):
 
     name = "fused"
     pushes: ClassVar[type[Push]] = Push
-    workers: ClassVar[int] = 1
+    streams: int = 4
 
     def run(self, program: Program) -> Program:
         why_not = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
@@ -199,9 +213,11 @@ class Fused(Pass):
         host = Host(_matmuls_first(blocked, rows))
         peers = Peers(host) if rows else None
         flying: dict[str, Push] = {}  # by the gathered tensor: the copies that the caller's stream has not joined
+        workers = 0
         for s in host.program.body:
             if peers and isinstance(s, AllGather) and s in rows:
-                flying[s.out.name] = self.pushes(host, peers, s)
+                push = flying[s.out.name] = self.pushes(host, peers, s, self.streams)
+                workers = max(workers, push.workers)
                 continue
             pushes = [flying.pop(v.name) for v in s.values(Codec.READ, Codec.ALIAS) if v.name in flying]
             if len(pushes) == 1 and isinstance(s, Contraction) and reads_rows(s, pushes[0].gather.out):
@@ -210,4 +226,4 @@ class Fused(Pass):
             for push in pushes:
                 push.arrive()
             host.whole(s)
-        return host.finished(self.workers if rows else 0)
+        return host.finished(workers)

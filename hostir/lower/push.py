@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hostir.ir.host_ops import For
-from hostir.ir.onesided_ops import Put
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import Copy
 from hostir.ir.values import Bin, Lit
@@ -26,14 +25,16 @@ class KernelPush(Push):
 
     copies_own = True  # the same few SMs copy to all
 
+    def workers_of(self, streams: int) -> int:
+        return 0
+
     def copies(self) -> None:
         body, turn = self.host.body, self.peers.index("i")
         body += self.peers.past(self.gather, self.full)
         body += self.views if self.axis is None else ()
         before = modulo(Bin("+", self.place, Bin("-", Lit(self.ranks), turn)), self.ranks)
-        puts = self.push(before, "to itself, then to the rank that multiplies these rows next")
-        puts = [replace(s, sms=SMS) if isinstance(s, Put) else s for s in puts]
-        body += self.each([For(turn.value, Size(self.ranks), tuple(puts), span=self.gather.span)])
+        copy, signal = self.push(before, "to itself, then to the rank that multiplies these rows next")
+        body += self.each([For(turn.value, Size(self.ranks), (replace(copy, sms=SMS), signal), span=self.gather.span)])
 
     def settle(self) -> None:
         if self.whole:
@@ -47,4 +48,3 @@ class Pushed(Fused):
 
     name = "push"
     pushes: ClassVar[type[Push]] = KernelPush
-    workers: ClassVar[int] = 0

@@ -24,7 +24,7 @@ STRATEGIES: dict[str, Callable[[int], Pass]] = {
     "sequential": lambda _: Sequential(),
     "pipeline": lambda _: Pipeline(),
     "ring": Ring,
-    "fused": lambda _: Fused(),
+    "fused": Fused,
     "push": lambda _: Pushed(),
 }
 AUTO = "auto"  # the fastest of them; hostir.choice, which stands on this layer, says which that is

@@ -27,20 +27,22 @@ def beginning(recording: Recording, peers: Touches) -> tuple[bool, bool]:
     Permits are taken by the first stream that touches a peer, and others that do so wait for it. That is wrong where
     it may be held up by then, by a flag or for want of an SM, and the program says nothing of this to the others.
     """
-    forked, held, touching = {CALLER}, set[int](), set[int]()
-    loose = late = False
+    forked, held, behind = {CALLER}, set[int](), set[int]()  # behind: what comes after the first touch of a peer
+    loose = late = others = False
     sms = any(isinstance(op, Compute) and op.ready is not None for op in recording.ops)
     for op in recording.ops:
         if isinstance(op, Synchronize):
             forked |= {op.stream} if op.other in forked else set()
             held |= {op.stream} if op.other in held else set()
+            behind |= {op.stream} if op.other in behind else set()
         loose |= uses_flags(op, peers) and op.stream not in forked
         if peers(op):
-            late |= not touching and op.stream in held
-            touching.add(op.stream)
+            late |= not behind and op.stream in held
+            others |= bool(behind) and op.stream not in behind
+            behind.add(op.stream)
         elif _holds(op, sms):
             held.add(op.stream)
-    return loose, late and len(touching) > 1
+    return loose, late and others
 
 
 def uses_flags(op: Op, peers: Touches) -> bool:
@@ -52,4 +54,6 @@ def _holds(op: Op, sms: bool) -> bool:
     """Whether an operation may hold its stream up: `sms` where a kernel that waits may have taken them all."""
     if isinstance(op, Compute):
         return op.ready is not None or sms
+    if isinstance(op, Signal):
+        return sms and op.sms > 0
     return isinstance(op, Wait | WaitSignal | Barrier) or (sms and isinstance(op, Copy | Delay))

@@ -317,10 +317,11 @@ class RankMachine(Observer):
             if rank != self.rank:
                 self.symmetric.touch(view, rank, task)
 
-    def signal(self, flags: torch.Tensor, slot: int, epoch: int, peer: int) -> None:
+    def signal(self, flags: torch.Tensor, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
         view = self._at(flags, peer)
-        behind = self.current.pushing and not self.current.signalled
+        behind = not sms and self.current.pushing and not self.current.signalled
         flag, task = self.symmetric.flag(view, slot), self.push(None) if behind else self.issue(None)
+        task.gate, task.small = (self.processors, True) if sms else (None, False)
         task.run, task.turns, task.epoch = partial(flag.set, task), flag, self._epoch(epoch)
         self.symmetric.touch(view, peer, task)
 

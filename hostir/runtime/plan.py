@@ -113,7 +113,7 @@ class Compute(Op):
 
     With `ready`, whose flags and own rows are registers, it computes each block of rows once the flag of that block is
     up. It may start while the copies run that come right before it on its stream: `beside` is on how many SMs, 0 where
-    none do.
+    none do. `spare` is how many it leaves to signals that come before it in the call and that kernels send.
     """
 
     kind: str
@@ -122,6 +122,7 @@ class Compute(Op):
     options: Mapping[str, Any]
     ready: Ready | None = None
     beside: int = 0
+    spare: int = 0
 
     @property
     def touches(self) -> tuple[int, ...]:
@@ -141,12 +142,16 @@ class Copy(Op):
 
 @dataclass(frozen=True)
 class Signal(Op):
-    """Element `slot` of `flags`, which are those of `peer`, reaches an epoch of this call."""
+    """Element `slot` of `flags`, which are those of `peer`, reaches an epoch of this call.
+
+    The stream itself sees to that if `sms` is 0, else a kernel on so many.
+    """
 
     flags: int
     slot: int
     epoch: int
     peer: int
+    sms: int = 0
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Pushes:
                     run = _Run(recording.buffers, views, at)
                     runs.append(run)
                 run.add(op)
-            elif run is not None and isinstance(op, Signal) and run.ends_with_copy_on(op.stream):
+            elif run is not None and isinstance(op, Signal) and not op.sms and run.ends_with_copy_on(op.stream):
                 run.ops.append(op)
             else:
                 run = None
@@ -100,10 +100,22 @@ def _paired(run: Sequence[Op]) -> Pushes:
     return Pushes(tuple(pairs), tuple(run))
 
 
-def copying(ops: Sequence[Op], stream: int) -> int:
+def room(ops: Sequence[Op], ordered: int, stream: int) -> dict[str, int]:
+    """The SMs that a kernel does not get which is issued to a stream now and takes all: `beside` and `spare`.
+
+    Args:
+        ops: what comes before it in the call.
+        ordered: how many of them there were when a statement last ordered a stream.
+        stream: its own.
+    """
+    spare = any(isinstance(op, Signal) and op.sms for op in ops)
+    return {"beside": _copying(ops[ordered:], stream), "spare": int(spare)}
+
+
+def _copying(ops: Sequence[Op], stream: int) -> int:
     """On how many SMs the copies go on that come last, where something is issued to their stream; 0 for none."""
     latest = (op for op in reversed(ops) if not isinstance(op, HOST))
     last = next(latest, None)
-    if isinstance(last, Signal) and last.stream == stream:
+    if isinstance(last, Signal) and not last.sms and last.stream == stream:
         last = next(latest, None)
     return last.sms if isinstance(last, Copy) and last.stream == stream else 0

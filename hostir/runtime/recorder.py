@@ -44,7 +44,7 @@ from hostir.runtime.plan import (
     WaitSignal,
     index_of,
 )
-from hostir.runtime.pushes import copying
+from hostir.runtime.pushes import room
 from hostir.runtime.sharding import torch_dtype
 
 COLLECTIVES = ("allgather", "allreduce", "reduce_scatter", "alltoall")
@@ -180,8 +180,8 @@ class Recorder(Observer):
             ready = replace(ready, flags=self.register(flags), own=None if own is None else self.register(own))
             self.check_epoch(ready.epoch)
         registers, target = tuple(map(self.register, operands)), self.register(out)
-        beside = copying(self.ops[self.ordered :], self.stream) if ready else 0
-        self.emit(Compute, kind=kind, out=target, operands=registers, options=others, ready=ready, beside=beside)
+        sms = room(self.ops, self.ordered, self.stream) if ready else {}
+        self.emit(Compute, kind=kind, out=target, operands=registers, options=others, ready=ready, **sms)
 
     def communicate(self, exchange: Exchange, x: Part | None, out: Part | None) -> Flight:
         for part, what in ((x, "sends"), (out, "fills")):
@@ -222,9 +222,9 @@ class Recorder(Observer):
         out = out if target == self.rank and not sms else self.at_rank(out, target)
         self.emit(Copy, x=self.register(x), out=self.register(out), sms=sms)
 
-    def signal(self, flags: Part, slot: int, epoch: int, peer: int) -> None:
+    def signal(self, flags: Part, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
         self.check_epoch(epoch)
-        self.emit(Signal, flags=self.register(self.at_rank(flags, peer)), slot=slot, epoch=epoch, peer=peer)
+        self.emit(Signal, flags=self.register(self.at_rank(flags, peer)), slot=slot, epoch=epoch, peer=peer, sms=sms)
 
     def wait_signal(self, flags: Part, slot: int, epoch: int) -> None:
         self.check_epoch(epoch)

@@ -130,7 +130,7 @@ class Reference:
     def copy(self, x: Handle, out: Handle, source: int, target: int, sms: int = 0) -> None:
         raise _no_ranks()
 
-    def signal(self, flags: Handle, slot: int, epoch: int, peer: int) -> None:
+    def signal(self, flags: Handle, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
         raise _no_ranks()
 
     def wait_signal(self, flags: Handle, slot: int, epoch: int) -> None:

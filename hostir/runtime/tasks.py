@@ -29,6 +29,7 @@ class Task:
         reads, writes: the views that it touches, of whatever rank; `memory`: their storages.
         gate: what it stands before, besides the tasks that it follows.
         turns: the gate that may open or close when it runs.
+        small: whether one SM is enough, which a kernel that holds the others leaves to it, if issued later in its call.
         epoch: what the flag that is its gate must reach, or what it sets the flag that it turns to.
         team: of a communication.
         since: where the bar in a trace begins that ends with this task; None: nothing is drawn.
@@ -51,6 +52,7 @@ class Task:
     memory: tuple[int, ...] = ()
     gate: Gate | None = None
     turns: Gate | None = None
+    small: bool = False
     epoch: Epoch = (0, 0)
     team: tuple[int, ...] = ()
     since: Task | None = None
@@ -119,7 +121,10 @@ class Flag(Gate):
 
 
 class Processors(Gate):
-    """The SMs of a rank: a kernel may hold them all, and no other begins until it ends but copies `beside` it."""
+    """The SMs of a rank: a kernel may hold them, and no other begins until it ends but copies `beside` it.
+
+    It leaves one SM to what is small and was issued before it in its call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +132,10 @@ class Processors(Gate):
         self.beside: Sequence[Task] = ()
 
     def open(self, task: Task) -> bool:
-        return self.holder is None or any(task is copy for copy in self.beside)
+        holder = self.holder
+        if holder is None or any(task is copy for copy in self.beside):
+            return True
+        return task.small and task.call == holder.call and task.order < holder.order
 
     def take(self, holder: Task | None, beside: Sequence[Task] = ()) -> None:
         self.holder, self.beside = holder, beside

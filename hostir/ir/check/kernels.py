@@ -3,9 +3,10 @@
 A set of kernels, at most one a rank, can run at one time if none of them ends before another starts: every start then
 lies outside the future of every end, so some schedule has done all that comes before the starts and nothing more. In
 such a set kernel K *holds up* a signal if an event that needs SMs of K's rank comes before the signal, and comes before
-no start of the set: it cannot begin until K ends. (Copies that K starts beside have their SMs by then.) The set is
-stuck if each of its kernels waits for a signal that one of them holds up. Each then leads to the one that holds it up,
-and so around: what is looked for are rings.
+no start of the set: it cannot begin until K ends. (Copies that K starts beside have their SMs by then, and signals `by
+1 sms` that were issued before K in its call get the one that K leaves them.) The set is stuck if each of its kernels
+waits for a signal that one of them holds up. Each then leads to the one that holds it up, and so around: what is looked
+for are rings.
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ def _signals(order: Order, kernel: Kernel) -> list[Event]:
     return [signal for flag in kernel.waits if (signal := order.partners.get(flag.event))]
 
 
+def _let_in(event: Event, start: Event) -> bool:
+    """Whether what needs SMs gets one that a kernel leaves which has started."""
+    return event.small and event.call == start.call and event.number < start.number
+
+
 @dataclass(frozen=True)
 class _Line:
     """The events of one lane that need SMs."""
@@ -108,8 +114,9 @@ class _Lanes:
         """What `holder` keeps from its SMs, and a signal of this clock thereby from coming, while these kernels run."""
         for line in self.of.get(holder.start.rank, ()):
             first = bisect_right(line.ticks, max(self.begun(kernel, line) for kernel in running))
-            if first < len(line.ticks) and line.ticks[first] <= after[line.index]:
-                return line.events[first]
+            until = bisect_right(line.ticks, after[line.index])
+            if kept := next((event for event in line.events[first:until] if not _let_in(event, holder.start)), None):
+                return kept
         return None
 
     def begun(self, kernel: Kernel, line: _Line) -> int:
@@ -133,5 +140,5 @@ class _Lanes:
                 return Trouble("SMs held", [kernel.start, *_signals(self.order, kernel)[:1]])
             if signal is None or event is None:
                 return None
-            found.append(Trouble("SMs held", [kernel.start, event, signal]))
+            found.append(Trouble("SMs held", [kernel.start, *dict.fromkeys((event, signal))]))
         return found[0]

@@ -39,6 +39,7 @@ class Event:
         after: the events that come before it.
         verb: what it does, for messages; `statement` is None for what the caller does.
         sms: whether it needs SMs.
+        small: whether it needs but the one that a kernel which waits leaves to what was issued before it in its call.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Event:
     ends: Ends = field(default_factory=list)
     accesses: list[Access] = field(default_factory=list)
     sms: bool = False
+    small: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -326,9 +328,11 @@ class Tracer(Observer):
         else:
             self.step("copies", accesses, sms=source == target)
 
-    def signal(self, flags: View, slot: int, epoch: int, peer: int) -> None:
+    def signal(self, flags: View, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
         pushing = self.pushing.get(self.current)
-        sent = self.step("signals", []) if pushing is None or pushing.signalled else self.push("signals", [])
+        alone = sms > 0 or pushing is None or pushing.signalled
+        sent = self.step("signals", [], sms=sms > 0) if alone else self.push("signals", [])
+        sent.small = sms > 0
         self.signals.append(Flag(sent, peer, flags.buffer.name, slot, (self.turn, epoch)))
 
     def wait_signal(self, flags: View, slot: int, epoch: int) -> None:
