@@ -52,7 +52,7 @@ PUSHED = """program @pushed(%x: f32[8@didx, 32]) -> (%z) {
   %r = rank of %x over didx
   barrier of %x over didx
   put %x -> %y at (%r + 1) % 8 over didx by 16 sms
-  signal %flags[0] = 1 at (%r + 1) % 8 over didx
+  signal %flags[0] = 1 at (%r + 1) % 8 over didx by 1 sms
   wait_signal %flags[0] >= 1
   copy %y -> %z
 }"""

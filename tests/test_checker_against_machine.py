@@ -113,8 +113,8 @@ class Text:
         self.kernels += 1
         epoch, order = self.kernels, self.draw(st.permutations(range(3)))
         parts = [
-            [f"set_stream {self.pick(*STREAMS)}", f"signal %g[%r] = {epoch} at {PEER} over didx"],
-            [f"set_stream {self.pick(*STREAMS)}", f"signal %g[%r] = {epoch} at %r over didx"],
+            [f"set_stream {self.pick(*STREAMS)}", f"signal %g[%r] = {epoch} at {PEER} over didx{self.by_sms()}"],
+            [f"set_stream {self.pick(*STREAMS)}", f"signal %g[%r] = {epoch} at %r over didx{self.by_sms()}"],
             [f"set_stream {self.pick(*STREAMS)}", f"matmul %s, %k -> %m ready %g >= {epoch} from %r"],
         ]
         if self.draw(st.booleans()):  # rows by SMs, beside which the matmul starts if it comes right behind
@@ -140,7 +140,11 @@ class Text:
     def signal(self) -> None:
         slot = self.draw(st.integers(0, 1))
         self.epochs[slot] += 1
-        self.add(f"signal %f[{slot}] = {self.epochs[slot]} at {PEER} over didx")
+        self.add(f"signal %f[{slot}] = {self.epochs[slot]} at {PEER} over didx{self.by_sms()}")
+
+    def by_sms(self) -> str:
+        """Whether a kernel raises a flag."""
+        return self.pick("", " by 1 sms")
 
     def wait_signal(self) -> None:
         slot = self.draw(st.integers(0, 1))

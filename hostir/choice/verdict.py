@@ -25,7 +25,7 @@ class Candidate:
 
     @property
     def on_streams(self) -> bool:
-        """Whether the number of its worker streams is worth a word: more than one, or one of several that it may have."""
+        """Whether the number of its worker streams tells it from others of its strategy."""
         return self.strategy in ("pipeline", "ring") or (self.strategy == "fused" and self.streams > 1)
 
     def __str__(self) -> str:

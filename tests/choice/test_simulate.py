@@ -97,6 +97,38 @@ def test_what_waits_for_another_stream_goes_on_a_little_later() -> None:
     assert alone(f"  set_stream 0\n  delay 10 us\n  set_stream %user\n{pause}\n  synchronize 0") == pytest.approx(100)
 
 
+def test_a_signal_by_a_kernel_keeps_no_copy_waiting_and_comes_soon_behind_its_own() -> None:
+    buffers = "  %r = rank of %a over didx\n  %x: bf16[2@didx, 1024, 4096] = allocate_symmetric\n"
+    buffers += "  %there: flag[2] = allocate_symmetric\n  set_stream 0\n"
+
+    def rounds(signal: str, count: int) -> float:
+        each = "".join(f"  put %a -> %x at 1 - %r over didx\n{signal.replace('$', str(i + 1))}" for i in range(count))
+        return alone(f"{buffers}{each}  set_stream %user\n  wait_signal %there[0] >= {count}")
+
+    plain = "  signal %there[0] = $ at 1 - %r over didx\n"
+    by_sms = f"  set_stream 1\n  synchronize 0\n{plain[:-1]} by 1 sms\n  set_stream 0\n"
+    copy = rounds(plain, 1) - H200.signal
+    assert rounds(by_sms, 1) == pytest.approx(copy + H200.teller)
+    copy -= SMALL  # which puts flags back
+    assert rounds(plain, 5) - rounds(plain, 1) == pytest.approx(4 * (copy + H200.signal))
+    assert rounds(by_sms, 5) - rounds(by_sms, 1) == pytest.approx(4 * copy)
+
+
+def test_a_matmul_leaves_an_sm_to_signals_by_kernels() -> None:
+    gemm, model = Gemm(128 * 11, 256 * 12, 4096, "bf16"), costs("triton")  # 132 tiles, of which each SM takes one
+    one = replace(H200.kernels["triton"], tiles=(replace(H200.kernels["triton"].tiles[0], fed=None),))
+    model.family = one
+    assert model.arriving(gemm, 0.0, [0.0], spare=1) > 1.8 * (model.arriving(gemm, 0.0, [0.0]) - H200.look)
+    fused = {n: hi.lower(patterns.allgather_matmul(ranks=4, S=1), "fused", n) for n in (1, 2)}
+    assert {n: {t.spare for t in tasks_of(p, {}) if t.blocks} for n, p in fused.items()} == {1: {0}, 2: {1}}
+
+
+def test_fused_on_two_streams_is_faster_where_copies_take_longest() -> None:
+    fusion = patterns.allgather_matmul(ranks=8, S=1, M=2048, N=1792, K=4096, dtype="bf16")
+    one, two = (estimate(hi.lower(fusion, "fused", streams), {}, H200, "triton") for streams in (1, 2))
+    assert 0.8 < two / one < 0.98
+
+
 def test_a_copy_within_the_gpu_takes_no_link_but_the_sms() -> None:
     buffers = "  %r = rank of %a over didx\n  %x: bf16[2@didx, 1024, 4096] = allocate_symmetric\n"
     buffers += "  %y: bf16[2@didx, 1024, 4096] = allocate_symmetric\n"

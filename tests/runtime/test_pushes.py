@@ -46,6 +46,10 @@ def beside(recording: Recording) -> list[int]:
     return [op.beside for op in recording.ops if isinstance(op, Compute)]
 
 
+def spare(recording: Recording) -> list[int]:
+    return [op.spare for op in recording.ops if isinstance(op, Compute)]
+
+
 def test_copies_and_the_signals_between_them_are_one_kernel_that_the_matmul_starts_beside() -> None:
     found = recorded(TO_ALL, C, MATMUL)
     assert kernels(found) == [(4, 4)]
@@ -62,11 +66,15 @@ def test_copies_and_the_signals_between_them_are_one_kernel_that_the_matmul_star
         ("set_stream 0\n  synchronize %user\n  set_stream %user\n  synchronize 0", 0),
         ("relu %b -> %b", 0),
         ("signal %there[%r] = 2 at 0 over x", 0),
+        ("signal %there[%r] = 2 at 0 over x by 1 sms", 0),
         ("free %b2", 0),
         ("synchronize %user", 0),
         ("%v = select %b[0]", 8),
     ],
-    ids=["another stream", "a kernel", "a second signal", "memory that goes", "the stream itself", "a view"],
+    ids=[
+        *("another stream", "a kernel", "a second signal", "a signal by a kernel", "memory that goes"),
+        *("the stream itself", "a view"),
+    ],
 )
 def test_a_matmul_starts_beside_copies_only_where_nothing_is_between(between: str, expected: int) -> None:
     found = recorded("%b2: f32[8, 5] = allocate", "relu %b -> %b2", TO_ALL, C, between, MATMUL)
@@ -94,6 +102,15 @@ program @p(%a: f32[1@x, 8], %b: f32[8, 5]) -> (%c) {{
     assert beside(record(program, 0, {}, [torch.zeros(1, 8), torch.zeros(8, 5)]))[-1] == expected
 
 
+def test_a_matmul_leaves_an_sm_to_the_signals_by_kernels_before_it_and_to_no_others() -> None:
+    signal, plain = "signal %more[0] = 1 at 0 over x by 1 sms", "signal %more[1] = 1 at 0 over x"
+    own, more = f"{MATMUL} own %a", "%more: flag[4] = allocate_symmetric"
+    assert spare(recorded(more, plain, C, own, "relu %c -> %c", signal, own, own)) == [0, 0, 1, 1]
+    aside = ["set_stream 0", "synchronize %user", signal, "set_stream %user"]
+    assert spare(recorded(more, *aside, C, own)) == [1]
+    assert [op.sms for op in recorded(more, signal, plain, C).ops if isinstance(op, Signal)] == [1, 0]
+
+
 def test_a_kernel_copies_only_to_symmetric_memory_whoever_has_it() -> None:
     with pytest.raises(HostIRError, match="%e is not symmetric"):
         recorded("%e: f32[4@x, 2, 8] = allocate", "put %a -> %e at %r over x by 8 sms", C, MATMUL)
@@ -113,6 +130,14 @@ def test_a_kernel_copies_only_to_symmetric_memory_whoever_has_it() -> None:
                 "put %a -> %mine at 2 over x by 8 sms",
             ],
             [(1, 1), (1, 0)],
+        ),
+        (
+            [
+                "put %a -> %mine at 0 over x by 8 sms",
+                "signal %there[0] = 1 at 0 over x by 1 sms",
+                "put %a -> %mine at 2 over x by 8 sms",
+            ],
+            [(1, 0), (1, 0)],
         ),
         (
             [
@@ -148,7 +173,8 @@ def test_a_kernel_copies_only_to_symmetric_memory_whoever_has_it() -> None:
         ),
     ],
     ids=[
-        *("without signals", "other SMs", "a copy engine", "two signals", "another buffer", "another stream"),
+        *("without signals", "other SMs", "a copy engine", "two signals", "a signal by a kernel of its own"),
+        *("another buffer", "another stream"),
         *("to where another goes", "to where another comes from, and from where another goes"),
     ],
 )

@@ -1,0 +1,107 @@
+"""Signals by kernels: the SM that a matmul which waits leaves them, and what it leaves to nothing else.
+
+The checker and the simulated ranks know of it independently, so each program is held against both.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import hostir as hi
+from examples import patterns
+from hostir.ir.onesided_ops import Signal
+from tests.mutation import convicted
+
+SEEDS = 40
+PUTS = """  for %i in 0..{others} {
+    set_stream 0
+    put %a -> %mine at (%r + {others} - %i) % {n} over x
+    set_stream 1
+    synchronize 0
+"""
+SIGNAL = "    signal %there[%r] = 1 at (%r + {others} - %i) % {n} over x by 1 sms\n"
+MATMUL = "  set_stream %user\n  matmul %full, %b -> %c ready %there >= 1 from %r own %a\n"
+RELU = "    relu %b -> %t\n"
+JOIN = "  set_stream %user\n  synchronize 1\n"
+AGAIN = "  for %i in 0..{others} {\n    set_stream 1\n" + SIGNAL + "  }\n"
+
+
+def program(*parts: str, n: int = 3) -> hi.Program:
+    text = f"""hostir 1
+mesh @mesh [x] = {" ".join(map(str, range(n)))}
+program @p(%a: f32[{n}@x, 4], %b: f32[4, 4]) -> (%c) streams 2 {{
+  %user = current_stream
+  %r = rank of %a over x
+  %full: f32[{n}, 4] = allocate_symmetric
+  %there: flag[{n}] = allocate_symmetric
+  %more: flag[{n}] = allocate_symmetric
+  %mine: f32[{n}@x, 4] = shard %full
+  %c: f32[{n}, 4] = allocate
+  %t: f32[4, 4] = allocate_symmetric
+  set_stream 0
+  synchronize %user
+  barrier of %full over x
+"""
+    body = "".join(parts).replace("{others}", str(n - 1)).replace("{n}", str(n))
+    return hi.parse(f"{text}{body}}}\n", "p.hir")
+
+
+def kinds(drawn: hi.Program) -> set[str]:
+    """What the checker reports; the simulated ranks must hang where it says so, and be right where it says nothing."""
+    found = {getattr(f, "kind", "structure") for f in hi.check(drawn) if f.level == "error"}
+    guilt = convicted(drawn, SEEDS)
+    assert bool(found) == bool(guilt), f"checker: {found}; simulated ranks: {guilt}"
+    assert ("deadlock" in guilt) == ("SMs held" in found)
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_signals_before_the_matmul_have_an_sm(n: int) -> None:
+    assert kinds(program(PUTS, SIGNAL, "  }\n", MATMUL, JOIN, n=n)) == set()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_what_fused_makes_is_clean(ranks: int) -> None:
+    for fusion in (patterns.allgather_matmul_rows(ranks=ranks), patterns.allgather_matmul(ranks=ranks, S=2)):
+        lowered = hi.lower(fusion, "fused")
+        by_sms = [s for s in lowered.walk() if isinstance(s, Signal) and s.sms]
+        assert bool(by_sms) == (ranks > 2)
+        assert hi.check(lowered, calls=2) == []
+
+
+def test_signals_behind_the_matmul_make_a_ring_of_held_sms() -> None:
+    assert kinds(program(PUTS, "  }\n", MATMUL, AGAIN, JOIN)) == {"SMs held"}
+
+
+def test_one_matmul_may_come_between_them_where_it_waits_for_those_before_it() -> None:
+    later = AGAIN.replace("%there[%r]", "%more[%r]")
+    assert kinds(program(PUTS, SIGNAL, "  }\n", MATMUL, later, JOIN)) == set()
+
+
+@pytest.mark.parametrize("first", [RELU, "    put %b -> %t at %r over x\n"], ids=["relu", "put within the rank"])
+def test_what_else_needs_sms_in_front_of_a_signal_still_keeps_it_waiting(first: str) -> None:
+    assert kinds(program(PUTS, first, SIGNAL, "  }\n", MATMUL, JOIN)) == {"SMs held"}
+    assert kinds(program(PUTS, first, SIGNAL.replace(" by 1 sms", ""), "  }\n", MATMUL, JOIN)) == {"SMs held"}
+
+
+def test_a_copy_by_sms_in_front_of_a_signal_keeps_it_waiting_unless_it_is_before_the_matmul_on_its_stream() -> None:
+    by_sms = PUTS.replace("over x\n", "over x by 2 sms\n", 1)
+    assert kinds(program(by_sms, SIGNAL, "  }\n", MATMUL, JOIN)) == {"SMs held"}
+    ahead = "  set_stream %user\n  synchronize 0\n"
+    assert kinds(program(by_sms, SIGNAL, "  }\n", ahead, MATMUL, JOIN)) == set()
+
+
+def test_the_matmul_leaves_nothing_to_the_signals_of_the_call_before() -> None:
+    """Those stand in front of this call's on their stream, and the matmul does not know of them."""
+    later = AGAIN.replace("%there[%r]", "%more[%r]")
+    assert kinds(program(PUTS, SIGNAL, "  }\n", MATMUL, "  set_stream %user\n  synchronize 1\n", later)) == {"SMs held"}
+
+
+def test_a_signal_by_a_kernel_is_no_part_of_copies_by_sms() -> None:
+    """So the matmul behind it begins after them, and may read what they write."""
+    rows = "  set_stream %user\n  synchronize 0\n  for %i in 0..{n} {\n    put %b -> %t at %r over x by 2 sms\n"
+    rows += "    put %a -> %mine at (%r + %i) % {n} over x by 2 sms\n"
+    signal = "    signal %there[%r] = 1 at (%r + %i) % {n} over x"
+    matmul = "  }\n  matmul %full, %t -> %c ready %there >= 1 from %r\n"
+    assert kinds(program(rows, signal, "\n", matmul))
+    assert kinds(program(rows, signal, " by 1 sms\n", matmul)) == set()
