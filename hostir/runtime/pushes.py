@@ -44,7 +44,7 @@ class Pushes:
                     run = _Run(recording.buffers, views, at)
                     runs.append(run)
                 run.add(op)
-            elif run is not None and isinstance(op, Signal) and not op.sms and run.ends_with_copy_on(op.stream):
+            elif run is not None and isinstance(op, Signal) and run.takes_signal(op):
                 run.ops.append(op)
             else:
                 run = None
@@ -86,8 +86,9 @@ class _Run:
             if register in self.at:  # inputs, which nothing writes, are not
                 touched.setdefault(self.buffers[register], []).append(self.at[register])
 
-    def ends_with_copy_on(self, stream: int) -> bool:
-        return isinstance(self.ops[-1], Copy) and self.ops[-1].stream == stream
+    def takes_signal(self, op: Signal) -> bool:
+        """Whether a signal is one of the stream, and right behind a copy."""
+        return not op.sms and isinstance(self.ops[-1], Copy) and self.ops[-1].stream == op.stream
 
 
 def _paired(run: Sequence[Op]) -> Pushes:

@@ -20,7 +20,9 @@ from hostir.runtime.kernels.launch import INTERPRETED, Compiled, bind_thread, la
 WARPS = 1 if INTERPRETED else 16
 PER_THREAD = 64  # bytes that a thread loads before it stores them
 BATCH = 1 << 20  # bytes between two looks at who is done: each waits until all that was written has arrived
-MOST = 32  # pieces in a batch
+MOST = 32  # pieces in a batch, where batches are few enough
+BATCHES = 62  # at most: bits of an int64
+GROUPS = 2  # of programs, which take batches in turn: while those of one wait, those of the other write
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Piece:
     Fields:
         offset: of the first byte, in the source.
         target: the address that it goes to. Where it lies there already, nothing is copied.
-        flag: the address of an int64 that becomes `epoch`; 0 for none.
+        flag: the address of an int64 that rises to `epoch`; 0 for none.
     """
 
     offset: int
@@ -43,7 +45,8 @@ class Piece:
 def push_kernel(
     source,  # pointer
     table,  # [4, pieces] of int64: offset, target, flag and epoch of each Piece
-    arrived,  # [batches] of int32, 0 before and after
+    arrived,  # [batches] of int32, 0 before and after: of each batch, the programs that are done
+    there,  # int64, 0 before and after: a bit for each batch that all programs are done with
     units,  # of a piece
     pieces,
     together,  # pieces of a batch
@@ -51,19 +54,21 @@ def push_kernel(
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
     MOST: tl.constexpr,
+    GROUPS: tl.constexpr,
     DEPENDENTS: tl.constexpr,  # the kernel behind may start now
 ):
-    """Batch after batch: all programs copy a part of each, and the last to be done raises its flags."""
+    """Each group takes every GROUPS-th batch, each program a part of it; the last to be done says that it is there.
+
+    Flags rise in order: whoever completes the batches up to one raises those that have become complete with it.
+    """
     if DEPENDENTS:
         gdc_launch_dependents()
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    group, program = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
+    programs = (tl.num_programs(0) - group + GROUPS - 1) // GROUPS
     source = source.to(tl.int64, bitcast=True)
-    number, unit = tl.arange(0, MOST), tl.arange(0, BLOCK)
-    for first in range(0, pieces, together):
+    unit = tl.arange(0, BLOCK)
+    for first in range(group * together, pieces, GROUPS * together):
         count = min(together, pieces - first)
-        raised = number < count
-        flags = tl.load(table + 2 * pieces + first + number, mask=raised, other=0)
-        epochs = tl.load(table + 3 * pieces + first + number, mask=raised, other=0)
         # The pieces of a batch are one row of units, of which each program has an equal part.
         part = tl.cdiv(tl.cdiv(count * units, programs), BLOCK) * BLOCK
         at = program * part
@@ -87,8 +92,27 @@ def push_kernel(
         batch = first // together
         if tl.atomic_add(arrived + batch, 1, sem="acq_rel", scope="sys") == programs - 1:
             tl.store(arrived + batch, 0)
-            there = flags.to(tl.pointer_type(tl.int64))
-            tl.atomic_xchg(there, epochs, mask=flags != 0, sem="release", scope="sys")
+            _raise_flags(table, there, batch, pieces, together, MOST)
+
+
+@triton.jit
+def _raise_flags(table, there, batch, pieces, together, MOST: tl.constexpr):
+    """A batch is there: raise its flags and those of complete ones behind it, if all before it are there too."""
+    bit = tl.full((), 1, tl.int64) << batch
+    complete = tl.atomic_or(there, bit, sem="acq_rel", scope="sys") | bit
+    if (complete & (bit - 1)) == bit - 1:
+        number = tl.arange(0, MOST)
+        while ((complete >> batch) & 1) == 1:
+            first = batch * together
+            raised = number < min(together, pieces - first)
+            flags = tl.load(table + 2 * pieces + first + number, mask=raised, other=0)
+            epochs = tl.load(table + 3 * pieces + first + number, mask=raised, other=0)
+            # The greatest: a flag of several pieces may be raised in any order, by several programs.
+            where = flags.to(tl.pointer_type(tl.int64))
+            tl.atomic_max(where, epochs, mask=flags != 0, sem="release", scope="sys")
+            batch += 1
+        if batch * together >= pieces:
+            tl.store(there, 0)
 
 
 class Push:
@@ -106,13 +130,11 @@ class Push:
     def __init__(self, device: torch.device, pieces: Sequence[Piece], size: int, sms: int) -> None:
         self.device, self.sms, self.size = device, min(sms, limits(device).sms), size
         self.count = len(pieces)
-        self.together = min(max(BATCH // max(size, 1), 1), MOST, self.count)
-        # The flags of a batch rise at one time: where one has several epochs, only to the last.
-        last = {(i // self.together, p.flag): i for i, p in enumerate(pieces)}
-        raised = (p.flag if last[i // self.together, p.flag] == i else 0 for i, p in enumerate(pieces))
-        rows = ((p.offset, p.target, flag, p.epoch) for p, flag in zip(pieces, raised, strict=True))
+        self.together = max(min(BATCH // max(size, 1), MOST, self.count), -(-self.count // BATCHES), 1)
+        rows = ((p.offset, p.target, p.flag, p.epoch) for p in pieces)
         self.table = torch.tensor([*zip(*rows, strict=True)], dtype=torch.int64, device=device)
         self.arrived = torch.zeros(-(-self.count // self.together), dtype=torch.int32, device=device)
+        self.there = torch.zeros(1, dtype=torch.int64, device=device)
         self.places = size
         for piece in pieces:
             self.places |= piece.offset | piece.target
@@ -136,9 +158,13 @@ class Push:
         block = 32 * WARPS * PER_THREAD // width
         sizes = (self.size // width, self.count, self.together)
         dependents = not INTERPRETED and limits(self.device).tma
-        constants = (unit, block, aligned, triton.next_power_of_2(self.together), dependents)
+        groups = min(GROUPS, self.sms)
+        constants = (unit, block, aligned, triton.next_power_of_2(self.together), groups, dependents)
         with launching(self.device):
-            kernel = push_kernel[(self.sms,)](source, self.table, self.arrived, *sizes, *constants, num_warps=WARPS)
+            kernel = push_kernel[(self.sms,)](
+                *(source, self.table, self.arrived, self.there, *sizes, *constants), num_warps=WARPS
+            )
         if not INTERPRETED:
             self.compiled[aligned] = Compiled(kernel)
-            self.made[aligned] = (self.table.data_ptr(), self.arrived.data_ptr(), *sizes, *constants)
+            kept = (self.table, self.arrived, self.there)
+            self.made[aligned] = (*(t.data_ptr() for t in kept), *sizes, *constants)

@@ -185,10 +185,11 @@ def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flag
         "BLOCK": 32 * WARPS * PER_THREAD // 8,
         "ALIGNED": True,
         "MOST": 4,
+        "GROUPS": 2,
         "DEPENDENTS": True,
     }
     signature = {name: "constexpr" if name in constants else "i32" for name in push_kernel.arg_names}
-    signature |= {"source": "*i16", "table": "*i64", "arrived": "*i32"}
+    signature |= {"source": "*i16", "table": "*i64", "arrived": "*i32", "there": "*i64"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] == "*"}
     source = ASTSource(push_kernel, signature, constexprs=constants, attrs=aligned)
     ptx = triton.compile(source, target=HOPPER, options={"num_warps": WARPS}).asm["ptx"]
