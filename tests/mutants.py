@@ -174,6 +174,18 @@ def unready(place: Place) -> Iterator[Edit]:
             yield "delete own", f"'{_told(s)}' waits for its own rows", place.become(replace(s, own=None))
 
 
+@edit
+def signal_by(place: Place) -> Iterator[Edit]:
+    """A flag is raised by a kernel instead of the stream, or the other way about."""
+    s = place.statement
+    if isinstance(s, Signal):
+        yield (
+            "who signals",
+            f"{'the stream' if s.sms else 'a kernel'}: '{_told(s)}'",
+            place.become(replace(s, sms=1 - s.sms)),
+        )
+
+
 # What stands elsewhere --------------------------------------------------------------------------------------------
 @edit
 def swap(place: Place) -> Iterator[Edit]:

@@ -217,7 +217,7 @@ def test_a_strategy_that_is_asked_for_is_taken() -> None:
 
 
 def test_what_an_asked_for_strategy_leaves_whole_is_a_warning() -> None:
-    with pytest.warns(hi.FallbackWarning, match="runs 'fused, auto', whole: "):
+    with pytest.warns(hi.FallbackWarning, match="runs 'fused, 4 streams, auto', whole: "):
         executor = hi.compile(patterns.mlp(), "fused")
     assert executor.choice.notes
 

@@ -328,7 +328,39 @@ def test_a_gather_of_the_contracted_axis_is_refused(strategy: str) -> None:
 @pytest.mark.parametrize("streams", [1, 2, 5])
 def test_the_ring_uses_no_more_streams_than_there_are_peers(streams: int) -> None:
     assert hi.lower(patterns.allgather_matmul(ranks=4), "ring", streams).streams == min(streams, 3)
-    assert hi.lower(patterns.allgather_matmul(ranks=4), "fused", streams).streams == 1
+
+
+@pytest.mark.parametrize("streams", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fused_has_a_stream_for_signals_where_a_copy_follows_another(ranks: int, streams: int) -> None:
+    program = hi.lower(patterns.allgather_matmul(ranks=ranks), "fused", streams)
+    several = ranks > 2 and streams > 1
+    assert program.streams == 1 + several
+    signals = [s for s in program.walk() if isinstance(s, Signal)]
+    assert [s.sms for s in signals] == [0, int(several)]  # of own rows, and of those for peers
+    assert program == hi.lower(patterns.allgather_matmul(ranks=ranks), "fused", min(streams, 2))
+
+
+def test_rows_of_several_meshes_have_streams_as_their_peers_are() -> None:
+    program = hi.lower(
+        hi.parse("""hostir 1
+mesh @two [x] = 0 1
+mesh @four [y] = 0 1 2 3
+fusion @both(
+    %a: f32[4@x, 8] on @two, %b: f32[8, 4] on @two, %d: f32[8@y, 8] on @four, %e: f32[8, 4] on @four
+) -> (%c, %f) {
+  %a_full: f32[4, 8] on @two = allgather %a over x
+  %d_full: f32[8, 8] on @four = allgather %d over y
+  %c: f32[4, 4] on @two = matmul %a_full, %b
+  %f: f32[8, 4] on @four = matmul %d_full, %e
+}
+"""),
+        "fused",
+    )
+    assert program.streams == 2
+    assert hi.check(program) == []
+    by_sms = {s.over: s.sms for s in program.walk() if isinstance(s, Signal)}
+    assert by_sms == {"x": 0, "y": 1}
 
 
 @every_strategy

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import hostir as hi
+from examples import patterns
 from examples.patterns import PATTERNS
 from hostir.ir import format_program
 from hostir.lower import STRATEGIES
@@ -24,6 +25,7 @@ every_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.__n
 ROWS = ["allgather_matmul", "allgather_matmul_rows", "allgather_matmul_kept", "column_parallel", "gate_up"]
 ROWS += ["mlp", "mlp_2d", "no_communication"]
 LOWERED = [(p, s) for p in PATTERNS for s in STRATEGIES if s in ("sequential", "pipeline") or p.__name__ in ROWS]
+ON_ONE_STREAM = "allgather_matmul_rows-fused_on_one_stream.hir"
 every_strategy = pytest.mark.parametrize(
     ("pattern", "strategy"), LOWERED, ids=[f"{p.__name__}-{strategy}" for p, strategy in LOWERED]
 )
@@ -40,6 +42,12 @@ def test_the_host_program(pattern: Pattern, strategy: str, golden: Golden) -> No
     golden(f"patterns/{pattern.__name__}-{strategy}.hir", text)
 
 
+def test_on_one_stream_the_copies_and_their_signals_take_turns(golden: Golden) -> None:
+    program = hi.lower(patterns.allgather_matmul_rows(), "fused", streams=1)
+    golden(f"patterns/{ON_ONE_STREAM}", format_program(program, notes=True))
+    assert hi.check(program) == []
+
+
 @every_strategy
 def test_the_files_are_programs_that_check_and_run(pattern: Pattern, strategy: str) -> None:
     file = CASES / f"{pattern.__name__}-{strategy}.hir"
@@ -54,4 +62,4 @@ def test_the_files_are_programs_that_check_and_run(pattern: Pattern, strategy: s
 
 def test_no_file_is_left_over() -> None:
     expected = {f"{p.__name__}-{kind}.hir" for p, kind in [*LOWERED, *((p, "fusion") for p in PATTERNS)]}
-    assert {file.name for file in CASES.iterdir()} == expected
+    assert {file.name for file in CASES.iterdir()} == {*expected, ON_ONE_STREAM}
