@@ -191,7 +191,8 @@ class Matmul(Contraction):
 
     With `ready %flags >= epoch from first`, the rows of `a`, its leading axes taken together, are as many equal blocks
     as there are flags. One kernel computes them all, beginning with block `first`, and each waits until its flag has
-    reached the epoch. The kernel holds the SMs from its start to its end.
+    reached the epoch. The kernel holds the SMs from its start to its end, but for one if a `signal ... by 1 sms` comes
+    before it.
 
     With `own %x` as well, the rows of block `first` are those of `%x`, where they lie: the kernel does not wait for the
     flag of that block, and what `a` holds there is neither read nor kept.

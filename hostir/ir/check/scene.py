@@ -122,7 +122,7 @@ def _box(program: Program, event: Event, calls: int) -> Box:
     text = format_statement(s, program)
     moves = isinstance(s, Communication | Message)
     lane = COMMUNICATION if moves else "caller" if event.stream == CALLER else event.stream
-    kind = COMMUNICATION if moves or isinstance(s, Copy) else COMPUTATION if event.sms else OTHER
+    kind = COMMUNICATION if moves or isinstance(s, Copy) else COMPUTATION if event.sms and not event.small else OTHER
     operands = text.split(s.keyword(), 1)[1].split(" over ")[0].replace("->", "→").strip()
     return Box(event.rank, lane, kind, s.keyword(), operands, f"{text}\n{where}", [rounds] if rounds else [])
 
