@@ -5,9 +5,9 @@
 For each shape it holds the results against float64, then times them in turn, with random bfloat16 data and a flushed
 L2, by CUDA events. A ratio above 1 means that cuBLAS is faster.
 
---sweep is for the products after an all-gather only. It holds many more tiles (with and without shared tiles, several
+--sweep is for the products after an all-gather only. It holds many more tiles (with and without split tiles, several
 group sizes, several depths of the pipeline) against float64, times them briefly and the best of them well, which shows
-how well `choose` chooses. For the best one it also says how long the kernel goes on, without shared tiles, after the
+how well `choose` chooses. For the best one it also says how long the kernel goes on after the
 last of 8 blocks of rows has come late.
 """
 
@@ -143,7 +143,7 @@ def short(tile: Config) -> str:
     return f"{tile.m}x{tile.n}x{tile.k} w{tile.warps} s{tile.stages} g{tile.group} k{tile.split}"
 
 
-def variants(M: int, *, descriptors: bool) -> list[Config]:
+def variants(M: int, N: int, sms: int, *, descriptors: bool) -> list[Config]:
     """The tiles of a sweep."""
     tiles = list(candidates(DTYPE, descriptors=descriptors))
     if descriptors:
@@ -154,7 +154,12 @@ def variants(M: int, *, descriptors: bool) -> list[Config]:
         ]
     large = [tile for tile in tiles if tile.m * tile.n >= 64 * 128] if M >= 2048 else tiles
     groups = (4, 8, 16) if M >= 2048 else (8,)
-    made = [dataclasses.replace(t, group=g, shared=w) for t in large for g in groups for w in (0, 1)]
+    made = [
+        dataclasses.replace(t, group=g, split=n)
+        for t in large
+        for g in groups
+        for n in (0, -(-M // t.m) * -(-N // t.n) % sms)
+    ]
     return list(dict.fromkeys(dataclasses.replace(tile, rate=1.0) for tile in made))
 
 
@@ -166,7 +171,7 @@ def measure(M: int, N: int, K: int, major: str, clock: Clock, options: argparse.
     theirs, out = (torch.full((M, N), float("nan"), dtype=DTYPE, device="cuda") for _ in range(2))
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     chosen = dataclasses.replace(choose(M, N, K, DTYPE, sms, descriptors=options.descriptors), rate=1.0)
-    tiles = [chosen, *(variants(M, descriptors=options.descriptors) if options.sweep else ())]
+    tiles = [chosen, *(variants(M, N, sms, descriptors=options.descriptors) if options.sweep else ())]
     tiles = list(dict.fromkeys(tiles))
 
     def cublas() -> object:
@@ -211,8 +216,7 @@ def measure(M: int, N: int, K: int, major: str, clock: Clock, options: argparse.
     row["finalists"] = {short(tile): round(t, 1) for tile, t in zip(finalists, times[1:], strict=True)}
     row["tiles"] = {short(tile): round(t, 1) for tile, t in zip(tiles, brief, strict=True)}
     if M >= 2048:
-        alone = dataclasses.replace(finalists[best], shared=0)  # with flags no tiles are shared
-        row["tail_us"] = round(clock.tail(lambda ready: ours(alone, ready), 1.5 * times[0], 7), 1)
+        row["tail_us"] = round(clock.tail(lambda ready: ours(finalists[best], ready), 1.5 * times[0], 7), 1)
     return row
 
 

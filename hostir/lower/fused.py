@@ -3,7 +3,7 @@
 The schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et al.,
 2024), the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The copies are left to the copy engines.
 
-With two streams and more than one peer, the signals behind the copies go to the other stream, where a kernel raises
+With two streams and more than one copy, the signals behind the copies go to the other stream, where a kernel raises
 each. Between two copies of one stream, a signal by the stream itself would keep the second waiting.
 """
 
@@ -74,10 +74,10 @@ class Push:
     def __init__(self, host: Host, peers: Peers, gather: AllGather, streams: int) -> None:
         self.host, self.peers, self.gather = host, peers, gather
         self.ranks = gather.mesh.size(gather.over)
-        self.workers = self.workers_of(streams)
         self.place = peers.place(gather)
         self.axis = next(iter(long_axes(gather)), None)  # where a rank's rows fall into blocks with a shard in each
         self.blocks = ONE if self.axis is None else gather.x.tensor.local_shape[self.axis]
+        self.workers = self.workers_of(streams)
         x = host.packed(host.values[gather.x.name], gather)
         self.full, self.whole = self.buffers()
         count = Axis.of(self.blocks * self.ranks)
@@ -90,7 +90,7 @@ class Push:
 
     def workers_of(self, streams: int) -> int:
         """How many worker streams it takes: a second one where a copy comes after another."""
-        return 2 if streams > 1 and self.ranks > 2 else 1
+        return 2 if streams > 1 and (self.ranks > 2 or self.axis is not None) else 1
 
     @property
     def copies_own(self) -> bool:

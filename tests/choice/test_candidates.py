@@ -110,13 +110,14 @@ def test_candidates_with_the_same_program_count_once() -> None:
     assert [c for c in found.programs if c.strategy == "pipeline"] == [Candidate("pipeline", 2, "aten")]
 
 
-def test_fused_on_two_streams_is_one_more_way_where_a_kernel_waits_and_a_rank_has_several_peers() -> None:
-    def fused(ranks: int) -> list[str]:
-        found = candidates(patterns.allgather_matmul(ranks=ranks, M=16 * ranks).program(), reference(H200, ranks))
+def test_fused_on_two_streams_is_one_more_way_where_a_kernel_waits_and_a_copy_follows_another() -> None:
+    def fused(ranks: int, slices: int = 1) -> list[str]:
+        fusion = patterns.allgather_matmul(ranks=ranks, S=slices, M=64 * ranks)
+        found = candidates(fusion.program(), reference(H200, ranks))
         return [str(c) for c in found.programs if c.strategy == "fused"]
 
     assert fused(2) == ["fused, aten", "fused, triton"]
-    assert fused(4) == ["fused, aten", "fused, triton", "fused, 2 streams, triton"]
+    assert fused(4) == fused(2, slices=4) == ["fused, aten", "fused, triton", "fused, 2 streams, triton"]
 
 
 # Platforms --------------------------------------------------------------------------------------------------------

@@ -331,14 +331,16 @@ def test_the_ring_uses_no_more_streams_than_there_are_peers(streams: int) -> Non
 
 
 @pytest.mark.parametrize("streams", [1, 2, 5])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_fused_has_a_stream_for_signals_where_a_copy_follows_another(ranks: int, streams: int) -> None:
-    program = hi.lower(patterns.allgather_matmul(ranks=ranks), "fused", streams)
-    several = ranks > 2 and streams > 1
+@pytest.mark.parametrize(("ranks", "slices"), [(2, 1), (2, 4), (4, 1), (4, 4)])
+def test_fused_has_a_stream_for_signals_where_a_copy_follows_another(ranks: int, slices: int, streams: int) -> None:
+    fusion = patterns.allgather_matmul(ranks=ranks, S=slices)
+    program = hi.lower(fusion, "fused", streams)
+    several = streams > 1 and (ranks > 2 or slices > 1)
     assert program.streams == 1 + several
     signals = [s for s in program.walk() if isinstance(s, Signal)]
-    assert [s.sms for s in signals] == [0, int(several)]  # of own rows, and of those for peers
-    assert program == hi.lower(patterns.allgather_matmul(ranks=ranks), "fused", min(streams, 2))
+    own = [0] if slices > 1 else []  # of own rows, where they are copied; then of those for peers
+    assert [s.sms for s in signals] == [*own, int(several)]
+    assert program == hi.lower(fusion, "fused", min(streams, 2))
 
 
 def test_rows_of_several_meshes_have_streams_as_their_peers_are() -> None:

@@ -195,7 +195,7 @@ def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flag
     ptx = triton.compile(source, target=HOPPER, options={"num_warps": WARPS}).asm["ptx"]
     assert "griddepcontrol.launch_dependents" in ptx
     assert re.search(r"ld\.global\.(v2\.b64|v4\.b32|v4\.b64|v8\.b32) .*st\.global\.\1 ", ptx, re.DOTALL)
-    arrival, raising = (ptx.find(f"atom.global.sys.{kind}") for kind in ("acq_rel.add.u32", "release.exch.b64"))
+    arrival, raising = (ptx.find(f"atom.global.sys.{kind}") for kind in ("acq_rel.add.u32", "release.max.s64"))
     assert ptx.rfind("bar.sync", 0, arrival) >= 0
     assert arrival < ptx.find("bar.sync", arrival) < raising
 

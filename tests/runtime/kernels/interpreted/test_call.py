@@ -19,7 +19,7 @@ from hostir.runtime.kernels.tiles import Config
 from tests.runtime.kernels.checking import filled
 
 TILE = Config(16, 16, 16, stages=1, warps=1, group=2)
-SHARED = dataclasses.replace(TILE, halves=True, shared=1)
+SPLIT = dataclasses.replace(TILE, halves=True, split=1)
 NAMES = list(matmul_kernel.arg_names)
 
 
@@ -88,7 +88,7 @@ def address(value: object) -> object:
 
 @pytest.mark.parametrize("use_descriptors", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize(("config", "epoch"), [(TILE, None), (TILE, 1), (TILE, 1 << 33), (SHARED, None)])
+@pytest.mark.parametrize(("config", "epoch"), [(TILE, None), (TILE, 1), (TILE, 1 << 33), (SPLIT, None)])
 def test_a_launch_gets_the_arguments_that_the_first_one_got(
     config, epoch, with_bias, use_descriptors, recorder, monkeypatch
 ):
