@@ -1,0 +1,186 @@
+"""All-gather + matmul as a rank of 8 meets it, on 2 GPUs: the one peer sends the shards of all the others.
+
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.arrivals --out benchmarks/results/arrivals
+
+For who has no 8 GPUs. The programs are those of `fused` and `push` for so many ranks, but that every copy goes to the
+same peer, into the place of another rank. Each GPU sends and receives as many shards of the same size, one after
+another, with a signal behind each, and multiplies them as they come, all as among so many ranks. What is not the same:
+barrier and permits are of two ranks, no rank lags behind the others, and there is no NCCL and none of torch's peers to
+compare with. The floor is cuBLAS alone, or copies of as many shards alone, from a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+import hostir as hi
+from benchmarks.harness import Clock, graphed, table, write
+from benchmarks.peers import Candidate, Judge
+from benchmarks.scores import GRAPH, LARGE, MODELS, MUST, Row, rows
+from hostir.lower.push import SMS
+from hostir.runtime.session import session
+
+TITLE = "All-gather + matmul as ranks of more GPUs meet it, on 2"
+WARM_CALLS = 4  # an executor replays its graph from the third on
+PATIENCE = 20  # seconds
+
+
+@dataclass(frozen=True)
+class Way:
+    """How shards go, and what multiplies them."""
+
+    name: str
+    kernels: str
+    sms: int = 0
+    by_kernel: bool = False
+
+
+WAYS = (
+    Way("fused aten", "aten"),
+    Way("fused triton", "triton"),
+    Way("fused 2 streams triton", "triton", by_kernel=True),
+    Way("push triton", "triton", sms=SMS),
+)
+
+
+def text(row: Row, ranks: int, way: Way) -> str:
+    """The program of one of two ranks that stand for `ranks`: the peer, at place 1 - %r, begins behind its own rows."""
+    m, peer, shape = row.M // ranks, "(%r + 1) % 2", f"{row.M // ranks}, {row.K}"
+    slot = f"((%r + 1) % 2 + %i + 1) % {ranks}"
+    by = f" by {way.sms} sms" if way.sms else ""
+    signal = f"signal %there[{slot}] = 1 at {peer} over didx"
+    copy = [f"%slot = chunk %full[{slot} of {ranks}] axis 1", f"put %a -> %slot at {peer} over didx{by}", signal]
+    if way.by_kernel:
+        copy = ["set_stream 0", *copy[:2], "set_stream 1", "synchronize 0", f"{signal} by 1 sms"]
+    own = [f"%mine = chunk %full[%r of {ranks}] axis 1", f"put %a -> %mine at %r over didx{by}"]
+    own += ["signal %there[%r] = 1 at %r over didx"]
+    fork, join = ["set_stream 0", "synchronize %user"], [f"synchronize {int(way.by_kernel)}"]
+    apart = " own %a"
+    if way.sms:
+        fork, join, apart = [], [], ""
+    lines = [
+        *("%user = current_stream", "%r = rank of %a over didx"),
+        *(f"%full: bf16[1, {ranks}, {shape}] = allocate_symmetric", f"%there: flag[{ranks}] = allocate_symmetric"),
+        *(*fork, "barrier of %full over didx", *(own if way.sms else [])),
+        *(f"for %i in 0..{ranks - 1} {{", *copy, "}", "set_stream %user"),
+        f"%c: bf16[1, {ranks}, {m}, {row.N}] = allocate",
+        *(f"matmul %full, %b -> %c ready %there >= 1 from %r{apart}", *join),
+    ]
+    operands = f"%a: bf16[1, 2@didx, {shape}], %b: bf16[{row.K}, {row.N}]"
+    head = [
+        "hostir 1",
+        "mesh @mesh [didx] = 0 1",
+        f"program @arrivals({operands}) -> (%c) streams {1 + way.by_kernel} {{",
+    ]
+    return "\n".join([*head, *lines, "}"])
+
+
+class Bench:
+    """One row after another, on both ranks in step."""
+
+    def __init__(self, ranks: int, repeats: int, device: torch.device) -> None:
+        self.ranks, self.clock, self.device = ranks, Clock(device, repeats), device
+        self.rank = dist.get_rank()
+
+    def measure(self, row: Row) -> dict[str, Any]:
+        """Times in microseconds, of calls that are replayed; every way's result is right before it is timed."""
+        m = row.M // self.ranks
+        a = symm_mem.empty(m, row.K, dtype=torch.bfloat16, device=self.device)
+        theirs = symm_mem.rendezvous(a, dist.group.WORLD).get_buffer(1 - self.rank, a.shape, a.dtype)
+        a.normal_()
+        b = (torch.randn(row.N, row.K, device=self.device) / row.K**0.5).bfloat16().t()
+        torch.cuda.synchronize()
+        dist.barrier()
+        whole = theirs.repeat(self.ranks, 1)
+        whole[self.rank * m : (self.rank + 1) * m] = a
+        gathered, c = torch.empty_like(whole), torch.empty(row.M, row.N, dtype=torch.bfloat16, device=self.device)
+
+        def pull() -> None:
+            for part in gathered.chunk(self.ranks)[1:]:
+                part.copy_(theirs)
+
+        judge = Judge(SimpleNamespace(row=row, ranks=self.ranks, whole=whole, b=b))  # type: ignore[arg-type]
+        works = {"gemm": graphed(partial(torch.matmul, whole, b, out=c)), "copies": graphed(pull)}
+        for way in WAYS:
+            candidate = self.candidate(row, way, a, b)
+            judge.check(candidate)
+            works[way.name] = candidate.call
+        times = self.clock.race(works)
+        torch.cuda.synchronize()
+        dist.barrier()  # nobody's symmetric memory goes while others use it
+        floor = max(times["gemm"], times["copies"])
+        best = min((way.name for way in WAYS), key=times.__getitem__)
+        about = {"model": row.model, "M": row.M, "N": row.N, "K": row.K, "ranks": self.ranks}
+        return {**about, "times": times, "floor_us": floor, "best": best, "score": round(floor / times[best], 3)}
+
+    def candidate(self, row: Row, way: Way, a: torch.Tensor, b: torch.Tensor) -> Candidate:
+        executor = hi.Executor(hi.parse(text(row, self.ranks, way)), kernels=way.kernels, timeout=PATIENCE)
+        m = row.M // self.ranks
+        mine, c = a.view(1, 1, m, row.K), torch.empty(1, self.ranks, m, row.N, dtype=a.dtype, device=a.device)
+        candidate = Candidate(way.name, GRAPH, True, lambda: executor(mine, b, out=c)[0])
+        for _ in range(WARM_CALLS):
+            candidate.call()
+            torch.cuda.synchronize()
+        if executor.graph_refusal is not None:
+            raise RuntimeError(f"no CUDA graph: {executor.graph_refusal}")
+        return candidate
+
+
+def report(results: list[dict[str, Any]]) -> str:
+    """A Markdown table."""
+    names = ["gemm", "copies", *(way.name for way in WAYS)]
+    lines = [
+        [
+            f"{r['model']} M={r['M']}",
+            *(f"{r['times'][name]:.0f}" for name in names),
+            f"{r['score']:.2f}",
+            f"{MUST[r['model']][r['M']]:.2f}" if r["ranks"] == 8 and r["M"] in MUST[r["model"]] else "-",
+        ]
+        for r in results
+    ]
+    return table(["row", *names, "best score", "to reach on 8"], lines)
+
+
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line, read."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write OUT_RANKS.json and OUT_RANKS.md")
+    parser.add_argument("--ranks", type=int, default=8, help="that the two stand for (default: %(default)s)")
+    parser.add_argument("--rows", type=rows, default=None, help="such as 8B:2048,70B (default: M from 2048 on)")
+    parser.add_argument("--repeats", type=int, default=30, help="timed runs of each (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measures, prints a line a row, and writes table and figures on rank 0."""
+    given = options()
+    chosen = given.rows or [Row(model, m, *MODELS[model]) for model in MUST for m in LARGE]
+    results: list[dict[str, Any]] = []
+    with session("cuda") as joined, torch.no_grad():
+        if joined is None or joined.size != 2:
+            sys.exit("start it with torchrun, two processes, a GPU each")
+        torch.manual_seed(joined.rank)
+        bench = Bench(given.ranks, given.repeats, joined.device)
+        for row in chosen:
+            results.append(bench.measure(row))
+            torch.cuda.empty_cache()
+            if joined.rank == 0:
+                said = "  ".join(f"{name} {t:.0f}" for name, t in results[-1]["times"].items())
+                print(f"{row}: {said}  score {results[-1]['score']:.2f}", flush=True)
+                if given.out:
+                    path = given.out.with_name(f"{given.out.name}_{given.ranks}")
+                    write(path, TITLE, report(results), {"rows": results})
+
+
+if __name__ == "__main__":
+    main()
