@@ -20,8 +20,7 @@ from hostir.runtime.kernels.launch import INTERPRETED, Compiled, bind_thread, la
 WARPS = 1 if INTERPRETED else 16
 PER_THREAD = 64  # bytes that a thread loads before it stores them
 BATCH = 1 << 20  # bytes between two looks at who is done: each waits until all that was written has arrived
-MOST = 32  # pieces in a batch, where batches are few enough
-BATCHES = 62  # at most: bits of an int64
+MOST = 32  # pieces in a batch
 GROUPS = 2  # of programs, which take batches in turn: while those of one wait, those of the other write
 
 
@@ -45,8 +44,7 @@ class Piece:
 def push_kernel(
     source,  # pointer
     table,  # [4, pieces] of int64: offset, target, flag and epoch of each Piece
-    arrived,  # [batches] of int32, 0 before and after: of each batch, the programs that are done
-    there,  # int64, 0 before and after: a bit for each batch that all programs are done with
+    arrived,  # [batches] of int32, 0 before and after: the programs that are done; and one, once flags before are up
     units,  # of a piece
     pieces,
     together,  # pieces of a batch
@@ -57,14 +55,15 @@ def push_kernel(
     GROUPS: tl.constexpr,
     DEPENDENTS: tl.constexpr,  # the kernel behind may start now
 ):
-    """Each group takes every GROUPS-th batch, each program a part of it; the last to be done says that it is there.
+    """Each group takes every GROUPS-th batch, each program a part of it. Flags rise in order of the batches.
 
-    Flags rise in order: whoever completes the batches up to one raises those that have become complete with it.
+    A batch is complete once all programs of its group are done with it, and the flags of the batch before are up. Who
+    says the last of this raises its flags.
     """
     if DEPENDENTS:
         gdc_launch_dependents()
     group, program = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
-    programs = (tl.num_programs(0) - group + GROUPS - 1) // GROUPS
+    programs = _programs_of(group, GROUPS)
     source = source.to(tl.int64, bitcast=True)
     unit = tl.arange(0, BLOCK)
     for first in range(group * together, pieces, GROUPS * together):
@@ -88,31 +87,40 @@ def push_kernel(
                     mask = done + unit < stop
                     tl.store(out + done + unit, tl.load(x + done + unit, mask=mask), mask=mask)
             at += size
-        tl.debug_barrier()  # what other threads wrote comes before the arrival of the one thread that says so
         batch = first // together
-        if tl.atomic_add(arrived + batch, 1, sem="acq_rel", scope="sys") == programs - 1:
-            tl.store(arrived + batch, 0)
-            _raise_flags(table, there, batch, pieces, together, MOST)
+        if _completes(arrived, batch, GROUPS):
+            _raise_flags(table, arrived, batch, pieces, together, MOST, GROUPS)
 
 
 @triton.jit
-def _raise_flags(table, there, batch, pieces, together, MOST: tl.constexpr):
-    """A batch is there: raise its flags and those of complete ones behind it, if all before it are there too."""
-    bit = tl.full((), 1, tl.int64) << batch
-    complete = tl.atomic_or(there, bit, sem="acq_rel", scope="sys") | bit
-    if (complete & (bit - 1)) == bit - 1:
-        number = tl.arange(0, MOST)
-        while ((complete >> batch) & 1) == 1:
-            first = batch * together
-            raised = number < min(together, pieces - first)
-            flags = tl.load(table + 2 * pieces + first + number, mask=raised, other=0)
-            epochs = tl.load(table + 3 * pieces + first + number, mask=raised, other=0)
-            # The greatest: a flag of several pieces may be raised in any order, by several programs.
-            where = flags.to(tl.pointer_type(tl.int64))
-            tl.atomic_max(where, epochs, mask=flags != 0, sem="release", scope="sys")
-            batch += 1
-        if batch * together >= pieces:
-            tl.store(there, 0)
+def _programs_of(group, GROUPS: tl.constexpr):
+    return (tl.num_programs(0) - group + GROUPS - 1) // GROUPS
+
+
+@triton.jit
+def _completes(arrived, batch, GROUPS: tl.constexpr):
+    """Say that this program is done with a batch, or has raised the flags before it; whether nothing else is missing."""
+    tl.debug_barrier()  # what other threads wrote comes before the arrival of the one thread that says so
+    others = _programs_of(batch % GROUPS, GROUPS) - tl.where(batch > 0, 0, 1)
+    return tl.atomic_add(arrived + batch, 1, sem="acq_rel", scope="sys") == others
+
+
+@triton.jit
+def _raise_flags(table, arrived, batch, pieces, together, MOST: tl.constexpr, GROUPS: tl.constexpr):
+    """Raise the flags of a batch that is complete, and those of the batches behind it that are complete then."""
+    number = tl.arange(0, MOST)
+    complete = True
+    while complete:
+        tl.store(arrived + batch, 0)
+        first = batch * together
+        raised = number < min(together, pieces - first)
+        flags = tl.load(table + 2 * pieces + first + number, mask=raised, other=0)
+        epochs = tl.load(table + 3 * pieces + first + number, mask=raised, other=0)
+        tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
+        batch += 1
+        complete = False
+        if batch * together < pieces:
+            complete = _completes(arrived, batch, GROUPS)
 
 
 class Push:
@@ -130,11 +138,14 @@ class Push:
     def __init__(self, device: torch.device, pieces: Sequence[Piece], size: int, sms: int) -> None:
         self.device, self.sms, self.size = device, min(sms, limits(device).sms), size
         self.count = len(pieces)
-        self.together = max(min(BATCH // max(size, 1), MOST, self.count), -(-self.count // BATCHES), 1)
-        rows = ((p.offset, p.target, p.flag, p.epoch) for p in pieces)
+        self.together = min(max(BATCH // max(size, 1), 1), MOST, self.count)
+        # The flags of a batch rise at one time: where one has several epochs, only to the last.
+        last = {(i // self.together, p.flag): i for i, p in enumerate(pieces)}
+        raised = (p.flag if last[i // self.together, p.flag] == i else 0 for i, p in enumerate(pieces))
+        rows = ((p.offset, p.target, flag, p.epoch) for p, flag in zip(pieces, raised, strict=True))
         self.table = torch.tensor([*zip(*rows, strict=True)], dtype=torch.int64, device=device)
         self.arrived = torch.zeros(-(-self.count // self.together), dtype=torch.int32, device=device)
-        self.there = torch.zeros(1, dtype=torch.int64, device=device)
+        self.groups = min(GROUPS, self.sms, len(self.arrived))  # each has a batch: the programs of another would idle
         self.places = size
         for piece in pieces:
             self.places |= piece.offset | piece.target
@@ -158,13 +169,9 @@ class Push:
         block = 32 * WARPS * PER_THREAD // width
         sizes = (self.size // width, self.count, self.together)
         dependents = not INTERPRETED and limits(self.device).tma
-        groups = min(GROUPS, self.sms)
-        constants = (unit, block, aligned, triton.next_power_of_2(self.together), groups, dependents)
+        constants = (unit, block, aligned, triton.next_power_of_2(self.together), self.groups, dependents)
         with launching(self.device):
-            kernel = push_kernel[(self.sms,)](
-                *(source, self.table, self.arrived, self.there, *sizes, *constants), num_warps=WARPS
-            )
+            kernel = push_kernel[(self.sms,)](source, self.table, self.arrived, *sizes, *constants, num_warps=WARPS)
         if not INTERPRETED:
             self.compiled[aligned] = Compiled(kernel)
-            kept = (self.table, self.arrived, self.there)
-            self.made[aligned] = (*(t.data_ptr() for t in kept), *sizes, *constants)
+            self.made[aligned] = (self.table.data_ptr(), self.arrived.data_ptr(), *sizes, *constants)

@@ -189,15 +189,17 @@ def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flag
         "DEPENDENTS": True,
     }
     signature = {name: "constexpr" if name in constants else "i32" for name in push_kernel.arg_names}
-    signature |= {"source": "*i16", "table": "*i64", "arrived": "*i32", "there": "*i64"}
+    signature |= {"source": "*i16", "table": "*i64", "arrived": "*i32"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] == "*"}
     source = ASTSource(push_kernel, signature, constexprs=constants, attrs=aligned)
     ptx = triton.compile(source, target=HOPPER, options={"num_warps": WARPS}).asm["ptx"]
     assert "griddepcontrol.launch_dependents" in ptx
     assert re.search(r"ld\.global\.(v2\.b64|v4\.b32|v4\.b64|v8\.b32) .*st\.global\.\1 ", ptx, re.DOTALL)
-    arrival, raising = (ptx.find(f"atom.global.sys.{kind}") for kind in ("acq_rel.add.u32", "release.max.s64"))
+    arrival, raising = (ptx.find(f"atom.global.sys.{kind}") for kind in ("acq_rel.add.u32", "release.exch.b64"))
     assert ptx.rfind("bar.sync", 0, arrival) >= 0
     assert arrival < ptx.find("bar.sync", arrival) < raising
+    behind = ptx.find("atom.global.sys.acq_rel.add.u32", raising)  # whoever raises flags arrives at the next batch
+    assert raising < ptx.find("bar.sync", raising) < behind
 
 
 def spilled(ptx: str, folder: Path) -> int:

@@ -32,9 +32,9 @@ def test_pieces_come_in_batches_of_some_size(monkeypatch: pytest.MonkeyPatch) ->
         job.check(0)
     monkeypatch.setattr(push, "MOST", 4)
     assert len(Job.random(Random(0), "cpu", 9, 2, 0).push.arrived) == 3
-    monkeypatch.setattr(push, "BATCHES", 2)
-    many = Job.random(Random(0), "cpu", 9, 2, 0)
-    assert len(many.push.arrived) == 2
+    monkeypatch.setattr(push, "BATCH", 1)
+    many = Job.random(Random(0), "cpu", 70, 2, 0)
+    assert len(many.push.arrived) == 70
     many.push(many.source)
     many.check(0)
 
@@ -54,7 +54,6 @@ def test_flags_rise_whichever_program_is_done_first(groups: int, seed: int, monk
         job.flags.zero_()
         job.push(job.source)
         job.check(0)
-        assert not job.push.there.any()
         assert not job.push.arrived.any()
 
 
@@ -89,6 +88,12 @@ def test_a_flag_that_several_pieces_raise_ends_at_the_last_epoch(batch: int, mon
     kernel(source)
     assert torch.equal(target, source)
     assert flag.item() == 4
+    assert kernel.table[2].count_nonzero() == len(kernel.arrived)  # of one batch they would rise in any order
+
+
+def test_programs_are_as_many_groups_as_have_a_batch_at_most() -> None:
+    for pieces, size, sms, groups in ((1, 48, 3, 1), (4, 48, 3, 1), (2, push.BATCH, 3, 2), (2, push.BATCH, 1, 1)):
+        assert Job.random(Random(0), "cpu", pieces, size, 0, sms).push.groups == groups
 
 
 def test_more_multiprocessors_than_there_are_are_all() -> None:
