@@ -231,7 +231,7 @@ class Signal(Statement):
     `by 1 sms` has a kernel set the flag, instead of the stream itself. A GPU sets the flag of a stream's signal only
     when all has arrived that it has under way to peers, on any stream, and then begins the next copy: that costs time
     between copies. A kernel sets the flag while the copies of another stream go on. A `matmul` that waits for blocks
-    leaves an SM to such signals that come before it.
+    leaves an SM to such signals that come before it; a collective, or another such `matmul`, may take it from them.
 
     Example: signal %flags: flag[8][0] = 1 at (%r + 1) % 8 over didx by 1 sms
     """

@@ -258,7 +258,7 @@ class RankMachine(Observer):
         if copies:  # it starts beside these, and ends after them
             self.current.tail = copies[:1]
         start = self.issue(None)
-        start.run, start.gate = partial(self.processors.take, start, copies), self.processors
+        start.run, start.gate, start.lasts = partial(self.processors.take, start, copies), self.processors, True
         blocks = []
         for j in ready.order:
             lane, own = f"block {j} of task {start.order}", ready.own if j == ready.first else None
@@ -290,7 +290,7 @@ class RankMachine(Observer):
         lane = f"communication {len(self.tasks)}"
         task = partial(self.task, lane=lane, timed=True, team=exchange.team)
         come = self.task(_nothing, lane=lane).follow(self.current.tail)
-        come.gate = self.processors
+        come.gate, come.lasts = self.processors, True
         if exchange.kind in KINDS:
             messages = self.messages.setdefault(exchange.team, [])
             messages.append(Message(exchange, x, out, come, task, messages[-1] if messages else None))

@@ -30,6 +30,7 @@ class Task:
         gate: what it stands before, besides the tasks that it follows.
         turns: the gate that may open or close when it runs.
         small: whether one SM is enough, which a kernel that holds the others leaves to it, if issued later in its call.
+        lasts: whether it may hold SMs until other ranks do something.
         epoch: what the flag that is its gate must reach, or what it sets the flag that it turns to.
         team: of a communication.
         since: where the bar in a trace begins that ends with this task; None: nothing is drawn.
@@ -53,6 +54,7 @@ class Task:
     gate: Gate | None = None
     turns: Gate | None = None
     small: bool = False
+    lasts: bool = False
     epoch: Epoch = (0, 0)
     team: tuple[int, ...] = ()
     since: Task | None = None
@@ -123,7 +125,8 @@ class Flag(Gate):
 class Processors(Gate):
     """The SMs of a rank: a kernel may hold them, and no other begins until it ends but copies `beside` it.
 
-    It leaves one SM to what is small and was issued before it in its call.
+    It leaves one SM to what is small and was issued before it in its call; but what lasts may come and take that one,
+    and cannot go on before it has the others too.
     """
 
     def __init__(self) -> None:
@@ -135,7 +138,8 @@ class Processors(Gate):
         holder = self.holder
         if holder is None or any(task is copy for copy in self.beside):
             return True
-        return task.small and task.call == holder.call and task.order < holder.order
+        taken = any(other.lasts for other in self.parked)
+        return task.small and task.call == holder.call and task.order < holder.order and not taken
 
     def take(self, holder: Task | None, beside: Sequence[Task] = ()) -> None:
         self.holder, self.beside = holder, beside

@@ -29,7 +29,7 @@ AGAIN = "  for %i in 0..{others} {\n    set_stream 1\n" + SIGNAL + "  }\n"
 def program(*parts: str, n: int = 3) -> hi.Program:
     text = f"""hostir 1
 mesh @mesh [x] = {" ".join(map(str, range(n)))}
-program @p(%a: f32[{n}@x, 4], %b: f32[4, 4]) -> (%c) streams 2 {{
+program @p(%a: f32[{n}@x, 4], %b: f32[4, 4]) -> (%c) streams 3 {{
   %user = current_stream
   %r = rank of %a over x
   %full: f32[{n}, 4] = allocate_symmetric
@@ -65,7 +65,7 @@ def test_what_fused_makes_is_clean(ranks: int) -> None:
     for fusion in (patterns.allgather_matmul_rows(ranks=ranks), patterns.allgather_matmul(ranks=ranks, S=2)):
         lowered = hi.lower(fusion, "fused")
         by_sms = [s for s in lowered.walk() if isinstance(s, Signal) and s.sms]
-        assert bool(by_sms) == (ranks > 2)
+        assert bool(by_sms) == (ranks > 2 or fusion.name == "allgather_matmul")  # where a copy follows another
         assert hi.check(lowered, calls=2) == []
 
 
@@ -105,3 +105,39 @@ def test_a_signal_by_a_kernel_is_no_part_of_copies_by_sms() -> None:
     matmul = "  }\n  matmul %full, %t -> %c ready %there >= 1 from %r\n"
     assert kinds(program(rows, signal, "\n", matmul))
     assert kinds(program(rows, signal, " by 1 sms\n", matmul)) == set()
+
+
+GATHER = "  set_stream 2\n  synchronize %user\n  %g: f32[{n}, 4] = allocate\n  %h = allgather %a -> %g over x\n"
+GATHERED = "  wait %h\n  free %g\n"
+
+
+@pytest.mark.parametrize(
+    "first", [GATHER, GATHER.replace("synchronize %user", "synchronize 0")], ids=["at once", "later"]
+)
+def test_a_collective_that_may_begin_beside_the_matmul_takes_the_sm_that_it_leaves(first: str) -> None:
+    """Its kernel gets one SM, wants more, and stays; so nothing behind it begins."""
+    end = "  set_stream %user\n"
+    assert kinds(program(PUTS, SIGNAL, "  }\n", first, MATMUL, JOIN, end, GATHERED)) == {"SMs held"}
+    assert kinds(program(first, PUTS, SIGNAL, "  }\n", MATMUL, JOIN, end, GATHERED)) == {"SMs held"}
+    plain = SIGNAL.replace(" by 1 sms", "")
+    assert kinds(program(PUTS, plain, "  }\n", first, MATMUL, JOIN, end, GATHERED)) == set()
+
+
+def test_a_collective_before_the_matmul_or_behind_it_takes_nothing() -> None:
+    user = "  set_stream %user\n"
+    assert kinds(program(PUTS, SIGNAL, "  }\n", GATHER, user, GATHERED, MATMUL, JOIN)) == set()
+    assert kinds(program(PUTS, SIGNAL, "  }\n", MATMUL, GATHER, user, GATHERED, JOIN)) == set()
+    behind = GATHER.replace("synchronize %user", "synchronize 1")
+    assert kinds(program(PUTS, SIGNAL, "  }\n", behind, MATMUL, user, GATHERED, JOIN)) == set()
+
+
+def test_a_second_matmul_that_waits_takes_the_sm_that_the_first_leaves_unless_one_is_behind_the_other() -> None:
+    own = "  put %a -> %mine at %r over x\n  signal %there[%r] = 1 at %r over x\n"
+    own += "  set_stream %user\n  synchronize 0\n  %d: f32[{n}, 4] = allocate\n"
+    matmul = MATMUL.replace(" own %a", "")
+    second = f"  set_stream 2\n  synchronize %user\n{matmul}".replace("  set_stream %user\n", "").replace("%c", "%d")
+    join = "  set_stream %user\n  synchronize 2\n  free %d\n"
+    assert kinds(program(own, PUTS, SIGNAL, "  }\n", second, matmul, JOIN, join)) == {"SMs held"}
+    assert kinds(program(own, PUTS, SIGNAL, "  }\n", matmul, second, JOIN, join)) == set()
+    plain = SIGNAL.replace(" by 1 sms", "")
+    assert kinds(program(own, PUTS, plain, "  }\n", second, matmul, JOIN, join)) == set()

@@ -4,9 +4,10 @@ A set of kernels, at most one a rank, can run at one time if none of them ends b
 lies outside the future of every end, so some schedule has done all that comes before the starts and nothing more. In
 such a set kernel K *holds up* a signal if an event that needs SMs of K's rank comes before the signal, and comes before
 no start of the set: it cannot begin until K ends. (Copies that K starts beside have their SMs by then, and signals `by
-1 sms` that were issued before K in its call get the one that K leaves them.) The set is stuck if each of its kernels
-waits for a signal that one of them holds up. Each then leads to the one that holds it up, and so around: what is looked
-for are rings.
+1 sms` that were issued before K in its call get the one that K leaves them, unless a *rival* may have taken it: another
+kernel of the rank that waits, or a communication, which begins beside the set and, for want of the other SMs, stays.)
+The set is stuck if each of its kernels waits for a signal that one of them holds up. Each then leads to the one that
+holds it up, and so around: what is looked for are rings.
 """
 
 from __future__ import annotations
@@ -76,11 +77,6 @@ def _signals(order: Order, kernel: Kernel) -> list[Event]:
     return [signal for flag in kernel.waits if (signal := order.partners.get(flag.event))]
 
 
-def _let_in(event: Event, start: Event) -> bool:
-    """Whether what needs SMs gets one that a kernel leaves which has started."""
-    return event.small and event.call == start.call and event.number < start.number
-
-
 @dataclass(frozen=True)
 class _Line:
     """The events of one lane that need SMs."""
@@ -103,6 +99,8 @@ class _Lanes:
         for (rank, index), events in lines.items():
             events.sort(key=lambda event: event.tick)
             self.of.setdefault(rank, []).append(_Line(index, [event.tick for event in events], events))
+        # Of each rank the begin and the end of what may take an SM and keep it, if kernels that wait have the others.
+        self.rivals = {rank.rank: [*rank.lasting()] for rank in order.ranks}
         # All that comes before any signal of a kernel: what is held up of one of them is in there, and nothing else is.
         self.latest: dict[Kernel, Clock] = {
             kernel: np.maximum.reduce([order.clocks[signal] for signal in _signals(order, kernel)])
@@ -115,9 +113,28 @@ class _Lanes:
         for line in self.of.get(holder.start.rank, ()):
             first = bisect_right(line.ticks, max(self.begun(kernel, line) for kernel in running))
             until = bisect_right(line.ticks, after[line.index])
-            if kept := next((event for event in line.events[first:until] if not _let_in(event, holder.start)), None):
+            if kept := next(
+                (event for event in line.events[first:until] if not self.let_in(event, holder, running)), None
+            ):
                 return kept
         return None
+
+    def let_in(self, event: Event, holder: Kernel, running: Sequence[Kernel]) -> bool:
+        """Whether what needs SMs gets the one that `holder` leaves, while these kernels run."""
+        start = holder.start
+        if not (event.small and event.call == start.call and event.number < start.number):
+            return False
+        return not any(
+            begin is not start
+            and not self.order.known(event, self.order.clocks[begin])
+            and self.beside(begin, end, running)
+            for begin, end in self.rivals[start.rank]
+        )
+
+    def beside(self, begin: Event, end: Event, running: Sequence[Kernel]) -> bool:
+        """Whether what begins and ends so may be under way while these kernels run."""
+        known, clocks = self.order.known, self.order.clocks
+        return not any(known(kernel.end, clocks[begin]) or known(end, clocks[kernel.start]) for kernel in running)
 
     def begun(self, kernel: Kernel, line: _Line) -> int:
         """Up to which tick the events of a lane do not need the SMs that a kernel takes."""

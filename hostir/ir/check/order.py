@@ -38,7 +38,9 @@ class Order:
     ranks: Sequence[Tracer]
     events: list[Event] = field(default_factory=list)
     lanes: dict[Lane, int] = field(default_factory=dict)
-    clocks: dict[Event, Clock] = field(default_factory=dict)  # of signals, and of kernels that wait
+    clocks: dict[Event, Clock] = field(
+        default_factory=dict
+    )  # of signals; and of all that is `lasting`, where kernels wait
     troubles: list[Trouble] = field(default_factory=list)
     sent: dict[tuple[int, str, int], list[Flag]] = field(default_factory=dict)  # the signals of each flag
     partners: dict[Event, Event] = field(default_factory=dict)  # of a wait for a flag: the signal that ends it
@@ -131,7 +133,8 @@ class Order:
         clocks: dict[Event, Clock] = {}
         needed = {event: len(after) for event, after in followers.items()}
         keep = {flag.event for rank in self.ranks for flag in rank.signals}
-        keep |= {kernel.start for rank in self.ranks for kernel in rank.kernels}
+        if any(rank.kernels for rank in self.ranks):
+            keep |= {begin for rank in self.ranks for begin, _ in rank.lasting()}
         ready = deque(event for event in self.events if not event.after)
         zero = np.zeros(len(self.lanes), dtype=np.int32)
         while ready:

@@ -6,7 +6,7 @@ as they do on every machine; its tensors are regions of buffers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -156,6 +156,12 @@ class Tracer(Observer):
         self.step("reads", [access(x, False) for x in outputs if x])
         self.step("overwrites", [access(x, True) for x in dict.fromkeys((*self.inputs, *outputs)) if x])
         self.turn += 1
+
+    def lasting(self) -> Iterator[tuple[Event, Event]]:
+        """The begin and the end of what may hold SMs until other ranks come: kernels that wait, communication."""
+        yield from ((kernel.start, kernel.end) for kernel in self.kernels)
+        for sides in (*self.collectives.values(), *self.messages.values()):
+            yield from ((side.begin, side.end) for side in sides)
 
     # Events ---------------------------------------------------------------------------------------------------------
     def event(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:

@@ -99,7 +99,7 @@ def _programs_of(group, GROUPS: tl.constexpr):
 
 @triton.jit
 def _completes(arrived, batch, GROUPS: tl.constexpr):
-    """Say that this program is done with a batch, or has raised the flags before it; whether nothing else is missing."""
+    """Say that a program is done with a batch, or has raised the flags before it. Whether nothing else is missing."""
     tl.debug_barrier()  # what other threads wrote comes before the arrival of the one thread that says so
     others = _programs_of(batch % GROUPS, GROUPS) - tl.where(batch > 0, 0, 1)
     return tl.atomic_add(arrived + batch, 1, sem="acq_rel", scope="sys") == others
