@@ -113,28 +113,22 @@ class _Lanes:
         for line in self.of.get(holder.start.rank, ()):
             first = bisect_right(line.ticks, max(self.begun(kernel, line) for kernel in running))
             until = bisect_right(line.ticks, after[line.index])
-            if kept := next(
-                (event for event in line.events[first:until] if not self.let_in(event, holder, running)), None
-            ):
-                return kept
+            rivals = self.rivals_beside(holder, running) if first < until else []
+            for event in line.events[first:until]:
+                early = event.small and event.call == holder.start.call and event.number < holder.start.number
+                if not early or not all(self.order.known(event, begun) for begun in rivals):
+                    return event
         return None
 
-    def let_in(self, event: Event, holder: Kernel, running: Sequence[Kernel]) -> bool:
-        """Whether what needs SMs gets the one that `holder` leaves, while these kernels run."""
-        start = holder.start
-        if not (event.small and event.call == start.call and event.number < start.number):
-            return False
-        return not any(
-            begin is not start
-            and not self.order.known(event, self.order.clocks[begin])
-            and self.beside(begin, end, running)
-            for begin, end in self.rivals[start.rank]
-        )
-
-    def beside(self, begin: Event, end: Event, running: Sequence[Kernel]) -> bool:
-        """Whether what begins and ends so may be under way while these kernels run."""
+    def rivals_beside(self, holder: Kernel, running: Sequence[Kernel]) -> list[Clock]:
+        """When each begins that may take the SM that `holder` leaves, and be under way while these kernels run."""
         known, clocks = self.order.known, self.order.clocks
-        return not any(known(kernel.end, clocks[begin]) or known(end, clocks[kernel.start]) for kernel in running)
+        return [
+            clocks[begin]
+            for begin, end in self.rivals[holder.start.rank]
+            if begin is not holder.start
+            and not any(known(kernel.end, clocks[begin]) or known(end, clocks[kernel.start]) for kernel in running)
+        ]
 
     def begun(self, kernel: Kernel, line: _Line) -> int:
         """Up to which tick the events of a lane do not need the SMs that a kernel takes."""
