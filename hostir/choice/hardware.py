@@ -39,7 +39,9 @@ class Kernels:
     """A family of matmul kernels: the tiles that it chooses from, and microseconds to start one and to end it.
 
     `peak` is in TFLOP/s, by dtype, before power limits it; `each` is what a tile takes besides its arithmetic, to fill
-    its pipeline and to store. `beside` is how many SMs it loses while a collective of a kind runs.
+    its pipeline and to store. `beside` is how many SMs it loses while a collective of a kind runs. `split` is what a
+    tile of a thin last wave takes besides when it is split along K: once, for each part, and for 128 x 256 elements;
+    None where none is split.
     """
 
     tiles: tuple[Tile, ...]
@@ -47,6 +49,7 @@ class Kernels:
     beside: Mapping[str, int]
     peak: Mapping[str, float]
     each: float = 0.0
+    split: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,7 @@ H200 = Hardware(
             beside={"allgather": 12, "reduce_scatter": 48, "allreduce": 48, "alltoall": 48},
             peak={"bf16": 820.0, "f16": 820.0, "f32": 14.0},
             each=2.7,
+            split=(4.0, 2.0, 6.0),
         ),
     },
     collective=21.0,

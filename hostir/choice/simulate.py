@@ -34,6 +34,7 @@ COOL = 0.2e12  # floating point operations of a call that power does not limit y
 SLOWEST = 0.81  # of the peak, however long a call computes
 SPARE = 0.5  # how far SMs that a matmul's last wave leaves help another one, as both want the L2
 SMALL = 3.0  # microseconds of a kernel that moves little
+MOST_PARTS = 8  # of a tile that is split, as in hostir/runtime/kernels/split.py, which needs Triton
 STARTED = 0.4  # what is left of a look where a matmul has started beside the copies
 GRAPH, EAGER = "graph", "eager"
 
@@ -119,8 +120,20 @@ class Costs:
         return min(tiles, key=lambda tile: self.waves(what, tile, self.hardware.sms))
 
     def waves(self, what: Gemm, tile: Tile, sms: int) -> float:
-        """Microseconds of all tiles, one at a time on each SM."""
-        return ceil(self.tiles(what, tile) / max(sms, 1)) * self.tile(what, tile)
+        """Microseconds of all tiles, one at a time on each SM, but for those that are split."""
+        took, tiles = self.tile(what, tile), self.tiles(what, tile)
+        left, parts, part = self.split(tile, tiles, max(sms, 1), took)
+        return ceil((tiles - left) / max(sms, 1)) * took + (part if parts else 0.0)
+
+    def split(self, tile: Tile, tiles: int, sms: int, took: float) -> tuple[int, int, float]:
+        """Of how many tiles, those of a thin last wave, a kernel makes how many parts; and microseconds of a part."""
+        left = tiles % sms
+        parts = min(sms // left, MOST_PARTS) if left and tiles > sms else 0
+        if self.family.split is None or parts < 2:
+            return 0, 0, 0.0
+        once, each, elements = self.family.split
+        part = took / parts + once + parts * each + elements * tile.rows * tile.columns / (128 * 256)
+        return (left, parts, part) if part < took else (0, 0, 0.0)
 
     def streaming(self, what: Gemm) -> float:
         """Microseconds in which memory gives a matmul its operands and takes its result."""
@@ -206,10 +219,12 @@ class Costs:
         each = self.tiles(replace(what, m=rows), tile)
         at_once = min(len(arrivals), sms / each)  # blocks, each of which reads all of B
         took = max(self.tile(what, tile), at_once * self.streaming(replace(what, m=rows)))
-        free = [start + look] * sms
-        for number in range(each * len(arrivals)):
-            sm = number % len(free)
-            free[sm] = max(free[sm], arrivals[number // each] + look) + took
+        free, tiles = [start + look] * sms, each * len(arrivals)
+        left, parts, part = self.split(tile, tiles, sms, took)
+        units = [(number, took) for number in range(tiles - left)]
+        units += [(tiles - left + number % left, part) for number in range(left * parts)]
+        for turn, (number, time) in enumerate(units):
+            free[turn % sms] = max(free[turn % sms], arrivals[number // each] + look) + time
         return max(free)
 
 

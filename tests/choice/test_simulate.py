@@ -8,11 +8,12 @@ import pytest
 
 import hostir as hi
 from examples import patterns
-from hostir.choice import work
+from hostir.choice import simulate, work
 from hostir.choice.hardware import H200, named
 from hostir.choice.simulate import EAGER, GRAPH, SMALL, Costs, estimate
 from hostir.choice.work import Gemm, Task, Traffic, tasks_of
 from hostir.ir.source import HostIRError
+from hostir.runtime.kernels import split as kernels_split
 from hostir.runtime.kernels import tiles
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: bf16[2@didx, 1024, 4096], %b: bf16[4096, 4096]) -> (%c) "
@@ -182,6 +183,26 @@ def test_a_matmul_that_waits_for_blocks_ends_after_the_last_of_them(kernels: str
     assert whole * 0.95 < at_once < whole * 1.4
     assert at_once <= late
     assert 5000 < very_late < 5000 + whole / 2
+
+
+def test_tiles_of_a_thin_last_wave_are_split_by_triton_where_it_pays() -> None:
+    thin, thick = Gemm(2048, 6656, 16384, "bf16"), Gemm(2048, 3584, 8192, "bf16")  # 416 and 224 tiles of 128 x 256
+    for gemm, waves in ((thin, 4), (thick, 2)):
+        whole, split = costs("triton"), costs("triton")
+        whole.family = replace(whole.family, split=None)
+        large = whole.family.tiles[0]
+        rows = gemm.m // 8
+        took = [c.waves(gemm, large, 132) for c in (whole, split)]
+        fed = [c.fed(gemm, large, rows, 0.0, [0.0] * 8, 132, 0.0, True) for c in (whole, split)]
+        assert took[0] == pytest.approx(waves * whole.tile(gemm, large))
+        if gemm is thin:  # the 20 tiles of the last wave, in 6 parts each
+            assert took[0] - took[1] == pytest.approx(whole.tile(gemm, large) * 5 / 6 - 22)
+            assert fed[1] < fed[0]
+        else:
+            assert took[0] == took[1]
+            assert fed[0] == fed[1]
+    assert costs("aten").family.split is None
+    assert simulate.MOST_PARTS == kernels_split.MOST_PARTS
 
 
 def test_blocks_smaller_than_a_tile_are_multiplied_together() -> None:
