@@ -86,7 +86,7 @@ def test_any_number_of_multiprocessors_gives_the_product(sms):
 @pytest.mark.parametrize("use_descriptors", [True, False])
 @pytest.mark.parametrize("sms", [2, 4, 7])
 def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, sms):
-    blocks, height, K, N = 3, 64, 320, 48
+    blocks, height, K, N = 3, 64 if own else 32, 160, 48  # fewer own rows would be copied
     whole, b = whole_numbers(blocks * height, K), whole_numbers(K, N)
     a = whole.clone()
     mine = whole[height : 2 * height].clone() if own else None
