@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.cuda_onesided import OneSided
 from hostir.runtime.graphs import uniform_only
-from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.kernels.kernel import Kernel
 from hostir.runtime.lifetimes import late_streams
 from hostir.runtime.nccl import collective, inlined, messages
 from hostir.runtime.outputs import deliver, homes, place
@@ -45,6 +45,7 @@ from hostir.runtime.plan import (
     message_teams_of,
 )
 from hostir.runtime.session import Groups
+from hostir.runtime.streams import current
 from hostir.runtime.symmetric import Exchange, SymmetricMemory
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.watchdog import headline
@@ -132,7 +133,7 @@ class CudaPlan:
         Raises HostIRError naming the statement whose launch raised.
         """
         registers, held = self.registers, self.recording.inputs
-        self.streams[CALLER] = torch.cuda.current_stream(self.machine.device)
+        self.streams[CALLER] = current(self.machine.device)
         registers[held.start : held.stop] = inputs
         if given is not None:
             place(given, self.homes, registers)
@@ -196,10 +197,12 @@ class CudaPlan:
 
         Kernels that wait for peers hold the SMs: two of them in different orders on two ranks would never end.
         """
-        now, last = torch.cuda.current_stream(self.machine.device), _latest.get(self.machine.device)
-        if last is not None and last != now:
-            now.wait_stream(last)
-        _latest[self.machine.device] = now
+        device = self.machine.device
+        now, last = current(device), _latest.get(device)
+        if now is not last:
+            if last is not None and now != last:
+                now.wait_stream(last)
+            _latest[device] = now
 
     # Binding ------------------------------------------------------------------------------------------------------
     def append(self, op: Op, step: Step) -> None:

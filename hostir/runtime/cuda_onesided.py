@@ -19,8 +19,8 @@ from hostir.knobs import TIMEOUT
 from hostir.runtime.beginning import beginning, uses_flags
 from hostir.runtime.driver import Copier, in_batches, wait_at_least, write
 from hostir.runtime.handover import PERMITS, Handover, Slot, waits
-from hostir.runtime.kernels.blocks import with_rows
-from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.kernels.blocks import with_all_rows
+from hostir.runtime.kernels.kernel import Again, Kernel, repeating
 from hostir.runtime.lifetimes import unjoined
 from hostir.runtime.plan import (
     CALLER,
@@ -79,7 +79,7 @@ class OneSided:
         self.opened: torch.cuda.Event | None = None  # behind the permits, once a stream has waited for them
         self.behind: set[int] = set()  # the streams that come after them
         self.forked = {CALLER}
-        self.stalls: list[tuple[Compute, torch.Tensor]] = []
+        self.stalls: list[tuple[Compute, torch.Tensor, memoryview]] = []  # their bytes are looked at in every call
         self.start = torch.cuda.Event()  # the beginning of the call
         self.loose, self.early = beginning(recording, self.peers)
         self.sent: set[tuple[int, Place, int, int]] = set()
@@ -243,16 +243,17 @@ class OneSided:
         from hostir.runtime.kernels.ready import ReadyFlags  # which needs Triton
 
         stalls = torch.zeros(ready.blocks, 2, dtype=torch.int64, pin_memory=True)
-        self.stalls.append((op, stalls))
+        self.stalls.append((op, stalls, stalls.numpy().data.cast("B")))
         registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
         looks = int(TIMEOUT.get() / 2 / SECONDS_OF_A_LOOK)  # so that it says what is missing before somebody else does
         flags = ReadyFlags(registers[ready.flags], ready.epoch, stalls, ready.first, looks, op.beside, op.spare)
         own = NONE if ready.own is None else ready.own
 
-        def step() -> None:
-            kernel(registers[out], *[registers[x] for x in operands], ready=flags, own=registers[own], **options)
+        def waiting(out: torch.Tensor, own: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:
+            return kernel(out, *operands, ready=flags, own=own, **options)
 
-        return step
+        multiply = repeating(waiting)
+        return lambda: multiply(registers[out], registers[own], *[registers[x] for x in operands])
 
     def afterwards(self, op: Compute, ready: Ready) -> Step:
         place, stream = self.place(ready.flags), op.stream
@@ -275,18 +276,18 @@ class OneSided:
 
         def step() -> None:
             out, a, *others = registers[op.out], *(registers[x] for x in operands)
+            pairs = with_all_rows(out, a, ready.blocks, ready.first, registers[own])
             for block, wait in waits:
                 wait()
-                mine = registers[own] if block == ready.first else None
-                for out_part, a_part in with_rows(out, a, block, ready.blocks, mine):
+                for out_part, a_part in pairs[block]:
                     kernel(out_part, a_part, *others, **options)
 
         return step
 
     def problem(self) -> HostIRError | None:
         """What a kernel that gave up waiting has said; forgets it."""
-        for op, stalls in self.stalls:
-            if stalls.numpy().any():
+        for op, stalls, said in self.stalls:
+            if int.from_bytes(said):
                 from hostir.runtime.kernels.ready import stall_error
 
                 assert op.ready is not None

@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from hostir.runtime.graphs import Graphs, Where, is_stale
 from hostir.runtime.inplace import places
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_local
-from hostir.runtime.outputs import check_apart, check_given, expected_parts, sequence_of
+from hostir.runtime.outputs import Key, check_apart, check_given, expected_parts, look, sequence_of
 from hostir.runtime.plan import NONE, teams_of
 from hostir.runtime.recorder import record
 from hostir.runtime.session import Groups, Session, joined, launched
@@ -32,7 +33,6 @@ from hostir.runtime.watchdog import Watchdog, headline
 
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
 Part = torch.Tensor | None
-Key = list[tuple[Any, ...] | None]
 Plan = CudaPlan | GlooPlan
 LOWER = "a fusion: lower it first, hi.lower(fusion)"
 KEPT = 128  # plans of an executor: where shapes never repeat, they must not pile up
@@ -110,7 +110,7 @@ class Executor:
         self.session: Session | None = None
         self.watchdog: Watchdog | None = None
         self.choice: Any = None  # a hostir.choice.Choice: a layer above, which sets it
-        self.rank = 0
+        self.rank, self.number = 0, 0
         self._key: Key | None = None
         self._plan: Plan | None = None
         self._given: Key | None = None  # of the latest call: how the tensors of its out= look
@@ -145,21 +145,17 @@ class Executor:
             )
         table = kernel_table(self.kernels, device.type)
         groups = self.session.groups if self.session else Groups(0, device)
+        # Knows no executor: that goes with its last reference then, and with it graphs that no capture may meet dying.
+        exchange = partial(_exchange, self.session, self.number)
         if device.type == "cuda":
-            return CudaMachine(device, self.program.streams, table, groups, self._exchange)
-        return GlooMachine(self.program.streams, table, groups, self._exchange)
+            return CudaMachine(device, self.program.streams, table, groups, exchange)
+        return GlooMachine(self.program.streams, table, groups, exchange)
 
     def _make_graphs(self) -> Graphs:
         graphs = Graphs(self._machine.device, self.program.name)
         if self.session is not None:
             self.session.graphs.add(graphs)
         return graphs
-
-    def _exchange(self, what: str, mine: str) -> list[str]:
-        """What every rank gives of something that they agree on."""
-        if self.session is None:
-            return [mine]
-        return self.session.exchange(f"executor {self.number}, {what}", mine)
 
     # Running ------------------------------------------------------------------------------------------------------
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
@@ -170,7 +166,7 @@ class Executor:
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
             return tuple(parts)
-        key = _look(inputs)
+        key = look(inputs)
         plan = self._plan
         if plan is None or key != self._key:
             plan = self._choose(key, inputs)
@@ -178,13 +174,14 @@ class Executor:
         if self.watchdog is not None:
             self.watchdog.plan = plan
         try:
+            if not isinstance(plan, GlooPlan):
+                return self._issue(plan, inputs, given)
             with self._without_gradients:
-                outputs = plan.run(inputs, given) if isinstance(plan, GlooPlan) else self._issue(plan, inputs, given)
+                return plan.run(inputs, given)
         except HostIRError as failure:
             if self.watchdog is None:
                 raise
             raise self.watchdog.blame(failure) from failure.__cause__
-        return outputs
 
     def places(self, *inputs: Any) -> tuple[Part, ...]:
         """For inputs like these the symmetric memory that the program copies them to, None where there is none.
@@ -194,27 +191,31 @@ class Executor:
         """
         if self.machine == "local":
             return tuple(None for _ in inputs)
-        plan = self._choose(_look(inputs), inputs)
+        plan = self._choose(look(inputs), inputs)
         found = places(plan.recording, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
 
     def _issue(self, plan: CudaPlan, inputs: Sequence[Part], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
-        """Issues a run on CUDA, statement by statement or as one graph."""
+        """Issues a run on CUDA, statement by statement or as one graph; a caller's graph gets the statements."""
         if (problem := plan.problem()) is not None:
             raise problem
+        graphs = self._graphs
         if torch.cuda.is_current_stream_capturing():
             self._captured.add(plan)
+            graphs = None
             if plan.memory is not None:
                 plan.memory.pinned = True
         elif plan.memory is not None:
             plan.take_turn()
-        graphs = self._graphs
-        if graphs is not None and given is not None:
-            graphs.run(plan, self._where, inputs, given)
-            return given
-        if graphs is not None and graphs.stream is not None and not torch.cuda.is_current_stream_capturing():
+        if graphs is not None and (given is not None or graphs.stream is not None):
             graphs.follow()
-        outputs = plan.run(inputs, given)
+            if given is not None and graphs.replay(self._where):
+                return given
+        with self._without_gradients:
+            if graphs is not None and given is not None:
+                graphs.run(plan, self._where, inputs, given)
+                return given
+            outputs = plan.run(inputs, given)
         if plan.timeline is not None:
             plan.timeline.collect()
         return outputs
@@ -311,13 +312,13 @@ class Executor:
     def _take(self, plan: Plan, inputs: Sequence[Part], out: Any) -> tuple[Part, ...]:
         """The caller's tensors for the outputs, checked where they are not those of the latest call."""
         given = sequence_of(out)
-        look = _look(given)
-        where = (plan, *[0 if x is None else x.data_ptr() for x in (*inputs, *given)]) if look is not None else ()
-        if look is None or look != self._given or where != self._where:
+        looks = look(given)
+        where = (plan, *[0 if x is None else x.data_ptr() for x in (*inputs, *given)]) if looks is not None else ()
+        if looks is None or looks != self._given or where != self._where:
             expected = expected_parts(self.program, self.rank, plan.recording.sizes)
             check_given(self.program, self.rank, given, expected, self._machine.device)
             check_apart(self.program, given, inputs)
-            self._given, self._where = look, where
+            self._given, self._where = looks, where
         return given
 
     def _check_local(self, inputs: Sequence[Any]) -> None:
@@ -378,15 +379,9 @@ class Executor:
         return f"executor {self.number}, agreement {next(self._agreements)}"
 
 
-def _look(tensors: Sequence[Any]) -> Key | None:
-    """What of tensors decides how a program runs on them; None where one is no tensor, which their check will say."""
-    grad = torch.is_grad_enabled()
-    try:
-        return [
-            None if x is None else (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad) for x in tensors
-        ]
-    except AttributeError:
-        return None
+def _exchange(session: Session | None, number: int, what: str, mine: str) -> list[str]:
+    """What every rank gives of something that they agree on."""
+    return [mine] if session is None else session.exchange(f"executor {number}, {what}", mine)
 
 
 def _group(all: Sequence[dict[str, Any]], one: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ import torch
 from hostir.ir.source import error
 from hostir.runtime.gloo_collectives import COLLECTIVES, exchange
 from hostir.runtime.gloo_onesided import OneSided
-from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.kernels.kernel import Kernel
 from hostir.runtime.lanes import AbandonedError, Key, Lane, Waits
 from hostir.runtime.lifetimes import late_streams
 from hostir.runtime.outputs import deliver, homes, place

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from hostir.ir.machine import Ready
 from hostir.runtime.kernels.blocks import with_rows
-from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.kernels.kernel import Kernel
 from hostir.runtime.lanes import AbandonedError, Lane, Waits
 from hostir.runtime.plan import EPOCHS, Barrier, Compute, Copy, Op, Recording, Signal, Step, WaitSignal, flag_value
 from hostir.runtime.shared_files import SharedFiles

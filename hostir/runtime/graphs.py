@@ -17,9 +17,10 @@ copies, signals and barriers are the same to a peer, captured or not.
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ import torch
 
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.plan import Collective, Messages, Recording
+from hostir.runtime.streams import current
 from hostir.runtime.watchdog import headline
 
 EAGER = 2  # calls at the same addresses before they are captured: the first may compile, tune and connect
@@ -85,20 +87,24 @@ class Graphs:
         """Where the workspaces of all graphs come from."""
         return torch.cuda.graph_pool_handle()
 
-    def run(self, plan: Plan, where: Where, inputs: Sequence[Part], given: Sequence[Part]) -> None:
-        """One run into `given`: a launch of the graph for these addresses, or eagerly where there is none."""
-        if torch.cuda.is_current_stream_capturing():  # the caller's graph gets the statements themselves
-            plan.run(inputs, given)
-            return
-        self.follow()
+    def replay(self, where: Where) -> bool:
+        """Launches the graph for these addresses; False where there is none."""
         graph = self.kept.get(where)
         if graph is None:
-            graph = self.capture_when_due(plan, where, inputs, given)
-        else:
-            self.kept.move_to_end(where)
+            return False
+        self.kept.move_to_end(where)
+        self.launch(graph)
+        return True
+
+    def run(self, plan: Plan, where: Where, inputs: Sequence[Part], given: Sequence[Part]) -> None:
+        """One run into `given` for which there is no graph yet: eagerly, or captured and launched."""
+        graph = self.capture_when_due(plan, where, inputs, given)
         if graph is None:
             plan.run(inputs, given)
-            return
+        else:
+            self.launch(graph)
+
+    def launch(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             graph.replay()
         except RuntimeError as problem:
@@ -106,11 +112,11 @@ class Graphs:
 
     def follow(self) -> None:
         """Puts the current stream behind the executor's latest call, which may have been on another."""
-        now = torch.cuda.current_stream(self.device)
-        if now == self.stream:
+        now, last = current(self.device), self.stream
+        if now is last:
             return
-        if self.stream is not None:
-            now.wait_stream(self.stream)
+        if last is not None and now != last:
+            now.wait_stream(last)
         self.stream = now
 
     def capture_when_due(
@@ -147,7 +153,7 @@ class Graphs:
         return graph
 
     def record(self, plan: Plan, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
-        with torch.cuda.stream(self.side):
+        with torch.cuda.stream(self.side), _no_garbage():
             graph = torch.cuda.CUDAGraph()
             try:  # of all threads only this one is kept from what a capture forbids
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -182,3 +188,15 @@ class Graphs:
         self.refusal = reason
         self.kept.clear()
         self.seen.clear()
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Collects no garbage meanwhile: another graph among it would spoil a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -19,7 +19,8 @@ from hostir.ir.op import Phase
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import Diagnostic, HostIRError, Span, error
 from hostir.runtime.collectives import match
-from hostir.runtime.kernels.table import Kernel, kernel_table
+from hostir.runtime.kernels.kernel import Kernel
+from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local_memory import Memory
 from hostir.runtime.local_onesided import Symmetric, meet
 from hostir.runtime.local_rank import Parts, RankMachine

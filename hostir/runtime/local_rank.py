@@ -15,8 +15,8 @@ from hostir.ir.program import Program, format_statement
 from hostir.ir.source import HostIRError, Span, error
 from hostir.ir.types import FLAG, DType
 from hostir.runtime.collectives import Part
+from hostir.runtime.kernels.kernel import Kernel
 from hostir.runtime.kernels.layout import rows
-from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.local_memory import NAN, Memory, storage_of
 from hostir.runtime.local_onesided import Side, Symmetric
 from hostir.runtime.messages import KINDS, Message
@@ -263,7 +263,7 @@ class RankMachine(Observer):
         for j in ready.order:
             lane, own = f"block {j} of task {start.order}", ready.own if j == ready.first else None
             if own is None:
-                run = partial(kernel, out_blocks[j], a_blocks[j], *others)
+                run: Callable[[], object] = partial(kernel, out_blocks[j], a_blocks[j], *others)
                 block = self.task(run, (a_blocks[j], *whole), (out_blocks[j],), lane=lane, timed=True).follow([start])
                 block.gate, block.epoch = self._flag(ready.flags, j), self._epoch(ready.epoch)
             else:

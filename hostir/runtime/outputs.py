@@ -1,4 +1,4 @@
-"""Tensors that the caller gives for outputs: what they must be, and where a program writes straight into them."""
+"""What a caller gives: how its tensors look, what those for outputs must be, and where a program writes into them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from hostir.runtime.plan import (
 from hostir.runtime.sharding import torch_dtype
 
 Part = torch.Tensor | None
+Key = list[tuple[Any, ...] | None]
 
 
 def homes(recording: Recording) -> tuple[int, ...]:
@@ -87,6 +88,17 @@ def _touched(op: Op) -> tuple[int, ...]:
 
 
 # What the caller gives --------------------------------------------------------------------------------------------
+def look(tensors: Sequence[Any]) -> Key | None:
+    """What of tensors decides how a program runs on them; None where one is no tensor, which their check will say."""
+    grad = torch.is_grad_enabled()
+    try:
+        return [
+            None if x is None else (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad) for x in tensors
+        ]
+    except AttributeError:
+        return None
+
+
 def expected_parts(program: Program, rank: int, sizes: Mapping[str, int]) -> list[Part]:
     """A tensor without data like each output that a rank holds, None for the others."""
     held = [v.tensor.mesh is None or rank in v.tensor.mesh.devices for v in program.outputs]

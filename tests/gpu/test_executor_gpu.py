@@ -87,6 +87,39 @@ def test_the_callers_stream_is_the_one_current_at_the_call_and_stays_current() -
         assert close(c, a, b)
 
 
+@pytest.mark.parametrize("kernels", ["aten", "triton"])
+def test_calls_at_the_same_addresses_read_what_lies_there_on_whatever_stream_they_are_made(kernels: str) -> None:
+    executor = Executor(pipeline("bf16"), machine="cuda", kernels=kernels, graphs=False)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    a, b = inputs_of(torch.bfloat16)
+    outs = [torch.empty_like(executor(a, b)[0]) for _ in range(3)]
+    for number in range(12):
+        torch.cuda.synchronize()
+        c = outs[number % 3]
+        with torch.cuda.stream(streams[number % 2]):
+            torch.cuda._sleep(SLEEP)
+            a.copy_(torch.randn_like(a))
+            b.copy_(torch.randn_like(b))
+            c.fill_(NAN)
+            executor(a, b, out=c)
+            assert close(c, a, b)
+
+
+def test_whether_tf32_is_allowed_is_asked_in_every_call() -> None:
+    body = "  %c: f32[512, 256] = allocate\n  matmul %a, %b -> %c"
+    executor = Executor(alone(body, "%a: f32[512, 512], %b: f32[512, 256]"), machine="cuda", kernels="triton")
+    a, b = torch.randn(512, 512), torch.randn(512, 256)
+    exact = a.double() @ b.double()
+    errors = []
+    for number in range(8):
+        torch.backends.cuda.matmul.allow_tf32 = number % 2 == 1
+        try:
+            errors.append((executor(a, b)[0] - exact).abs().max().item())
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = False
+    assert max(errors[::2]) < 1e-3 < min(errors[1::2])
+
+
 def test_the_callers_stream_is_current_again_after_an_error() -> None:
     executor = Executor(pipeline(), machine="cuda")
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hostir.ir.program import Program
+from hostir.runtime import streams
 from hostir.runtime.cuda import CudaMachine
 from hostir.runtime.executor import Executor
 from hostir.runtime.kernels.table import kernel_table
@@ -115,6 +116,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in cuda.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(streams, "_known", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(Device.current), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: log.append(("leave", *which)))
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *which: log.append(("release", *which)))
 

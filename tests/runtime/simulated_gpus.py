@@ -22,12 +22,13 @@ import torch
 
 from hostir.ir.machine import Ready
 from hostir.ir.program import Program
-from hostir.runtime import cuda, cuda_onesided
+from hostir.runtime import cuda, cuda_onesided, streams
 from hostir.runtime.cuda import CudaMachine, CudaPlan
 from hostir.runtime.cuda_onesided import OneSided
 from hostir.runtime.handover import PERMITS, notes, prepare
 from hostir.runtime.kernels.blocks import with_rows
-from hostir.runtime.kernels.table import Kernel, kernel_table
+from hostir.runtime.kernels.kernel import Kernel
+from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.plan import Compute, Recording
 from hostir.runtime.recorder import record
 from hostir.runtime.session import Groups
@@ -252,6 +253,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: these.current)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: these.current)
+    monkeypatch.setattr(streams, "_known", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(these.current), raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)

@@ -11,6 +11,7 @@ import torch
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.text import parse
+from hostir.runtime import streams
 from hostir.runtime.cuda import CudaMachine, CudaPlan
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.recorder import record
@@ -78,6 +79,8 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: caller)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
+    monkeypatch.setattr(streams, "_known", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(caller), raising=False)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append(("set", stream.name)))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append(("record_stream", stream.name)))
 

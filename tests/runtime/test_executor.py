@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -52,6 +53,19 @@ def test_views_follow_an_input_that_starts_elsewhere_in_its_memory() -> None:
     for start in (0, 5, 3):
         assert torch.equal(executor(memory[start : start + 4])[0], memory[start + 2].relu())
     assert len(executor.plans) == 1
+
+
+def test_an_executor_goes_with_the_last_reference_to_it_not_when_garbage_is_collected() -> None:
+    executor = Executor(alone(SQUARE), machine="gloo")
+    executor(torch.randn(4, 8), torch.randn(8, 5))
+    held = weakref.ref(executor)
+    gc.collect()
+    gc.disable()
+    try:
+        del executor
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("machine", ["local", "gloo"])

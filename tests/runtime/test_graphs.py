@@ -359,6 +359,25 @@ def test_a_session_that_ends_drops_the_graphs_before_the_groups(monkeypatch: pyt
     assert how(e, a, b, c) == "eager"
 
 
+def test_graphs_go_with_their_executor_and_no_garbage_is_collected_during_a_capture() -> None:
+    e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
+    collecting: list[bool] = []
+    kernels = e._machine.kernels
+    kernels["relu"], relu = (lambda *x: (collecting.append(gc.isenabled()), relu(*x))), kernels["relu"]
+    for _ in range(4):
+        e(a, b, out=c)
+    assert collecting == [True, True, False]
+    assert gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        assert len(alive) == 1
+        del e, kernels
+        assert not alive
+    finally:
+        gc.enable()
+
+
 def test_executors_of_a_session_are_known_to_it_while_they_live() -> None:
     known: weakref.WeakSet[Graphs] = weakref.WeakSet()
     e = executor()

@@ -16,7 +16,8 @@ from hostir.__main__ import main
 from hostir.ir.program import Program
 from hostir.runtime import local
 from hostir.runtime.compare import compare, relative_error
-from hostir.runtime.kernels.table import Kernel, kernel_table
+from hostir.runtime.kernels.kernel import Kernel
+from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.reference import reference
 from hostir.runtime.rehearsal import rehearsed
 from hostir.runtime.sharding import random_inputs

@@ -31,6 +31,20 @@ def with_rows(
     return [(part, mine.view(*part.shape[:-1], own.shape[-1])) for part, mine in zip(outs, parts, strict=True)]
 
 
+def with_all_rows(
+    out: torch.Tensor, a: torch.Tensor, blocks: int, first: int, own: torch.Tensor | None = None
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """`with_rows` of every block, `own` for block `first`: in one go, for less of the host's time."""
+    outs, parts = rows(out), rows(a)
+    if outs is None or parts is None or not len(outs):
+        return [with_rows(out, a, block, blocks, own if block == first else None) for block in range(blocks)]
+    height = len(outs) // blocks
+    pairs = list(zip(outs.split(height), parts.split(height), strict=True))
+    if own is not None:
+        pairs[first] = pairs[first][0], rows_or_copy(own)
+    return [[pair] for pair in pairs]
+
+
 def _rows_of(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
     """Rows `start` to `stop` of the flattened leading axes, as views of several axes."""
     inner = x.shape[1:-1].numel()

@@ -31,6 +31,8 @@ def collapse(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, .
 
 def rows(t: torch.Tensor) -> torch.Tensor | None:
     """`t[..., K]` as a view `[M, K]`, M the product of the leading axes, or None when no single row stride fits."""
+    if t.ndim == 2:
+        return t
     if t.is_contiguous() and t.shape[-1]:  # what is said below, in a quarter of the time
         return t.view(-1, t.shape[-1])
     levels = collapse(t.shape[:-1], t.stride()[:-1])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from hostir.runtime.kernels.kernel import Again
 from hostir.runtime.kernels.launch import INTERPRETED, check_device, limits
 from hostir.runtime.kernels.layout import rows_or_copy
 from hostir.runtime.kernels.matmul_call import Call, Matrices
@@ -67,9 +68,38 @@ def matmul(
 
     Raises TypeError for a dtype, ValueError for a shape, a layout, a device, flags or a tile that do not fit.
     """
-    tf32 = a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    multiply(
+        *(a, b, out),
+        bias=bias,
+        transpose_b=transpose_b,
+        ready=ready,
+        own=own,
+        use_descriptors=use_descriptors,
+        config=config,
+    )
+    return out
+
+
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    transpose_b: bool = False,
+    ready: ReadyFlags | None = None,
+    own: torch.Tensor | None = None,
+    use_descriptors: bool | None = None,
+    config: Config | None = None,
+) -> Again | None:
+    """As `matmul`. Returns what does the same again for tensors of the same layouts at the same addresses.
+
+    None where more than one launch is needed, where a setting may change what is launched, or the kernel was compiled.
+    """
+    wide, moved = a.dtype == torch.float32, False
+    tf32 = wide and torch.backends.cuda.matmul.fp32_precision == "tf32"
     if own is not None and not own.is_contiguous():
-        own = rows_or_copy(own)
+        own, moved = rows_or_copy(own), True
     kind = (
         *(_lies(a), _lies(b), _lies(out), None if bias is None else _lies(bias), transpose_b),
         *(None if ready is None else _waits(ready), None if own is None else _lies(own)),
@@ -79,16 +109,20 @@ def matmul(
     if call is None:
         call = _prepare((a, b, out, own), bias, transpose_b, ready, use_descriptors, config, tf32)
         if call is None:
-            return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+            if bias is None:
+                out.zero_()
+            else:
+                out.copy_(bias.expand_as(out))
+            return None
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
         _calls[kind] = call
     if own is not None and call.copies_own:
         assert ready is not None
         place_own(own, a, ready)
-        own = None
-    call.launch((a, b, out, own), bias, ready)
-    return out
+        own, moved = None, True
+    again = call.launch((a, b, out, own), bias, ready)
+    return None if wide or moved else again
 
 
 def _lies(t: torch.Tensor) -> tuple[object, ...]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from hostir.runtime.kernels.kernel import Again
 from hostir.runtime.kernels.launch import INTERPRETED, Compiled, bind_thread, launching
 from hostir.runtime.kernels.matmul_kernel import matmul_kernel
 from hostir.runtime.kernels.operands import Described
@@ -55,15 +57,27 @@ class Call:
     def __post_init__(self) -> None:
         self._rest = (*self.sizes, *self.constants.values())
 
-    def launch(self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None) -> None:
-        """Launch for these tensors, on the current stream."""
+    def launch(self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None) -> Again | None:
+        """Launch for these tensors, on the current stream. None if the kernel had to be compiled; else what launches
+        it once more for the same addresses, on the stream that is current then."""
         if self.compiled is None:
             self._compile(matrices, bias, ready)
-        elif torch.cuda.current_device() == self.device.index:
-            self._launch(self.compiled, matrices, bias, ready)
-        else:
+            return None
+        if torch.cuda.current_device() != self.device.index:
             with launching(self.device):
-                self._launch(self.compiled, matrices, bias, ready)
+                return self.launch(matrices, bias, ready)
+        bind_thread(self.device)
+        given = self._arguments(self.compiled, matrices, bias, ready)
+        self._start(self.compiled, given)
+        return partial(self._again, self.compiled, given)
+
+    def _again(self, compiled: Compiled, given: Sequence[Any]) -> None:
+        if torch.cuda.current_device() == self.device.index:
+            bind_thread(self.device)
+            self._start(compiled, given)
+            return
+        with launching(self.device):
+            self._again(compiled, given)
 
     def _compile(self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None) -> None:
         """Launch as Triton does, which compiles if need be. The interpreter knows no other way."""
@@ -85,11 +99,19 @@ class Call:
         if not INTERPRETED:
             self.compiled = Compiled(kernel)
 
-    def _launch(
-        self, compiled: Compiled, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None
-    ) -> None:
-        bind_thread(self.device)
+    def _start(self, compiled: Compiled, given: Sequence[Any]) -> None:
         stream = compiled.stream(self.device.index)
+        split: Sequence[Any] = (None, None, None, None, None)
+        if self.schedule is not None:
+            # Held until the kernel is launched: nothing launched before it can get this memory.
+            sums, tickets = workspace(self.device, stream, self.sums, self.tickets)
+            split = (*self.schedule, sums.data_ptr(), tickets.data_ptr())
+        compiled.launch(self.programs, stream, (*given, *split, *self._rest))
+
+    def _arguments(
+        self, compiled: Compiled, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None
+    ) -> Sequence[Any]:
+        """Those that depend on tensors, as addresses."""
         a, b, out, own = matrices
         operands: Sequence[Any]
         if self.described is not None:
@@ -109,16 +131,7 @@ class Call:
                 *(flags.data_ptr(), ready.stalls.data_ptr(), ready.epoch),
                 *(ready.first, len(flags), self.block, ready.looks),
             )
-        split: Sequence[Any] = (None, None, None, None, None)
-        if self.schedule is not None:
-            # Held until the kernel is launched: nothing launched before it can get this memory.
-            sums, tickets = workspace(self.device, stream, self.sums, self.tickets)
-            split = (*self.schedule, sums.data_ptr(), tickets.data_ptr())
-        arguments = (
-            *(*operands, None if bias is None else bias.data_ptr(), self.bias_step),
-            *(*waits, *split, *self._rest),
-        )
-        compiled.launch(self.programs, stream, arguments)
+        return (*operands, None if bias is None else bias.data_ptr(), self.bias_step, *waits)
 
     def _descriptor(self, number: int, tensor: torch.Tensor) -> Any:
         assert self.described is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,13 +11,13 @@ import torch
 
 from hostir.ir.source import error
 from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.blocks import with_rows
+from hostir.runtime.kernels.blocks import with_all_rows
+from hostir.runtime.kernels.kernel import Again, Kernel
 from hostir.runtime.kernels.layout import collapse
 
 if TYPE_CHECKING:
     from hostir.runtime.kernels.ready import ReadyFlags
 
-Kernel = Callable[..., None]  # f(out, *operands, **options)
 POLICIES = ("auto", "triton", "aten")
 
 
@@ -26,6 +26,8 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
 
     `policy` is `aten`, `triton` (contractions and sums in Triton, the rest in ATen) or `auto`: what suits the device,
     `cpu` or `cuda`. Raises HostIRError for an unknown policy, and where Triton cannot run on the device.
+
+    A contraction in Triton may return what does the same again, see `repeating`.
 
     With `triton`, and with `auto` on `cuda` where Triton is installed, there are also two kernels that are no
     statements of their own and wait for blocks of their rows by themselves: `matmul_ready`, `f(out, a, b, *, ready,
@@ -43,12 +45,12 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
 
 def matmul_ready(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, ready: ReadyFlags, own: torch.Tensor | None = None
-) -> None:
+) -> Again | None:
     """`out[..., N] = a[..., K] @ b[K, N]`, by Triton's kernel, block by block of the flattened rows as flags rise.
 
     Raises HostIRError for blocks that do not fit slices which lie apart in memory: see `_contract_ready`.
     """
-    _contract_ready(out, a, b, None, False, ready, own)
+    return _contract_ready(out, a, b, None, False, ready, own)
 
 
 def linear_ready(
@@ -59,9 +61,9 @@ def linear_ready(
     *,
     ready: ReadyFlags,
     own: torch.Tensor | None = None,
-) -> None:
+) -> Again | None:
     """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once; else as `matmul_ready`."""
-    _contract_ready(out, a, weight, bias, True, ready, own)
+    return _contract_ready(out, a, weight, bias, True, ready, own)
 
 
 WAITING: Mapping[str, Kernel] = {"matmul_ready": matmul_ready, "linear_ready": linear_ready}
@@ -75,7 +77,7 @@ def _contract_ready(
     transpose_b: bool,
     ready: ReadyFlags,
     own: torch.Tensor | None = None,
-) -> None:
+) -> Again | None:
     """A contraction that begins each block of the flattened rows once its flag is up.
 
     Leading axes of `a` and `out` that merge into `[batch, rows]` are one launch, which works on whatever has come.
@@ -83,25 +85,22 @@ def _contract_ready(
     a slice must be some whole blocks, or a block some whole slices. Raises HostIRError where neither holds. With `own`
     rows of a block that is no whole batches, each block is a launch.
     """
-    from hostir.runtime.kernels.matmul import matmul as triton_matmul  # loads Triton: only where it is used
+    from hostir.runtime.kernels.matmul import multiply  # loads Triton: only where it is used
 
     if own is not None:
         if _in_whole_batches(out, a, len(ready.flags)):
-            triton_matmul(a, b, out, bias=bias, transpose_b=transpose_b, ready=ready, own=own)
-            return
-        blocks = len(ready.flags)
-        for block in (*range(ready.first, blocks), *range(ready.first)):
-            mine = own if block == ready.first else None
-            flag = None if mine is not None else _of_block(ready, block)
-            for out_part, a_part in with_rows(out, a, block, blocks, mine):
+            return multiply(a, b, out, bias=bias, transpose_b=transpose_b, ready=ready, own=own)
+        pairs = with_all_rows(out, a, len(ready.flags), ready.first, own)
+        for block in (*range(ready.first, len(pairs)), *range(ready.first)):
+            flag = None if block == ready.first else _of_block(ready, block)
+            for out_part, a_part in pairs[block]:
                 if flag is None:
                     _contract(out_part, a_part, b, bias, transpose_b)
                 else:
                     _contract_ready(out_part, a_part, b, bias, transpose_b, flag)
-        return
+        return None
     if _merges(out, a):
-        triton_matmul(a, b, out, bias=bias, transpose_b=transpose_b, ready=ready)
-        return
+        return multiply(a, b, out, bias=bias, transpose_b=transpose_b, ready=ready)
     slices, blocks = len(out), len(ready.flags)
     if slices % blocks and blocks % slices:
         raise error(
@@ -117,6 +116,7 @@ def _contract_ready(
         part = replace(ready, flags=ready.flags[begin:end], stalls=ready.stalls[begin:end], first=first)
         _contract_ready(out[i], a[i], b, bias, transpose_b, part)
         ready = replace(ready, beside=0)  # the first launch has ended after what it began beside
+    return None
 
 
 def _of_block(ready: ReadyFlags, block: int) -> ReadyFlags:
@@ -133,15 +133,15 @@ def _in_whole_batches(out: torch.Tensor, a: torch.Tensor, blocks: int) -> bool:
 
 def _contract(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool
-) -> None:
+) -> Again | None:
     """A contraction of rows that are all there, a launch for each slice where they do not merge."""
-    from hostir.runtime.kernels.matmul import matmul as triton_matmul
+    from hostir.runtime.kernels.matmul import multiply
 
     if _merges(out, a):
-        triton_matmul(a, b, out, bias=bias, transpose_b=transpose_b)
-        return
+        return multiply(a, b, out, bias=bias, transpose_b=transpose_b)
     for out_part, a_part in zip(out, a, strict=True):
         _contract(out_part, a_part, b, bias, transpose_b)
+    return None
 
 
 def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
@@ -163,11 +163,13 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint="set it, or use kernels='aten'",
         )
 
-    def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        _contract(out, a, b, None, False)
+    def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Again | None:
+        return _contract(out, a, b, None, False)
 
-    def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        _contract(out, a, weight, bias, True)
+    def linear(
+        out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Again | None:
+        return _contract(out, a, weight, bias, True)
 
     def sum(out: torch.Tensor, x: torch.Tensor, *, axis: int) -> None:
         reduce_sum(x, out, axis)

@@ -12,7 +12,7 @@ import torch
 
 from hostir.runtime.kernels import matmul as module
 from hostir.runtime.kernels import matmul_call
-from hostir.runtime.kernels.matmul import matmul
+from hostir.runtime.kernels.matmul import matmul, multiply
 from hostir.runtime.kernels.matmul_kernel import matmul_kernel
 from hostir.runtime.kernels.ready import ReadyFlags, no_stalls
 from hostir.runtime.kernels.tiles import Config
@@ -28,16 +28,19 @@ class Recorder:
 
     def __init__(self) -> None:
         self.launches: list[dict[str, object]] = []
+        self.streams: list[int] = []
         self.encodings = 0
+        self.current = 0
 
     def stream(self, index: object) -> int:
-        return 0
+        return self.current
 
     def encoded(self, number: int, descriptor: object) -> tuple[object, ...]:
         self.encodings += 1
         return ((descriptor.base.data_ptr(), descriptor.shape, descriptor.strides, descriptor.block_shape),)
 
     def launch(self, programs: int, stream: int, arguments: tuple[object, ...]) -> None:
+        self.streams.append(stream)
         self.launches.append({"programs": programs, **dict(zip(NAMES, arguments, strict=True))})
 
 
@@ -109,6 +112,34 @@ def test_a_launch_gets_the_arguments_that_the_first_one_got(
         assert found == wanted
     else:
         assert {n: v[0] if isinstance(v, tuple) and len(v) == 1 else v for n, v in found.items()} == wanted
+
+
+def test_what_does_a_launch_again_passes_the_same_on_the_stream_that_is_current_then(recorder):
+    a, b, out = filled([32, 32], torch.bfloat16), filled([32, 32], torch.bfloat16), torch.empty(32, 32).bfloat16()
+    flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_stalls(2, "cpu"), first=1)
+    assert multiply(a, b, out, ready=flags, config=SPLIT) is None, "the first launch compiles"
+    again = multiply(a, b, out, ready=flags, config=SPLIT)
+    recorder.current = 5
+    again()
+    assert recorder.launches[0] == recorder.launches[1]
+    assert recorder.streams == [0, 5]
+    assert recorder.encodings == 3
+
+
+def test_a_launch_is_not_done_again_where_more_than_it_is_needed_or_a_setting_decides(recorder):
+    def twice(dtype: torch.dtype, **options: object) -> object:
+        a, b = filled([64, 32], dtype), filled([32, 32], dtype)
+        out = torch.empty(64, 32, dtype=dtype)
+        multiply(a, b, out, **options)
+        return multiply(a, b, out, **options)
+
+    flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_stalls(2, "cpu"))
+    assert twice(torch.bfloat16, ready=flags) is not None
+    assert twice(torch.float32, ready=flags) is None, "TF32 may be allowed from call to call"
+    own = filled([32, 32], torch.bfloat16)
+    assert twice(torch.bfloat16, ready=flags, own=own) is None, "few own rows are copied first"
+    spread = filled([32, 64], torch.bfloat16)[:, ::2]
+    assert twice(torch.bfloat16, ready=flags, own=spread) is None, "they are gathered first"
 
 
 @pytest.mark.parametrize(("beside", "programs"), [(0, 3), (1, 2), (5, 1)])

@@ -1,0 +1,64 @@
+"""Kernels that an operation of a plan calls again and again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from hostir.runtime.kernels.kernel import KEPT, repeating
+
+
+class Adding:
+    """A kernel that notes how it was called; it says what does the same again from its second call on."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor | None, *, by: int) -> Callable[[], None] | None:
+        self.log.append("looked")
+        out.fill_(by)
+        return partial(self.again, out.data_ptr()) if len(self.log) > 1 else None
+
+    def again(self, address: int) -> None:
+        self.log.append(f"again at {address}")
+
+
+def test_what_a_kernel_says_does_the_same_again_is_all_that_is_called_at_the_same_addresses() -> None:
+    kernel, out, x = Adding(), torch.zeros(4), torch.zeros(4)
+    call = repeating(kernel, by=3)
+    for _ in range(4):
+        call(out, x)
+    assert kernel.log == ["looked", "looked", *[f"again at {out.data_ptr()}"] * 2]
+    assert out.tolist() == [3, 3, 3, 3]
+
+
+def test_other_addresses_are_looked_at_anew_and_an_operand_that_is_missing_is_another() -> None:
+    kernel, outs, x = Adding(), [torch.zeros(4), torch.zeros(4)], torch.zeros(4)
+    call = repeating(kernel, by=1)
+    call(outs[0], x)
+    for out in outs:
+        call(out, x)
+    call(outs[0], None)
+    assert kernel.log == ["looked"] * 4
+    for out in reversed(outs):
+        call(out, x)
+    assert kernel.log[4:] == [f"again at {out.data_ptr()}" for out in reversed(outs)]
+
+
+def test_no_tensor_is_held_and_not_all_addresses_are_kept() -> None:
+    kernel, x = Adding(), torch.zeros(4)
+    call = repeating(kernel, by=1)
+    call(x, None)
+    many = torch.zeros(KEPT + 2, 4)
+    for out in many:
+        call(out, None)
+    call(many[0], None)
+    assert kernel.log == ["looked"] * (KEPT + 4), "the first was forgotten"
+    held = weakref.ref(many)
+    del many, out
+    gc.collect()
+    assert held() is None

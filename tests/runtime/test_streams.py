@@ -1,0 +1,30 @@
+"""The caller's stream is asked for in every call, and torch only where it is another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hostir.runtime import streams
+from hostir.runtime.streams import current
+
+
+def test_torch_makes_an_object_for_a_stream_only_when_another_becomes_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    handles = {0: 7, 1: 7}
+
+    def current_stream(device: torch.device) -> object:
+        made.append(f"stream {handles[device.index]} of {device}")
+        return made[-1]
+
+    monkeypatch.setattr(streams, "_known", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: handles[index], raising=False)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    found = [current(first), current(first), current(second), current(first)]
+    assert found == ["stream 7 of cuda:0", "stream 7 of cuda:0", "stream 7 of cuda:1", "stream 7 of cuda:0"]
+    handles[0] = 8
+    assert [current(first), current(first), current(second)] == [
+        *("stream 8 of cuda:0", "stream 8 of cuda:0", "stream 7 of cuda:1")
+    ]
+    assert made == ["stream 7 of cuda:0", "stream 7 of cuda:1", "stream 8 of cuda:0"]
