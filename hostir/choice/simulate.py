@@ -9,7 +9,7 @@ SM takes every n-th tile in the order of the blocks, and begins it when the SM i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, inf, log2
 
@@ -122,18 +122,28 @@ class Costs:
     def waves(self, what: Gemm, tile: Tile, sms: int) -> float:
         """Microseconds of all tiles, one at a time on each SM, but for those that are split."""
         took, tiles = self.tile(what, tile), self.tiles(what, tile)
-        left, parts, part = self.split(tile, tiles, max(sms, 1), took)
-        return ceil((tiles - left) / max(sms, 1)) * took + (part if parts else 0.0)
 
-    def split(self, tile: Tile, tiles: int, sms: int, took: float) -> tuple[int, int, float]:
-        """Of how many tiles, those of a thin last wave, a kernel makes how many parts; and microseconds of a part."""
-        left = tiles % sms
-        parts = min(sms // left, MOST_PARTS) if left and tiles > sms else 0
-        if self.family.split is None or parts < 2:
-            return 0, 0, 0.0
+        def time(left: int, part: float) -> float:
+            full, more = divmod(tiles - left, max(sms, 1))
+            return full * took + max(took if more else 0.0, part)
+
+        return min(time(left, part) for left, _, part in self.splits(tile, tiles, max(sms, 1), took))
+
+    def splits(self, tile: Tile, tiles: int, sms: int, took: float) -> Iterator[tuple[int, int, float]]:
+        """How a kernel may split the last tiles: of how many it makes how many parts, and microseconds of a part.
+
+        None of them; those of a thin last wave; or of a thick one as many as leave an SM for every part.
+        """
+        yield 0, 0, 0.0
+        last = tiles % sms
+        if self.family.split is None or not last or tiles <= sms:
+            return
         once, each, elements = self.family.split
-        part = took / parts + once + parts * each + elements * tile.rows * tile.columns / (128 * 256)
-        return (left, parts, part) if part < took else (0, 0, 0.0)
+        for left in dict.fromkeys((last, min(last, sms - last))):
+            parts = min((sms - last + left) // left, MOST_PARTS)
+            if parts >= 2:
+                read = each * (1 if parts == 2 else parts)
+                yield left, parts, took / parts + once + read + elements * tile.rows * tile.columns / (128 * 256)
 
     def streaming(self, what: Gemm) -> float:
         """Microseconds in which memory gives a matmul its operands and takes its result."""
@@ -219,13 +229,17 @@ class Costs:
         each = self.tiles(replace(what, m=rows), tile)
         at_once = min(len(arrivals), sms / each)  # blocks, each of which reads all of B
         took = max(self.tile(what, tile), at_once * self.streaming(replace(what, m=rows)))
-        free, tiles = [start + look] * sms, each * len(arrivals)
-        left, parts, part = self.split(tile, tiles, sms, took)
-        units = [(number, took) for number in range(tiles - left)]
-        units += [(tiles - left + number % left, part) for number in range(left * parts)]
-        for turn, (number, time) in enumerate(units):
-            free[turn % sms] = max(free[turn % sms], arrivals[number // each] + look) + time
-        return max(free)
+        tiles = each * len(arrivals)
+
+        def ends(left: int, parts: int, part: float) -> float:
+            free = [start + look] * sms
+            units = [(number, took) for number in range(tiles - left)]
+            units += [(tiles - left + number % left, part) for number in range(left * parts)]
+            for turn, (number, time) in enumerate(units):
+                free[turn % sms] = max(free[turn % sms], arrivals[number // each] + look) + time
+            return max(free)
+
+        return min(ends(*split) for split in self.splits(tile, tiles, sms, took))
 
 
 class Activity:

@@ -214,7 +214,7 @@ def _prepare(
         bias_step=0 if bias is None else bias.stride(0),
         block=block,
         schedule=(plan.whole, left, plan.parts) if left else None,
-        sums=left * plan.parts * config.m * config.n,
+        sums=left * (1 if plan.parts == 2 else plan.parts) * config.m * config.n,
         tickets=left,
         copies_own=copies_own,
         # With descriptors strides are not used, so new strides shall not mean a new compilation.
@@ -229,6 +229,7 @@ def _prepare(
             "BATCHED": batches > 1,
             "HAS_BIAS": bias is not None,
             "SPLIT": left > 0,
+            "PAIRS": plan.parts == 2,
             "READY": ready is not None,
             "OWN": there,
             "FLAGS": 1 if ready is None else triton.next_power_of_2(ready.flags.numel()),

@@ -7,9 +7,20 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from hostir.runtime.kernels.launch import INTERPRETED
-from hostir.runtime.kernels.numerics import from_float32, to_float32
+from hostir.runtime.kernels.numerics import to_float32
 from hostir.runtime.kernels.ready import wait_for_rows
-from hostir.runtime.kernels.split import arrive, first_step, part_of
+from hostir.runtime.kernels.split import (
+    add_sums,
+    add_to_sum,
+    arrive,
+    comes_second,
+    first_step,
+    has_left_its_sum,
+    leave_sum,
+    part_of,
+    wait_for_the_first,
+)
+from hostir.runtime.kernels.tile_memory import finish, load_descriptor, load_pointers, store
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -33,59 +44,6 @@ def _tile_position(tile, group, first, height, batches, M, N, BM: tl.constexpr, 
         batch = (batch + first_row // M) % batches
         tile_m = (tile_m + first_row % M // BM) % tiles_m
     return batch, tile_m * BM, within // wide * BN
-
-
-@triton.jit
-def _load_pointers(base, row, column, height, width, row_stride, column_stride, BR: tl.constexpr, BC: tl.constexpr):
-    """The tile `[BR, BC]` at (row, column) of a `[height, width]` matrix, zero outside of it."""
-    r = (row + tl.arange(0, BR)).to(tl.int64)[:, None]
-    c = (column + tl.arange(0, BC)).to(tl.int64)[None, :]
-    return tl.load(base + r * row_stride + c * column_stride, mask=(r < height) & (c < width), other=0.0)
-
-
-@triton.jit
-def _load_descriptor(desc, batch, row, column, BATCHED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    if BATCHED:
-        return tl.reshape(desc.load([batch, row, column]), (BR, BC))
-    else:
-        return desc.load([row, column])
-
-
-@triton.jit
-def _store(
-    out,
-    batch,
-    row,
-    column,
-    M,
-    N,
-    strides,
-    x,
-    DESCRIPTORS: tl.constexpr,
-    BATCHED: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """Round the tile `x` and store it at (row, column) of matrix `batch` of `out`."""
-    if DESCRIPTORS:
-        x = from_float32(x, out.dtype)
-        if BATCHED:
-            out.store([batch, row, column], tl.reshape(x, (1, BR, BC)))
-        else:
-            out.store([row, column], x)
-    else:
-        _, _, _, _, _, out_batch, out_row, out_column = strides
-        r = (row + tl.arange(0, BR)).to(tl.int64)[:, None]
-        c = (column + tl.arange(0, BC)).to(tl.int64)[None, :]
-        x = from_float32(x, out.dtype.element_ty)
-        at = out + batch.to(tl.int64) * out_batch + r * out_row + c * out_column
-        tl.store(at, x, mask=(r < M) & (c < N))
-
-
-@triton.jit
-def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right half of a tile."""
-    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -126,14 +84,14 @@ def _contract(
     for step in range(begin, stop):
         k = step * BK
         if DESCRIPTORS:
-            x = _load_descriptor(a, batch, row, k, BATCHED, BM, BK)
+            x = load_descriptor(a, batch, row, k, BATCHED, BM, BK)
             if B_IS_NK:
                 y = b.load([column, k]).T
             else:
                 y = b.load([k, column])
         else:
-            x = _load_pointers(a + batch.to(tl.int64) * a_batch, row, k, M, K, a_row, a_column, BM, BK)
-            y = _load_pointers(b, k, column, K, N, b_row, b_column, BK, BN)
+            x = load_pointers(a + batch.to(tl.int64) * a_batch, row, k, M, K, a_row, a_column, BM, BK)
+            y = load_pointers(b, k, column, K, N, b_row, b_column, BK, BN)
         acc = _dot(x, y, acc, PRECISION)
         if EXACT and step % RUN == RUN - 1:  # a sum of short sums errs less than one long sum
             total += acc
@@ -180,40 +138,10 @@ def _whole_tiles(
             *(batch - above, row, column, 0, tl.cdiv(K, BK), a, b, M, N, K, strides),
             *(BM, BN, BK, DESCRIPTORS, B_IS_NK, BATCHED, PRECISION, EXACT, RUN),
         )
-        if HAS_BIAS:
-            acc += to_float32(_load_pointers(bias, 0, column, 1, N, 0, bias_step, 1, BN))
-        if HALVES:
-            left, right = _halves(acc, BM, BN)
-            _store(out, batch, row, column, M, N, strides, left, DESCRIPTORS, BATCHED, BM, BN // 2)
-            _store(out, batch, row, column + BN // 2, M, N, strides, right, DESCRIPTORS, BATCHED, BM, BN // 2)
-        else:
-            _store(out, batch, row, column, M, N, strides, acc, DESCRIPTORS, BATCHED, BM, BN)
-
-
-@triton.jit
-def _leave_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr):
-    """Write a sum of part of a tile to memory, in the halves in which it is read again."""
-    COLUMNS: tl.constexpr = BN // 2 if HALVES else BN
-    at = tl.arange(0, BM)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    sums += slot.to(tl.int64) * (BM * BN)
-    if HALVES:
-        left, right = _halves(acc, BM, BN)
-        tl.store(sums + at, left)
-        tl.store(sums + BM * COLUMNS + at, right)
-    else:
-        tl.store(sums + at, acc)
-
-
-@triton.jit
-def _add_sums(sums, slot, count, half, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sums of one half of a tile that lie in `count` slots from `slot` on, added up in this order."""
-    at = tl.arange(0, BM)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    sums += slot.to(tl.int64) * (BM * BN) + half * (BM * COLUMNS)
-    total = tl.zeros((BM, COLUMNS), dtype=tl.float32)
-    for _ in tl.range(count, num_stages=1):
-        total += tl.load(sums + at, cache_modifier=".cg")  # from L2, where other programs' stores are
-        sums += BM * BN
-    return total
+        finish(
+            *(out, bias, bias_step, batch, row, column, M, N, strides, acc),
+            *(BM, BN, HALVES, DESCRIPTORS, BATCHED, HAS_BIAS),
+        )
 
 
 @triton.jit
@@ -241,6 +169,7 @@ def _split_tiles(
     N,
     K,
     strides,
+    PAIRS: tl.constexpr,
     READY: tl.constexpr,
     OWN: tl.constexpr,
     FLAGS: tl.constexpr,
@@ -276,14 +205,26 @@ def _split_tiles(
             *(a, b, M, N, K, strides),
             *(BM, BN, BK, DESCRIPTORS, B_IS_NK, BATCHED, PRECISION, EXACT, RUN),
         )
-        _leave_sum(sums, number * parts + part, acc, BM, BN, HALVES)
-        if arrive(tickets, number, parts):
-            for half in tl.static_range(2 if HALVES else 1):
-                at = column + half * COLUMNS
-                total = _add_sums(sums, number * parts, parts, half, BM, BN, COLUMNS)
-                if HAS_BIAS:
-                    total += to_float32(_load_pointers(bias, 0, at, 1, N, 0, bias_step, 1, COLUMNS))
-                _store(out, batch, row, at, M, N, strides, total, DESCRIPTORS, BATCHED, BM, COLUMNS)
+        if PAIRS:
+            if comes_second(tickets, number):
+                wait_for_the_first(tickets, number)
+                acc = add_to_sum(sums, number, acc, BM, BN)
+                finish(
+                    *(out, bias, bias_step, batch, row, column, M, N, strides, acc),
+                    *(BM, BN, HALVES, DESCRIPTORS, BATCHED, HAS_BIAS),
+                )
+            else:
+                leave_sum(sums, number, acc, BM, BN, True)
+                has_left_its_sum(tickets, number)
+        else:
+            leave_sum(sums, number * parts + part, acc, BM, BN, HALVES)
+            if arrive(tickets, number, parts):
+                for half in tl.static_range(2 if HALVES else 1):
+                    at = column + half * COLUMNS
+                    total = add_sums(sums, number * parts, parts, half, BM, BN, COLUMNS)
+                    if HAS_BIAS:
+                        total += to_float32(load_pointers(bias, 0, at, 1, N, 0, bias_step, 1, COLUMNS))
+                    store(out, batch, row, at, M, N, strides, total, DESCRIPTORS, BATCHED, BM, COLUMNS)
 
 
 _VARYING = ["epoch", "first", "blocks", "height", "looks", "whole", "split", "parts", "group", "batches", "M"]
@@ -307,7 +248,7 @@ def matmul_kernel(
     whole,  # as in Schedule, with SPLIT only, as what follows down to tickets
     split,  # tiles behind the whole ones
     parts,
-    sums,  # [split, parts, BM, BN] of float32
+    sums,  # [split, parts, BM, BN] of float32; of PAIRS [split, 1, BM, BN]
     tickets,  # [split] of int32, all 0
     group,  # rows of tiles that are walked together
     batches,
@@ -334,6 +275,7 @@ def matmul_kernel(
     BATCHED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,  # the last tiles are computed by several programs each, none of them of own rows
+    PAIRS: tl.constexpr,  # by two
     READY: tl.constexpr,  # rows come while the kernel runs
     OWN: tl.constexpr,  # the rows of block `first` are there
     FLAGS: tl.constexpr,  # the power of 2 that holds all blocks
@@ -384,7 +326,7 @@ def matmul_kernel(
     if SPLIT:
         _split_tiles(
             *(whole, split, parts, sums, tickets, flags, stalls, epoch, first, blocks, height, looks, group),
-            *(a, b, out, bias, bias_step, batches, M, N, K, strides, READY, OWN, FLAGS),
+            *(a, b, out, bias, bias_step, batches, M, N, K, strides, PAIRS, READY, OWN, FLAGS),
             *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
         )
     if BESIDE and not _INTERPRETED:

@@ -156,7 +156,8 @@ def choose(
     tried = []
     for tile in fitting:
         tiles = _tiles(tile, *in_blocks(batch, M, block, tile.m, apart), N)
-        tried += [replace(tile, split=n) for n in ((0, tiles % sms) if tiles > sms else (0,))]
+        last = tiles % sms  # of a thick last wave as many are split as leave a program for every part
+        tried += [replace(tile, split=n) for n in ((0, last, min(last, sms - last)) if tiles > sms else (0,))]
     if block is None:
         return min(tried, key=lambda tile: _alone(tile, batch, M, N, K, sms))
     coming = block * K * dtype.itemsize * _WORK_OF_A_BYTE
@@ -168,8 +169,9 @@ def _tiles(tile: Config, batches: int, M: int, N: int) -> int:
 
 
 def _part(tile: Config, parts: int, whole: float) -> float:
-    """What the last program of a tile that is split takes, if a tile takes `whole`."""
-    return whole / parts + _MEETING_COST + parts * _PART_COST + tile.m * tile.n * _SUM_COST
+    """What the last program of a tile that is split takes, if a tile takes `whole`. Of two it reads what one left."""
+    read = 1 if parts == 2 else parts
+    return whole / parts + _MEETING_COST + read * _PART_COST + tile.m * tile.n * _SUM_COST
 
 
 def _alone(tile: Config, batches: int, M: int, N: int, K: int, sms: int) -> float:

@@ -36,6 +36,7 @@ def compiled(
     ready: dict[str, str] | None = None,
     own: bool = False,
     beside: bool = False,
+    pairs: bool = False,
 ):
     """The matmul kernel for one tile. `ready` gives the types of flags and epoch, where it waits for its rows."""
     columns = tile.n // 2 if tile.halves else tile.n
@@ -56,6 +57,7 @@ def compiled(
         "BATCHED": batched,
         "HAS_BIAS": bias,
         "SPLIT": tile.split > 0,
+        "PAIRS": pairs,
         "READY": ready is not None,
         "OWN": ready is not None and own,
         "FLAGS": 8 if ready else 1,
@@ -157,11 +159,12 @@ def test_a_kernel_that_may_start_early_ends_after_the_one_before_it(beside):
         assert "wgmma" not in ptx[ptx.find("griddepcontrol.wait") :]
 
 
+@pytest.mark.parametrize("pairs", [True, False])
 @pytest.mark.parametrize("tile", candidates(torch.bfloat16), ids=str)
-def test_split_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(tile, tmp_path):
+def test_split_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(tile, pairs, tmp_path):
     split = dataclasses.replace(tile, split=1)
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False}
-    plain, kernel = (compiled(t, **options) for t in (dataclasses.replace(tile, split=0), split))
+    plain, kernel = compiled(dataclasses.replace(tile, split=0), **options), compiled(split, pairs=pairs, **options)
     for instruction in ("wgmma.mma_async", "complete_tx::bytes"):
         assert kernel.asm["ptx"].count(instruction) == 2 * plain.asm["ptx"].count(instruction)
     assert kernel.metadata.shared <= split.shared_memory(2, descriptors=True) <= SHARED_MEMORY
@@ -177,6 +180,20 @@ def test_a_ticket_is_drawn_after_the_sum_is_written_and_before_any_is_read(descr
     sums = re.search(r"ld\.global\.cg\.v4", ptx)
     assert sums
     assert ticket < ptx.find("bar.sync", ticket) < sums.start()
+
+
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_the_second_of_two_reads_a_sum_only_after_the_first_has_said_that_it_is_written(descriptors):
+    tile = dataclasses.replace(candidates(torch.bfloat16, descriptors=descriptors)[0], split=1)
+    ptx = compiled(tile, dtype="bf16", descriptors=descriptors, b_is_nk=False, pairs=True).asm["ptx"]
+    drawn, said = (ptx.find(f"atom.global.gpu.{order}.add.u32") for order in ("relaxed", "release"))
+    heard, read = (re.compile(p).search(ptx) for p in (r"(atom|ld)\.global\.gpu\.acquire\.", r"ld\.global\.cg\.v4"))
+    assert heard
+    assert read
+    written = ptx.rfind("st.global.v4.b32", 0, said)
+    assert 0 <= drawn < min(written, heard.start())
+    assert written < ptx.rfind("bar.sync", 0, said), "all threads have written"
+    assert heard.start() < ptx.rfind("bar.sync", 0, read.start()), "all threads read behind the one that has heard"
 
 
 def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flags_behind_them():

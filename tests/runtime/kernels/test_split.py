@@ -60,8 +60,14 @@ def part_of(program: int, plan: Schedule, split: int) -> tuple[int, int]:
 
 def test_the_last_wave_is_split_where_it_is_thin():
     assert schedule(416, 256, 132, 20) == Schedule(132, 396, 6)
-    assert schedule(416, 256, 132, 52) == Schedule(132, 364, 2)
-    assert schedule(416, 256, 132, 67) == Schedule(132, 416)  # too many to have two programs each
+    assert schedule(448, 256, 132, 52) == Schedule(132, 396, 2)
+    assert schedule(464, 256, 132, 68) == Schedule(132, 464)  # too many to have two programs each
     assert schedule(416, 7, 132, 20) == Schedule(132, 416)  # too few steps
     assert schedule(416, 256, 132, 0) == Schedule(132, 416)
     assert schedule(7, 64, 132, 7) == Schedule(56, 0, 8)
+
+
+def test_of_a_thick_last_wave_as_many_tiles_are_split_as_leave_a_program_for_every_part():
+    assert schedule(224, 128, 132, 40) == Schedule(132, 184, 2)  # 52 whole ones in the last wave, and 80 parts
+    assert schedule(224, 128, 132, 41) == Schedule(132, 224)
+    assert schedule(224, 128, 132, 92) == Schedule(132, 224)
