@@ -205,6 +205,16 @@ def test_tiles_of_a_thin_last_wave_are_split_by_triton_where_it_pays() -> None:
     assert simulate.MOST_PARTS == kernels_split.MOST_PARTS
 
 
+def test_of_a_thick_last_wave_some_tiles_are_split_where_rows_come_late() -> None:
+    gemm = Gemm(2048, 3584, 8192, "bf16")  # 224 tiles of 128 x 256: on 132 SMs, 92 in the last wave
+    whole, split = costs("triton"), costs("triton")
+    whole.family = replace(whole.family, split=None)
+    large = whole.family.tiles[0]
+    assert [left for left, *_ in split.splits(large, 224, 132, 90.0)] == [0, 40]
+    ends = [c.fed(gemm, large, 256, 0.0, [18.0 * i for i in range(8)], 132, 0.0, True) for c in (whole, split)]
+    assert 5 < ends[0] - ends[1] < 30
+
+
 def test_blocks_smaller_than_a_tile_are_multiplied_together() -> None:
     gemm, c = Gemm(64, 3584, 8192, "bf16"), costs("triton")
     together = c.arriving(gemm, 0.0, [100.0] * 8)

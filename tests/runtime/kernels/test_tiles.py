@@ -84,6 +84,19 @@ def test_rows_in_blocks_get_the_tile_that_was_fastest_on_h200s_as_four_ranks_hav
     assert (tile.m, tile.n, tile.split) == expected
 
 
+@pytest.mark.parametrize(
+    ("M", "N", "K", "expected"),
+    [
+        (2048, 3584, 8192, (128, 256, 40)),  # 246 us; none split 256
+        (4096, 3584, 8192, (128, 256, 52)),
+        (8192, 1792, 4096, (64, 256, 0)),
+    ],
+)
+def test_rows_in_blocks_get_the_tile_that_was_fastest_on_h200s_as_eight_ranks_have_them(M, N, K, expected):
+    tile = choose(M, N, K, torch.bfloat16, 132, block=M // 8, apart=True)
+    assert (tile.m, tile.n, tile.split) == expected
+
+
 def test_blocks_that_come_late_are_multiplied_with_smaller_tiles_than_rows_that_are_there():
     here = choose(4096, 1792, 4096, torch.bfloat16, 132)
     coming = choose(4096, 1792, 4096, torch.bfloat16, 132, block=1024)
