@@ -1,5 +1,5 @@
-"""What hostir costs on the host: a plan's time a statement against the same torch calls by hand; a call that is
-replayed from a CUDA graph; parse, lower, verify.
+"""What hostir costs on the host: a plan's time a statement against the same torch calls by hand; an all-gather + matmul
+of few rows against NCCL and cuBLAS by hand; a call that is replayed from a CUDA graph; parse, lower, verify.
 
     python benchmarks/overhead.py                                                        parse, lower, verify only
     torchrun --standalone --nproc-per-node 2 benchmarks/overhead.py --out benchmarks/results/overhead
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import table, write
+from harness import graphed, table, write
 
 import hostir as hi
 from hostir.ir import parse, verify
@@ -116,6 +116,39 @@ def issuing(joined: Session, repeats: int) -> dict[str, Any]:
     }
 
 
+def gathering(joined: Session, repeats: int) -> list[dict[str, Any]]:
+    """Host time of an all-gather + matmul with `out=`, issued and replayed: of each strategy, and by hand."""
+    ranks, device, (M, N, K) = joined.size, joined.device, (512, 1792, 4096)
+    fusion = patterns.allgather_matmul(ranks=ranks, S=1, M=M, K=K, N=N, dtype="bf16")
+    a = torch.randn(1, 1, M // ranks, K, device=device).bfloat16()
+    b = torch.randn(K, N, device=device).bfloat16()
+    whole, c = (
+        torch.empty(M, K, device=device).bfloat16(),
+        torch.empty(1, ranks, M // ranks, N, device=device).bfloat16(),
+    )
+    settle = partial(torch.cuda.synchronize, device)
+
+    def hand() -> None:
+        dist.all_gather_into_tensor(whole, a.view(-1, K))
+        torch.mm(whole, b, out=c.view(M, N))
+
+    found = []
+    by_hand = {"issued": timed(hand, repeats, settle), "replayed": timed(graphed(hand), repeats, settle)}
+    for strategy in ("sequential", "fused", "push"):
+        for how, graphs in (("issued", False), ("replayed", True)):
+            executor = hi.Executor(hi.lower(fusion, strategy), graphs=graphs)
+            for _ in range(4):
+                executor(a, b, out=c)
+            if graphs and executor.graph_refusal is not None:
+                continue
+            ours = timed(partial(executor, a, b, out=c), repeats, settle)
+            what = f"all-gather + matmul, {strategy}, {how}"
+            found.append({"what": what, "ours us": ours, "by hand us": by_hand[how], "ratio": ours / by_hand[how]})
+            settle()
+            dist.barrier()  # nobody's symmetric memory goes while others use it
+    return found
+
+
 def replaying(device: torch.device, repeats: int) -> list[dict[str, Any]]:
     """Host time of one call on one GPU, with `out=`: issued, and replayed from the executor's graph."""
     program = parse(ALONE)
@@ -168,6 +201,8 @@ def main() -> None:
     with session() as joined:
         if joined is not None and joined.device.type == "cuda":
             found.append(issuing(joined, given.repeats))
+            with torch.no_grad():
+                found += gathering(joined, given.repeats)
             found += replaying(joined.device, given.repeats)
         text = table(
             ["what", "hostir us", "by hand us", "ratio"],

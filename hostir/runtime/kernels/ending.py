@@ -38,17 +38,16 @@ class Ending:
     def __init__(self, device: torch.device, flags: Sequence[int], counts: Sequence[int]) -> None:
         self.device = device
         self.addresses = [torch.tensor([*row, 0], dtype=torch.int64, device=device) for row in (flags, counts)]
-        self.sizes = len(flags), len(counts)
-        self.constants = tuple(triton.next_power_of_2(max(1, size)) for size in self.sizes)
+        sizes = len(flags), len(counts)
+        self.rest = (*sizes, *(triton.next_power_of_2(max(1, size)) for size in sizes))
+        self.arguments = (*(row.data_ptr() for row in self.addresses), *self.rest)
         self.compiled: Compiled | None = None
 
     def __call__(self) -> None:
         if self.compiled is None:
             with launching(self.device):
-                kernel = _end[(1,)](*self.addresses, *self.sizes, *self.constants, num_warps=1)
+                kernel = _end[(1,)](*self.addresses, *self.rest, num_warps=1)
             self.compiled = None if INTERPRETED else Compiled(kernel)
             return
         bind_thread(self.device)
-        pointers = [row.data_ptr() for row in self.addresses]
-        stream = self.compiled.stream(self.device.index)
-        self.compiled.launch(1, stream, (*pointers, *self.sizes, *self.constants))
+        self.compiled.launch(1, self.compiled.stream(self.device.index), self.arguments)
