@@ -171,11 +171,11 @@ class Executor:
         if plan is None or key != self._key:
             plan = self._choose(key, inputs)
         given = None if out is None else self._take(plan, inputs, out)
-        if self.watchdog is not None:
-            self.watchdog.plan = plan
         try:
             if not isinstance(plan, GlooPlan):
                 return self._issue(plan, inputs, given)
+            if self.watchdog is not None:
+                self.watchdog.look_at(plan)
             with self._without_gradients:
                 return plan.run(inputs, given)
         except HostIRError as failure:
@@ -199,8 +199,10 @@ class Executor:
         """Issues a run on CUDA, statement by statement or as one graph; a caller's graph gets the statements."""
         if (problem := plan.problem()) is not None:
             raise problem
-        graphs = self._graphs
-        if torch.cuda.is_current_stream_capturing():
+        graphs, capturing = self._graphs, torch.cuda.is_current_stream_capturing()
+        if self.watchdog is not None:
+            self.watchdog.look_at(plan, capturing)
+        if capturing:
             self._captured.add(plan)
             graphs = None
             if plan.memory is not None:

@@ -4,7 +4,7 @@ Each rank has a thread that talks to the run's store over a connection of its ow
 collective. It tells that the rank lives, and looks for four things: a failure that another rank published, a rank whose
 heartbeat has stopped, a communication of this rank's that stands still, and what its device has reported. On any of
 them it prints one diagnostic that names this rank, the statement it is at and the cause, and ends the process at once,
-since a thread stuck in a collective cannot be asked to stop. The hot path pays one attribute write a call: where a run
+since a thread stuck in a collective cannot be asked to stop. The hot path pays one comparison a call: where a run
 stands is read off its iterator.
 """
 
@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -62,7 +63,9 @@ class Watchdog:
         self.timeout = timeout
         self.hosts = hosts
         self.stale = min(STALE, timeout / 2)
-        self.plan: Watched | None = None  # the run under way, or the last one
+        self.plan: Watched | None = None  # of the run under way, or of the last one
+        self.replaced: list[Watched | None] = []  # during captures
+        self.looking = threading.Lock()  # held while this thread has a plan at hand: it must not be the last that has
         self.others = [r for r in range(size) if r != rank]
         self.beats: dict[int, tuple[bytes, float]] = {}  # of each rank: its heartbeat, and when it last changed
         self.stood: tuple[object, float] = (None, time.monotonic())
@@ -77,6 +80,21 @@ class Watchdog:
         self.store.add(f"beat/{rank}", 1)
         self.thread = threading.Thread(target=self.watch, name="hostir watchdog", daemon=True)
         self.thread.start()
+
+    def look_at(self, plan: Watched, capturing: bool = False) -> None:
+        """What runs now, or is captured to run later.
+
+        The plan that it replaces, if nobody else has it, goes on the caller's thread, and not during a capture: memory
+        that the GPU shares with peers may go with it, for which the driver waits until the device is idle.
+        """
+        if plan is self.plan and not self.replaced:
+            return
+        with self.looking:
+            replaced, self.plan = self.plan, plan
+        if capturing:
+            self.replaced.append(replaced)
+        else:
+            self.replaced.clear()
 
     def blame(self, failure: HostIRError) -> HostIRError:
         """Tells all ranks of this one's failure; where another failed first, says so in the error that it returns."""
@@ -128,7 +146,9 @@ class Watchdog:
                 if not self.leaving:
                     self.end(f"the store of the run is gone ({_first_line(problem)}): rank 0 or its launcher died")
                 return
-            if cause := cause or self.standstill() or self.reported():
+            with self.looking:
+                cause = cause or self.standstill() or self.reported()
+            if cause:
                 self.end(cause)
 
     def failure(self) -> str:
@@ -154,8 +174,9 @@ class Watchdog:
         plan = self.plan
         progress = plan.progress() if plan else None
         now = time.monotonic()
-        if progress is None or (plan, progress) != self.stood[0]:
-            self.stood = ((plan, progress), now)
+        at_hand = (None if plan is None else weakref.ref(plan), progress)
+        if progress is None or at_hand != self.stood[0]:
+            self.stood = (at_hand, now)
         if now - self.stood[1] < self.timeout:
             return ""
         what = f"has stood still for {now - self.stood[1]:.0f} s; HOSTIR_TIMEOUT sets how long it may"

@@ -1,0 +1,83 @@
+"""What the watchdog's thread holds, and where a plan that nobody else has goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from hostir.runtime import watchdog
+from hostir.runtime.watchdog import Watchdog
+
+
+class Store:
+    """A store of one rank whose run has no failures."""
+
+    def add(self, key: str, number: int) -> int:
+        return number
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+    def set(self, key: str, value: str) -> None: ...
+
+
+class Plan:
+    """One that is looked at for a while, and notes on which thread it goes. `number`: None where it cannot be told."""
+
+    looks = 0
+
+    def __init__(self, went: list[str], number: int | None = None) -> None:
+        self.went, self.number = went, number
+
+    def __del__(self) -> None:
+        self.went.append(threading.current_thread().name)
+
+    def in_flight(self) -> list[object]:
+        return []
+
+    def describe(self, op: object) -> str:
+        return ""
+
+    def progress(self) -> object:
+        Plan.looks += 1
+        time.sleep(1e-4)
+        return self.number
+
+    def ailment(self) -> str:
+        return ""
+
+
+@pytest.fixture
+def dog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
+    monkeypatch.setattr(watchdog, "PERIOD", 1e-4)
+    one = Watchdog(Store(), 0, 1, 60.0, hosts=False)
+    yield one
+    one.close(done=True)
+
+
+@pytest.mark.parametrize("number", [None, 7])
+def test_a_plan_that_nobody_else_has_goes_on_the_callers_thread(dog: Watchdog, number: int | None) -> None:
+    went: list[str] = []
+    Plan.looks = 0
+    for _ in range(200):
+        dog.look_at(Plan(went, number))
+        time.sleep(2e-4)
+    assert len(went) == 199
+    assert set(went) == {threading.current_thread().name}
+    assert Plan.looks > 20
+
+
+def test_no_plan_goes_during_a_capture(dog: Watchdog) -> None:
+    went: list[str] = []
+    dog.look_at(Plan(went))
+    captured = Plan(went)
+    dog.look_at(captured, capturing=True)
+    dog.look_at(captured, capturing=True)
+    assert not went
+    dog.look_at(captured)
+    assert went == [threading.current_thread().name]
+    assert weakref.ref(captured)() is dog.plan
