@@ -87,9 +87,15 @@ def test_the_callers_stream_is_the_one_current_at_the_call_and_stays_current() -
         assert close(c, a, b)
 
 
+@pytest.mark.parametrize("on_workers", [True, False])
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
-def test_calls_at_the_same_addresses_read_what_lies_there_on_whatever_stream_they_are_made(kernels: str) -> None:
-    executor = Executor(pipeline("bf16"), machine="cuda", kernels=kernels, graphs=False)
+def test_calls_at_the_same_addresses_read_what_lies_there_on_whatever_stream_they_are_made(
+    kernels: str, on_workers: bool
+) -> None:
+    body = "  %c: bf16[4, 1, 64, 256] = allocate\n  matmul %a, %b -> %c"
+    on_callers = alone(body, "%a: bf16[4, 1, 64, 128], %b: bf16[128, 256]")
+    program = pipeline("bf16") if on_workers else on_callers
+    executor = Executor(program, machine="cuda", kernels=kernels, graphs=False)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     a, b = inputs_of(torch.bfloat16)
     outs = [torch.empty_like(executor(a, b)[0]) for _ in range(3)]

@@ -23,15 +23,16 @@ from tests.runtime.kernels.checking import (
     embedded,
     filled,
     multiprocessors,
+    parts,
     user_allows,
 )
 
 CUDA = "cuda"
 
 
-def splitting(use_descriptors: bool) -> Config:
-    """A tile of which the last ones are split."""
-    return dataclasses.replace(candidates(torch.bfloat16, descriptors=use_descriptors)[0], split=9)
+def splitting(use_descriptors: bool, most: int) -> Config:
+    """A tile of which the last ones are split, in so many parts at most."""
+    return dataclasses.replace(candidates(torch.bfloat16, descriptors=use_descriptors)[0], split=9, parts=most)
 
 
 def poison_workspaces() -> None:
@@ -263,8 +264,8 @@ def test_split_tiles_give_the_product_and_the_same_bits_every_time(M, N, K, tran
     every = torch.cuda.get_device_properties(0).multi_processor_count
     for use_descriptors in descriptor_modes():
         for tile in candidates(dtype, descriptors=use_descriptors):
-            for split, sms in [(1, every), (20, every), (40, 100)]:
-                config = dataclasses.replace(tile, split=split)
+            for split, sms, most in [(1, every, 8), (20, every, 8), (20, every, 2), (40, 100, 2)]:
+                config = dataclasses.replace(tile, split=split, parts=most)
                 options = {"bias": bias, "transpose_b": transpose_b, "use_descriptors": use_descriptors}
                 results = []
                 with multiprocessors(sms):
@@ -274,17 +275,21 @@ def test_split_tiles_give_the_product_and_the_same_bits_every_time(M, N, K, tran
                         matmul(a, b, out, config=config, **options)
                         assert_only_view_written(out, buffer)
                         results.append(out)
+                    assert 2 <= parts() <= most
                 assert_as_accurate(results[0], plain, exact, magnitude)
                 assert all(torch.equal(results[0], other) for other in results[1:])
     poison_workspaces()
 
 
+@pytest.mark.parametrize("most", [2, 8])
 @multiprocessors(66)  # both fit on the GPU together
-def test_launches_with_split_tiles_on_two_streams_at_once_do_not_meet():
+def test_launches_with_split_tiles_on_two_streams_at_once_do_not_meet(most):
     a, b = filled([1100, 4096], torch.bfloat16, device=CUDA), filled([4096, 1792], torch.bfloat16, device=CUDA)
-    config = splitting(descriptor_modes()[-1])
+    config = splitting(descriptor_modes()[-1], most)
     inputs = [a, -a]
     expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), config=config) for x in inputs]
+    assert (parts() == 2) == (most == 2)
+    assert parts()
     streams = [torch.cuda.Stream() for _ in inputs]
     for _ in range(50):
         outs = [torch.full_like(expected[0], math.nan) for _ in inputs]
@@ -298,12 +303,15 @@ def test_launches_with_split_tiles_on_two_streams_at_once_do_not_meet():
     poison_workspaces()
 
 
+@pytest.mark.parametrize("most", [2, 8])
 @multiprocessors(44)
-def test_graphs_with_shared_tiles_are_replayed_beside_each_other_and_beside_launches():
+def test_graphs_with_shared_tiles_are_replayed_beside_each_other_and_beside_launches(most):
     a, b = filled([1100, 4096], torch.bfloat16, device=CUDA), filled([4096, 1792], torch.bfloat16, device=CUDA)
-    config = splitting(descriptor_modes()[-1])
+    config = splitting(descriptor_modes()[-1], most)
     inputs = [a, -a]
     expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), config=config) for x in inputs]
+    assert (parts() == 2) == (most == 2)
+    assert parts()
     torch.cuda.synchronize()
     side, graphs, outs = torch.cuda.Stream(), [], [torch.empty_like(expected[0]) for _ in inputs]
     for x, out in zip(inputs, outs, strict=True):  # both captured on one stream, in memory of their own

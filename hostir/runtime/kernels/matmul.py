@@ -200,7 +200,7 @@ def _prepare(
     split = config.split
     if own is not None and block is not None:  # own rows are another operand, which split tiles do not read
         split = min(split, tiles - tiles * block // (batches * M))
-    plan = schedule(tiles, -(-K // config.k), sms, split)
+    plan = schedule(tiles, -(-K // config.k), sms, split, config.parts)
     left = tiles - plan.whole
     of_own = (0, 0, 0) if own is None else own_strides(own, rows)
     of_a = (rows.a_batch, rows.a_row, a.stride(-1))

@@ -39,11 +39,13 @@ class Schedule:
     parts: int = 0
 
 
-def schedule(tiles: int, steps: int, sms: int, split: int) -> Schedule:
-    """How `sms` programs divide `tiles` of `steps` along K, if the last `split` tiles are to be split."""
+def schedule(tiles: int, steps: int, sms: int, split: int, most: int = MOST_PARTS) -> Schedule:
+    """How `sms` programs divide `tiles` of `steps` along K, if the last `split` are to be split in `most` parts each.
+
+    Into fewer where there are not as many programs, or parts would be short; not at all where there were not even two.
+    """
     split = min(split, tiles)
-    others = sms - (tiles - split) % sms  # programs that have nothing else to do then
-    parts = min(others // split, steps // MIN_STEPS, MOST_PARTS) if split else 0
+    parts = min(sms // split, steps // MIN_STEPS, most) if split else 0
     if parts < 2:
         return Schedule(min(sms, tiles), tiles)
     return Schedule(min(sms, max(tiles - split, split * parts)), tiles - split, parts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hostir.runtime.kernels.split import schedule
+from hostir.runtime.kernels.split import MOST_PARTS, schedule
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Config:
         fed: the same where rows come while the kernel runs, if it differs.
         halves: store the tile in two halves, which needs half the shared memory and so leaves room for a stage.
         group: rows of tiles walked together, so that they find each other's operands in L2.
-        split: tiles, the last ones, whose contraction is split among as many programs as there are for them.
+        split: tiles, the last ones, whose contraction is split among several programs each.
+        parts: programs for one of these, at most.
     """
 
     m: int
@@ -34,6 +35,7 @@ class Config:
     halves: bool = False
     group: int = 8
     split: int = 0
+    parts: int = MOST_PARTS
     fed: float | None = None
 
     def shared_memory(self, itemsize: int, *, descriptors: bool, biased_batch: bool = False) -> int:
@@ -141,8 +143,9 @@ def choose(
 
     Where the rows come in blocks of `block`, tiles keep apart as `in_blocks` says, or always where `apart`.
 
-    Estimates the time of each candidate, with the tiles of a thin last wave whole or split, and takes the least. Blocks
-    come as they do over NVLink. Tiles of one wave alone are never split: that never paid.
+    Estimates the time of each candidate, with the tiles of the last wave whole or split, and takes the least: all of
+    them where the wave is thin; of a thick one as many as leave a program for each of two parts, which may pay where
+    rows come late. Blocks come as they do over NVLink. Tiles of one wave alone are never split: that never paid.
 
     Raises ValueError when no candidate fits into the shared memory.
     """
@@ -156,8 +159,11 @@ def choose(
     tried = []
     for tile in fitting:
         tiles = _tiles(tile, *in_blocks(batch, M, block, tile.m, apart), N)
-        last = tiles % sms  # of a thick last wave as many are split as leave a program for every part
-        tried += [replace(tile, split=n) for n in ((0, last, min(last, sms - last)) if tiles > sms else (0,))]
+        tried.append(replace(tile, split=0))
+        last = tiles % sms
+        if last and tiles > sms:
+            thin = 2 * last <= sms
+            tried.append(replace(tile, split=last) if thin else replace(tile, split=sms - last, parts=2))
     if block is None:
         return min(tried, key=lambda tile: _alone(tile, batch, M, N, K, sms))
     coming = block * K * dtype.itemsize * _WORK_OF_A_BYTE
@@ -177,7 +183,7 @@ def _part(tile: Config, parts: int, whole: float) -> float:
 def _alone(tile: Config, batches: int, M: int, N: int, K: int, sms: int) -> float:
     """What all rows take that are there, in multiply-adds of one multiprocessor with the fastest tile."""
     tiles, steps = _tiles(tile, batches, M, N), -(-K // tile.k)
-    plan = schedule(tiles, steps, sms, tile.split)
+    plan = schedule(tiles, steps, sms, tile.split, tile.parts)
     whole = steps * tile.m * tile.n * tile.k / tile.rate + _FIXED_COST
     return -(-plan.whole // plan.programs) * whole + (_part(tile, plan.parts, whole) if plan.parts else 0)
 
@@ -187,7 +193,7 @@ def _fed(tile: Config, batch: int, M: int, N: int, K: int, sms: int, block: int,
     batches, rows = in_blocks(batch, M, block, tile.m, apart)
     tiles, steps, blocks = _tiles(tile, batches, rows, N), -(-K // tile.k), max(1, batch * M // block)
     whole = steps * tile.m * tile.n * tile.k / (tile.fed or tile.rate) + _FIXED_COST
-    plan = schedule(tiles, steps, sms, min(tile.split, tiles - tiles // blocks))
+    plan = schedule(tiles, steps, sms, min(tile.split, tiles - tiles // blocks), tile.parts)
     free = [0.0] * plan.programs
     for number in range(plan.whole):
         program = number % plan.programs

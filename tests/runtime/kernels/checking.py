@@ -96,6 +96,14 @@ def multiprocessors(sms: int) -> Iterator[None]:
         yield
 
 
+def parts() -> int:
+    """Into how many parts the matmul that was prepared last splits tiles; 0 where it splits none."""
+    call = [*matmul_module._calls.values()][-1]
+    count = 0 if call.schedule is None else call.schedule[2]
+    assert (call.constants["SPLIT"], call.constants["PAIRS"]) == (count > 0, count == 2)
+    return count
+
+
 def check_matmul(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -187,13 +187,14 @@ def test_the_second_of_two_reads_a_sum_only_after_the_first_has_said_that_it_is_
     tile = dataclasses.replace(candidates(torch.bfloat16, descriptors=descriptors)[0], split=1)
     ptx = compiled(tile, dtype="bf16", descriptors=descriptors, b_is_nk=False, pairs=True).asm["ptx"]
     drawn, said = (ptx.find(f"atom.global.gpu.{order}.add.u32") for order in ("relaxed", "release"))
-    heard, read = (re.compile(p).search(ptx) for p in (r"(atom|ld)\.global\.gpu\.acquire\.", r"ld\.global\.cg\.v4"))
-    assert heard
+    heard = [match.start() for match in re.finditer(r"(atom|ld)\.global\.gpu\.acquire\.", ptx)]
+    read = re.search(r"ld\.global\.cg\.v4", ptx)
     assert read
     written = ptx.rfind("st.global.v4.b32", 0, said)
-    assert 0 <= drawn < min(written, heard.start())
-    assert written < ptx.rfind("bar.sync", 0, said), "all threads have written"
-    assert heard.start() < ptx.rfind("bar.sync", 0, read.start()), "all threads read behind the one that has heard"
+    assert ptx.count(".gpu.relaxed.") == 1, "only that a sum is claimed orders nothing"
+    assert 0 <= drawn < written < ptx.rfind("bar.sync", 0, said) < said, "all threads have written"
+    assert drawn < min(heard)
+    assert max(heard) < ptx.rfind("bar.sync", 0, read.start()), "all threads read behind the one that has heard"
 
 
 def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flags_behind_them():

@@ -12,6 +12,7 @@ import torch
 
 from hostir.runtime.kernels import matmul as module
 from hostir.runtime.kernels import matmul_call
+from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import matmul, multiply
 from hostir.runtime.kernels.matmul_kernel import matmul_kernel
 from hostir.runtime.kernels.ready import ReadyFlags, no_stalls
@@ -136,10 +137,18 @@ def test_a_launch_is_not_done_again_where_more_than_it_is_needed_or_a_setting_de
     flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_stalls(2, "cpu"))
     assert twice(torch.bfloat16, ready=flags) is not None
     assert twice(torch.float32, ready=flags) is None, "TF32 may be allowed from call to call"
-    own = filled([32, 32], torch.bfloat16)
-    assert twice(torch.bfloat16, ready=flags, own=own) is None, "few own rows are copied first"
-    spread = filled([32, 64], torch.bfloat16)[:, ::2]
-    assert twice(torch.bfloat16, ready=flags, own=spread) is None, "they are gathered first"
+    few = filled([32, 32], torch.bfloat16)
+    assert twice(torch.bfloat16, ready=flags, own=few) is None, "few own rows are copied first"
+
+
+def test_own_rows_that_are_gathered_first_are_gathered_in_every_launch(recorder):
+    a, b, out = filled([2, 64, 32], torch.bfloat16), filled([32, 32], torch.bfloat16), torch.empty(2, 64, 32).bfloat16()
+    flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_stalls(2, "cpu"))
+    dense, apart = filled([64, 32], torch.bfloat16), filled([2, 32, 32], torch.bfloat16, pad=[0, 8, 0])
+    assert rows(apart) is None
+    for own, repeats in ((dense, True), (apart, False)):
+        multiply(a, b, out, ready=flags, own=own)
+        assert (multiply(a, b, out, ready=flags, own=own) is not None) == repeats
 
 
 @pytest.mark.parametrize(("beside", "programs"), [(0, 3), (1, 2), (5, 1)])

@@ -16,8 +16,9 @@ from hostir.runtime.kernels import workspace
 from hostir.runtime.kernels.matmul import matmul
 from hostir.runtime.kernels.operands import DTYPES
 from hostir.runtime.kernels.ready import ReadyFlags, no_stalls
+from hostir.runtime.kernels.split import MIN_STEPS
 from hostir.runtime.kernels.tiles import Config
-from tests.runtime.kernels.checking import check_matmul, embedded, filled, multiprocessors
+from tests.runtime.kernels.checking import check_matmul, embedded, filled, multiprocessors, parts
 
 TILES = (
     Config(16, 16, 16, stages=1, warps=1, group=2, split=1),
@@ -25,6 +26,7 @@ TILES = (
     Config(64, 16, 32, stages=1, warps=1, split=1),
 )
 SMALL = TILES[0]
+PAIRS = dataclasses.replace(SMALL, parts=2)
 
 
 def whole_numbers(*shape: int) -> torch.Tensor:
@@ -47,45 +49,53 @@ def test_split_tiles_give_the_product(data):
     use_descriptors = draw(st.booleans())
     quantum = 8 if use_descriptors else 1
     B, M = draw(st.integers(1, 3)), draw(st.integers(1, 50))
-    N, K = (quantum * draw(st.integers(1, top // quantum)) for top in (56, 400))
+    config = dataclasses.replace(draw(st.sampled_from(TILES)), parts=draw(st.integers(2, 4)))
+    least = 2 * MIN_STEPS * config.k // quantum  # for two parts
+    N, K = quantum * draw(st.integers(1, 56 // quantum)), quantum * draw(st.integers(least, least + 150 // quantum))
     torch.manual_seed(draw(st.integers(0, 1 << 30)))
     a = filled([B, M, K], dtype, pad=[0, draw(st.integers(0, 1)), 0])
     b = filled([K, N], dtype)
     bias = filled([N], dtype) if draw(st.booleans()) else None
     out, buffer = embedded([B, M, N], dtype, pad=[0, 1, 8])
     poisoned()
-    with multiprocessors(draw(st.integers(1, 4))):
-        check_matmul(a, b, out, buffer, bias=bias, use_descriptors=use_descriptors, config=draw(st.sampled_from(TILES)))
+    with multiprocessors(draw(st.integers(2 * config.split, 9))):
+        check_matmul(a, b, out, buffer, bias=bias, use_descriptors=use_descriptors, config=config)
+        assert parts() >= 2
     poisoned()
 
 
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_bits_do_not_depend_on_which_program_comes_last(seed, monkeypatch):
-    a, b = filled([64, 600], torch.float32), filled([600, 20], torch.float32)  # 8 tiles; 3 programs share one
-    expected = matmul(a, b, torch.empty(64, 20), config=SMALL)
-    order = list(range(3))
-    random.Random(seed).shuffle(order)
-    builder = interpreter.interpreter_builder
-    place = builder.set_grid_idx
-    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(order[x], y, z))
-    poisoned()
-    out = matmul(a, b, torch.full((64, 20), math.nan), config=SMALL)
-    assert torch.equal(out, expected)
-    assert not torch.equal(out, matmul(a, b, torch.empty(64, 20), config=dataclasses.replace(SMALL, split=0)))
+def test_the_bits_do_not_depend_on_which_program_comes_last(seed, count, monkeypatch):
+    a, b = filled([64, 600], torch.float32), filled([600, 20], torch.float32)  # 8 tiles
+    config = dataclasses.replace(SMALL, parts=count)
+    with multiprocessors(3):
+        expected = matmul(a, b, torch.empty(64, 20), config=config)
+        assert parts() == count
+        order = list(range(3))
+        random.Random(seed).shuffle(order)
+        builder = interpreter.interpreter_builder
+        place = builder.set_grid_idx
+        monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(order[x], y, z))
+        poisoned()
+        out = matmul(a, b, torch.full((64, 20), math.nan), config=config)
+        assert torch.equal(out, expected)
+        assert not torch.equal(out, matmul(a, b, torch.empty(64, 20), config=dataclasses.replace(SMALL, split=0)))
 
 
-@pytest.mark.parametrize("sms", [1, 2, 3, 100])
-def test_any_number_of_multiprocessors_gives_the_product(sms):
+@pytest.mark.parametrize("config", [SMALL, PAIRS])
+@pytest.mark.parametrize(("sms", "most"), [(1, 0), (2, 2), (3, 3), (100, 3)])
+def test_any_number_of_multiprocessors_gives_the_product(sms, most, config):
     a, b = whole_numbers(50, 200), whole_numbers(200, 40)
     with multiprocessors(sms):
-        for config in (SMALL, dataclasses.replace(SMALL, split=0)):
-            assert torch.equal(matmul(a, b, torch.full((50, 40), math.nan), config=config), a @ b)
+        assert torch.equal(matmul(a, b, torch.full((50, 40), math.nan), config=config), a @ b)
+        assert parts() == min(most, config.parts)
 
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("use_descriptors", [True, False])
-@pytest.mark.parametrize("sms", [2, 4, 7])
-def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, sms):
+@pytest.mark.parametrize(("sms", "most"), [(4, 2), (4, 8), (7, 3)])
+def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, sms, most):
     blocks, height, K, N = 3, 64 if own else 32, 160, 48  # fewer own rows would be copied
     whole, b = whole_numbers(blocks * height, K), whole_numbers(K, N)
     a = whole.clone()
@@ -97,22 +107,26 @@ def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, s
     with multiprocessors(sms):
         for config in TILES[:2]:
             poisoned()
+            config = dataclasses.replace(config, parts=most)
             matmul(a, b, out.fill_(math.nan), ready=ready, own=mine, use_descriptors=use_descriptors, config=config)
+            assert parts() == min(most, sms // config.split, -(-K // config.k) // MIN_STEPS)
             assert torch.equal(out, whole @ b)
     poisoned()
 
 
-def test_a_split_tile_whose_rows_stay_away_says_so_and_leaves_the_tickets_as_they_were():
+@pytest.mark.parametrize("config", [SMALL, PAIRS])
+def test_a_split_tile_whose_rows_stay_away_says_so_and_leaves_the_tickets_as_they_were(config):
     whole, b = whole_numbers(64, 320), whole_numbers(320, 16)
     flags, stalls = torch.tensor([1, 0], dtype=torch.int32), no_stalls(2, "cpu")
     out = torch.full((64, 16), math.nan)
     with multiprocessors(3):
         ready = ReadyFlags(flags, 1, stalls, looks=3)
-        matmul(whole, b, out, ready=ready, config=SMALL)
+        matmul(whole, b, out, ready=ready, config=config)
+        assert parts() == min(3, config.parts)
         poisoned()
         assert stalls.tolist() == [[0, 0], [1, 0]]
         assert torch.equal(out[:32], (whole @ b)[:32])
-        matmul(whole, b, out, ready=dataclasses.replace(ready, flags=torch.ones_like(flags)), config=SMALL)
+        matmul(whole, b, out, ready=dataclasses.replace(ready, flags=torch.ones_like(flags)), config=config)
     assert torch.equal(out, whole @ b)
 
 
