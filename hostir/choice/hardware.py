@@ -67,6 +67,7 @@ class Hardware:
         barrier, signal: across ranks.
         teller: from the end of a copy until a kernel on another stream has raised a flag behind it.
         edge: from the end of something to the begin of what waits for it on another stream.
+        turn: from the end of a matmul until the next of its stream, which a flag is waited for in between.
         look: what a kernel that looks for signals takes from its start, or from the signal, until it multiplies.
         launch: host time of issuing one of each kind, where no CUDA graph replays them; `flags` is what it takes a
             Triton matmul besides to wait for them, `call` what it takes a call besides. `ahead` is how much of all that
@@ -92,6 +93,7 @@ class Hardware:
     signal: float
     teller: float
     edge: float
+    turn: float
     look: float
     launch: Mapping[str, float] = field(default_factory=dict)
     ahead: float = 0.0
@@ -99,12 +101,12 @@ class Hardware:
 
 
 LAUNCH = {
-    "call": 45.0,
-    "matmul": 21.0,
-    "triton matmul": 9.0,
-    "flags": 15.0,
+    "call": 30.0,
+    "matmul": 32.0,
+    "triton matmul": 6.0,
+    "flags": 2.0,
     "compute": 8.0,
-    "communicate": 25.0,
+    "communicate": 32.0,
     "wait": 3.5,
     "synchronize": 3.0,
     "delay": 5.5,
@@ -159,13 +161,14 @@ H200 = Hardware(
     hidden={"allgather": 1.0, "reduce_scatter": 0.6, "allreduce": 0.6, "alltoall": 0.6},
     copy=3.5,
     link=365.0,
-    crowd=0.77,
+    crowd=0.66,
     push=8.7,
     stores=25.0,
     barrier=5.0,
     signal=2.0,
     teller=2.5,
     edge=5.0,
+    turn=3.0,
     look=15.0,
     launch=LAUNCH,
     ahead=40.0,
@@ -195,6 +198,7 @@ CPU = Hardware(
     signal=20.0,
     teller=20.0,
     edge=0.0,
+    turn=0.0,
     look=0.0,
     launch={},
     source="rough figures of a CPU, which nobody takes for speed",

@@ -171,9 +171,9 @@ class Costs:
         """The share of the SMs, or of the memory's rate, that a computation can fill."""
         if not isinstance(task.what, Gemm):
             return 1.0
-        sms = self.hardware.sms
-        tiles = self.tiles(task.what, self.fastest(task.what, self.family.tiles))
-        filled = tiles / (ceil(tiles / sms) * sms)
+        sms, tile = self.hardware.sms, self.fastest(task.what, self.family.tiles)
+        busy = self.tiles(task.what, tile) * self.tile(task.what, tile)
+        filled = busy / (sms * self.waves(task.what, tile, sms))
         return min(1.0, max(filled, self.streaming(task.what) / self.alone(task)))
 
     def share(self, task: Task, left: float) -> float:
@@ -201,10 +201,10 @@ class Costs:
         """
         rows = max(what.m // len(arrivals), 1)
         if not self.in_triton and beside:
-            return max(start, *arrivals) + self.hardware.edge + self.gemm(what)
+            return max(start, *arrivals) + self.hardware.edge + self.hardware.turn + self.gemm(what)
         if not self.in_triton:
-            for arrival in arrivals:
-                start = max(start, arrival) + self.gemm(replace(what, m=rows))
+            for number, arrival in enumerate(arrivals):
+                start = max(start, arrival) + (self.hardware.turn if number else 0.0) + self.gemm(replace(what, m=rows))
             return start
         tiles = [replace(tile, share=tile.fed or tile.share) for tile in self.family.tiles]
         sms = self.hardware.sms - beside - spare

@@ -18,7 +18,7 @@ from hostir.lower import STRATEGIES as KNOWN
 from tests.benchmarks.results_of_a_run import result, run
 
 KEPT = Path(__file__).parents[2] / "benchmarks/results"
-RESULTS = [*sorted(KEPT.glob("allgather_matmul*.json")), KEPT / "busy_2.json"]
+RESULTS = sorted(KEPT.glob("allgather_matmul*.json"))
 ROW = Row("70B", 2048, 3584, 8192)
 
 

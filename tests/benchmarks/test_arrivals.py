@@ -30,9 +30,10 @@ def test_each_rank_multiplies_its_rows_and_its_peers_in_all_other_places(way: Wa
 def test_a_table_says_what_must_be_reached_on_8_only() -> None:
     times = {"gemm": 44.0, "copies": 70.0, **{way.name: 100.0 for way in WAYS}}
     row = {"model": "8B", "M": 2048, "N": 1792, "K": 4096, "times": times, "score": 0.7}
+    row |= {"best": WAYS[0].name, "host_us": {way.name: 30.0 for way in WAYS[1:]} | {WAYS[0].name: 20.0}}
     eight, four = (report([{**row, "ranks": ranks}]).splitlines()[-1] for ranks in (8, 4))
-    assert eight.endswith("| 0.70 | 0.68 |")
-    assert four.endswith("| 0.70 | - |")
+    assert eight.endswith("| 20 | 0.70 | 0.68 |")
+    assert four.endswith("| 20 | 0.70 | - |")
 
 
 def test_rows_and_ranks_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ NAMES = (
 WHOLE = 1  # slices of what has no pipeline
 ESTIMATES: dict[tuple[object, ...], float] = {}  # made once: several files have the same rows
 OTHER_TRITON = {"d3a5b2e"}  # commits at which the Triton matmul was another, whose launch took the host 190 us
-WHOLE_TILES = {"f4623a0", "fe2edde", "d658aa6", "af38f7b"}  # at which it split no tiles, but shared some by stream-K
+WHOLE_TILES = {"af38f7b"}  # commits at which it split no tiles, but shared some by stream-K
 
 
 @dataclass(frozen=True)

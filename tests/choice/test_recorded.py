@@ -64,24 +64,6 @@ def test_estimates_of_the_peers_are_near_what_they_took() -> None:
     assert sum(0.85 < ratio < 1.18 for ratio in ratios) >= OFTEN * len(ratios), sorted(ratios)
 
 
-def test_the_page_says_how_often_the_model_is_right_where_hosts_are_busy() -> None:
-    found = losses(read(RESULTS / "busy_2.json"))
-    wrong = misses(found)
-    eager = sum(" eager: " in name for name in wrong)
-    page = " ".join(PAGE.read_text().split())
-    assert f"right in {len(found) - len(wrong)} cases of {len(found)}; {eager} of the others are calls without" in page
-    quiet, busy = eager_times("allgather_matmul_2.json"), eager_times("busy_2.json")
-    apart = [max(quiet[call] / busy[call], busy[call] / quiet[call]) for call in quiet.keys() & busy.keys()]
-    near = sum(ratio <= 3 for ratio in apart)
-    worst = f"the worst {max(apart):.1f} times as long"
-    assert f"{near} of {len(apart)} took the same in both runs within a factor of three, {worst}" in page
-
-
-def eager_times(name: str) -> dict[tuple[str, Way], float]:
-    """What calls without a graph took, by row and way."""
-    return {(row.row, way): t for row in read(RESULTS / name) if row.mode == "eager" for way, t in row.times.items()}
-
-
 def test_estimates_are_of_the_hardware_that_was_measured() -> None:
     row = read(RESULTS / "allgather_matmul_f32_2.json")[0]
     slow = replace(row, hardware=replace(row.hardware, link=row.hardware.link / 100))

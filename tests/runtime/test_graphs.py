@@ -12,7 +12,6 @@ import torch
 
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
-from hostir.runtime import cuda
 from hostir.runtime import session as sessions
 from hostir.runtime.cuda import CudaPlan
 from hostir.runtime.executor import Executor
@@ -388,20 +387,6 @@ def test_a_call_without_out_comes_after_the_replay_before_it_on_another_stream()
     with Current(other):
         e(a, b)
     assert ("other", "waits for", "caller") in log
-
-
-def test_calls_with_symmetric_memory_take_turns_whichever_streams_they_are_made_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cuda, "_latest", {})
-    plan: Any = types.SimpleNamespace(machine=types.SimpleNamespace(device=CPU))  # all that is asked of one
-    other = Stream(name="other")
-    CudaPlan.take_turn(plan)
-    with Current(other):
-        CudaPlan.take_turn(plan)
-        CudaPlan.take_turn(plan)
-    CudaPlan.take_turn(plan)
-    assert log == [("other", "waits for", "caller"), ("caller", "waits for", "other")]
 
 
 def test_executors_of_a_session_are_known_to_it_while_they_live() -> None:

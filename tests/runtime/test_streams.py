@@ -1,12 +1,18 @@
-"""The caller's stream is asked for in every call, and torch only where it is another."""
+"""The caller's stream: asked for in every call, of torch only where it is another, and behind other calls."""
 
 from __future__ import annotations
+
+import types
+from typing import Any
 
 import pytest
 import torch
 
-from hostir.runtime import streams
+from hostir.runtime import cuda, streams
+from hostir.runtime.cuda import CudaPlan
 from hostir.runtime.streams import current
+from tests.runtime import fake_graphs
+from tests.runtime.fake_graphs import CPU, Current, Stream, log
 
 
 def test_torch_makes_an_object_for_a_stream_only_when_another_becomes_current(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +34,18 @@ def test_torch_makes_an_object_for_a_stream_only_when_another_becomes_current(mo
         *("stream 8 of cuda:0", "stream 8 of cuda:0", "stream 7 of cuda:1")
     ]
     assert made == ["stream 7 of cuda:0", "stream 7 of cuda:1", "stream 8 of cuda:0"]
+
+
+def test_calls_with_symmetric_memory_take_turns_whichever_streams_they_are_made_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_graphs.install(monkeypatch)
+    monkeypatch.setattr(cuda, "_latest", {})
+    plan: Any = types.SimpleNamespace(machine=types.SimpleNamespace(device=CPU))  # all that is asked of one
+    other = Stream(name="other")
+    CudaPlan.take_turn(plan)
+    with Current(other):
+        CudaPlan.take_turn(plan)
+        CudaPlan.take_turn(plan)
+    CudaPlan.take_turn(plan)
+    assert log == [("other", "waits for", "caller"), ("caller", "waits for", "other")]
