@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from hostir.ir.source import HostIRError, error
+from hostir.runtime.cublas import Apart
 from hostir.runtime.cuda_onesided import OneSided
 from hostir.runtime.graphs import uniform_only
+from hostir.runtime.kernels.aten import BY_CUBLAS
 from hostir.runtime.kernels.kernel import Kernel
 from hostir.runtime.lifetimes import late_streams
 from hostir.runtime.nccl import collective, inlined, messages
@@ -45,7 +47,7 @@ from hostir.runtime.plan import (
     message_teams_of,
 )
 from hostir.runtime.session import Groups
-from hostir.runtime.streams import current
+from hostir.runtime.streams import current, worker
 from hostir.runtime.symmetric import Exchange, SymmetricMemory
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.watchdog import headline
@@ -72,7 +74,18 @@ class CudaMachine:
         self.broken = ""
         self.symmetric = SymmetricMemory(groups.rank, exchange, PeerMemory(device, groups.rank))
         self.messages = Groups(groups.rank, device)
-        self.streams = [torch.cuda.Stream(device) for _ in range(streams)]
+        self.streams = [worker(device) for _ in range(streams)]
+        self.apart: dict[int, Apart] = {}
+
+    def kernel(self, op: Compute) -> Kernel:
+        """What carries out a computation on its stream."""
+        kernel = self.kernels[op.kind]
+        if kernel not in BY_CUBLAS:
+            return kernel
+        if op.stream not in self.apart:
+            priority = 0 if op.stream == CALLER else self.streams[op.stream].priority
+            self.apart[op.stream] = Apart(self.device, priority)
+        return self.apart[op.stream].wrapped(kernel)
 
     def plan(self, recording: Recording, timeline: Timeline | None = None) -> CudaPlan:
         self.connect([t for t in message_teams_of(recording.program) if t not in self.messages.made])
@@ -110,7 +123,7 @@ class CudaPlan:
         self.one_sided: OneSided | None = None
         if self.memory is not None:
             self.one_sided = OneSided(
-                *(recording, self.memory, machine.device), self.registers, self.streams, machine.kernels
+                *(recording, self.memory, machine.device), self.registers, self.streams, machine.kernels, machine.kernel
             )
         for step in self.one_sided.opening() if self.one_sided else ():
             self.append(recording.ops[0], step)
@@ -280,7 +293,8 @@ class CudaPlan:
             assert self.one_sided is not None
             return self.one_sided.compute(op, op.ready)
         assert isinstance(op, Allocate | Compute)
-        return bind(op, registers, self.machine.device, self.machine.kernels)
+        kernels = {op.kind: self.machine.kernel(op)} if isinstance(op, Compute) else {}
+        return bind(op, registers, self.machine.device, kernels)
 
     def bind_synchronize(self, stream: int, other: int) -> Step:
         streams, event = self.streams, torch.cuda.Event()

@@ -56,6 +56,7 @@ class OneSided:
         device: this rank's.
         registers, streams: the plan's own lists, whose elements change with every call.
         kernels: what computes.
+        kernel: what carries out one computation, on its stream.
     """
 
     def __init__(
@@ -66,13 +67,14 @@ class OneSided:
         registers: list[Any],
         streams: Sequence[torch.cuda.Stream],
         kernels: Mapping[str, Kernel],
+        kernel: Callable[[Compute], Kernel],
     ) -> None:
         self.recording = recording
         self.memory = memory
         self.device = device
         self.registers = registers
         self.streams = streams
-        self.kernels = kernels
+        self.kernels, self.kernel = kernels, kernel
         self.rank = recording.rank
         self.handover = Handover.of(recording, memory.offers)
         self.owner_of = {op.out: op.rank for op in recording.ops if isinstance(op, Symmetric)}  # by buffer
@@ -259,7 +261,7 @@ class OneSided:
         place, stream = self.place(ready.flags), op.stream
         flags = [self.flag(place, block, self.rank) for block in range(ready.blocks)]
         wait = self.on(stream, in_batches([wait_at_least(flag, ready.epoch) for flag in flags]))
-        compute = bind(replace(op, ready=None), self.registers, self.device, self.kernels)
+        compute = bind(replace(op, ready=None), self.registers, self.device, {op.kind: self.kernel(op)})
 
         def step() -> None:
             wait()
@@ -272,7 +274,7 @@ class OneSided:
         awaited = {b for b in ready.awaited if (self.place(ready.flags), b) not in self.handover.settled}
         issues = [self.wait(ready.flags, b, ready.epoch) if b in awaited else in_batches([]) for b in ready.order]
         waits = [(block, self.on(op.stream, issue)) for block, issue in zip(ready.order, issues, strict=True)]
-        kernel, own = self.kernels[op.kind], NONE if ready.own is None else ready.own
+        kernel, own = self.kernel(op), NONE if ready.own is None else ready.own
 
         def step() -> None:
             out, a, *others = registers[op.out], *(registers[x] for x in operands)

@@ -1,7 +1,7 @@
-"""The few calls of CUDA's driver that torch does not offer: flags that streams set and wait for, and copies of rows.
+"""The few calls of CUDA's driver that torch does not offer: flags that streams set and wait for, copies, streams.
 
-None of them needs an SM, unless a copy stays on one GPU: the driver makes such a copy with a kernel. All can be
-captured into a CUDA graph. (CUDA driver API: stream memory operations, memory management.)
+No flag or copy needs an SM, unless a copy stays on one GPU: the driver makes such a copy with a kernel. All can be
+captured into a CUDA graph. (CUDA driver API: stream memory operations, memory management, stream management.)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ WAIT, WRITE = 4, 5  # CU_STREAM_MEM_OP_WAIT_VALUE_64 and CU_STREAM_MEM_OP_WRITE_
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 ORDERED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: the write is seen after all that the stream did before
 DEVICE = 2  # CU_MEMORYTYPE_DEVICE
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not in order with the stream that CUDA begins with
 MOST = 200  # operations of a batch; the driver takes 256
 Step = Callable[[], None]
 
@@ -62,6 +63,16 @@ def check(code: int, what: str) -> None:
     _driver().cuGetErrorString(code, ctypes.byref(text))
     said = text.value.decode() if text.value else "unknown error"
     raise RuntimeError(f"{what}: {said} (CUDA error {code})")
+
+
+def new_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
+    """A stream that is not one of torch's pool, which gives the same 32 to everyone. It is never destroyed."""
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device)  # which makes the context, where there is none
+        arguments = ctypes.byref(handle), ctypes.c_uint(NON_BLOCKING), ctypes.c_int(priority)
+        check(_driver().cuStreamCreateWithPriority(*arguments), "a stream")
+    return torch.cuda.ExternalStream(handle.value, device=device)
 
 
 # Flags ------------------------------------------------------------------------------------------------------------

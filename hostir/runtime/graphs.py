@@ -28,7 +28,7 @@ import torch
 
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.plan import Collective, Messages, Recording
-from hostir.runtime.streams import current
+from hostir.runtime.streams import current, own_stream
 from hostir.runtime.watchdog import headline
 
 EAGER = 2  # calls at the same addresses before they are captured: the first may compile, tune and connect
@@ -80,7 +80,7 @@ class Graphs:
     @cached_property
     def side(self) -> torch.cuda.Stream:
         """The stream on which captures are made."""
-        return torch.cuda.Stream(self.device)
+        return own_stream(self, self.device, priority=0)
 
     @cached_property
     def pool(self) -> Any:

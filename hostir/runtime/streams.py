@@ -1,18 +1,58 @@
-"""The caller's stream, asked for in every call: torch takes 10 us of the host to say which one is current."""
+"""Streams: the caller's, an executor's, and such as nobody else has.
+
+None that hostir makes is of torch's pool, which gives everyone the same 32: a graph that anybody captures on one of
+those shares cuBLAS's workspace with what is issued to it, see cublas.py.
+"""
 
 from __future__ import annotations
 
+import itertools
+import weakref
+
 import torch
 
+from hostir.runtime.driver import new_stream
+
+WORKERS = 32  # of a device
 _known: dict[int | None, tuple[int, torch.cuda.Stream]] = {}  # of each device the stream that was current last
+_workers: dict[torch.device, list[torch.cuda.Stream]] = {}
+_turn = itertools.count()
+_free: dict[tuple[torch.device, int], list[torch.cuda.Stream]] = {}  # by priority: whose owners have gone
 
 
 def current(device: torch.device) -> torch.cuda.Stream:
-    """The current stream of a device; the same object as long as the same one is current."""
+    """The current stream of a device; the same object as long as the same one is current.
+
+    Every call asks for it, and torch takes 10 us of the host to say which one it is.
+    """
     handle = torch._C._cuda_getCurrentRawStream(device.index)
     known = _known.get(device.index)
     if known is not None and known[0] == handle:
         return known[1]
     stream = torch.cuda.current_stream(device)
     _known[device.index] = handle, stream
+    return stream
+
+
+def worker(device: torch.device) -> torch.cuda.Stream:
+    """A stream for the statements of an executor, by turns one of those that all executors share."""
+    made = _workers.setdefault(device, [])
+    if len(made) < WORKERS:
+        made.append(new_stream(device, priority=0))
+        return made[-1]
+    return made[next(_turn) % WORKERS]
+
+
+def own_stream(owner: object, device: torch.device, priority: int) -> torch.cuda.Stream:
+    """A stream that nobody else has while `owner` lives. The next one may have it then, and cuBLAS's workspace with it.
+
+    Waits for the device if that is so, unless a capture forbids it: then the stream is new.
+    """
+    spare = _free.setdefault((device, priority), [])
+    if spare and not torch.cuda.is_current_stream_capturing():
+        stream = spare.pop()
+        torch.cuda.synchronize(device)  # the last runs of graphs that have gone
+    else:
+        stream = new_stream(device, priority)
+    weakref.finalize(owner, spare.append, stream).atexit = False
     return stream

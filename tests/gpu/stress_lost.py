@@ -202,8 +202,11 @@ def main() -> int:
         rank_of(CASES[chosen.cases[0]], chosen.device)
         return 0
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    results = {name: watch(name, chosen.ranks, chosen.device, chosen.folder) for name in chosen.cases or CASES}
-    good = [report(name, ended) for name, ended in results.items()]
+    results: dict[str, list[Ended]] = {}
+    good = []
+    for name in chosen.cases or CASES:
+        results[name] = watch(name, chosen.ranks, chosen.device, chosen.folder)
+        good.append(report(name, results[name]))
     if chosen.json is not None:
         figures = {name: {it.rank: round(it.seconds, 1) for it in ended} for name, ended in results.items()}
         chosen.json.write_text(json.dumps({"ranks": chosen.ranks, "seconds": figures}, indent=1) + "\n")

@@ -35,7 +35,7 @@ class Device:
 
 
 class Stream:
-    device_index = 0
+    device_index, priority = 0, 0
 
     def __init__(self, device: object = None, name: str = "") -> None:
         self.name = name or f"stream {next(Stream.count)}"
@@ -117,6 +117,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in cuda.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(streams, "_known", {})
+    monkeypatch.setattr(streams, "_workers", {})
+    monkeypatch.setattr(streams, "_free", {})
+    monkeypatch.setattr(streams, "new_stream", lambda device, priority: Stream())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(Device.current), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: log.append(("leave", *which)))
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *which: log.append(("release", *which)))

@@ -254,6 +254,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: these.current)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: these.current)
     monkeypatch.setattr(streams, "_known", {})
+    monkeypatch.setattr(streams, "_workers", {})
+    monkeypatch.setattr(streams, "new_stream", lambda device, priority: Stream())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(these.current), raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)

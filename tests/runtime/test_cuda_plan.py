@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ log: list[tuple[Any, ...]] = []
 
 
 class Stream:
+    priority = 0
+
     def __init__(self, name: object = None) -> None:
         self.name = "caller" if name == "caller" else f"worker {next(Stream.count)}"
 
@@ -74,12 +77,16 @@ class Group:
 def notes(monkeypatch: pytest.MonkeyPatch) -> None:
     log.clear()
     caller = Stream("caller")
-    monkeypatch.setattr(Stream, "count", iter(range(9)))
+    monkeypatch.setattr(Stream, "count", itertools.count())
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: caller)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(streams, "_known", {})
+    monkeypatch.setattr(streams, "_workers", {})
+    monkeypatch.setattr(streams, "_free", {})
+    monkeypatch.setattr(streams, "new_stream", lambda device, priority: Stream())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(caller), raising=False)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append(("set", stream.name)))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append(("record_stream", stream.name)))

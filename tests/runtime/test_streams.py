@@ -36,6 +36,17 @@ def test_torch_makes_an_object_for_a_stream_only_when_another_becomes_current(mo
     assert made == ["stream 7 of cuda:0", "stream 7 of cuda:1", "stream 8 of cuda:0"]
 
 
+def test_executors_share_streams_that_are_none_of_torch_s_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_graphs.install(monkeypatch)
+    made: list[object] = []
+    monkeypatch.setattr(streams, "new_stream", lambda device, priority: made.append(object()) or made[-1])
+    first = [streams.worker(CPU) for _ in range(streams.WORKERS)]
+    again = [streams.worker(CPU) for _ in range(2 * streams.WORKERS)]
+    assert len(set(map(id, first))) == len(made) == streams.WORKERS
+    assert again[: streams.WORKERS] == again[streams.WORKERS :]
+    assert set(map(id, again)) == set(map(id, first))
+
+
 def test_calls_with_symmetric_memory_take_turns_whichever_streams_they_are_made_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -84,6 +84,7 @@ def sum(out: torch.Tensor, x: torch.Tensor, *, axis: int) -> None:
 KERNELS: dict[str, Callable[..., None]] = {
     f.__name__: f for f in (matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum)
 }
+BY_CUBLAS = (matmul, linear)
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
