@@ -67,9 +67,11 @@ def check(code: int, what: str) -> None:
 
 def new_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
     """A stream that is not one of torch's pool, which gives the same 32 to everyone. It is never destroyed."""
-    handle = ctypes.c_void_p()
+    handle, context = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
-        torch.cuda.current_stream(device)  # which makes the context, where there is none
+        check(_driver().cuCtxGetCurrent(ctypes.byref(context)), "a stream")
+        if not context:  # of a new thread, until its first call of the runtime
+            torch.cuda.mem_get_info(device)
         arguments = ctypes.byref(handle), ctypes.c_uint(NON_BLOCKING), ctypes.c_int(priority)
         check(_driver().cuStreamCreateWithPriority(*arguments), "a stream")
     return torch.cuda.ExternalStream(handle.value, device=device)

@@ -19,7 +19,7 @@ from hostir.runtime.kernels.launch import INTERPRETED, Compiled, bind_thread, la
 
 WARPS = 1 if INTERPRETED else 16
 PER_THREAD = 64  # bytes that a thread loads before it stores them
-BATCH = 1 << 20  # bytes between two looks at who is done: each waits until all that was written has arrived
+BATCH = 2 << 20  # bytes between two looks at who is done: each waits until all that was written has arrived
 MOST = 32  # pieces in a batch
 GROUPS = 2  # of programs, which take batches in turn: while those of one wait, those of the other write
 
@@ -31,7 +31,7 @@ class Piece:
     Fields:
         offset: of the first byte, in the source.
         target: the address that it goes to. Where it lies there already, nothing is copied.
-        flag: the address of an int64 that rises to `epoch`; 0 for none.
+        flag: the address of an int64 that rises to `epoch`, if it is not higher; 0 for none.
     """
 
     offset: int
@@ -44,7 +44,7 @@ class Piece:
 def push_kernel(
     source,  # pointer
     table,  # [4, pieces] of int64: offset, target, flag and epoch of each Piece
-    arrived,  # [batches] of int32, 0 before and after: the programs that are done; and one, once flags before are up
+    arrived,  # [batches] of int32, 0 before and after: the programs that are done; and one, once all before has arrived
     units,  # of a piece
     pieces,
     together,  # pieces of a batch
@@ -55,10 +55,10 @@ def push_kernel(
     GROUPS: tl.constexpr,
     DEPENDENTS: tl.constexpr,  # the kernel behind may start now
 ):
-    """Each group takes every GROUPS-th batch, each program a part of it. Flags rise in order of the batches.
+    """Each group takes every GROUPS-th batch, each program a part of it.
 
-    A batch is complete once all programs of its group are done with it, and the flags of the batch before are up. Who
-    says the last of this raises its flags.
+    A batch is complete once all programs of its group are done with it, and the batch before is complete. Who says the
+    last of this raises its flags.
     """
     if DEPENDENTS:
         gdc_launch_dependents()
@@ -88,8 +88,10 @@ def push_kernel(
                     tl.store(out + done + unit, tl.load(x + done + unit, mask=mask), mask=mask)
             at += size
         batch = first // together
-        if _completes(arrived, batch, GROUPS):
-            _raise_flags(table, arrived, batch, pieces, together, MOST, GROUPS)
+        tl.debug_barrier()  # what other threads wrote comes before the arrival of the one thread that says so
+        others = programs - tl.where(batch > 0, 0, 1)
+        if tl.atomic_add(arrived + batch, 1, sem="acq_rel", scope="sys") == others:
+            _hand_on(table, arrived, batch, pieces, together, MOST, GROUPS)
 
 
 @triton.jit
@@ -98,29 +100,26 @@ def _programs_of(group, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _completes(arrived, batch, GROUPS: tl.constexpr):
-    """Say that a program is done with a batch, or has raised the flags before it. Whether nothing else is missing."""
-    tl.debug_barrier()  # what other threads wrote comes before the arrival of the one thread that says so
-    others = _programs_of(batch % GROUPS, GROUPS) - tl.where(batch > 0, 0, 1)
-    return tl.atomic_add(arrived + batch, 1, sem="acq_rel", scope="sys") == others
+def _hand_on(table, arrived, batch, pieces, together, MOST: tl.constexpr, GROUPS: tl.constexpr):
+    """Say that a batch is complete to those behind it, and raise its flags and those of the ones complete with it.
 
-
-@triton.jit
-def _raise_flags(table, arrived, batch, pieces, together, MOST: tl.constexpr, GROUPS: tl.constexpr):
-    """Raise the flags of a batch that is complete, and those of the batches behind it that are complete then."""
-    number = tl.arange(0, MOST)
-    complete = True
+    The flags come last: saying anything behind them would wait until they have crossed over to the peers. So those of
+    two batches may rise in either order, but none before all is there that comes before it.
+    """
+    end, complete = batch, True
     while complete:
-        tl.store(arrived + batch, 0)
-        first = batch * together
+        tl.store(arrived + end, 0)
+        end += 1
+        complete = False
+        if end * together < pieces:
+            others = _programs_of(end % GROUPS, GROUPS)
+            complete = tl.atomic_add(arrived + end, 1, sem="acq_rel", scope="gpu") == others
+    number = tl.arange(0, MOST)
+    for first in range(batch * together, end * together, together):
         raised = number < min(together, pieces - first)
         flags = tl.load(table + 2 * pieces + first + number, mask=raised, other=0)
         epochs = tl.load(table + 3 * pieces + first + number, mask=raised, other=0)
-        tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
-        batch += 1
-        complete = False
-        if batch * together < pieces:
-            complete = _completes(arrived, batch, GROUPS)
+        tl.atomic_max(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
 
 
 class Push:
@@ -139,10 +138,7 @@ class Push:
         self.device, self.sms, self.size = device, min(sms, limits(device).sms), size
         self.count = len(pieces)
         self.together = min(max(BATCH // max(size, 1), 1), MOST, self.count)
-        # The flags of a batch rise at one time: where one has several epochs, only to the last.
-        last = {(i // self.together, p.flag): i for i, p in enumerate(pieces)}
-        raised = (p.flag if last[i // self.together, p.flag] == i else 0 for i, p in enumerate(pieces))
-        rows = ((p.offset, p.target, flag, p.epoch) for p, flag in zip(pieces, raised, strict=True))
+        rows = ((p.offset, p.target, p.flag, p.epoch) for p in pieces)
         self.table = torch.tensor([*zip(*rows, strict=True)], dtype=torch.int64, device=device)
         self.arrived = torch.zeros(-(-self.count // self.together), dtype=torch.int32, device=device)
         self.groups = min(GROUPS, self.sms, len(self.arrived))  # each has a batch: the programs of another would idle

@@ -104,6 +104,9 @@ _FIXED_COST = 256 * 128 * 256
 _MEETING_COST, _PART_COST, _SUM_COST = 12e6, 6e6, 540
 # What a multiprocessor multiplies and adds while a byte comes from a peer: of 390 T/s, over 132, at 300 GB/s.
 _WORK_OF_A_BYTE = 390e12 / 132 / 300e9
+# The same while all of them read a byte of a right side that the L2 does not hold, at 4.3 TB/s.
+_WORK_OF_A_BYTE_READ = 390e12 / 132 / 4.3e12
+_IN_L2 = 32 << 20
 
 
 def candidates(dtype: torch.dtype, *, descriptors: bool = True, tf32: bool = False) -> tuple[Config, ...]:
@@ -166,8 +169,7 @@ def choose(
             tried.append(replace(tile, split=last) if thin else replace(tile, split=sms - last, parts=2))
     if block is None:
         return min(tried, key=lambda tile: _alone(tile, batch, M, N, K, sms))
-    coming = block * K * dtype.itemsize * _WORK_OF_A_BYTE
-    return min(tried, key=lambda tile: _fed(tile, batch, M, N, K, sms, block, coming, apart))
+    return min(tried, key=lambda tile: _fed(tile, batch, M, N, K, dtype.itemsize, sms, block, apart))
 
 
 def _tiles(tile: Config, batches: int, M: int, N: int) -> int:
@@ -188,10 +190,17 @@ def _alone(tile: Config, batches: int, M: int, N: int, K: int, sms: int) -> floa
     return -(-plan.whole // plan.programs) * whole + (_part(tile, plan.parts, whole) if plan.parts else 0)
 
 
-def _fed(tile: Config, batch: int, M: int, N: int, K: int, sms: int, block: int, coming: float, apart: bool) -> float:
-    """The same where rows come in blocks, the first at once and each other one `coming` after the one before."""
+def _fed(
+    tile: Config, batch: int, M: int, N: int, K: int, itemsize: int, sms: int, block: int, apart: bool
+) -> tuple[float, float]:
+    """The same where rows come in blocks, the first at once and each other one so much after the one before.
+
+    The tiles of each block read all of the right side, when those of others have read it or will. Where that takes
+    longer than all else, what else takes comes second.
+    """
     batches, rows = in_blocks(batch, M, block, tile.m, apart)
     tiles, steps, blocks = _tiles(tile, batches, rows, N), -(-K // tile.k), max(1, batch * M // block)
+    coming = block * K * itemsize * _WORK_OF_A_BYTE
     whole = steps * tile.m * tile.n * tile.k / (tile.fed or tile.rate) + _FIXED_COST
     plan = schedule(tiles, steps, sms, min(tile.split, tiles - tiles // blocks), tile.parts)
     free = [0.0] * plan.programs
@@ -203,4 +212,6 @@ def _fed(tile: Config, batch: int, M: int, N: int, K: int, sms: int, block: int,
         program = (plan.whole + number) % plan.programs
         there = (plan.whole + number % left) * blocks // tiles * coming
         free[program] = max(free[program], there) + _part(tile, plan.parts, whole)
-    return max(free)
+    right = N * K * itemsize
+    times = min(blocks, batches * -(-rows // tile.m)) if right > _IN_L2 else 0
+    return max(*free, times * right * _WORK_OF_A_BYTE_READ), max(free)

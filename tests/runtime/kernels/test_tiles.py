@@ -101,3 +101,15 @@ def test_blocks_that_come_late_are_multiplied_with_smaller_tiles_than_rows_that_
     here = choose(4096, 1792, 4096, torch.bfloat16, 132)
     coming = choose(4096, 1792, 4096, torch.bfloat16, 132, block=1024)
     assert coming.m * coming.n < here.m * here.n
+
+
+@pytest.mark.parametrize(("N", "K", "rows"), [(6656, 16384, 128), (3584, 8192, 128), (1792, 4096, 64)])
+def test_tiles_span_small_blocks_where_each_would_read_a_right_side_that_the_l2_does_not_hold(
+    N: int, K: int, rows: int
+) -> None:
+    assert choose(512, N, K, torch.bfloat16, 116, block=64).m == rows
+
+
+def test_where_all_tiles_read_for_longer_than_they_compute_the_one_that_computes_least_is_taken() -> None:
+    apart = choose(512, 6656, 16384, torch.bfloat16, 132, block=64, apart=True)
+    assert apart.m == 64, "no tile spans two blocks, so that half of a taller one would be empty"
