@@ -63,7 +63,8 @@ class Hardware:
         rates: of each kind of collective, of the bytes that leave a rank and half of those that it keeps.
         hidden: the part of that rate which is left beside a computation.
         copy: what one copy costs; `link` its rate to a peer; `crowd` what is left of that where copies overlap.
-        push: what a kernel costs that copies on some SMs; `stores` its rate to a peer of each SM, no more than `link`.
+        push: what a kernel costs that copies on some SMs; `stores` its rate to a peer of each SM, no more than `link`;
+            `pushed` what is left of the rate of a matmul that starts beside it.
         barrier, signal: across ranks.
         teller: from the end of a copy until a kernel on another stream has raised a flag behind it.
         edge: from the end of something to the begin of what waits for it on another stream.
@@ -89,6 +90,7 @@ class Hardware:
     crowd: float
     push: float
     stores: float
+    pushed: float
     barrier: float
     signal: float
     teller: float
@@ -162,8 +164,9 @@ H200 = Hardware(
     copy=3.5,
     link=365.0,
     crowd=0.66,
-    push=8.7,
+    push=7.0,
     stores=25.0,
+    pushed=0.88,
     barrier=5.0,
     signal=2.0,
     teller=2.5,
@@ -194,6 +197,7 @@ CPU = Hardware(
     crowd=1.0,
     push=20.0,
     stores=4.0,
+    pushed=1.0,
     barrier=100.0,
     signal=20.0,
     teller=20.0,

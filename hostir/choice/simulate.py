@@ -100,8 +100,8 @@ class Costs:
         h = self.hardware
         if not what.sms:
             return h.copy + what.bytes / h.link / 1e3
-        rate = h.memory / 2 if what.peer == rank else h.stores * what.sms
-        return h.push * what.first + what.bytes / min(rate, h.link) / 1e3
+        rate = h.memory / 2 if what.peer == rank else min(h.stores * what.sms, h.link)
+        return h.push * what.first + what.bytes / rate / 1e3
 
     def transfer(self, what: Transfer) -> float:
         """Of two protocols, one with the lower latency and one with the higher rate, the faster."""
@@ -206,7 +206,8 @@ class Costs:
             for number, arrival in enumerate(arrivals):
                 start = max(start, arrival) + (self.hardware.turn if number else 0.0) + self.gemm(replace(what, m=rows))
             return start
-        tiles = [replace(tile, share=tile.fed or tile.share) for tile in self.family.tiles]
+        slower = self.hardware.pushed if beside else 1.0
+        tiles = [replace(tile, share=(tile.fed or tile.share) * slower) for tile in self.family.tiles]
         sms = self.hardware.sms - beside - spare
         look = self.hardware.look * (STARTED if beside else 1.0)
         start += self.family.start
