@@ -264,8 +264,8 @@ class Tracer(Observer):
                 raise self.fail(f"rows of {layout}", expected="rows with one stride", hint="copy it first")
         for i in range(ready.blocks):
             own, rows = ready.own if i == ready.first else None, rows_of(a, i, ready.blocks)
-            accesses = [access(rows, own is not None), access(rows_of(out, i, ready.blocks), True)]
-            accesses += [access(x, False) for x in (*others, *([] if own is None else [own]))]
+            reads = [access(x, False) for x in (*others, *([] if own is None else [own]))]
+            accesses = [*reads, access(rows, own is not None), access(rows_of(out, i, ready.blocks), True)]
             block = self.event(f"runs block {i}", accesses, [start])
             if own is None:
                 kernel.waits.append(Flag(block, self.rank, ready.flags.buffer.name, i, (self.turn, ready.epoch)))
