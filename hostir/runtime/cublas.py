@@ -14,6 +14,8 @@ fork from the stream that they belong to and join it: edges, which a graph has a
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from hostir.runtime.kernels.kernel import Again, Kernel
@@ -46,9 +48,16 @@ class Apart:
             self.fork.wait(inside)
             try:
                 with torch.cuda.stream(inside):
-                    return kernel(*tensors, **options)
-            finally:
-                self.join.record(inside)
-                self.join.wait(outside)
+                    again = kernel(*tensors, **options)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # what came first is the reason
+                    self.rejoin(inside, outside)
+                raise
+            self.rejoin(inside, outside)
+            return again
 
         return call
+
+    def rejoin(self, inside: torch.cuda.Stream, outside: torch.cuda.Stream) -> None:
+        self.join.record(inside)
+        self.join.wait(outside)

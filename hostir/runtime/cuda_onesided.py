@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from hostir.runtime.plan import (
     bind,
 )
 from hostir.runtime.pushes import Pushes
+from hostir.runtime.streams import own_stream
 from hostir.runtime.symmetric import BARRIERS, Place, SharedMemory
 
 FLAG_BYTES = 8
@@ -87,6 +88,11 @@ class OneSided:
         self.sent: set[tuple[int, Place, int, int]] = set()
         self.pushes = {id(op): pushes for pushes in Pushes.of(recording) for op in pushes.ops}
         self.offsets = {op.out: op.offset for op in recording.ops if isinstance(op, View)}
+
+    @cached_property
+    def aside(self) -> torch.cuda.Stream:
+        """A stream to look at flags on, whatever the others are stuck in."""
+        return own_stream(self, self.device, priority=0)
 
     # Operations ---------------------------------------------------------------------------------------------------
     def is_direct(self, op: Op) -> bool:
@@ -195,6 +201,12 @@ class OneSided:
             flag, epoch = (0, 0) if signal is None or self.is_sent(signal) else (self.raised(signal), signal.epoch)
             offset = self.offsets.get(copy.x, 0) * to.element_size()
             pieces.append((offset, registers[copy.out].data_ptr(), flag, epoch))
+        # Its flags rise in any order, hence each once: an earlier epoch might come when the flag is back at 0.
+        last = {flag: number for number, (*_, flag, _) in enumerate(pieces)}
+        pieces = [
+            (offset, target, flag if last[flag] == number else 0, epoch)
+            for number, (offset, target, flag, epoch) in enumerate(pieces)
+        ]
         kernel = self.pusher(pieces, to.numel() * to.element_size(), pushes.sms)
         return lambda: kernel(registers[source])
 
@@ -302,7 +314,7 @@ class OneSided:
     def missing(self) -> list[tuple[Op, str]]:
         """The operations whose flags have not risen, and which flag stands where. Reads flags beside all streams."""
         held: dict[Place, list[int]] = {}
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+        with torch.cuda.stream(self.aside):
             for (place, rank), buffer in self.memory.buffers.items():
                 if rank == self.rank and buffer.dtype == FLAGS:
                     held[place] = buffer.cpu().view(-1).tolist()

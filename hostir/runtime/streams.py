@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import deque
 
 import torch
 
 from hostir.runtime.driver import new_stream
 
 WORKERS = 32  # of a device
+RESTING = 32  # streams of one priority that nobody takes
 _known: dict[int | None, tuple[int, torch.cuda.Stream]] = {}  # of each device the stream that was current last
 _workers: dict[torch.device, list[torch.cuda.Stream]] = {}
 _turn = itertools.count()
-_free: dict[tuple[torch.device, int], list[torch.cuda.Stream]] = {}  # by priority: whose owners have gone
+_free: dict[tuple[torch.device, int], deque[torch.cuda.Stream]] = {}  # by priority: whose owners have gone, in order
 
 
 def current(device: torch.device) -> torch.cuda.Stream:
@@ -37,22 +39,20 @@ def current(device: torch.device) -> torch.cuda.Stream:
 def worker(device: torch.device) -> torch.cuda.Stream:
     """A stream for the statements of an executor, by turns one of those that all executors share."""
     made = _workers.setdefault(device, [])
-    if len(made) < WORKERS:
-        made.append(new_stream(device, priority=0))
-        return made[-1]
-    return made[next(_turn) % WORKERS]
+    if len(made) >= WORKERS:
+        return made[next(_turn) % WORKERS]
+    stream = new_stream(device, priority=0)
+    made.append(stream)
+    return stream
 
 
 def own_stream(owner: object, device: torch.device, priority: int) -> torch.cuda.Stream:
-    """A stream that nobody else has while `owner` lives. The next one may have it then, and cuBLAS's workspace with it.
+    """A stream that nobody else has while `owner` lives, and cuBLAS's workspace with it, of which torch frees none.
 
-    Waits for the device if that is so, unless a capture forbids it: then the stream is new.
+    Those whose owners have gone are taken again in their turn, but the latest rest: a graph that has gone may still be
+    under way. To wait for it would mean the whole device, which CUDA forbids while anybody captures.
     """
-    spare = _free.setdefault((device, priority), [])
-    if spare and not torch.cuda.is_current_stream_capturing():
-        stream = spare.pop()
-        torch.cuda.synchronize(device)  # the last runs of graphs that have gone
-    else:
-        stream = new_stream(device, priority)
+    spare = _free.setdefault((device, priority), deque())
+    stream = spare.popleft() if len(spare) > RESTING else new_stream(device, priority)
     weakref.finalize(owner, spare.append, stream).atexit = False
     return stream

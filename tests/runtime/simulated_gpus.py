@@ -167,7 +167,7 @@ class Gpus:
         return lambda stream: stream.add(*_write(flag, epoch))
 
     def pusher(self, pieces: Sequence[tuple[int, ...]], size: int) -> Callable[[torch.Tensor], None]:
-        """One kernel: it copies in any order, and then raises each flag to its last epoch."""
+        """One kernel: it copies in any order, and then raises flags in any order."""
 
         def push(source: torch.Tensor) -> None:
             begun, copied = Event(), Event()
@@ -175,8 +175,9 @@ class Gpus:
             for offset, target, _, _ in pieces:
                 self.beside(begun, Task(partial(_move, target, source, offset, size)))
             copied.record(self.current)
-            for flag, epoch in {flag: epoch for _, _, flag, epoch in pieces if flag}.items():
-                self.beside(copied, Task(*_write(flag, epoch)))
+            for *_, flag, epoch in pieces:
+                if flag:
+                    self.beside(copied, Task(*_write(flag, epoch)))
             self.current.copying = begun
 
         return push

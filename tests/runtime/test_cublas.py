@@ -50,7 +50,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "worker", lambda device: Stream())
     monkeypatch.setattr(streams, "new_stream", new_stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("synchronize"))
 
 
 def executor(monkeypatch: pytest.MonkeyPatch, body: str = BODY) -> Executor:
@@ -118,21 +117,36 @@ def test_a_product_that_fails_in_a_capture_joins_as_well(monkeypatch: pytest.Mon
     assert Device.current.name == "caller"
 
 
-def test_two_executors_never_have_the_same_stream_but_one_that_has_gone_leaves_its_own(
+def test_two_executors_never_have_the_same_stream_but_those_that_have_gone_leave_theirs_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, second = executor(monkeypatch, HERE), executor(monkeypatch, HERE)
-    for e in (first, second):
+    monkeypatch.setattr(streams, "RESTING", 2)
+    living = executor(monkeypatch, HERE)
+    assert noted_in(living, capture=False) == [("matmul", "caller")]
+    seen = []
+    for _ in range(6):
+        e = executor(monkeypatch, HERE)
         noted_in(e, capture=False)
-    assert noted_in(first, capture=True)[1] == ("matmul", "own 0")
-    assert noted_in(second, capture=True)[1] == ("matmul", "own 1")
-    del e, first
-    log.clear()
-    third = executor(monkeypatch, HERE)
-    third(torch.randn(4, 8), torch.randn(8, 5))
-    assert log[0] == "synchronize", "a graph of the first may still be under way"
-    assert noted_in(third, capture=True)[1] == ("matmul", "own 0")
-    assert len(made) == 2
+        seen.append(noted_in(e, capture=True)[1][1])
+        del e
+    assert seen == ["own 1", "own 2", "own 3", "own 1", "own 2", "own 3"]
+    assert noted_in(living, capture=True)[1] == ("matmul", "own 0")
+
+
+def test_why_a_product_failed_is_said_even_if_its_stream_cannot_join_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    e = executor(monkeypatch, HERE)
+    noted_in(e, capture=False)
+    Device.fails = "kernel"
+    Device.capture = fake_graphs.Graph()
+
+    def spoiled(event: Event, stream: Stream) -> None:
+        event.stream = stream.name
+        if stream.name.startswith("own"):
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(Event, "record", spoiled)
+    with pytest.raises(Exception, match="not in a capture"):
+        e(torch.randn(4, 8), torch.randn(8, 5))
 
 
 def test_an_executor_whose_products_are_not_cublas_s_makes_no_streams() -> None:

@@ -31,7 +31,7 @@ class Piece:
     Fields:
         offset: of the first byte, in the source.
         target: the address that it goes to. Where it lies there already, nothing is copied.
-        flag: the address of an int64 that rises to `epoch`, if it is not higher; 0 for none.
+        flag: the address of an int64 that rises to `epoch`; 0 for none. No other piece of the kernel has the same.
     """
 
     offset: int
@@ -119,7 +119,7 @@ def _hand_on(table, arrived, batch, pieces, together, MOST: tl.constexpr, GROUPS
         raised = number < min(together, pieces - first)
         flags = tl.load(table + 2 * pieces + first + number, mask=raised, other=0)
         epochs = tl.load(table + 3 * pieces + first + number, mask=raised, other=0)
-        tl.atomic_max(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
+        tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
 
 
 class Push:

@@ -106,7 +106,7 @@ _MEETING_COST, _PART_COST, _SUM_COST = 12e6, 6e6, 540
 _WORK_OF_A_BYTE = 390e12 / 132 / 300e9
 # The same while all of them read a byte of a right side that the L2 does not hold, at 4.3 TB/s.
 _WORK_OF_A_BYTE_READ = 390e12 / 132 / 4.3e12
-_IN_L2 = 32 << 20
+_IN_L2 = 32 << 20  # beside rows and results, of 50 MiB
 
 
 def candidates(dtype: torch.dtype, *, descriptors: bool = True, tf32: bool = False) -> tuple[Config, ...]:
@@ -195,8 +195,8 @@ def _fed(
 ) -> tuple[float, float]:
     """The same where rows come in blocks, the first at once and each other one so much after the one before.
 
-    The tiles of each block read all of the right side, when those of others have read it or will. Where that takes
-    longer than all else, what else takes comes second.
+    The tiles of each block read all of the right side anew, if the L2 does not keep it from one block to the next.
+    Where that takes longer than all else, what else takes comes second.
     """
     batches, rows = in_blocks(batch, M, block, tile.m, apart)
     tiles, steps, blocks = _tiles(tile, batches, rows, N), -(-K // tile.k), max(1, batch * M // block)

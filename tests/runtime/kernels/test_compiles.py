@@ -213,13 +213,12 @@ def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flag
     ptx = triton.compile(source, target=HOPPER, options={"num_warps": WARPS}).asm["ptx"]
     assert "griddepcontrol.launch_dependents" in ptx
     assert re.search(r"ld\.global\.(v2\.b64|v4\.b32|v4\.b64|v8\.b32) .*st\.global\.\1 ", ptx, re.DOTALL)
-    arrival, handed_on, raising = (
-        ptx.find(f"atom.global.{kind}") for kind in ("sys.acq_rel.add.u32", "gpu.acq_rel.add.u32", "sys.release.max.")
-    )
+    atomics = ("sys.acq_rel.add.u32", "gpu.acq_rel.add.u32", "sys.release.exch.b64")
+    arrival, handed_on, raising = (ptx.find(f"atom.global.{kind}") for kind in atomics)
     assert ptx.rfind("bar.sync", 0, arrival) >= 0, "what all threads wrote comes before"
     assert 0 < arrival < handed_on < raising, "flags cross over to peers while the next batch goes on"
-    assert ptx.find("bar.sync", arrival) < handed_on
-    assert ptx.find("bar.sync", handed_on) < raising, "every thread knows before it raises a flag"
+    assert arrival < ptx.find("bar.sync", arrival) < handed_on
+    assert handed_on < ptx.find("bar.sync", handed_on) < raising, "every thread knows before it raises a flag"
 
 
 def spilled(ptx: str, folder: Path) -> int:

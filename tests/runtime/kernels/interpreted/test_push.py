@@ -79,17 +79,6 @@ def test_one_kernel_serves_sources_that_lie_differently() -> None:
         assert torch.equal(target, source)
 
 
-@pytest.mark.parametrize("batch", [1 << 20, 8])
-def test_a_flag_that_several_pieces_raise_ends_at_the_last_epoch(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push, "BATCH", batch)
-    source, target, flag = torch.randn(8), torch.zeros(8), torch.zeros(1, dtype=torch.int64)
-    pieces = [Piece(8 * i, target.data_ptr() + 8 * i, flag.data_ptr(), i + 1) for i in range(4)]
-    kernel = Push(torch.device("cpu"), pieces, 8, sms=2)
-    kernel(source)
-    assert torch.equal(target, source)
-    assert flag.item() == 4
-
-
 def test_programs_are_as_many_groups_as_have_a_batch_at_most() -> None:
     for pieces, size, sms, groups in ((1, 48, 3, 1), (4, 48, 3, 1), (2, push.BATCH, 3, 2), (2, push.BATCH, 1, 1)):
         assert Job.random(Random(0), "cpu", pieces, size, 0, sms).push.groups == groups
