@@ -74,3 +74,9 @@ def test_only_knobs_reads_the_variables_of_hostir() -> None:
 def test_every_example_has_a_main() -> None:
     without = [relative(path) for path in (ROOT / "examples").glob("*.py") if "main" not in functions_of(path)]
     assert not without, "an example is run by its main()"
+
+
+@pytest.mark.xdist_group("grouped")
+def test_tests_that_share_what_takes_long_to_make_are_run_by_one_process(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("loadgroup", False):  # as `make test` asks for
+        assert request.node.nodeid.endswith("@grouped"), "each process makes it: see pytest in constraints.txt"

@@ -42,14 +42,18 @@ GRAPH, EAGER = "graph", "eager"
 def estimate(
     program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten", mode: str = GRAPH
 ) -> float:
-    """Microseconds that a call would take: `graph` as replayed from a CUDA graph, `eager` with what the host takes.
+    """Microseconds that a call would take: `graph` as replayed from a CUDA graph, `eager` with what the host takes."""
+    return estimates(program, sizes, hardware, kernels)[mode]
 
-    Of calls that follow each other each takes the device's time or, where that is longer, the host's.
-    """
+
+def estimates(
+    program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten"
+) -> Mapping[str, float]:
+    """The estimate of each mode. Of calls in a row each takes the time of the device or, where longer, of the host."""
     tasks = tasks_of(program, sizes)
     costs = Costs(hardware, kernels, flops(tasks))
     device = Simulation(tasks, costs).run()
-    return device if mode == GRAPH else max(device, costs.host(tasks) - hardware.ahead)
+    return {GRAPH: device, EAGER: max(device, costs.host(tasks) - hardware.ahead)}
 
 
 class Costs:

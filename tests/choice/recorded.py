@@ -13,7 +13,7 @@ from typing import Any
 import hostir as hi
 from examples import patterns
 from hostir.choice.hardware import Hardware, hardware_of
-from hostir.choice.simulate import estimate
+from hostir.choice.simulate import estimates
 from hostir.ir.program import Program
 
 # Names of candidates: `sequential aten`, `S=4 streams=2 aten`, `pipeline 4 slices 2 streams triton`,
@@ -27,7 +27,7 @@ NAMES = (
     ),
 )
 WHOLE = 1  # slices of what has no pipeline
-ESTIMATES: dict[tuple[object, ...], float] = {}  # made once: several files have the same rows
+ESTIMATES: dict[tuple[object, ...], Mapping[str, float]] = {}  # made once: several files have the same rows
 OTHER_TRITON = {"d3a5b2e"}  # commits at which the Triton matmul was another, whose launch took the host 190 us
 WHOLE_TILES = {"af38f7b"}  # commits at which it split no tiles, but shared some by stream-K
 
@@ -66,11 +66,11 @@ class Recorded:
 
     def estimate(self, way: Way) -> float:
         fusion = (self.kind, self.shape, self.ranks, self.dtype)
-        key = (fusion, way, self.mode, repr(self.hardware))  # all of its constants, which are no key themselves
+        key = (fusion, way, repr(self.hardware))  # all of its constants, which are no key themselves
         if key not in ESTIMATES:
             program = lowered(*fusion, way.strategy, way.slices, way.streams)
-            ESTIMATES[key] = estimate(program, {}, self.hardware, way.kernels, self.mode)
-        return ESTIMATES[key]
+            ESTIMATES[key] = estimates(program, {}, self.hardware, way.kernels)
+        return ESTIMATES[key][self.mode]
 
 
 def way(name: str) -> Way | None:
