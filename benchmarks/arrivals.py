@@ -16,7 +16,6 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,6 +84,16 @@ def text(row: Row, ranks: int, way: Way) -> str:
     return "\n".join([*head, *lines, "}"])
 
 
+@dataclass
+class Rows:
+    """A row's product, as a `Judge` wants it."""
+
+    row: Row
+    ranks: int
+    whole: torch.Tensor
+    b: torch.Tensor
+
+
 class Bench:
     """One row after another, on both ranks in step."""
 
@@ -109,7 +118,7 @@ class Bench:
             for part in gathered.chunk(self.ranks)[1:]:
                 part.copy_(theirs)
 
-        judge = Judge(SimpleNamespace(row=row, ranks=self.ranks, whole=whole, b=b))  # type: ignore[arg-type]
+        judge = Judge(Rows(row, self.ranks, whole, b))
         works = {"gemm": graphed(partial(torch.matmul, whole, b, out=c)), "copies": graphed(pull)}
         for way in WAYS:
             candidate = self.candidate(row, way, a, b)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -158,10 +158,19 @@ def replayed(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 
 # Right or wrong ---------------------------------------------------------------------------------------------------
-class Judge:
-    """Holds results of an `Operands`'s present rows against float64 in a sample of rows, and against torch in all."""
+class Product(Protocol):
+    """What is multiplied: `whole`, `[M, K]`, the rows of so many ranks, and `b`, `[K, N]`."""
 
-    def __init__(self, of: Operands) -> None:
+    row: Row
+    ranks: int
+    whole: torch.Tensor
+    b: torch.Tensor
+
+
+class Judge:
+    """Holds results of the present rows of a product against float64 in a sample of rows, and against torch in all."""
+
+    def __init__(self, of: Product) -> None:
         self.of = of
         m = of.row.M // of.ranks
         ends = torch.arange(of.ranks) * m

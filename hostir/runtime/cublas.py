@@ -33,7 +33,9 @@ class Apart:
     def __init__(self, device: torch.device, priority: int) -> None:
         self.device = device
         self.fork, self.join = torch.cuda.Event(), torch.cuda.Event()
-        self.streams = {priority: own_stream(self, device, priority)}  # a node of a graph has its stream's priority
+        self.streams = {
+            priority: own_stream(self, device, priority, products=True)
+        }  # a node of a graph has its stream's priority
 
     def wrapped(self, kernel: Kernel) -> Kernel:
         """A kernel of cuBLAS that does as is said above."""
@@ -43,7 +45,8 @@ class Apart:
                 return kernel(*tensors, **options)
             outside = current(self.device)
             if (inside := self.streams.get(outside.priority)) is None:
-                inside = self.streams[outside.priority] = own_stream(self, self.device, outside.priority)
+                inside = own_stream(self, self.device, outside.priority, products=True)
+                self.streams[outside.priority] = inside
             self.fork.record(outside)
             self.fork.wait(inside)
             try:

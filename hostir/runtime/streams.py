@@ -6,6 +6,7 @@ those shares cuBLAS's workspace with what is issued to it, see cublas.py.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections import deque
@@ -15,11 +16,11 @@ import torch
 from hostir.runtime.driver import new_stream
 
 WORKERS = 32  # of a device
-RESTING = 32  # streams of one priority that nobody takes
+RESTING = 32  # streams of one kind that nobody takes
 _known: dict[int | None, tuple[int, torch.cuda.Stream]] = {}  # of each device the stream that was current last
 _workers: dict[torch.device, list[torch.cuda.Stream]] = {}
 _turn = itertools.count()
-_free: dict[tuple[torch.device, int], deque[torch.cuda.Stream]] = {}  # by priority: whose owners have gone, in order
+_free: dict[tuple[torch.device, int, bool], deque[torch.cuda.Stream]] = {}  # by kind: whose owners have gone, in order
 
 
 def current(device: torch.device) -> torch.cuda.Stream:
@@ -46,13 +47,19 @@ def worker(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def own_stream(owner: object, device: torch.device, priority: int) -> torch.cuda.Stream:
-    """A stream that nobody else has while `owner` lives, and cuBLAS's workspace with it, of which torch frees none.
+def own_stream(owner: object, device: torch.device, priority: int, products: bool = False) -> torch.cuda.Stream:
+    """A stream that nobody else has while `owner` lives. With `products` cuBLAS's workspace comes with it.
 
-    Those whose owners have gone are taken again in their turn, but the latest rest: a graph that has gone may still be
-    under way. To wait for it would mean the whole device, which CUDA forbids while anybody captures.
+    torch never frees that, so streams whose owners have gone are taken again in their turn. But the latest of those
+    with products rest, as a graph that has gone may still be under way. That it is not by their turn is likely, and
+    nothing looks: who replays a graph is not known, and to wait for the whole device CUDA forbids while anybody
+    captures.
     """
-    spare = _free.setdefault((device, priority), deque())
-    stream = spare.popleft() if len(spare) > RESTING else new_stream(device, priority)
+    spare = _free.setdefault((device, priority, products), deque())
+    stream: torch.cuda.Stream | None = None
+    with contextlib.suppress(IndexError):  # another thread may take the only one
+        stream = spare.popleft() if len(spare) > (RESTING if products else 0) else None
+    if stream is None:
+        stream = new_stream(device, priority)
     weakref.finalize(owner, spare.append, stream).atexit = False
     return stream

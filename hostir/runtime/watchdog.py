@@ -87,7 +87,7 @@ class Watchdog:
         The plan that it replaces, if nobody else has it, goes on the caller's thread, and not during a capture: memory
         that the GPU shares with peers may go with it, for which the driver waits until the device is idle.
         """
-        if plan is self.plan and not self.replaced:
+        if plan is self.plan and (capturing or not self.replaced):
             return
         with self.looking:
             replaced, self.plan = self.plan, plan

@@ -12,6 +12,17 @@ from hostir.ir.text import parse
 
 FORK = "%user = current_stream\n  for %s in 0..2 { set_stream %s   synchronize %user }"
 JOIN = "set_stream %user\n  for %s in 0..2 { synchronize %s }"
+# Of a program that is `alone`: a product, and what becomes of it, on a stream of its own.
+BESIDE = """%user = current_stream
+  %t: f32[4, 5] = allocate
+  %c: f32[4, 5] = allocate
+  set_stream 0
+  synchronize %user
+  matmul %a, %b -> %t
+  relu %t -> %c
+  set_stream %user
+  synchronize 0
+  free %t"""
 
 
 def program(body: str, inputs: str, outputs: str = "%c", mesh: str = "0 1", streams: int = 2) -> Program:

@@ -11,18 +11,8 @@ from hostir.runtime import cuda, streams
 from hostir.runtime.executor import Executor
 from tests.runtime import fake_graphs
 from tests.runtime.fake_graphs import Current, Device, Stream, log
-from tests.runtime.small_programs import alone
+from tests.runtime.small_programs import BESIDE, alone
 
-BODY = """%user = current_stream
-  %t: f32[4, 5] = allocate
-  %c: f32[4, 5] = allocate
-  set_stream 0
-  synchronize %user
-  matmul %a, %b -> %t
-  relu %t -> %c
-  set_stream %user
-  synchronize 0
-  free %t"""
 HERE = "%c: f32[4, 5] = allocate\n  matmul %a, %b -> %c"
 made: list[tuple[str, int]] = []
 
@@ -52,7 +42,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
 
 
-def executor(monkeypatch: pytest.MonkeyPatch, body: str = BODY) -> Executor:
+def executor(monkeypatch: pytest.MonkeyPatch, body: str = BESIDE) -> Executor:
     """One that notes on which streams its kernels are, and whose matmul is cuBLAS's."""
     e = fake_graphs.executor(alone(body))
 
@@ -150,7 +140,7 @@ def test_why_a_product_failed_is_said_even_if_its_stream_cannot_join_any_more(mo
 
 
 def test_an_executor_whose_products_are_not_cublas_s_makes_no_streams() -> None:
-    e = fake_graphs.executor(alone(BODY))
+    e = fake_graphs.executor(alone(BESIDE))
     noted_in(e, capture=False)
     noted_in(e, capture=True)
     assert not made

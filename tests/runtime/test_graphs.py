@@ -20,18 +20,7 @@ from hostir.runtime.session import Groups
 from hostir.runtime.watchdog import Watchdog
 from tests.runtime import fake_graphs
 from tests.runtime.fake_graphs import CPU, Current, Device, Stream, alive, log
-from tests.runtime.small_programs import alone, program, said
-
-BODY = """%user = current_stream
-  %t: f32[4, 5] = allocate
-  %c: f32[4, 5] = allocate
-  set_stream 0
-  synchronize %user
-  matmul %a, %b -> %t
-  relu %t -> %c
-  set_stream %user
-  synchronize 0
-  free %t"""
+from tests.runtime.small_programs import BESIDE, alone, program, said
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +29,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def executor(p: Program | None = None, **options: Any) -> Executor:
-    return fake_graphs.executor(p or alone(BODY), **options)
+    return fake_graphs.executor(p or alone(BESIDE), **options)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +118,7 @@ def test_in_the_callers_capture_a_call_is_issued_statement_by_statement() -> Non
 
 @pytest.mark.parametrize(("options", "reason"), [({"graphs": False}, "graphs=False"), ({}, "machine 'gloo' has no")])
 def test_an_executor_says_why_it_makes_no_graphs(options: dict[str, Any], reason: str) -> None:
-    e = executor(**options) if options else Executor(alone(BODY), machine="gloo")
+    e = executor(**options) if options else Executor(alone(BESIDE), machine="gloo")
     a, b, c = *inputs(), torch.empty(4, 5)
     for _ in range(4):
         e(a, b, out=c)
@@ -149,7 +138,7 @@ def test_what_goes_through_nccl_is_left_to_the_caller(monkeypatch: pytest.Monkey
 
 
 def test_what_is_copied_at_the_end_is_copied_on_the_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    body = BODY.replace("free %t", "%r = select %c[2]")
+    body = BESIDE.replace("free %t", "%r = select %c[2]")
     p = alone(body, outputs="%t, %r, %a, %c")
     a, b = inputs()
     outs = [torch.full(shape, float("nan")) for shape in ((4, 5), (5,), (4, 8), (4, 5))]

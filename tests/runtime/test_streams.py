@@ -10,7 +10,7 @@ import torch
 
 from hostir.runtime import cuda, streams
 from hostir.runtime.cuda import CudaPlan
-from hostir.runtime.streams import current
+from hostir.runtime.streams import current, own_stream
 from tests.runtime import fake_graphs
 from tests.runtime.fake_graphs import CPU, Current, Stream, log
 
@@ -45,6 +45,20 @@ def test_executors_share_streams_that_are_none_of_torch_s_pool(monkeypatch: pyte
     assert len(set(map(id, first))) == len(made) == streams.WORKERS
     assert again[: streams.WORKERS] == again[streams.WORKERS :]
     assert set(map(id, again)) == set(map(id, first))
+
+
+def test_a_stream_without_products_is_taken_again_at_once_and_never_by_who_has_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_graphs.install(monkeypatch)
+    owner = Stream()  # anything that can go
+    left = own_stream(owner, CPU, 0)
+    del owner
+    first, second = Stream(), Stream()
+    assert own_stream(first, CPU, 0, products=True) is not left
+    assert own_stream(first, CPU, -1) is not left
+    assert own_stream(first, CPU, 0) is left
+    assert own_stream(second, CPU, 0) is not left
 
 
 def test_calls_with_symmetric_memory_take_turns_whichever_streams_they_are_made_on(

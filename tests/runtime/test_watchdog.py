@@ -78,6 +78,7 @@ def test_no_plan_goes_during_a_capture(dog: Watchdog) -> None:
     dog.look_at(captured, capturing=True)
     dog.look_at(captured, capturing=True)
     assert not went
+    assert len(dog.replaced) == 1, "a plan that is captured again replaces nothing"
     dog.look_at(captured)
     assert went == [threading.current_thread().name]
     assert weakref.ref(captured)() is dog.plan

@@ -137,6 +137,8 @@ class Push:
     def __init__(self, device: torch.device, pieces: Sequence[Piece], size: int, sms: int) -> None:
         self.device, self.sms, self.size = device, min(sms, limits(device).sms), size
         self.count = len(pieces)
+        raised = [piece.flag for piece in pieces if piece.flag]
+        assert len(set(raised)) == len(raised), "flags rise in any order: one cannot rise twice"
         self.together = min(max(BATCH // max(size, 1), 1), MOST, self.count)
         rows = ((p.offset, p.target, p.flag, p.epoch) for p in pieces)
         self.table = torch.tensor([*zip(*rows, strict=True)], dtype=torch.int64, device=device)
