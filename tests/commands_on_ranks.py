@@ -1,4 +1,4 @@
-"""Several command lines of hostir in one job of torchrun, as each start of its processes takes longer than they do.
+"""Several commands in one job of torchrun, as each start of its processes takes longer than they do.
 
 `on_ranks` starts the job; its ranks run this file as a script, with the folder of the job as its argument.
 """
@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ Ended = subprocess.CompletedProcess[str]
 def on_ranks(ranks: int, commands: Mapping[str, Sequence[str]], folder: Path, **variables: str) -> dict[str, Ended]:
     """How each of these commands ended on so many ranks: the worst exit code, and what all ranks printed.
 
-    What is named after a fault of `FAULTS` runs with that fault.
+    A command is the path of a script, or arguments of `hostir`. What is named after a fault of `FAULTS` runs with it.
     """
     (folder / "commands.json").write_text(json.dumps(commands))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -73,6 +74,13 @@ def lost_copies() -> Iterator[None]:
 FAULTS = {"wrong kernel": wrong_kernel, "lost copies": lost_copies}
 
 
+def script(path: str) -> int:
+    """Runs it as Python does. What it raises ends the job."""
+    with mock.patch.object(sys, "argv", [path]):
+        runpy.run_path(path, run_name="__main__")
+    return 0
+
+
 def main(folder: Path) -> None:
     import torch.distributed as dist
 
@@ -84,7 +92,7 @@ def main(folder: Path) -> None:
         out, err = io.StringIO(), io.StringIO()
         fault = FAULTS[name] if name in FAULTS and rank == 1 else contextlib.nullcontext
         with fault(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = hostir(command)
+            code = script(command[0]) if command[0].endswith(".py") else hostir(command)
         ended[name] = code, out.getvalue(), err.getvalue()
     (folder / f"{rank}.json").write_text(json.dumps(ended))
     dist.destroy_process_group()

@@ -49,16 +49,24 @@ def test_an_example_is_right_on_any_number_of_ranks(
 
 
 @pytest.mark.torchrun
-@EACH
-def test_an_example_runs_on_real_ranks(path: Path) -> None:
-    assert run("torchrun", "--standalone", "--nproc-per-node", "2", str(path))
+def test_torchrun_runs_an_example() -> None:
+    assert run("torchrun", "--standalone", "--nproc-per-node", "2", "examples/ag_matmul.py")
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """`hostir run` of every example, in one job."""
+    """Every example, and `hostir run` of it, in one job."""
+    scripts = {path.name: [str(path)] for path in PAGES}
     commands = {path.stem: ["run", str(path), "--compare", "--device", "cpu"] for path in PAGES}
-    return on_ranks(4, commands, tmp_path_factory.mktemp("job"))
+    return on_ranks(4, {**scripts, **commands}, tmp_path_factory.mktemp("job"))
+
+
+@pytest.mark.torchrun
+@pytest.mark.xdist_group("examples on ranks")
+@EACH
+def test_an_example_runs_on_real_ranks(path: Path, ended: dict[str, Ended]) -> None:
+    assert ended[path.name].returncode == 0, ended[path.name].stderr
+    assert ended[path.name].stdout
 
 
 @pytest.mark.torchrun
