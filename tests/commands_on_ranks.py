@@ -1,4 +1,4 @@
-"""Several commands in one job of torchrun, as each start of its processes takes longer than they do.
+"""Several commands in one job, as each start of its processes takes longer than they do.
 
 `on_ranks` starts the job; its ranks run this file as a script, with the folder of the job as its argument.
 """
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.launch import launch
+
 ROOT = Path(__file__).parent.parent
 Ended = subprocess.CompletedProcess[str]
 
@@ -27,11 +29,8 @@ def on_ranks(ranks: int, commands: Mapping[str, Sequence[str]], folder: Path, **
     A command is the path of a script, or arguments of `hostir`. What is named after a fault of `FAULTS` runs with it.
     """
     (folder / "commands.json").write_text(json.dumps(commands))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    job = subprocess.run(
-        [*launch, __file__, str(folder)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=150, check=False
-    )
+    job = launch(ranks, __file__, str(folder), env=env, timeout=150)
     assert job.returncode == 0, job.stderr
     every = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     ended = {}

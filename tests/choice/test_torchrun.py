@@ -1,4 +1,4 @@
-"""Choosing on real processes: torchrun and gloo. The ranks run tests/choice/torchrun_cases.py."""
+"""Choosing on real processes, with gloo. The ranks run tests/choice/torchrun_cases.py."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.launch import launch
 
 SCRIPT = Path(__file__).with_name("torchrun_cases.py")
 ROOT = SCRIPT.parents[2]
@@ -26,14 +27,13 @@ FUSION = ("examples/patterns.py:allgather_matmul", "--set", "S=2", "--set", "K=3
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
 
 
-def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def on_two_ranks(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(folder)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return launch(2, *command, env=env, timeout=120)
 
 
 def hostir(folder: Path, command: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return torchrun(folder, "-m", "hostir", command, *FUSION, *options)
+    return on_two_ranks(folder, "-m", "hostir", command, *FUSION, *options)
 
 
 def rows(printed: str) -> Sequence[list[str]]:
@@ -48,7 +48,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
 
 
 def test_ranks_measure_choose_and_agree(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, str(SCRIPT), *CASES)
+    done = on_two_ranks(tmp_path, str(SCRIPT), *CASES)
     assert done.returncode == 0, done.stderr
     passed = set(re.findall(r"PASS (\w+) (\d)", done.stdout))
     assert passed == {(name, rank) for name in CASES for rank in "01"}

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the tests are no installed package
+
+from tests.launch import free_port  # noqa: E402
 
 AT = 20  # the call that rank 1 does not end, or make
 MOST = 30.0  # seconds in which the others must end after a death
@@ -135,12 +136,6 @@ def start(name: str, rank: int, ranks: int, port: int, device: str, folder: Path
         return subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, **job, **where}, stdout=said, stderr=subprocess.STDOUT
         )
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def watch(name: str, ranks: int, device: str, folder: Path) -> list[Ended]:

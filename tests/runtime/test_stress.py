@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -19,6 +18,7 @@ from tests.gpu import stress_cases as cases
 from tests.gpu import stress_units
 from tests.gpu.stress_lost import CASES, Case, Ended
 from tests.gpu.stress_units import Delays
+from tests.launch import launch
 from tests.runtime.simulated_gpus import Gpus, Stream, gpus, plans
 from tests.runtime.test_torchrun import ROOT, environment
 
@@ -191,12 +191,7 @@ def test_each_statement_may_be_held_up_on_its_own_stream(gpus: Gpus, monkeypatch
 
 # On CPU processes -------------------------------------------------------------------------------------------------
 def stress(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**environment(), "PYTHONWARNINGS": "default"}  # the launcher itself is not ours to judge
-    return subprocess.run(
-        [*command, str(script), "--device", "cpu", "--pool", "4", *arguments],
-        **{"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 100, "check": False},
-    )
+    return launch(2, str(script), "--device", "cpu", "--pool", "4", *arguments, env=environment(), timeout=100)
 
 
 @pytest.mark.torchrun

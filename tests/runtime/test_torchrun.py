@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.launch import free_port, launch
 
 SCRIPT = Path(__file__).with_name("torchrun_cases.py")
 ROOT = SCRIPT.parent.parent.parent
@@ -78,19 +79,13 @@ def started(rank: int, ranks: int, case: str, port: int, timeout: float) -> subp
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def passed(output: str) -> set[tuple[str, int]]:
     return {(name, int(rank)) for name, rank in re.findall(r"PASS (\w+) (\d+)", output)}
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)], ids=["2 ranks", "4 ranks"])
 def test_programs_give_the_unsharded_result_and_bad_calls_are_refused(ranks: int, cases: list[str]) -> None:
-    result = torchrun(ranks, cases)
+    result = launch(ranks, str(SCRIPT), *cases, env=environment(), timeout=100)
     assert result.returncode == 0, result.stderr
     assert passed(result.stdout) == {(name, rank) for name in cases for rank in range(ranks)}
 
