@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from hostir.ir.source import error
 from hostir.knobs import TIMEOUT
@@ -97,8 +99,7 @@ class Session:
             self.store = _connect(number)
             self.exchange("the start", "")
         if self.owner:
-            bound = device if device.type == "cuda" else None  # a bound device connects its ranks at once
-            dist.init_process_group(BACKENDS[device.type], device_id=bound)
+            _initialise(device, number)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.store = _connect(number)
         self.groups = Groups(self.rank, device)
@@ -148,6 +149,18 @@ class Session:
         self.groups.made.clear()
         if self.owner and done:
             _destroy()
+
+
+def _initialise(device: torch.device, number: int) -> None:
+    """Makes the default process group, in a part of the job's store that no session before has written to.
+
+    torch numbers groups from 0 again once all were destroyed, and would take the addresses that are left for theirs.
+    """
+    store, rank, size = next(rendezvous("env://"))
+    store.set_timeout(default_pg_timeout)
+    bound = device if device.type == "cuda" else None  # a bound device connects its ranks at once
+    apart = PrefixStore(f"hostir/groups/{number}", store)
+    dist.init_process_group(BACKENDS[device.type], store=apart, rank=rank, world_size=size, device_id=bound)
 
 
 def _destroy() -> None:

@@ -88,6 +88,7 @@ def test_programs_give_the_unsharded_result_and_bad_calls_are_refused(ranks: int
     result = launch(ranks, str(SCRIPT), *cases, env=environment(), timeout=100)
     assert result.returncode == 0, result.stderr
     assert passed(result.stdout) == {(name, rank) for name in cases for rank in range(ranks)}
+    assert result.stdout.count(f"PASS {cases[0]} ") == 2 * ranks  # in the second session too
 
 
 @pytest.mark.alone
