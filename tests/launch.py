@@ -1,14 +1,15 @@
-"""Starts the ranks of a job, as torchrun does, from one process that has imported torch for all of them.
+"""Starts the ranks of a job from one process that has imported torch for all of them, and holds their store.
 
     python tests/launch.py RANKS SCRIPT ARGUMENT...
     python tests/launch.py RANKS -m MODULE ARGUMENT...
 
-Most jobs of tests take less time than as many imports of torch. What torchrun itself adds, its store and its end of a
-job, is tested where that matters: the demo, the commands of the pages, an example, and ranks that die.
+Most jobs of tests take less time than as many imports of torch. torchrun itself, which starts each rank anew and ends
+them all when one fails, runs the demo, the commands of the pages, an example, and ranks that die.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
@@ -23,12 +24,16 @@ GRACE = 20  # seconds that ranks have to end by themselves, once one has failed
 
 
 def launch(ranks: int, *command: str, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """A job of so many ranks: what they printed, and the first exit code that is not 0."""
-    return subprocess.run(
-        [sys.executable, __file__, str(ranks), *command],
-        **{"cwd": Path(__file__).parents[1], "env": env, "capture_output": True, "text": True, "timeout": timeout},
-        check=False,
-    )
+    """A job of so many ranks: what they printed, and the first exit code that is not 0. None of it is left."""
+    whole = [sys.executable, __file__, str(ranks), *command]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(whole, cwd=Path(__file__).parents[1], env=env, start_new_session=True, **piped) as job:
+        try:
+            printed, said = job.communicate(timeout=timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(whole, job.returncode, printed, said)
 
 
 def free_port() -> int:
@@ -37,10 +42,10 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def forked(ranks: int) -> set[int]:
+def forked(ranks: int, port: int) -> set[int]:
     """The processes of the ranks; nothing in each of these, whose environment says which it is."""
-    job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ.update(job, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update(job, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     children = set()
     for rank in range(ranks):
         if not (child := os.fork()):
@@ -69,10 +74,16 @@ def ended(children: set[int]) -> int:
 
 
 def main(ranks: int, command: list[str]) -> None:
-    import torch.distributed  # noqa: F401  for all ranks
+    from torch.distributed import TCPStore  # and all of torch, for all ranks
 
-    if children := forked(ranks):
-        os._exit(abs(ended(children)))
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    if children := forked(ranks, port):  # before the store has threads
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        code = ended(children)
+        del store
+        os._exit(code if code >= 0 else 128 - code)
+    listening.close()
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)

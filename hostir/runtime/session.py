@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import default_pg_timeout
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from hostir.ir.source import error
@@ -40,6 +40,9 @@ PARTING = 10.0  # seconds that destroying the process groups may take
 
 _current: Session | None = None
 _sessions = itertools.count()
+_meeting: Any = (
+    None  # the store by which groups connect, in which a launcher without one of its own has rank 0's server
+)
 
 
 def launched() -> bool:
@@ -99,7 +102,7 @@ class Session:
             self.store = _connect(number)
             self.exchange("the start", "")
         if self.owner:
-            _initialise(device, number)
+            _initialise(device, number, timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.store = _connect(number)
         self.groups = Groups(self.rank, device)
@@ -151,15 +154,26 @@ class Session:
             _destroy()
 
 
-def _initialise(device: torch.device, number: int) -> None:
+def _initialise(device: torch.device, number: int, timeout: float) -> None:
     """Makes the default process group, in a part of the job's store that no session before has written to.
 
     torch numbers groups from 0 again once all were destroyed, and would take the addresses that are left for theirs.
+    The store is kept: a rank that has left a session before the others would meet a server that is about to go.
     """
-    store, rank, size = next(rendezvous("env://"))
-    store.set_timeout(default_pg_timeout)
+    global _meeting
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if _meeting is None:
+        try:
+            _meeting, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        except dist.DistError as problem:
+            raise error(
+                f"rank {rank} waited {timeout:.0f} s for the {size} ranks to meet, or found no place to: {problem}",
+                expected=f"all of them at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
+                hint="HOSTIR_TIMEOUT sets how long a rank may wait for the others",
+            ) from problem
+        _meeting.set_timeout(default_pg_timeout)
     bound = device if device.type == "cuda" else None  # a bound device connects its ranks at once
-    apart = PrefixStore(f"hostir/groups/{number}", store)
+    apart = _part(_meeting, "groups", number)
     dist.init_process_group(BACKENDS[device.type], store=apart, rank=rank, world_size=size, device_id=bound)
 
 
@@ -235,11 +249,16 @@ def _open(device: str | None, timeout: float | None) -> Session:
 
 def _connect(number: int) -> Any:
     """The job's store, over a connection of our own where its address is known."""
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "job"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host and port:
         patience = timedelta(seconds=STALE)
         store: Any = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
     else:
         store = dist.distributed_c10d._get_default_store()
-    return PrefixStore(f"hostir/{'/'.join(job)}/{number}", store)
+    return _part(store, "ranks", number)
+
+
+def _part(store: Any, what: str, number: int) -> Any:
+    """What of a store is for this session only: a launcher keeps its store when it starts the ranks of a job again."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "job"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"hostir/{'/'.join(job)}/{what}/{number}", store)

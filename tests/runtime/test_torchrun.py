@@ -1,4 +1,4 @@
-"""Programs on real processes: torchrun, gloo, one thread a stream. The ranks run tests/runtime/torchrun_cases.py."""
+"""Programs on real processes, with gloo, one thread a stream. The ranks run tests/runtime/torchrun_cases.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,11 +62,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", **more}
 
 
-def torchrun(ranks: int, cases: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    env = {**environment(**variables), "PYTHONWARNINGS": "default"}  # the launcher itself is not ours to judge
+def torchrun(case: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**environment(), "PYTHONWARNINGS": "default"}  # the launcher itself is not ours to judge
     return subprocess.run(
-        [*command, str(SCRIPT), *cases], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False
+        [*command, str(SCRIPT), case], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False
     )
 
 
@@ -88,13 +88,33 @@ def test_programs_give_the_unsharded_result_and_bad_calls_are_refused(ranks: int
     result = launch(ranks, str(SCRIPT), *cases, env=environment(), timeout=100)
     assert result.returncode == 0, result.stderr
     assert passed(result.stdout) == {(name, rank) for name in cases for rank in range(ranks)}
-    assert result.stdout.count(f"PASS {cases[0]} ") == 2 * ranks  # in the second session too
+    for name in ("all_gather", "copies_and_a_matmul_that_waits"):  # which the second session runs again
+        assert result.stdout.count(f"PASS {name} ") == 2 * ranks
+
+
+def test_ranks_whose_launcher_has_no_store_connect_and_connect_again() -> None:
+    port = free_port()
+    ranks = [started(rank, 2, "all_gather", port, 30) for rank in range(2)]
+    for rank in ranks:
+        printed, said = rank.communicate(timeout=90)
+        assert rank.returncode == 0, said
+        assert printed.count("PASS all_gather") == 2
+
+
+def test_a_rank_alone_says_whom_it_waited_for_and_where() -> None:
+    port = free_port()
+    for number in range(2):  # the first would hold the store that the second looks for
+        rank = started(number, 2, "all_gather", port, 3)
+        _, said = rank.communicate(timeout=60)
+        assert rank.returncode == 1
+        assert f"error: rank {number} waited 3 s for the 2 ranks to meet" in said, said
+        assert f"expected: all of them at 127.0.0.1:{port}" in said
 
 
 @pytest.mark.alone
 def test_a_statement_that_raises_ends_every_rank_each_naming_the_statement() -> None:
     begin = time.monotonic()
-    result = torchrun(2, ["a_statement_raises"])
+    result = torchrun("a_statement_raises")
     assert result.returncode != 0
     assert time.monotonic() - begin < 40
     statement = r"rank 1, 'matmul %g_i, %b -> %c_i' in round \d: RuntimeError: the floating point unit is on strike"
@@ -106,7 +126,7 @@ def test_a_statement_that_raises_ends_every_rank_each_naming_the_statement() -> 
 @pytest.mark.alone
 def test_a_killed_rank_ends_the_others_each_naming_its_statement() -> None:
     begin = time.monotonic()
-    result = torchrun(2, ["a_rank_is_killed"])
+    result = torchrun("a_rank_is_killed")
     assert result.returncode != 0
     assert time.monotonic() - begin < 40
     # Either the launcher's signal comes first, or gloo finds the connection closed.

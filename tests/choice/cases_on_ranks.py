@@ -1,4 +1,4 @@
-"""What the ranks of tests/choice/test_torchrun.py run: `torchrun_cases.py NAME ...`; each prints `PASS name rank`."""
+"""What the ranks of tests/choice/test_on_ranks.py run: `cases_on_ranks.py NAME ...`; each prints `PASS name rank`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing on real processes, with gloo. The ranks run tests/choice/torchrun_cases.py."""
+"""Choosing on real processes, with gloo. The ranks run tests/choice/cases_on_ranks.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.launch import launch
 
-SCRIPT = Path(__file__).with_name("torchrun_cases.py")
+SCRIPT = Path(__file__).with_name("cases_on_ranks.py")
 ROOT = SCRIPT.parents[2]
 CASES = [
     "measurements_are_agreed_kept_and_used",
