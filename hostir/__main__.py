@@ -164,6 +164,8 @@ def _load_to_lower(options: argparse.Namespace) -> tuple[Program, dict[str, int]
         raise error(f"@{program.name} is a host program already", hint=f"{option} is for lowering a fusion")
     if options.strategy == AUTO and options.streams is not None:
         raise error(f"--streams {options.streams}: '{AUTO}' chooses it too", hint="leave it out, or name a strategy")
+    if program.phase is not Phase.HOST and options.strategy != AUTO:
+        passes_of(**_how(options))  # what is misspelt is wrong usage, and no finding about the program
     return program, sizes
 
 

@@ -311,6 +311,20 @@ def test_what_does_not_go_together_is_refused_before_anything_is_done(
     assert "race on" not in shown.err
 
 
+@pytest.mark.parametrize("command", ["check", "lower", "run"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--strategy", "fussed"], "did you mean 'fused'?"), (["--streams", "0"], "streams must be at least 1, not 0")],
+)
+def test_a_strategy_that_does_not_exist_is_wrong_usage_whatever_the_command(
+    command: str, options: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, MLP, *options]) == 2
+    shown = capfd.readouterr()
+    assert said in shown.err
+    assert shown.out == ""
+
+
 def test_fix_shows_what_changed_and_prints_or_writes_a_program_that_is_clean(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

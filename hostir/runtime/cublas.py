@@ -33,9 +33,8 @@ class Apart:
     def __init__(self, device: torch.device, priority: int) -> None:
         self.device = device
         self.fork, self.join = torch.cuda.Event(), torch.cuda.Event()
-        self.streams = {
-            priority: own_stream(self, device, priority, products=True)
-        }  # a node of a graph has its stream's priority
+        # By priority, as a node of a graph has its stream's.
+        self.streams = {priority: own_stream(self, device, priority, products=True)}
 
     def wrapped(self, kernel: Kernel) -> Kernel:
         """A kernel of cuBLAS that does as is said above."""

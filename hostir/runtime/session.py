@@ -40,9 +40,7 @@ PARTING = 10.0  # seconds that destroying the process groups may take
 
 _current: Session | None = None
 _sessions = itertools.count()
-_meeting: Any = (
-    None  # the store by which groups connect, in which a launcher without one of its own has rank 0's server
-)
+_meeting: Any = None  # the store by which groups connect; where the launcher has none, rank 0 is its server
 
 
 def launched() -> bool:
@@ -167,7 +165,7 @@ def _initialise(device: torch.device, number: int, timeout: float) -> None:
             _meeting, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         except dist.DistError as problem:
             raise error(
-                f"rank {rank} waited {timeout:.0f} s for the {size} ranks to meet, or found no place to: {problem}",
+                f"rank {rank} did not meet all {size} ranks within {timeout:.0f} s: {problem}",
                 expected=f"all of them at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
                 hint="HOSTIR_TIMEOUT sets how long a rank may wait for the others",
             ) from problem

@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
+
+from tests.launch import free_port
+
 if TYPE_CHECKING:
     from tests.gpu.stress_units import Unit
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # the tests are no installed package
-
-from tests.launch import free_port  # noqa: E402
-
 AT = 20  # the call that rank 1 does not end, or make
 MOST = 30.0  # seconds in which the others must end after a death
 LATE = 10.0  # and after a rank's patience is over

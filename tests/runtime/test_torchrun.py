@@ -107,7 +107,7 @@ def test_a_rank_alone_says_whom_it_waited_for_and_where() -> None:
         rank = started(number, 2, "all_gather", port, 3)
         _, said = rank.communicate(timeout=60)
         assert rank.returncode == 1
-        assert f"error: rank {number} waited 3 s for the 2 ranks to meet" in said, said
+        assert f"error: rank {number} did not meet all 2 ranks within 3 s" in said, said
         assert f"expected: all of them at 127.0.0.1:{port}" in said
 
 
