@@ -79,9 +79,10 @@ def main(ranks: int, command: list[str]) -> None:
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     if children := forked(ranks, port):  # before the store has threads
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        _store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
         code = ended(children)
-        del store
         os._exit(code if code >= 0 else 128 - code)
     listening.close()
     if command[0] == "-m":

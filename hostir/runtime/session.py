@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
 from hostir.ir.source import error
 from hostir.knobs import TIMEOUT
@@ -40,7 +39,8 @@ PARTING = 10.0  # seconds that destroying the process groups may take
 
 _current: Session | None = None
 _sessions = itertools.count()
-_meeting: Any = None  # the store by which groups connect; where the launcher has none, rank 0 is its server
+# Where the job's store is whose launcher has none, by the place to meet; rank 0 keeps the server.
+_servers: dict[tuple[str, str, str], tuple[str, int, Any]] = {}
 
 
 def launched() -> bool:
@@ -95,14 +95,21 @@ class Session:
             torch.cuda.set_device(device)
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the launcher holds the store, from the start
         number = next(_sessions)
-        if self.owner and agent:  # a rank that never comes would keep init_process_group waiting for half an hour
-            self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            self.store = _connect(number)
-            self.exchange("the start", "")
         if self.owner:
-            _initialise(device, number, timeout)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.store = _connect(number)
+            self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            host, port = _launchers_place() if agent else _met(self.rank, self.size, timeout, number)
+            self.store = _part(_connection(host, port, STALE), "ranks", number)
+            self.exchange("the start", "")  # a rank that never comes would keep the groups waiting for half an hour
+            groups = _part(_connection(host, port, default_pg_timeout.total_seconds()), "groups", number)
+            bound = device if device.type == "cuda" else None  # a bound device connects its ranks at once
+            # torch numbers groups from 0 again once all were destroyed, and would take addresses that are left for
+            # theirs: so each session has a part of the store.
+            dist.init_process_group(
+                BACKENDS[device.type], store=groups, rank=self.rank, world_size=self.size, device_id=bound
+            )
+        else:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self.store = _connect(number)
         self.groups = Groups(self.rank, device)
         self.executors = itertools.count()
         self.graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()  # of the executors that live
@@ -150,29 +157,6 @@ class Session:
         self.groups.made.clear()
         if self.owner and done:
             _destroy()
-
-
-def _initialise(device: torch.device, number: int, timeout: float) -> None:
-    """Makes the default process group, in a part of the job's store that no session before has written to.
-
-    torch numbers groups from 0 again once all were destroyed, and would take the addresses that are left for theirs.
-    The store is kept: a rank that has left a session before the others would meet a server that is about to go.
-    """
-    global _meeting
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if _meeting is None:
-        try:
-            _meeting, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        except dist.DistError as problem:
-            raise error(
-                f"rank {rank} did not meet all {size} ranks within {timeout:.0f} s: {problem}",
-                expected=f"all of them at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
-                hint="HOSTIR_TIMEOUT sets how long a rank may wait for the others",
-            ) from problem
-        _meeting.set_timeout(default_pg_timeout)
-    bound = device if device.type == "cuda" else None  # a bound device connects its ranks at once
-    apart = _part(_meeting, "groups", number)
-    dist.init_process_group(BACKENDS[device.type], store=apart, rank=rank, world_size=size, device_id=bound)
 
 
 def _destroy() -> None:
@@ -245,18 +229,61 @@ def _open(device: str | None, timeout: float | None) -> Session:
     return _current
 
 
+def _launchers_place() -> tuple[str, int]:
+    """Where ranks meet, and where a launcher with a store has it."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise error("this rank does not know where to meet the others", expected="MASTER_ADDR and MASTER_PORT")
+    return host, int(port)
+
+
+def _met(rank: int, size: int, timeout: float, number: int) -> tuple[str, int]:
+    """Where rank 0 has a store for all sessions of this process, as the launcher has none.
+
+    The ranks meet at the launcher's place, rank 0 says where its store is, and the place is free again: others of the
+    program may use it, and who comes early to a later session does not meet what is about to go.
+    """
+    host, port = _launchers_place()
+    key = host, str(port), os.environ["WORLD_SIZE"]
+    if key not in _servers:
+        patience = timedelta(seconds=timeout)
+        try:
+            place = TCPStore(
+                host, port, is_master=rank == 0, wait_for_workers=False, timeout=patience, multi_tenant=True
+            )
+            meeting = _part(place, "meeting", number)
+            if rank == 0:
+                server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+                meeting.set("port", str(server.port))
+                meeting.wait([f"read/{other}" for other in range(1, size)], patience)
+                _servers[key] = host, server.port, server
+            else:
+                _servers[key] = host, int(meeting.get("port")), None
+                meeting.set(f"read/{rank}", "")
+        except dist.DistError as problem:
+            raise error(
+                f"rank {rank} did not meet all {size} ranks within {timeout:.0f} s: {problem}",
+                expected=f"all of them at {host}:{port}",
+                hint="HOSTIR_TIMEOUT sets how long a rank may wait for the others",
+            ) from problem
+    return _servers[key][:2]
+
+
+def _connection(host: str, port: int, seconds: float) -> Any:
+    """To a store of the job, which waits so long for a key."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+
+
 def _connect(number: int) -> Any:
-    """The job's store, over a connection of our own where its address is known."""
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if host and port:
-        patience = timedelta(seconds=STALE)
-        store: Any = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
+    """The store of groups that the program has made, over a connection of our own where its address is known."""
+    if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
+        store = _connection(*_launchers_place(), STALE)
     else:
         store = dist.distributed_c10d._get_default_store()
     return _part(store, "ranks", number)
 
 
 def _part(store: Any, what: str, number: int) -> Any:
-    """What of a store is for this session only: a launcher keeps its store when it starts the ranks of a job again."""
+    """What of a store is for this session only: a launcher keeps its store when it starts ranks that failed again."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "job"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"hostir/{'/'.join(job)}/{what}/{number}", store)

@@ -6,7 +6,6 @@ those shares cuBLAS's workspace with what is issued to it, see cublas.py.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from collections import deque
@@ -56,10 +55,9 @@ def own_stream(owner: object, device: torch.device, priority: int, products: boo
     captures.
     """
     spare = _free.setdefault((device, priority, products), deque())
-    stream: torch.cuda.Stream | None = None
-    with contextlib.suppress(IndexError):  # another thread may take the only one
-        stream = spare.popleft() if len(spare) > (RESTING if products else 0) else None
-    if stream is None:
+    try:
+        stream = spare.popleft() if len(spare) > (RESTING if products else 0) else new_stream(device, priority)
+    except IndexError:  # another thread has taken the only one
         stream = new_stream(device, priority)
     weakref.finalize(owner, spare.append, stream).atexit = False
     return stream

@@ -92,25 +92,6 @@ def test_programs_give_the_unsharded_result_and_bad_calls_are_refused(ranks: int
         assert result.stdout.count(f"PASS {name} ") == 2 * ranks
 
 
-def test_ranks_whose_launcher_has_no_store_connect_and_connect_again() -> None:
-    port = free_port()
-    ranks = [started(rank, 2, "all_gather", port, 30) for rank in range(2)]
-    for rank in ranks:
-        printed, said = rank.communicate(timeout=90)
-        assert rank.returncode == 0, said
-        assert printed.count("PASS all_gather") == 2
-
-
-def test_a_rank_alone_says_whom_it_waited_for_and_where() -> None:
-    port = free_port()
-    for number in range(2):  # the first would hold the store that the second looks for
-        rank = started(number, 2, "all_gather", port, 3)
-        _, said = rank.communicate(timeout=60)
-        assert rank.returncode == 1
-        assert f"error: rank {number} did not meet all 2 ranks within 3 s" in said, said
-        assert f"expected: all of them at 127.0.0.1:{port}" in said
-
-
 @pytest.mark.alone
 def test_a_statement_that_raises_ends_every_rank_each_naming_the_statement() -> None:
     begin = time.monotonic()

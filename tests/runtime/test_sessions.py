@@ -1,0 +1,88 @@
+"""Sessions of real processes: how ranks meet, with and without a store of their launcher's, and meet again."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.launch import free_port
+from tests.runtime.test_torchrun import ROOT, SCRIPT, environment
+
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(120)]
+BEGIN = "import os, socket, sys, time\nfrom hostir.runtime.session import session\nRANK = int(os.environ['RANK'])\n"
+
+
+@contextmanager
+def without_a_store(
+    *command: str, ranks: Sequence[int] = (0, 1), timeout: float
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """These of two ranks, whose launcher has no store; none of them is left."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HOSTIR_TIMEOUT": str(timeout)}
+    started = []
+    try:
+        for rank in ranks:
+            env = environment(**place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+            piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            started.append(subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, **piped))
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def test_ranks_whose_launcher_has_no_store_connect_and_connect_again() -> None:
+    with without_a_store(str(SCRIPT), "all_gather", timeout=30) as ranks:
+        for rank in ranks:
+            printed, said = rank.communicate(timeout=90)
+            assert rank.returncode == 0, said
+            assert printed.count("PASS all_gather") == 2
+
+
+def test_where_ranks_met_others_may_meet() -> None:
+    code = "with session('cpu'):\n    if RANK == 0: socket.create_server(('', int(os.environ['MASTER_PORT']))).close()"
+    with without_a_store("-c", BEGIN + code, timeout=30) as ranks:
+        for rank in ranks:
+            _, said = rank.communicate(timeout=90)
+            assert rank.returncode == 0, said
+
+
+@pytest.mark.parametrize("number", [0, 1])  # the first would hold the store that the second looks for
+def test_a_rank_alone_says_whom_it_waited_for_and_where(number: int) -> None:
+    with without_a_store(str(SCRIPT), "all_gather", ranks=[number], timeout=3) as (rank,):
+        _, said = rank.communicate(timeout=60)
+        assert rank.returncode == 1
+        assert f"error: rank {number} did not meet all 2 ranks within 3 s" in said, said
+        assert re.search(r"expected: all of them at 127\.0\.0\.1:\d+", said)
+
+
+def test_a_rank_that_does_not_come_to_a_later_session_is_named() -> None:
+    code = "with session('cpu'): pass\nif RANK == 1: time.sleep(60)\nwith session('cpu'): pass"
+    with without_a_store("-c", BEGIN + code, timeout=5) as ranks:
+        _, said = ranks[0].communicate(timeout=60)
+        assert ranks[0].returncode == 1
+        assert "error: rank 0 waited 5 s for rank 1 at the start" in said, said
+
+
+def test_ranks_that_torchrun_starts_again_meet_again(tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(
+        BEGIN + "with session('cpu') as job:\n"
+        "    job.groups.prepare([(0, 1)])\n"
+        "    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(3)\n"
+        "    print('met again')"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**environment(), "PYTHONWARNINGS": "default"}  # the launcher itself is not ours to judge
+    ended = subprocess.run(
+        [*command, "--max-restarts", "1", str(script)],
+        **{"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 100, "check": False},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("met again") == 2
