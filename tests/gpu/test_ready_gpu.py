@@ -76,6 +76,50 @@ def test_own_rows_give_the_bits_that_they_give_in_the_buffer(M, N, K, transpose_
             assert stall_error(ready.stalls, 0, "%f") is None
 
 
+@pytest.mark.parametrize(
+    ("M", "N", "K", "transpose_b"), [(2048, 3584, 1024, True), (2000, 904, 1096, True), (8 * 129, 328, 1032, False)]
+)
+def test_early_blocks_give_the_bits_of_tiles_that_are_split_in_two_every_time(M, N, K, transpose_b):
+    dtype, blocks, first = torch.bfloat16, 8, 5
+    a = filled([M, K], dtype, device=CUDA)
+    b = filled([N, K] if transpose_b else [K, N], dtype, device=CUDA)
+    own = a.chunk(blocks)[first].clone()
+    rows = a.clone()
+    rows.chunk(blocks)[first].fill_(math.nan)
+    for use_descriptors in descriptor_modes():
+        for tile in candidates(dtype, descriptors=use_descriptors)[:4]:
+            options = {"transpose_b": transpose_b, "use_descriptors": use_descriptors}
+            wanted = [  # a launch splits no more tiles in two than it has programs for
+                torch.cat([_in_two(part, b[i : i + tile.n] if transpose_b else b[:, i : i + tile.n], tile, options)
+                           for i in range(0, N, tile.n)], 1)
+                for part in a.chunk(blocks)
+            ]  # fmt: skip
+            for early, split, mine in [(1, 0, own), (3, 5, own), (3, 0, None)]:
+                config = dataclasses.replace(tile, early=early, split=split, parts=2)
+                out, buffer = embedded([M, N], dtype, pad=[1, 8], device=CUDA)
+                ready = raised(blocks, first=first)
+                ready.flags[first] = 0 if mine is not None else 1
+                given = a if mine is None else rows
+                seen = []
+                for _ in range(3):
+                    matmul(given, b, out.fill_(math.nan), ready=ready, own=mine, config=config, **options)
+                    assert_only_view_written(out, buffer)
+                    seen.append(out.clone())
+                assert all(torch.equal(seen[0], again) for again in seen[1:])
+                apart = mine is not None or M // blocks >= tile.m
+                for block in range(early) if apart else ():
+                    place = (first + block) % blocks
+                    assert torch.equal(seen[0].chunk(blocks)[place], wanted[place])
+                assert stall_error(ready.stalls, 0, "%f") is None
+
+
+def _in_two(a: torch.Tensor, b: torch.Tensor, tile: Config, options: dict[str, bool]) -> torch.Tensor:
+    """The product, every tile split in two."""
+    config = dataclasses.replace(tile, split=1 << 20, parts=2)
+    out = torch.empty(len(a), b.shape[0] if options["transpose_b"] else b.shape[1], dtype=a.dtype, device=CUDA)
+    return matmul(a, b, out, config=config, **options)
+
+
 @pytest.mark.parametrize("flag_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_layout_and_dtype_are_waited_for(dtype, flag_dtype):
@@ -88,8 +132,8 @@ def test_any_layout_and_dtype_are_waited_for(dtype, flag_dtype):
         assert torch.equal(out, matmul(a, b, torch.empty_like(out), **options))
 
 
-@pytest.mark.parametrize("first", [0, 5])
-def test_rows_that_copies_bring_while_the_kernel_waits_are_seen_in_every_call(first):
+@pytest.mark.parametrize(("first", "early"), [(0, 0), (5, 0), (0, 2), (5, 4)])
+def test_rows_that_copies_bring_while_the_kernel_waits_are_seen_in_every_call(first, early):
     blocks, M, N, K = 8, 2048, 3584, 2048
     a = torch.empty(M, K, dtype=torch.bfloat16, device=CUDA)
     b = filled([K, N], torch.bfloat16, device=CUDA)
@@ -97,9 +141,13 @@ def test_rows_that_copies_bring_while_the_kernel_waits_are_seen_in_every_call(fi
     flags = torch.zeros(blocks, dtype=torch.int32, device=CUDA)
     ready = ReadyFlags(flags, 0, no_stalls(blocks, CUDA), first=first, looks=5_000_000)
     side = torch.cuda.Stream()
-    modes = [{"use_descriptors": mode, "config": one_tile(torch.bfloat16, mode)} for mode in descriptor_modes()]
+    modes = [
+        {"use_descriptors": mode, "config": dataclasses.replace(one_tile(torch.bfloat16, mode), early=early)}
+        for mode in descriptor_modes()
+    ]
+    there = raised(blocks, first=first)
     for options in modes:
-        matmul(a, b, expected, ready=raised(blocks), **options)  # compiles
+        matmul(a, b, expected, ready=there, **options)  # compiles
     for epoch in range(1, 21):
         # From pinned memory, copy engines bring both: nothing that the kernel waits for needs an SM.
         rows, epochs = (
@@ -118,7 +166,7 @@ def test_rows_that_copies_bring_while_the_kernel_waits_are_seen_in_every_call(fi
         matmul(a, b, out, ready=dataclasses.replace(ready, epoch=epoch), **options)
         assert stall_error(ready.stalls, 0, "%f") is None
         torch.cuda.synchronize()
-        assert torch.equal(out, matmul(a, b, expected, **options))
+        assert torch.equal(out, matmul(a, b, expected, ready=there, **options))
 
 
 @pytest.mark.parametrize("missing", [0, 2, 3])

@@ -21,7 +21,8 @@ from hostir.runtime.kernels.matmul_call import Call, Matrices
 from hostir.runtime.kernels.operands import Described, Rows, check, check_own, describe, own_strides, place_own, rows_of
 from hostir.runtime.kernels.ready import ReadyFlags, block_rows
 from hostir.runtime.kernels.split import schedule
-from hostir.runtime.kernels.tiles import FEWEST_APART, INTERPRETER, Config, choose, in_blocks
+from hostir.runtime.kernels.tile_choice import choose
+from hostir.runtime.kernels.tiles import FEWEST_APART, INTERPRETER, Ahead, Config, in_blocks
 
 EXACT_RUN = 64  # products of float32 that are summed up at a time
 
@@ -52,7 +53,7 @@ def matmul(
         ready: flags for equal blocks of the flattened rows of `a`, which may still be on their way: a tile is begun
             when its rows are there, and tiles are tried in the order of blocks, from `ready.first` on. A tile spans
             several blocks only if they are smaller than it, or `a` is a batch; it waits for all of them. The bits are
-            those of the same tile without flags. Where a block stays away, `ready.stalls` says so in the end, and
+            those of the same tile without flags, if it is split alike. Where a block stays away, `ready.stalls` says so in the end, and
             tiles are left out, all that need the block and others that the same programs had yet to compute; of those
             that are split, it is multiplied as it is.
         own: `[..., K]`, the rows of block `ready.first`, which is not waited for. Where they are few, or no TMA
@@ -197,11 +198,10 @@ def _prepare(
         fits = {"descriptors": described is not None, "biased_batch": True}
         config = config.fitting(a.element_size(), bounds.shared_memory, **fits)
     tiles = batches * -(-M // config.m) * -(-N // config.n)
-    split = config.split
-    if own is not None and block is not None:  # own rows are another operand, which split tiles do not read
-        split = min(split, tiles - tiles * block // (batches * M))
-    plan = schedule(tiles, -(-K // config.k), sms, split, config.parts)
-    left = tiles - plan.whole
+    ahead = Ahead.of(config, batches, M, N, block, own is not None)
+    plan = schedule(tiles + ahead.early, -(-K // config.k), sms, min(config.split, tiles - ahead.tiles), config.parts)
+    left = tiles + ahead.early - plan.whole
+    slots = left * (1 if plan.parts == 2 else plan.parts) + ahead.early
     of_own = (0, 0, 0) if own is None else own_strides(own, rows)
     of_a = (rows.a_batch, rows.a_row, a.stride(-1))
     strides = (*of_own, *of_a, *weight.stride(), rows.out_batch, rows.out_row, out.stride(-1))
@@ -213,12 +213,12 @@ def _prepare(
         blocks=((config.m, config.k), (config.k, config.n), (config.m, halved), (config.m, config.k)),
         bias_step=0 if bias is None else bias.stride(0),
         block=block,
-        schedule=(plan.whole, left, plan.parts) if left else None,
-        sums=left * (1 if plan.parts == 2 else plan.parts) * config.m * config.n,
-        tickets=left,
+        schedule=(tiles - left, left, plan.parts) if slots else None,
+        sums=slots * config.m * config.n,
+        tickets=left + ahead.early,
         copies_own=copies_own,
         # With descriptors strides are not used, so new strides shall not mean a new compilation.
-        sizes=(config.group, batches, M, N, K, *(strides if described is None else [0] * len(strides))),
+        sizes=(ahead.blocks, config.group, batches, M, N, K, *(strides if described is None else [0] * len(strides))),
         constants={
             "BM": config.m,
             "BN": config.n,
@@ -233,6 +233,7 @@ def _prepare(
             "READY": ready is not None,
             "OWN": there,
             "FLAGS": 1 if ready is None else triton.next_power_of_2(ready.flags.numel()),
+            "EARLY": ahead.early > 0,
             "BESIDE": beside > 0,
             "PRECISION": "tf32" if tf32 else "ieee",
             "EXACT": a.dtype == torch.float32 and not tf32,

@@ -33,7 +33,7 @@ class Call:
         schedule: whole tiles, tiles that are split, and the parts of each; None where none is split.
         sums, tickets: what split tiles need of `workspace`.
         copies_own: own rows go to their place among those of a first, and are not passed.
-        sizes: the arguments of the kernel from `group` to the last stride.
+        sizes: the arguments of the kernel from `early` to the last stride.
         constants, options: the kernel's constants, in its order, and how to compile it.
     """
 

@@ -61,6 +61,7 @@ def compiled(
         "READY": ready is not None,
         "OWN": ready is not None and own,
         "FLAGS": 8 if ready else 1,
+        "EARLY": tile.early > 0,
         "BESIDE": beside,
         "PRECISION": "ieee",
         "EXACT": dtype == "fp32",
@@ -68,7 +69,7 @@ def compiled(
         **({} if bias else {"bias": None}),
         **({} if ready else dict.fromkeys(WAITING)),
         **({} if own else {"own": None}),
-        **({} if tile.split else dict.fromkeys(SPLITTING)),
+        **({} if tile.split or tile.early else dict.fromkeys(SPLITTING)),
     }
     if not descriptors:  # unit strides: rows of a and out, and of b, are contiguous
         constants |= {"own_column": 1, "a_column": 1, "out_column": 1, "b_row" if b_is_nk else "b_column": 1}
@@ -80,7 +81,7 @@ def compiled(
         signature["bias"] = f"*{dtype}"
     if ready:
         signature |= {"stalls": "*i64", **ready}
-    if tile.split:
+    if tile.split or tile.early:
         signature |= {"sums": "*fp32", "tickets": "*i32"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] in "*i"}
     source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=aligned)
@@ -168,6 +169,19 @@ def test_split_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(til
     for instruction in ("wgmma.mma_async", "complete_tx::bytes"):
         assert kernel.asm["ptx"].count(instruction) == 2 * plain.asm["ptx"].count(instruction)
     assert kernel.metadata.shared <= split.shared_memory(2, descriptors=True) <= SHARED_MEMORY
+    assert spilled(kernel.asm["ptx"], tmp_path) == 0
+
+
+@pytest.mark.parametrize("split", [0, 1])
+@pytest.mark.parametrize("tile", candidates(torch.bfloat16)[:4], ids=str)
+def test_early_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(tile, split, tmp_path):
+    options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False, "batched": True}
+    plain = compiled(tile, **options).asm["ptx"]
+    early = dataclasses.replace(tile, early=3, split=split)
+    kernel = compiled(early, ready={"flags": "*i64", "epoch": "i32"}, own=True, pairs=split > 0, **options)
+    for instruction in ("wgmma.mma_async", "complete_tx::bytes"):  # own rows, the others early, whole tiles, split ones
+        assert kernel.asm["ptx"].count(instruction) == (3 + split) * plain.count(instruction)
+    assert kernel.metadata.shared <= early.shared_memory(2, descriptors=True) <= SHARED_MEMORY
     assert spilled(kernel.asm["ptx"], tmp_path) == 0
 
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels.tiles import choose, in_blocks
+from hostir.runtime.kernels.tile_choice import choose
+from hostir.runtime.kernels.tiles import Ahead, Config, in_blocks
 
 EXTENTS = st.integers(1, 1 << 17)
 
@@ -52,12 +53,11 @@ def test_batches_and_rows_without_blocks_stay_as_they_are():
     assert in_blocks(1, 256, None, 64) == (1, 256)
 
 
-@pytest.mark.parametrize("block", [None, 256])
 @pytest.mark.parametrize(
     ("M", "N", "K", "tiles"), [(2048, 6656, 16384, 20), (4096, 6656, 16384, 40), (4096, 3584, 8192, 52)]
 )
-def test_the_tiles_of_a_thin_last_wave_are_split(M, N, K, tiles, block):
-    assert choose(M, N, K, torch.bfloat16, 132, block=block).split == tiles
+def test_the_tiles_of_a_thin_last_wave_are_split(M, N, K, tiles):
+    assert choose(M, N, K, torch.bfloat16, 132).split == tiles
 
 
 @pytest.mark.parametrize(
@@ -70,31 +70,43 @@ def test_waves_that_are_nearly_full_or_alone_are_not_split(M, N, K):
 @pytest.mark.parametrize(
     ("M", "N", "K", "expected"),
     [
-        (2048, 1792, 4096, (64, 128, 0)),
-        (4096, 1792, 4096, (64, 256, 0)),
-        (8192, 1792, 4096, (128, 256, 0)),
-        (2048, 3584, 8192, (64, 256, 52)),  # 223 us; 128 x 256, none split, 224
-        (4096, 3584, 8192, (128, 256, 52)),  # 367 us; none split 390
-        (8192, 3584, 8192, (128, 256, 28)),
-        (2048, 6656, 16384, (128, 256, 20)),  # 706 us; none split 790
+        (2048, 1792, 4096, (64, 128, 0, 0)),
+        (4096, 1792, 4096, (64, 256, 0, 0)),
+        (8192, 1792, 4096, (128, 256, 0, 0)),
+        (2048, 3584, 8192, (128, 256, 2, 0)),  # 207 us; none early 227
+        (4096, 3584, 8192, (128, 256, 0, 55)),  # 361 us; 52 split 375, none 382
+        (8192, 3584, 8192, (128, 256, 0, 18)),
+        (2048, 6656, 16384, (128, 256, 0, 23)),  # 656 us; one early 703
+        (4096, 6656, 16384, (128, 256, 0, 46)),  # 1319 us; none split 1412
     ],
 )
 def test_rows_in_blocks_get_the_tile_that_was_fastest_on_h200s_as_four_ranks_have_them(M, N, K, expected):
-    tile = choose(M, N, K, torch.bfloat16, 132, block=M // 4)
-    assert (tile.m, tile.n, tile.split) == expected
+    tile = choose(M, N, K, torch.bfloat16, 131, block=M // 4, apart=True)
+    assert (tile.m, tile.n, tile.early, tile.split) == expected
 
 
 @pytest.mark.parametrize(
     ("M", "N", "K", "expected"),
     [
-        (2048, 3584, 8192, (128, 256, 40)),  # 246 us; none split 256
-        (4096, 3584, 8192, (128, 256, 52)),
-        (8192, 1792, 4096, (64, 256, 0)),
+        (2048, 3584, 8192, (128, 256, 3, 9)),  # 228 us; none early 239
+        (4096, 3584, 8192, (128, 256, 2, 56)),  # 371 us; none early 384
+        (8192, 1792, 4096, (64, 256, 0, 18)),  # 242 us; none split 246, 128 x 256 248
+        (2048, 6656, 16384, (128, 256, 0, 23)),
     ],
 )
 def test_rows_in_blocks_get_the_tile_that_was_fastest_on_h200s_as_eight_ranks_have_them(M, N, K, expected):
-    tile = choose(M, N, K, torch.bfloat16, 132, block=M // 8, apart=True)
-    assert (tile.m, tile.n, tile.split) == expected
+    tile = choose(M, N, K, torch.bfloat16, 131, block=M // 8, apart=True)
+    assert (tile.m, tile.n, tile.early, tile.split) == expected
+
+
+@pytest.mark.parametrize(("blocks", "early"), [(1, 0), (4, 0), (4, 1), (4, 3), (4, 9)])
+@pytest.mark.parametrize("apart", [True, False])
+def test_early_blocks_and_own_rows_come_before_the_tiles_that_may_be_split(blocks, early, apart):
+    tile = Config(128, 256, 64, stages=4, warps=8, early=early)
+    ahead = Ahead.of(tile, blocks, 200, 1000, 200, apart)  # 2 x 4 tiles of a block
+    assert ahead.early == 8 * min(early, blocks)
+    assert ahead.tiles == 8 * max(min(early, blocks), apart)
+    assert Ahead.of(tile, 1, 200 * blocks, 1000, 50, apart) == Ahead()  # tiles span blocks
 
 
 def test_blocks_that_come_late_are_multiplied_with_smaller_tiles_than_rows_that_are_there():

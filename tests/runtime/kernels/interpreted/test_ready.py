@@ -9,17 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostir.ir.source import HostIRError
+from hostir.runtime.kernels import matmul as matmul_module
 from hostir.runtime.kernels.matmul import _calls, matmul
 from hostir.runtime.kernels.operands import DTYPES
 from hostir.runtime.kernels.ready import ReadyFlags, no_stalls, stall_error
 from hostir.runtime.kernels.tiles import Config
-from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled
+from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled, multiprocessors
 from tests.runtime.kernels.raising import fill_and_raise
 
 TILES = (
     Config(16, 16, 16, stages=1, warps=1, group=2),
     Config(32, 32, 16, stages=1, warps=1, halves=True, group=1),
     Config(64, 16, 32, stages=1, warps=1),
+    Config(32, 32, 16, stages=1, warps=1, halves=True, early=1),
+    Config(16, 32, 16, stages=1, warps=1, group=2, early=3),
 )
 SMALL = TILES[0]
 
@@ -81,7 +84,9 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     assert_only_view_written(out, buffer)
     # The product that the interpreter makes of a tile depends, in the last bit, on where in the tile a row lies.
     parts = blocks if height >= tile.m or (there and height >= few) else 1
-    for ours, part in zip(out.chunk(parts), a.chunk(parts), strict=True):
+    for block, (ours, part) in enumerate(zip(out.chunk(parts), a.chunk(parts), strict=True)):
+        early = parts == blocks and (block - first) % blocks < tile.early
+        options["config"] = dataclasses.replace(tile, early=0, split=1 << 30 if early else 0, parts=2)
         assert torch.equal(ours, matmul(part, b, torch.full_like(ours, math.nan), **options))
     assert stall_error(ready.stalls, 0, "%f") is None
     assert ready.flags.tolist() == [4 if block == but else 5 for block in range(blocks)]
@@ -123,13 +128,42 @@ def test_own_rows_are_some_batches(blocks, order, use_descriptors, all_apart):
     assert not ready.stalls.any()
 
 
+@pytest.mark.parametrize("early", [0, 1, 2, 5])
+@pytest.mark.parametrize("sms", [1, 3, 5, 100])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("use_descriptors", [True, False])
+@pytest.mark.parametrize("batches", [1, 2])  # of a block
+def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, own, sms, early, all_apart):
+    blocks, height, N = 4, 40, 72
+    rows, b, bias = whole_numbers(blocks * batches, height, 24), whole_numbers(24, N), whole_numbers(N)
+    a, mine = rows.clone(), slice(2 * batches, 3 * batches)
+    if own:
+        a[mine] = math.nan
+    config = Config(32, 32, 16, stages=1, warps=1, group=2, early=early)
+    ready = raised(blocks, but=2 if own else None, first=2)
+    if batches == 1:
+        a = a.view(-1, 24)
+    out, buffer = embedded([*a.shape[:-1], N], torch.float32, pad=[0] * (a.ndim - 2) + [1, 4])
+    given = rows[mine].view(-1, *a.shape[1:]) if own else None
+    with multiprocessors(sms):
+        matmul(a, b, out, bias=bias, ready=ready, own=given, use_descriptors=use_descriptors, config=config)
+        (call,) = matmul_module._calls.values()
+    assert call.constants["EARLY"] == (early > 0)
+    assert call.sizes[0] == min(early, blocks)
+    assert_only_view_written(out, buffer)
+    assert torch.equal(out.view(rows.shape[0], height, N), rows @ b + bias)
+    assert not ready.stalls.any()
+
+
+@pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, early=2)])
 @pytest.mark.parametrize("missing", [1, 2])
-def test_own_rows_are_computed_though_other_blocks_stay_away(missing, all_apart):
+def test_own_rows_are_computed_though_other_blocks_stay_away(missing, config, all_apart):
     a, own, b = whole_numbers(60, 24), whole_numbers(20, 24), whole_numbers(24, 48)
     out, ready = torch.full((60, 48), math.nan), raised(3, but=missing, first=0)
-    matmul(a, b, out, ready=ready, own=own, config=SMALL)
+    matmul(a, b, out, ready=ready, own=own, config=config)
     assert torch.equal(out[:20], own @ b)
-    assert out.chunk(3)[missing].isnan().all()
+    absent = out.chunk(3)[missing]  # multiplied as it is where it is early
+    assert torch.equal(absent, a.chunk(3)[missing] @ b) if missing < config.early else absent.isnan().all()
     assert ready.stalls.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(3)]
 
 

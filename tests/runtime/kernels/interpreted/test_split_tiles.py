@@ -92,10 +92,11 @@ def test_any_number_of_multiprocessors_gives_the_product(sms, most, config):
         assert parts() == min(most, config.parts)
 
 
+@pytest.mark.parametrize("early", [0, 1, 2])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("use_descriptors", [True, False])
 @pytest.mark.parametrize(("sms", "most"), [(4, 2), (4, 8), (7, 3)])
-def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, sms, most):
+def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, early, sms, most):
     blocks, height, K, N = 3, 64 if own else 32, 160, 48  # fewer own rows would be copied
     whole, b = whole_numbers(blocks * height, K), whole_numbers(K, N)
     a = whole.clone()
@@ -107,7 +108,7 @@ def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, s
     with multiprocessors(sms):
         for config in TILES[:2]:
             poisoned()
-            config = dataclasses.replace(config, parts=most)
+            config = dataclasses.replace(config, parts=most, early=early)
             matmul(a, b, out.fill_(math.nan), ready=ready, own=mine, use_descriptors=use_descriptors, config=config)
             assert parts() == min(most, sms // config.split, -(-K // config.k) // MIN_STEPS)
             assert torch.equal(out, whole @ b)

@@ -1,0 +1,166 @@
+"""Which tile a matmul runs with, by an estimate of what each takes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from hostir.runtime.kernels.split import MIN_STEPS, MOST_PARTS, schedule
+from hostir.runtime.kernels.tiles import Ahead, Config, candidates, in_blocks
+
+# What a tile costs besides its arithmetic (filling the pipeline, storing), in multiply-adds of the fastest tile.
+_FIXED_COST = 256 * 128 * 256
+# What a tile that is split costs besides, as seen on an H200: to begin anew and to meet (3 us), to read what each part
+# has left (2 us), and to leave it, for each element of a warp (3 us of a tile of 128 x 256 with 8).
+_MEETING_COST, _PART_COST, _SUM_COST = 9e6, 6e6, 2160
+# What a multiprocessor multiplies and adds in a second, of 390 T/s over 132.
+_SPEED = 390e12 / 132
+# As a copy engine of a peer sends blocks one after another: the first is there after so long and what its bytes take at
+# so many a second, each other one after a pause and its bytes.
+_FIRST, _PAUSE, _BYTES = 15e-6 * _SPEED, 2.5e-6 * _SPEED, 390e9 / _SPEED
+# What it multiplies and adds while all of them read a byte of a right side that the L2 does not hold, at 4.3 TB/s.
+_WORK_OF_A_BYTE_READ = _SPEED / 4.3e12
+_IN_L2 = 32 << 20  # beside rows and results, of 50 MiB
+_EARLY_WAVES = 2  # of parts of early tiles: beyond, all multiprocessors are busy anyway
+_WORTH_SPLITTING = 1.25  # times what the best takes whole
+_STEP = 9  # numbers of tiles that are split are tried in steps
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    sms: int,
+    *,
+    batch: int = 1,
+    block: int | None = None,
+    apart: bool = False,
+    descriptors: bool = True,
+    tf32: bool = False,
+    shared_memory: int = 227 << 10,
+) -> Config:
+    """The tile for `batch` products `[M, K] @ [K, N]` on `sms` multiprocessors with `shared_memory` bytes each.
+
+    Where the rows come in blocks of `block`, tiles keep apart as `in_blocks` says, or always where `apart`.
+
+    Estimates the time of each candidate, and takes the least. Of rows that are there, the tiles of the last wave are
+    whole or split: all of them where the wave is thin; of a thick one as many as leave a program for each of two parts.
+    Tiles of one wave alone are never split: that never paid. Of rows that come as over NVLink, the tiles of the first
+    blocks may be split, and any number of the last tiles.
+
+    Raises ValueError when no candidate fits into the shared memory.
+    """
+    fitting = [
+        tile
+        for tile in candidates(dtype, descriptors=descriptors, tf32=tf32)
+        if tile.shared_memory(dtype.itemsize, descriptors=descriptors) <= shared_memory
+    ]
+    if not fitting:
+        raise ValueError(f"no {dtype} matmul tile fits into {shared_memory} bytes of shared memory")
+    if block is None:
+        tried = [split for tile in fitting for split in _of_the_last_wave(tile, _tiles(tile, batch, M, N), sms)]
+        return min(tried, key=lambda tile: _alone(tile, batch, M, N, K, sms))
+    takes = functools.partial(_fed, batch, M, N, K, dtype.itemsize, sms, block, apart)
+    whole = [
+        each
+        for tile in fitting
+        for each in (tile, *_with_early_blocks(tile, *in_blocks(batch, M, block, tile.m, apart), N, K, block, sms))
+    ]
+    estimates = {tile: takes(tile) for tile in whole}
+    worth = _WORTH_SPLITTING * min(estimates.values())[1]
+    tried = list(whole)
+    for tile in whole:
+        if estimates[tile][1] <= worth:
+            batches, rows = in_blocks(batch, M, block, tile.m, apart)
+            tiles, ahead = _tiles(tile, batches, rows, N), Ahead.of(tile, batches, rows, N, block, apart)
+            tried += _with_split_tiles(tile, tiles, tiles * block // (batch * M), ahead, sms)
+    return min(tried, key=takes)
+
+
+def _of_the_last_wave(tile: Config, tiles: int, sms: int) -> Iterator[Config]:
+    """The tile with the last wave of `tiles` whole, and split if there is another."""
+    yield tile
+    last = tiles % sms
+    if last and tiles > sms:
+        yield replace(tile, split=last) if 2 * last <= sms else replace(tile, split=sms - last, parts=2)
+
+
+def _with_early_blocks(tile: Config, batches: int, M: int, N: int, K: int, block: int, sms: int) -> Iterator[Config]:
+    """The tile with one, two and more early blocks, while these are no more than a wave or two."""
+    if -(-K // tile.k) < 2 * MIN_STEPS:
+        return
+    for blocks in range(1, batches * M // block):
+        early = Ahead.of(replace(tile, early=blocks), batches, M, N, block, False).early
+        if not early or 2 * early > _EARLY_WAVES * sms:
+            return
+        yield replace(tile, early=blocks)
+
+
+def _with_split_tiles(tile: Config, tiles: int, of_block: int, ahead: Ahead, sms: int) -> Iterator[Config]:
+    """The tile with some of the last tiles split, as many as there are programs for."""
+    last = (tiles + ahead.early) % sms
+    for parts in (2,) if ahead.early else (2, 4, MOST_PARTS):  # registers do not hold both
+        most = min(sms // parts, tiles - ahead.tiles) if tiles > sms else 0
+        for split in sorted({*range(_STEP, most + 1, _STEP), last, sms - last, of_block}):
+            if 0 < split <= most:
+                yield replace(tile, split=split, parts=parts)
+
+
+def _tiles(tile: Config, batches: int, M: int, N: int) -> int:
+    return batches * -(-M // tile.m) * -(-N // tile.n)
+
+
+def _whole(tile: Config, K: int, rate: float) -> float:
+    """What a tile takes that is not split."""
+    return -(-K // tile.k) * tile.m * tile.n * tile.k / rate + _FIXED_COST
+
+
+def _part(tile: Config, parts: int, whole: float) -> float:
+    """What the last program of a tile that is split takes, if a tile takes `whole`. Of two it reads what one left."""
+    read = 1 if parts == 2 else parts
+    return whole / parts + _MEETING_COST + read * _PART_COST + tile.m * tile.n / tile.warps * _SUM_COST
+
+
+def _alone(tile: Config, batches: int, M: int, N: int, K: int, sms: int) -> float:
+    """What all rows take that are there, in multiply-adds of one multiprocessor with the fastest tile."""
+    plan = schedule(_tiles(tile, batches, M, N), -(-K // tile.k), sms, tile.split, tile.parts)
+    whole = _whole(tile, K, tile.rate)
+    return -(-plan.whole // plan.programs) * whole + (_part(tile, plan.parts, whole) if plan.parts else 0)
+
+
+def _fed(
+    batch: int, M: int, N: int, K: int, itemsize: int, sms: int, block: int, apart: bool, tile: Config
+) -> tuple[float, float]:
+    """The same where rows come in blocks, the first at once and the others one after another.
+
+    The tiles of each block read all of the right side anew, if the L2 does not keep it from one block to the next.
+    Where that takes longer than all else, what else takes comes second.
+    """
+    batches, rows = in_blocks(batch, M, block, tile.m, apart)
+    tiles, blocks = _tiles(tile, batches, rows, N), max(1, batch * M // block)
+    ahead = Ahead.of(tile, batches, rows, N, block, apart)
+    comes = [0.0, *(_FIRST + i * (_PAUSE + block * K * itemsize / _BYTES) for i in range(1, blocks))]
+    plan = schedule(tiles + ahead.early, -(-K // tile.k), sms, min(tile.split, tiles - ahead.tiles), tile.parts)
+    whole = _whole(tile, K, tile.fed or tile.rate)
+    half = _part(tile, 2, whole)
+    free = [0.0] * plan.programs
+    for number in range(plan.whole):
+        program = number % plan.programs
+        if number < 2 * ahead.early:
+            free[program] = max(free[program], comes[number * blocks // (2 * tiles)]) + half
+        else:
+            free[program] = max(free[program], comes[(number - ahead.early) * blocks // tiles]) + whole
+    left = tiles + ahead.early - plan.whole
+    part = _part(tile, plan.parts, whole) if left else 0.0
+    for number in range(left * plan.parts):
+        program = (plan.whole + number) % plan.programs
+        there = comes[(plan.whole - ahead.early + number % left) * blocks // tiles]
+        free[program] = max(free[program], there) + part
+    right = N * K * itemsize
+    times = min(blocks, batches * -(-rows // tile.m)) if right > _IN_L2 else 0
+    return max(*free, times * right * _WORK_OF_A_BYTE_READ), max(free)
