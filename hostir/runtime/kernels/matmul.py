@@ -53,9 +53,9 @@ def matmul(
         ready: flags for equal blocks of the flattened rows of `a`, which may still be on their way: a tile is begun
             when its rows are there, and tiles are tried in the order of blocks, from `ready.first` on. A tile spans
             several blocks only if they are smaller than it, or `a` is a batch; it waits for all of them. The bits are
-            those of the same tile without flags, if it is split alike. Where a block stays away, `ready.stalls` says so in the end, and
-            tiles are left out, all that need the block and others that the same programs had yet to compute; of those
-            that are split, it is multiplied as it is.
+            those of the same tile without flags, if it is split alike. Where a block stays away, `ready.stalls` says
+            so in the end, and tiles are left out, all that need the block and others that the same programs had yet to
+            compute; of those that are split, it is multiplied as it is.
         own: `[..., K]`, the rows of block `ready.first`, which is not waited for. Where they are few, or no TMA
             descriptor fits them alone, they are copied to their place in `a`, and what was there is lost; else they are
             read where they are, no tile spans several blocks, and each block must be some whole batches of rows, or all
