@@ -146,7 +146,7 @@ H200 = Hardware(
             (
                 Tile(128, 256, 1.0),
                 Tile(128, 128, 0.95, fed=0.86),
-                Tile(64, 256, 0.9, fed=0.88),
+                Tile(64, 256, 0.9),
                 Tile(64, 128, 0.77, fed=0.78),
                 Tile(64, 64, 0.53, fed=0.55),
             ),
@@ -154,7 +154,7 @@ H200 = Hardware(
             beside={"allgather": 12, "reduce_scatter": 48, "allreduce": 48, "alltoall": 48},
             peak={"bf16": 820.0, "f16": 820.0, "f32": 14.0},
             each=2.7,
-            split=(4.0, 2.0, 6.0),
+            split=(3.0, 2.0, 3.0),
         ),
     },
     collective=21.0,

@@ -35,6 +35,8 @@ SLOWEST = 0.81  # of the peak, however long a call computes
 SPARE = 0.5  # how far SMs that a matmul's last wave leaves help another one, as both want the L2
 SMALL = 3.0  # microseconds of a kernel that moves little
 MOST_PARTS = 8  # of a tile that is split, as in hostir/runtime/kernels/split.py, which needs Triton
+EARLY_WAVES, SPLIT_STEP = 2, 9  # as in hostir/runtime/kernels/tile_choice.py
+WAVES = 8  # beyond, how the last tiles are split matters little
 STARTED = 0.4  # what is left of a look where a matmul has started beside the copies
 GRAPH, EAGER = "graph", "eager"
 
@@ -142,12 +144,17 @@ class Costs:
         last = tiles % sms
         if self.family.split is None or not last or tiles <= sms:
             return
-        once, each, elements = self.family.split
         for left in dict.fromkeys((last, min(last, sms - last))):
             parts = min((sms - last + left) // left, MOST_PARTS)
             if parts >= 2:
-                read = each * (1 if parts == 2 else parts)
-                yield left, parts, took / parts + once + read + elements * tile.rows * tile.columns / (128 * 256)
+                yield left, parts, self.part(tile, took, parts)
+
+    def part(self, tile: Tile, took: float, parts: int) -> float:
+        """Microseconds of a part of a tile that takes so many whole."""
+        assert self.family.split is not None
+        once, each, elements = self.family.split
+        read = each * (1 if parts == 2 else parts)
+        return took / parts + once + read + elements * tile.rows * tile.columns / (128 * 256)
 
     def streaming(self, what: Gemm) -> float:
         """Microseconds in which memory gives a matmul its operands and takes its result."""
@@ -236,15 +243,33 @@ class Costs:
         took = max(self.tile(what, tile), at_once * self.streaming(replace(what, m=rows)))
         tiles = each * len(arrivals)
 
-        def ends(left: int, parts: int, part: float) -> float:
+        def ends(early: int, left: int, parts: int) -> float:
             free = [start + look] * sms
-            units = [(number, took) for number in range(tiles - left)]
+            half, part = (self.part(tile, took, n) if some else 0.0 for some, n in ((early, 2), (left, parts)))
+            units = [(number // 2, half) for number in range(2 * early * each)]
+            units += [(number, took) for number in range(early * each, tiles - left)]
             units += [(tiles - left + number % left, part) for number in range(left * parts)]
             for turn, (number, time) in enumerate(units):
                 free[turn % sms] = max(free[turn % sms], arrivals[number // each] + look) + time
             return max(free)
 
-        return min(ends(*split) for split in self.splits(tile, tiles, sms, took))
+        return min(ends(*way) for way in self.ways(each, len(arrivals), sms))
+
+    def ways(self, each: int, blocks: int, sms: int) -> Iterator[tuple[int, int, int]]:
+        """How a kernel may walk through blocks of so many tiles: of how many of the first it splits all tiles in two,
+        and how many of the last tiles in how many parts. See hostir/runtime/kernels/tile_choice.py.
+        """
+        if self.family.split is None:
+            yield 0, 0, 0
+            return
+        tiles = each * blocks
+        step, some = (SPLIT_STEP, (2, 4, MOST_PARTS)) if tiles <= WAVES * sms else (sms, (2,))
+        for early in range(max(1, min(blocks, EARLY_WAVES * sms // (2 * each) + 1))):
+            last = (tiles + early * each) % sms
+            for parts in (2,) if early else some:
+                most = min(sms // parts, tiles - max(early, 1) * each) if tiles > sms else 0
+                counts = {0, *range(step, most + 1, step), last, sms - last, each}
+                yield from ((early, count, parts) for count in counts if count <= most)
 
 
 class Activity:

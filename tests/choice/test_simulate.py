@@ -14,7 +14,7 @@ from hostir.choice.simulate import EAGER, GRAPH, SMALL, Costs, estimate
 from hostir.choice.work import Gemm, Task, Traffic, tasks_of
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels import split as kernels_split
-from hostir.runtime.kernels import tiles
+from hostir.runtime.kernels import tile_choice, tiles
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: bf16[2@didx, 1024, 4096], %b: bf16[4096, 4096]) -> (%c) "
 
@@ -196,13 +196,14 @@ def test_tiles_of_a_thin_last_wave_are_split_by_triton_where_it_pays() -> None:
         fed = [c.fed(gemm, large, rows, 0.0, [0.0] * 8, 132, 0.0, True) for c in (whole, split)]
         assert took[0] == pytest.approx(waves * whole.tile(gemm, large))
         if gemm is thin:  # the 20 tiles of the last wave, in 6 parts each
-            assert took[0] - took[1] == pytest.approx(whole.tile(gemm, large) * 5 / 6 - 22)
+            assert took[0] - took[1] == pytest.approx(whole.tile(gemm, large) * 5 / 6 - 18)
             assert fed[1] < fed[0]
         else:
             assert took[0] == took[1]
             assert fed[0] == fed[1]
     assert costs("aten").family.split is None
     assert simulate.MOST_PARTS == kernels_split.MOST_PARTS
+    assert (simulate.EARLY_WAVES, simulate.SPLIT_STEP) == (tile_choice.EARLY_WAVES, tile_choice.SPLIT_STEP)
 
 
 def test_of_a_thick_last_wave_some_tiles_are_split_where_rows_come_late() -> None:

@@ -24,9 +24,9 @@ _FIRST, _PAUSE, _BYTES = 15e-6 * _SPEED, 2.5e-6 * _SPEED, 390e9 / _SPEED
 # What it multiplies and adds while all of them read a byte of a right side that the L2 does not hold, at 4.3 TB/s.
 _WORK_OF_A_BYTE_READ = _SPEED / 4.3e12
 _IN_L2 = 32 << 20  # beside rows and results, of 50 MiB
-_EARLY_WAVES = 2  # of parts of early tiles: beyond, all multiprocessors are busy anyway
+EARLY_WAVES = 2  # of parts of early tiles: beyond, all multiprocessors are busy anyway
 _WORTH_SPLITTING = 1.25  # times what the best takes whole
-_STEP = 9  # numbers of tiles that are split are tried in steps
+SPLIT_STEP = 9  # numbers of tiles that are split are tried in steps
 
 
 @functools.lru_cache(maxsize=1024)
@@ -96,7 +96,7 @@ def _with_early_blocks(tile: Config, batches: int, M: int, N: int, K: int, block
         return
     for blocks in range(1, batches * M // block):
         early = Ahead.of(replace(tile, early=blocks), batches, M, N, block, False).early
-        if not early or 2 * early > _EARLY_WAVES * sms:
+        if not early or 2 * early > EARLY_WAVES * sms:
             return
         yield replace(tile, early=blocks)
 
@@ -106,7 +106,7 @@ def _with_split_tiles(tile: Config, tiles: int, of_block: int, ahead: Ahead, sms
     last = (tiles + ahead.early) % sms
     for parts in (2,) if ahead.early else (2, 4, MOST_PARTS):  # registers do not hold both
         most = min(sms // parts, tiles - ahead.tiles) if tiles > sms else 0
-        for split in sorted({*range(_STEP, most + 1, _STEP), last, sms - last, of_block}):
+        for split in sorted({*range(SPLIT_STEP, most + 1, SPLIT_STEP), last, sms - last, of_block}):
             if 0 < split <= most:
                 yield replace(tile, split=split, parts=parts)
 
