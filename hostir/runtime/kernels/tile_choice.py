@@ -79,7 +79,7 @@ def choose(
             batches, rows = in_blocks(batch, M, block, tile.m, apart)
             tiles, ahead = _tiles(tile, batches, rows, N), Ahead.of(tile, batches, rows, N, block, apart)
             tried += _with_split_tiles(tile, tiles, tiles * block // (batch * M), ahead, sms)
-    return min(tried, key=takes)
+    return min(tried, key=lambda tile: (takes(tile), -tile.early))  # of equals, what is sooner done with early rows
 
 
 def _of_the_last_wave(tile: Config, tiles: int, sms: int) -> Iterator[Config]:
