@@ -113,6 +113,30 @@ def test_early_blocks_give_the_bits_of_tiles_that_are_split_in_two_every_time(M,
                 assert stall_error(ready.stalls, 0, "%f") is None
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("M", "N", "K"), [(2048, 1792, 1024), (2000, 904, 1096)])
+def test_early_and_split_tiles_give_the_product_however_many_there_are_of_either(M, N, K, bias):
+    blocks, first = 8, 5
+    a, b = (filled(shape, torch.bfloat16, integers=True, device=CUDA) for shape in ([M, K], [K, N]))
+    added = filled([N], torch.bfloat16, integers=True, device=CUDA) if bias else None
+    exact = a.double() @ b.double()
+    exact = (exact if added is None else exact + added).bfloat16()
+    own, rows = a.chunk(blocks)[first].clone(), a.clone()
+    rows.chunk(blocks)[first].fill_(math.nan)
+    out = torch.empty(M, N, dtype=torch.bfloat16, device=CUDA)
+    for use_descriptors in descriptor_modes():
+        for tile in candidates(torch.bfloat16, descriptors=use_descriptors)[:3]:
+            for early, split, parts in [(0, 9, 2), (1, 9, 8), (3, 9, 2), (3, 30, 4), (8, 9, 2)]:
+                config = dataclasses.replace(tile, early=early, split=split, parts=parts)
+                for mine in (own, None):
+                    ready = raised(blocks, first=first)
+                    ready.flags[first] = 0 if mine is not None else 1
+                    options = {"bias": added, "use_descriptors": use_descriptors, "config": config}
+                    matmul(a if mine is None else rows, b, out.fill_(math.nan), ready=ready, own=mine, **options)
+                    assert torch.equal(out, exact), (config, mine is None)
+                    assert stall_error(ready.stalls, 0, "%f") is None
+
+
 def _in_two(a: torch.Tensor, b: torch.Tensor, tile: Config, options: dict[str, bool]) -> torch.Tensor:
     """The product, every tile split in two."""
     config = dataclasses.replace(tile, split=1 << 20, parts=2)
@@ -169,27 +193,35 @@ def test_rows_that_copies_bring_while_the_kernel_waits_are_seen_in_every_call(fi
         assert torch.equal(out, matmul(a, b, expected, ready=there, **options))
 
 
+@pytest.mark.parametrize("early", [0, 1])  # block 2
 @pytest.mark.parametrize("missing", [0, 2, 3])
-def test_a_flag_that_never_rises_ends_the_kernel_with_its_rows_untouched(missing):
+def test_a_flag_that_never_rises_ends_the_kernel_with_its_rows_untouched_unless_they_are_early(missing, early):
     a, b = filled([4096, 512], torch.bfloat16, device=CUDA), filled([512, 1024], torch.bfloat16, device=CUDA)
     for use_descriptors in descriptor_modes():
         out = torch.full((4096, 1024), math.nan, dtype=torch.bfloat16, device=CUDA)
         ready = raised(4, first=2, looks=1000)
         ready.flags[missing] = 0
-        options = {"use_descriptors": use_descriptors, "config": one_tile(torch.bfloat16, use_descriptors)}
+        config = dataclasses.replace(one_tile(torch.bfloat16, use_descriptors), early=early)
+        options = {"use_descriptors": use_descriptors, "config": config}
+        there = matmul(a, b, torch.empty_like(out), ready=raised(4, first=2), **options)
         matmul(a, b, out, ready=ready, **options)
         found = stall_error(ready.stalls, 3, "%arrived")
         assert f"rank 3: flag %arrived[{missing}] did not reach epoch 1 (stands at 0)" in str(found)
-        assert out.chunk(4)[missing].isnan().all()
-        if missing != 2:
-            assert torch.equal(out.chunk(4)[2], matmul(a, b, torch.empty_like(out), **options).chunk(4)[2])
+        assert out.chunk(4)[missing].isnan().all() or (early and missing == 2)
+        if missing != 2 or early:  # multiplied as it is
+            assert torch.equal(out.chunk(4)[2], there.chunk(4)[2])
+        ready.flags[missing] = 1
+        matmul(a, b, out.fill_(math.nan), ready=ready, **options)  # tickets are as they were
+        assert torch.equal(out, there)
 
 
-def test_a_replayed_launch_waits_anew():
+@pytest.mark.parametrize("early", [0, 2])
+def test_a_replayed_launch_waits_anew(early):
     a, b = filled([1024, 512], torch.bfloat16, device=CUDA), filled([512, 1024], torch.bfloat16, device=CUDA)
     out, expected = (torch.empty(1024, 1024, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
     ready = raised(4, looks=1000)
-    options = {"use_descriptors": descriptor_modes()[-1], "config": one_tile(torch.bfloat16, descriptor_modes()[-1])}
+    config = dataclasses.replace(one_tile(torch.bfloat16, descriptor_modes()[-1]), early=early)
+    options = {"use_descriptors": descriptor_modes()[-1], "config": config}
     matmul(a, b, out, ready=ready, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -199,12 +231,12 @@ def test_a_replayed_launch_waits_anew():
     out.fill_(math.nan)
     graph.replay()
     assert stall_error(ready.stalls, 0, "%f") is None
-    assert torch.equal(out, matmul(a, b, expected, **options))
+    assert torch.equal(out, matmul(a, b, expected, ready=raised(4), **options))
     ready.flags.zero_()
     out.fill_(math.nan)
     graph.replay()
     assert ready.stalls.tolist() == [[1, 0]] * 4
-    assert out.isnan().all()
+    assert out.chunk(4)[early].isnan().all()
 
 
 def test_stalls_in_pinned_memory_are_seen_by_the_host():

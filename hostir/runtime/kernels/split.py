@@ -6,6 +6,9 @@ J. D. Owens: Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matr
 2023), but in parts that begin at the same steps in every tile: programs at the same step find each other's operands in
 L2, and shares that begin anywhere take half as long again.
 
+Where rows come while the kernel runs, the tiles of the first blocks of them may be split in two as well; a program may
+have several of those parts.
+
 Of two parts, whoever is done first leaves its sum in memory, and the other adds it to its own: either order gives the
 same bits. Of more, each leaves its sum, and the last to come adds them all up in the order of K. So the bits of a
 result never depend on who came last, and nobody waits for a program that is not writing its sum already.
@@ -30,7 +33,7 @@ class Schedule:
 
     Fields:
         programs: how many there are.
-        whole: tiles, the first ones, that one program each computes.
+        whole: tiles, the first ones, that one program each computes. Of early tiles each part counts for one.
         parts: of each of the other tiles; a program has one part at most. 0: there are no others.
     """
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from hostir.runtime.kernels.split import MIN_STEPS, MOST_PARTS, schedule
+from hostir.runtime.kernels.split import MIN_STEPS, MOST_PARTS, Schedule, schedule
 from hostir.runtime.kernels.tiles import Ahead, Config, candidates, in_blocks
 
 # What a tile costs besides its arithmetic (filling the pipeline, storing), in multiply-adds of the fastest tile.
@@ -25,7 +25,8 @@ _FIRST, _PAUSE, _BYTES = 15e-6 * _SPEED, 2.5e-6 * _SPEED, 390e9 / _SPEED
 _WORK_OF_A_BYTE_READ = _SPEED / 4.3e12
 _IN_L2 = 32 << 20  # beside rows and results, of 50 MiB
 EARLY_WAVES = 2  # of parts of early tiles: beyond, all multiprocessors are busy anyway
-_WORTH_SPLITTING = 1.25  # times what the best takes whole
+_FINE_WAVES = 8  # beyond, it matters little how many of the last tiles are split
+_WORTH = 1.01  # times as long, as estimated, a tile may take that is simpler
 SPLIT_STEP = 9  # numbers of tiles that are split are tried in steps
 
 
@@ -65,21 +66,18 @@ def choose(
     if block is None:
         tried = [split for tile in fitting for split in _of_the_last_wave(tile, _tiles(tile, batch, M, N), sms)]
         return min(tried, key=lambda tile: _alone(tile, batch, M, N, K, sms))
-    takes = functools.partial(_fed, batch, M, N, K, dtype.itemsize, sms, block, apart)
-    whole = [
-        each
-        for tile in fitting
-        for each in (tile, *_with_early_blocks(tile, *in_blocks(batch, M, block, tile.m, apart), N, K, block, sms))
-    ]
-    estimates = {tile: takes(tile) for tile in whole}
-    worth = _WORTH_SPLITTING * min(estimates.values())[1]
-    tried = list(whole)
-    for tile in whole:
-        if estimates[tile][1] <= worth:
-            batches, rows = in_blocks(batch, M, block, tile.m, apart)
-            tiles, ahead = _tiles(tile, batches, rows, N), Ahead.of(tile, batches, rows, N, block, apart)
-            tried += _with_split_tiles(tile, tiles, tiles * block // (batch * M), ahead, sms)
-    return min(tried, key=lambda tile: (takes(tile), -tile.early))  # of equals, what is sooner done with early rows
+    found = dict[Config, tuple[float, float]]()
+    for tile in fitting:
+        batches, rows = in_blocks(batch, M, block, tile.m, apart)
+        walks = [tile] if dtype == torch.float32 else [tile, *_with_early_blocks(tile, batches, rows, N, K, block, sms)]
+        for walk in walks:
+            found |= _fed(walk, batches, rows, N, K, dtype.itemsize, sms, block, apart)
+    return min(found, key=lambda tile: _preferred(tile, *found[tile]))
+
+
+def _preferred(tile: Config, estimate: float, arithmetic: float) -> tuple[float, float, int, int]:
+    """By what tiles are chosen. Of equals, the one with more early blocks was the faster on H200s."""
+    return estimate * (_WORTH if tile.split or tile.early else 1), arithmetic, -tile.early, tile.split
 
 
 def _of_the_last_wave(tile: Config, tiles: int, sms: int) -> Iterator[Config]:
@@ -101,14 +99,18 @@ def _with_early_blocks(tile: Config, batches: int, M: int, N: int, K: int, block
         yield replace(tile, early=blocks)
 
 
-def _with_split_tiles(tile: Config, tiles: int, of_block: int, ahead: Ahead, sms: int) -> Iterator[Config]:
-    """The tile with some of the last tiles split, as many as there are programs for."""
-    last = (tiles + ahead.early) % sms
+def _split_counts(tile: Config, tiles: int, of_block: int, ahead: Ahead, sms: int) -> Iterator[tuple[int, int]]:
+    """How many of the last tiles may be split, and in how many parts each; as many as there are programs for."""
+    units = tiles + ahead.early
+    if tiles <= sms:
+        return
+    last = units % sms
     for parts in (2,) if ahead.early else (2, 4, MOST_PARTS):  # registers do not hold both
-        most = min(sms // parts, tiles - ahead.tiles) if tiles > sms else 0
-        for split in sorted({*range(SPLIT_STEP, most + 1, SPLIT_STEP), last, sms - last, of_block}):
+        most = min(sms // parts, tiles - ahead.tiles)
+        steps = range(SPLIT_STEP, most + 1, SPLIT_STEP) if units <= _FINE_WAVES * sms else ()
+        for split in sorted({*steps, last, sms - last, of_block}):
             if 0 < split <= most:
-                yield replace(tile, split=split, parts=parts)
+                yield split, parts
 
 
 def _tiles(tile: Config, batches: int, M: int, N: int) -> int:
@@ -134,33 +136,42 @@ def _alone(tile: Config, batches: int, M: int, N: int, K: int, sms: int) -> floa
 
 
 def _fed(
-    batch: int, M: int, N: int, K: int, itemsize: int, sms: int, block: int, apart: bool, tile: Config
-) -> tuple[float, float]:
-    """The same where rows come in blocks, the first at once and the others one after another.
+    tile: Config, batches: int, M: int, N: int, K: int, itemsize: int, sms: int, block: int, apart: bool
+) -> dict[Config, tuple[float, float]]:
+    """The same where rows come in blocks, the first at once and the others one after another, for all ways to split.
 
     The tiles of each block read all of the right side anew, if the L2 does not keep it from one block to the next.
     Where that takes longer than all else, what else takes comes second.
     """
-    batches, rows = in_blocks(batch, M, block, tile.m, apart)
-    tiles, blocks = _tiles(tile, batches, rows, N), max(1, batch * M // block)
-    ahead = Ahead.of(tile, batches, rows, N, block, apart)
+    tiles, steps, blocks = _tiles(tile, batches, M, N), -(-K // tile.k), max(1, batches * M // block)
+    ahead = Ahead.of(tile, batches, M, N, block, apart)
+    units = tiles + ahead.early
     comes = [0.0, *(_FIRST + i * (_PAUSE + block * K * itemsize / _BYTES) for i in range(1, blocks))]
-    plan = schedule(tiles + ahead.early, -(-K // tile.k), sms, min(tile.split, tiles - ahead.tiles), tile.parts)
     whole = _whole(tile, K, tile.fed or tile.rate)
-    half = _part(tile, 2, whole)
-    free = [0.0] * plan.programs
-    for number in range(plan.whole):
-        program = number % plan.programs
-        if number < 2 * ahead.early:
-            free[program] = max(free[program], comes[number * blocks // (2 * tiles)]) + half
-        else:
-            free[program] = max(free[program], comes[(number - ahead.early) * blocks // tiles]) + whole
-    left = tiles + ahead.early - plan.whole
-    part = _part(tile, plan.parts, whole) if left else 0.0
-    for number in range(left * plan.parts):
-        program = (plan.whole + number) % plan.programs
-        there = comes[(plan.whole - ahead.early + number % left) * blocks // tiles]
-        free[program] = max(free[program], there) + part
+    half, programs = _part(tile, 2, whole), min(sms, units)
+    plans: dict[int, list[Schedule]] = {units: [Schedule(programs, units)]}  # by how many come before the split ones
+    for split, parts in _split_counts(tile, tiles, tiles // blocks, ahead, sms):
+        plan = schedule(units, steps, sms, split, parts)
+        if plan.parts and plan.programs == programs:
+            plans.setdefault(plan.whole, []).append(plan)
     right = N * K * itemsize
-    times = min(blocks, batches * -(-rows // tile.m)) if right > _IN_L2 else 0
-    return max(*free, times * right * _WORK_OF_A_BYTE_READ), max(free)
+    reading = (min(blocks, batches * -(-M // tile.m)) if right > _IN_L2 else 0) * right * _WORK_OF_A_BYTE_READ
+    found, free = dict[Config, tuple[float, float]](), [0.0] * programs
+    for number in range(units + 1):
+        for plan in plans.get(number, ()):
+            took, left = list(free), units - number
+            for turn in range(left * plan.parts):
+                there = comes[(number - ahead.early + turn % left) * blocks // tiles]
+                program = (number + turn) % programs
+                took[program] = max(took[program], there) + _part(tile, plan.parts, whole)
+            walk = replace(tile, split=left, parts=plan.parts or tile.parts)
+            found[walk] = max(*took, reading), max(took)
+        if number == units:
+            break
+        if number < 2 * ahead.early:
+            there, takes = comes[number * blocks // (2 * tiles)], half
+        else:
+            there, takes = comes[(number - ahead.early) * blocks // tiles], whole
+        program = number % programs
+        free[program] = max(free[program], there) + takes
+    return found

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hostir.runtime.kernels.split import schedule
 from hostir.runtime.kernels.tile_choice import choose
 from hostir.runtime.kernels.tiles import Ahead, Config, in_blocks
 
 EXTENTS = st.integers(1, 1 << 17)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +92,36 @@ def test_rows_in_blocks_get_the_tile_that_was_fastest_on_h200s_as_four_ranks_hav
     [
         (2048, 3584, 8192, (128, 256, 4, 18)),  # 224 us; none early 239
         (4096, 3584, 8192, (128, 256, 2, 56)),  # 371 us; none early 384
-        (8192, 1792, 4096, (64, 256, 1, 18)),  # 242 us; none split 246, 128 x 256 248
+        (8192, 1792, 4096, (64, 256, 0, 0)),  # 246 us; 128 x 256 248
         (2048, 6656, 16384, (128, 256, 0, 23)),
     ],
 )
 def test_rows_in_blocks_get_the_tile_that_was_fastest_on_h200s_as_eight_ranks_have_them(M, N, K, expected):
     tile = choose(M, N, K, torch.bfloat16, 131, block=M // 8, apart=True)
     assert (tile.m, tile.n, tile.early, tile.split) == expected
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "block"),
+    [(8, 4096, 8192, 1), (64, 4096, 8192, 1), (65536, 3584, 8192, 1024), (2048, 3584, 4 * 64, 256)],
+)
+def test_nothing_is_split_for_next_to_no_gain(M, N, K, block):
+    tile = choose(M, N, K, torch.bfloat16, 131, block=block, apart=True)
+    assert (tile.early, tile.split) == (0, 0)
+
+
+@given(st.integers(1, 16), st.integers(1, 4096), EXTENTS, EXTENTS, st.booleans(), st.sampled_from(FLOATS))
+@settings(deadline=None)
+def test_every_choice_for_rows_in_blocks_is_one_that_the_kernel_can_walk(blocks, block, N, K, apart, dtype):
+    tile = choose(blocks * block, N, K, dtype, 131, block=block, apart=apart)
+    batches, rows = in_blocks(1, blocks * block, block, tile.m, apart)
+    ahead = Ahead.of(tile, batches, rows, N, block, apart)
+    assert ahead.blocks == tile.early < max(blocks, 1)
+    tiles = batches * -(-rows // tile.m) * -(-N // tile.n)
+    assert 0 <= tile.split <= tiles - ahead.tiles
+    assert not (tile.early and dtype == torch.float32), "registers do not hold its sums"
+    if tile.split:
+        assert schedule(tiles + ahead.early, -(-K // tile.k), 131, tile.split, tile.parts).parts >= 2
 
 
 @pytest.mark.parametrize(("blocks", "early"), [(1, 0), (4, 0), (4, 1), (4, 3), (4, 9)])

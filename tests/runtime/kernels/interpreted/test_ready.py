@@ -15,6 +15,7 @@ from hostir.runtime.kernels.operands import DTYPES
 from hostir.runtime.kernels.ready import ReadyFlags, no_stalls, stall_error
 from hostir.runtime.kernels.tiles import Config
 from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled, multiprocessors
+from tests.runtime.kernels.checking import parts as parts_of_tiles
 from tests.runtime.kernels.raising import fill_and_raise
 
 TILES = (
@@ -57,7 +58,8 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     blocks, height = draw(st.integers(1, 5)), draw(st.integers(1, 40))
     use_descriptors = draw(st.booleans())
     N = 8 * draw(st.integers(1, 4)) if use_descriptors else draw(st.integers(1, 32))
-    K = 8 * draw(st.integers(1, 4)) if use_descriptors else draw(st.integers(1, 32))
+    steps = draw(st.booleans())  # enough along K for two parts
+    K = 272 if steps else 8 * draw(st.integers(1, 4)) if use_descriptors else draw(st.integers(1, 32))
     torch.manual_seed(draw(st.integers(0, 1 << 30)))
     a = filled([blocks * height, K], dtype, pad=[0, 8])
     b = filled([K, N], dtype, order=draw(st.permutations(range(2)))) if not use_descriptors else filled([K, N], dtype)
@@ -87,7 +89,10 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     for block, (ours, part) in enumerate(zip(out.chunk(parts), a.chunk(parts), strict=True)):
         early = parts == blocks and (block - first) % blocks < tile.early
         options["config"] = dataclasses.replace(tile, early=0, split=1 << 30 if early else 0, parts=2)
-        assert torch.equal(ours, matmul(part, b, torch.full_like(ours, math.nan), **options))
+        with multiprocessors(100):
+            assert torch.equal(ours, matmul(part, b, torch.full_like(ours, math.nan), **options))
+            # Of one step or two, both sums are the same whether they are added up in one go or left in between.
+            assert parts_of_tiles() == (2 if early and steps else 0)
     assert stall_error(ready.stalls, 0, "%f") is None
     assert ready.flags.tolist() == [4 if block == but else 5 for block in range(blocks)]
 

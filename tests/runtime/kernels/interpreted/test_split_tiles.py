@@ -97,7 +97,7 @@ def test_any_number_of_multiprocessors_gives_the_product(sms, most, config):
 @pytest.mark.parametrize("use_descriptors", [True, False])
 @pytest.mark.parametrize(("sms", "most"), [(4, 2), (4, 8), (7, 3)])
 def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, early, sms, most):
-    blocks, height, K, N = 3, 64 if own else 32, 160, 48  # fewer own rows would be copied
+    blocks, height, K, N = 3, 64 if own else 32, 208, 48  # fewer own rows would be copied
     whole, b = whole_numbers(blocks * height, K), whole_numbers(K, N)
     a = whole.clone()
     mine = whole[height : 2 * height].clone() if own else None
@@ -115,15 +115,17 @@ def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, e
     poisoned()
 
 
+@pytest.mark.parametrize("early", [0, 1, 2])
 @pytest.mark.parametrize("config", [SMALL, PAIRS])
-def test_a_split_tile_whose_rows_stay_away_says_so_and_leaves_the_tickets_as_they_were(config):
+def test_a_split_tile_whose_rows_stay_away_says_so_and_leaves_the_tickets_as_they_were(config, early):
+    config = dataclasses.replace(config, early=early)
     whole, b = whole_numbers(64, 320), whole_numbers(320, 16)
     flags, stalls = torch.tensor([1, 0], dtype=torch.int32), no_stalls(2, "cpu")
     out = torch.full((64, 16), math.nan)
     with multiprocessors(3):
         ready = ReadyFlags(flags, 1, stalls, looks=3)
         matmul(whole, b, out, ready=ready, config=config)
-        assert parts() == min(3, config.parts)
+        assert parts() == (min(3, config.parts) if early < 2 else 0)
         poisoned()
         assert stalls.tolist() == [[0, 0], [1, 0]]
         assert torch.equal(out[:32], (whole @ b)[:32])
