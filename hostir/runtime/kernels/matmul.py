@@ -1,10 +1,10 @@
 """A persistent Triton matmul that reads and writes strided views in place.
 
 Each program walks over tiles of the output, grouped so that neighbours share operands in L2 (the grouped ordering and
-the persistent loop are those of Triton's tutorials); the last tiles may be split among several programs each
-(hostir.runtime.kernels.split). On Hopper and later, tiles move through TMA descriptors; storing a large tile in two
-halves halves the staging buffer, which frees shared memory for one more pipeline stage. Where the memory does not obey
-TMA's rules, masked loads through pointers serve any strides.
+the persistent loop are those of Triton's tutorials); the last tiles may be split among several programs each, and those
+of rows that come first among two (hostir.runtime.kernels.split). On Hopper and later, tiles move through TMA
+descriptors; storing a large tile in two halves halves the staging buffer, which frees shared memory for one more
+pipeline stage. Where the memory does not obey TMA's rules, masked loads through pointers serve any strides.
 
 The rows of the first operand may still be on their way when the kernel starts: hostir.runtime.kernels.ready.
 """

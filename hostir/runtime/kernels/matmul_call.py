@@ -30,7 +30,7 @@ class Call:
         described: how TMA sees a, b, out and, if they are apart, own rows; None: they are passed as pointers.
         blocks: what of these a descriptor moves at a time.
         block: rows of a block, with flags.
-        schedule: tiles before those that are split last, these, and the parts of each; None where none is, nor is early.
+        schedule: tiles before the last ones that are split, these, and parts of each; None where no tile is split.
         sums, tickets: what split tiles need of `workspace`.
         copies_own: own rows go to their place among those of a first, and are not passed.
         sizes: the arguments of the kernel from `early` to the last stride.

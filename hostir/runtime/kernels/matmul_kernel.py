@@ -141,7 +141,7 @@ def matmul_kernel(
     EXACT: tl.constexpr,  # float32 on plain FMAs
     RUN: tl.constexpr,  # steps of BK that EXACT sums up at a time
 ):
-    """Parts of early tiles first, if there are any; whole tiles, one program each; with SPLIT, a part of one behind them."""
+    """Parts of early tiles, if there are any; whole tiles, one program each; with SPLIT, a part of one behind them."""
     tile = tl.program_id(0)
     tiles = batches * tl.cdiv(M, BM) * tl.cdiv(N, BN)
     alone = whole if SPLIT else tiles

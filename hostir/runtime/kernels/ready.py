@@ -34,8 +34,8 @@ class ReadyFlags:
             lie in pinned memory of the host, which then looks without waiting for the GPU: what it sees is final once
             the kernel has ended.
         first: the block to begin with; the others follow in a circle.
-        looks: how often a program looks at flags that have not risen before it gives up. Where it has given up and others
-            count on its part of a tile, it goes on, and looks once at each later flag.
+        looks: how often a program looks at flags that have not risen before it gives up. Where others count on its part
+            of a tile, it goes on all the same, and looks once at each later flag.
         beside: multiprocessors of a kernel just before on the same stream, beside which this one starts: it uses the
             others, and ends after that kernel. What else came before on the stream has ended.
         spare: multiprocessors that it leaves to kernels of other streams: those that raise flags elsewhere.
