@@ -35,8 +35,7 @@ SLOWEST = 0.81  # of the peak, however long a call computes
 SPARE = 0.5  # how far SMs that a matmul's last wave leaves help another one, as both want the L2
 SMALL = 3.0  # microseconds of a kernel that moves little
 MOST_PARTS = 8  # of a tile that is split, as in hostir/runtime/kernels/split.py, which needs Triton
-EARLY_WAVES, SPLIT_STEP = 2, 9  # as in hostir/runtime/kernels/tile_choice.py
-WAVES = 8  # beyond, how the last tiles are split matters little
+EARLY_WAVES, SPLIT_STEP, FINE_WAVES = 2, 9, 8  # as in hostir/runtime/kernels/tile_choice.py
 STARTED = 0.4  # what is left of a look where a matmul has started beside the copies
 GRAPH, EAGER = "graph", "eager"
 
@@ -253,17 +252,16 @@ class Costs:
                 free[turn % sms] = max(free[turn % sms], arrivals[number // each] + look) + time
             return max(free)
 
-        return min(ends(*way) for way in self.ways(each, len(arrivals), sms))
+        return min(ends(*way) for way in [(0, 0, 0), *self.ways(each, len(arrivals), sms)])
 
     def ways(self, each: int, blocks: int, sms: int) -> Iterator[tuple[int, int, int]]:
         """How a kernel may walk through blocks of so many tiles: of how many of the first it splits all tiles in two,
         and how many of the last tiles in how many parts. See hostir/runtime/kernels/tile_choice.py.
         """
         if self.family.split is None:
-            yield 0, 0, 0
             return
         tiles = each * blocks
-        step, some = (SPLIT_STEP, (2, 4, MOST_PARTS)) if tiles <= WAVES * sms else (sms, (2,))
+        step, some = (SPLIT_STEP, (2, 4, MOST_PARTS)) if tiles <= FINE_WAVES * sms else (sms, (2,))
         for early in range(max(1, min(blocks, EARLY_WAVES * sms // (2 * each) + 1))):
             last = (tiles + early * each) % sms
             for parts in (2,) if early else some:

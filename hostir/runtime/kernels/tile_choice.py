@@ -25,7 +25,7 @@ _FIRST, _PAUSE, _BYTES = 15e-6 * _SPEED, 2.5e-6 * _SPEED, 390e9 / _SPEED
 _WORK_OF_A_BYTE_READ = _SPEED / 4.3e12
 _IN_L2 = 32 << 20  # beside rows and results, of 50 MiB
 EARLY_WAVES = 2  # of parts of early tiles: beyond, all multiprocessors are busy anyway
-_FINE_WAVES = 8  # beyond, it matters little how many of the last tiles are split
+FINE_WAVES = 8  # beyond, it matters little how many of the last tiles are split
 _WORTH = 1.01  # times as long, as estimated, a tile may take that is simpler
 SPLIT_STEP = 9  # numbers of tiles that are split are tried in steps
 
@@ -107,7 +107,7 @@ def _split_counts(tile: Config, tiles: int, of_block: int, ahead: Ahead, sms: in
     last = units % sms
     for parts in (2,) if ahead.early else (2, 4, MOST_PARTS):  # registers do not hold both
         most = min(sms // parts, tiles - ahead.tiles)
-        steps = range(SPLIT_STEP, most + 1, SPLIT_STEP) if units <= _FINE_WAVES * sms else ()
+        steps = range(SPLIT_STEP, most + 1, SPLIT_STEP) if units <= FINE_WAVES * sms else ()
         for split in sorted({*steps, last, sms - last, of_block}):
             if 0 < split <= most:
                 yield split, parts

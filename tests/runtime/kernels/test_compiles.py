@@ -172,8 +172,8 @@ def test_split_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(til
     assert spilled(kernel.asm["ptx"], tmp_path) == 0
 
 
-# With a bias, registers are a few short behind the pipeline, where a tile is stored.
-@pytest.mark.parametrize(("split", "bias", "spills"), [(0, False, 0), (1, False, 0), (1, True, 64)])
+# With a bias, some registers are short behind the pipeline, where a tile is stored: of 128 x 128, 9 are left and read.
+@pytest.mark.parametrize(("split", "bias", "spills"), [(0, False, 0), (1, False, 0), (1, True, 96)])
 @pytest.mark.parametrize("tile", candidates(torch.bfloat16)[:4], ids=str)
 def test_early_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(tile, split, bias, spills, tmp_path):
     tile = tile.fitting(2, SHARED_MEMORY, descriptors=True, biased_batch=bias)
