@@ -252,17 +252,17 @@ class Costs:
                 free[turn % sms] = max(free[turn % sms], arrivals[number // each] + look) + time
             return max(free)
 
-        return min(ends(*way) for way in [(0, 0, 0), *self.ways(each, len(arrivals), sms)])
+        return min(ends(*way) for way in [(0, 0, 0), *self.ways(each, len(arrivals), sms, what.dtype)])
 
-    def ways(self, each: int, blocks: int, sms: int) -> Iterator[tuple[int, int, int]]:
-        """How a kernel may walk through blocks of so many tiles: of how many of the first it splits all tiles in two,
-        and how many of the last tiles in how many parts. See hostir/runtime/kernels/tile_choice.py.
-        """
+    def ways(self, each: int, blocks: int, sms: int, dtype: str) -> Iterator[tuple[int, int, int]]:
+        """Of how many of the first blocks, of `each` tiles, a kernel may split all tiles in two, and how many of
+        the last tiles in how many parts: a coarser choice than that of hostir/runtime/kernels/tile_choice.py."""
         if self.family.split is None:
             return
         tiles = each * blocks
         step, some = (SPLIT_STEP, (2, 4, MOST_PARTS)) if tiles <= FINE_WAVES * sms else (sms, (2,))
-        for early in range(max(1, min(blocks, EARLY_WAVES * sms // (2 * each) + 1))):
+        early_most = 0 if dtype == "f32" else min(blocks - 1, EARLY_WAVES * sms // (2 * each))
+        for early in range(early_most + 1):
             last = (tiles + early * each) % sms
             for parts in (2,) if early else some:
                 most = min(sms // parts, tiles - max(early, 1) * each) if tiles > sms else 0

@@ -69,7 +69,9 @@ def choose(
     found = dict[Config, tuple[float, float]]()
     for tile in fitting:
         batches, rows = in_blocks(batch, M, block, tile.m, apart)
-        walks = [tile] if dtype == torch.float32 else [tile, *_with_early_blocks(tile, batches, rows, N, K, block, sms)]
+        walks = [tile]
+        if dtype != torch.float32:  # whose sums of two loops registers do not hold
+            walks += _with_early_blocks(tile, batches, rows, N, K, block, sms)
         for walk in walks:
             found |= _fed(walk, batches, rows, N, K, dtype.itemsize, sms, block, apart)
     return min(found, key=lambda tile: _preferred(tile, *found[tile]))
@@ -99,7 +101,7 @@ def _with_early_blocks(tile: Config, batches: int, M: int, N: int, K: int, block
         yield replace(tile, early=blocks)
 
 
-def _split_counts(tile: Config, tiles: int, of_block: int, ahead: Ahead, sms: int) -> Iterator[tuple[int, int]]:
+def _split_counts(tiles: int, of_block: int, ahead: Ahead, sms: int) -> Iterator[tuple[int, int]]:
     """How many of the last tiles may be split, and in how many parts each; as many as there are programs for."""
     units = tiles + ahead.early
     if tiles <= sms:
@@ -150,20 +152,20 @@ def _fed(
     whole = _whole(tile, K, tile.fed or tile.rate)
     half, programs = _part(tile, 2, whole), min(sms, units)
     plans: dict[int, list[Schedule]] = {units: [Schedule(programs, units)]}  # by how many come before the split ones
-    for split, parts in _split_counts(tile, tiles, tiles // blocks, ahead, sms):
+    for split, parts in _split_counts(tiles, tiles // blocks, ahead, sms):
         plan = schedule(units, steps, sms, split, parts)
-        if plan.parts and plan.programs == programs:
+        if plan.parts and plan.programs == programs:  # others would leave multiprocessors without work
             plans.setdefault(plan.whole, []).append(plan)
     right = N * K * itemsize
     reading = (min(blocks, batches * -(-M // tile.m)) if right > _IN_L2 else 0) * right * _WORK_OF_A_BYTE_READ
     found, free = dict[Config, tuple[float, float]](), [0.0] * programs
     for number in range(units + 1):
         for plan in plans.get(number, ()):
-            took, left = list(free), units - number
+            took, left, part = list(free), units - number, _part(tile, plan.parts, whole) if plan.parts else 0.0
             for turn in range(left * plan.parts):
                 there = comes[(number - ahead.early + turn % left) * blocks // tiles]
                 program = (number + turn) % programs
-                took[program] = max(took[program], there) + _part(tile, plan.parts, whole)
+                took[program] = max(took[program], there) + part
             walk = replace(tile, split=left, parts=plan.parts or tile.parts)
             found[walk] = max(*took, reading), max(took)
         if number == units:

@@ -103,9 +103,9 @@ def test_rows_in_blocks_get_the_tile_that_was_fastest_on_h200s_as_eight_ranks_ha
 
 @pytest.mark.parametrize(
     ("M", "N", "K", "block"),
-    [(8, 4096, 8192, 1), (64, 4096, 8192, 1), (65536, 3584, 8192, 1024), (2048, 3584, 4 * 64, 256)],
+    [(8, 4096, 8192, 1), (64, 4096, 8192, 1), (2048, 3584, 4 * 64, 256)],  # the last: parts would be short
 )
-def test_nothing_is_split_for_next_to_no_gain(M, N, K, block):
+def test_nothing_is_split_for_next_to_no_gain_or_into_short_parts(M, N, K, block):
     tile = choose(M, N, K, torch.bfloat16, 131, block=block, apart=True)
     assert (tile.early, tile.split) == (0, 0)
 
@@ -116,7 +116,7 @@ def test_every_choice_for_rows_in_blocks_is_one_that_the_kernel_can_walk(blocks,
     tile = choose(blocks * block, N, K, dtype, 131, block=block, apart=apart)
     batches, rows = in_blocks(1, blocks * block, block, tile.m, apart)
     ahead = Ahead.of(tile, batches, rows, N, block, apart)
-    assert ahead.blocks == tile.early < max(blocks, 1)
+    assert ahead.blocks == tile.early < blocks
     tiles = batches * -(-rows // tile.m) * -(-N // tile.n)
     assert 0 <= tile.split <= tiles - ahead.tiles
     assert not (tile.early and dtype == torch.float32), "registers do not hold its sums"
