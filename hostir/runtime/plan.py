@@ -19,11 +19,10 @@ from hostir.ir.op import Statement
 from hostir.ir.p2p_ops import Message
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import HostIRError
-from hostir.runtime.kernels.kernel import Kernel, repeating
+from hostir.runtime.kernels.kernel import Kernel, is_repeatable, repeating
 
 CALLER = -1  # the caller's stream; the pool's are 0, 1, ...
 NONE = 0  # the register that always holds None
-CONTRACTIONS = ("matmul", "linear")
 
 # A flag is one integer, so that a machine sets it and waits for it in one go: the number of the call, from 1, in the
 # upper half, and the epoch of that call in the lower. It rises from epoch to epoch and from call to call, whichever of
@@ -321,7 +320,7 @@ def _bind_view(op: View, registers: list[Any]) -> Step:
 
 def _bind_compute(op: Compute, registers: list[Any], kernel: Kernel) -> Step:
     out, operands, options = op.out, op.operands, dict(op.options)
-    if op.kind in CONTRACTIONS:
+    if is_repeatable(kernel):
         multiply = repeating(kernel, **options)
         return lambda: multiply(registers[out], *[registers[i] for i in operands])
     if options or len(operands) > 2:

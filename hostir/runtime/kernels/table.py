@@ -12,7 +12,7 @@ import torch
 from hostir.ir.source import error
 from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.blocks import with_all_rows
-from hostir.runtime.kernels.kernel import Again, Kernel
+from hostir.runtime.kernels.kernel import Again, Kernel, repeatable
 from hostir.runtime.kernels.layout import collapse
 
 if TYPE_CHECKING:
@@ -163,9 +163,11 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint="set it, or use kernels='aten'",
         )
 
+    @repeatable
     def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Again | None:
         return _contract(out, a, b, None, False)
 
+    @repeatable
     def linear(
         out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> Again | None:
