@@ -193,6 +193,17 @@ class CudaPlan:
             return error(f"this executor cannot run again: {self.machine.broken}", hint="start all ranks anew")
         return self.one_sided.problem() if self.one_sided else None
 
+    @property
+    def reports(self) -> bool:
+        """Whether kernels of its calls may report something after they were issued."""
+        return self.one_sided is not None and bool(self.one_sided.stalls)
+
+    def behind(self) -> torch.cuda.Event:
+        """An event behind its latest call, if it has symmetric memory; see `take_turn`."""
+        event, device = torch.cuda.Event(), self.machine.device
+        event.record(_latest.get(device) or current(device))
+        return event
+
     def ailment(self) -> str:
         found = self.problem()
         return headline(found) if found is not None else ""

@@ -24,6 +24,7 @@ from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_local
 from hostir.runtime.outputs import Key, check_apart, check_given, expected_parts, look, sequence_of
 from hostir.runtime.plan import NONE, teams_of
+from hostir.runtime.plans import Plan, Plans
 from hostir.runtime.recorder import record
 from hostir.runtime.session import Groups, Session, joined, launched
 from hostir.runtime.sharding import bind_sizes, solve_sizes
@@ -33,9 +34,7 @@ from hostir.runtime.watchdog import Watchdog, headline
 
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
 Part = torch.Tensor | None
-Plan = CudaPlan | GlooPlan
 LOWER = "a fusion: lower it first, hi.lower(fusion)"
-KEPT = 128  # plans of an executor: where shapes never repeat, they must not pile up
 
 
 class Executor:
@@ -106,7 +105,7 @@ class Executor:
         self.seed = seed
         self.trace = trace
         self.timeout = TIMEOUT.get(timeout)
-        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.plans = Plans()
         self.session: Session | None = None
         self.watchdog: Watchdog | None = None
         self.choice: Any = None  # a hostir.choice.Choice: a layer above, which sets it
@@ -116,7 +115,6 @@ class Executor:
         self._given: Key | None = None  # of the latest call: how the tensors of its out= look
         self._where: Where = ()  # its plan, and the address of each of its tensors
         self._graphs: Graphs | None = None
-        self._captured: set[CudaPlan] = set()  # that graphs of the caller's use: their tables must stay
         self._agreed: set[tuple[tuple[str, int], ...]] = set()  # sizes
         self._agreements = itertools.count()
         self._without_gradients = torch.no_grad()
@@ -197,13 +195,13 @@ class Executor:
 
     def _issue(self, plan: CudaPlan, inputs: Sequence[Part], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
         """Issues a run on CUDA, statement by statement or as one graph; a caller's graph gets the statements."""
-        if (problem := plan.problem()) is not None:
-            raise problem
         graphs, capturing = self._graphs, torch.cuda.is_current_stream_capturing()
+        if (problem := self.plans.look(plan, capturing)) is not None:
+            raise problem
         if self.watchdog is not None:
             self.watchdog.look_at(plan, capturing)
         if capturing:
-            self._captured.add(plan)
+            self.plans.captured.add(plan)
             graphs = None
             if plan.memory is not None:
                 plan.memory.pinned = True
@@ -252,9 +250,8 @@ class Executor:
 
     def _raise_problem(self) -> None:
         """Raises what the device has reported by now."""
-        for each in {*self.plans.values(), *self._captured}:
-            if isinstance(each, CudaPlan) and (problem := each.problem()) is not None:
-                raise self._blamed(problem)
+        if (problem := self.plans.problem()) is not None:
+            raise self._blamed(problem)
 
     def _blamed(self, failure: HostIRError) -> HostIRError:
         return self.watchdog.blame(failure) if self.watchdog is not None else failure
@@ -277,9 +274,7 @@ class Executor:
                 plan = self._make(inputs)
             finally:
                 self._drop_stale()
-        self.plans[tuple(key or ())] = plan  # the latest last
-        if len(self.plans) > KEPT:
-            del self.plans[next(iter(self.plans))]
+        self.plans.keep(tuple(key or ()), plan)
         if plan.memory is not None:
             plan.memory.used = time.monotonic()
         self._key, self._plan = key, plan
@@ -288,9 +283,9 @@ class Executor:
     def _drop_stale(self) -> None:
         """Drops the plans whose symmetric memory went when the latest plan got its own."""
         self._key, self._plan, self._given, self._where = None, None, None, ()
-        self.plans = {key: plan for key, plan in self.plans.items() if not is_stale(plan)}
         if self._graphs is not None:
             self._graphs.forget(is_stale)
+        self.plans.drop_stale()
 
     def _make(self, inputs: Sequence[Part]) -> Plan:
         machine = self._machine

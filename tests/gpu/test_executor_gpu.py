@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hostir.ir.source import HostIRError
+from hostir.runtime import plans, symmetric
 from hostir.runtime.executor import Executor
 from hostir.runtime.trace import Trace
 from tests.gpu.one_device import NAN, SLEEP, alone, close, inputs_of, pipeline, poison, slowed
@@ -244,3 +245,32 @@ def test_synchronize_gives_up_on_a_device_that_does_not_finish() -> None:
     executor(a, b)
     with pytest.raises(HostIRError, match=r"the device has not finished @ag_matmul after 0\.1 s"):
         executor.synchronize()
+
+
+ABSENT = """%full: bf16[2, M, 64] = allocate_symmetric
+  %there: flag[2] = allocate_symmetric
+  copy %a -> %full
+  %c: bf16[2, M, 64] = allocate
+  matmul %full, %b -> %c ready %there >= 1 from 0"""
+
+
+@pytest.mark.parametrize("makes_room", [True, False])
+def test_what_a_kernel_reports_when_other_shapes_run_is_raised(
+    makes_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOSTIR_TIMEOUT", "1")
+    monkeypatch.setattr(plans, "KEPT", 1)
+    if makes_room:
+        monkeypatch.setattr(symmetric, "KEPT_BYTES", 1)
+    executor = Executor(alone(ABSENT, "%a: bf16[2, M, 64], %b: bf16[64, 64]"), machine="cuda", check=False)
+    b = torch.randn(64, 64).bfloat16()
+    first, second = (torch.randn(2, rows, 64).bfloat16() for rows in (128, 256))
+    executor(first, b)
+    missing = r"rank 0, 'matmul %full.* flag %there\[0\] did not reach epoch"
+    if not makes_room:  # then it is not known yet
+        executor(second, b)
+        torch.cuda.synchronize()
+        monkeypatch.setattr(executor._plan, "problem", lambda: None)
+        executor(second, b)
+    with pytest.raises(HostIRError, match=missing):
+        executor(second, b)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from hostir.runtime.executor import KEPT, Executor
+from hostir.runtime.executor import Executor
 from hostir.runtime.gloo import GlooPlan
+from hostir.runtime.plans import KEPT
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.trace import Trace
 from hostir.runtime.whole import run

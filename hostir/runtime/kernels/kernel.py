@@ -22,6 +22,7 @@ def repeatable(kernel: Kernel) -> Kernel:
 
 
 def is_repeatable(kernel: Kernel) -> bool:
+    """Whether a kernel is so marked."""
     return kernel in _repeatable
 
 
