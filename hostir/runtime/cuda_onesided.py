@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hostir.ir.machine import Ready
-from hostir.ir.source import HostIRError
+from hostir.ir.source import Diagnostic, HostIRError
 from hostir.knobs import TIMEOUT
 from hostir.runtime.beginning import beginning, uses_flags
 from hostir.runtime.driver import Copier, in_batches, wait_at_least, write
@@ -299,17 +299,18 @@ class OneSided:
         return step
 
     def problem(self) -> HostIRError | None:
-        """What a kernel that gave up waiting has said; forgets it."""
+        """What kernels that gave up waiting have said; forgets it."""
+        found: list[Diagnostic] = []
         for op, stalls, said in self.stalls:
             if int.from_bytes(said):
                 from hostir.runtime.kernels.ready import stall_error
 
                 assert op.ready is not None
-                found = stall_error(stalls.clone(), self.rank, f"%{self.place(op.ready.flags)[0]}")
+                stalled = stall_error(stalls.clone(), self.rank, f"%{self.place(op.ready.flags)[0]}")
                 stalls.zero_()
-                if found is not None:  # else another thread has just taken it
-                    return self.recording.failure(op, found)
-        return None
+                if stalled is not None:  # else another thread has just taken it
+                    found += self.recording.failure(op, stalled).diagnostics
+        return HostIRError(*found) if found else None
 
     def missing(self) -> list[tuple[Op, str]]:
         """The operations whose flags have not risen, and which flag stands where. Reads flags beside all streams."""

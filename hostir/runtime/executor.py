@@ -196,7 +196,7 @@ class Executor:
     def _issue(self, plan: CudaPlan, inputs: Sequence[Part], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
         """Issues a run on CUDA, statement by statement or as one graph; a caller's graph gets the statements."""
         graphs, capturing = self._graphs, torch.cuda.is_current_stream_capturing()
-        if (problem := self.plans.look(plan, capturing)) is not None:
+        if (problem := self.plans.look(plan)) is not None:
             raise problem
         if self.watchdog is not None:
             self.watchdog.look_at(plan, capturing)
@@ -235,16 +235,15 @@ class Executor:
 
         Raises HostIRError naming the communications that the device has not finished by then, or what it reports.
         """
-        plan = self._plan
-        if not isinstance(plan, CudaPlan):
+        if self.machine != "cuda":
             return
         reached = torch.cuda.Event()
-        reached.record(torch.cuda.current_stream(plan.machine.device))
+        reached.record(torch.cuda.current_stream(self._machine.device))
         deadline = time.monotonic() + self.timeout
         while not reached.query():
             self._raise_problem()  # a kernel may have given up, and what follows it wait for ever
             if time.monotonic() > deadline:
-                raise self._blamed(self._stuck(plan))
+                raise self._blamed(self._stuck())
             time.sleep(1e-4)
         self._raise_problem()
 
@@ -256,10 +255,13 @@ class Executor:
     def _blamed(self, failure: HostIRError) -> HostIRError:
         return self.watchdog.blame(failure) if self.watchdog is not None else failure
 
-    def _stuck(self, plan: CudaPlan) -> HostIRError:
+    def _stuck(self) -> HostIRError:
+        plan = next(reversed(self.plans.values()), None)
         late = f"the device has not finished @{self.program.name} after {self.timeout:g} s"
         hint = "HOSTIR_TIMEOUT sets how long it may take"
-        busy = [(op.place.statement.span, f"{plan.recording.describe(op)}: {what}") for op, what in plan.busy()]
+        busy = []
+        if isinstance(plan, CudaPlan):
+            busy = [(op.place.statement.span, f"{plan.recording.describe(op)}: {what}") for op, what in plan.busy()]
         if not busy:
             return error(f"rank {self.rank}: {late}", hint=hint)
         (span, first), *others = busy
@@ -270,6 +272,7 @@ class Executor:
         """The plan for inputs of these shapes, made where there is none."""
         plan = self.plans.pop(tuple(key), None) if key is not None else None
         if plan is None:
+            self._refuse_in_capture()
             try:
                 plan = self._make(inputs)
             finally:
@@ -285,15 +288,17 @@ class Executor:
         self._key, self._plan, self._given, self._where = None, None, None, ()
         if self._graphs is not None:
             self._graphs.forget(is_stale)
-        self.plans.drop_stale()
+        self.plans.sweep()
 
-    def _make(self, inputs: Sequence[Part]) -> Plan:
-        machine = self._machine
-        if machine.name == "cuda" and torch.cuda.is_current_stream_capturing():
+    def _refuse_in_capture(self) -> None:
+        if self.machine == "cuda" and torch.cuda.is_current_stream_capturing():
             raise error(
                 f"@{self.program.name} runs with these shapes for the first time inside a CUDA graph capture",
                 hint="call it once with tensors of the same shapes before the capture",
             )
+
+    def _make(self, inputs: Sequence[Part]) -> Plan:
+        machine = self._machine
         try:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
             self._refuse_gradients(inputs)

@@ -19,7 +19,8 @@ from hostir.ir.op import Statement
 from hostir.ir.p2p_ops import Message
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import HostIRError
-from hostir.runtime.kernels.kernel import Kernel, is_repeatable, repeating
+from hostir.runtime.kernels.kernel import Kernel, repeating
+from hostir.runtime.kernels.table import REPEATABLE
 
 CALLER = -1  # the caller's stream; the pool's are 0, 1, ...
 NONE = 0  # the register that always holds None
@@ -320,7 +321,7 @@ def _bind_view(op: View, registers: list[Any]) -> Step:
 
 def _bind_compute(op: Compute, registers: list[Any], kernel: Kernel) -> Step:
     out, operands, options = op.out, op.operands, dict(op.options)
-    if is_repeatable(kernel):
+    if kernel in REPEATABLE:
         multiply = repeating(kernel, **options)
         return lambda: multiply(registers[out], *[registers[i] for i in operands])
     if options or len(operands) > 2:

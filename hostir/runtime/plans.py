@@ -1,8 +1,7 @@
-"""The plans of an executor, and what the device says of those that no longer run."""
+"""The plans of an executor, and what the device says of those that are not the latest."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,8 +20,8 @@ class Plans(dict[tuple[Any, ...], Plan]):
     """Plans by how their inputs look, the latest used last.
 
     A kernel that waits for a peer may give up long after its call was made, when other plans run, or when its own has
-    gone. Whatever it reports is raised: each call asks its own plan and one other, in turn, and a plan that goes is
-    asked once the device is done with it.
+    gone. So each call asks its own plan and one of all, in turn. All are asked when another plan is made, which takes
+    longer than that, and one that made room stays at hand until the device is done with it.
 
     Fields:
         captured: those that graphs of the caller's use: they stay, since their tables must.
@@ -31,50 +30,56 @@ class Plans(dict[tuple[Any, ...], Plan]):
     def __init__(self) -> None:
         super().__init__()
         self.captured: set[CudaPlan] = set()
-        self.leaving: deque[tuple[CudaPlan, torch.cuda.Event]] = deque()  # each with what comes behind its last call
-        self.unsaid: list[Diagnostic] = []  # what was reported of plans that have gone
-        self.turns: Iterator[Plan] = iter(())
+        self.leaving: list[tuple[CudaPlan, torch.cuda.Event]] = []  # made room; each with what comes behind its calls
+        self.unsaid: list[Diagnostic] = []  # reported, and not raised so far
+        self.turns: Iterator[CudaPlan] = iter(())
 
     def keep(self, key: tuple[Any, ...], plan: Plan) -> None:
         """Adds the plan that runs next; what was not used longest leaves where there are too many."""
         self[key] = plan
         if len(self) > KEPT:
             oldest = self.pop(next(iter(self)))
-            self.turns = iter(())
+            self.turns = iter(())  # hold it no longer
             if isinstance(oldest, CudaPlan) and oldest.reports:
                 self.leaving.append((oldest, oldest.behind()))
 
-    def drop_stale(self) -> None:
-        """Drops those whose symmetric memory has gone, for which the device was waited for."""
-        stale = [self.pop(key) for key in [key for key, plan in self.items() if is_stale(plan)]]
-        stale += [plan for plan, _ in self.leaving if is_stale(plan)]
-        self.leaving = deque(each for each in self.leaving if not is_stale(each[0]))
-        self.turns = iter(())
-        self.unsaid += _reported(stale)
+    def sweep(self) -> None:
+        """After another was made, or refused: asks all, and drops those that the device is done with.
+
+        Those are leaving ones, and all whose symmetric memory has gone, for which the device was waited for. Asks for
+        events, so it must not be called in a capture.
+        """
+        stay = [(plan, behind) for plan, behind in self.leaving if not (behind.query() or is_stale(plan))]
+        self.unsaid += _diagnostics(plan.problem() for plan in self.everyone())
+        for key in [key for key, plan in self.items() if is_stale(plan)]:
+            del self[key]
+        self.leaving, self.turns = stay, iter(())
+
+    def look(self, plan: CudaPlan) -> HostIRError | None:
+        """What is reported of the plan that runs next, of the one whose turn it is, and was of all that have gone."""
+        said = plan.problem()
+        other = next(self.turns, None)
+        if other is None:
+            if len(self) > 1 or self.captured or self.leaving:
+                self.turns = iter(self.everyone())
+        elif said is None:
+            said = other.problem()
+        return None if said is None and not self.unsaid else self.said([said])
 
     def problem(self) -> HostIRError | None:
         """What the device has reported by now of any of them."""
-        return self.reported_of(self.everyone())
+        return self.said(plan.problem() for plan in self.everyone())
 
-    def look(self, plan: CudaPlan, capturing: bool) -> HostIRError | None:
-        """What it has reported of the plan that runs next, and of one other, unless a capture forbids to ask for it."""
-        other = None if capturing else next(self.turns, None)
-        if other is None and not capturing and (len(self) > 1 or self.leaving):
-            self.turns = iter(self.everyone())
-            while self.leaving and self.leaving[0][1].query():
-                self.leaving.popleft()  # which has its turn once more
-        return self.reported_of((plan,) if other is None else (plan, other))
+    def said(self, problems: Iterable[HostIRError | None]) -> HostIRError | None:
+        """These, and what is unsaid, as one."""
+        found, self.unsaid = dict.fromkeys([*self.unsaid, *_diagnostics(problems)]), []
+        return HostIRError(*found) if found else None  # a broken machine says the same of all plans
 
-    def everyone(self) -> list[Plan]:
-        return list(dict.fromkeys([*self.values(), *self.captured, *(plan for plan, _ in self.leaving)]))
-
-    def reported_of(self, plans: Iterable[Plan]) -> HostIRError | None:
-        """What is reported of some plans, and of those that have gone: once."""
-        found, self.unsaid = [*self.unsaid, *_reported(plans)], []
-        return HostIRError(*found) if found else None
+    def everyone(self) -> list[CudaPlan]:
+        """Each plan that the device may report something of."""
+        plans = [*self.values(), *self.captured, *(plan for plan, _ in self.leaving)]
+        return list(dict.fromkeys(plan for plan in plans if isinstance(plan, CudaPlan)))
 
 
-def _reported(plans: Iterable[Plan]) -> list[Diagnostic]:
-    problems = (plan.problem() for plan in plans if isinstance(plan, CudaPlan))
-    found = [each for problem in problems if problem is not None for each in problem.diagnostics]
-    return list(dict.fromkeys(found))  # of a machine that is broken all plans say the same
+def _diagnostics(problems: Iterable[HostIRError | None]) -> list[Diagnostic]:
+    return [each for problem in problems if problem is not None for each in problem.diagnostics]

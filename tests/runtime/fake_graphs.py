@@ -47,7 +47,10 @@ class Stream:
 
 
 class Event:
-    def record(self, stream: Stream | None = None) -> None: ...
+    stream = ""  # of the latest record
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = stream.name if stream is not None else ""
 
     def wait(self, stream: Stream) -> None: ...
 

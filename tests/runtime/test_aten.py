@@ -47,7 +47,8 @@ def test_sums_of_halves_are_off_while_a_product_is_issued_and_as_before_afterwar
     setting, seen, multiply = aten.SUMS_OF_HALVES[dtype], [], aten._multiply
 
     def spy(*operands: torch.Tensor) -> None:
-        seen.append(getattr(aten.CUBLAS, setting))
+        cublas = torch.backends.cuda.matmul
+        seen.append((getattr(cublas, setting), getattr(cublas, f"{setting}_split_k")))
         multiply(*operands)
 
     monkeypatch.setattr(aten, "_multiply", spy)
@@ -57,8 +58,8 @@ def test_sums_of_halves_are_off_while_a_product_is_issued_and_as_before_afterwar
         aten.linear(out, a, b.t(), bias)
         with pytest.raises(RuntimeError):
             aten.matmul(out, a, b[:3])
-        assert getattr(aten.CUBLAS, setting) is users
-    assert seen == [False] * 3
+        assert getattr(torch.backends.cuda.matmul, setting) is users
+    assert seen == [(False, True)] * 3  # K may be divided
 
 
 @settings(max_examples=150)
@@ -83,6 +84,57 @@ def test_contractions_of_any_layout_are_as_accurate_as_torch(data: st.DataObject
         KERNELS["linear" if linear else "matmul"](out, a, b)
     assert_only_view_written(out, buffer)
     assert_as_accurate(out, torchs, exact, magnitude)
+
+
+@pytest.mark.parametrize(
+    ("a", "out"),
+    [
+        (torch.randn(2, 3, 8), torch.empty(2, 4, 5)[:, :3]),
+        (torch.randn(2, 3, 8), torch.empty(3, 2, 5).transpose(0, 1)),
+        (torch.randn(2, 4, 8)[:, :3], torch.empty(2, 3, 5)),
+        (torch.randn(1, 6, 8).transpose(0, 1), torch.empty(6, 1, 5)),
+        (torch.randn(1, 6, 8)[:, :3], torch.empty(1, 3, 5)),
+        (torch.randn(8), torch.empty(5)),
+        (torch.randn(2, 3, 4, 8), torch.empty(2, 3, 4, 5)),
+    ],
+)
+def test_products_of_padded_turned_and_plain_rows_fill_the_output_where_it_is(
+    a: torch.Tensor, out: torch.Tensor
+) -> None:
+    b, where, strides = torch.randn(8, 5), out.data_ptr(), out.stride()
+    KERNELS["matmul"](out.fill_(torch.nan), a, b)
+    assert (out.data_ptr(), out.stride()) == (where, strides)
+    torch.testing.assert_close(out, a @ b)
+
+
+@pytest.mark.parametrize(
+    ("a", "products"),
+    [
+        (torch.randn(2, 3, 4, 8), ["matmul"]),
+        (torch.randn(1, 2, 3, 8), ["matmul"]),
+        (torch.randn(6, 8), ["matmul"]),
+        (torch.randn(1, 6, 8).transpose(0, 1), ["mm"]),  # of which torch.matmul would make six
+        (torch.randn(2, 4, 8)[:, :3], ["bmm"]),
+    ],
+)
+def test_rows_that_have_one_stride_are_one_product(
+    a: torch.Tensor, products: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def noted(name: str) -> Callable[..., torch.Tensor]:
+        kernel = getattr(torch, name)
+
+        def run(*operands: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            seen.append(name)
+            return kernel(*operands, out=out)
+
+        return run
+
+    for name in ("matmul", "mm", "bmm"):
+        monkeypatch.setattr(torch, name, noted(name))
+    KERNELS["matmul"](torch.empty(*a.shape[:-1], 5), a, torch.randn(8, 5))
+    assert seen == products
 
 
 @settings(max_examples=100)

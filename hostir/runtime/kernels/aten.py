@@ -8,6 +8,7 @@ the operands of a contraction or a sum; elementwise it may be an operand.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -20,9 +21,8 @@ SUMS_OF_HALVES = {
     torch.float16: "allow_fp16_reduced_precision_reduction",
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
 }
-CUBLAS = torch.backends.cuda.matmul
-# What asks and says it, in a quarter of the time that CUBLAS takes: a pair, of which the second cannot be False where
-# the first is True.
+# What asks for it and changes it, in a quarter of the time that torch.backends takes: a pair with whether K may be
+# divided at all, which torch wants to be True where halves may be added up.
 _SETTINGS = {
     dtype: (getattr(torch._C, f"_get_cublas_{name}"), getattr(torch._C, f"_set_cublas_{name}"))
     for dtype, name in SUMS_OF_HALVES.items()
@@ -121,8 +121,8 @@ def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
 
 def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
     """As `_contract`."""
-    if bias is None and a.ndim > 1 and a.is_contiguous() and out.is_contiguous():  # else torch.matmul resizes, or fails
-        torch.matmul(a, b, out=out)  # merges axes for less of the host's time than views of ours
+    if bias is None and out.is_contiguous() and _folds(a.shape, a.stride()):  # else torch.matmul may resize or fail
+        torch.matmul(a, b, out=out)  # for less of the host's time than views of ours take
         return
     a_rows, out_rows = rows(a), rows(out)
     if a_rows is not None and out_rows is not None:
@@ -139,3 +139,9 @@ def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
     else:
         for out_part, a_part in zip(out, a, strict=True):
             _multiply(out_part, a_part, b, bias)
+
+
+@functools.lru_cache(maxsize=1024)
+def _folds(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Whether torch.matmul makes one product of all leading axes: it looks at strides of axes of size 1, too."""
+    return len(shape) > 1 and all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(len(shape) - 2))

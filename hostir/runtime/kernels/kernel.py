@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +11,6 @@ Again = Callable[[], None]
 Kernel = Callable[..., Again | None]  # f(out, *operands, **options)
 
 KEPT = 64  # sets of addresses
-_repeatable: weakref.WeakSet[Kernel] = weakref.WeakSet()
-
-
-def repeatable(kernel: Kernel) -> Kernel:
-    """Marks a kernel that may return what does the same again, see `repeating`."""
-    _repeatable.add(kernel)
-    return kernel
-
-
-def is_repeatable(kernel: Kernel) -> bool:
-    """Whether a kernel is so marked."""
-    return kernel in _repeatable
 
 
 def repeating(kernel: Kernel, **options: Any) -> Callable[..., None]:

@@ -12,7 +12,7 @@ import torch
 from hostir.ir.source import error
 from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.blocks import with_all_rows
-from hostir.runtime.kernels.kernel import Again, Kernel, repeatable
+from hostir.runtime.kernels.kernel import Again, Kernel
 from hostir.runtime.kernels.layout import collapse
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     `policy` is `aten`, `triton` (contractions and sums in Triton, the rest in ATen) or `auto`: what suits the device,
     `cpu` or `cuda`. Raises HostIRError for an unknown policy, and where Triton cannot run on the device.
 
-    A contraction in Triton may return what does the same again, see `repeating`.
+    Those in `REPEATABLE` may return what does the same again, see `repeating`.
 
     With `triton`, and with `auto` on `cuda` where Triton is installed, there are also two kernels that are no
     statements of their own and wait for blocks of their rows by themselves: `matmul_ready`, `f(out, a, b, *, ready,
@@ -144,6 +144,17 @@ def _contract(
     return None
 
 
+def _matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Again | None:
+    return _contract(out, a, b, None, False)
+
+
+def _linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Again | None:
+    return _contract(out, a, weight, bias, True)
+
+
+REPEATABLE: tuple[Kernel, ...] = (_matmul, _linear)  # that may return what does the same again, see `repeating`
+
+
 def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
     """Whether the leading axes of both make one launch of Triton's kernel, which takes `[batch, rows, K]`."""
     return len(collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])) <= 2
@@ -163,17 +174,7 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint="set it, or use kernels='aten'",
         )
 
-    @repeatable
-    def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Again | None:
-        return _contract(out, a, b, None, False)
-
-    @repeatable
-    def linear(
-        out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> Again | None:
-        return _contract(out, a, weight, bias, True)
-
     def sum(out: torch.Tensor, x: torch.Tensor, *, axis: int) -> None:
         reduce_sum(x, out, axis)
 
-    return {"matmul": matmul, "linear": linear, "sum": sum}
+    return {"matmul": _matmul, "linear": _linear, "sum": sum}

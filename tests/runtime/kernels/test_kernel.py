@@ -7,9 +7,15 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 
+from hostir.runtime import plan
+from hostir.runtime.kernels import table
 from hostir.runtime.kernels.kernel import KEPT, repeating
+from hostir.runtime.kernels.table import kernel_table
+from hostir.runtime.plan import CALLER, Compute, Place, bind
+from tests.runtime.small_programs import alone
 
 
 class Adding:
@@ -62,3 +68,23 @@ def test_no_tensor_is_held_and_not_all_addresses_are_kept() -> None:
     del many, out
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_an_operation_keeps_what_its_kernel_returns_where_that_is_repeatable(
+    repeatable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Adding()
+    monkeypatch.setattr(plan, "REPEATABLE", (kernel,) if repeatable else ())
+    (*_, statement) = alone("%c: f32[4, 5] = allocate\n  matmul %a, %b -> %c").body
+    op = Compute(Place(statement, ()), CALLER, "matmul", 1, (2,), {"by": 3})
+    step = bind(op, [None, torch.zeros(4), torch.zeros(4)], torch.device("cpu"), {"matmul": kernel})
+    for _ in range(3):
+        step()
+    assert [what.split()[0] for what in kernel.log] == ["looked", "looked", "again" if repeatable else "looked"]
+
+
+def test_contractions_in_triton_are_repeatable_and_those_in_aten_are_not() -> None:
+    triton, aten = kernel_table("triton", "cuda"), kernel_table("aten", "cuda")
+    assert {kind for kind, kernel in triton.items() if kernel in table.REPEATABLE} == {"matmul", "linear"}
+    assert not any(kernel in table.REPEATABLE for kernel in aten.values())
