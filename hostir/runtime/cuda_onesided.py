@@ -256,7 +256,7 @@ class OneSided:
     def whole(self, op: Compute, ready: Ready, kernel: Kernel) -> Step:
         from hostir.runtime.kernels.ready import ReadyFlags  # which needs Triton
 
-        stalls = torch.zeros(ready.blocks, 2, dtype=torch.int64, pin_memory=True)
+        stalls = torch.zeros(ready.blocks, 2, dtype=torch.int64, device="cpu", pin_memory=True)
         self.stalls.append((op, stalls, stalls.numpy().data.cast("B")))
         registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
         looks = int(TIMEOUT.get() / 2 / SECONDS_OF_A_LOOK)  # so that it says what is missing before somebody else does

@@ -39,14 +39,18 @@ class LocalMachine:
     """Simulated ranks, one for each of `programs`, which are mostly one and the same.
 
     First every rank plans each call (`ranks[r].plan(sizes, inputs)`), then `run` executes all calls, again and again.
-    `kernels` and `dtype` are as of `rehearse`.
+    `kernels`, `dtype` and `device` are as of `rehearse`.
     """
 
     def __init__(
-        self, programs: Sequence[Program], kernels: Kernels = "auto", dtype: torch.dtype | None = None
+        self,
+        programs: Sequence[Program],
+        kernels: Kernels = "auto",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         table = kernel_table(kernels, "cpu") if isinstance(kernels, str) else kernels
-        self.memory = Memory()
+        self.memory = Memory(device)
         self.symmetric = Symmetric(self.memory)
         self.ranks = [
             RankMachine(rank, program, table, self.memory, self.symmetric, dtype)
@@ -192,7 +196,7 @@ def rehearse(
     """
     if program.phase is not Phase.HOST:
         raise error(f"@{program.name} is a fusion", expected="a host program", hint="lower it first")
-    machine = LocalMachine([program] * program.ranks, kernels, dtype)
+    machine = LocalMachine([program] * program.ranks, kernels, dtype, device)
     bound: dict[str, int] = {}
     for number, inputs in enumerate(calls):
         parts, found = _distribute(program, inputs, sizes or {}, device)

@@ -13,16 +13,17 @@ NAN = float("nan")
 
 
 class Memory:
-    """Every buffer of every rank, each a storage of its own."""
+    """Every buffer of every rank on some device, each a storage of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = device
         self.owners: dict[int, tuple[str, int]] = {}  # of each storage: its buffer's name, and the rank
         self.freed: dict[int, Span | None] = {}  # by storage: where
         self.buffers: list[torch.Tensor] = []
 
     def new(self, name: str, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A dense buffer: NaN, or 0 where there is none."""
-        memory = torch.zeros(max(prod(shape), 1), dtype=dtype)  # one element at least, to have an address
+        memory = torch.zeros(max(prod(shape), 1), dtype=dtype, device=self.device)  # one at least, to have an address
         if dtype.is_floating_point:
             self.buffers.append(memory.fill_(NAN))
         buffer = memory[: prod(shape)].view(tuple(shape))

@@ -39,7 +39,6 @@ class Plans(dict[tuple[Any, ...], Plan]):
         self[key] = plan
         if len(self) > KEPT:
             oldest = self.pop(next(iter(self)))
-            self.turns = iter(())  # hold it no longer
             if isinstance(oldest, CudaPlan) and oldest.reports:
                 self.leaving.append((oldest, oldest.behind()))
 

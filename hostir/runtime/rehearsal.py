@@ -35,8 +35,7 @@ def rehearsed(
     bound = bind_sizes(program, inputs, sizes)
     device = inputs[0].device if inputs else torch.device("cpu")
     try:
-        with torch.device(device):  # where the memory of simulated ranks is made
-            machine = rehearse(program, [inputs], bound, aten.KERNELS, dtype=dtype, device=device)
+        machine = rehearse(program, [inputs], bound, aten.KERNELS, dtype=dtype, device=device)
         (outputs,) = machine.run()
         ends = zip(program.outputs, outputs, strict=True)
         whole = tuple(assemble(parts, v.tensor, bound, rounded=False) for v, parts in ends)

@@ -263,7 +263,8 @@ def random_inputs(
     scales = _scales(program, sizes)
 
     def normal(value: Value) -> torch.Tensor:
-        x = torch.randn(bind_shape(value.tensor.shape, sizes), generator=generator, device=device)
+        shape = bind_shape(value.tensor.shape, sizes)
+        x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
         return (x * scales.get(value.name, 1.0)).to(torch_dtype(value.tensor.dtype))
 
     return [normal(value) for value in program.inputs]

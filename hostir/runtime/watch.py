@@ -40,7 +40,7 @@ class Access:
 
     def blank(self) -> torch.Tensor:
         """A mark for each element of the storage, none set."""
-        return torch.zeros(self.extent, dtype=torch.bool)
+        return torch.zeros(self.extent, dtype=torch.bool, device="cpu")
 
     def meets(self, other: Access) -> bool:
         """Whether both touch a common element of one storage."""

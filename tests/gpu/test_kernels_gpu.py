@@ -206,6 +206,24 @@ def test_offsets_beyond_32_bits_are_right():
     check_reduce_sum(a, total, buffer, 0)
 
 
+def test_sums_of_split_tiles_are_float32_whatever_torchs_default_is():
+    a, b = filled([1024, 512], torch.bfloat16, device=CUDA), filled([512, 1024], torch.bfloat16, device=CUDA)
+    device, graph = torch.device(CUDA, torch.cuda.current_device()), torch.cuda.CUDAGraph()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with multiprocessors(20):
+            for use_descriptors in descriptor_modes():
+                out, buffer = embedded([1024, 1024], torch.bfloat16, device=CUDA)
+                config = splitting(use_descriptors, 2)
+                check_matmul(a, b, out, buffer, use_descriptors=use_descriptors, config=config)
+        with torch.cuda.graph(graph):
+            in_capture, _ = workspace.workspace(device, torch.cuda.current_stream().cuda_stream, 100, 4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert in_capture.dtype == torch.float32
+    assert all(sums.dtype == torch.float32 for sums, _ in workspace._by_stream.values())
+
+
 @pytest.mark.parametrize("allowed", [True, False])
 @pytest.mark.parametrize("dtype", list(aten.SUMS_OF_HALVES))
 @pytest.mark.parametrize("shape", [(160, 100, 1000), (33, 100, 1000), (64, 60, 4096), (64, 1792, 4096)])
