@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
@@ -159,9 +160,10 @@ class GlooPlan:
         self.host.run()
         if self.problem:
             return
+        inference = torch.is_inference_mode_enabled()  # what a thread is told of it holds for it alone, too
         for lane, queue in self.workers:
             lane.done.clear()
-            queue.put(lane.run)
+            queue.put(partial(lane.run_in_mode, inference))
         self.lanes[CALLER].run()
         for lane, _ in self.workers:
             while not lane.done.wait(0.1) and (isinstance(lane.key, int) or not self.problem):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 from collections.abc import Callable, Iterator
 from enum import Enum
+
+import torch
 
 from hostir.runtime.plan import Op, Step
 
@@ -57,6 +60,11 @@ class Lane:
         finally:
             self.cursor = None
             self.done.set()
+
+    def run_in_mode(self, inference: bool) -> None:
+        """`run` on a thread of its own, as a caller in torch's inference mode or not would."""
+        with torch.inference_mode() if inference else contextlib.nullcontext():
+            self.run()
 
     @property
     def position(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,6 +27,7 @@ from hostir.runtime.plan import (
     Wait,
 )
 from hostir.runtime.sharding import torch_dtype
+from hostir.runtime.tensors import shown, without_plain_memory
 
 Part = torch.Tensor | None
 Key = list[tuple[Any, ...] | None]
@@ -93,10 +94,21 @@ def look(tensors: Sequence[Any]) -> Key | None:
     grad = torch.is_grad_enabled()
     try:
         return [
-            None if x is None else (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad) for x in tensors
+            None
+            if x is None
+            else (x.shape, x.stride(), x.dtype, x.device, x.__class__.__torch_dispatch__, grad and x.requires_grad)
+            for x in tensors
         ]
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # the latter of a tensor without strides
         return None
+
+
+def addresses(tensors: Iterable[Any]) -> tuple[int, ...]:
+    """Where tensors lie; nothing where one is no tensor or has no memory, which their check will say."""
+    try:
+        return tuple([0 if x is None else x.data_ptr() for x in tensors])
+    except (AttributeError, RuntimeError):
+        return ()
 
 
 def expected_parts(program: Program, rank: int, sizes: Mapping[str, int]) -> list[Part]:
@@ -115,7 +127,7 @@ def sequence_of(out: Any) -> tuple[Any, ...]:
     if isinstance(out, torch.Tensor):
         return (out,)
     if not isinstance(out, list | tuple):
-        raise error(f"out= is {out!r}", expected="a tensor, or a list or tuple of tensors")
+        raise error(f"out= is {shown(out)}", expected="a tensor, or a list or tuple of tensors")
     return tuple(out)
 
 
@@ -138,7 +150,9 @@ def _check(value: Value, rank: int, x: Part, like: torch.Tensor, device: torch.d
         return error(f"out= for {value} of rank {rank} {what}", value.span, expected=expected, hint=hint)
 
     if not isinstance(x, torch.Tensor):
-        raise fail(f"is {x!r}", f"a tensor {value.tensor}")
+        raise fail(f"is {shown(x)}", f"a tensor {value.tensor}")
+    if odd := without_plain_memory(x):
+        raise fail(f"is {odd.what}", f"a dense tensor {value.tensor}", odd.hint)
     if x.shape != like.shape:
         raise fail(f"has shape {list(x.shape)}", f"{list(like.shape)}")
     if x.dtype != like.dtype:
@@ -149,6 +163,9 @@ def _check(value: Value, rank: int, x: Part, like: torch.Tensor, device: torch.d
         raise fail(f"has strides {list(x.stride())}", f"a contiguous tensor of shape {list(x.shape)}")
     if torch.is_grad_enabled() and x.requires_grad:
         raise fail("requires gradients", "a tensor that does not", "detach it, or call under torch.no_grad()")
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        hint = "call under torch.inference_mode(), or make it outside"
+        raise fail("was made in inference mode", "a tensor that torch writes outside it, too", hint)
 
 
 def check_apart(program: Program, given: Sequence[Part], inputs: Sequence[Part]) -> None:

@@ -234,6 +234,30 @@ def sizes_take_turns() -> bool:
     return good
 
 
+def modes_take_turns(strategy: str, kernels: str) -> bool:
+    """Calls in torch's inference mode and outside, with its defaults changed: results are right, and replayed."""
+    program, worst = hi.lower(hi.parse(ROWS), strategy), 0.0
+    executor, case = Executor(program, kernels=kernels), Case("modes", program, product, m=512 * SIZE)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            for call, inference in enumerate((True, False, True, False)):
+                wholes = fresh(case, seed=4000 + call)
+                with torch.inference_mode(inference), torch.no_grad():
+                    parts = parts_of(case, wholes)
+                    outs = [torch.full_like(x, NAN) for x in executor(*parts)]
+                    for _ in range(4):  # the last are replayed
+                        executor(*parts, out=outs)
+                    worst = max(worst, check(case, wholes, outs))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    good = everywhere(worst <= 1 and executor.graph_refusal is None)
+    if RANK == 0:
+        said = f"{strategy}, {kernels}: {worst:.2f} of the allowed error"
+        print(f"{'ok    ' if good else 'FAILED'} modes take turns, {said}", flush=True)
+    return good
+
+
 def killed() -> None:
     executor = Executor(programs.ag_matmul())
     parts = parts_of(Case("killed", executor.program, product), fresh(Case("killed", executor.program, product), 0))
@@ -256,6 +280,8 @@ def main() -> None:
         results = [ran(case, kernels) for case in chosen for kernels in ("aten", "triton")]
         if not wanted or "sizes" in wanted:
             results.append(sizes_take_turns())
+        if not wanted or "modes" in wanted:
+            results += [modes_take_turns(s, k) for s in ("ring", "fused", "push") for k in ("aten", "triton")]
     with session("cuda"):  # which connects everything anew
         again = [*chosen[:1], Case("copies", hi.lower(hi.parse(ROWS), "fused"), product, m=512 * SIZE)]
         results += [ran(case, "triton") for case in again]

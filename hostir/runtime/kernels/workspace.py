@@ -23,7 +23,7 @@ def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tup
     any stream, beside any other: its sums come from the memory of its graph, and its tickets belong to it for ever.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.empty(sums, dtype=torch.float32, device=device), _captured(device, tickets)
+        return _sums(device, sums), _captured(device, tickets)
     key = device, stream
     found = _by_stream.get(key)
     if found is not None and len(found[0]) >= sums and len(found[1]) >= tickets:
@@ -34,9 +34,13 @@ def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tup
             torch.cuda.current_stream(device).synchronize()
         if found is not None:
             sums, tickets = max(sums, len(found[0])), max(tickets, len(found[1]))
-        made = torch.empty(sums, dtype=torch.float32, device=device), torch.zeros(tickets, dtype=torch.int32, device=device)
+        made = _sums(device, sums), torch.zeros(tickets, dtype=torch.int32, device=device)
         _by_stream[key] = made
     return made
+
+
+def _sums(device: torch.device, sums: int) -> torch.Tensor:
+    return torch.empty(sums, dtype=torch.float32, device=device)
 
 
 def _captured(device: torch.device, tickets: int) -> torch.Tensor:
