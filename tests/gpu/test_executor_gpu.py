@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hostir.ir.source import HostIRError
-from hostir.runtime import plans, symmetric
+from hostir.runtime import symmetric
 from hostir.runtime.executor import Executor
 from hostir.runtime.trace import Trace
 from tests.gpu.one_device import NAN, SLEEP, alone, close, inputs_of, pipeline, poison, slowed
@@ -259,18 +259,34 @@ def test_what_a_kernel_reports_when_other_shapes_run_is_raised(
     makes_room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOSTIR_TIMEOUT", "1")
-    monkeypatch.setattr(plans, "KEPT", 1)
     if makes_room:
         monkeypatch.setattr(symmetric, "KEPT_BYTES", 1)
     executor = Executor(alone(ABSENT, "%a: bf16[2, M, 64], %b: bf16[64, 64]"), machine="cuda", check=False)
     b = torch.randn(64, 64).bfloat16()
     first, second = (torch.randn(2, rows, 64).bfloat16() for rows in (128, 256))
-    executor(first, b)
     missing = r"rank 0, 'matmul %full.* flag %there\[0\] did not reach epoch"
-    if not makes_room:  # then it is not known yet
-        executor(second, b)
-        torch.cuda.synchronize()
-        monkeypatch.setattr(executor._plan, "problem", lambda: None)
-        executor(second, b)
+    executor(first, b)
     with pytest.raises(HostIRError, match=missing):
+        executor(second, b)  # where another plan is made, all are asked
+    assert len(executor.plans) == 2 - makes_room
+
+
+def test_what_a_kernel_reports_is_raised_by_calls_of_shapes_met_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTIR_TIMEOUT", "1")
+    executor = Executor(alone(ABSENT, "%a: bf16[2, M, 64], %b: bf16[64, 64]"), machine="cuda", check=False)
+    b = torch.randn(64, 64).bfloat16()
+    first, second = (torch.randn(2, rows, 64).bfloat16() for rows in (128, 256))
+    executor(first, b)
+    with pytest.raises(HostIRError, match="did not reach epoch"):
         executor(second, b)
+    mine, _ = executor.plans.values()
+    executor(second, b)
+    torch.cuda.synchronize()
+    monkeypatch.setattr(mine, "problem", lambda: None)  # so it is the other's report that is raised
+
+    def calls() -> None:
+        for _ in range(3):
+            executor(first, b)
+
+    with pytest.raises(HostIRError, match="did not reach epoch"):
+        calls()
