@@ -22,7 +22,7 @@ from hostir.runtime.graphs import Graphs, Where, is_stale
 from hostir.runtime.inplace import places
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_local
-from hostir.runtime.outputs import Key, addresses, check_apart, check_given, expected_parts, look, sequence_of
+from hostir.runtime.outputs import Key, addresses, check_out, look, sequence_of, unwritable
 from hostir.runtime.plan import NONE, teams_of
 from hostir.runtime.plans import Plan, Plans
 from hostir.runtime.recorder import record
@@ -114,7 +114,6 @@ class Executor:
         self._key: Key | None = None
         self._plan: Plan | None = None
         self._given: Key | None = None  # of the latest call: how the tensors of its out= look
-        self._inference = False  # and whether it was in torch's inference mode
         self._where: Where = ()  # its plan, and the address of each of its tensors
         self._graphs: Graphs | None = None
         self._agreed: set[tuple[tuple[str, int], ...]] = set()  # sizes
@@ -309,7 +308,7 @@ class Executor:
             self._refuse(refusal)
             raise
         self._agree(sizes)
-        with torch.inference_mode(False), self._without_gradients:  # what a plan holds is for calls in any mode
+        with torch.inference_mode(False):  # what a plan holds is for calls in any mode
             if isinstance(machine, GlooMachine):
                 return machine.plan(recording, self.trace)
             return machine.plan(recording, Timeline(recording, self.trace) if self.trace is not None else None)
@@ -318,12 +317,9 @@ class Executor:
         """The caller's tensors for the outputs, checked where they are not those of the latest call."""
         given = sequence_of(out)
         looks, where = look(given), (plan, *addresses((*inputs, *given)))
-        mode = torch.is_inference_mode_enabled()
-        if looks is None or looks != self._given or where != self._where or mode != self._inference:
-            expected = expected_parts(self.program, self.rank, plan.recording.sizes)
-            check_given(self.program, self.rank, given, expected, self._machine.device)
-            check_apart(self.program, given, inputs)
-            self._given, self._where, self._inference = looks, where, mode
+        if looks is None or looks != self._given or where != self._where or unwritable(given):
+            check_out(plan.recording, given, inputs, self._machine.device)
+            self._given, self._where = looks, where
         return given
 
     def _check_local(self, inputs: Sequence[Any]) -> None:

@@ -31,6 +31,7 @@ from hostir.runtime.tensors import shown, without_plain_memory
 
 Part = torch.Tensor | None
 Key = list[tuple[Any, ...] | None]
+ODD = (AttributeError, TypeError, ValueError, RuntimeError)  # of what is no tensor, or none with memory
 
 
 def homes(recording: Recording) -> tuple[int, ...]:
@@ -90,25 +91,41 @@ def _touched(op: Op) -> tuple[int, ...]:
 
 # What the caller gives --------------------------------------------------------------------------------------------
 def look(tensors: Sequence[Any]) -> Key | None:
-    """What of tensors decides how a program runs on them; None where one is no tensor, which their check will say."""
+    """What of tensors decides how a program runs on them; None where one has to be looked at more closely."""
     grad = torch.is_grad_enabled()
-    try:
-        return [
-            None
-            if x is None
-            else (x.shape, x.stride(), x.dtype, x.device, x.__class__.__torch_dispatch__, grad and x.requires_grad)
-            for x in tensors
-        ]
-    except (AttributeError, RuntimeError):  # the latter of a tensor without strides
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # of torch.func: tensors may be what it wraps
         return None
+    try:
+        return [None if x is None else _look(x, grad) for x in tensors]
+    except ODD:
+        return None
+
+
+def _look(x: torch.Tensor, grad: bool) -> tuple[Any, ...]:
+    wraps = x.__class__.__torch_dispatch__
+    return x.shape, x.stride(), x.dtype, x.device, wraps, x.is_neg() or x._is_zerotensor(), grad and x.requires_grad
 
 
 def addresses(tensors: Iterable[Any]) -> tuple[int, ...]:
     """Where tensors lie; nothing where one is no tensor or has no memory, which their check will say."""
     try:
         return tuple([0 if x is None else x.data_ptr() for x in tensors])
-    except (AttributeError, RuntimeError):
+    except ODD:
         return ()
+
+
+def unwritable(tensors: Iterable[Any]) -> bool:
+    """Whether torch refuses to write one here: it was made in inference mode, and this is outside."""
+    if torch.is_inference_mode_enabled():
+        return False
+    return any(isinstance(x, torch.Tensor) and x.is_inference() for x in tensors)
+
+
+def check_out(recording: Recording, given: Sequence[Part], inputs: Sequence[Part], device: torch.device) -> None:
+    """Raises HostIRError unless `given` are tensors for this rank's outputs, on a device, apart from all others."""
+    program, rank = recording.program, recording.rank
+    check_given(program, rank, given, expected_parts(program, rank, recording.sizes), device)
+    check_apart(program, given, inputs)
 
 
 def expected_parts(program: Program, rank: int, sizes: Mapping[str, int]) -> list[Part]:
@@ -163,7 +180,7 @@ def _check(value: Value, rank: int, x: Part, like: torch.Tensor, device: torch.d
         raise fail(f"has strides {list(x.stride())}", f"a contiguous tensor of shape {list(x.shape)}")
     if torch.is_grad_enabled() and x.requires_grad:
         raise fail("requires gradients", "a tensor that does not", "detach it, or call under torch.no_grad()")
-    if x.is_inference() and not torch.is_inference_mode_enabled():
+    if unwritable([x]):
         hint = "call under torch.inference_mode(), or make it outside"
         raise fail("was made in inference mode", "a tensor that torch writes outside it, too", hint)
 

@@ -21,7 +21,7 @@ class Plans(dict[tuple[Any, ...], Plan]):
 
     A kernel that waits for a peer may give up long after its call was made, when other plans run, or when its own has
     gone. So each call asks its own plan and one of all, in turn. All are asked when another plan is made, which takes
-    longer than that, and one that made room stays at hand until the device is done with it.
+    longer than that, and one that made room stays at hand until the device is done with it and another is made.
 
     Fields:
         captured: those that graphs of the caller's use: they stay, since their tables must.
@@ -49,7 +49,8 @@ class Plans(dict[tuple[Any, ...], Plan]):
         events, so it must not be called in a capture.
         """
         stay = [(plan, behind) for plan, behind in self.leaving if not (behind.query() or is_stale(plan))]
-        self.unsaid += _diagnostics(plan.problem() for plan in self.everyone())
+        heard = _diagnostics(plan.problem() for plan in self.everyone())
+        self.unsaid = [*dict.fromkeys([*self.unsaid, *heard])]
         for key in [key for key, plan in self.items() if is_stale(plan)]:
             del self[key]
         self.leaving, self.turns = stay, iter(())

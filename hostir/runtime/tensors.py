@@ -21,10 +21,18 @@ def without_plain_memory(x: torch.Tensor) -> Odd | None:
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a wrapper of other tensors
         hint = "pass what this rank has of it, .to_local()" if hasattr(x, "to_local") else "pass a plain one"
         return Odd(f"a {type(x).__name__}", hint)
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return Odd("a tensor of torch.func", "call outside torch.vmap and its like")
+    if torch.nn.parameter.is_lazy(x):
+        return Odd("a parameter without a shape", "initialize it first")
     if x.is_nested:
         return Odd("a nested tensor", "pass a plain one")
     if x.layout is not torch.strided:
         return Odd(f"of layout {x.layout}", "pass it .to_dense()")
+    if x.is_neg():
+        return Odd("a view that negates its memory", "pass it .resolve_neg()")
+    if x._is_zerotensor():
+        return Odd("zeros without memory", "pass its .clone()")
     return None
 
 

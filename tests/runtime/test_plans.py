@@ -72,6 +72,13 @@ def test_what_another_plan_reports_is_raised_once_by_the_calls_that_follow(execu
     assert raised(executor, 5, calls=2 * len(executor.plans)) == ["block 0 stays away"]
 
 
+def test_what_the_latest_plan_reports_is_not_lost_among_the_others(executor: Executor) -> None:
+    older = [called(executor, size) for size in range(1, 6)]
+    raised(executor, 5, calls=2)  # turns are under way
+    say(older[4], "block 0 stays away")
+    assert raised(executor, 5, calls=12) == ["block 0 stays away"]
+
+
 def test_calls_of_shapes_that_take_turns_ask_all_plans(executor: Executor) -> None:
     older = [called(executor, size) for size in range(1, 6)]
     say(older[2], "block 0 stays away")
@@ -102,6 +109,9 @@ def test_of_a_broken_machine_all_plans_say_the_same_once(executor: Executor) -> 
     for size in (1, 2):
         called(executor, size)
     executor._machine.broken = "a call failed"
+    for _ in range(3):
+        said(lambda: executor(torch.ones(2, 2)))
+    assert len(executor.plans.unsaid) == 1
     assert said(executor.synchronize).count("cannot run again") == 1
     assert said(lambda: executor(torch.ones(3))).count("cannot run again") == 1
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from hostir.runtime.executor import Executor
 from tests.runtime.small_programs import BESIDE, alone, said
@@ -35,6 +36,11 @@ class Wrapper(torch.Tensor):
         raise AssertionError(f"{function} of a wrapper")
 
 
+@pytest.fixture
+def executor() -> Executor:
+    return Executor(alone(KEEPING), machine="gloo")
+
+
 def numbers() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 8), torch.randn(8, 5)
 
@@ -44,6 +50,14 @@ ODD: list[tuple[Callable[[], object], str, str]] = [
     (lambda: torch.randn(4, 8).to_sparse(), "is of layout torch.sparse_coo", "hint: pass it .to_dense()"),
     (lambda: torch.randn(4, 8).to_sparse_csr(), "is of layout torch.sparse_csr", "hint: pass it .to_dense()"),
     (lambda: torch.nested.nested_tensor([torch.randn(4, 8)]), "is a nested tensor", "hint: pass a plain one"),
+    (lambda: torch.randn(4, 8, dtype=torch.complex64).conj().imag, "is a view that negates", "pass it .resolve_neg()"),
+    (lambda: torch._efficientzerotensor((4, 8)), "is zeros without memory", "hint: pass its .clone()"),
+    (
+        lambda: UninitializedParameter(requires_grad=False),
+        "is a parameter without a shape",
+        "hint: initialize it first",
+    ),
+    (lambda: torch.Tensor, "is <class 'torch.Tensor'>", "expected: a tensor f32[4, 8]"),
     (lambda: np.zeros((4, 8), np.float32), "is of type numpy.ndarray", "expected: a tensor f32[4, 8]"),
     (lambda: "ones", "is 'ones'", "expected: a tensor f32[4, 8]"),
 ]
@@ -75,6 +89,20 @@ def test_outputs_without_plain_memory_are_refused_for_what_they_are(
     message = said(lambda: executor(a, b, out=[odd]))
     assert f"out= for %c of rank 0 {what}" in message
     assert to_do.replace("[4, 8]", "[4, 5]") in message
+
+
+@pytest.mark.parametrize("machine", ["local", "gloo"])
+def test_tensors_of_torch_func_are_refused_also_where_plain_ones_like_them_were_not(machine: str) -> None:
+    executor, (a, b) = Executor(alone(BESIDE), machine=machine), numbers()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        (c,) = executor(*([x], [b]) if machine == "local" else (x, b))
+        return c[0] if machine == "local" else c
+
+    call(a)
+    message = said(lambda: torch.vmap(call)(torch.stack([a, a])))
+    assert "input %a of rank 0 is a tensor of torch.func" in message
+    assert "hint: call outside torch.vmap and its like" in message
 
 
 def test_parameters_are_tensors_where_no_gradients_are_asked_for() -> None:
@@ -110,3 +138,13 @@ def test_an_output_made_in_inference_mode_is_for_calls_in_it() -> None:
         message = said(lambda: executor(a, b, out=c))
         assert "out= for %c of rank 0 was made in inference mode" in message
         assert "hint: call under torch.inference_mode(), or make it outside" in message
+
+
+def test_an_output_made_in_inference_mode_is_refused_where_a_plain_one_lay(executor: Executor) -> None:
+    a, b = numbers()
+    memory = np.zeros((4, 5), np.float32)
+    executor(a, b, out=torch.from_numpy(memory))
+    with torch.inference_mode():
+        c = torch.from_numpy(memory)
+    assert "was made in inference mode" in said(lambda: executor(a, b, out=c))
+    executor(a, b, out=torch.from_numpy(memory))
