@@ -22,6 +22,7 @@ from hostir.lower import AUTO, STRATEGIES, STREAMS, lower, passes_of
 
 FORMATS = ("hir", "nvfuser", "dot")
 DEVICES = ("cpu", "cuda")
+REFUSED = "not run: 'hostir check --fix' adds what orders it, where it can; --no-check runs it all the same"
 KERNELS = "auto, triton or aten (default: HOSTIR_KERNELS, or auto)"
 
 
@@ -121,9 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HostIRError as wrong:
         findings = all(found.kind for found in wrong.diagnostics)
         if not findings or os.environ.get("RANK", "0") == "0":  # all ranks find the same
-            sys.stderr.write(f"{wrong}\n")  # in one piece, as several ranks may be writing
-        for note in getattr(wrong, "__notes__", ()):
-            print(note, file=sys.stderr)
+            # In one piece, as several ranks may be writing.
+            sys.stderr.write("".join(f"{text}\n" for text in (wrong, *getattr(wrong, "__notes__", ()))))
         return 1 if findings else 2
     except knobs.KnobError as wrong:
         print(f"error: {wrong}", file=sys.stderr)
@@ -268,7 +268,12 @@ def _run(options: argparse.Namespace) -> int:
     host = _lowered(program, sizes, options)
     if program.phase is Phase.HOST and not options.no_check:
         host.check_sizes(sizes)
-        prove(host, {name: value for name, value in sizes.items() if name in host.size_names})
+        try:
+            prove(host, {name: value for name, value in sizes.items() if name in host.size_names})
+        except HostIRError as findings:
+            if all(found.kind for found in findings.diagnostics):
+                findings.add_note(REFUSED)
+            raise
     from hostir.runtime.command import run_command  # loads torch
 
     return run_command(program, host, sizes, options)

@@ -170,7 +170,9 @@ def test_a_program_with_a_race_is_refused_and_the_command_that_check_names_shows
     file = tmp_path / "racy.hir"
     file.write_text(WITHOUT_WAIT)
     assert main(["run", str(file), "--compare"]) == 1
-    assert "race on %full" in capfd.readouterr().err
+    refusal = capfd.readouterr().err
+    assert "race on %full" in refusal
+    assert refusal.endswith("--no-check runs it all the same\n")
     assert main(["check", str(file)]) == 1
     shown = re.search(r"shown by 'hostir (run .*)': (.*)", capfd.readouterr().err)
     assert shown
@@ -179,6 +181,16 @@ def test_a_program_with_a_race_is_refused_and_the_command_that_check_names_shows
     assert shown[2] in said
     assert "warning: race: " in said, "simulated ranks see it for themselves"
     assert main(["run", str(file), "--no-check", "--compare"]) == 0, "program order happens to be right"
+
+
+def test_findings_are_said_by_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "racy.hir"
+    file.write_text(WITHOUT_WAIT)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["run", str(file)]) == 1
+    assert capfd.readouterr().err == ""
 
 
 def test_a_schedule_seed_is_for_simulated_ranks_and_changes_nothing_in_a_sound_program(
