@@ -31,7 +31,7 @@ from hostir.runtime.tensors import shown, without_plain_memory
 
 Part = torch.Tensor | None
 Key = list[tuple[Any, ...] | None]
-ODD = (AttributeError, TypeError, ValueError, RuntimeError)  # of what is no tensor, or none with memory
+UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # from what is no tensor, or has no memory
 
 
 def homes(recording: Recording) -> tuple[int, ...]:
@@ -91,13 +91,14 @@ def _touched(op: Op) -> tuple[int, ...]:
 
 # What the caller gives --------------------------------------------------------------------------------------------
 def look(tensors: Sequence[Any]) -> Key | None:
-    """What of tensors decides how a program runs on them; None where one has to be looked at more closely."""
-    grad = torch.is_grad_enabled()
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # of torch.func: tensors may be what it wraps
-        return None
+    """What of tensors decides how a program runs on them; None where one is none that a call takes."""
+    grad, functorch = torch.is_grad_enabled(), torch._C._functorch
     try:
+        within = functorch.peek_interpreter_stack() is not None  # torch.vmap and its like
+        if within and any(x is not None and functorch.is_functorch_wrapped_tensor(x) for x in tensors):
+            return None
         return [None if x is None else _look(x, grad) for x in tensors]
-    except ODD:
+    except UNREADABLE:
         return None
 
 
@@ -110,15 +111,14 @@ def addresses(tensors: Iterable[Any]) -> tuple[int, ...]:
     """Where tensors lie; nothing where one is no tensor or has no memory, which their check will say."""
     try:
         return tuple([0 if x is None else x.data_ptr() for x in tensors])
-    except ODD:
+    except UNREADABLE:
         return ()
 
 
 def unwritable(tensors: Iterable[Any]) -> bool:
     """Whether torch refuses to write one here: it was made in inference mode, and this is outside."""
-    if torch.is_inference_mode_enabled():
-        return False
-    return any(isinstance(x, torch.Tensor) and x.is_inference() for x in tensors)
+    outside = not torch.is_inference_mode_enabled()
+    return outside and any(isinstance(x, torch.Tensor) and x.is_inference() for x in tensors)
 
 
 def check_out(recording: Recording, given: Sequence[Part], inputs: Sequence[Part], device: torch.device) -> None:

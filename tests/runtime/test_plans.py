@@ -45,8 +45,14 @@ def called(e: Executor, size: int, *reports: str) -> CudaPlan:
     """The plan for inputs of a size, which has been called once, and whose kernels then report something."""
     e(torch.ones(size))
     assert isinstance(e._plan, CudaPlan)
-    e._plan.one_sided = Kernels(*reports)  # type: ignore[assignment]
+    e._plan.one_sided = Kernels(*reports)
     return e._plan
+
+
+def loses_its_memory(plan: CudaPlan) -> weakref.ref[CudaPlan]:
+    """Has a plan's symmetric memory make room for other sizes; what tells whether anybody holds the plan."""
+    plan.memory = types.SimpleNamespace(gone=True)
+    return weakref.ref(plan)
 
 
 def say(plan: CudaPlan, report: str) -> None:
@@ -181,8 +187,7 @@ def test_what_a_plan_reports_whose_memory_went_is_not_lost(executor: Executor, n
     plan = called(executor, 1)
     raised(executor, 2, calls=3)
     say(plan, "block 0 stays away")
-    plan.memory = types.SimpleNamespace(gone=True)  # type: ignore[assignment]
-    held = weakref.ref(plan)
+    held = loses_its_memory(plan)
     del plan
     if next_call == "of other shapes":
         assert raised(executor, 3, calls=3) == ["block 0 stays away"]
@@ -202,9 +207,8 @@ def test_memory_that_went_is_not_held_for_a_plan_that_made_room(
     monkeypatch.setattr(plans, "KEPT", 1)
     monkeypatch.setattr(Event, "query", lambda event: False)
     plan = called(executor, 1)
-    held = weakref.ref(plan)
     raised(executor, 2, calls=2)
-    plan.memory = types.SimpleNamespace(gone=True)  # type: ignore[assignment]
+    held = loses_its_memory(plan)
     del plan
     raised(executor, 3, calls=1)
     gc.collect()

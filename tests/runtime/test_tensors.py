@@ -105,6 +105,24 @@ def test_tensors_of_torch_func_are_refused_also_where_plain_ones_like_them_were_
     assert "hint: call outside torch.vmap and its like" in message
 
 
+def test_plain_tensors_within_torch_func_run_as_their_shapes_say() -> None:
+    executor = Executor(
+        alone("%c: f32[M, 5] = allocate\n  matmul %a, %b -> %c", "%a: f32[M, 8], %b: f32[8, 5]"), machine="gloo"
+    )
+    b, found = torch.randn(8, 5), []
+
+    def calls(batched: torch.Tensor) -> torch.Tensor:
+        for rows in (4, 6, 4, 6):
+            a = torch.arange(rows * 8).reshape(rows, 8) / 8
+            found.append((executor(a, b)[0], a @ b))
+        return batched
+
+    torch.vmap(calls)(torch.zeros(2))
+    assert len(executor.plans) == 2
+    for c, exact in found:
+        torch.testing.assert_close(c, exact)
+
+
 def test_parameters_are_tensors_where_no_gradients_are_asked_for() -> None:
     executor, (a, b) = Executor(alone(BESIDE), machine="gloo"), numbers()
     executor(a, b)
