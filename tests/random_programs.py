@@ -12,22 +12,22 @@ The same seed gives the same program, as long as the checker gives the same verd
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import hostir as hi
 from hostir.ir.comm_ops import Communication
-from hostir.ir.host_ops import SetStream
-from hostir.ir.onesided_ops import WaitSignal
+from hostir.ir.host_ops import For, SetStream, Synchronize, Wait
+from hostir.ir.onesided_ops import Barrier, If, WaitSignal
+from hostir.ir.op import Statement
 from hostir.ir.p2p_ops import Message
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import Contraction
 
 Accepts = Callable[[Program], bool]
-ORDERING = ("synchronize", "barrier", "wait_signal")
-CHECKS = 36  # of one program at most, while it is loosened
+CHECKS = 30  # statements of one program that are tried one by one, while it is loosened
 LARGE = 384  # rows of the square that keeps one rank busy
 
 
@@ -58,12 +58,29 @@ def lines(nodes: list[Node], depth: int = 1) -> Iterator[str]:
             yield "  " * depth + "}"
 
 
-def blocks(nodes: list[Node]) -> Iterator[list[Node]]:
-    """Every list of statements, outer before inner."""
-    yield nodes
-    for node in nodes:
-        if isinstance(node, Block):
-            yield from blocks(node.body)
+INPUTS = {
+    "%x": "part",
+    "%w": "whole",
+    "%v": "part of the other",
+    "%z": "whole at the root",
+    "%xs": "parts",
+}
+BUFFERS = {
+    "%p0": "part",
+    "%p1": "part",
+    "%sp": "part",
+    "%t0": "whole",
+    "%t1": "whole",
+    "%s0": "whole",
+    "%s1": "whole",
+    "%q0": "part of the other",
+    "%u0": "whole of the other",
+    "%z0": "whole at the root",
+    "%a0": "sent",
+    "%b0": "received",
+    "%ys": "wholes",
+}
+SYMMETRIC = ("%sp", "%s0", "%s1")
 
 
 @dataclass
@@ -105,36 +122,12 @@ class Draft:
             "wholes": f"f32[{N}, {R}, {D}]",
         }
 
-    inputs = {
-        "%x": "part",
-        "%w": "whole",
-        "%v": "part of the other",
-        "%z": "whole at the root",
-        "%xs": "parts",
-    }
-    buffers = {
-        "%p0": "part",
-        "%p1": "part",
-        "%sp": "part",
-        "%t0": "whole",
-        "%t1": "whole",
-        "%s0": "whole",
-        "%s1": "whole",
-        "%q0": "part of the other",
-        "%u0": "whole of the other",
-        "%z0": "whole at the root",
-        "%a0": "sent",
-        "%b0": "received",
-        "%ys": "wholes",
-    }
-    symmetric = ("%sp", "%s0", "%s1")
-
     def name(self, stem: str = "v") -> str:
         self.count += 1
         return f"%{stem}{self.count}"
 
     def readable(self, kind: str) -> list[str]:
-        given = [name for name, k in self.inputs.items() if k == kind]
+        given = [name for name, k in INPUTS.items() if k == kind]
         return given + sorted(self.defined.get(kind, ()))
 
     def read(self, kind: str) -> str:
@@ -142,9 +135,9 @@ class Draft:
 
     def write(self, kind: str, *but: str, symmetric: bool | None = None) -> str:
         """A buffer to be written as a whole."""
-        names = [name for name, k in self.buffers.items() if k == kind and name not in but]
+        names = [name for name, k in BUFFERS.items() if k == kind and name not in but]
         if symmetric is not None:
-            names = [name for name in names if (name in self.symmetric) == symmetric]
+            names = [name for name in names if (name in SYMMETRIC) == symmetric]
         out = self.random.choice(names)
         self.defined.setdefault(kind, set()).add(out)
         return out
@@ -157,6 +150,39 @@ class Draft:
 
     def peer(self, step: int = 1) -> str:
         return f"(%r + {step}) % {self.ranks}"
+
+    def text(self, name: str) -> str:
+        """The whole program; it gives every buffer that holds something."""
+        inside = "\n".join(lines(self.body))
+        order = list(range(self.ranks))[:: -1 if self.flipped else 1]
+
+        def used(name: str) -> bool:
+            return re.search(rf"{name}\b", inside) is not None
+
+        inputs = [f"{n}: {self.types[k]}" for n, k in INPUTS.items() if n == "%x" or used(n)]
+        if used("%k"):
+            inputs.append(f"%k: f32[{self.columns}, {self.columns}]")
+        if used("%large"):
+            inputs.append(f"%large: f32[{LARGE}, {LARGE}]")
+        buffers = {n: k for n, k in BUFFERS.items() if used(n)}
+        outputs = [n for n, k in buffers.items() if n in self.defined.get(k, ())]
+        heads = ["%user = current_stream", "%r = rank of %x over didx"]
+        for n, k in buffers.items():
+            heads.append(f"{n}: {self.types[k]} = allocate{'_symmetric' if n in SYMMETRIC else ''}")
+        heads += self.heads
+        if used("%f"):
+            heads.append("%f: flag[1] = allocate_symmetric")
+        frees = [f"free {n}" for n in buffers if n not in outputs and n not in SYMMETRIC]
+        return f"""hostir 1
+mesh @mesh [didx] = {" ".join(map(str, order))}
+mesh @other [didx] = {" ".join(map(str, reversed(order)))}
+mesh @root [didx] = {self.root}
+program @{name}({", ".join(inputs)}) -> ({", ".join(outputs)}) streams {self.streams} {{
+{chr(10).join(heads)}
+{inside}
+{chr(10).join(frees)}
+}}
+"""
 
     # Statements ---------------------------------------------------------------------------------------------------
     def add(self, *nodes: Node) -> None:
@@ -182,7 +208,9 @@ class Draft:
 
 # Fragments --------------------------------------------------------------------------------------------------------
 def compute(d: Draft) -> None:
-    kind = d.random.choice([k for k in ("part", "whole", "part of the other") if d.readable(k)])
+    kind = d.random.choice(("part", "part", "whole", "whole", "part of the other"))
+    if kind == "part of the other":
+        return d.add(d.elementwise("%v", d.write(kind)))
     x, other = d.read(kind), d.read(kind)
     if d.chance(0.4):
         out = d.write(kind, x, other)
@@ -227,10 +255,7 @@ def allgather(d: Draft) -> None:
 
 def allreduce(d: Draft) -> None:
     x, p = d.read("whole"), d.name("partial")
-    if d.chance(0.4) and x != "%w":
-        out = x
-    else:
-        out = d.write("whole", x)
+    out = x if d.chance(0.4) and x != "%w" else d.write("whole", x)
     d.add(f"{p} = as_partial {x} over didx")
     d.wait(d.name("h"), f"allreduce {p} -> {out} over didx")
 
@@ -315,11 +340,11 @@ def put_rows(d: Draft) -> None:
 
 
 def get(d: Draft) -> None:
-    held = [name for name in d.symmetric if name in d.defined.get(d.buffers[name], ())]
+    held = [name for name in SYMMETRIC if name in d.defined.get(BUFFERS[name], ())]
     if not held:
         return put_rows(d)
     x = d.random.choice(held)
-    d.add(f"get {x} from {d.peer(d.random.randrange(d.ranks))} over didx -> {d.write(d.buffers[x], symmetric=False)}")
+    d.add(f"get {x} from {d.peer(d.random.randrange(d.ranks))} over didx -> {d.write(BUFFERS[x], symmetric=False)}")
 
 
 def push_matmul(d: Draft) -> None:
@@ -396,14 +421,16 @@ def collectives_by_rank(d: Draft) -> None:
         d.add(Block(f"if %r == {rank}", [*body, f"wait {g}", f"wait {h}"]))
 
 
+Fragment = Callable[[Draft], None]
 PLAIN = (compute, compute_on_one_rank, compute_rows, keep_one_rank_busy, temporary, pipeline_on_one_rank)
 COMMUNICATE = (allgather, allreduce, reduce_scatter, alltoall, transfer, exchange, send, pipeline, collectives_by_rank)
 FLAGGED = (put, put, push_matmul)
 COPIES = (put_rows, get)
+FRAGMENTS = (*PLAIN, *COMMUNICATE, *COMMUNICATE, *FLAGGED, *COPIES)  # as often as they are to be drawn
 
 
-def drawn(random: Random, ranks: int) -> Draft:
-    """A program that is right by construction."""
+def drawn(random: Random, ranks: int, fragments: Sequence[Fragment]) -> Draft:
+    """A program that is right by construction, of some fragments and at least one with a flag."""
     d = Draft(
         random,
         ranks,
@@ -413,9 +440,9 @@ def drawn(random: Random, ranks: int) -> Draft:
         rounds=random.randrange(2, 6),
         flipped=random.random() < 0.3,
     )
-    chosen = [random.choice(COMMUNICATE), random.choice(FLAGGED)]
-    every = (*PLAIN, *COMMUNICATE, *COMMUNICATE, *FLAGGED, *COPIES)
-    chosen += [random.choice(every) for _ in range(random.randrange(1, 5))]
+    talks = [f for f in fragments if f in COMMUNICATE]
+    chosen = [random.choice(talks), random.choice(FLAGGED)]
+    chosen += [random.choice(fragments) for _ in range(random.randrange(1, 5))]
     random.shuffle(chosen)
     d.fence()
     for fragment in chosen:
@@ -426,56 +453,47 @@ def drawn(random: Random, ranks: int) -> Draft:
 
 
 # Loosening --------------------------------------------------------------------------------------------------------
-@dataclass
+@dataclass(eq=False)
+class Nest:
+    """A loop or a condition of a program that is being edited."""
+
+    head: For | If
+    body: list[Item]
+
+
+Item = Statement | Nest
+
+
+def opened(body: Sequence[Statement]) -> list[Item]:
+    """Statements as lists that can be edited."""
+    return [Nest(s, opened(s.body)) if isinstance(s, (For, If)) else s for s in body]
+
+
+def closed(items: Sequence[Item]) -> tuple[Statement, ...]:
+    return tuple(replace(item.head, body=closed(item.body)) if isinstance(item, Nest) else item for item in items)
+
+
+def every_block(items: list[Item]) -> Iterator[list[Item]]:
+    """Every list of statements, outer before inner."""
+    yield items
+    for item in items:
+        if isinstance(item, Nest):
+            yield from every_block(item.body)
+
+
 class Loosening:
-    """A draft, edited as long as the checker accepts it."""
+    """A program, edited as long as the checker accepts it."""
 
-    draft: Draft
-    name: str
-    accepts: Accepts
-    program: Program | None = None
-    checks: int = 0
-
-    def text(self) -> str:
-        d = self.draft
-        inside = "\n".join(lines(d.body))
-        order = list(range(d.ranks))[:: -1 if d.flipped else 1]
-        used = lambda name: re.search(rf"{name}\b", inside)  # noqa: E731
-        inputs = [f"{n}: {d.types[k]}" for n, k in d.inputs.items() if n in ("%x", "%w") or used(n)]
-        if used("%k"):
-            inputs.append(f"%k: f32[{d.columns}, {d.columns}]")
-        if used("%large"):
-            inputs.append(f"%large: f32[{LARGE}, {LARGE}]")
-        buffers = {n: k for n, k in d.buffers.items() if used(n)}
-        outputs = [n for n, k in buffers.items() if n in d.defined.get(k, ())]
-        heads = ["%user = current_stream", "%r = rank of %x over didx"]
-        heads += [
-            f"{n}: {d.types[k]} = allocate{'_symmetric' if n in d.symmetric else ''}" for n, k in buffers.items()
-        ]
-        heads += [head for head in d.heads if used(head.split(":")[0])]
-        if used("%f"):
-            heads.append("%f: flag[1] = allocate_symmetric")
-        frees = [f"free {n}" for n in buffers if n not in outputs and n not in d.symmetric]
-        return "\n".join(
-            [
-                "hostir 1",
-                f"mesh @mesh [didx] = {' '.join(map(str, order))}",
-                f"mesh @other [didx] = {' '.join(map(str, reversed(order)))}",
-                f"mesh @root [didx] = {d.root}",
-                f"program @{self.name}({', '.join(inputs)}) -> ({', '.join(outputs)}) streams {d.streams} {{",
-                *(f"  {head}" for head in heads),
-                inside,
-                *(f"  {free}" for free in frees),
-                "}",
-                "",
-            ]
-        )
+    def __init__(self, random: Random, program: Program, accepts: Accepts) -> None:
+        self.random, self.program, self.accepts = random, program, accepts
+        self.checks = 0
+        self.items = opened(program.body)
 
     def holds(self) -> bool:
-        """Whether the draft as it stands is accepted; then it is the program."""
+        """Whether the items as they stand are accepted; then they are the program."""
         self.checks += 1
+        program = self.program.with_body(closed(self.items))
         try:
-            program = hi.parse(self.text(), f"{self.name}.hir")
             if not self.accepts(program):
                 return False
         except HostIRError:
@@ -483,99 +501,83 @@ class Loosening:
         self.program = program
         return True
 
-    def tries(self, block: list[Node], becomes: list[Node]) -> bool:
+    def tries(self, block: list[Item], becomes: list[Item]) -> None:
         """Puts other statements into a block; back again if the checker minds."""
         before = list(block)
-        if before == becomes:
-            return False
+        if len(before) == len(becomes) and all(a is b for a, b in zip(before, becomes, strict=True)):
+            return
         block[:] = becomes
-        if self.holds():
-            return True
-        block[:] = before
-        return False
+        if not self.holds():
+            block[:] = before
 
-    @property
-    def random(self) -> Random:
-        return self.draft.random
-
-    def places(self, *words: str) -> list[tuple[list[Node], str]]:
-        found = [(b, n) for b in blocks(self.draft.body) for n in b if isinstance(n, str) and n.split()[0] in words]
-        self.random.shuffle(found)
-        return found
-
-    def delete(self, *words: str) -> None:
+    def delete(self, kinds: tuple[type[Statement], ...]) -> None:
         """Whatever is not needed of these statements: first many at once, then one after another."""
-        for share in (0.5, 0.5, 0.3, 0.3):
-            before = {id(b): (b, list(b)) for b in blocks(self.draft.body)}
-            for b in list(blocks(self.draft.body)):
-                b[:] = [
-                    n
-                    for n in b
-                    if not (isinstance(n, str) and n.split()[0] in words and self.random.random() < share)
-                ]
+        for share in (0.6, 0.4, 0.3, 0.3):
+            before = [(block, list(block)) for block in every_block(self.items)]
+            for block, items in before:
+                block[:] = [x for x in items if not (isinstance(x, kinds) and self.random.random() < share)]
             if not self.holds():
-                for b, nodes in before.values():
-                    b[:] = nodes
-        for block, node in self.places(*words):
-            if self.checks >= CHECKS:
-                return
-            at = next((i for i, n in enumerate(block) if n is node), None)
-            if at is not None:
-                self.tries(block, [*block[:at], *block[at + 1 :]])
+                for block, items in before:
+                    block[:] = items
+        places = [(block, x) for block in every_block(self.items) for x in block if isinstance(x, kinds)]
+        for block, x in self.random.sample(places, len(places))[:CHECKS]:
+            at = next(i for i, y in enumerate(block) if x is y)
+            self.tries(block, [*block[:at], *block[at + 1 :]])
+
+    def move(self, block: list[Item], at: int, to: int) -> None:
+        rest = [*block[:at], *block[at + 1 :]]
+        self.tries(block, [*rest[:to], block[at], *rest[to:]])
 
     def swap(self) -> None:
         """Two statements that follow each other."""
-        every = [(b, i) for b in blocks(self.draft.body) for i in range(len(b) - 1)]
-        block, at = self.random.choice(every)
-        self.tries(block, [*block[:at], block[at + 1], block[at], *block[at + 2 :]])
+        block, at = self.random.choice([(b, i) for b in every_block(self.items) for i in range(len(b) - 1)])
+        self.move(block, at, at + 1)
 
     def swap_in_a_branch(self) -> None:
-        """The first two communications of a branch."""
-        every = [n.body for n in self.draft.body if isinstance(n, Block) and "allgather" in str(n.body[1:2])]
-        if every:
-            body = self.random.choice(every)
-            self.tries(body, [body[1], body[0], *body[2:]])
+        """The first two statements of a branch of several."""
+        if branches := [x.body for x in self.items if isinstance(x, Nest) and isinstance(x.body[0], Communication)]:
+            self.move(self.random.choice(branches), 0, 1)
 
     def wait_later(self) -> None:
         """A wait moves behind what follows, with a handful of other statements in between."""
-        if not (waits := self.places("wait")):
-            return
-        block, node = waits[0]
-        at = next(i for i, n in enumerate(block) if n is node)
-        to = min(len(block), at + self.random.randrange(2, 9))
-        self.tries(block, [*block[:at], *block[at + 1 : to], node, *block[to:]])
+        places = [(b, i) for b in every_block(self.items) for i, x in enumerate(b) if isinstance(x, Wait)]
+        if places:
+            block, at = self.random.choice(places)
+            self.move(block, at, at + self.random.randrange(1, 9))
 
     def move_up(self) -> None:
         """Something moves in front of a fence, which no longer stands between it and what it followed."""
-        every = [(b, i) for b in blocks(self.draft.body) for i, n in enumerate(b) if i > 1 and "set_stream" not in str(n)]
-        block, at = self.random.choice(every)
-        to = max(0, at - self.random.randrange(2, 9))
-        self.tries(block, [*block[:to], block[at], *block[to:at], *block[at + 1 :]])
+        block, at = self.random.choice([(b, i) for b in every_block(self.items) for i in range(1, len(b))])
+        self.move(block, at, max(0, at - self.random.randrange(2, 9)))
 
-    def renumber(self) -> None:
-        """Another number of slots, or a loop over other streams."""
-        every = [(b, n) for b in blocks(self.draft.body) for n in b if isinstance(n, str) and re.search(r"%i % \d", n)]
-        if every:
-            block, node = self.random.choice(every)
-            number = self.random.randrange(1, 4)
-            changed = re.sub(r"%i % \d", f"%i % {number}", node)
-            self.tries(block, [changed if n is node else n for n in block])
+    def stir(self, times: int) -> None:
+        for _ in range(times):
+            self.random.choice((self.wait_later, self.move_up, self.swap))()
 
 
-def loosened(seed: int, ranks: int, accepts: Accepts = accepted) -> Program | None:
+def loosened(
+    seed: int, ranks: int, accepts: Accepts = accepted, fragments: Sequence[Fragment] = FRAGMENTS
+) -> Program | None:
     """The program of a seed; None where what was drawn is refused, or has too little left of what makes it count."""
     random = Random(seed)
-    edited = Loosening(drawn(random, ranks), f"seed_{seed}", accepts)
-    if not edited.holds():
+    name = f"seed_{seed}"
+    try:
+        program = hi.parse(drawn(random, ranks, fragments).text(name), f"{name}.hir")
+        if not accepts(program):
+            return None
+    except HostIRError:
         return None
-    edited.swap_in_a_branch()
-    for _ in range(3):
-        random.choice((edited.wait_later, edited.move_up, edited.swap, edited.renumber))()
-    words = [*ORDERING, "set_stream"] if random.random() < 0.3 else list(ORDERING)
-    edited.delete(*words)
-    for _ in range(4):
-        random.choice((edited.wait_later, edited.move_up, edited.swap, edited.renumber))()
-    return edited.program if edited.program is not None and counts(edited.program) else None
+    it = Loosening(random, program, accepts)
+    it.swap_in_a_branch()
+    it.stir(3)
+    kinds = (Synchronize, Barrier, WaitSignal)
+    it.delete((*kinds, SetStream) if random.random() < 0.2 else kinds)
+    it.stir(4)
+    try:
+        found = hi.parse(str(it.program), f"{name}.hir")
+    except HostIRError:  # an edit has taken a name from where it is used
+        return None
+    return found if counts(found) else None
 
 
 def counts(program: Program) -> bool:
@@ -585,13 +587,5 @@ def counts(program: Program) -> bool:
     talks = any(isinstance(s, (Communication, Message)) for s in every)
     flags = any(isinstance(s, WaitSignal) or (isinstance(s, Contraction) and s.ready is not None) for s in every)
     text = str(program)
-    twice = any(len(re.findall(rf"{name}\b", text)) > 3 for name in Draft.buffers)  # allocated, and used twice
+    twice = any(len(re.findall(rf"{name}\b", text)) > 3 for name in BUFFERS)  # allocated, and used twice
     return len(streams) > 1 and talks and flags and twice
-
-
-def programs(ranks: int, first: int = 0, accepts: Accepts = accepted) -> Iterator[tuple[int, Program | None]]:
-    """The programs of all seeds from the first on."""
-    seed = first
-    while True:
-        yield seed, loosened(seed, ranks, accepts)
-        seed += 1

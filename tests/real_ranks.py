@@ -19,9 +19,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -30,10 +29,10 @@ import torch
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.runtime.executor import Executor
-from hostir.runtime.gloo import GlooMachine, GlooPlan
+from hostir.runtime.gloo import GlooPlan
 from hostir.runtime.lanes import Waits
 from hostir.runtime.local import rehearse
-from hostir.runtime.plan import CALLER, Op
+from hostir.runtime.plan import CALLER
 from hostir.runtime.session import session
 from hostir.runtime.sharding import random_inputs, shard
 from tests.launch import forked
@@ -73,6 +72,10 @@ class Verdict:
     calls: int = 0
     slow: str = ""
 
+    def __str__(self) -> str:
+        of = f" ({self.calls} of {self.case.calls} calls; slow: {self.slow})" if self.slow else ""
+        return f"{self.wrong}{of}"
+
 
 # Slowness ---------------------------------------------------------------------------------------------------------
 class Slowness:
@@ -94,24 +97,21 @@ class Slowness:
         return late
 
     def draw(self, seed: int) -> str:
-        """Draws the delays of a call; returns what they are."""
+        """Draws the delays of a call: all steps of a rank, those of one of its lanes, or a single one; says which."""
         self.delays.clear()
         random = Random(seed)
-        slow, kind, share = random.randrange(self.ranks), random.choice(("rank", "lane", "lane", "step", "step")), 1.0
-        said = f"rank {slow}"
+        slow, kind = random.randrange(self.ranks), random.choice(("rank", "lane", "lane", "step", "step"))
         if slow != self.rank:
-            return said
-        lanes = [lane for lane in self.lanes if lane.steps]
+            return f"rank {slow}"
+        lanes, said = [lane for lane in self.lanes if lane.steps], f"rank {slow}"
         if kind != "rank":
-            lane = random.choice(lanes)
-            lanes, said = [lane], f"{said}, {lane.key}"
+            lanes = [random.choice(lanes)]
+            said += f", {'caller' if lanes[0].key == CALLER else lanes[0].key}"
         steps = [(str(lane.key), i) for lane in lanes for i in range(len(lane.steps))]
         if kind == "step":
-            # waiting twice as long before what waits for others shows nothing; the beginning of the caller's does
             steps = [random.choice(steps)]
             said += f", step {steps[0][1]}"
-        for step in steps:
-            self.delays[step] = share * BUDGET / len(steps)
+        self.delays = dict.fromkeys(steps, BUDGET / len(steps))
         return said
 
 
@@ -122,10 +122,10 @@ class Caller:
         self.plan = plan
         self.inputs: Sequence[torch.Tensor | None] = ()
         self.outputs: Parts = []
-        lane, ops = plan.lanes[CALLER], plan.recording.ops
+        lane = plan.lanes[CALLER]
+        first, last = (lane.ops or plan.recording.ops)[:1], (lane.ops or plan.recording.ops)[-1:]
         lane.steps[:] = [self.write, *lane.steps, self.read]
-        first, last = _op(lane.ops or ops), _op(lane.ops[::-1] or ops)
-        lane.ops[:] = [first, *lane.ops, last]
+        lane.ops[:] = [*first, *lane.ops, *last]
         lane.waits[:] = [Waits.NOTHING, *lane.waits, Waits.NOTHING]
         lane.notes = {i + 1: note for i, note in lane.notes.items()}
 
@@ -143,43 +143,40 @@ class Caller:
                 registers[i].fill_(NAN)
 
 
-def _op(ops: Sequence[Op]) -> Op:
-    return ops[0]
-
-
 # A rank -----------------------------------------------------------------------------------------------------------
 class Rank:
-    """One rank of a job, which runs case after case and tells of each call that goes wrong."""
+    """One rank of a job, and what went wrong in its calls of the case at hand."""
 
-    def __init__(self, rank: int, ranks: int, tell: Callable[[dict[str, Any]], None]) -> None:
-        self.rank, self.ranks, self.tell = rank, ranks, tell
-        self.made: GlooPlan | None = None
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.wrong: dict[str, Any] = {}
 
     def run(self, case: Case, expected: list[list[Parts]]) -> None:
         """All calls of a case; raises HostIRError where the program raises."""
+        self.wrong = {}
         executor = Executor(case.program, sizes=case.sizes, machine="gloo", check=False, kernels="aten")
-        whole = case.inputs(0)
-        parts = [shard(x, v.tensor, self.rank, case.sizes) for x, v in zip(whole, case.program.inputs, strict=True)]
-        given = [None if x is None else torch.full_like(x, NAN) for x in parts]
+        given = [None if x is None else torch.full_like(x, NAN) for x in self.parts(case, 0)]
         plan = executor._choose(None, given)
         assert isinstance(plan, GlooPlan)
-        caller = Caller(plan)
-        slowness = Slowness(plan, self.rank, case.program.ranks)
-        watchdog = executor.watchdog
-        assert watchdog is not None
-        watchdog.look_at(plan)
+        assert executor.watchdog is not None
+        executor.watchdog.look_at(plan)
+        caller, slowness = Caller(plan), Slowness(plan, self.rank, case.program.ranks)
         for call in range(case.calls):
-            whole = case.inputs(call)
-            caller.inputs = [
-                shard(x, v.tensor, self.rank, case.sizes) for x, v in zip(whole, case.program.inputs, strict=True)
-            ]
-            said = slowness.draw(1_000_003 * case.seed + call)
+            caller.inputs = self.parts(case, call)
+            slow = slowness.draw(1_000_003 * case.seed + call)
             with torch.no_grad():
                 plan.run(given)
-            for i, (found, true) in enumerate(zip(caller.outputs, expected[call], strict=True)):
-                if wrong := differs(found, true[self.rank]):
-                    name = case.program.outputs[i].name
-                    self.tell({"call": call, "wrong": f"%{name.lstrip('%')} {wrong}", "slow": said})
+            ends = zip(case.program.outputs, caller.outputs, expected[call], strict=True)
+            said = [f"{v}: {wrong}" for v, found, true in ends if (wrong := differs(found, true[self.rank]))]
+            if said and not self.wrong:
+                self.wrong = {"said": f"call {call}, rank {self.rank}, {said[0]}", "slow": slow, "calls": []}
+            if said:
+                self.wrong["calls"].append(call)
+
+    def parts(self, case: Case, call: int) -> Parts:
+        """This rank's inputs of a call."""
+        pairs = zip(case.inputs(call), case.program.inputs, strict=True)
+        return [shard(x, v.tensor, self.rank, case.sizes) for x, v in pairs]
 
 
 def differs(found: torch.Tensor | None, true: torch.Tensor | None) -> str:
@@ -202,10 +199,6 @@ def expected(case: Case) -> list[list[Parts]]:
     return kept
 
 
-def _nan(parts: Parts) -> bool:
-    return any(x is not None and bool(x.isnan().any()) for x in parts)
-
-
 class Job:
     """Ranks that run cases one after another in processes of their own, while this process does something else.
 
@@ -223,8 +216,8 @@ class Job:
             except HostIRError as refused:
                 self.done[i] = Verdict(case, f"simulated ranks: {refused.diagnostics[0].message}", 1)
                 continue
-            if nan := next((v.name for call in truth for v, x in zip(case.program.outputs, call) if _nan(x)), ""):
-                self.done[i] = Verdict(case, f"simulated ranks: NaN in %{nan.lstrip('%')}, in program order", 1)
+            if any(x is not None and x.isnan().any() for call in truth for parts in call for x in parts):
+                self.done[i] = Verdict(case, "simulated ranks: NaN in program order", 1)
                 continue
             self.left.append((i, case, truth))
         self.ranks = max((case.program.ranks for case in self.cases), default=0)
@@ -235,7 +228,7 @@ class Job:
         if not self.left:
             return
         self.heard, tells = os.pipe()
-        self.printed = tempfile.TemporaryFile("w+")
+        self.printed = tempfile.TemporaryFile("w+")  # noqa: SIM115
         sys.stdout.flush()
         sys.stderr.flush()
         self.process = os.fork()
@@ -268,7 +261,7 @@ class Job:
             if not data:
                 break
             text, last = text + data, now
-            failed = failed or (now if b'"failed"' in data else 0.0)
+            failed = failed or (now if b'"ended": false' in data else 0.0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process, signal.SIGKILL)
         os.waitpid(self.process, 0)
@@ -276,27 +269,18 @@ class Job:
         return [json.loads(line) for line in text.decode().splitlines() if line.endswith("}")]
 
     def take(self, told: list[dict[str, Any]], printed: str) -> None:
-        """Verdicts from what was told; the first case that not all ranks have ended is the one that went wrong."""
-        ended = {i: {t["rank"] for t in told if t["case"] == i and "done" in t} for i in range(len(self.left))}
+        """Verdicts from what was told; the first case that not all ranks have ended is the one that hangs."""
         for n, (i, case, _) in enumerate(self.left):
             mine = [t for t in told if t["case"] == n]
-            wrong = [t for t in mine if "wrong" in t]
-            failed = [t for t in mine if "failed" in t]
-            whole = len(ended[n]) == self.ranks
-            if wrong and not failed:
-                first = min(wrong, key=lambda t: (t["call"], t["rank"]))
-                slow = next((t["slow"] for t in wrong if t["call"] == first["call"] and "," in t["slow"]), first["slow"])
-                calls = len({t["call"] for t in wrong})
-                said = f"call {first['call']}, rank {first['rank']}: {first['wrong']}"
-                self.done[i] = Verdict(case, said, calls, slow)
-            elif whole:
-                self.done[i] = Verdict(case)
-            else:
-                said = failed[0]["failed"] if failed else _headline(printed)
-                self.done[i] = Verdict(case, said, 1)
-            if not whole:
+            ended = len([t for t in mine if t["ended"]]) == self.ranks
+            failed = [t["failed"] for t in mine if not t["ended"]]
+            wrong = sorted((t["wrong"] for t in mine if t["wrong"]), key=lambda w: w["calls"][0])
+            if failed or not ended:
+                self.done[i] = Verdict(case, failed[0] if failed else _headline(printed), 1)
                 self.left = self.left[n + 1 :]
                 return
+            calls = {call for w in wrong for call in w["calls"]}
+            self.done[i] = Verdict(case, wrong[0]["said"], len(calls), wrong[0]["slow"]) if wrong else Verdict(case)
         self.left = []
 
 
@@ -326,7 +310,7 @@ def _job(ranks: int, cases: list[Any], tells: int, printed: Any, patience: float
             del store
         else:
             listening.close()
-            _rank(ranks, cases, tells, patience)
+            _rank(cases, tells, patience)
         code = 0
     except BaseException as problem:
         print(f"error: {type(problem).__name__}: {problem}", flush=True)
@@ -334,33 +318,28 @@ def _job(ranks: int, cases: list[Any], tells: int, printed: Any, patience: float
         os._exit(code)
 
 
-def _rank(ranks: int, cases: list[Any], tells: int, patience: float) -> None:
-    rank = int(os.environ["RANK"])
-    at = 0
-
-    def tell(what: dict[str, Any]) -> None:
-        os.write(tells, (json.dumps({"rank": rank, "case": at, **what}) + "\n").encode())
-
+def _rank(cases: list[Any], tells: int, patience: float) -> None:
+    """All that a rank does: case after case, until one raises."""
+    here = Rank(int(os.environ["RANK"]))
     torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN
-    here = Rank(rank, ranks, tell)
     with session("cpu", patience):
         for at, (case, truth) in enumerate(cases):
+            failed = ""
             try:
                 here.run(case, truth)
             except HostIRError as failure:
-                tell({"failed": " ".join(str(failure).split("\n")[:1])[:500]})
-                time.sleep(GRACE)  # what the others print may be better
+                failed = str(failure).split("\n")[0][:500]
+            told = {"case": at, "ended": not failed, "failed": failed, "wrong": here.wrong}
+            os.write(tells, (json.dumps(told) + "\n").encode())
+            if failed:
+                time.sleep(GRACE)
                 os._exit(1)
-            tell({"done": True})
 
 
-def judged(cases: Sequence[Case], patience: float = PATIENCE) -> Iterator[Verdict]:
-    """The verdict on each of these, which all run on as many ranks."""
-    yield from Job(cases, patience).verdicts()
-
-
-def hand_written(folder: Path, calls: int) -> list[Case]:
-    """The programs of a folder."""
-    from hostir.ir.text import parse
-
-    return [Case(parse(path.read_text(), path.name), 1, calls) for path in sorted(folder.glob("*.hir"))]
+def judged(cases: Sequence[Case], patience: float = PATIENCE) -> list[Verdict]:
+    """The verdict on each of these; those on as many ranks run in the same processes."""
+    found: dict[int, Verdict] = {}
+    for ranks in sorted({case.program.ranks for case in cases}):
+        places = [i for i, case in enumerate(cases) if case.program.ranks == ranks]
+        found |= zip(places, Job([cases[i] for i in places], patience).verdicts(), strict=True)
+    return [found[i] for i in range(len(cases))]
