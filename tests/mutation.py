@@ -53,7 +53,7 @@ def _lowered() -> Iterator[Program]:
     yield from (hi.lower(tiny(patterns.mlp, 2, 4), "pipeline", streams) for streams in (3, 4))
     for pattern in GATHERED:
         for ranks, slices in ((2, 1), (2, 2), (4, 1)):
-            yield from (hi.lower(tiny(pattern, ranks, slices), strategy) for strategy in ("ring", "fused"))
+            yield from (hi.lower(tiny(pattern, ranks, slices), strategy) for strategy in ("ring", "fused", "push"))
 
 
 def _examples() -> Iterator[Program]:

@@ -210,13 +210,14 @@ def longest_chain(order: Order) -> int:
 
 
 def loses(order: Order) -> bool:
-    """Whether some symmetric buffer that is read at times is overwritten before what was left there is read.
+    """Whether a part of a symmetric buffer that is read at times is overwritten before what was left there is read.
 
     The order in which a rank issues says who is first on that rank. Who is first of two ranks a repair has to choose,
     and may choose an order in which nothing races and values are lost.
     """
     fresh: dict[Buffer, set[Region]] = {buffer: set() for rank in order.ranks for buffer in rank.kept.values()}
-    read, lost = set[Buffer](), set[Buffer]()
+    read: dict[Buffer, set[Region]] = {buffer: set() for buffer in fresh}
+    lost: dict[Buffer, set[Region]] = {buffer: set() for buffer in fresh}
     for event in _in_order(order):
         for access in event.accesses:
             peers = order.ranks[access.rank].kept if access.rank >= 0 else {}
@@ -224,13 +225,13 @@ def loses(order: Order) -> bool:
             if buffer not in fresh:
                 continue
             if not access.writes:
-                read.add(buffer)
+                read[buffer].add(access.region)
                 fresh[buffer] = {region for region in fresh[buffer] if not region.meets(access.region)}
                 continue
             if access.region in fresh[buffer]:
-                lost.add(buffer)
+                lost[buffer].add(access.region)
             fresh[buffer].add(access.region)
-    return not lost.isdisjoint(read)
+    return any(region.meets(other) for buffer in lost for region in lost[buffer] for other in read[buffer])
 
 
 def _in_order(order: Order) -> Iterator[Event]:
