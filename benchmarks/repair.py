@@ -1,6 +1,7 @@
 """What repairs give back: every program with one synchronisation taken out, repaired, and its longest chain of work.
 
-    python -m benchmarks.repair              all of them, a line for each that a repair makes longer, or cannot mend
+    python -m benchmarks.repair --limit 60      a first look
+    python -m benchmarks.repair                 all of them, in minutes: a line for each that comes back longer, or not at all
 
 A repair should chain no more work than the program that was right (`hostir check --fix`, `tests/mutation.py`).
 """
@@ -12,8 +13,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import hostir as hi
+from benchmarks.mutation import table
 from hostir.ir.check.orders import analyse
 from hostir.ir.check.repair import longest_chain, repair
 from hostir.ir.program import Program
@@ -71,3 +74,31 @@ def chain(program: Program) -> int:
     if order is None:
         raise HostIRError(*analyse(program, calls=CALLS).findings)
     return longest_chain(order)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What repairs give back of what was taken out.")
+    parser.add_argument("--limit", type=int, default=0, help="at most so many, drawn at random (default: all)")
+    limit = parser.parse_args().limit
+    every = list(broken(originals()))
+    if limit:
+        every = Random(0).sample(every, min(limit, len(every)))
+    counts = {kind: Counter[str]() for kind in sorted({mutant.kind for _, mutant in every})}
+    slowest = 0.0
+    for original, mutant in every:
+        found = repaired(original, mutant)
+        slowest = max(slowest, found.seconds)
+        counts[mutant.kind]["as short" if found.good else "longer" if found.after >= 0 else "not repaired"] += 1
+        if not found.good:
+            end = found.why or f"the longest chain grows from {found.before} to {found.after}"
+            print(f"@{mutant.of} {mutant.what}: {end}", flush=True)
+    outcomes = ("as short", "longer", "not repaired")
+    rows = [[kind, n.total(), *(n[outcome] for outcome in outcomes)] for kind, n in counts.items()]
+    total = sum(counts.values(), Counter[str]())
+    rows.append(["all", total.total(), *(total[outcome] for outcome in outcomes)])
+    print(table(["edit", "mutants", *outcomes], rows))
+    print(f"the slowest repair took {slowest:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

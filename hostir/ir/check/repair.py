@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from hostir.ir.check.findings import Finding
-from hostir.ir.check.insertions import Suggestions, for_handles, for_leaks, repairable
+from hostir.ir.check.insertions import REPAIRABLE, Suggestions, for_handles, for_leaks
 from hostir.ir.check.order import Order
 from hostir.ir.check.orders import analyse
 from hostir.ir.check.places import Block, Edit, Edits, Outline, edited, resets, with_callers_stream, without
@@ -33,7 +33,7 @@ from hostir.ir.values import Lit
 
 MOST_LOOKS = 250  # programs that one repair looks at
 MORE_LOOKS = 12  # once it has found one without findings
-WAITING = (Synchronize, Wait, Barrier, WaitSignal)
+WAITING = (Synchronize, Wait, WaitSignal)
 ORDERING = (Synchronize, Barrier, Signal, WaitSignal)
 UNSOUND, UNMET = 1_000_000, 10_000  # a finding that hides all others, and one that hides what memory has to say
 
@@ -45,7 +45,7 @@ class Look:
     """A program, what is found in it, and what its order costs.
 
     Fields:
-        cost: work events in the longest chain, waits that ranks issue, statements. Zeros where they are not known.
+        cost: work events in the longest chain, what ranks wait for, statements. Zeros where they are not known.
         added: what was put in so far, edit by edit.
     """
 
@@ -143,8 +143,9 @@ def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int 
     """The program with the least synchronisation put in, and frees, with which `check` finds nothing in it.
 
     Least is what leaves the shortest chain of work (computations, communications and copies, each counting one) over
-    all ranks and calls; then what waits the fewest times; then what is the fewest statements. A wait, a free or a
-    synchronize that stands too late is moved; a wait for a signal that nobody sends becomes a barrier, or goes.
+    all ranks and calls; then what waits for the least; then what is the fewest statements. A wait, a free or a
+    synchronize that stands too late is moved. A flag that is waited for and not raised, or raised and not waited for,
+    gets the other half where one statement is enough; else a wait for it becomes a barrier, or goes.
 
     Args:
         program: a host program.
@@ -196,9 +197,16 @@ def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: i
 
 # What a program costs -------------------------------------------------------------------------------------------------
 def cost(program: Program, order: Order) -> Cost:
-    """The longest chain of work, in events; the waits that all ranks issue; the statements of the text."""
-    waits = sum(isinstance(event.statement, WAITING) for event in order.events)
+    """The longest chain of work, in events; what all ranks wait for; the statements of the text."""
+    waits = sum(_waits(event.statement) for event in order.events)
     return longest_chain(order), waits, sum(1 for _ in program.walk())
+
+
+def _waits(s: Statement | None) -> int:
+    """How much a statement waits for: a barrier for as many ranks as there are, else one thing, if anything."""
+    if isinstance(s, Barrier):
+        return s.x.tensor.mesh.size(s.over) if s.x.tensor.mesh else 1
+    return int(isinstance(s, WAITING))
 
 
 def longest_chain(order: Order) -> int:
@@ -260,10 +268,9 @@ def suggestions(look: Look) -> Iterator[Edits]:
     if look.order is None:
         yield from for_handles(outline)
         return
-    issued = {event: n for n, event in enumerate(look.order.events)}
-    found = [f for f in look.found if isinstance(f, Finding) and repairable(f) and f.kind != "leak"]
+    found = [f for f in look.found if isinstance(f, Finding) and f.kind in REPAIRABLE and f.kind != "leak"]
     if found:
-        yield from Suggestions(outline, issued).of(found[0])
+        yield from Suggestions(outline, look.order).of(found[0])
 
 
 def _weight(found: Diagnostic) -> int:
@@ -277,7 +284,7 @@ def _hopeful(found: Diagnostic, look: Look) -> bool:
     if not isinstance(found, Finding):
         return any(True for _ in for_handles(Outline(look.program)))
     races = {f.buffer for f in look.found if isinstance(f, Finding) and f.kind == "race"}
-    return repairable(found) or (found.kind == "unwritten" and found.buffer in races)
+    return found.kind in REPAIRABLE or (found.kind == "unwritten" and found.buffer in races)
 
 
 def _given_up(why: str, found: Diagnostic) -> Diagnostic:
