@@ -1,7 +1,7 @@
 """What repairs give back: every program with one synchronisation taken out, repaired, and its longest chain of work.
 
     python -m benchmarks.repair --limit 60      a first look
-    python -m benchmarks.repair                 all of them, in minutes: a line for each that comes back longer, or not at all
+    python -m benchmarks.repair                 all of them: a line for each that is longer, or not repaired
 
 A repair should chain no more work than the program that was right (`hostir check --fix`, `tests/mutation.py`).
 """
