@@ -52,6 +52,8 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
                 tracer.call()
     except HostIRError as refused:
         return Analysis(list(refused.diagnostics), sizes=bound)
+    if problems := {key: problem for tracer in tracers for key, problem in tracer.problems.items()}:
+        return Analysis(sorted(problems.values(), key=_in_program_order), sizes=bound)
     words, order = Words(program), Order(tracers)
     if order.troubles:
         return Analysis(list(words.troubles(order.troubles)), order, bound)
@@ -68,7 +70,7 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
 
 def _leaked(tracers: list[Tracer]) -> list[Buffer]:
     """Buffers that are neither freed nor outputs."""
-    freed = {access.buffer for t in tracers for event in t.events for access in event.accesses if access.frees}
+    freed = {buffer for t in tracers for buffer in t.freed}
     given = {view.buffer for t in tracers for outputs in t.outputs for view in outputs if view}
     return [buffer for t in tracers for buffer in t.buffers if buffer not in freed | given]
 
