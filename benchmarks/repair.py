@@ -24,7 +24,6 @@ from hostir.ir.source import HostIRError
 from tests.mutants import Mutant, mutants
 from tests.mutation import originals
 
-CALLS = 2
 SYNCHRONISATIONS = ("fork", "join", "synchronize", "wait", "wait_signal", "signal", "barrier", "ready")
 
 
@@ -60,19 +59,19 @@ def repaired(original: Program, mutant: Mutant) -> Repaired:
     """The repair of a mutant, read back from its text."""
     before, start = chain(original), time.perf_counter()
     try:
-        after = hi.parse(str(repair(hi.parse(mutant.text, mutant.of), calls=CALLS)), mutant.of)
+        after = hi.parse(str(repair(hi.parse(mutant.text, mutant.of))), mutant.of)
     except HostIRError as refused:
         return Repaired(mutant, before, -1, time.perf_counter() - start, refused.diagnostics[0].message)
     seconds = time.perf_counter() - start
-    if found := analyse(after, calls=CALLS).findings:
+    if found := analyse(after).findings:
         return Repaired(mutant, before, -1, seconds, f"not repaired: {found[0].message}")
     return Repaired(mutant, before, chain(after), seconds)
 
 
 def chain(program: Program) -> int:
-    order = analyse(program, calls=CALLS).order
+    order = analyse(program).order
     if order is None:
-        raise HostIRError(*analyse(program, calls=CALLS).findings)
+        raise HostIRError(*analyse(program).findings)
     return longest_chain(order)
 
 

@@ -55,7 +55,7 @@ ABOUT_ORDER = (
 NOT_ABOUT_ORDER = {
     "collective_on_one_rank": "differ in the collectives",
     "both_receive_first": "deadlock",
-    "freed_twice": "after it was freed",
+    "freed_twice": "freed twice",
     "handle_waited_twice": "waited for twice",
     "kernel_keeps_its_producer_out": "holds all SMs",
     "read_of_what_nobody_wrote": "nobody has written",

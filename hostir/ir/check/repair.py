@@ -232,6 +232,8 @@ def loses(order: Order) -> bool:
             buffer = peers.get(access.buffer.name, access.buffer)
             if buffer not in fresh:
                 continue
+            if access.does == "undefines":
+                continue
             if not access.writes:
                 read[buffer].add(access.region)
                 fresh[buffer] = {region for region in fresh[buffer] if not region.meets(access.region)}
@@ -244,7 +246,7 @@ def loses(order: Order) -> bool:
 
 def _in_order(order: Order) -> Iterator[Event]:
     """All events, each behind those that it follows; those in circles are left out."""
-    missing = {event: len(event.after) for event in order.events}
+    missing = {event: len(event.after) + len(event.held) for event in order.events}
     followers = order.followers()
     ready = deque(event for event, n in missing.items() if not n)
     while ready:
