@@ -158,7 +158,7 @@ def test_workers_that_barriers_let_go_are_forked_from_the_worker_that_has_waited
 def test_of_every_kind_of_synchronisation_that_is_deleted_repairs_chain_no_more_work() -> None:
     """A sample; `python -m benchmarks.repair` looks at all."""
     pairs = {mutant.text: (original, mutant) for original, mutant in broken(originals()[::8])}
-    for mutant in sample([mutant for _, mutant in pairs.values()], 24):
+    for mutant in sample([mutant for _, mutant in pairs.values()], 16):
         found = repaired(*pairs[mutant.text])
         assert found.good, f"@{mutant.of} {mutant.what}: {found.before} to {found.after} {found.why}"
 
@@ -224,6 +224,29 @@ program @p(%x: f32[8, 8]) -> (%y) streams 1 {
     assert check(on_worker) == check(on_callers) == []
     assert "%user = current_stream" in str(on_worker)
     assert "current_stream" not in str(on_callers)
+
+
+def test_a_fork_that_comes_before_what_the_workers_use_is_allocated_goes_behind_it() -> None:
+    text = """hostir 1
+mesh @mesh [didx] = 0
+program @p(%x: f32[4, 8]) -> (%y) streams 2 {
+  %user = current_stream
+  for %s in 0..2 { set_stream %s   synchronize %user }
+  set_stream %user
+  %y: f32[4, 8] = allocate
+  for %i in 0..4 {
+    set_stream %i % 2
+    %x_i = select %x[%i]
+    %y_i = select %y[%i]
+    relu %x_i -> %y_i
+  }
+  set_stream %user
+  for %s in 0..2 { synchronize %s }
+}
+"""
+    fork, rest = "  for %s in 0..2 { set_stream %s   synchronize %user }\n", "  for %i in 0..4 {\n"
+    repaired = repair(hi.parse(text))
+    assert str(repaired) == str(hi.parse(text.replace(fork, "").replace(rest, fork + rest)))
 
 
 def test_a_fusion_is_refused() -> None:

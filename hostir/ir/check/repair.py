@@ -117,10 +117,12 @@ class Repairer:
                 look = less
         for join in [s for piece in look.added for s in piece if isinstance(s, For)]:
             look = self.narrowed(look, join)
-        for s in before.program.walk():
-            if not isinstance(s, (Synchronize, Barrier)) or (less := self.removed(look, (s,))).found:
+        for unit in _units(before.program):
+            if isinstance(unit[0], (Signal, WaitSignal)) or (less := self.removed(look, unit)).found:
                 continue
-            if any(f.message not in known for f in self.removed(before, (s,)).found):
+            if less.program == look.program or not _same_streams(look.program, unit):
+                continue
+            if any(f.message not in known for f in self.removed(before, unit).found):
                 look = less
         return look
 
@@ -311,14 +313,14 @@ def _without_unused(program: Program, before: Program) -> Program:
 
 # What is too much -----------------------------------------------------------------------------------------------------
 def _units(program: Program) -> Iterator[Block]:
-    """What may be taken out together. A `wait` may not: every handle is waited for."""
+    """What may be taken out together, outer before inner. A `wait` may not: every handle is waited for."""
     flags: dict[str, list[Statement]] = {}
     for s in program.walk():
         if isinstance(s, (Signal, WaitSignal)):
             flags.setdefault(s.flags.name, []).append(s)
     for s in program.walk():
-        if isinstance(s, (Signal, WaitSignal)):
-            yield tuple(flags.pop(s.flags.name, ()))
+        if isinstance(s, (Signal, WaitSignal)) and s.flags.name in flags:
+            yield tuple(flags.pop(s.flags.name))
         if isinstance(s, ORDERING) or (
             isinstance(s, For) and all(isinstance(x, (*ORDERING, SetStream)) for x in s.body)
         ):
