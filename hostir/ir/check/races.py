@@ -116,6 +116,8 @@ class Memory:
             touch = Touch(event, access)
             found = list(self._unordered(touch, history, clock))
             for other in found:
+                if _told_of_the_writer(other, touch):
+                    continue
                 self.raced.add(buffer)
                 self._note(Conflict("race", buffer, *_as_issued(other, touch)))
             if history.freed and self.order.known(history.freed.event, clock):
@@ -149,6 +151,12 @@ class Memory:
         own = conflict.buffer.rank == conflict.second.event.rank
         first, times = self.conflicts.setdefault((conflict.kind, conflict.buffer.name, sides, own), (conflict, 0))
         self.conflicts[conflict.kind, conflict.buffer.name, sides, own] = first, times + 1
+
+
+def _told_of_the_writer(a: Touch, b: Touch) -> bool:
+    """A read that is not behind an allocation, which needs no finding of its own: either whoever wrote what it reads is
+    not behind the allocation, or the read is not behind the writer, or nobody wrote it."""
+    return any(one.event.verb == "allocates" and not other.access.writes for one, other in ((a, b), (b, a)))
 
 
 def _as_issued(a: Touch, b: Touch) -> tuple[Touch, Touch]:
