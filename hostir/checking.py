@@ -13,7 +13,7 @@ from pathlib import Path
 from hostir.ir import Diagnostic, HostIRError, Phase, Program, Span, format_program
 from hostir.ir.check import check_structure
 from hostir.ir.check.findings import Finding
-from hostir.ir.check.orders import Analysis, analyse
+from hostir.ir.check.orders import Analysis, analyse, look
 from hostir.ir.check.repair import difference, redundant, repair
 from hostir.ir.source import did_you_mean, error
 
@@ -39,7 +39,8 @@ def check_command(
     if options.fix:
         return _fix(program, sizes, options)
     sound = not structure and program.phase is Phase.HOST
-    analysis = analyse(program, sizes, options.calls) if sound else Analysis(structure)
+    prove = analyse if options.graph else look  # a picture has all ranks
+    analysis = prove(program, sizes, options.calls) if sound else Analysis(structure)
     findings = _with_witnesses(program, analysis, options)
     if options.redundant and not findings:
         findings = redundant(program, sizes, options.calls)

@@ -7,7 +7,7 @@ that are eager do it at once. The same methods serve both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add, floordiv, mod, mul, sub
@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 from hostir.ir.types import DType, Kind, Mesh, TensorType, bind_shape
 from hostir.ir.values import Bin, Expr, Lit, Value
 
-ARITHMETIC = {"+": add, "-": sub, "*": mul, "/": floordiv, "%": mod}
+ARITHMETIC: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv, "%": mod}
 Handle = Any  # what a machine stands for a tensor, a stream or a communication in flight
 
 
@@ -163,6 +163,11 @@ class Frame:
         if isinstance(expr, Bin):
             return ARITHMETIC[expr.op](self.index(expr.left), self.index(expr.right))
         return cast("int", self.handles[expr.value.name])
+
+    def place(self, mesh: Mesh, over: str) -> int:
+        """Where this rank, which belongs to a mesh, stands along one of its axes."""
+        assert self.machine.rank is not None
+        return mesh.coordinate(self.machine.rank, over)
 
     def stream(self, expr: Expr) -> Handle | int:
         """A stream operand: a stream value, or an index into the pool."""

@@ -106,8 +106,8 @@ class Rank(Statement):
         mesh_over(self, self.x, self.over)
 
     def evaluate(self, frame: Frame) -> None:
-        mesh, rank = mesh_over(self, self.x, self.over), own_rank(self, frame)
-        frame[self.out] = mesh.coordinate(rank, self.over) if frame.here(mesh) else OUTSIDE
+        mesh, _ = mesh_over(self, self.x, self.over), own_rank(self, frame)
+        frame[self.out] = frame.place(mesh, self.over) if frame.here(mesh) else OUTSIDE
 
 
 @statement

@@ -36,9 +36,9 @@ def _orders(program: Program, sizes: Mapping[str, int] | None, calls: int = 2) -
     """Findings about a program of sound structure."""
     if program.phase is not Phase.HOST:
         return []
-    from hostir.ir.check.orders import analyse  # loads numpy
+    from hostir.ir.check.orders import look  # loads numpy
 
-    return analyse(program, sizes, calls).findings
+    return look(program, sizes, calls).findings
 
 
 def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:

@@ -32,11 +32,11 @@ def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
         return
     import networkx as nx  # here, because few programs have such kernels
 
-    lanes = _Lanes(order)
+    lanes = Lanes(order)
     graph: Any = nx.DiGraph()
     for kernel in kernels:
         for other in kernels:
-            if (kernel is other or _together(order, kernel, other)) and lanes.any_held(kernel, other):
+            if (kernel is other or together(order, kernel, other)) and lanes.any_held(kernel, other):
                 graph.add_edge(kernel, other)
     place = {kernel: n for n, kernel in enumerate(kernels)}
     knots = (sorted(knot, key=lambda kernel: place[kernel]) for knot in nx.strongly_connected_components(graph))
@@ -61,12 +61,12 @@ def _rings(order: Order, knot: list[Kernel], graph: Any) -> Iterator[list[Kernel
         for holder in graph.successors(path[-1]):
             if holder is path[0]:
                 yield path
-            elif holder in inside and all(_together(order, holder, other) for other in path):
+            elif holder in inside and all(together(order, holder, other) for other in path):
                 paths.append([*path, holder])
     yield []
 
 
-def _together(order: Order, a: Kernel, b: Kernel) -> bool:
+def together(order: Order, a: Kernel, b: Kernel) -> bool:
     """Whether two kernels are of different ranks, and neither ends before the other starts."""
     ordered = order.known(a.end, order.clocks[b.start]) or order.known(b.end, order.clocks[a.start])
     return a.start.rank != b.start.rank and not ordered
@@ -86,7 +86,7 @@ class _Line:
     events: list[Event]
 
 
-class _Lanes:
+class Lanes:
     """The events that need SMs, by rank and lane."""
 
     def __init__(self, order: Order) -> None:

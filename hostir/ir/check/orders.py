@@ -7,9 +7,10 @@ are those of docs/memory-model.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hostir.ir.check.alike import Alike, alike
 from hostir.ir.check.findings import Finding, Words
 from hostir.ir.check.kernels import kernels_in_the_way
 from hostir.ir.check.order import Order
@@ -35,13 +36,27 @@ class Analysis:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
+def look(program: Program, sizes: Mapping[str, int] | None = None, calls: int = 2) -> Analysis:
+    """Looks at one rank where that stands for all and is right; at all ranks otherwise."""
+    bound = small_sizes(program, sizes or {})
+    if bound is None or calls * unrolled(program.body, bound) > MOST:
+        return analyse(program, sizes, calls)
+    order = alike(program, bound, calls)
+    if order is None:
+        return analyse(program, sizes, calls)
+    found = _findings(program, order)
+    if found and _statements(program, bound, calls) <= MOST:
+        return analyse(program, sizes, calls)
+    return Analysis(found, None, bound)
+
+
 def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int = 2) -> Analysis:
-    """Traces a host program whose structure is sound, and looks at all orders."""
+    """Traces all ranks of a host program whose structure is sound, and looks at all orders."""
     bound = small_sizes(program, sizes or {})
     if bound is None:
         names = ", ".join(sorted(program.size_names))
         return Analysis([_unchecked(program, f"no small values of {names} make all its sizes whole", VALUES)])
-    statements = program.ranks * calls * unrolled(program.body, bound)
+    statements = _statements(program, bound, calls)
     if statements > MOST:
         why = f"it comes to {statements} statements over all ranks and {calls} calls, and at most {MOST} are looked at"
         return Analysis([_unchecked(program, why, "check fewer rounds, ranks or calls")], sizes=bound)
@@ -52,21 +67,31 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
                 tracer.call()
     except HostIRError as refused:
         return Analysis(list(refused.diagnostics), sizes=bound)
-    words, order = Words(program), Order(tracers)
+    order = Order(tracers)
+    return Analysis(_findings(program, order), order, bound)
+
+
+def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
+    return program.ranks * calls * unrolled(program.body, sizes)
+
+
+def _findings(program: Program, order: Order) -> list[Diagnostic]:
+    """What is wrong with an order, errors first."""
+    words = Words(program)
     if order.troubles:
-        return Analysis(list(words.troubles(order.troubles)), order, bound)
+        return list(words.troubles(order.troubles))
     memory = Memory(order)
     left = order.run(memory.visit)
     found: list[Finding] = list(words.troubles([*circles(order, left), *flags_out_of_order(order)]))
     if not left:
         memory.finish()
-        found += words.troubles(kernels_in_the_way(order))
-        found += words.leaks(_leaked(tracers))
+        found += words.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
+        found += words.leaks(_leaked(order.ranks))
     found += [words.conflict(c, times) for c, times in memory.conflicts.values()]
-    return Analysis(sorted(found, key=_in_program_order), order, bound)
+    return sorted(found, key=_in_program_order)
 
 
-def _leaked(tracers: list[Tracer]) -> list[Buffer]:
+def _leaked(tracers: Sequence[Tracer]) -> list[Buffer]:
     """Buffers that are neither freed nor outputs."""
     freed = {access.buffer for t in tracers for event in t.events for access in event.accesses if access.frees}
     given = {view.buffer for t in tracers for outputs in t.outputs for view in outputs if view}
