@@ -18,6 +18,7 @@ import torch
 import hostir as hi
 from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, write_a_pass
 from hostir.ir.check import check, check_structure
+from hostir.ir.check.findings import Finding
 from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.lower import passes_of, run_passes
@@ -53,7 +54,7 @@ def _lowered() -> Iterator[Program]:
     yield from (hi.lower(tiny(patterns.mlp, 2, 4), "pipeline", streams) for streams in (3, 4))
     for pattern in GATHERED:
         for ranks, slices in ((2, 1), (2, 2), (4, 1)):
-            yield from (hi.lower(tiny(pattern, ranks, slices), strategy) for strategy in ("ring", "fused"))
+            yield from (hi.lower(tiny(pattern, ranks, slices), strategy) for strategy in ("ring", "fused", "push"))
 
 
 def _examples() -> Iterator[Program]:
@@ -116,7 +117,8 @@ class Verdict:
     """What the checker says of a mutant, and what the simulated ranks do with it.
 
     Fields:
-        structure: what is wrong with its names, types and lifetimes; then nothing else was asked.
+        structure: what is wrong with its names and types, or with handles and lifetimes as issued; then nothing else
+            was asked.
         findings: what the checker says.
         guilt: what convicts it, and under which seed; empty where no seed does.
         seen: what the simulated ranks see when they watch every access, which need not change a result.
@@ -149,9 +151,10 @@ def judge(mutant: Mutant, seeds: int) -> Verdict | None:
         program = hi.parse(mutant.text, mutant.of)
     except HostIRError:
         return None
-    if unsound := check_structure(program):
-        return Verdict(mutant, structure=errors(unsound))
-    findings, guilt = errors(check(program, calls=CALLS)), convicted(program, seeds)
+    found = [d for d in check(program, calls=CALLS) if d.level == "error"]
+    if any(not isinstance(d, Finding) for d in found):
+        return Verdict(mutant, structure=errors(found))
+    findings, guilt = errors(found), convicted(program, seeds)
     seen = outcome(rehearsal(program), 0, watch=True) if not guilt else ""
     return Verdict(mutant, (), findings, guilt, seen if isinstance(seen, str) else "")
 

@@ -165,6 +165,9 @@ class AllReduce(Collective):
     syntax = "{handle} = allreduce {x} -> {out} over {over}"
     rule = "x a partial sum over {over}, and out the same but whole"
 
+    def in_place(self, operand: int) -> bool:
+        return True
+
     def fits(self, x: TensorType, out: TensorType) -> bool:
         return self.over in x.partial and _summed(x, self.over).host() == out.host()
 

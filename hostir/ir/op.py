@@ -153,6 +153,10 @@ class Statement:
     def bodies(self) -> tuple[tuple[Statement, ...], ...]:
         return tuple(getattr(self, n) for n, c in codecs_of(type(self)).items() if c is Codec.BLOCK)
 
+    def in_place(self, operand: int) -> bool:
+        """Whether it may write the very view that it reads as this operand."""
+        return False
+
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
         """An error that points at this statement."""
         return error(message, self.span, expected=expected, hint=hint)

@@ -96,6 +96,11 @@ class TensorOp(Statement):
         operands = [frame[value] for value in self._operands_or_none()]
         frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(frame))
 
+    def in_place(self, operand: int) -> bool:
+        """Where each element of the operand is read for that of the result, and for no other."""
+        maps = self.maps()
+        return all(CONTRACTED not in axes for axes in maps) and maps[operand] == tuple(range(len(self.out.tensor.axes)))
+
     def options(self, frame: Frame) -> dict[str, Any]:
         """What the kernel is told besides its operands."""
         return {n: getattr(self, n) for n, c in codecs_of(type(self)).items() if c not in VALUE_CODECS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import torch
 
 from hostir.ir.machine import Exchange, Move
 from hostir.ir.source import Diagnostic, HostIRError, Span
+from hostir.runtime.local_memory import spoil
 from hostir.runtime.tasks import Task, Views, join
 
 Note = tuple[Span | None, str]
@@ -18,15 +20,20 @@ Note = tuple[Span | None, str]
 class Issue(Protocol):
     """Makes a task of the communication that is being issued."""
 
-    def __call__(self, run: Callable[[], object] | None, reads: Views = (), writes: Views = ()) -> Task:
+    def __call__(
+        self, run: Callable[[], object] | None, reads: Views = (), writes: Views = (), undefines: Views = ()
+    ) -> Task:
         """A task that follows nothing yet."""
 
 
 class Part:
-    """One rank's side of a communication.
+    """One rank's side of a communication, which may touch memory at any time between its issue and its end.
 
-    `come` is when it has begun on this rank, `take` reads its tensor once all ranks have come, `give` writes the
-    result. `peers` are all sides, in the order of the team; `earlier` is the one before it of its team, on this rank.
+    `tail` is what comes before it on its stream, `come` is when it has begun on this rank, `give` its end, which writes
+    the result. Machines may read `x` for one peer early and for another late, so it is read twice, at any time, and the
+    ranks of a team take what they get from either by turns. And they may write `out` before anybody else has come: it
+    is spoilt at any time. `peers` are all sides, in the order of the team; `earlier` is the one before it of its team,
+    on this rank.
     """
 
     def __init__(
@@ -34,6 +41,7 @@ class Part:
         exchange: Exchange,
         x: torch.Tensor | None,
         out: torch.Tensor | None,
+        tail: Sequence[Task],
         come: Task,
         task: Issue,
         earlier: Part | None,
@@ -41,21 +49,24 @@ class Part:
         self.exchange, self.x, self.out, self.come = exchange, x, out, come
         reads = (x,) if x is not None and exchange.takes(come.rank) else ()
         writes = (out,) if out is not None and exchange.gives(come.rank) else ()
-        self.take = task(self._snapshot, reads=reads).follow([come])
-        self.give = task(self._fill, writes=writes).follow([self.take])
-        self.give.since = self.take
+        self.taken: list[torch.Tensor | None] = [None, None]
+        self.takes = [task(partial(self._snapshot, turn), reads=reads).follow(tail) for turn in (0, 1)]
+        self.spoil = task(self._spoil, undefines=writes).follow(tail)
+        if reads and writes and x is not None and out is not None and x.data_ptr() == out.data_ptr():
+            self.spoil.follow(self.takes)  # in place
+        self.give = task(self._fill, writes=writes).follow([come, *self.takes, self.spoil])
+        self.give.since = self.takes[0]
         self.peers: list[Part] = []
-        self.taken: torch.Tensor | None = None
-        self.total: torch.Tensor | None = None
+        self.totals: list[torch.Tensor | None] = [None, None]
         if earlier is not None:
-            # A team starts in order; what has ended is known to those who wait for it, and to nobody else.
-            self.come.follow([earlier.come])
-            self.take.follow([earlier.take])
-            self.take.alone = earlier.give  # its wires carry one at a time; that is a matter of time, not of order
+            # A team starts in order, and on all machines runs one after another; but nobody may rely on more than that
+            # what came before has begun.
+            self.come.follow([earlier.come]).held_by([earlier.give])
+            self.takes[0].alone = earlier.give  # its wires carry one at a time; that is a matter of time, not of order
 
     @property
     def rank(self) -> int:
-        return self.take.rank
+        return self.come.rank
 
     @property
     def shapes(self) -> tuple[object, ...]:
@@ -70,41 +81,51 @@ class Part:
         if self.exchange.kind != other.exchange.kind:
             return False
         if self.exchange.moves is None or other.exchange.moves is None:
-            return self.shapes == other.shapes
+            return self.exchange.team == other.exchange.team and self.shapes == other.shapes
         ends = {self.rank, other.rank}
         mine, theirs = ({m for m in p.exchange.moves or () if {m.source, m.target} == ends} for p in (self, other))
         return mine == theirs and all(_fits(m, {self.rank: self, other.rank: other}) for m in mine)
 
-    def _snapshot(self) -> None:
-        self.total = None
+    def _snapshot(self, turn: int) -> None:
+        self.totals[turn] = None
         if self.x is not None:
-            self.taken = self.x.reshape(-1).clone()
+            self.taken[turn] = self.x.reshape(-1).clone()
+
+    def _spoil(self) -> None:
+        if self.out is not None and self.exchange.gives(self.rank):
+            spoil(self.out)
 
     def _fill(self) -> None:
         n, me = len(self.peers), self.exchange.team.index(self.rank)
         kind, moves = self.exchange.kind, [m for m in self.exchange.moves or () if m.target == self.rank]
         if moves:
             for m in moves:
-                source = self.peers[self.exchange.team.index(m.source)].taken
+                source = next(peer for peer in self.peers if peer.rank == m.source).taken[me % 2]
                 blocks(self.out, m.put[1])[m.put[0]] = blocks(source, m.take[1])[m.take[0]]
         elif kind == "allreduce":
-            blocks(self.out, 1)[0] = self.peers[0].sum()
+            blocks(self.out, 1)[0] = self.peers[0].sum(me % 2)
         elif kind == "reduce_scatter":
-            blocks(self.out, 1)[0] = blocks(self.peers[0].sum(), n)[me]
+            blocks(self.out, 1)[0] = blocks(self.peers[0].sum(me % 2), n)[me]
         elif kind in ("allgather", "alltoall"):
             out = blocks(self.out, n)
             for i, peer in enumerate(self.peers):
-                out[i] = blocks(peer.taken, 1)[0] if kind == "allgather" else blocks(peer.taken, n)[me]
+                taken = peer.taken[me % 2]
+                out[i] = blocks(taken, 1)[0] if kind == "allgather" else blocks(taken, n)[me]
 
-    def sum(self) -> torch.Tensor:
+    def sum(self, turn: int) -> torch.Tensor:
         """The sum of what all sides hold: in f32, in the order of the team, rounded once."""
-        if self.total is None:
-            parts = [peer.taken for peer in self.peers if peer.taken is not None]
-            total = parts[0].to(torch.float32, copy=True)
-            for part in parts[1:]:
-                total += part
-            self.total = total.to(parts[0].dtype)
-        return self.total
+        total = self.totals[turn]
+        if total is None:
+            parts = [peer.taken[turn] for peer in self.peers]
+            total = self.totals[turn] = self.add([part for part in parts if part is not None])
+        return total
+
+    def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of some tensors."""
+        total = parts[0].to(torch.float32, copy=True)
+        for part in parts[1:]:
+            total += part
+        return total.to(parts[0].dtype)
 
 
 def blocks(x: torch.Tensor | None, count: int) -> torch.Tensor:
@@ -123,8 +144,8 @@ def _fits(move: Move, sides: Mapping[int, Part]) -> bool:
 def match(issued: Sequence[Mapping[tuple[int, ...], list[Part]]], note: Callable[[Task], Note]) -> list[Task]:
     """Joins the sides of every communication; `issued[rank][team]` are a rank's sides in the order issued.
 
-    Returns the tasks of joining. Raises HostIRError where ranks differ in what they issue to a team; `note` says where
-    a task comes from.
+    A team is named by its ranks in ascending order. Returns the tasks of joining. Raises HostIRError where ranks differ
+    in what they issue to a team; `note` says where a task comes from.
     """
     joints: list[Task] = []
     for team in dict.fromkeys(team for rank in issued for team in rank):
@@ -132,15 +153,30 @@ def match(issued: Sequence[Mapping[tuple[int, ...], list[Part]]], note: Callable
         for number, peers in enumerate(zip_longest(*calls)):
             sides = [part for part in peers if part is not None]
             if len(sides) < len(team) or not all(a.agrees(b) for i, a in enumerate(sides) for b in sides[:i]):
-                notes = [None if part is None else _note(note(part.take), part) for part in peers]
+                notes = [None if part is None else _note(note(part.come), part) for part in peers]
                 raise disagreement("communication", team, number, notes)
-            start = join(part.come for part in sides)
-            met = join(part.take.follow([start]) for part in sides)
-            for part in sides:
-                part.peers = sides
-                part.give.follow([met])
-            joints += [start, met]
+            joints += _meet(sides)
     return joints
+
+
+def _meet(sides: Sequence[Part]) -> list[Task]:
+    """Joins the sides of one communication: each ends with what it has got from others, which have begun by then."""
+    by_rank = {part.rank: part for part in sides}
+    for part in sides:
+        part.peers = [by_rank[rank] for rank in part.exchange.team]
+    if sides[0].exchange.moves is None:
+        start = join(part.come for part in sides)
+        read = [join(part.takes[turn] for part in sides) for turn in (0, 1)]
+        for place, part in enumerate(sides[0].peers):
+            part.give.follow([start, read[place % 2]])
+        return [start, *read]
+    for part in sides:
+        turn = part.exchange.team.index(part.rank) % 2
+        for source in {move.source for move in part.exchange.moves or () if move.target == part.rank}:
+            part.give.follow([by_rank[source].come, by_rank[source].takes[turn]])
+        others = {move.target for move in part.exchange.moves or () if move.source == part.rank} - {part.rank}
+        part.give.held_by(by_rank[target].come for target in others)
+    return []
 
 
 def _note(where: Note, part: Part) -> Note:

@@ -80,17 +80,18 @@ class LocalMachine:
         freed = self.memory.freed
 
         def before(task: Task) -> None:
-            if freed and not freed.keys().isdisjoint(task.memory):
-                raise self.ranks[task.rank].late(task)
             if watching is not None:
                 watching.runs(task)
+            if freed and not freed.keys().isdisjoint(task.memory):
+                raise self.ranks[task.rank].late(task)
 
         order = random_order(seed, self.delays) if seed else program_order
         threads = torch.get_num_threads()
         if threads > 1:  # the tasks of simulated ranks are small: waking threads would cost more than it gains
             torch.set_num_threads(1)
         try:
-            self.ran = execute(self.tasks, order, before, self._failed)
+            held = seed == 0 or Random(seed).random() < 0.5
+            self.ran = execute(self.tasks, order, before, self._failed, held)
         finally:
             if threads > 1:
                 torch.set_num_threads(threads)

@@ -30,6 +30,14 @@ class Memory:
         self.owners[storage_of(buffer)] = name, rank
         return buffer
 
+    def overlap(self, x: torch.Tensor, y: torch.Tensor) -> bool:
+        """Whether two views have an element in common."""
+        if storage_of(x) != storage_of(y):
+            return False
+        marks = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.bool)
+        marks.as_strided(x.shape, x.stride(), int(x.storage_offset())).fill_(True)
+        return bool(marks.as_strided(y.shape, y.stride(), int(y.storage_offset())).any())
+
     def free(self, storage: int, span: Span | None) -> None:
         """From here on, this memory may not be touched."""
         self.freed[storage] = span
@@ -39,6 +47,11 @@ class Memory:
         self.freed.clear()
         for buffer in self.buffers:
             buffer.fill_(NAN)
+
+
+def spoil(x: torch.Tensor) -> None:
+    """Leaves a view undefined: it holds NaN, or 0 where there is none."""
+    x.fill_(NAN if x.dtype.is_floating_point else 0)
 
 
 def storage_of(x: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from hostir.ir.types import FLAG, DType
 from hostir.runtime.collectives import Part
 from hostir.runtime.kernels.kernel import Kernel
 from hostir.runtime.kernels.layout import rows
-from hostir.runtime.local_memory import NAN, Memory, storage_of
+from hostir.runtime.local_memory import Memory, spoil, storage_of
 from hostir.runtime.local_onesided import Side, Symmetric
 from hostir.runtime.messages import KINDS, Message
 from hostir.runtime.sharding import torch_dtype
@@ -47,10 +47,8 @@ class Stream:
 class WidePart(Part):
     """A side of a communication among ranks that compute in float64: sums are not made in f32 either."""
 
-    def sum(self) -> torch.Tensor:
-        if self.total is None:
-            self.total = torch.stack([peer.taken for peer in self.peers if peer.taken is not None]).sum(0)
-        return self.total
+    def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(list(parts)).sum(0)
 
 
 class RankMachine(Observer):
@@ -79,6 +77,7 @@ class RankMachine(Observer):
         self.pool = [Stream(f"stream {i}") for i in range(program.streams)]
         self.processors = Processors()
         self.tasks: list[Task] = []
+        self.steps = 0  # statements so far, taken or passed over
         self.parts: dict[Team, list[Part]] = {}  # by team, in the order issued
         self.messages: dict[Team, list[Message]] = {}
         self.barriers: dict[Team, list[Side]] = {}
@@ -93,7 +92,7 @@ class RankMachine(Observer):
         return len(self.outputs) - 1
 
     def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
-        self.statement, self.rounds = statement, rounds
+        self.statement, self.rounds, self.steps = statement, rounds, self.steps + 1
 
     def plan(self, sizes: Mapping[str, int], inputs: Parts) -> None:
         """Turns one call into tasks: inputs arrive on the caller's stream, and outputs are read there at the end."""
@@ -104,22 +103,22 @@ class RankMachine(Observer):
                 for v, x in named
             ]
         self.outputs.append(())
-        self.statement, self.rounds, self.current = None, (), self.caller
+        self.statement, self.rounds, self.current, self.steps = None, (), self.caller, self.steps + 1
         pairs = [(b, x) for b, x in zip(self.inputs, inputs, strict=True) if b is not None and x is not None]
         entry = self.issue(lambda: [buffer.copy_(x) for buffer, x in pairs], writes=tuple(b for b, _ in pairs))
         entry.stream = "before the call"
         outputs = interpret(self.program, self, sizes, self.inputs, observer=self)
-        self.statement, self.rounds, self.current = None, (), self.caller
+        self.statement, self.rounds, self.current, self.steps = None, (), self.caller, self.steps + 1
         taken = tuple(x for x in outputs if x is not None)
         written = (*taken, *(x for x in self.inputs if x is not None))
-        leave = self.issue(partial(self.finish, self.call, outputs, written), reads=taken, writes=written)
+        leave = self.issue(partial(self.finish, self.call, outputs, written), reads=taken, undefines=written)
         leave.stream = "after the call"
 
     def finish(self, call: int, outputs: Parts, written: Views) -> None:
         """The caller's stream is done: the caller takes the outputs, and does as it likes with all that is its own."""
         self.outputs[call] = [None if x is None else x.clone() for x in outputs]
         for x in written:
-            x.fill_(NAN)
+            spoil(x)
 
     # Tasks ------------------------------------------------------------------------------------------------------------
     def task(
@@ -127,17 +126,19 @@ class RankMachine(Observer):
         run: Callable[[], object] | None,
         reads: Views = (),
         writes: Views = (),
+        undefines: Views = (),
         *,
         lane: str = "",
         timed: bool = False,
         team: Team = (),
     ) -> Task:
         """A task that follows nothing yet."""
-        memory = tuple({storage_of(x) for x in (*reads, *writes)})
+        memory = tuple({storage_of(x) for x in (*reads, *writes, *undefines)})
         task = Task(
             self.rank,
             lane or self.current.label,
             len(self.tasks),
+            self.steps,
             self.statement,
             self.rounds,
             self.call,
@@ -145,6 +146,7 @@ class RankMachine(Observer):
             run,
             reads,
             writes,
+            undefines,
             memory,
             timed=timed,
             team=team,
@@ -153,10 +155,16 @@ class RankMachine(Observer):
         return task
 
     def issue(
-        self, run: Callable[[], object] | None, reads: Views = (), writes: Views = (), *, timed: bool = False
+        self,
+        run: Callable[[], object] | None,
+        reads: Views = (),
+        writes: Views = (),
+        undefines: Views = (),
+        *,
+        timed: bool = False,
     ) -> Task:
         """Adds a task to the current stream."""
-        task = self.task(run, reads, writes, timed=timed).follow(self.current.tail)
+        task = self.task(run, reads, writes, undefines, timed=timed).follow(self.current.tail)
         self.current.tail, self.current.pushing = [task], []
         task.since = task if timed else None
         return task
@@ -207,11 +215,20 @@ class RankMachine(Observer):
         name = next((v.name for v in self.statement.named), "") if self.statement else ""
         element = torch_dtype(dtype) if self.dtype is None or dtype == FLAG else self.dtype
         if not symmetric:
-            return self.memory.new(name, self.rank, shape, element)
+            fresh = self.memory.new(name, self.rank, shape, element)
+            self._hand_out(fresh)
+            return fresh
         buffer = self.symmetric.allocate((name, self.rounds), self.rank, shape, element)
         if buffer is None:
             raise self.fail(f"%{name} had another shape before", expected="one shape on all ranks, in every call")
         return buffer
+
+    def _hand_out(self, buffer: torch.Tensor) -> None:
+        """Until the stream gets there, whoever had this memory before may use it. It leaves copies by SMs alone."""
+        stream = self.current
+        task = self.task(partial(spoil, buffer), undefines=(buffer,)).follow(stream.pushing[:1] or stream.tail)
+        stream.tail = [*stream.tail, task] if stream.pushing else [task]
+        stream.pushing[:1] = [task] if stream.pushing else []
 
     def free(self, x: torch.Tensor) -> None:
         whole = x.new_empty(0).set_(x.untyped_storage())
@@ -240,11 +257,19 @@ class RankMachine(Observer):
         self, kind: str, out: torch.Tensor, operands: Sequence[torch.Tensor | None], options: Mapping[str, Any]
     ) -> None:
         kernel, reads = self.kernels[kind], tuple(x for x in operands if x is not None)
+        self._refuse_overlap(out, reads)
         if isinstance(ready := options.get("ready"), Ready):
             self._by_blocks(kernel, out, operands, ready)
             return
         task = self.issue(partial(kernel, out, *operands, **options), reads, (out,), timed=True)
         task.gate = self.processors
+
+    def _refuse_overlap(self, out: torch.Tensor, reads: Sequence[torch.Tensor]) -> None:
+        s = self.statement
+        for n, x in enumerate(reads):
+            same = x.data_ptr() == out.data_ptr() and x.shape == out.shape and x.stride() == out.stride()
+            if self.memory.overlap(x, out) and not (same and s is not None and s.in_place(n)):
+                raise self.fail("it writes memory that it reads", hint="allocate a buffer for the result")
 
     def _by_blocks(
         self, kernel: Kernel, out: torch.Tensor, operands: Sequence[torch.Tensor | None], ready: Ready
@@ -269,8 +294,8 @@ class RankMachine(Observer):
             else:
                 (rows,) = self._blocks(own, "reads", 1)
                 run = partial(_instead, kernel, out_blocks[j], rows, others, a_blocks[j])
-                written = (out_blocks[j], a_blocks[j])
-                block = self.task(run, (rows, *whole), written, lane=lane, timed=True).follow([start])
+                block = self.task(run, (rows, *whole), (out_blocks[j],), (a_blocks[j],), lane=lane, timed=True)
+                block.follow([start])
             blocks.append(block)
         end = self.issue(partial(self.processors.take, None)).follow([*blocks, *copies[-1:]])
         end.turns, end.since = self.processors, start
@@ -291,13 +316,15 @@ class RankMachine(Observer):
         task = partial(self.task, lane=lane, timed=True, team=exchange.team)
         come = self.task(_nothing, lane=lane).follow(self.current.tail)
         come.gate, come.lasts = self.processors, True
+        if x is not None and out is not None and exchange.takes(self.rank) and exchange.gives(self.rank):
+            self._refuse_overlap(out, (x,))
         if exchange.kind in KINDS:
             messages = self.messages.setdefault(exchange.team, [])
             messages.append(Message(exchange, x, out, come, task, messages[-1] if messages else None))
             return messages[-1].ends
-        parts = self.parts.setdefault(exchange.team, [])
+        parts = self.parts.setdefault(tuple(sorted(exchange.team)), [])
         side = Part if self.dtype is None else WidePart
-        parts.append(side(exchange, x, out, come, task, parts[-1] if parts else None))
+        parts.append(side(exchange, x, out, self.current.tail, come, task, parts[-1] if parts else None))
         return [parts[-1].give]
 
     def wait(self, handle: list[Task]) -> None:

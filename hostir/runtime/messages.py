@@ -51,8 +51,8 @@ class Message:
         """This message receives what `sender` sends."""
         assert sender.take is not None
         assert self.give is not None
-        sender.take.follow([self.come])
-        self.give.follow([sender.take])
+        sender.take.held_by([self.come])
+        self.give.follow([sender.come, sender.take])
         self.sender = sender
 
     def _take(self) -> None:

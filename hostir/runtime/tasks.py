@@ -16,17 +16,18 @@ Views = tuple[torch.Tensor, ...]
 Epoch = tuple[int, int]  # which call, and the epoch counted from its start
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)  # its tasks all lead to each other
 class Task:
     """Something that one rank does at one moment: `run`, once every task it follows has run and its gate is open.
 
     Fields:
         lane: what it stands in line with: its stream, or something of its own for what is on none.
-        order: how much its rank issued before it.
+        order, step: how many tasks, and how many statements, its rank issued before it.
         statement, rounds, call: what it comes from; no statement where the program's text has none.
         stream: the label of the stream that was current, or where the caller stands.
         run: None for a moment that only orders others.
         reads, writes: the views that it touches, of whatever rank; `memory`: their storages.
+        undefines: views that it writes, and that nobody may read before something else writes them.
         gate: what it stands before, besides the tasks that it follows.
         turns: the gate that may open or close when it runs.
         small: whether one SM is enough, which a kernel that holds the others leaves to it, if issued later in its call.
@@ -37,12 +38,14 @@ class Task:
         timed: whether a real machine takes time for it.
         alone: what delays it on real wires, though nothing orders the two.
         needs, blockers: how many tasks it follows, and how many of them have not run.
+        holds, held: the tasks that it may hold up besides, on some machines, and how many may hold up this one.
         seconds: how long it took.
     """
 
     rank: int = 0
     lane: str = ""
     order: int = 0
+    step: int = 0
     statement: Statement | None = None
     rounds: tuple[int, ...] = ()
     call: int = 0
@@ -50,6 +53,7 @@ class Task:
     run: Callable[[], object] | None = None
     reads: Views = ()
     writes: Views = ()
+    undefines: Views = ()
     memory: tuple[int, ...] = ()
     gate: Gate | None = None
     turns: Gate | None = None
@@ -63,6 +67,8 @@ class Task:
     followers: list[Task] = field(default_factory=list, repr=False)
     needs: int = 0
     blockers: int = 0
+    holds: list[Task] = field(default_factory=list, repr=False)
+    held: int = 0
     seconds: float = 0.0
 
     def follow(self, others: Iterable[Task]) -> Task:
@@ -70,6 +76,13 @@ class Task:
         for other in others:
             other.followers.append(self)
             self.needs += 1
+        return self
+
+    def held_by(self, others: Iterable[Task]) -> Task:
+        """Adds an edge from each of `others` that holds on some machines, and that nobody may rely on."""
+        for other in others:
+            other.holds.append(self)
+            self.held += 1
         return self
 
 
@@ -156,7 +169,7 @@ LAST = 2.0  # behind every random number
 
 def program_order(task: Task) -> float:
     """As issued, rank after rank for equal places."""
-    return task.order + task.rank * 1e-6
+    return task.step + task.rank * 1e-6
 
 
 def random_order(seed: int, tasks: Sequence[Task]) -> Order:
@@ -193,15 +206,16 @@ def execute(
     order: Order,
     before: Callable[[Task], None],
     failed: Callable[[Task, Exception], Exception],
+    held: bool = True,
 ) -> list[Task]:
     """Runs tasks until none may run any more, and returns them as they ran; those that are left wait for each other.
 
     `before` sees each task before it runs, and raises where it must not; an exception of the task itself is raised as
-    what `failed` makes of it.
+    what `failed` makes of it. Tasks wait for those that may hold them up only if `held`.
     """
     for task in tasks:
-        task.blockers = task.needs
-    ready = [task for task in tasks if not task.needs]
+        task.blockers = task.needs + (task.held if held else 0)
+    ready = [task for task in tasks if not task.blockers]
     heap: list[tuple[float, int, Task]] = []
     ran: list[Task] = []
     count = 0  # tells equals apart
@@ -211,7 +225,7 @@ def execute(
             if task.run is None:
                 before(task)
                 ran.append(task)
-                ready += _unblocked(task)
+                ready += _unblocked(task, held)
                 continue
             count += 1
             heappush(heap, (order(task), count, task))
@@ -223,7 +237,7 @@ def execute(
         before(task)
         _run(task, failed)
         ran.append(task)
-        ready = _unblocked(task)
+        ready = _unblocked(task, held)
         if task.turns is not None:
             ready += task.turns.released()
 
@@ -238,10 +252,10 @@ def _run(task: Task, failed: Callable[[Task, Exception], Exception]) -> None:
     task.seconds = perf_counter() - begun
 
 
-def _unblocked(task: Task) -> list[Task]:
+def _unblocked(task: Task, held: bool) -> list[Task]:
     """The followers that waited for this task alone."""
     free = []
-    for follower in task.followers:
+    for follower in (*task.followers, *task.holds) if held else task.followers:
         follower.blockers -= 1
         if not follower.blockers:
             free.append(follower)

@@ -82,6 +82,8 @@ class Watch:
             self._access(Access(me, view, writes=False), known)
         for view in task.writes:
             self._access(Access(me, view, writes=True), known)
+        for view in task.undefines:
+            self._access(Access(me, view, writes=True), known, defines=False)
         for follower in task.followers:
             number = self.number[follower]
             self.past[number] = self.past.get(number, 0) | known
@@ -91,7 +93,7 @@ class Watch:
         if self.unwritten is not None:
             raise self.unwritten
 
-    def _access(self, access: Access, known: int) -> None:
+    def _access(self, access: Access, known: int, defines: bool = True) -> None:
         left = []
         for other in self.accesses.get(access.storage, ()):
             ordered = known >> other.task & 1
@@ -102,7 +104,7 @@ class Watch:
         self.accesses[access.storage] = [*left, access]
         marks = self.written.setdefault(access.storage, access.blank())
         if access.writes:
-            access.of(marks).fill_(True)
+            access.of(marks).fill_(defines)
         elif self.unwritten is None and not access.of(marks).all():  # a race with it may still come, and says more
             span, where = self._said(access)
             self.unwritten = error(

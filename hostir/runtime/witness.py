@@ -58,10 +58,10 @@ def witnesses(
 
 
 def _places(ran: Sequence[Task]) -> dict[Key, list[int]]:
-    """When each statement of each rank, round and call ran: the first and the last of its tasks."""
+    """When each statement of each rank, round and call touched memory, from the first of its tasks to the last."""
     found: dict[Key, list[int]] = {}
     for place, task in enumerate(ran):
-        if task.run is not None:
+        if task.memory:
             found.setdefault((task.rank, id(task.statement), task.rounds, task.call), []).append(place)
     return found
 
@@ -70,13 +70,14 @@ def _overtaken(finding: Finding, places: Mapping[Key, list[int]]) -> bool:
     """Whether the second of two accesses came first; other findings need no more than that the run goes wrong."""
     if finding.kind != "race":
         return True
-    first, second = (_when(event, places) for event in finding.events)
+    before, after = finding.events
+    first, second = _when(before, places), _when(after, places, at_first=after.verb == "moves")
     return second is not None and (first is None or second < first)
 
 
-def _when(event: Event, places: Mapping[Key, list[int]]) -> int | None:
+def _when(event: Event, places: Mapping[Key, list[int]], at_first: bool = False) -> int | None:
     found = places.get((event.rank, id(event.statement), event.rounds, event.call))
     if not found:
         return None
     arrives = event.statement is None and event.verb == "writes"  # of what the caller does, at the beginning of a call
-    return found[0] if arrives or event.verb == "reads" else found[-1]
+    return found[0] if at_first or arrives or event.verb == "reads" else found[-1]

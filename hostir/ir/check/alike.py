@@ -5,7 +5,7 @@ ones, and so are the rows and flags that belong to ranks. Then a race, a deadloc
 one on rank 0 too, where it is enough to look. docs/memory-model.md has the argument.
 
 Rank 0 is traced with indices that know their value on every rank. Whatever would make ranks differ, a condition or an
-epoch say, is refused (`Unlike`), and then every rank has to be walked.
+epoch say, is refused (`UnlikeError`), and then every rank has to be walked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hostir.ir.types import Mesh
 T = TypeVar("T")
 
 
-class Unlike(Exception):
+class UnlikeError(Exception):
     """Ranks do different things."""
 
 
@@ -48,11 +48,11 @@ class PerRank:
         """Rank 0's place in a team that has all ranks in order, where every rank's is as far from itself."""
         ranks = np.arange(len(self.values))
         if ((self.values - self.values[0] - ranks) % len(ranks)).any():
-            raise Unlike
+            raise UnlikeError
         return int(self.values[0])
 
     def __str__(self) -> str:
-        raise Unlike
+        raise UnlikeError
 
 
 def _binary(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -71,7 +71,7 @@ def _compared(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], bool]:
         found = compute(a.values, b.values if isinstance(b, PerRank) else b)
         if found.all() or not found.any():
             return bool(found.all())
-        raise Unlike
+        raise UnlikeError
 
     return method
 
@@ -105,8 +105,10 @@ def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | Non
     try:
         for _ in range(calls):
             tracer.call()
+        if tracer.problems:
+            return None
         return Alike(tracer, len(ranks))
-    except (Unlike, HostIRError):
+    except (UnlikeError, HostIRError):
         return None
 
 
@@ -121,7 +123,7 @@ class Alike(Order):
         self.count = count
         sides = [side for sides in tracer.collectives.values() for side in sides]
         if tracer.messages or any(side.exchange.moves is not None for side in sides):
-            raise Unlike
+            raise UnlikeError
         _Rotation(tracer, count).check()
         kinds = dict.fromkeys(event.lane[1:] for event in tracer.events if event.lane is not None)
         self.width = len(kinds)  # lanes of a rank
@@ -155,7 +157,16 @@ class Alike(Order):
         ends = [((rank, *lane[1:]), tick) for lane, tick in event.ends]
         seen = lambda clock: self.seen_from(clock, rank)  # noqa: E731
         return replace(
-            event, rank=rank, lane=lane, ends=ends, after=[event], accesses=[*accesses], sms=False, small=False, seen=seen
+            event,
+            rank=rank,
+            lane=lane,
+            ends=ends,
+            after=[event],
+            held=[],
+            accesses=[*accesses],
+            sms=False,
+            small=False,
+            seen=seen,
         )
 
     def seen_from(self, clock: Clock, rank: int) -> Clock:
@@ -184,9 +195,11 @@ class Alike(Order):
                 for holder in kernels:
                     if (other is holder or together(self, other, holder)) and lanes.any_held(other, holder):
                         graph.add_edge(kernel, holder)
-        knots = nx.strongly_connected_components(graph)
-        suspects = {kernel for knot in knots if len(knot) > 1 for kernel in knot} | {k for k, _ in nx.selfloop_edges(graph)}
-        yield from (Trouble("SMs held", [kernel.start]) for kernel in kernels if kernel in suspects)
+        for knot in nx.strongly_connected_components(graph):
+            first = min(knot, key=kernels.index)
+            if len(knot) > 1 or graph.has_edge(first, first):
+                yield Trouble("SMs held", [first.start])
+                return
 
     def _kernel(self, kernel: Kernel, rank: int, lanes: Lanes) -> Kernel:
         """The same kernel on another rank."""
@@ -222,7 +235,7 @@ class _Rotation:
         self.blocks: set[int] = set()  # accesses of kernels' blocks, which go round among themselves
 
     def check(self) -> None:
-        """Raises Unlike unless it is so."""
+        """Raises UnlikeError unless it is so."""
         awaited = {id(flag) for kernel in self.tracer.kernels for flag in kernel.waits}
         accesses = [access for event in self.tracer.events for access in event.accesses]
         flags = [flag for flag in (*self.tracer.signals, *self.tracer.waits) if id(flag) not in awaited]
@@ -240,16 +253,16 @@ class _Rotation:
                 self._region(access.region, step)
         for flag in flags:
             if not isinstance(flag.epoch[1], int) or (isinstance(flag.slot, int) and flag.flags in self.steps):
-                raise Unlike
+                raise UnlikeError
 
     def _need(self, buffer: str, step: int) -> None:
         if self.steps.setdefault(buffer, step) != step:
-            raise Unlike
+            raise UnlikeError
 
     def _region(self, region: Region, step: int) -> None:
         turns = isinstance(region.offset, PerRank)
         if not (_one_place if turns else _all_places)(_at(region.offset, 0), region.dims, step, self.count):
-            raise Unlike
+            raise UnlikeError
 
     def _kernel(self, kernel: Kernel) -> None:
         """Where the flags of a kernel go round, its blocks do, and with them the rows that they touch."""
@@ -258,32 +271,32 @@ class _Rotation:
             return
         n = len(kernel.waits)
         if n % (step * self.count) or [flag.slot for flag in kernel.waits] != [*range(n)]:
-            raise Unlike
+            raise UnlikeError
         for same in zip(*(flag.event.accesses for flag in kernel.waits), strict=True):
             offsets = [access.region.offset for access in same]
             rows = offsets[1] - offsets[0]
             if not rows and all(offset is offsets[0] or offset == offsets[0] for offset in offsets):
                 continue  # what every block reads
             if not isinstance(rows, int) or rows <= 0:
-                raise Unlike
+                raise UnlikeError
             self._need(same[0].buffer.name, rows * step)
             for i, access in enumerate(same):
                 place = offsets[i] // (rows * step) % self.count
                 if offsets[i] != offsets[0] + i * rows or place != i // step % self.count:
-                    raise Unlike
+                    raise UnlikeError
                 if not _one_place(offsets[i], access.region.dims, rows * step, self.count):
-                    raise Unlike
+                    raise UnlikeError
                 self.blocks.add(id(access))
 
 
 @lru_cache(maxsize=1 << 12)
 def _step(numbers: bytes) -> int:
-    """The weight of the digit in which the addresses of all ranks differ; raises unless it goes round with the ranks."""
+    """The weight of the digit in which the addresses of all ranks differ; raises unless it goes up with the ranks."""
     values = np.frombuffer(numbers, dtype=np.int64)
     low, n = int(values.argmin()), len(values)
     step = int(values[(low + 1) % n] - values[low])
     if (values != values[low] + step * ((np.arange(n) - low) % n)).any() or values[low] // step % n:
-        raise Unlike
+        raise UnlikeError
     return step
 
 

@@ -68,6 +68,12 @@ class Words:
 
     def _conflict(self, c: Conflict) -> Finding:
         reads = c.second.event.verb == "overwrites" and not c.buffer.persists  # the caller takes an output first
+        if c.kind == "unwritten" and c.first is not None:
+            left = self.what(c.first.event)
+            message = f"{self.place(c.second, c.buffer)} reads %{c.buffer.name}, rows of which {left} leaves undefined"
+            events = [c.first.event, c.second.event]
+            hint = f"write these rows of %{c.buffer.name} before they are read, or read what they stand for"
+            return self.finding("unwritten", message, events, c.buffer, hint=hint)
         if c.first is None:
             message = f"{self.place(c.second, c.buffer)} reads %{c.buffer.name}, parts of which nobody has written"
             hint = f"write all of %{c.buffer.name} first, or read less of it"
@@ -75,7 +81,7 @@ class Words:
         first, second = c.first, c.second
         if c.kind != "race":
             message = f"{self.place(second, c.buffer)} {_does(second)} %{c.buffer.name} after it was freed"
-            return self.finding(c.kind, message, [first.event, second.event], c.buffer, hint="free it later, or once")
+            return self.finding(c.kind, message, [first.event, second.event], c.buffer, hint="free it later")
         message = (
             f"race on %{c.buffer.name}: {self.place(second, c.buffer)} {'reads' if reads else _does(second)} it, "
             f"while {self.place(first, c.buffer)} {_may(first)} it"
@@ -95,7 +101,7 @@ class Words:
                 )
             return "'signal' behind the first and 'wait_signal' before the second, or a barrier between them"
         handle = getattr(first.statement, "handle", None)
-        if handle is not None and first.verb == "writes":
+        if handle is not None:
             waited = next((str(lane[1]) for lane, _ in first.ends if len(lane) == 2), None)
             if waited in (None, second.stream):  # nobody waits, or too late
                 return f"'wait {handle}' on {_stream(second)} before it"
@@ -195,11 +201,13 @@ class Words:
 
 
 def _does(touch: Touch) -> str:
-    return "frees" if touch.access.frees else "writes" if touch.access.writes else "reads"
+    return "writes" if touch.access.does == "undefines" else touch.access.does
 
 
 def _may(touch: Touch) -> str:
-    return "frees" if touch.access.frees else "may still write" if touch.access.writes else "may still read"
+    if touch.event.verb == "allocates":
+        return "may not have given"
+    return {"reads": "may still read", "frees": "frees"}.get(touch.access.does, "may still write")
 
 
 def _stream(event: Event) -> str:

@@ -15,21 +15,6 @@ def constant(expr: Expr) -> int | None:
     return terms.get(_UNIT, 0) if terms.keys() <= {_UNIT} else None
 
 
-def differ(a: Expr, b: Expr, count: int | None = None) -> bool:
-    """Whether two indices are unequal for sure: `0` and `1`, `%i` and `%i + 1`, `%i % 2` and `(%i + 1) % 2`.
-
-    Of `count` pieces, an index is one below `count`, so `%i` counts as `%i % count`.
-    """
-    if (gap := constant(Bin("-", a, b))) is not None:
-        return gap != 0
-    if count:
-        a, b = (e if isinstance(e, Bin) and e.op == "%" else Bin("%", e, Lit(count)) for e in (a, b))
-    if isinstance(a, Bin) and isinstance(b, Bin) and a.op == b.op == "%" and a.right == b.right:
-        modulus, gap = constant(a.right), constant(Bin("-", a.left, b.left))
-        return bool(modulus and gap is not None and gap % modulus)
-    return False
-
-
 def divisions_by_zero(expr: Expr) -> Iterator[Bin]:
     """The parts of an expression that divide by a literal zero."""
     if isinstance(expr, Bin):

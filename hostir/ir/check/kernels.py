@@ -103,7 +103,7 @@ class Lanes:
         self.rivals = {rank.rank: [*rank.lasting()] for rank in order.ranks}
         # All that comes before any signal of a kernel: what is held up of one of them is in there, and nothing else is.
         self.latest: dict[Kernel, Clock] = {
-            kernel: np.maximum.reduce([order.clocks[signal] for signal in _signals(order, kernel)])
+            kernel: np.maximum.reduce([order.needs[signal] for signal in _signals(order, kernel)])
             for rank in order.ranks
             for kernel in rank.kernels
         }
@@ -144,7 +144,7 @@ class Lanes:
         """The trouble of a ring in which every kernel waits for what one of them holds up; of any ring, if not sure."""
         found: list[Trouble] = []
         for kernel in ring:
-            signals = [(s, self.order.clocks[s]) for s in _signals(self.order, kernel)]
+            signals = [(s, self.order.needs[s]) for s in _signals(self.order, kernel)]
             held = ((s, e) for s, after in signals for h in ring if (e := self.held(after, h, ring)))
             signal, event = next(held, (None, None))
             if not sure:

@@ -8,7 +8,7 @@ is one look-up (Mattern 1989), and no closure of the relation is ever made. What
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
@@ -44,6 +44,7 @@ class Order:
     )  # of signals; and of all that is `lasting`, where kernels wait
     troubles: list[Trouble] = field(default_factory=list)
     sent: dict[tuple[int, str, int], list[Flag]] = field(default_factory=dict)  # the signals of each flag
+    needs: dict[Event, Clock] = field(default_factory=dict)  # of signals: `clocks`, and what may hold them up besides
     partners: dict[Event, Event] = field(default_factory=dict)  # of a wait for a flag: the signal that ends it
 
     def __post_init__(self) -> None:
@@ -75,11 +76,19 @@ class Order:
                     events = [side.begin if side else None for side in sides]
                     self.troubles.append(Trouble("collectives differ", events, " ".join(map(str, team))))
                     break
-                come = self._moment([side.begin for side in sides])
-                taken = self._moment([side.take for side in sides])
-                for side in sides:
-                    side.take.after.append(come)
-                    side.give.after.append(taken)
+                self._join_sides(sides)
+
+    def _join_sides(self, sides: Sequence[Side]) -> None:
+        """Each side ends when those have begun that it hears from; it may be held up by those who hear from it."""
+        if sides[0].exchange.moves is None:
+            come = self._moment([side.begin for side in sides])
+            for side in sides:
+                side.end.after.append(come)
+            return
+        of = {side.begin.rank: side for side in sides}
+        for move in {move for side in sides for move in side.exchange.moves or () if move.source != move.target}:
+            of[move.target].end.after.append(of[move.source].begin)
+            of[move.source].end.held.append(of[move.target].begin)
 
     def _join_messages(self) -> None:
         posted: dict[tuple[tuple[int, ...], int, int], tuple[list[Side], list[Side]]] = {}
@@ -98,7 +107,7 @@ class Order:
                 elif _content(send, "x") != _content(receive, "out"):
                     self.troubles.append(Trouble("messages differ", [send.begin, receive.begin]))
                 else:
-                    send.take.after.append(receive.begin)
+                    send.take.held.append(receive.begin)
                     receive.give.after += [send.begin, send.take]
 
     def _join_barriers(self) -> None:
@@ -131,28 +140,41 @@ class Order:
     # Clocks -----------------------------------------------------------------------------------------------------------
     def run(self, visit: Callable[[Event, Clock], None]) -> list[Event]:
         """Goes through all events, each behind those that it follows; returns those that are never reached."""
-        waiting = {event: len(event.after) for event in self.events}
+        keep = {flag.event for rank in self.ranks for flag in rank.signals}
+        if not any(rank.kernels for rank in self.ranks):
+            return self._walk(visit, keep, self.clocks)
+        begins = {begin for rank in self.ranks for begin, _ in rank.lasting()}
+        left = self._walk(visit, keep | begins, self.clocks)
+        self.needs = self.clocks
+        if any(event.held for event in self.events):
+            self.needs = {}
+            self._walk(lambda event, clock: None, keep, self.needs, held=True)
+        return left
+
+    def _walk(
+        self, visit: Callable[[Event, Clock], None], keep: Set[Event], kept: dict[Event, Clock], held: bool = False
+    ) -> list[Event]:
+        """One way through all events. Clocks know of what may hold an event up only if `held`."""
+        waiting = {event: len(event.after) + len(event.held) for event in self.events}
         followers = self.followers()
         clocks: dict[Event, Clock] = {}
         needed = {event: len(after) for event, after in followers.items()}
-        keep = {flag.event for rank in self.ranks for flag in rank.signals}
-        if any(rank.kernels for rank in self.ranks):
-            keep |= {begin for rank in self.ranks for begin, _ in rank.lasting()}
-        ready = deque(event for event in self.events if not event.after)
+        ready = deque(event for event, n in waiting.items() if not n)
         zero = np.zeros(len(self.lanes), dtype=np.int32)
         while ready:
             event = ready.popleft()
-            clock = _clock(event, clocks, zero, self.lanes)
+            known = [*event.after, *event.held] if held else event.after
+            clock = _clock(event, known, clocks, zero, self.lanes)
             visit(event, clock)
             del waiting[event]
-            for before in event.after:
+            for before in (*event.after, *event.held):
                 needed[before] -= 1
                 if not needed[before]:
                     del clocks[before]
             if event in followers:
                 clocks[event] = clock
             if event in keep:
-                self.clocks[event] = clock
+                kept[event] = clock
             for follower in followers.get(event, ()):
                 waiting[follower] -= 1
                 if not waiting[follower]:
@@ -160,10 +182,10 @@ class Order:
         return list(waiting)
 
     def followers(self) -> dict[Event, list[Event]]:
-        """For each event those that directly follow it."""
+        """For each event those that directly follow it, or may be held up by it."""
         found: dict[Event, list[Event]] = {}
         for event in self.events:
-            for before in event.after:
+            for before in (*event.after, *event.held):
                 found.setdefault(before, []).append(event)
         return found
 
@@ -172,8 +194,9 @@ class Order:
         return any(clock[self.lanes[lane]] >= tick for lane, tick in event.ends)
 
 
-def _clock(event: Event, clocks: dict[Event, Clock], zero: Clock, lanes: dict[Lane, int]) -> Clock:
-    after = event.after
+def _clock(
+    event: Event, after: Sequence[Event], clocks: dict[Event, Clock], zero: Clock, lanes: dict[Lane, int]
+) -> Clock:
     if not after:
         clock = zero
     elif len(after) == 1:
@@ -199,7 +222,7 @@ def _agree(sides: Sequence[Side | None]) -> bool:
     if any(side.exchange.kind != first.exchange.kind for side in every):
         return False
     if any(side.exchange.moves is None for side in every):
-        return len({_form(side) for side in every}) == 1
+        return len({(side.exchange.team, *_form(side)) for side in every}) == 1
     of = {side.begin.rank: side for side in every}
     moves = {move for side in every for move in side.exchange.moves or ()}
     return all(_fits(move, of[move.source], of[move.target]) for move in moves)

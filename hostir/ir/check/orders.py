@@ -67,6 +67,8 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
                 tracer.call()
     except HostIRError as refused:
         return Analysis(list(refused.diagnostics), sizes=bound)
+    if problems := {key: problem for tracer in tracers for key, problem in tracer.problems.items()}:
+        return Analysis(sorted(problems.values(), key=_in_program_order), sizes=bound)
     order = Order(tracers)
     return Analysis(_findings(program, order), order, bound)
 
@@ -93,7 +95,7 @@ def _findings(program: Program, order: Order) -> list[Diagnostic]:
 
 def _leaked(tracers: Sequence[Tracer]) -> list[Buffer]:
     """Buffers that are neither freed nor outputs."""
-    freed = {access.buffer for t in tracers for event in t.events for access in event.accesses if access.frees}
+    freed = {buffer for t in tracers for buffer in t.freed}
     given = {view.buffer for t in tracers for outputs in t.outputs for view in outputs if view}
     return [buffer for t in tracers for buffer in t.buffers if buffer not in freed | given]
 

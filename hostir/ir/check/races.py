@@ -27,9 +27,12 @@ class Touch:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two accesses to a common element that nothing orders, as issued; `first` is None where there is but one."""
+    """Two accesses to a common element that nothing orders, as issued; `first` is None where there is but one.
 
-    kind: str  # race, use after free, freed twice, unwritten
+    Of an `unwritten` one, `first` has left undefined what `second` reads.
+    """
+
+    kind: str  # race, use after free, unwritten
     buffer: Buffer
     first: Touch | None
     second: Touch
@@ -50,7 +53,8 @@ class History:
 
     groups: dict[Region, Group] = field(default_factory=dict)
     near: Near[Group] = field(default_factory=Near)
-    written: dict[Region, None] = field(default_factory=dict)
+    written: dict[Region, None] = field(default_factory=dict)  # at some time
+    undefined: dict[Region, tuple[Touch, list[Region]]] = field(default_factory=dict)  # and what was written since
     freed: Touch | None = None
 
     def group(self, region: Region) -> Group:
@@ -70,13 +74,37 @@ class History:
         if access.writes:
             if clean:
                 group.reads, group.writes = [], []
-            if not access.frees and touch.event.verb != "overwrites":  # what the caller leaves is not for reading
-                self.written[access.region] = None
+            if access.does == "undefines":
+                self._undefine(touch)
+            elif access.does == "writes":
+                self._define(access.region)
             group.writes.append(touch)
             return
         if touch.event.lane is not None:
             group.reads = [t for t in group.reads if t.event.lane != touch.event.lane]
         group.reads.append(touch)
+
+    def _undefine(self, touch: Touch) -> None:
+        if touch.event.verb != "allocates":  # of what is new nothing was written before
+            self.undefined[touch.access.region] = touch, []
+
+    def _define(self, region: Region) -> None:
+        self.written[region] = None
+        for gone, (_, since) in list(self.undefined.items()):
+            if gone.meets(region):
+                since.append(region)
+                if covered(gone, since):
+                    del self.undefined[gone]
+
+    def unwritten(self, region: Region) -> Iterator[Touch | None]:
+        """Why a region may not be read: who left some of it undefined, or None where nobody has written it."""
+        if not self.undefined and region in self.written:
+            return
+        gaps = ((gone, *gap) for gone, gap in self.undefined.items() if gone.meets(region))
+        left = [touch for gone, touch, since in gaps if not covered(region, since, within=gone)]
+        if not left and not covered(region, self.written):
+            yield None
+        yield from left
 
 
 class Memory:
@@ -90,7 +118,7 @@ class Memory:
         self.histories: dict[Buffer, History] = {}
         self.conflicts: dict[tuple[object, ...], tuple[Conflict, int]] = {}
         self.raced: set[Buffer] = set()
-        self.unsure: list[tuple[Touch, Buffer, History]] = []  # reads of what was not written so far
+        self.unsure: list[tuple[Touch, Buffer, History, Touch | None]] = []  # reads of nothing so far, and why
 
     def visit(self, event: Event, clock: Clock) -> None:
         for access in event.accesses:
@@ -102,10 +130,10 @@ class Memory:
                 self.raced.add(buffer)
                 self._note(Conflict("race", buffer, *_as_issued(other, touch)))
             if history.freed and self.order.known(history.freed.event, clock):
-                self._note(Conflict("freed twice" if access.frees else "use after free", buffer, history.freed, touch))
-            if not (access.writes or access.region in history.written or covered(access.region, history.written)):
-                self.unsure.append((touch, buffer, history))
-            if access.frees:
+                self._note(Conflict("use after free", buffer, history.freed, touch))
+            if not access.writes:
+                self.unsure += [(touch, buffer, history, why) for why in history.unwritten(access.region)]
+            if access.does == "frees":
                 history.freed = touch
             history.add(touch, clean=not found)
 
@@ -123,9 +151,9 @@ class Memory:
 
     def finish(self) -> None:
         """Once all events have come: of reads of nothing, those of buffers in which no race explains it."""
-        for touch, buffer, history in self.unsure:
-            if buffer not in self.raced or not covered(touch.access.region, history.written):
-                self._note(Conflict("unwritten", buffer, None, touch))
+        for touch, buffer, history, why in self.unsure:
+            if buffer not in self.raced or (why is None and not covered(touch.access.region, history.written)):
+                self._note(Conflict("unwritten", buffer, why, touch))
 
     def _note(self, conflict: Conflict) -> None:
         sides = frozenset(id(t.event.statement) for t in (conflict.first, conflict.second) if t)

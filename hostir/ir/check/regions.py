@@ -99,18 +99,28 @@ def _runs(region: Region) -> Any:
     return np.stack([starts, starts + length], axis=1)
 
 
-def covered(region: Region, by: Iterable[Region]) -> bool:
-    """Whether every element of a region lies in one of the others."""
+def covered(region: Region, by: Iterable[Region], within: Region | None = None) -> bool:
+    """Whether every element of a region, or those of it within another, lies in one of the others."""
     near = [r for r in dict.fromkeys(by) if r.offset <= region.last and region.offset <= r.last]
     if any(r == region or (_dense(r.dims) and r.offset <= region.offset and region.last <= r.last) for r in near):
         return True
-    if not near:
-        return False
+    mine = _runs(region) if within is None else _common(_runs(region), _runs(within))
+    if not near or not len(mine):
+        return not len(mine)
     runs = np.concatenate([_runs(r) for r in near])
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
     reach = np.maximum.accumulate(runs[:, 1])
     fresh = np.concatenate([[True], runs[1:, 0] > reach[:-1]])  # where a stretch begins that nothing before it touches
     starts, ends = runs[fresh, 0], np.append(reach[:-1][fresh[1:]], reach[-1])
-    mine = _runs(region)
     at = np.searchsorted(starts, mine[:, 0], side="right") - 1
     return bool(np.all((at >= 0) & (mine[:, 1] <= ends[at])))
+
+
+def _common(runs: Any, others: Any) -> Any:
+    """The stretches that two lists of stretches share."""
+    first = np.searchsorted(others[:, 1], runs[:, 0], side="right")
+    count = np.maximum(np.searchsorted(others[:, 0], runs[:, 1], side="left") - first, 0)
+    mine = np.repeat(np.arange(len(runs)), count)
+    nth = np.arange(len(mine)) - np.repeat(np.cumsum(count) - count, count)
+    other = others[first[mine] + nth]
+    return np.stack([np.maximum(runs[mine, 0], other[:, 0]), np.minimum(runs[mine, 1], other[:, 1])], axis=1)

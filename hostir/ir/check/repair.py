@@ -249,7 +249,7 @@ def _in_order(order: Order) -> Iterator[Event]:
 
 def _work(event: Event) -> bool:
     """Whether an event is the one in which its statement writes its result."""
-    return event.statement is not None and any(a.writes and not a.frees for a in event.accesses)
+    return event.statement is not None and any(a.does == "writes" for a in event.accesses)
 
 
 # What is wrong with it ------------------------------------------------------------------------------------------------

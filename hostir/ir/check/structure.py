@@ -1,14 +1,14 @@
-"""Structure: names, scopes, phases, types and handles. What every program must satisfy first of all."""
+"""Structure: names, scopes, phases and types. What every program must satisfy first of all."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 
 from hostir.ir.check.buffers import Buffers
 from hostir.ir.check.indices import divisions_by_zero
 from hostir.ir.comm_ops import Reshard
-from hostir.ir.host_ops import Allocate, For, Wait
+from hostir.ir.host_ops import Allocate
 from hostir.ir.onesided_ops import AllocateSymmetric
 from hostir.ir.op import Codec, Phase, Statement, codecs_of
 from hostir.ir.program import Program
@@ -55,8 +55,6 @@ class _Checker:
         self.settled = settled
         self.scope: dict[str, Value] = {}
         self.buffers = Buffers(program)
-        self.waited: dict[str, Statement] = {}  # by handle
-        self.pending: dict[str, Statement] = {}  # handles in flight
 
     def run(self) -> Iterator[Diagnostic]:
         yield from self.limits()
@@ -67,11 +65,6 @@ class _Checker:
         for value in self.program.outputs:
             yield from self.known(value, None)
             yield from self.data(value, "output")
-        yield from self.buffers.freed_outputs(self.program.outputs)
-        for handle, s in self.pending.items():
-            yield Diagnostic(
-                f"%{handle} is never waited for", s.span, hint=f"add 'wait %{handle}' before its result is used"
-            )
 
     def limits(self) -> Iterator[Diagnostic]:
         if self.program.streams > MOST_STREAMS:
@@ -90,13 +83,8 @@ class _Checker:
                 expected="numbers: flags are what a program's own ranks tell each other",
             )
 
-    def block(
-        self, body: tuple[Statement, ...], outside: Collection[str] = (), around: Statement | None = None
-    ) -> Iterator[Diagnostic]:
-        """Statements in order.
-
-        `outside` are the names from outside the innermost loop, `around` is the innermost loop or condition.
-        """
+    def block(self, body: tuple[Statement, ...], around: Statement | None = None) -> Iterator[Diagnostic]:
+        """Statements in order; `around` is the innermost loop or condition."""
         for s in body:
             if self.phase not in s.phases:
                 yield Diagnostic(f"'{s.keyword()}' does not belong to a {self.phase.value}", s.span)
@@ -105,7 +93,8 @@ class _Checker:
             found = found or list(self.flags(s)) or list(self.typed(s))
             yield from found
             yield from self.indices(s)
-            yield from self.flights(s)
+            if isinstance(s, Reshard) and self.settled:
+                yield Diagnostic("a reshard is left after communications were chosen", s.span)
             if around and isinstance(s, AllocateSymmetric):
                 yield Diagnostic(
                     f"{s.out} lasts from call to call: it cannot be allocated in a block",
@@ -113,24 +102,14 @@ class _Checker:
                     hint=f"allocate it in front of the '{around.keyword()}'",
                 )
             if self.phase is Phase.HOST:
-                yield from self.buffers.lifetimes(s, outside)
+                yield from self.buffers.see(s)
                 if not found:
                     yield from self.buffers.reach(s)
-                    yield from self.buffers.overlaps(s)
             outer = dict(self.scope)
             if defined := s.defines(self.phase):
                 yield from self.define(defined, s)
             for inner in s.bodies:
-                pending, self.pending = self.pending, {}
-                yield from self.block(inner, outer if isinstance(s, For) else outside, s)
-                for handle, started in self.pending.items():
-                    where = "round" if isinstance(s, For) else "block"
-                    yield Diagnostic(
-                        f"%{handle} is not waited for in the {where} that starts it",
-                        started.span,
-                        hint=f"add 'wait %{handle}' to the body",
-                    )
-                self.pending = pending
+                yield from self.block(inner, s)
             if s.bodies:
                 self.scope = outer
 
@@ -203,19 +182,6 @@ class _Checker:
             for value in expr_values(expr):
                 if value.type is Kind.STREAM:
                     yield Diagnostic(f"{value} is a stream", s.span, expected="an index")
-
-    def flights(self, s: Statement) -> Iterator[Diagnostic]:
-        if isinstance(s, Wait) and s.handle.type is Kind.HANDLE:
-            if self.pending.pop(s.handle.name, None) is None and s.handle.name in self.waited:
-                yield Diagnostic(
-                    f"{s.handle} is waited for twice", s.span, notes=((self.waited[s.handle.name].span, "first here"),)
-                )
-            self.waited[s.handle.name] = s
-        if (defined := s.defines(self.phase)) is not None and defined.type is Kind.HANDLE:
-            self.waited.pop(defined.name, None)
-            self.pending[defined.name] = s
-        if isinstance(s, Reshard) and self.settled:
-            yield Diagnostic("a reshard is left after communications were chosen", s.span)
 
 
 def _holds_flags(value: Value) -> bool:

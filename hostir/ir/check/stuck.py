@@ -27,7 +27,7 @@ def circles(order: Order, left: list[Event]) -> Iterator[Trouble]:
     while event is not None and event not in seen:
         seen[event] = len(path)
         path.append(event)
-        event = next((before for before in event.after if before in stuck), None)
+        event = next((before for before in (*event.after, *event.held) if before in stuck), None)
     if event is not None:
         yield Trouble("deadlock", _told_apart(path[seen[event] :]))
 

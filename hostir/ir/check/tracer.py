@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar
 
-from hostir.ir.check.regions import Region
-from hostir.ir.check.views import Access, Buffer, View, access, dense, rows_of, strides_in
+from hostir.ir.check.views import Access, Buffer, View, access, dense, rows_of, strides_in, whole
 from hostir.ir.host_ops import Allocate
 from hostir.ir.interpret import Observer, interpret
 from hostir.ir.machine import Exchange, Frame, Ready
 from hostir.ir.onesided_ops import AllocateSymmetric
-from hostir.ir.op import Statement
+from hostir.ir.op import Codec, Phase, Statement
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import Diagnostic, HostIRError, Span, error
 from hostir.ir.types import DType, bind_shape
 from hostir.ir.values import Value
 
@@ -28,7 +27,7 @@ Lane = tuple[object, ...]  # what keeps its events in order: (rank, stream) and 
 Ends = list[tuple[Lane, int]]  # whoever has seen one of these ticks knows that an event has ended
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)  # its events all lead to each other
 class Event:
     """Something that happens at one moment of one rank.
 
@@ -37,6 +36,8 @@ class Event:
         lane, tick: its place in what orders it, None where nothing does but its edges.
         ends: what tells others that it is over; by default its own tick.
         after: the events that come before it.
+        held: what may hold it up besides, on some machine or at some size. It counts for deadlocks; nobody may rely
+            on it.
         verb: what it does, for messages; `statement` is None for what the caller does.
         sms: whether it needs SMs.
         small: whether it needs but the one that a kernel which waits leaves to what was issued before it in its call.
@@ -53,6 +54,7 @@ class Event:
     lane: Lane | None = None
     tick: int = 0
     after: list[Event] = field(default_factory=list)
+    held: list[Event] = field(default_factory=list)
     ends: Ends = field(default_factory=list)
     accesses: list[Access] = field(default_factory=list)
     sms: bool = False
@@ -62,7 +64,7 @@ class Event:
 
 @dataclass(eq=False, slots=True)
 class Side:
-    """One rank's side of a communication or message: it begins, takes, gives, and has ended."""
+    """One rank's side of a communication or message. `take` reads `x` and `give` writes `out`: one event, or two."""
 
     exchange: Exchange
     x: View | None
@@ -138,6 +140,10 @@ class Tracer(Observer):
         self.waits: list[Flag] = []
         self.kernels: list[Kernel] = []
         self.outputs: list[list[View | None]] = []  # of each call
+        self.problems: dict[tuple[int, str], Diagnostic] = {}  # by statement and message: misuse, in the order issued
+        self.freed: dict[Buffer, Statement] = {}
+        self.flying: dict[Event, Statement] = {}  # communications that nobody has waited for so far
+        self.waited: dict[Event, Statement] = {}
 
     def _input(self, value: Value) -> View | None:
         mesh = value.tensor.mesh
@@ -152,13 +158,21 @@ class Tracer(Observer):
     def call(self) -> None:
         """One call: inputs arrive on the caller's stream; at its end outputs are read there, and all is overwritten."""
         self.current, self.statement, self.rounds = CALLER, None, ()
-        self.step("writes", [access(x, True) for x in self.inputs if x])
+        self.step("writes", [access(x, "writes") for x in self.inputs if x])
         handles = interpret(self.program, self, self.sizes, self.inputs, self, self.frame)
         outputs: list[View | None] = [h for h in handles if h is None or isinstance(h, View)]
         self.outputs.append(outputs)
+        for statement in self.flying.values():
+            self.statement, handle = statement, statement.defines(Phase.HOST)
+            self.refuse(f"{handle} is never waited for", hint=f"add 'wait {handle}' before its result is used")
+        self.flying.clear()
         self.statement, self.rounds, self.current = None, (), CALLER
-        self.step("reads", [access(x, False) for x in outputs if x])
-        self.step("overwrites", [access(x, True) for x in dict.fromkeys((*self.inputs, *outputs)) if x])
+        for value, x in zip(self.program.outputs, outputs, strict=True):
+            if x is not None and (freed := self.freed.get(x.buffer)):
+                named = f"{value}" if value.name == x.buffer.name else f"{value}, a view of %{x.buffer.name},"
+                self.refuse(f"the output {named} was freed", freed.span)
+        self.step("reads", [access(x, "reads") for x in outputs if x])
+        self.step("overwrites", [access(x, "undefines") for x in dict.fromkeys((*self.inputs, *outputs)) if x])
         self.turn += 1
 
     def lasting(self) -> Iterator[tuple[Event, Event]]:
@@ -215,18 +229,66 @@ class Tracer(Observer):
         span = self.statement.span if self.statement else None
         return error(f"rank {self.rank}: {message}", span, expected=expected, hint=hint)
 
+    # Misuse that the order of issue shows ----------------------------------------------------------------------------
+    def refuse(
+        self,
+        message: str,
+        at: Span | None = None,
+        *,
+        expected: str = "",
+        hint: str = "",
+        notes: tuple[tuple[Span | None, str], ...] = (),
+    ) -> None:
+        """Notes what is wrong with the current statement, once for all its rounds."""
+        span = at or (self.statement.span if self.statement else None)
+        self.problems.setdefault((id(self.statement), message), Diagnostic(message, span, expected, hint, notes))
+
+    def use(self, *views: View | None) -> None:
+        """The current statement touches these views: none of them may have been freed."""
+        for x in views:
+            if x is not None and (freed := self.freed.get(x.buffer)):
+                self.refuse(f"%{x.buffer.name} is used after it was freed", notes=((freed.span, "freed here"),))
+
+    def overwrite(self, out: View | None, *reads: View | None) -> None:
+        """The current statement writes one view and reads others: none of them may overlap it."""
+        s = self.statement
+        read = [x for x in reads if x is not None]
+        if s is None or out is None or all(x.buffer is not out.buffer for x in read):
+            return
+        result = next(s.values(Codec.WRITE))
+        for n, (value, x) in enumerate(zip(s.values(Codec.READ), read, strict=True)):
+            if x.buffer is not out.buffer or not x.region.meets(out.region):
+                continue
+            if x == out and s.in_place(n):
+                continue
+            both = "" if value == result else f" {value}, and both are memory of %{x.buffer.name}"
+            self.refuse(
+                f"{s.keyword()} writes {result} while it reads{both or ' it'}",
+                expected="memory that none of the operands lies in; only elementwise statements and allreduce may "
+                "write the very view that they read",
+                hint="allocate a buffer for the result",
+            )
+            return
+
     # What statements ask for: the methods of `hostir.ir.machine.Machine` --------------------------------------------
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> View:
         value = self.statement.out if isinstance(self.statement, (Allocate, AllocateSymmetric)) else None
         name = value.name if value else "buffer"
         if not symmetric:
-            self.buffers.append(Buffer(self.rank, name, prod(shape), value))
-            return dense(self.buffers[-1], shape)
+            self.buffers.append(buffer := Buffer(self.rank, name, prod(shape), value))
+            # On its stream, as whoever had this memory before may still use it there. It leaves copies by SMs alone.
+            self.follow(self.event("allocates", [whole(buffer, "undefines")]), self.current)
+            return dense(buffer, shape)
         return dense(self.kept.setdefault(name, Buffer(self.rank, name, prod(shape), value, persists=True)), shape)
 
     def free(self, x: View) -> None:
-        whole = Region.of(0, (x.buffer.elements,), (1,))
-        self.step("frees", [Access(x.buffer, whole, writes=True, frees=True)])
+        if (before := self.freed.get(x.buffer)) is not None:
+            first = ((before.span, "first here"),)
+            self.refuse(f"%{x.buffer.name} is freed twice", hint="free it once", notes=first)
+            return
+        assert self.statement is not None
+        self.freed[x.buffer] = self.statement
+        self.step("frees", [whole(x.buffer, "frees")])
 
     def select(self, x: View, axis: int, index: int) -> View:
         shape = x.shape[:axis] + x.shape[axis + 1 :]
@@ -250,11 +312,15 @@ class Tracer(Observer):
 
     def compute(self, kind: str, out: View, operands: Sequence[View | None], options: Mapping[str, Any]) -> None:
         ready = options.get("ready")
+        self.use(out, *operands)
         if isinstance(ready, Ready):
+            self.use(ready.own)
+            self.overwrite(out, *operands, ready.own)
             self._waiting(out, operands, ready)
             return
-        reads = [access(x, False) for x in operands if x is not None]
-        self.step("runs", [*reads, access(out, True)], sms=True)
+        self.overwrite(out, *operands)
+        reads = [access(x, "reads") for x in operands if x is not None]
+        self.step("runs", [*reads, access(out, "writes")], sms=True)
 
     def _waiting(self, out: View, operands: Sequence[View | None], ready: Ready) -> None:
         pushing = self.pushing.pop(self.current, None)  # it starts beside these copies, and ends after them
@@ -269,8 +335,9 @@ class Tracer(Observer):
         for i in range(ready.blocks):
             own = ready.own if ready.own is not None and i == ready.first else None
             rows = rows_of(a, i, ready.blocks)
-            reads = [access(x, False) for x in (*others, *([] if own is None else [own]))]
-            accesses = [*reads, access(rows, own is not None), access(rows_of(out, i, ready.blocks), True)]
+            reads = [access(x, "reads") for x in (*others, *([] if own is None else [own]))]
+            left = access(rows, "reads" if own is None else "undefines")
+            accesses = [*reads, left, access(rows_of(out, i, ready.blocks), "writes")]
             block = self.event(f"runs block {i}", accesses, [start])
             if own is None:
                 kernel.waits.append(Flag(block, self.rank, ready.flags.buffer.name, i, (self.turn, ready.epoch)))
@@ -286,31 +353,50 @@ class Tracer(Observer):
             if tensor is not None and not tensor.dense:
                 layout = f"shape {list(tensor.shape)} with strides {list(tensor.strides)}"
                 raise self.fail(f"it {does} {layout}", expected="a dense tensor", hint="copy it first")
-        reads = [access(x, False)] if x and exchange.takes(self.rank) else []
-        writes = [access(out, True)] if out and exchange.gives(self.rank) else []
-        if exchange.kind in ("send", "recv", "exchange"):
-            return self._message(exchange, x, out, reads, writes)
-        take = self.follow(self.event("reads", reads, sms=True), "team", exchange.team)
-        give = self.event("writes", writes)
-        side = Side(exchange, x, out, self._begin(()), take, give, give)
-        self.collectives.setdefault(exchange.team, []).append(side)
-        return give
+        reads = [access(x, "reads")] if x and exchange.takes(self.rank) else []
+        writes = [access(out, "writes")] if out and exchange.gives(self.rank) else []
+        self.use(x if reads else None, out if writes else None)
+        if reads and writes:
+            self.overwrite(out, x)
+        message = exchange.kind in ("send", "recv", "exchange")
+        end = (self._message if message else self._collective)(exchange, x, out, reads, writes)
+        assert self.statement is not None
+        self.flying[end] = self.statement
+        return end
+
+    def _collective(
+        self, exchange: Exchange, x: View | None, out: View | None, reads: list[Access], writes: list[Access]
+    ) -> Event:
+        """Memory is used from when the stream gets there, whoever else has come: the own part needs nobody."""
+        sides = self.collectives.setdefault(tuple(sorted(exchange.team)), [])
+        moves = self.event("moves", [*reads, *writes], self.issued(self.current))
+        begin = self.event("begins", [], self.issued(self.current), sms=True)
+        begin.held += [side.end for side in sides[-1:]]
+        end = self.event("ends", [], [moves, self.follow(begin, "team", tuple(sorted(exchange.team)))])
+        moves.ends = end.ends
+        sides.append(Side(exchange, x, out, begin, moves, moves, end))
+        return end
 
     def _message(
         self, exchange: Exchange, x: View | None, out: View | None, reads: list[Access], writes: list[Access]
     ) -> Event:
         team = exchange.team
-        begin = self._begin(self.tail("messages", team))
+        begin = self.event("begins", [], [*self.issued(self.current), *self.tail("messages", team)])
         take = self.follow(self.event("reads", reads, [begin], sms=True), "sends", team)
         give = self.follow(self.event("writes", writes, [begin], sms=True), "receives", team)
         end = self.follow(self.event("ends", [], [take, give]), "messages", team)
         self.messages.setdefault(team, []).append(Side(exchange, x, out, begin, take, give, end))
         return end
 
-    def _begin(self, after: Sequence[Event]) -> Event:
-        return self.event("begins", [], [*self.issued(self.current), *after])
-
     def wait(self, handle: Event) -> None:
+        assert self.statement is not None
+        if handle in self.waited:
+            name = next(self.statement.values(Codec.USE))
+            first = ((self.waited[handle].span, "first here"),)
+            self.refuse(f"{name} is waited for twice", hint="wait for it once", notes=first)
+            return
+        self.flying.pop(handle)
+        self.waited[handle] = self.statement
         known = self.step("waits", [], after=[handle])
         if handle.lane is None:  # nothing but those who wait for it sees it end
             handle.ends.append((known.lane or (), known.tick))
@@ -333,7 +419,8 @@ class Tracer(Observer):
             raise self.fail(message, expected="parts of one rank that have nothing in common, or are one view")
         if sms and not (x.dense and out.dense):
             raise self.fail("SMs copy between dense tensors", hint="copy to a buffer first, or leave out 'by ... sms'")
-        accesses = [access(x, False, source), access(out, True, target)]
+        self.use(x, out)
+        accesses = [access(x, "reads", source), access(out, "writes", target)]
         if sms:
             self.push("copies", accesses)
         else:

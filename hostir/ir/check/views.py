@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 from hostir.ir.check.regions import Region
 from hostir.ir.values import Value
@@ -40,21 +41,36 @@ class View:
         return all(n == 1 or s == p for n, s, p in pairs)
 
 
+Does = Literal["reads", "writes", "undefines", "frees"]
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What an event does to memory: to its own rank's `buffer`, or to that of the same name of a peer, `rank`."""
+    """One access to memory: to this rank's `buffer`, or to that of the same name of a peer, `rank`.
+
+    What is undefined may not be read until something writes it.
+    """
 
     buffer: Buffer
     region: Region
-    writes: bool
-    frees: bool = False
+    does: Does
     rank: int = -1
 
+    @property
+    def writes(self) -> bool:
+        """Whether the bytes may differ afterwards, so that every other access needs an order with this one."""
+        return self.does != "reads"
 
-def access(view: View, writes: bool, rank: int = -1) -> Access:
-    """What an event does to a view; `rank` says whose, where it may be a peer's."""
+
+def access(view: View, does: Does, rank: int = -1) -> Access:
+    """An access to a view; `rank` says whose, where it may be a peer's."""
     peer = rank if rank not in (-1, view.buffer.rank) else -1
-    return Access(view.buffer, view.region, writes, rank=peer)
+    return Access(view.buffer, view.region, does, peer)
+
+
+def whole(buffer: Buffer, does: Does) -> Access:
+    """An access to all of this rank's buffer."""
+    return Access(buffer, Region.of(0, (buffer.elements,), (1,)), does)
 
 
 def packed(shape: tuple[int, ...]) -> tuple[int, ...]:
