@@ -169,6 +169,10 @@ class Frame:
         assert self.machine.rank is not None
         return mesh.coordinate(self.machine.rank, over)
 
+    def member(self, team: tuple[int, ...], place: int) -> int:
+        """The rank at a place in a team of this rank's."""
+        return team[place]
+
     def stream(self, expr: Expr) -> Handle | int:
         """A stream operand: a stream value, or an index into the pool."""
         if not isinstance(expr, (Lit, Bin)) and expr.value.type is Kind.STREAM:

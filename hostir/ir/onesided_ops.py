@@ -54,7 +54,7 @@ def peer_of(op: Statement, frame: Frame, x: Value, over: str, place: Expr) -> in
     index = frame.index(place)
     if not 0 <= index < len(team):
         raise op.fail(f"there is no place {index} along {over}", expected=f"0 to {len(team) - 1}")
-    return team[index]
+    return frame.member(team, index)
 
 
 @statement

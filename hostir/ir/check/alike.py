@@ -44,13 +44,6 @@ class PerRank:
     def __init__(self, values: Any) -> None:
         self.values = values
 
-    def __index__(self) -> int:
-        """Rank 0's place in a team that has all ranks in order, where every rank's is as far from itself."""
-        ranks = np.arange(len(self.values))
-        if ((self.values - self.values[0] - ranks) % len(ranks)).any():
-            raise UnlikeError
-        return int(self.values[0])
-
     def __str__(self) -> str:
         raise UnlikeError
 
@@ -90,6 +83,12 @@ class _Frame(Frame):
     def place(self, mesh: Mesh, over: str) -> int:
         place: Any = PerRank(np.arange(mesh.size(over)))
         return place  # type: ignore[no-any-return]
+
+    def member(self, team: tuple[int, ...], place: Any) -> int:
+        """Rank 0's peer, where every rank's is as far from itself. The team has all ranks, in order."""
+        if not isinstance(place, PerRank) or ((place.values - place.values[0] - team) % len(team)).any():
+            raise UnlikeError
+        return int(place.values[0])
 
 
 class _Tracer(Tracer):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hostir.ir.check.order import Clock, Order, Trouble
-from hostir.ir.check.tracer import Event, Kernel
+from hostir.ir.check.tracer import Event, Kernel, Tracer
 
 MOST = 20_000  # paths that are followed in one knot of kernels; a knot that has more counts as stuck
 
@@ -45,6 +45,28 @@ def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
             if trouble := lanes.stuck(ring or knot[:1], sure=bool(ring)):
                 yield trouble
                 return
+
+
+def calls_needed(order: Order, ranks: int) -> int:
+    """How many calls show every ring that any number of calls has, as far as this order tells.
+
+    If what needs SMs in one call is over when a kernel starts `apart` calls later, calls differ by less than that from
+    one kernel of a ring to the next. docs/memory-model.md has the argument.
+    """
+    first = {rank.rank: [*_of_the_first_call(rank)] for rank in order.ranks if rank.kernels}
+    calls = order.ranks[0].turn
+    starts = [kernel.start for rank in order.ranks for kernel in rank.kernels]
+    for apart in range(1, calls):
+        later = [start for start in starts if start.call == apart]
+        if all(order.known(event, order.clocks[start]) for start in later for event in first[start.rank]):
+            return ranks * (apart - 1) + 2
+    return ranks * (calls - 1) + 2
+
+
+def _of_the_first_call(rank: Tracer) -> Iterator[Event]:
+    """What needs SMs in a rank's first call, and the ends of what may hold them."""
+    yield from (event for event in rank.events if event.sms and not event.call)
+    yield from (end for _, end in rank.lasting() if not end.call)
 
 
 def _rings(order: Order, knot: list[Kernel], graph: Any) -> Iterator[list[Kernel]]:
