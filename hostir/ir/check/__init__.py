@@ -13,7 +13,7 @@ from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
 
 
 def check(
-    program: Program, *, settled: bool = False, sizes: Mapping[str, int] | None = None, calls: int = 2
+    program: Program, *, settled: bool = False, sizes: Mapping[str, int] | None = None, calls: int | None = None
 ) -> list[Diagnostic]:
     """Every finding, in program order, warnings last; empty for a program that is right in every legal schedule.
 
@@ -24,7 +24,7 @@ def check(
             misuse of memory.
         settled: as for `check_structure`.
         sizes: of symbols; those left out get small values.
-        calls: how many calls follow each other.
+        calls: how many calls follow each other; unless given, as many as show what any number would.
     """
     found = check_structure(program, settled=settled)
     if found:
@@ -32,13 +32,13 @@ def check(
     return _orders(program, sizes, calls)
 
 
-def _orders(program: Program, sizes: Mapping[str, int] | None, calls: int = 2) -> list[Diagnostic]:
+def _orders(program: Program, sizes: Mapping[str, int] | None, calls: int | None = None) -> list[Diagnostic]:
     """Findings about a program of sound structure."""
     if program.phase is not Phase.HOST:
         return []
-    from hostir.ir.check.orders import analyse  # loads numpy
+    from hostir.ir.check.orders import look  # loads numpy
 
-    return analyse(program, sizes, calls).findings
+    return look(program, sizes, calls).findings
 
 
 def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
