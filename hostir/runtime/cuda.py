@@ -47,7 +47,7 @@ from hostir.runtime.plan import (
     message_teams_of,
 )
 from hostir.runtime.session import Groups
-from hostir.runtime.streams import current, worker
+from hostir.runtime.streams import current, workers
 from hostir.runtime.symmetric import Exchange, SymmetricMemory
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.watchdog import headline
@@ -73,8 +73,8 @@ class CudaMachine:
         self.groups = groups
         self.broken = ""
         self.symmetric = SymmetricMemory(groups.rank, exchange, PeerMemory(device, groups.rank))
-        self.messages = Groups(groups.rank, device)
-        self.streams = [worker(device) for _ in range(streams)]
+        self.messages = groups.messages
+        self.streams = workers(device, streams)
         self.apart: dict[int, Apart] = {}
 
     def kernel(self, op: Compute) -> Kernel:

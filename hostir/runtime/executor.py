@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,22 +13,23 @@ from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.knobs import KERNELS, TIMEOUT
+from hostir.runtime.agreement import Agreement
 from hostir.runtime.cuda import CudaMachine, CudaPlan
 from hostir.runtime.gloo import GlooMachine, GlooPlan
 from hostir.runtime.graphs import Graphs, Where, is_stale
 from hostir.runtime.inplace import places
+from hostir.runtime.inputs import check_apart, check_local, refuse_gradients, written_inputs
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_local
 from hostir.runtime.outputs import Key, addresses, check_out, look, sequence_of, unwritable
-from hostir.runtime.plan import NONE, teams_of
+from hostir.runtime.plan import NONE
 from hostir.runtime.plans import Plan, Plans
 from hostir.runtime.recorder import record
 from hostir.runtime.session import Groups, Session, joined, launched
-from hostir.runtime.sharding import bind_sizes, solve_sizes
-from hostir.runtime.tensors import without_plain_memory
+from hostir.runtime.sharding import bind_sizes
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.trace import Trace
-from hostir.runtime.watchdog import Watchdog, headline
+from hostir.runtime.watchdog import Watchdog
 
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
 Part = torch.Tensor | None
@@ -116,8 +114,9 @@ class Executor:
         self._given: Key | None = None  # of the latest call: how the tensors of its out= look
         self._where: Where = ()  # its plan, and the address of each of its tensors
         self._graphs: Graphs | None = None
-        self._agreed: set[tuple[tuple[str, int], ...]] = set()  # sizes
-        self._agreements = itertools.count()
+        self._agreement = Agreement(None, 0, program, self.kernels)  # with nobody, unless it joins a job
+        self._written = written_inputs(program)
+        self._apart: tuple[Key | None, tuple[int, ...]] = None, ()  # latest inputs, where some are written: apart
         self._without_gradients = torch.no_grad()
         if machine == "local" or (machine is None and not launched()):
             self.machine = "local"
@@ -145,7 +144,8 @@ class Executor:
         table = kernel_table(self.kernels, device.type)
         groups = self.session.groups if self.session else Groups(0, device)
         # Knows no executor: that goes with its last reference then, and with it graphs that no capture may meet dying.
-        exchange = partial(_exchange, self.session, self.number)
+        self._agreement = Agreement(self.session, self.number, self.program, self.kernels)
+        exchange = self._agreement.exchange
         if device.type == "cuda":
             return CudaMachine(device, self.program.streams, table, groups, exchange)
         return GlooMachine(self.program.streams, table, groups, exchange)
@@ -160,7 +160,7 @@ class Executor:
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
         """One run. Raises HostIRError for tensors that do not fit, and naming the statement that raised."""
         if self.machine == "local":
-            self._check_local(inputs)
+            check_local(self.program, self._written, inputs, self.sizes)
             parts = run_local(
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
@@ -169,6 +169,8 @@ class Executor:
         plan = self._plan
         if plan is None or key != self._key:
             plan = self._choose(key, inputs)
+        if self._written:
+            self._keep_apart(key, inputs)
         given = None if out is None else self._take(plan, inputs, out)
         try:
             if not isinstance(plan, GlooPlan):
@@ -302,12 +304,13 @@ class Executor:
         machine = self._machine
         try:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
-            self._refuse_gradients(inputs)
+            refuse_gradients(self.program, inputs)
+            check_apart(self.program, self._written, inputs)
             recording = record(self.program, self.rank, sizes, inputs)
         except HostIRError as refusal:
-            self._refuse(refusal)
+            self._agreement.refuse(refusal)
             raise
-        self._agree(sizes)
+        self._agreement.reach(sizes)
         with torch.inference_mode(False):  # what a plan holds is for calls in any mode
             if isinstance(machine, GlooMachine):
                 return machine.plan(recording, self.trace)
@@ -322,74 +325,9 @@ class Executor:
             self._given, self._where = looks, where
         return given
 
-    def _check_local(self, inputs: Sequence[Any]) -> None:
-        """Refuses what a real rank would: simulated ranks compute with dense copies, and without gradients."""
-        parts = [x if isinstance(x, list | tuple) else [x] for x in inputs]
-        ranks = list(enumerate(zip(*parts, strict=False)))
-        for _, mine in ranks:
-            self._refuse_gradients(mine)
-        odd = [(rank, mine) for rank, mine in ranks if any(_not_dense(x) for x in mine)]
-        if not odd or len(ranks) != self.program.ranks or not all(isinstance(x, list | tuple) for x in inputs):
-            return  # of whole tensors every rank gets a dense part
-        sizes: Mapping[str, int] = self.sizes
-        for rank, mine in ranks:
-            sizes = solve_sizes(self.program, mine, sizes, rank=rank, device="cpu")
-        for rank, mine in odd:
-            record(self.program, rank, sizes, mine)
-
-    def _refuse_gradients(self, inputs: Sequence[Any]) -> None:
-        """Autograd knows nothing of what an executor computes, so that gradients would silently be lost."""
-        if not torch.is_grad_enabled():
-            return
-        for value, x in zip(self.program.inputs, inputs, strict=False):
-            if isinstance(x, torch.Tensor) and x.requires_grad:
-                raise error(
-                    f"input {value} requires gradients, which do not pass through a program",
-                    value.span,
-                    hint=f"pass {value.name}.detach(), or call under torch.no_grad()",
-                )
-
-    def _refuse(self, refusal: HostIRError) -> None:
-        """Lets ranks that are about to compare what they run know that this one does not."""
-        if self.session is not None:
-            self.session.tell(self._next_agreement(), json.dumps({"refusal": headline(refusal)}))
-
-    def _agree(self, sizes: dict[str, int]) -> None:
-        """Ranks go on together or not at all: they compare what they are about to run for the first time.
-
-        Raises on every rank where one refuses, or where programs, sizes or kernels differ.
-        """
-        bound = tuple(sorted(sizes.items()))
-        if self.session is None or bound in self._agreed:
-            return
-        mine = {"digest": self.program.digest, "sizes": sizes, "kernels": self.kernels}
-        theirs = [json.loads(text) for text in self.session.exchange(self._next_agreement(), json.dumps(mine))]
-        what = f"rank {self.rank} does not run @{self.program.name}"
-        if (refused := next((rank for rank, it in enumerate(theirs) if "refusal" in it), None)) is not None:
-            raise error(f"{what}, because rank {refused} does not: {theirs[refused]['refusal']}")
-        if any(it != theirs[0] for it in theirs):
-            raise error(
-                f"{what}: the ranks run different programs",
-                expected="one program, with the same sizes and kernels, on every rank",
-                notes=tuple((None, _group(theirs, it)) for i, it in enumerate(theirs) if it not in theirs[:i]),
-            )
-        self._agreed.add(bound)
-        self.session.groups.prepare(teams_of(self.program))
-
-    def _next_agreement(self) -> str:
-        return f"executor {self.number}, agreement {next(self._agreements)}"
-
-
-def _exchange(session: Session | None, number: int, what: str, mine: str) -> list[str]:
-    """What every rank gives of something that they agree on."""
-    return [mine] if session is None else session.exchange(f"executor {number}, {what}", mine)
-
-
-def _group(all: Sequence[dict[str, Any]], one: dict[str, Any]) -> str:
-    ranks = ", ".join(str(rank) for rank, it in enumerate(all) if it == one)
-    sizes = "".join(f", {name}={size}" for name, size in sorted(one["sizes"].items()))
-    return f"rank {ranks}: digest {one['digest']}, kernels {one['kernels']}{sizes}"
-
-
-def _not_dense(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and without_plain_memory(x) is None and not x.is_contiguous()
+    def _keep_apart(self, key: Key | None, inputs: Sequence[Part]) -> None:
+        """Refuses inputs that share memory of which the program writes some, wherever the caller has them now."""
+        here = key, addresses(inputs)
+        if here != self._apart:
+            check_apart(self.program, self._written, inputs)
+            self._apart = here

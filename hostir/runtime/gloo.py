@@ -72,7 +72,7 @@ class GlooMachine:
         self.sharing = SharedFiles()
         self.symmetric = SymmetricMemory(groups.rank, exchange, self.sharing)
         self.calls = 0  # of all plans, the same on every rank
-        self.messages = Groups(groups.rank, CPU)
+        self.messages = groups.messages
         self.queues: dict[Key, Jobs] = {}
         self.broken = ""  # what ended a run while peers may still wait in it
         for stream in range(streams):

@@ -27,7 +27,7 @@ from hostir.runtime.plan import (
     Wait,
 )
 from hostir.runtime.sharding import torch_dtype
-from hostir.runtime.tensors import shown, without_plain_memory
+from hostir.runtime.tensors import share_memory, shown, without_plain_memory
 
 Part = torch.Tensor | None
 Key = list[tuple[Any, ...] | None]
@@ -188,24 +188,17 @@ def _check(value: Value, rank: int, x: Part, like: torch.Tensor, device: torch.d
 def check_apart(program: Program, given: Sequence[Part], inputs: Sequence[Part]) -> None:
     """Raises HostIRError where a tensor for an output shares memory with an input, or with another such tensor.
 
-    `given` and `inputs` are those of one rank, or of several one after another. An input takes all bytes between its
-    first element and its last.
+    `given` and `inputs` are those of one rank, or of several one after another.
     """
-    outputs = list(_extents(program.outputs, given))
-    others = [(f"input {value}", low, high) for value, low, high in _extents(program.inputs, inputs)]
-    for i, (value, start, end) in enumerate(outputs):
-        earlier = ((f"that for {other}", low, high) for other, low, high in outputs[:i])
-        for other, low, high in chain(others, earlier):
-            if start < high and low < end:
+    others = [(f"input {value}", x) for value, x in _held(program.inputs, inputs)]
+    for value, x in _held(program.outputs, given):
+        for other, y in others:
+            if share_memory(x, y):
                 raise error(
                     f"out= for {value} shares memory with {other}", value.span, hint="give it memory of its own"
                 )
+        others.append((f"that for {value}", x))
 
 
-def _extents(values: Sequence[Value], tensors: Sequence[Part]) -> Iterator[tuple[Value, int, int]]:
-    """Of each tensor with elements: its value, and the addresses of its first byte and behind its last."""
-    for i, x in enumerate(tensors):
-        if x is not None and x.numel():
-            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-            start = x.data_ptr()
-            yield values[i % len(values)], start, start + (last + 1) * x.element_size()
+def _held(values: Sequence[Value], tensors: Sequence[Part]) -> Iterator[tuple[Value, torch.Tensor]]:
+    return ((values[i % len(values)], x) for i, x in enumerate(tensors) if x is not None)

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,6 +56,16 @@ class Groups:
     rank: int
     device: torch.device
     made: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    @cached_property
+    def messages(self) -> Groups:
+        """Those for a rank's own messages, which collectives neither wait for nor keep waiting."""
+        return Groups(self.rank, self.device)
+
+    def forget(self) -> None:
+        """Lets go of all: they are being destroyed, or the program's that made the first."""
+        self.made.clear()
+        self.__dict__.pop("messages", None)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -154,7 +165,7 @@ class Session:
             with contextlib.suppress(Exception):  # rank 0 may be gone already, and the store with it
                 self.exchange("the end", "", timeout)
         self.watchdog.close(done)
-        self.groups.made.clear()
+        self.groups.forget()
         if self.owner and done:
             _destroy()
 

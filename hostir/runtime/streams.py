@@ -6,19 +6,20 @@ those shares cuBLAS's workspace with what is issued to it, see cublas.py.
 
 from __future__ import annotations
 
-import itertools
+import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 
 import torch
 
 from hostir.runtime.driver import new_stream
 
-WORKERS = 32  # of a device
+WORKERS = 32  # of a device, unless one executor has more
 RESTING = 32  # streams of one kind that nobody takes
 _known: dict[int | None, tuple[int, torch.cuda.Stream]] = {}  # of each device the stream that was current last
 _workers: dict[torch.device, list[torch.cuda.Stream]] = {}
-_turn = itertools.count()
+_taken: Counter[torch.device] = Counter()  # how many executors have been given
+_choosing = threading.Lock()
 _free: dict[tuple[torch.device, int, bool], deque[torch.cuda.Stream]] = {}  # by kind: whose owners have gone, in order
 
 
@@ -36,14 +37,15 @@ def current(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def worker(device: torch.device) -> torch.cuda.Stream:
-    """A stream for the statements of an executor, by turns one of those that all executors share."""
+def workers(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    """Streams for the statements of an executor: different ones, by turns of those that all executors share."""
     made = _workers.setdefault(device, [])
-    if len(made) >= WORKERS:
-        return made[next(_turn) % WORKERS]
-    stream = new_stream(device, priority=0)
-    made.append(stream)
-    return stream
+    with _choosing:
+        first = _taken[device]
+        _taken[device] += count
+        while len(made) < max(count, min(first + count, WORKERS)):
+            made.append(new_stream(device, priority=0))
+        return [made[(first + i) % len(made)] for i in range(count)]
 
 
 def own_stream(owner: object, device: torch.device, priority: int, products: bool = False) -> torch.cuda.Stream:

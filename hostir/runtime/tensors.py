@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from hostir.ir.check.regions import Region
+
 SHOWN = 60  # characters
 
 
@@ -41,3 +43,27 @@ def shown(x: object) -> str:
     text = repr(x)
     fits = len(text) <= SHOWN and "\n" not in text
     return text if fits else f"of type {type(x).__module__}.{type(x).__qualname__}"
+
+
+def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two plain tensors of one device have a byte in common."""
+    (low, high), (bottom, top) = _stretch(x), _stretch(y)
+    if high <= bottom or top <= low:
+        return False
+    start = min(low, bottom)
+    return _bytes_of(x, low - start).meets(_bytes_of(y, bottom - start))
+
+
+def _stretch(x: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and behind its last; of one without elements, none between."""
+    start = x.data_ptr()
+    if not x.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.element_size()
+
+
+def _bytes_of(x: torch.Tensor, offset: int) -> Region:
+    axes = [(size, stride * x.element_size()) for size, stride in zip(x.shape, x.stride(), strict=True) if stride]
+    shape, strides = zip(*axes, (x.element_size(), 1), strict=True)
+    return Region.of(offset, shape, strides)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hostir.ir.program import Program
 from hostir.runtime.executor import Executor, Part
+from hostir.runtime.inputs import check_apart, written_inputs
 from hostir.runtime.session import Session
 from hostir.runtime.sharding import assemble, bind_sizes, shard
 
@@ -26,6 +27,7 @@ def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
     if executor.machine == "local":
         outputs = executor(*inputs)
     else:
+        check_apart(program, written_inputs(program), inputs)  # of which the parts are copies
         parts = executor(
             *[shard(x, v.tensor, executor.rank, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
         )

@@ -37,7 +37,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
         stream.priority = priority
         return stream
 
-    monkeypatch.setattr(cuda, "worker", lambda device: Stream())
+    monkeypatch.setattr(cuda, "workers", lambda device, count: [Stream() for _ in range(count)])
     monkeypatch.setattr(streams, "new_stream", new_stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
 

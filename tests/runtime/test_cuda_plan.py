@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,6 +86,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(streams, "_known", {})
     monkeypatch.setattr(streams, "_workers", {})
+    monkeypatch.setattr(streams, "_taken", Counter())
     monkeypatch.setattr(streams, "_free", {})
     monkeypatch.setattr(streams, "new_stream", lambda device, priority: Stream())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(caller), raising=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import free_port
+from tests.launch import free_port, launch
 from tests.runtime.test_torchrun import ROOT, SCRIPT, environment
 
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(120)]
@@ -86,3 +86,37 @@ def test_ranks_that_torchrun_starts_again_meet_again(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("met again") == 2
+
+
+MANY = """
+import gc
+import torch
+from hostir.runtime.executor import Executor
+from tests.runtime.torchrun_programs import ring
+
+def held():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+with session("cpu"):
+    counts = []
+    for _ in range(20):
+        mine = torch.randn(1, 8).bfloat16()
+        (parts,) = Executor(ring("0 1"))(mine)
+        assert torch.equal(parts[0], mine)
+        counts.append(held())
+    deadline = time.monotonic() + 10
+    while counts[-1] > counts[0] and time.monotonic() < deadline:
+        time.sleep(0.01)  # the threads of an executor end when it has gone
+        counts.append(held())
+assert counts[-1] <= counts[0], f"descriptors and threads: {counts}"
+print("no more than one")
+"""
+
+
+def test_executors_of_programs_with_messages_share_what_messages_need(tmp_path: Path) -> None:
+    script = tmp_path / "many.py"
+    script.write_text(BEGIN + MANY)
+    ended = launch(2, str(script), env=environment(PYTHONPATH=str(ROOT)), timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("no more than one") == 2

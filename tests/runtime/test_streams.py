@@ -11,7 +11,7 @@ import torch
 from hostir.runtime import cuda, streams
 from hostir.runtime.cuda import CudaPlan
 from hostir.runtime.streams import current, own_stream
-from tests.runtime import fake_graphs
+from tests.runtime import fake_graphs, small_programs
 from tests.runtime.fake_graphs import CPU, Current, Stream, log
 
 
@@ -40,11 +40,26 @@ def test_executors_share_streams_that_are_none_of_torch_s_pool(monkeypatch: pyte
     fake_graphs.install(monkeypatch)
     made: list[object] = []
     monkeypatch.setattr(streams, "new_stream", lambda device, priority: made.append(object()) or made[-1])
-    first = [streams.worker(CPU) for _ in range(streams.WORKERS)]
-    again = [streams.worker(CPU) for _ in range(2 * streams.WORKERS)]
+    first = [streams.workers(CPU, 1)[0] for _ in range(streams.WORKERS)]
+    again = [streams.workers(CPU, 1)[0] for _ in range(2 * streams.WORKERS)]
     assert len(set(map(id, first))) == len(made) == streams.WORKERS
     assert again[: streams.WORKERS] == again[streams.WORKERS :]
     assert set(map(id, again)) == set(map(id, first))
+
+
+@pytest.mark.parametrize("earlier", [0, 5, 30, 100])
+def test_an_executor_never_has_one_stream_twice_however_many_it_has(
+    earlier: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_graphs.install(monkeypatch)
+    monkeypatch.setattr(streams, "new_stream", lambda device, priority: object())
+    for _ in range(earlier):
+        streams.workers(CPU, 1)
+    for count in (streams.WORKERS, 2, streams.WORKERS + 1, 40, 31, 41):
+        assert len(set(map(id, streams.workers(CPU, count)))) == count
+    assert len(streams._workers[CPU]) == 41, "no more than the largest has"
+    many = small_programs.alone("%c: f32[4, 8] = allocate\n  relu %a -> %c", "%a: f32[4, 8]", streams=40)
+    assert len(set(map(id, fake_graphs.executor(many)._machine.streams))) == 40
 
 
 def test_a_stream_without_products_is_taken_again_at_once_and_never_by_who_has_products(
