@@ -28,7 +28,7 @@ from hostir.runtime.session import Session, session
 from hostir.runtime.sharding import random_inputs, shard
 
 NAN = float("nan")
-CLOSE = 2e-2  # of products and activations in f32 on GPUs; what is stale or undefined is off by far more
+CLOSE = 2e-2  # of an output's largest element; what is stale or undefined is off by far more
 Parts = list[torch.Tensor | None]
 
 
@@ -89,7 +89,7 @@ def wrong(joined: Session, program: hi.Program, calls: int, seed: int) -> str:
         outputs = executor(*held)
         for out, true in zip(outputs, exact[n], strict=True):
             if out is not None and true is not None:
-                bad += ~torch.isclose(out.float(), true.float(), rtol=CLOSE, atol=CLOSE).all()
+                bad += ~((out - true).abs() <= CLOSE * true.abs().max()).all()  # NaN is not below anything
         for x in (*held, *outputs):
             if x is not None:
                 x.fill_(NAN)
