@@ -1,46 +1,85 @@
 """Programs on real CPU processes with one slow rank: what the checker accepts is right there, what it must not is not.
 
-`benchmarks/judge.py` runs thousands of random ones; these are a few dozen, the same every time.
+`benchmarks/judge.py` runs thousands of random ones; these are a few dozen, the same every time. Ranks are forked, so a
+fresh process does it, without the threads of this one.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import hostir as hi
+from tests import real_ranks
 from tests.promises import PROMISES, of
 from tests.random_programs import accepted, counts, loosened
-from tests.real_ranks import Case, Verdict, judged
+from tests.real_ranks import Case, judged
 
-COUNTEREXAMPLES = sorted((Path(__file__).parent / "cases" / "counterexamples").glob("*.hir"))
+COUNTEREXAMPLES = Path(__file__).parent / "cases" / "counterexamples"
+HANGS = """hostir 1
+mesh @mesh [didx] = 0 1
+program @hangs(%x: f32[2@didx, 8]) -> (%y) {
+  %f: flag[1] = allocate_symmetric
+  %y: f32[2@didx, 8] = allocate
+  wait_signal %f[0] >= 1
+  copy %x -> %y
+}
+"""
+Wrong = dict[str, str]
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)  # a fork would leave the others behind
+def fresh(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function gives in a process that has no other threads."""
+    with multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,)) as pool:
+        return pool.apply(function, args)
 
 
-def told(verdicts: list[Verdict]) -> dict[str, str]:
-    """What is wrong, by program."""
-    return {v.case.program.name: str(v) for v in verdicts if v.wrong}
+def wrong(cases: list[Case], patience: float = real_ranks.PATIENCE) -> Wrong:
+    """What goes wrong, by program."""
+    return {v.case.program.name: str(v) for v in judged(cases, patience) if v.wrong}
 
 
-@pytest.mark.parametrize(("ranks", "seeds"), [(2, 24), (3, 12), (4, 6)])
-def test_random_programs_that_the_checker_accepts_are_right(ranks: int, seeds: int) -> None:
+# In a fresh process -----------------------------------------------------------------------------------------------
+def random_programs(ranks: int, seeds: int) -> tuple[int, Wrong]:
     programs = [program for seed in range(seeds) if (program := loosened(seed, ranks))]
-    assert len(programs) >= seeds / 2
     assert all(counts(program) for program in programs)
-    assert not told(judged([Case(program, seed, 4) for seed, program in enumerate(programs)]))
+    return len(programs), wrong([Case(program, seed, 4) for seed, program in enumerate(programs)])
+
+
+def innocents() -> tuple[list[str], Wrong]:
+    programs = [hi.parse(path.read_text(), path.name) for path in sorted(COUNTEREXAMPLES.glob("innocent*.hir"))]
+    return [program.name for program in programs if accepted(program)], wrong([Case(p, 1, 10) for p in programs])
+
+
+def promised() -> Wrong:
+    with PROMISES["a_queue_for_each_order"].believed():  # by the simulated ranks, too, which refuse that program
+        return wrong([Case(of(name), 1, 24) for name in PROMISES])
+
+
+def one_that_hangs() -> Wrong:
+    real_ranks.expected = lambda case: [[]]  # simulated ranks would say so at once
+    right = of("one_call")
+    return wrong([Case(right, 1, 0), Case(hi.parse(HANGS), 1, 1), Case(right, 2, 0)], patience=3.0)
+
+
+# Tests ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("ranks", "seeds"), [(2, 20), (3, 10), (4, 5)])
+def test_random_programs_that_the_checker_accepts_are_right(ranks: int, seeds: int) -> None:
+    run, odd = fresh(random_programs, ranks, seeds)
+    assert not odd
+    assert run >= seeds / 2
 
 
 def test_counterexamples_that_are_right_are_accepted_and_right() -> None:
-    programs = [hi.parse(path.read_text(), path.name) for path in COUNTEREXAMPLES if path.name.startswith("innocent")]
-    assert all(accepted(program) for program in programs)
-    assert not told(judged([Case(program, 1, 10) for program in programs]))
+    let_pass, odd = fresh(innocents)
+    assert not odd
+    assert len(let_pass) == 5
 
 
 def test_the_checker_refuses_what_each_promise_would_let_pass() -> None:
@@ -50,6 +89,10 @@ def test_the_checker_refuses_what_each_promise_would_let_pass() -> None:
 
 
 def test_real_ranks_show_each_promise_to_be_false() -> None:
-    with PROMISES["a_queue_for_each_order"].believed():  # by the simulated ranks, too, which refuse that program
-        wrong = told(judged([Case(of(name), 1, 24) for name in PROMISES]))
-    assert wrong.keys() == PROMISES.keys()
+    assert fresh(promised).keys() == PROMISES.keys()
+
+
+def test_a_program_that_hangs_is_named_and_those_behind_it_run() -> None:
+    (said,) = fresh(one_that_hangs).values()
+    assert "hangs: " in said
+    assert "wait_signal %f[0] >= 1" in said
