@@ -266,10 +266,10 @@ def _run(options: argparse.Namespace) -> int:
     if program.phase is Phase.HOST:
         verify(program)
     host = _lowered(program, sizes, options)
-    if program.phase is Phase.HOST and not options.no_check:
+    if not options.no_check:
         host.check_sizes(sizes)
         try:
-            prove(host, {name: value for name, value in sizes.items() if name in host.size_names})
+            prove(host, sizes)
         except HostIRError as findings:
             if all(found.kind for found in findings.diagnostics):
                 findings.add_note(REFUSED)

@@ -158,13 +158,14 @@ def test_proving_raises_all_errors() -> None:
     ],
     ids=["too long", "no small sizes"],
 )
-def test_what_was_not_looked_at_is_an_error_and_no_proof_and_runs_with_a_warning(unseen: Program, why: str) -> None:
+def test_what_was_not_looked_at_is_an_error_and_no_proof(unseen: Program, why: str) -> None:
     (found,) = hi.check(unseen)
     assert (found.level, found.kind) == ("error", "unchecked")
     assert f"@p was not checked for races: {why}" in found.message
     for _ in range(2):
-        with pytest.warns(RuntimeWarning, match=f"not checked for races: {why}"):
-            assert prove(unseen) is unseen
+        with pytest.raises(HostIRError, match=f"not checked for races: {why}") as refused:
+            prove(unseen)
+        assert "or run it unproved: check=False, --no-check" in str(refused.value)
     with pytest.raises(HostIRError, match="not checked for races"):
         repair(unseen)
 
