@@ -7,14 +7,14 @@ are those of docs/memory-model.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hostir.ir.check.alike import Alike, alike
 from hostir.ir.check.findings import Finding, Words
 from hostir.ir.check.kernels import calls_needed, kernels_in_the_way
 from hostir.ir.check.order import Order
-from hostir.ir.check.races import Memory
+from hostir.ir.check.races import Conflict, Memory
 from hostir.ir.check.stuck import circles, flags_out_of_order
 from hostir.ir.check.tracer import Tracer
 from hostir.ir.check.views import Buffer
@@ -113,8 +113,23 @@ def _findings(program: Program, order: Order) -> list[Diagnostic]:
         memory.finish()
         found += words.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
         found += words.leaks(_leaked(order.ranks))
-    found += [words.conflict(c, times) for c, times in memory.conflicts.values()]
+    found += [words.conflict(c, times) for c, times in _telling(memory.conflicts.values())]
     return sorted(found, key=_in_program_order)
+
+
+def _telling(conflicts: Iterable[tuple[Conflict, int]]) -> list[tuple[Conflict, int]]:
+    """The conflicts without races with an `allocate` where another says which order between these streams is missing."""
+    every = list(conflicts)
+    streams = {(id(c.second.event.statement), c.first.event.stream) for c, _ in every if c.first and not _of_new(c)}
+    return [(c, n) for c, n in every if not (_of_new(c) and _sides(c) in streams)]
+
+
+def _of_new(conflict: Conflict) -> bool:
+    return conflict.first is not None and conflict.first.event.verb == "allocates"
+
+
+def _sides(conflict: Conflict) -> tuple[int, str]:
+    return id(conflict.second.event.statement), conflict.first.event.stream if conflict.first else ""
 
 
 def _leaked(tracers: Sequence[Tracer]) -> list[Buffer]:
