@@ -118,7 +118,7 @@ def _findings(program: Program, order: Order) -> list[Diagnostic]:
 
 
 def _telling(conflicts: Iterable[tuple[Conflict, int]]) -> list[tuple[Conflict, int]]:
-    """The conflicts without races with an `allocate` where another says which order between these streams is missing."""
+    """The conflicts; those with an `allocate` only where no other tells which order between two streams is missing."""
     every = list(conflicts)
     streams = {(id(c.second.event.statement), c.first.event.stream) for c, _ in every if c.first and not _of_new(c)}
     return [(c, n) for c, n in every if not (_of_new(c) and _sides(c) in streams)]
