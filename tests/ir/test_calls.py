@@ -10,8 +10,8 @@ import hostir as hi
 from hostir.ir import Program
 from hostir.ir.check.orders import JOIN, analyse
 from hostir.ir.source import UNCHECKED
-from tests.mutation import errors, originals
 from tests.mutants import mutants
+from tests.mutation import errors, originals
 
 # The signal of a call waits for a relu two calls before: z, in the call before, for y, which is behind that relu.
 # Either rank's kernel of call 3 may keep the relu of call 1 from its SMs, and the other's signal with it.
