@@ -117,7 +117,7 @@ def check(
         program: what to check.
         ranks: how many the caller reckons with; a finding where the program's meshes name others.
         sizes: of symbols, to unroll loops with; those left out get small values that fit.
-        calls: how many calls follow each other; left out, as many as show what any number would.
+        calls: how many calls follow each other; unless given, as many as show what any number would.
     """
     from hostir.dsl import Fusion
 

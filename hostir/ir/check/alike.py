@@ -209,12 +209,18 @@ class Alike(Order):
 
 
 def _at(number: Any, rank: int) -> int:
-    return int(number.values[rank]) if isinstance(number, PerRank) else number
+    """The value of a number on a rank."""
+    return int(number.values[rank]) if isinstance(number, PerRank) else int(number)
+
+
+def _differs(number: object) -> bool:
+    """Whether a number differs from rank to rank."""
+    return isinstance(number, PerRank)
 
 
 def _access(access: Access, rank: int) -> Access:
     """An access as a rank makes it."""
-    if not isinstance(access.region.offset, PerRank):
+    if not _differs(access.region.offset):
         return access
     return replace(access, region=Region(_at(access.region.offset, rank), access.region.dims))
 
@@ -238,11 +244,10 @@ class _Rotation:
         awaited = {id(flag) for kernel in self.tracer.kernels for flag in kernel.waits}
         accesses = [access for event in self.tracer.events for access in event.accesses]
         flags = [flag for flag in (*self.tracer.signals, *self.tracer.waits) if id(flag) not in awaited]
-        for name, address in [
-            *((access.buffer.name, access.region.offset) for access in accesses),
-            *((flag.flags, flag.slot) for flag in flags),
-        ]:
-            if isinstance(address, PerRank):
+        addresses: list[tuple[str, Any]] = [(access.buffer.name, access.region.offset) for access in accesses]
+        addresses += [(flag.flags, flag.slot) for flag in flags]
+        for name, address in addresses:
+            if _differs(address):
                 self._need(name, _step(address.values.tobytes()))
         for kernel in self.tracer.kernels:
             self._kernel(kernel)
@@ -251,7 +256,7 @@ class _Rotation:
             if step is not None and id(access) not in self.blocks:
                 self._region(access.region, step)
         for flag in flags:
-            if not isinstance(flag.epoch[1], int) or (isinstance(flag.slot, int) and flag.flags in self.steps):
+            if _differs(flag.epoch[1]) or (not _differs(flag.slot) and flag.flags in self.steps):
                 raise UnlikeError
 
     def _need(self, buffer: str, step: int) -> None:
@@ -259,8 +264,8 @@ class _Rotation:
             raise UnlikeError
 
     def _region(self, region: Region, step: int) -> None:
-        turns = isinstance(region.offset, PerRank)
-        if not (_one_place if turns else _all_places)(_at(region.offset, 0), region.dims, step, self.count):
+        fits = _one_place if _differs(region.offset) else _all_places
+        if not fits(_at(region.offset, 0), region.dims, step, self.count):
             raise UnlikeError
 
     def _kernel(self, kernel: Kernel) -> None:
@@ -276,7 +281,7 @@ class _Rotation:
             rows = offsets[1] - offsets[0]
             if not rows and all(offset is offsets[0] or offset == offsets[0] for offset in offsets):
                 continue  # what every block reads
-            if not isinstance(rows, int) or rows <= 0:
+            if _differs(rows) or rows <= 0:
                 raise UnlikeError
             self._need(same[0].buffer.name, rows * step)
             for i, access in enumerate(same):

@@ -47,7 +47,7 @@ def look(program: Program, sizes: Mapping[str, int] | None = None, calls: int | 
     order = alike(program, bound, number)
     if order is None:
         return analyse(program, sizes, calls)
-    found = _findings(program, order)
+    found = findings_of(program, order)
     more = not found and not calls and calls_needed(order, program.ranks) > number
     if more or (found and _statements(program, bound, number) <= MOST):
         return analyse(program, sizes, calls)
@@ -94,14 +94,14 @@ def _walked(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
     if problems := {key: problem for tracer in tracers for key, problem in tracer.problems.items()}:
         return Analysis(sorted(problems.values(), key=_in_program_order), None, sizes, calls)
     order = Order(tracers)
-    return Analysis(_findings(program, order), order, sizes, calls)
+    return Analysis(findings_of(program, order), order, sizes, calls)
 
 
 def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
     return program.ranks * calls * unrolled(program.body, sizes)
 
 
-def _findings(program: Program, order: Order) -> list[Diagnostic]:
+def findings_of(program: Program, order: Order) -> list[Diagnostic]:
     """What is wrong with an order, errors first."""
     words = Words(program)
     if order.troubles:
