@@ -223,7 +223,9 @@ def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
 
 def _beside(a: Box, b: Box) -> bool:
     """Whether two boxes are one, or sides of one communication: ranks order each other's only where these meet."""
-    return a is b or (a.rank != b.rank and a.lane == b.lane == COMMUNICATION)
+    if a is b or a.rank == b.rank or not a.lane == b.lane == COMMUNICATION:
+        return a is b
+    return a.word == b.word or all(isinstance(box.events[0].statement, Message) for box in (a, b))
 
 
 def _stack(boxes: Iterable[Box]) -> None:
