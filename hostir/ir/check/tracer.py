@@ -243,11 +243,16 @@ class Tracer(Observer):
         span = at or (self.statement.span if self.statement else None)
         self.problems.setdefault((id(self.statement), message), Diagnostic(message, span, expected, hint, notes))
 
-    def use(self, *views: View | None) -> None:
-        """The current statement touches these views: none of them may have been freed."""
-        for x in views:
-            if x is not None and (freed := self.freed.get(x.buffer)):
-                self.refuse(f"%{x.buffer.name} is used after it was freed", notes=((freed.span, "freed here"),))
+    def use(self, out: View | None, *reads: View | None) -> None:
+        """The current statement writes one view and reads others: none of them may have been freed."""
+        s, read = self.statement, [x for x in reads if x is not None]
+        if s is None or not self.freed:
+            return
+        for value, x in (*zip(s.values(Codec.READ), read, strict=False), (next(s.values(Codec.WRITE), None), out)):
+            if x is not None and value is not None and (freed := self.freed.get(x.buffer)):
+                name = x.buffer.name
+                what = "it was freed" if value.name == name else f"%{name} was freed, of which it is a view"
+                self.refuse(f"{value} is used after {what}", notes=((freed.span, "freed here"),))
 
     def overwrite(self, out: View | None, *reads: View | None) -> None:
         """The current statement writes one view and reads others: none of them may overlap it."""
@@ -312,13 +317,12 @@ class Tracer(Observer):
 
     def compute(self, kind: str, out: View, operands: Sequence[View | None], options: Mapping[str, Any]) -> None:
         ready = options.get("ready")
-        self.use(out, *operands)
+        own = ready.own if isinstance(ready, Ready) else None
+        self.use(out, *operands, own)
+        self.overwrite(out, *operands, own)
         if isinstance(ready, Ready):
-            self.use(ready.own)
-            self.overwrite(out, *operands, ready.own)
             self._waiting(out, operands, ready)
             return
-        self.overwrite(out, *operands)
         reads = [access(x, "reads") for x in operands if x is not None]
         self.step("runs", [*reads, access(out, "writes")], sms=True)
 
@@ -355,7 +359,7 @@ class Tracer(Observer):
                 raise self.fail(f"it {does} {layout}", expected="a dense tensor", hint="copy it first")
         reads = [access(x, "reads")] if x and exchange.takes(self.rank) else []
         writes = [access(out, "writes")] if out and exchange.gives(self.rank) else []
-        self.use(x if reads else None, out if writes else None)
+        self.use(out if writes else None, x if reads else None)
         if reads and writes:
             self.overwrite(out, x)
         message = exchange.kind in ("send", "recv", "exchange")
@@ -419,7 +423,7 @@ class Tracer(Observer):
             raise self.fail(message, expected="parts of one rank that have nothing in common, or are one view")
         if sms and not (x.dense and out.dense):
             raise self.fail("SMs copy between dense tensors", hint="copy to a buffer first, or leave out 'by ... sms'")
-        self.use(x, out)
+        self.use(out, x)
         accesses = [access(x, "reads", source), access(out, "writes", target)]
         if sms:
             self.push("copies", accesses)
