@@ -11,7 +11,7 @@ from hostir.ir.op import Codec, Phase
 from hostir.ir.program import Program
 from hostir.ir.source import error
 from hostir.runtime.recorder import record
-from hostir.runtime.sharding import solve_sizes
+from hostir.runtime.sharding import bind_sizes, solve_sizes
 from hostir.runtime.tensors import share_memory, without_plain_memory
 
 
@@ -75,6 +75,18 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
         sizes = solve_sizes(program, mine, sizes, rank=rank, device="cpu")
     for rank, mine in odd:
         record(program, rank, sizes, mine)
+
+
+def sizes_of(program: Program, inputs: Sequence[Any], given: Mapping[str, int]) -> Mapping[str, int] | None:
+    """The sizes of a call of the local machine; None where inputs are neither all whole nor all in parts."""
+    if all(isinstance(x, torch.Tensor) for x in inputs):
+        return bind_sizes(program, inputs, given, device="cpu")
+    if not all(isinstance(x, list | tuple) and len(x) == program.ranks for x in inputs):
+        return None  # which is said where they are taken apart
+    for rank, mine in enumerate(zip(*inputs, strict=True)):
+        given = solve_sizes(program, mine, given, rank=rank, device="cpu")
+    program.check_sizes(dict(given))
+    return given
 
 
 def _not_dense(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Buffers in `hostir.check`: what a statement may overwrite, who frees them and when, and whether outputs are written."""
+"""Buffers in `hostir.check`: what a statement may overwrite, who frees them, and whether outputs are written."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def findings(body: str, outputs: str = "") -> list[Diagnostic]:
         "for %i in 0..3 {\n%k = select %c[%i]\n%l = select %c[%i / 2]\nmatmul %k, %b -> %l\n}",
         "for %i in 0..4 {\n%k = select %c[%i]\n%l = select %c[(%i + 4) % 4]\nmatmul %k, %b -> %l\n}",
         "%k = chunk %c[%me of 2]\n%l = chunk %c[1 of 2]\nmatmul %k, %b -> %l",
-        "%k = chunk %c[%me of 2]\n%l = chunk %c[%me of 2]\n%h = exchange %k to 1 - %me, %l from 1 - %me over didx\nwait %h",
+        "%k = chunk %c[%me of 2]\n%l = chunk %c[%me of 2]\n"
+        "%h = exchange %k to 1 - %me, %l from 1 - %me over didx\nwait %h",
     ],
 )
 def test_a_result_on_top_of_an_operand_is_a_finding(body: str) -> None:

@@ -43,7 +43,9 @@ class MissingFlags:
 
     def signals(self, waiting: Event) -> Iterator[Edits]:
         """One statement that sends of a flag what is waited for and nobody sends; best behind copies to the peer."""
-        flags = next(f for f in self.flags if f.name in self.unsent and _names(waiting.statement, f))
+        flags = next((f for f in self.flags if f.name in self.unsent and _names(waiting.statement, f)), None)
+        if flags is None:
+            return
         missing, sent = self.unsent[flags.name], self.sent.get(flags.name, set())
         found: list[tuple[bool, int, int, Edits]] = []
         for place, before in self._behind():

@@ -66,7 +66,7 @@ class Repairer:
     """What every look at a program has in common."""
 
     sizes: Mapping[str, int] | None
-    calls: int
+    calls: int | None
 
     def look(self, program: Program, added: tuple[Block, ...] = ()) -> Look:
         if unsound := check_structure(program):
@@ -141,7 +141,7 @@ class Repairer:
         return self.look(look.program.with_body(without(look.program.body, piece)))
 
 
-def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int = 2) -> Program:
+def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Program:
     """The program with the least synchronisation put in, and frees, with which `check` finds nothing in it.
 
     Least is what leaves the shortest chain of work (computations, communications and copies, each counting one) over
@@ -152,7 +152,7 @@ def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int 
     Args:
         program: a host program.
         sizes: of symbols, as for `check`.
-        calls: how many calls follow each other.
+        calls: how many calls follow each other; unless given, as many as show what any number would.
 
     Raises:
         HostIRError: naming what putting in cannot repair, with what to do about it.
@@ -178,7 +178,7 @@ def difference(before: Program, after: Program) -> str:
     return "".join(difflib.unified_diff(old, new, name, name))
 
 
-def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: int = 2) -> list[Diagnostic]:
+def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> list[Diagnostic]:
     """Warnings about synchronisation without which nothing more is found in the program, all of it taken out at once.
 
     Synchronises, waits, barriers, signals, and loops of nothing else are tried in program order, outer before inner.

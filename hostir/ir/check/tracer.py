@@ -6,15 +6,15 @@ as they do on every machine; its tensors are regions of buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from hostir.ir.check.views import Access, Buffer, View, access, dense, rows_of, strides_in, whole
 from hostir.ir.host_ops import Allocate
 from hostir.ir.interpret import Observer, interpret
-from hostir.ir.machine import Exchange, Ready
+from hostir.ir.machine import Exchange, Frame, Ready
 from hostir.ir.onesided_ops import AllocateSymmetric
 from hostir.ir.op import Codec, Phase, Statement
 from hostir.ir.program import Program
@@ -41,6 +41,7 @@ class Event:
         verb: what it does, for messages; `statement` is None for what the caller does.
         sms: whether it needs SMs.
         small: whether it needs but the one that a kernel which waits leaves to what was issued before it in its call.
+        seen: makes its clock of that of what it follows; None where the two are the same.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class Event:
     accesses: list[Access] = field(default_factory=list)
     sms: bool = False
     small: bool = False
+    seen: Callable[[Any], Any] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -115,6 +117,8 @@ class Kernel:
 class Tracer(Observer):
     """One rank. After `call`s, `events` holds what it issued, and the rest what must be matched with other ranks."""
 
+    frame: ClassVar[type[Frame]] = Frame
+
     def __init__(self, rank: int, program: Program, sizes: Mapping[str, int]) -> None:
         self.rank: int = rank
         self.program = program
@@ -155,7 +159,7 @@ class Tracer(Observer):
         """One call: inputs arrive on the caller's stream; at its end outputs are read there, and all is overwritten."""
         self.current, self.statement, self.rounds = CALLER, None, ()
         self.step("writes", [access(x, "writes") for x in self.inputs if x])
-        handles = interpret(self.program, self, self.sizes, self.inputs, observer=self)
+        handles = interpret(self.program, self, self.sizes, self.inputs, self, self.frame)
         outputs: list[View | None] = [h for h in handles if h is None or isinstance(h, View)]
         self.outputs.append(outputs)
         for statement in self.flying.values():
@@ -329,7 +333,8 @@ class Tracer(Observer):
                 layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
                 raise self.fail(f"rows of {layout}", expected="rows with one stride", hint="copy it first")
         for i in range(ready.blocks):
-            own, rows = ready.own if i == ready.first else None, rows_of(a, i, ready.blocks)
+            own = ready.own if ready.own is not None and i == ready.first else None
+            rows = rows_of(a, i, ready.blocks)
             reads = [access(x, "reads") for x in (*others, *([] if own is None else [own]))]
             left = access(rows, "reads" if own is None else "undefines")
             accesses = [*reads, left, access(rows_of(out, i, ready.blocks), "writes")]
