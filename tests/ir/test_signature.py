@@ -325,6 +325,30 @@ def test_the_extent_of_one_axis_decides_whether_a_part_is_dense() -> None:
             prove(program, {"M": m})
 
 
+def test_views_that_are_one_by_chance_are_proved_for_that_size_alone() -> None:
+    body = """  %y: f32[M, M] = allocate
+  %t: f32[M, M] = permute %y (1, 0)
+  relu %x -> %y
+  relu %y -> %t"""
+    program = text(body, "%x: f32[M, M]", ranks=1)
+    assert prove(program, {"M": 1}) is program
+    for m in (2, 3):
+        with pytest.raises(HostIRError, match="writes %t while it reads %y"):
+            prove(program, {"M": m})
+
+
+def test_an_axis_of_extent_one_does_not_make_two_views_of_one() -> None:
+    body = """  %y: f32[M, 4, 2] = allocate
+  %t: f32[M, 4] = select %y[0] axis 2
+  %u: f32[M, 4] = reshape %t
+  relu %x -> %t
+  relu %t -> %u
+  %w = select %y[1] axis 2
+  relu %x -> %w"""
+    program = text(body, "%x: f32[M, 4]", ranks=1)
+    assert verdict(program, {"M": 1}) == verdict(program, {"M": 3}) == []
+
+
 def test_sizes_that_do_not_divide_are_proved_or_refused_as_they_are() -> None:
     body = "  %y: f32[M] = allocate\n  %y_1 = chunk %y[0 of 4]\n  relu %x -> %y"
     program = text(body, "%x: f32[M]", ranks=1)

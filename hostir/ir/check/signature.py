@@ -15,8 +15,9 @@ that cube: by its position, whatever the extents.
 So with these numbers the same, each view is the same part of its buffer's cube, and with every division exact its
 boundaries lie between cells. Two parts meet, or some cover another, as sets; and whether sets made of whole cells do so
 does not depend on how fine the cells are. Whether a view exists and is dense follows from strides, which are formulas,
-too: where these say so, it is so for all sizes. Where they do not, two axes are one stretch of memory only if what lies
-between them happens to have extent 1, and then it counts of every extent whether it is 1. How many rounds a loop has
+too, as does whether a statement writes the very view that it reads: where these say so, it is so for all sizes. Where
+they do not, two axes are one stretch of memory, or two views one, only if some axes happen to have extent 1, and then
+it counts of every extent whether it is 1. How many rounds a loop has
 and how many flags there are is the same, so the same statements run. Sizes that ranks compare, of messages and of
 collectives within an `if`, need to be equal in the same places.
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
+from itertools import product as product_of
 from typing import Any
 
 from hostir.ir.comm_ops import Communication
@@ -114,7 +116,8 @@ class _Walk:
         self.groups: list[tuple[int, int]] = []  # where those of each reshape end
         self.symmetric: dict[str, Shape] = {}
         self.strides: dict[str, Shape] = {v.name: _packed(v.tensor.local_shape) for v in program.inputs}
-        self.by_chance = False  # whether a view may exist, or be dense, for some sizes only
+        self.buffers: dict[str, str] = {v.name: v.name for v in program.inputs}  # by the name of a value
+        self.by_chance = False  # whether a view may exist, be dense, or be another view, for some sizes only
         self.fits = True
         self.body(program.body, branch=False)
 
@@ -143,8 +146,11 @@ class _Walk:
             self.by_chance |= not (self.dense(s.x) and self.dense(s.out))
         elif isinstance(s, (Allocate, AllocateSymmetric)):
             shape = s.out.tensor.local_shape
-            self.strides[s.out.name] = _packed(shape)
+            self.strides[s.out.name], self.buffers[s.out.name] = _packed(shape), s.out.name
             self.fits &= isinstance(s, Allocate) or self.symmetric.setdefault(s.out.name, shape) == shape
+        for x, out in product_of(s.values(Codec.READ), s.values(Codec.WRITE)):
+            one = self.buffers[x.name] == self.buffers[out.name]
+            self.by_chance |= one and self.strides[x.name] != self.strides[out.name]
         self.fits &= _is_known(s)
 
     def dense(self, x: Value) -> bool:
@@ -163,7 +169,7 @@ class _Walk:
             strides = self.regrouped(shape, strides, s.out.tensor.local_shape)
         elif not isinstance(s, (Chunk, Shard, AsPartial)):
             strides, self.fits = _packed(s.out.tensor.local_shape), False
-        self.strides[s.out.name] = strides
+        self.strides[s.out.name], self.buffers[s.out.name] = strides, self.buffers[s.x.name]
 
     def regrouped(self, old: Shape, strides: Shape, new: Shape) -> Shape:
         """Axes that merge or split: the extents that say where count. Returns the strides that they have then."""

@@ -172,7 +172,7 @@ class Tracer(Observer):
                 named = f"{value}" if value.name == x.buffer.name else f"{value}, a view of %{x.buffer.name},"
                 self.refuse(f"the output {named} was freed", freed.span)
         self.step("reads", [access(x, "reads") for x in outputs if x])
-        self.step("overwrites", [access(x, "undefines") for x in dict.fromkeys((*self.inputs, *outputs)) if x])
+        self.step("overwrites", [access(x, "undefines") for x in (*self.inputs, *outputs) if x])
         self.turn += 1
 
     def lasting(self) -> Iterator[tuple[Event, Event]]:
@@ -264,7 +264,7 @@ class Tracer(Observer):
         for n, (value, x) in enumerate(zip(s.values(Codec.READ), read, strict=True)):
             if x.buffer is not out.buffer or not x.region.meets(out.region):
                 continue
-            if x == out and s.in_place(n):
+            if x.equals(out) and s.in_place(n):
                 continue
             both = "" if value == result else f" {value}, and both are memory of %{x.buffer.name}"
             self.refuse(
@@ -418,7 +418,7 @@ class Tracer(Observer):
         """It orders nothing."""
 
     def copy(self, x: View, out: View, source: int, target: int, sms: int = 0) -> None:
-        if source == target and x != out and x.buffer is out.buffer and x.region.meets(out.region):
+        if source == target and x.buffer is out.buffer and not x.equals(out) and x.region.meets(out.region):
             message = f"it copies a part of %{x.buffer.name} to another that overlaps it, on one rank"
             raise self.fail(message, expected="parts of one rank that have nothing in common, or are one view")
         if sms and not (x.dense and out.dense):
