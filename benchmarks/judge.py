@@ -35,7 +35,7 @@ else:
 
 HAND_WRITTEN = Path(__file__).parents[1] / "tests" / "cases" / "counterexamples"
 SIZES = {"five_rounds": {"N": 10}}
-CHUNK = 20  # programs that one job of processes runs
+CHUNK = 10  # programs that one job of processes runs
 CALLS_BY_HAND = 200
 RANKS = (2, 3, 4)
 

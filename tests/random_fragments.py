@@ -131,6 +131,19 @@ def put(d: Draft) -> None:
     d.add(f"wait_signal %f[0] >= {d.epochs}", d.elementwise(out, d.write("part", out, x)))
 
 
+def put_twice(d: Draft) -> None:
+    """Two rows to a peer, with two epochs of one flag."""
+    step, d.epochs = d.random.randrange(1, d.ranks), d.epochs + 2
+    pair, rows = d.name("pair"), [d.name("row"), d.name("row")]
+    d.heads.append(f"{pair}: f32[2, {d.ranks}@didx, {d.columns}] = allocate_symmetric")
+    x = d.read("part")
+    for i, row in enumerate(rows):
+        d.add(f"{row} = select {pair}[{i}]", f"put {x} -> {row} at {d.peer(step)} over didx")
+        d.add(f"signal %f[0] = {d.epochs - 1 + i} at {d.peer(step)} over didx")
+    for i, row in enumerate(rows):
+        d.add(f"wait_signal %f[0] >= {d.epochs - 1 + i}", d.elementwise(row, d.write("part", x)))
+
+
 def put_rows(d: Draft) -> None:
     """Each rank's row to all; a barrier says that they are there."""
     x, out, row = d.read("part"), d.write("whole", symmetric=True), d.name("row")
@@ -150,6 +163,13 @@ def push_matmul(d: Draft) -> None:
     """Rows that peers put, each with its flag, and a matmul that waits for them."""
     x, a, row, g, own = d.read("part"), d.write("whole", symmetric=True), d.name("row"), d.name("g"), d.chance(0.4)
     d.heads.append(f"{g}: flag[{d.ranks}] = allocate_symmetric")
+    right = "%k"
+    if d.chance(0.3):  # what they are multiplied with comes from a peer, too
+        right = d.name("k")
+        d.heads.append(f"{right}: f32[{d.columns}, {d.columns}] = allocate_symmetric")
+        d.add(f"put %k -> {right} at {d.peer()} over didx")
+        d.fence()
+        d.turn()
     sms = d.random.choice(("", "", " by 1 sms"))
     d.add(f"{row} = chunk {a}[%r of {d.ranks}]")
     peer = f"(%r + %p + 1) % {d.ranks}"
@@ -160,7 +180,7 @@ def push_matmul(d: Draft) -> None:
     elif d.chance(0.7):
         d.add("set_stream %user")
     out = d.write("whole", a)
-    d.add(f"matmul {a}, %k -> {out} ready {g} >= 1 from %r" + (f" own {x}" if own else ""))
+    d.add(f"matmul {a}, {right} -> {out} ready {g} >= 1 from %r" + (f" own {x}" if own else ""))
     if own:
         d.defined["whole"].discard(a)  # its own rows hold nothing
 
@@ -227,7 +247,7 @@ def collectives_by_rank(d: Draft) -> None:
 Fragment = Callable[[Draft], None]
 PLAIN = (compute, compute_on_one_rank, compute_rows, keep_one_rank_busy, temporary, pipeline_on_one_rank)
 COMMUNICATE = (allgather, allreduce, reduce_scatter, alltoall, transfer, exchange, send, pipeline, collectives_by_rank)
-FLAGGED = (put, put, push_matmul)
+FLAGGED = (put, put_twice, push_matmul)
 COPIES = (put_rows, get)
 FRAGMENTS = (*PLAIN, *COMMUNICATE, *COMMUNICATE, *FLAGGED, *COPIES)  # as often as they are to be drawn
 

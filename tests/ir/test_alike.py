@@ -16,7 +16,7 @@ from hostir import knobs
 from hostir.ir import Program
 from hostir.ir.check import check_structure
 from hostir.ir.check.alike import PerRank, UnlikeError, alike
-from hostir.ir.check.orders import analyse, findings_of
+from hostir.ir.check.orders import analyse, findings_of, look
 from hostir.ir.check.witness import small_sizes
 from hostir.lower import STRATEGIES
 from tests.mutants import mutants
@@ -66,6 +66,13 @@ def test_ranks_are_alike_that_do_the_same_one_place_further_on(body: str) -> Non
 @pytest.mark.parametrize("body", UNLIKE)
 def test_ranks_are_not_alike_that_differ_in_more_than_their_place(body: str) -> None:
     assert order_of(body) is None
+
+
+def test_an_output_may_be_another_part_on_each_rank() -> None:
+    text = HEAD.replace("(%y)", "(%mine)") + "%t: f32[4, 8] = allocate\nadd %t, %t -> %t\n%mine = chunk %t[%r of 4]\n}"
+    program = hi.parse(text)
+    assert alike(program, {}, 2) is not None
+    assert [found.kind for found in look(program).findings] == [found.kind for found in analyse(program).findings]
 
 
 @pytest.mark.parametrize("compute", [operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod])

@@ -1,4 +1,4 @@
-"""Buffers in `hostir.check`: what a statement may overwrite, who frees them, and whether outputs are written."""
+"""Buffers in `hostir.check`: what a statement may overwrite, who frees them and when, and who writes outputs."""
 
 from __future__ import annotations
 
@@ -94,8 +94,13 @@ def test_the_same_view_elementwise_and_memory_apart_are_sound(body: str) -> None
 @pytest.mark.parametrize(
     ("body", "lines", "message"),
     [
-        ("%v = select %c[0]\nfree %c\n%w = select %a[1]\nrelu %v -> %w", (7, 5), "%c is used after it was freed"),
+        (
+            "%v = select %c[0]\nfree %c\n%w = select %a[1]\nrelu %v -> %w",
+            (7, 5),
+            "%v is used after %c was freed, of which it is a view",
+        ),
         ("%v = select %c[0]\nfree %v\nrelu %c -> %c", (6, 5), "%c is used after it was freed"),
+        ("free %c\n%v = select %c[0]\nrelu %v -> %v", (6, 4), "%v is used after %c was freed, of which it is a view"),
         ("free %c\nmatmul %c, %b -> %a", (5, 4), "%c is used after it was freed"),
         ("free %c\n%h = allgather %s -> %c over didx\nwait %h", (5, 4), "%c is used after it was freed"),
         ("free %c\n%h = send %c to 1 - %me over didx\nwait %h", (5, 4), "%c is used after it was freed"),

@@ -36,6 +36,70 @@ def test_a_worker_that_forks_and_joins_is_ordered() -> None:
     assert kinds(program(f"  set_stream 0\n{FORK}  relu %x -> %y\n{JOIN}")) == []
 
 
+REUSED = """hostir 1
+mesh @mesh [didx] = 0
+program @reused(%x: f32[4, 4]) -> (%y, %z) streams 1 {
+  %user = current_stream
+  %y: f32[4, 4] = allocate
+  %z: f32[4, 4] = allocate
+  set_stream 0
+  synchronize %user
+  set_stream %user
+  %u: f32[4, 4] = allocate
+  relu %x -> %u
+  matmul %u, %u -> %y
+  free %u
+  %t: f32[4, 4] = allocate
+  set_stream 0
+ORDER  gelu %x -> %t
+  relu %t -> %z
+  set_stream %user
+  synchronize 0
+  free %t
+}
+"""
+
+
+def test_memory_is_the_streams_that_allocated_it_until_others_have_waited_for_that_stream() -> None:
+    """Whoever had it before may still use it there."""
+    (found,) = hi.check(hi.parse(REUSED.replace("ORDER", ""), "reused.hir"))
+    assert (
+        found.message == "race on %t: 'gelu %x -> %t' writes it, while '%t: f32[4, 4] = allocate' may not have given it"
+    )
+    assert found.hint.startswith("on stream 0, 'synchronize %user' before it")
+    assert found.expected == "an order between the caller's stream of rank 0 and stream 0 of rank 0"
+    assert [(span.line, text) for span, text in found.notes if span] == [
+        (14, "rank 0, the caller's stream, call 1: '%t: f32[4, 4] = allocate'"),
+        (16, "rank 0, stream 0, call 1: 'gelu %x -> %t'"),
+    ]
+    assert hi.check(hi.parse(REUSED.replace("ORDER", "  synchronize %user\n"))) == []
+    there = REUSED.replace(
+        "  %t: f32[4, 4] = allocate\n  set_stream 0\n", "  set_stream 0\n  %t: f32[4, 4] = allocate\n"
+    )
+    assert hi.check(hi.parse(there.replace("ORDER", ""))) == []
+
+
+def test_a_read_before_memory_is_given_is_told_of_whoever_wrote_there() -> None:
+    body = "  %t: f32[4, 6] = allocate\n  set_stream 0\n  {}relu %t -> %y\n" + JOIN + "  free %t\n"
+    head = "  set_stream 0\n  synchronize %user\n  set_stream %user\n"
+    written = program(head + body.format("relu %x -> %t\n  "))
+    assert [d.message.split(", while")[0] for d in hi.check(written)] == ["race on %t: 'relu %x -> %t' writes it"]
+    assert kinds(program(head + body.format(""))) == ["unwritten"]
+
+
+def test_the_caller_leaves_a_symmetric_output_undefined_for_the_next_call() -> None:
+    body = "  %s: f32[4, 6] = allocate_symmetric\n{}  relu %s -> %y\n{}"
+    copy = "  copy %x -> %s\n"
+    assert kinds(program(body.format(copy, ""), outputs="%y, %s")) == []
+    kept = body.format("", copy)  # each call reads what the one before has written
+    nobody = "'relu %s -> %y' reads %s, parts of which nobody has written"
+    assert [d.message for d in hi.check(program(kept))] == [nobody]
+    assert [d.message for d in hi.check(program(kept, outputs="%y, %s"))] == [
+        nobody,
+        "'relu %s -> %y' reads %s, rows of which the caller leaves undefined",
+    ]
+
+
 def test_without_a_fork_the_input_and_without_a_join_the_output_is_raced_for() -> None:
     assert kinds(program(f"  set_stream 0\n  relu %x -> %y\n{JOIN}")) == ["race"]
     found = hi.check(program(f"  set_stream 0\n{FORK}  relu %x -> %y\n"))

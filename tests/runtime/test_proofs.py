@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hostir as hi
-from hostir.ir.check import _signature, orders
+from hostir.ir.check import forget, orders
 from hostir.ir.program import Program
 from hostir.runtime.executor import Executor
 from hostir.runtime.whole import run
@@ -100,7 +100,7 @@ def test_one_proof_is_good_for_all_sizes_that_it_holds_for(machine: str, monkeyp
     analysed: list[Any] = []
     analyse = orders.analyse
     monkeypatch.setattr(orders, "analyse", lambda *given: analysed.append(given) or analyse(*given))
-    _signature.cache_clear()  # what is known of the same program on another machine
+    forget()  # what other machines proved
     body = "%c: f32[M, 5] = allocate\n  matmul %a, %b -> %c"
     executor = made(alone(body, "%a: f32[M, 11], %b: f32[11, 5]"), machine)
     for m in (3, 4, 64, 1, 3):

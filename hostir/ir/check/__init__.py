@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from hostir.ir.check.signature import Signature
+from hostir.ir.check.signature import Signature, forget_forms
 from hostir.ir.check.structure import check_structure, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
@@ -75,8 +75,14 @@ def _signature(program: Program) -> Signature:
     return Signature(program)
 
 
+def forget() -> None:
+    """Forgets what was proved: for tests and benchmarks."""
+    _signature.cache_clear()
+    forget_forms()
+
+
 def _refused(unchecked: Diagnostic) -> Diagnostic:
     return replace(unchecked, hint=f"{unchecked.hint}; or run it unproved: check=False, --no-check")
 
 
-__all__ = ["check", "check_structure", "prove", "verify"]
+__all__ = ["check", "check_structure", "forget", "prove", "verify"]

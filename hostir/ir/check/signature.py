@@ -15,8 +15,9 @@ that cube: by its position, whatever the extents.
 So with these numbers the same, each view is the same part of its buffer's cube, and with every division exact its
 boundaries lie between cells. Two parts meet, or some cover another, as sets; and whether sets made of whole cells do so
 does not depend on how fine the cells are. Whether a view exists and is dense follows from strides, which are formulas,
-too: where these say so, it is so for all sizes. Where they do not, two axes are one stretch of memory only if what lies
-between them happens to have extent 1, and then it counts of every extent whether it is 1. How many rounds a loop has
+too, as does whether a statement writes the very view that it reads: where these say so, it is so for all sizes. Where
+they do not, two axes are one stretch of memory, or two views one, only if some axes happen to have extent 1, and then
+it counts of every extent whether it is 1. How many rounds a loop has
 and how many flags there are is the same, so the same statements run. Sizes that ranks compare, of messages and of
 collectives within an `if`, need to be equal in the same places.
 
@@ -25,8 +26,10 @@ Where a statement does not fit this form, all sizes of the program count as they
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import pairwise
+from itertools import product as product_of
 from typing import Any
 
 from hostir.ir.comm_ops import Communication
@@ -66,37 +69,40 @@ WHOLE = (
 class Signature:
     """Of a host program whose structure is sound. `of` gives the same for sizes that one proof is good for.
 
+    Programs that differ in sizes alone share their proofs, be they symbols or numbers.
+
     Fields:
         names: the symbols of the program.
-        proved: for which signatures the program was found right.
+        proved: for which signatures programs of this form were found right.
     """
 
     def __init__(self, program: Program) -> None:
+        self.program = program
         self.names = program.size_names
-        self.proved: set[Key] = set()
-        every = dict.fromkeys(sizes_of(program))
-        extents = dict.fromkeys(n for v in values_of(program) for n in v.tensor.local_shape)
         walk = _Walk(program)
-        self.exact = _symbolic(walk.exact if walk.fits else every)
-        self.extents = _symbolic(extents) if walk.by_chance else []
-        self.whole = _symbolic([*every, *walk.whole])
-        self.compared = walk.compared
+        every = list(sizes_of(program))
+        extents = [n for v in values_of(program) for n in v.tensor.local_shape]
+        self.exact = walk.exact if walk.fits else every
+        self.extents = extents if walk.by_chance else []
+        self.whole = [size for size in dict.fromkeys([*every, *walk.whole]) if size.value is None]
+        self.compared = [shapes if len(set(shapes)) > 1 else [] for shapes in (walk.messages, walk.apart)]
+        self.proved = _proved((*_form(program), walk.fits, walk.by_chance, tuple(walk.groups)))
 
     def of(self, sizes: Mapping[str, int]) -> Key:
-        """The signature of sizes for all symbols; of those that a division does not fit, the sizes themselves."""
-        alone = tuple(sorted(sizes.items()))
+        """The signature of sizes for all symbols; of those that a division does not fit, they and the program."""
+        alone = (self.program, *sorted(sizes.items()))
         if min(sizes.values(), default=1) < 1:
             return alone
         try:
-            exact = [size.bind(sizes) for size in self.exact]
-            ones = [size.bind(sizes) == 1 for size in self.extents]
             for size in self.whole:
                 size.bind(sizes)
-            compared = [tuple([size.bind(sizes) for size in shape]) for shape in self.compared]
+            exact = [size.bind(sizes) for size in self.exact]
+            ones = [size.bind(sizes) == 1 for size in self.extents]
+            compared = [[tuple([n.bind(sizes) for n in shape]) for shape in shapes] for shapes in self.compared]
         except HostIRError:
             return alone
-        first = [compared.index(shape) for shape in compared] if len(compared) > 1 else []
-        return (*exact, *ones, *first)
+        same = [tuple(map(shapes.index, shapes)) for shapes in compared]
+        return tuple(exact), tuple(ones), tuple(same)
 
 
 class _Walk:
@@ -107,17 +113,13 @@ class _Walk:
         self.whole: list[Size] = []
         self.messages: list[Shape] = []  # element counts
         self.apart: list[Shape] = []  # shapes of collectives that not all ranks may issue together
+        self.groups: list[tuple[int, int]] = []  # where those of each reshape end
         self.symmetric: dict[str, Shape] = {}
         self.strides: dict[str, Shape] = {v.name: _packed(v.tensor.local_shape) for v in program.inputs}
-        self.by_chance = False  # whether a view may exist, or be dense, for some sizes only
+        self.buffers: dict[str, str] = {v.name: v.name for v in program.inputs}  # by the name of a value
+        self.by_chance = False  # whether a view may exist, be dense, or be another view, for some sizes only
         self.fits = True
         self.body(program.body, branch=False)
-
-    @property
-    def compared(self) -> list[Shape]:
-        """The shapes that ranks compare, where they are different formulas."""
-        found = [list(dict.fromkeys(shapes)) for shapes in (self.messages, self.apart)]
-        return [shape for shapes in found if len(shapes) > 1 for shape in shapes]
 
     def body(self, body: tuple[Statement, ...], branch: bool) -> None:
         for s in body:
@@ -144,8 +146,11 @@ class _Walk:
             self.by_chance |= not (self.dense(s.x) and self.dense(s.out))
         elif isinstance(s, (Allocate, AllocateSymmetric)):
             shape = s.out.tensor.local_shape
-            self.strides[s.out.name] = _packed(shape)
+            self.strides[s.out.name], self.buffers[s.out.name] = _packed(shape), s.out.name
             self.fits &= isinstance(s, Allocate) or self.symmetric.setdefault(s.out.name, shape) == shape
+        for x, out in product_of(s.values(Codec.READ), s.values(Codec.WRITE)):
+            one = self.buffers[x.name] == self.buffers[out.name]
+            self.by_chance |= one and self.strides[x.name] != self.strides[out.name]
         self.fits &= _is_known(s)
 
     def dense(self, x: Value) -> bool:
@@ -164,13 +169,14 @@ class _Walk:
             strides = self.regrouped(shape, strides, s.out.tensor.local_shape)
         elif not isinstance(s, (Chunk, Shard, AsPartial)):
             strides, self.fits = _packed(s.out.tensor.local_shape), False
-        self.strides[s.out.name] = strides
+        self.strides[s.out.name], self.buffers[s.out.name] = strides, self.buffers[s.x.name]
 
     def regrouped(self, old: Shape, strides: Shape, new: Shape) -> Shape:
         """Axes that merge or split: the extents that say where count. Returns the strides that they have then."""
         found: list[Size] = []
         i = j = 0
         for end, until in _groups(old, new):
+            self.groups.append((end, until))
             before, after = old[i:end], new[j:until]
             if before == after:
                 found += strides[i:end]
@@ -197,11 +203,6 @@ class _Walk:
                 self.by_chance |= not _nested(leading, self.strides[x.name][:-1])
         self.whole += rows
         self.fits &= len(set(rows)) == 1
-
-
-def _symbolic(sizes: Iterable[Size]) -> list[Size]:
-    """Those that depend on symbols, each once."""
-    return [size for size in dict.fromkeys(sizes) if size.names]
 
 
 def _packed(shape: Shape) -> Shape:
@@ -248,3 +249,39 @@ def sizes_of(program: Program) -> Iterator[Size]:
         yield from value.tensor.local_shape
     for s in program.walk():
         yield from (getattr(s, f) for f, c in codecs_of(type(s)).items() if c is Codec.SIZE)
+
+
+# The form of a program: all of it but its sizes, its name and its places in a text --------------------------------
+@lru_cache(maxsize=256)
+def _proved(form: Key) -> set[Key]:
+    """What was proved of programs of a form."""
+    return set()
+
+
+def forget_forms() -> None:
+    """Signatures made from here on know of no proof."""
+    _proved.cache_clear()
+
+
+def _form(program: Program) -> Key:
+    ends = (tuple(_form_of_value(v) for v in values) for values in (program.inputs, program.outputs))
+    return (*ends, program.meshes, program.streams, tuple(map(_form_of_statement, program.body)))
+
+
+def _form_of_value(value: Value) -> Key:
+    if not isinstance(value.type, TensorType):
+        return value.name, value.type
+    type = value.type
+    return value.name, type.dtype, type.mesh, type.partial, tuple(axis.marks for axis in type.axes)
+
+
+def _form_of_statement(s: Statement) -> Key:
+    found: list[Any] = [type(s)]
+    for name, codec in codecs_of(type(s)).items():
+        it = getattr(s, name)
+        if codec is Codec.BLOCK:
+            it = tuple(map(_form_of_statement, it))
+        elif isinstance(it, Value):
+            it = _form_of_value(it)
+        found.append(None if codec is Codec.SIZE else it)
+    return tuple(found)
