@@ -1,9 +1,10 @@
-"""How long the checker takes, and how that grows: the pipelined all-gather + matmul on more and more ranks and slices.
+"""How long the checker takes, and how that grows: an MLP by every strategy, with 64 slices on more and more ranks.
 
     python benchmarks/check.py --out benchmarks/results/check
 
-Statements are counted as unrolled, over all ranks of one call; two calls are checked. Times are the best of three, in a
-process of one thread.
+Ranks are alike, so one of them is looked at; its statements are counted as unrolled, in as many calls as it takes.
+Up to so many statements of all ranks, what a look at all of them takes stands beside. Times are the best of three, in
+a process of one thread.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from harness import table, write
@@ -19,42 +21,54 @@ from rich.progress import track
 
 import hostir as hi
 from hostir import knobs
-from hostir.ir import Program, check
-from hostir.ir.check.orders import analyse
+from hostir.ir import Program
+from hostir.ir.check.alike import alike
+from hostir.ir.check.orders import Analysis, analyse, look
 from hostir.ir.interpret import unrolled
+from hostir.lower import STRATEGIES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import patterns
 
-SIZES = [(2, 2), (4, 4), (8, 8), (16, 16), (32, 32), (64, 64)]
-STREAMS = 4
+RANKS = (8, 16, 32, 64)
+SLICES = 64
+ALL = 100_000  # statements of all ranks and calls, up to which all are looked at too
 
 
-def pipeline(ranks: int, slices: int) -> Program:
+def mlp(strategy: str, ranks: int) -> Program:
     """The program to check."""
     with knobs.scope(spec=0):
-        return hi.lower(patterns.allgather_matmul(ranks=ranks, S=slices, M=ranks * slices * 4), streams=STREAMS)
+        return hi.lower(patterns.mlp(ranks=ranks, S=SLICES, M=ranks * SLICES * 4, H=2 * ranks), strategy)
 
 
-def measure(ranks: int, slices: int) -> dict[str, float]:
+def measure(strategy: str, ranks: int) -> dict[str, object]:
     """Seconds that a check takes, and how much it looks at."""
-    program = pipeline(ranks, slices)
+    program = mlp(strategy, ranks)
+    seconds, analysis = best(lambda: look(program))
+    order = alike(program, {}, analysis.calls)
+    assert order, "ranks are not alike"
+    statements = analysis.calls * unrolled(program.body, {})
+    whole = best(lambda: analyse(program))[0] if ranks * statements <= ALL else None
+    return {
+        "strategy": strategy,
+        "ranks": ranks,
+        "calls": analysis.calls,
+        "statements of a rank": statements,
+        "events": len(order.events),
+        "seconds": seconds,
+        "seconds for all ranks": whole or "",
+    }
+
+
+def best(check: Callable[[], Analysis]) -> tuple[float, Analysis]:
+    """The seconds of a check that finds nothing."""
     seconds = []
     for _ in range(3):
         begun = time.perf_counter()
-        findings = check(program)
+        analysis = check()
         seconds.append(time.perf_counter() - begun)
-        assert not findings, findings
-    order = analyse(program).order
-    assert order
-    return {
-        "ranks": ranks,
-        "slices": slices,
-        "statements": ranks * unrolled(program.body, {}),
-        "events": len(order.events),
-        "lanes": len(order.lanes),
-        "seconds": round(min(seconds), 4),
-    }
+        assert not analysis.findings, analysis.findings
+    return round(min(seconds), 3), analysis
 
 
 def main() -> None:
@@ -62,11 +76,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     console = Console(stderr=True)
-    rows = [measure(*size) for size in track(SIZES, "checking", console=console, disable=not console.is_terminal)]
-    for before, row in zip([None, *rows], rows, strict=False):
-        row["growth"] = (
-            round(row["seconds"] / before["seconds"] / (row["events"] / before["events"]), 2) if before else 1
-        )
+    sizes = [(strategy, ranks) for strategy in STRATEGIES for ranks in RANKS]
+    rows = [measure(*size) for size in track(sizes, "checking", console=console, disable=not console.is_terminal)]
     headers = list(rows[0])
     text = table(headers, [[str(row[h]) for h in headers] for row in rows])
     print(text)

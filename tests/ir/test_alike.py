@@ -8,7 +8,6 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
 import hostir as hi
@@ -81,7 +80,7 @@ def test_a_number_of_every_rank_is_computed_on_each(compute: Callable[[int, int]
     random = Random(0)
     for _ in range(20):
         many, one = [random.randrange(1, 9) for _ in range(4)], random.randrange(1, 9)
-        spread: Any = PerRank(np.array(many))
+        spread: Any = PerRank.of(many)
         assert on_each(compute(spread, one)) == [compute(n, one) for n in many]
         assert on_each(compute(one, spread)) == [compute(one, n) for n in many]
         assert on_each(compute(spread, spread)) == [compute(n, n) for n in many]
@@ -92,7 +91,7 @@ def on_each(number: Any) -> list[int]:
 
 
 def test_a_number_of_every_rank_gives_only_answers_that_hold_on_all() -> None:
-    number: Any = PerRank(np.array([1, 2, 3]))
+    number: Any = PerRank.of([1, 2, 3])
     assert number < 4
     assert not number > 3
     for ask in (lambda: number > 1, lambda: number == 2, lambda: f"{number}", lambda: {number}, lambda: [0, 1][number]):

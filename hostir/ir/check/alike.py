@@ -38,57 +38,90 @@ class UnlikeError(Exception):
 class PerRank:
     """An integer that each rank has a value of its own for. Asked for one answer, it gives what holds on all ranks."""
 
-    __slots__ = ("values",)
+    __slots__ = ("numbers",)
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, values: Any) -> None:
-        self.values = values
+    def __init__(self, numbers: bytes) -> None:
+        self.numbers = numbers
+
+    @staticmethod
+    def of(values: Any) -> PerRank:
+        return PerRank(np.asarray(values, dtype=np.int64).tobytes())
+
+    @property
+    def values(self) -> Any:
+        return np.frombuffer(self.numbers, dtype=np.int64)
 
     def __str__(self) -> str:
         raise UnlikeError
 
 
-def _binary(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def method(a: Any, b: Any) -> Any:
-        left, right = (x.values if isinstance(x, PerRank) else x for x in (a, b))
-        if compute in (operator.floordiv, operator.mod) and not np.all(right):
-            raise ZeroDivisionError
-        found = compute(left, right)
-        return int(found[0]) if (found == found[0]).all() else PerRank(found)
-
-    return method
+def _plain(number: Any) -> Any:
+    return number.numbers if isinstance(number, PerRank) else number
 
 
-def _compared(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], bool]:
-    def method(a: PerRank, b: Any) -> bool:
-        found = compute(a.values, b.values if isinstance(b, PerRank) else b)
-        if found.all() or not found.any():
-            return bool(found.all())
-        raise UnlikeError
-
-    return method
+def _spread(number: Any) -> Any:
+    return np.frombuffer(number, dtype=np.int64) if isinstance(number, bytes) else number
 
 
-for compute in ARITHMETIC.values():
-    method = _binary(compute)
-    setattr(PerRank, f"__{compute.__name__}__", method)
-    setattr(PerRank, f"__r{compute.__name__}__", lambda b, a, method=method: method(a, b))
-for compare in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
-    setattr(PerRank, f"__{compare.__name__}__", _compared(compare))
+@lru_cache(maxsize=1 << 14)
+def _computed(compute: Callable[[Any, Any], Any], a: bytes | int, b: bytes | int) -> PerRank | int:
+    """Loops come to the same few numbers again and again."""
+    if compute in (operator.floordiv, operator.mod) and not np.all(_spread(b)):
+        raise ZeroDivisionError
+    found = compute(_spread(a), _spread(b))
+    return int(found[0]) if (found == found[0]).all() else PerRank.of(found)
+
+
+@lru_cache(maxsize=1 << 14)
+def _compared(compare: Callable[[Any, Any], Any], a: bytes, b: bytes | int) -> bool:
+    found = compare(_spread(a), _spread(b))
+    if found.all() or not found.any():
+        return bool(found.all())
+    raise UnlikeError
+
+
+def _binary(compute: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    """An operation of numbers of every rank, and the same with its sides exchanged."""
+    return (
+        lambda a, b: _computed(compute, _plain(a), _plain(b)),
+        lambda b, a: _computed(compute, _plain(a), _plain(b)),
+    )
+
+
+def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], bool]:
+    return lambda a, b: _compared(compare, a.numbers, _plain(b))
+
+
+for operation in ARITHMETIC.values():
+    here, there = _binary(operation)
+    setattr(PerRank, f"__{operation.__name__}__", here)
+    setattr(PerRank, f"__r{operation.__name__}__", there)
+for operation in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
+    setattr(PerRank, f"__{operation.__name__}__", _comparison(operation))
 
 
 class _Frame(Frame):
     """The run of a program on all ranks at once."""
 
     def place(self, mesh: Mesh, over: str) -> int:
-        place: Any = PerRank(np.arange(mesh.size(over)))
+        place: Any = PerRank.of(range(mesh.size(over)))
         return place  # type: ignore[no-any-return]
 
     def member(self, team: tuple[int, ...], place: Any) -> int:
         """Rank 0's peer, where every rank's is as far from itself. The team has all ranks, in order."""
-        if not isinstance(place, PerRank) or ((place.values - place.values[0] - team) % len(team)).any():
+        if not isinstance(place, PerRank):
             raise UnlikeError
-        return int(place.values[0])
+        return _distance(place.numbers)
+
+
+@lru_cache(maxsize=1 << 12)
+def _distance(numbers: bytes) -> int:
+    """How far every rank's peer is from it; raises where that differs."""
+    values = np.frombuffer(numbers, dtype=np.int64)
+    if ((values - values[0] - np.arange(len(values))) % len(values)).any():
+        raise UnlikeError
+    return int(values[0])
 
 
 class _Tracer(Tracer):
@@ -155,18 +188,10 @@ class Alike(Order):
         lane = event.lane and (rank, *event.lane[1:])
         ends = [((rank, *lane[1:]), tick) for lane, tick in event.ends]
         seen = lambda clock: self.seen_from(clock, rank)  # noqa: E731
-        return replace(
-            event,
-            rank=rank,
-            lane=lane,
-            ends=ends,
-            after=[event],
-            held=[],
-            accesses=[*accesses],
-            sms=False,
-            small=False,
-            seen=seen,
-        )
+        made = Event(rank, event.call, event.verb, event.statement, event.rounds, event.stream, event.number)
+        made.lane, made.tick, made.ends, made.seen = lane, event.tick, ends, seen
+        made.after, made.accesses = [event], [*accesses]
+        return made
 
     def seen_from(self, clock: Clock, rank: int) -> Clock:
         """The clock of a rank's event, given that of the same of rank 0."""
@@ -248,7 +273,7 @@ class _Rotation:
         addresses += [(flag.flags, flag.slot) for flag in flags]
         for name, address in addresses:
             if _differs(address):
-                self._need(name, _step(address.values.tobytes()))
+                self._need(name, _step(address.numbers))
         for kernel in self.tracer.kernels:
             self._kernel(kernel)
         for access in accesses:
