@@ -1,6 +1,7 @@
 """How long the checker takes, and how that grows: an MLP by every strategy, with 64 slices on more and more ranks.
 
     python benchmarks/check.py --out benchmarks/results/check
+    python benchmarks/check.py --mutants 100000     does one rank get the verdict of all, on mutants of many programs?
 
 Ranks are alike, so one of them is looked at; its statements are counted as unrolled, in as many calls as it takes.
 Up to so many statements of all ranks, what a look at all of them takes stands beside. Times are the best of three, in
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from multiprocessing import Pool
 from pathlib import Path
 
 from harness import table, write
@@ -22,13 +25,17 @@ from rich.progress import track
 import hostir as hi
 from hostir import knobs
 from hostir.ir import Program
+from hostir.ir.check import check_structure
 from hostir.ir.check.alike import alike
-from hostir.ir.check.orders import Analysis, analyse, look
+from hostir.ir.check.orders import Analysis, analyse, findings_of, look
+from hostir.ir.check.witness import small_sizes
 from hostir.ir.interpret import unrolled
 from hostir.lower import STRATEGIES
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import patterns
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples import patterns
+from tests.mutants import Mutant
+from tests.mutation import GATHERED, every_mutant, originals, sample, tiny
 
 RANKS = (8, 16, 32, 64)
 SLICES = 64
@@ -71,10 +78,53 @@ def best(check: Callable[[], Analysis]) -> tuple[float, Analysis]:
     return round(min(seconds), 3), analysis
 
 
+# One rank against all ----------------------------------------------------------------------------------------------
+def programs() -> list[Program]:
+    """Programs of up to 8 ranks and 8 slices."""
+    more = [
+        hi.lower(tiny(pattern, ranks, slices), strategy)
+        for pattern in patterns.PATTERNS
+        for ranks, slices in ((3, 2), (4, 4), (8, 1), (8, 2), (8, 8))
+        for strategy in STRATEGIES
+        if pattern in GATHERED or strategy in ("sequential", "pipeline")
+    ]
+    return [*originals(), *{str(p): p for p in more}.values()]
+
+
+def compare(mutant: Mutant) -> str:
+    """Whether one rank stands for all in a mutant, and what is made of it then."""
+    try:
+        program = hi.parse(mutant.text, mutant.of)
+    except hi.HostIRError:
+        return "no program"
+    if check_structure(program) or (sizes := small_sizes(program, {})) is None:
+        return "no structure"
+    order = alike(program, sizes, 2)
+    if order is None:
+        return "ranks differ"
+    wrong, all_wrong = bool(findings_of(program, order)), bool(analyse(program, sizes, 2).findings)
+    if wrong != all_wrong:
+        print(f"{mutant.of}: {mutant.what}: one rank says {wrong}, all say {all_wrong}", flush=True)
+        return "DIFFERENT"
+    return "both wrong" if wrong else "both right"
+
+
+def against_all(most: int) -> None:
+    """Prints how often one rank gets the verdict of all, on so many mutants."""
+    found = sample(every_mutant(programs()), most)
+    with Pool() as pool:
+        told = Counter(pool.imap_unordered(compare, found, chunksize=8))
+    print(table(["mutants", "how many"], [[what, str(times)] for what, times in told.most_common()]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--mutants", type=int, default=0, help="compare one rank with all, on so many mutants")
     options = parser.parse_args()
+    if options.mutants:
+        against_all(options.mutants)
+        return
     console = Console(stderr=True)
     sizes = [(strategy, ranks) for strategy in STRATEGIES for ranks in RANKS]
     rows = [measure(*size) for size in track(sizes, "checking", console=console, disable=not console.is_terminal)]
