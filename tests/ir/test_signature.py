@@ -313,6 +313,39 @@ def test_messages_whose_sizes_agree_by_chance_are_proved_for_that_size_alone() -
     assert len(by_signature(program, range(2, 100))) == 2
 
 
+IN_OTHER_PLACES = """  %r = rank of %x over didx
+  %y: f32[{y}] = allocate
+  %w: f32[{w}] = allocate
+  if %r == 0 {{
+    %g = {kind} %x -> %y{over}
+    wait %g
+  }}
+  %h = {kind} %z -> %w{over}
+  if %r == 1 {{
+    %k = {kind} %x -> %y{over}
+    wait %k
+  }}
+  wait %h"""
+
+
+@pytest.mark.parametrize(
+    ("inputs", "body"),
+    [
+        (
+            "%x: f32[2@didx, M], %z: f32[2@didx, 12]",
+            IN_OTHER_PLACES.format(y="2, M", w="2, 12", kind="allgather", over=" over didx"),
+        ),
+        ("%x: f32[M], %z: f32[3, 4]", IN_OTHER_PLACES.format(y="M", w="3, 4", kind="broadcast", over="")),
+    ],
+)
+def test_communication_that_agrees_by_chance_is_proved_for_that_size_alone(inputs: str, body: str) -> None:
+    program = text(body, inputs)
+    assert prove(program, {"M": 12}) is program
+    for m in (11, 24):
+        with pytest.raises(HostIRError, match="differ in the collectives"):
+            prove(program, {"M": m})
+
+
 def test_the_extent_of_one_axis_decides_whether_a_part_is_dense() -> None:
     body = """  %y: f32[2, M, 8] = allocate
   %p: f32[M, 2, 8] = permute %y (1, 0, 2)

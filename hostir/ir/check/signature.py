@@ -18,8 +18,8 @@ does not depend on how fine the cells are. Whether a view exists and is dense fo
 too, as does whether a statement writes the very view that it reads: where these say so, it is so for all sizes. Where
 they do not, two axes are one stretch of memory, or two views one, only if some axes happen to have extent 1, and then
 it counts of every extent whether it is 1. How many rounds a loop has
-and how many flags there are is the same, so the same statements run. Sizes that ranks compare, of messages and of
-collectives within an `if`, need to be equal in the same places.
+and how many flags there are is the same, so the same statements run. Sizes that ranks compare, of messages, and of
+collectives where one of them is within an `if`, need to be equal in the same places.
 
 Where a statement does not fit this form, all sizes of the program count as they are.
 """
@@ -32,7 +32,7 @@ from itertools import pairwise
 from itertools import product as product_of
 from typing import Any
 
-from hostir.ir.comm_ops import Communication
+from hostir.ir.comm_ops import Collective, Communication
 from hostir.ir.host_ops import (
     Allocate,
     AsPartial,
@@ -85,7 +85,7 @@ class Signature:
         self.exact = walk.exact if walk.fits else every
         self.extents = extents if walk.by_chance else []
         self.whole = [size for size in dict.fromkeys([*every, *walk.whole]) if size.value is None]
-        self.compared = [shapes if len(set(shapes)) > 1 else [] for shapes in (walk.messages, walk.apart)]
+        self.compared = [shapes if len(set(shapes)) > 1 else [] for shapes in walk.compared]
         self.proved = _proved((*_form(program), walk.fits, walk.by_chance, tuple(walk.groups)))
 
     def of(self, sizes: Mapping[str, int]) -> Key:
@@ -112,14 +112,21 @@ class _Walk:
         self.exact: list[Size] = []
         self.whole: list[Size] = []
         self.messages: list[Shape] = []  # element counts
-        self.apart: list[Shape] = []  # shapes of collectives that not all ranks may issue together
         self.groups: list[tuple[int, int]] = []  # where those of each reshape end
+        self.collectives: list[Shape] = []
+        self.transfers: list[Shape] = []  # element counts
+        self.branched = False  # whether ranks may issue collectives or transfers in different orders
         self.symmetric: dict[str, Shape] = {}
         self.strides: dict[str, Shape] = {v.name: _packed(v.tensor.local_shape) for v in program.inputs}
         self.buffers: dict[str, str] = {v.name: v.name for v in program.inputs}  # by the name of a value
         self.by_chance = False  # whether a view may exist, be dense, or be another view, for some sizes only
         self.fits = True
         self.body(program.body, branch=False)
+
+    @property
+    def compared(self) -> tuple[list[Shape], ...]:
+        """The shapes that ranks compare."""
+        return (self.messages, *((self.collectives, self.transfers) if self.branched else ()))
 
     def body(self, body: tuple[Statement, ...], branch: bool) -> None:
         for s in body:
@@ -138,9 +145,8 @@ class _Walk:
             self.in_blocks(s, s.ready)
         elif isinstance(s, (Message, Communication)):
             moved = list(s.values(Codec.READ, Codec.WRITE))
-            shapes = [x.tensor.local_shape for x in moved]
-            self.messages += [(product(shape),) for shape in shapes if isinstance(s, Message)]
-            self.apart += shapes if branch else []
+            self.moved(s, [x.tensor.local_shape for x in moved])
+            self.branched |= branch and isinstance(s, Communication)
             self.by_chance |= not all(map(self.dense, moved))
         elif isinstance(s, Copy) and s.multiprocessors:
             self.by_chance |= not (self.dense(s.x) and self.dense(s.out))
@@ -152,6 +158,13 @@ class _Walk:
             one = self.buffers[x.name] == self.buffers[out.name]
             self.by_chance |= one and self.strides[x.name] != self.strides[out.name]
         self.fits &= _is_known(s)
+
+    def moved(self, s: Statement, shapes: list[Shape]) -> None:
+        """What ranks compare: the shapes of collectives, of all else how many elements there are."""
+        if isinstance(s, Collective):
+            self.collectives += shapes
+        else:
+            (self.messages if isinstance(s, Message) else self.transfers).extend((product(n),) for n in shapes)
 
     def dense(self, x: Value) -> bool:
         """Whether a tensor is dense whatever the sizes are."""
