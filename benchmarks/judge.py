@@ -86,6 +86,7 @@ def at_random(given: argparse.Namespace) -> Iterator[Done]:
         for n in range(given.programs)  # more than enough
         for ranks in RANKS
     )
+    last = time.monotonic() + given.seconds
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     with spawn.Pool(given.workers, torch.set_num_threads, (1,)) as pool, Progress(*columns) as progress:
         progress.disable = not progress.console.is_terminal
@@ -96,7 +97,7 @@ def at_random(given: argparse.Namespace) -> Iterator[Done]:
                 left -= done.run
                 progress.update(bar, advance=done.run)
                 yield done
-            if left <= 0:
+            if left <= 0 or time.monotonic() > last:
                 return
 
 
@@ -137,6 +138,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options.add_argument("--calls", type=int, default=CALLS, help="of each random program")
     options.add_argument("--calls-by-hand", type=int, default=CALLS_BY_HAND, help="of each hand-written one; 0: none")
     options.add_argument("--first", type=int, default=0, help="the first seed")
+    options.add_argument("--seconds", type=float, default=float("inf"), help="after which no more are drawn")
     options.add_argument("--workers", type=int, default=2)
     options.add_argument("--patience", type=float, default=20.0, help="seconds that a communication may stand still")
     options.add_argument("--promise", default="", help="one of tests/promises.py, which the checker believes")

@@ -82,6 +82,12 @@ def test_counterexamples_that_are_right_are_accepted_and_right() -> None:
     assert len(let_pass) == 5
 
 
+@pytest.mark.parametrize("path", sorted(COUNTEREXAMPLES.glob("[!i]*.hir")), ids=lambda path: path.stem)
+def test_counterexamples_that_are_wrong_are_refused(path: Path) -> None:
+    found = hi.check(hi.parse(path.read_text(), path.name), sizes={"N": 10} if path.stem == "five_rounds" else None)
+    assert [each for each in found if each.level == "error"]
+
+
 def test_the_checker_refuses_what_each_promise_would_let_pass() -> None:
     for name, promise in PROMISES.items():
         assert not accepted(of(name)), name

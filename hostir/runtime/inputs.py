@@ -12,7 +12,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import error
 from hostir.runtime.recorder import record
 from hostir.runtime.sharding import bind_sizes, solve_sizes
-from hostir.runtime.tensors import share_memory, without_plain_memory
+from hostir.runtime.tensors import overlaps_itself, share_memory, without_plain_memory
 
 
 def written_inputs(program: Program) -> frozenset[str]:
@@ -30,13 +30,20 @@ def written_inputs(program: Program) -> frozenset[str]:
 
 
 def check_apart(program: Program, written: Collection[str], inputs: Sequence[Any]) -> None:
-    """Raises HostIRError where one of the inputs `written` shares memory with another input of the same rank.
+    """Raises HostIRError where one of the inputs `written` shares memory with another of the same rank, or with itself.
 
     The program was proved right for inputs apart from each other. What is no tensor with memory passes: others say so.
     """
     pairs = list(zip(program.inputs, inputs, strict=False))
     held = [(v, x) for v, x in pairs if isinstance(x, torch.Tensor) and without_plain_memory(x) is None]
     for value, x in held:
+        if value.name in written and overlaps_itself(x):
+            raise error(
+                f"elements of input {value}, which @{program.name} writes, share memory",
+                value.span,
+                expected=f"memory for each element, not strides {list(x.stride())} for shape {list(x.shape)}",
+                hint=f"pass {value.name}.clone(memory_format=torch.contiguous_format)",
+            )
         for other, y in held if value.name in written else ():
             if other is not value and share_memory(x, y):
                 raise error(

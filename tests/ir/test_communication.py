@@ -262,12 +262,12 @@ TWO_ORDERS = """  %y: f32[2, 8] = allocate
     wait %h
   }}
 """
-TURNED = {"inputs": "%x: f32[2@didx, 8], %w: f32[2@didx, 8] on @turned", "outputs": "%y, %v"}
+TURNED = "%x: f32[2@didx, 8], %w: f32[2@didx, 8] on @turned"
 PLAIN, BACKWARDS = "%g = allgather %x -> %y over didx", "%h = allgather %w -> %v over didx"
 
 
 def test_the_same_ranks_in_another_order_share_one_queue_of_collectives() -> None:
-    swapped = program(TWO_ORDERS.format(first=BACKWARDS, second=PLAIN), **TURNED)
+    swapped = program(TWO_ORDERS.format(first=BACKWARDS, second=PLAIN), TURNED, "%y, %v")
     (found,) = hi.check(swapped)
     assert found.message == "ranks 0 1 differ in the collectives of their team"
     assert found.hint == "every rank of a team issues the same ones in the same order"
@@ -276,7 +276,7 @@ def test_the_same_ranks_in_another_order_share_one_queue_of_collectives() -> Non
         (16, f"rank 1, the caller's stream, call 1: '{BACKWARDS}'"),
     ]
     assert "differ in communication 1 of their team" in str(outcome(swapped, 0))
-    alike = program(TWO_ORDERS.format(first=PLAIN, second=BACKWARDS), **TURNED)
+    alike = program(TWO_ORDERS.format(first=PLAIN, second=BACKWARDS), TURNED, "%y, %v")
     assert errors(alike) == []
     assert not goes_wrong(alike)
 
