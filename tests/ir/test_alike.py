@@ -54,6 +54,16 @@ UNLIKE = [
 ]
 
 
+def test_an_output_that_is_another_part_on_each_rank_is_looked_at_on_all() -> None:
+    body = (
+        "%z: f32[4, 8] = allocate\nfor %i in 0..4 { %t = chunk %z[%i of 4]\nrelu %x -> %t }\n%out = chunk %z[%r of 4]"
+    )
+    text = HEAD.replace("(%y)", "(%out)") + body + "\nrelu %x -> %y\nfree %y\n}"
+    program = hi.parse(text)
+    assert alike(program, {}, 2) is None
+    assert hi.check(program) == []
+
+
 def order_of(body: str) -> object:
     return alike(hi.parse(HEAD + body + "\n}"), {}, 2)
 
