@@ -39,7 +39,6 @@ class PerRank:
     """An integer that each rank has a value of its own for. Asked for one answer, it gives what holds on all ranks."""
 
     __slots__ = ("numbers",)
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, numbers: bytes) -> None:
         self.numbers = numbers
@@ -53,6 +52,9 @@ class PerRank:
         return np.frombuffer(self.numbers, dtype=np.int64)
 
     def __str__(self) -> str:
+        raise UnlikeError
+
+    def __hash__(self) -> int:
         raise UnlikeError
 
 
