@@ -340,7 +340,7 @@ def _one_place(offset: int, dims: Dims, step: int, count: int) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _all_places(offset: int, dims: Dims, step: int, count: int) -> bool:
-    """Whether a region has an element with any other digit wherever it has one with some digit."""
+    """Whether a region stays the same when the digit of all its elements goes one up, modulo the number of ranks."""
     if offset // step % count:
         return False
     across, inner = 0, offset % step
