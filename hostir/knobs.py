@@ -23,7 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-__all__ = ["CACHE", "DUMP", "KERNELS", "KNOBS", "SPEC", "TIMEOUT", "Knob", "KnobError", "Row", "scope", "table"]
+__all__ = [
+    "CACHE",
+    "DUMP",
+    "KEEPALIVE",
+    "KERNELS",
+    "KNOBS",
+    "SPEC",
+    "TIMEOUT",
+    "Knob",
+    "KnobError",
+    "Row",
+    "scope",
+    "table",
+]
 
 T = TypeVar("T")
 
@@ -134,6 +147,14 @@ TIMEOUT: Knob[float] = Knob(
     _seconds,
     "Seconds that a run may stand still before every rank ends, each naming the statement it stands at.",
 )
+KEEPALIVE: Knob[float] = Knob(
+    "HOSTIR_KEEPALIVE",
+    30.0,
+    "a number of seconds greater than 0",
+    _seconds,
+    "Seconds after which a rank whose host does not answer any more counts as dead. "
+    "Of a process that has ended on a host that lives, the other ranks hear at once.",
+)
 KERNELS: Knob[str] = Knob(
     "HOSTIR_KERNELS",
     "auto",
@@ -150,7 +171,14 @@ CACHE: Knob[Path | None] = Knob(
     "unset, the folder `hostir` in $XDG_CACHE_HOME or ~/.cache.",
 )
 
-KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str], ...] = (DUMP, SPEC, TIMEOUT, KERNELS, CACHE)
+KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str], ...] = (
+    DUMP,
+    SPEC,
+    TIMEOUT,
+    KEEPALIVE,
+    KERNELS,
+    CACHE,
+)
 
 
 @contextmanager

@@ -122,7 +122,10 @@ def test_an_unknown_name_in_a_scope_gets_a_suggestion() -> None:
         knobs.scope(kernel=1),
     ):
         pass
-    with pytest.raises(knobs.KnobError, match="expected one of dump, spec, timeout, kernels"), knobs.scope(zzz=1):
+    with (
+        pytest.raises(knobs.KnobError, match="expected one of dump, spec, timeout, keepalive, kernels"),
+        knobs.scope(zzz=1),
+    ):
         pass
 
 

@@ -80,7 +80,7 @@ def read(key: Mapping[str, Any]) -> Entries:
         if data["key"] != json.loads(json.dumps(key)):
             return _ignored(path, "it is of something else")
         return {Candidate(**it["candidate"]): _entry(it) for it in data["entries"]}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the last: nested too deeply
         return _ignored(path, "it is damaged")
 
 

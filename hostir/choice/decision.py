@@ -97,6 +97,8 @@ def decide(
 ) -> Choice:
     """The choice on a platform, by what this process finds in its cache; the arguments are as for `choose`."""
     found = candidates(program, platform, kernels)
+    if not found.programs:
+        lower(program, SEQUENTIAL)  # which says why, in its own words
     notes = [f"whole: {why}" for why in found.whole]
     measured = _measured(program, platform, sizes, kernels, calls)
     if measured is not None:
@@ -197,13 +199,17 @@ def _spoken(decided: Callable[[], Choice]) -> str:
     try:
         return json.dumps(decided().to_json())
     except HostIRError as refusal:
-        return json.dumps({"refusal": refusal.diagnostics[0].message})
+        first = refusal.diagnostics[0]
+        return json.dumps({"refusal": [first.message, first.expected, first.hint]})
+    except Exception as problem:  # whatever it is, the others must not wait
+        return json.dumps({"refusal": [f"rank 0 could not choose: {type(problem).__name__}: {problem}", "", ""]})
 
 
 def _heard(text: str) -> Choice:
     data = json.loads(text)
     if "refusal" in data:
-        raise error(data["refusal"])
+        message, expected, hint = data["refusal"]
+        raise error(message, expected=expected, hint=hint)
     return Choice.from_json(data)
 
 

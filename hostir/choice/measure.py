@@ -161,8 +161,8 @@ def _check(
 def _refusal(executor: Executor | None, inputs: Sequence[Part], session: Session) -> str:
     """Why a rank refuses to run it, which it says when it plans its first call; empty where none does.
 
-    Meanwhile the watchdog, for which a failure is the end of the job, looks away: who stands still here ends the others
-    after `PATIENCE`.
+    Meanwhile the watchdog, for which a failure may be the end of the job, looks away: who stands still here ends the
+    others after `PATIENCE`.
     """
     assert executor is not None
     watchdog, executor.watchdog = executor.watchdog, None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +27,7 @@ from hostir.runtime.outputs import Key, addresses, check_out, look, sequence_of,
 from hostir.runtime.plan import NONE
 from hostir.runtime.plans import Plan, Plans
 from hostir.runtime.recorder import record
-from hostir.runtime.session import Groups, Session, joined, launched
+from hostir.runtime.session import Groups, Session, forked_from, joined, launched
 from hostir.runtime.sharding import bind_sizes
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.trace import Trace
@@ -125,6 +127,8 @@ class Executor:
             return
         self._machine = self._join(machine)
         self.machine = self._machine.name
+        self._process = os.getpid()
+        _with_threads.add(self)
         if self.machine == "cuda" and graphs and trace is None:
             self._graphs = self._make_graphs()
 
@@ -169,6 +173,8 @@ class Executor:
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
             return tuple(parts)
+        if self.watchdog is not None and self.watchdog.disturbed:
+            self.watchdog.come_back()
         key = look(inputs)
         plan = self._plan
         if plan is None or key != self._key:
@@ -277,6 +283,8 @@ class Executor:
     # Planning -----------------------------------------------------------------------------------------------------
     def _choose(self, key: Key | None, inputs: Sequence[Part]) -> Plan:
         """The plan for inputs of these shapes, made where there is none."""
+        if self._process != os.getpid():
+            raise forked_from(self.rank)
         plan = self.plans.pop(tuple(key), None) if key is not None else None
         if plan is None:
             self._refuse_in_capture()
@@ -337,3 +345,15 @@ class Executor:
         if here != self._apart:
             check_apart(self.program, self._written, inputs)
             self._apart = here
+
+
+_with_threads: weakref.WeakSet[Executor] = weakref.WeakSet()  # or connections, or a GPU: no child of a fork has them
+
+
+def _forked() -> None:
+    """In a child of a fork: the next call of an executor looks for a plan, and then at the process that it is in."""
+    for executor in _with_threads:
+        executor._key, executor._plan = None, None
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -108,6 +108,7 @@ class GlooPlan:
         self.registers: list[Any] = [None] * len(recording.buffers)
         self.homes = homes(recording)
         self.problem: tuple[Op, BaseException] | None = None
+        self.begun = False  # whether what peers see has begun in the latest run
         self.events: list[threading.Event] = []
         self.arrivals: dict[int, threading.Event] = {}  # by handle
         self.memory = machine.symmetric.of(recording)
@@ -157,9 +158,11 @@ class GlooPlan:
 
     def execute(self) -> None:
         """Runs all lanes; after a failure it does not wait for those that may be stuck in a communication."""
+        self.begun = False
         self.host.run()
         if self.problem:
             return
+        self.begun = True
         inference = torch.is_inference_mode_enabled()  # what a thread is told of it holds for it alone, too
         for lane, queue in self.workers:
             lane.done.clear()
@@ -171,7 +174,8 @@ class GlooPlan:
 
     def refuse(self, op: Op, problem: BaseException) -> NoReturn:
         """Raises what ended the run."""
-        if self.memory is not None or any(not isinstance(lane.key, int) for lane, _ in self.workers):
+        shared = self.memory is not None or any(not isinstance(lane.key, int) for lane, _ in self.workers)
+        if self.begun and shared:
             self.machine.broken = f"{self.recording.describe(op)} failed earlier"
         if not isinstance(problem, Exception):
             raise problem

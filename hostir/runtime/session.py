@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from hostir.ir.source import error
-from hostir.knobs import TIMEOUT
+from hostir.ir.source import HostIRError, error
+from hostir.knobs import KEEPALIVE, TIMEOUT
 from hostir.runtime.graphs import Graphs
-from hostir.runtime.watchdog import STALE, Watchdog
+from hostir.runtime.watchdog import Watchdog
 
 # NVLink multicast stays off, in NCCL and in symmetric memory; each library reads its variable when it starts.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -39,6 +39,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 PARTING = 10.0  # seconds that destroying the process groups may take
 
 _current: Session | None = None
+_parents: Session | None = None  # of the rank that this process was forked from
 _sessions = itertools.count()
 # Where the job's store is whose launcher has none, by the place to meet; rank 0 keeps the server.
 _servers: dict[tuple[str, str, str], tuple[str, int, Any]] = {}
@@ -109,7 +110,7 @@ class Session:
         if self.owner:
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = _launchers_place() if agent else _met(self.rank, self.size, timeout, number)
-            self.store = _part(_connection(host, port, STALE), "ranks", number)
+            self.store = _part(_connection(host, port, timeout), "ranks", number)
             self.exchange("the start", "")  # a rank that never comes would keep the groups waiting for half an hour
             groups = _part(_connection(host, port, default_pg_timeout.total_seconds()), "groups", number)
             bound = device if device.type == "cuda" else None  # a bound device connects its ranks at once
@@ -118,13 +119,14 @@ class Session:
             dist.init_process_group(
                 BACKENDS[device.type], store=groups, rank=self.rank, world_size=self.size, device_id=bound
             )
+            _say_who_initialises(_too_late)
         else:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-            self.store = _connect(number)
+            self.store = _connect(timeout, number)
         self.groups = Groups(self.rank, device)
         self.executors = itertools.count()
         self.graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()  # of the executors that live
-        self.watchdog = Watchdog(self.store, self.rank, self.size, timeout, hosts=self.rank == 0 and not agent)
+        self.watchdog = Watchdog(self.store, self.rank, self.size, timeout, KEEPALIVE.get())
 
     def tell(self, key: str, mine: str) -> str:
         """Gives this rank's part of an exchange without waiting for the others'; returns where the store has it.
@@ -138,6 +140,15 @@ class Session:
 
     def exchange(self, key: str, mine: str, timeout: float | None = None) -> list[str]:
         """What every rank gave for this key, by rank. Raises HostIRError naming the ranks that do not come."""
+        try:
+            return self._exchange(key, mine, timeout)
+        except dist.DistError as problem:
+            raise error(
+                f"rank {self.rank} cannot ask the others at {key}: the store of the job is gone ({problem})",
+                expected="rank 0, or the launcher that has the store, to live as long as the ranks",
+            ) from problem
+
+    def _exchange(self, key: str, mine: str, timeout: float | None) -> list[str]:
         place = self.tell(key, mine)
         deadline = time.monotonic() + (timeout or self.timeout)
         keys = [f"{place}/{rank}" for rank in range(self.size)]
@@ -160,14 +171,33 @@ class Session:
         _current = None
         for graphs in list(self.graphs):  # before the groups and the shared memory that they launch work on
             graphs.release("its session has ended")
-        self.watchdog.leaving = done
         if done:
+            self.watchdog.leave()
             with contextlib.suppress(Exception):  # rank 0 may be gone already, and the store with it
                 self.exchange("the end", "", timeout)
         self.watchdog.close(done)
         self.groups.forget()
+        if self.owner:
+            _say_who_initialises(_torchs_own)
         if self.owner and done:
             _destroy()
+
+
+_torchs_own = dist.init_process_group
+
+
+def _too_late(*arguments: Any, **options: Any) -> None:
+    """Refuses what torch's `init_process_group`, whose place it takes, would refuse without saying why."""
+    raise error(
+        "hostir has initialised torch's process group itself, when the session began with the first executor",
+        expected="dist.init_process_group before the first executor or session: hostir uses that group",
+        hint="or leave it out: torch.distributed works, with all ranks in the default group",
+    )
+
+
+def _say_who_initialises(function: Any) -> None:
+    for module in (dist, dist.distributed_c10d):
+        vars(module)["init_process_group"] = function
 
 
 def _destroy() -> None:
@@ -198,6 +228,7 @@ def session(device: str | None = None, timeout: float | None = None) -> Iterator
     if _current is not None or not launched():
         yield _current
         return
+    refuse_in_child()
     opened = _open(device, timeout)
     try:
         yield opened
@@ -210,7 +241,9 @@ def session(device: str | None = None, timeout: float | None = None) -> Iterator
 def joined(device: str | None = None) -> Session:
     """The session of this process; opened until the process ends where there is none."""
     if _current is None:
-        atexit.register(_leave, _open(device, None))
+        refuse_in_child()
+        _open(device, None)
+        atexit.register(_leave)
     here = _current
     assert here is not None
     if device is not None and here.device.type != device:
@@ -218,8 +251,37 @@ def joined(device: str | None = None) -> Session:
     return here
 
 
-def _leave(opened: Session) -> None:
-    opened.close(done=not hasattr(sys, "last_type"), timeout=5.0)
+def _leave() -> None:
+    if _current is not None:
+        _current.close(done=not hasattr(sys, "last_type"), timeout=5.0)
+
+
+def _forked() -> None:
+    """In a child of a rank: it is no rank, and nothing that it does or suffers is the rank's."""
+    global _current, _parents
+    if _current is not None:
+        _current.watchdog.forget()
+        _current, _parents = None, _current
+    atexit.unregister(_leave)
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def refuse_in_child() -> None:
+    """Raises in a process that was forked from a rank."""
+    if _parents is not None:
+        raise forked_from(_parents.rank)
+
+
+def forked_from(rank: int) -> HostIRError:
+    """The refusal of what only the rank itself can do."""
+    return error(
+        f"this process was forked from rank {rank} after that had made its first executor, and is no rank",
+        expected="calls from the rank's own process: its threads, connections and GPU do not come along",
+        hint="start workers before the first executor, or by multiprocessing's 'spawn'; "
+        "here, machine='local' runs on simulated ranks",
+    )
 
 
 def _open(device: str | None, timeout: float | None) -> Session:
@@ -285,10 +347,10 @@ def _connection(host: str, port: int, seconds: float) -> Any:
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
-def _connect(number: int) -> Any:
+def _connect(timeout: float, number: int) -> Any:
     """The store of groups that the program has made, over a connection of our own where its address is known."""
     if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
-        store = _connection(*_launchers_place(), STALE)
+        store = _connection(*_launchers_place(), timeout)
     else:
         store = dist.distributed_c10d._get_default_store()
     return _part(store, "ranks", number)

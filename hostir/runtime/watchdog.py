@@ -1,18 +1,20 @@
 """Ends every rank when one of them is lost: no rank waits for ever for a peer that died, raised, or never came.
 
-Each rank has a thread that talks to the run's store over a connection of its own, so that it is never behind a
-collective. It tells that the rank lives, and looks for four things: a failure that another rank published, a rank whose
-heartbeat has stopped, a communication of this rank's that stands still, and what its device has reported. On any of
-them it prints one diagnostic that names this rank, the statement it is at and the cause, and ends the process at once,
-since a thread stuck in a collective cannot be asked to stop. The hot path pays one comparison a call: where a run
-stands is read off its iterator.
+Each rank has a thread that looks for four things: a rank that has died, a rank that stays away after a call has failed,
+a communication of this rank's that stands still, and what its device has reported. On any of them it prints one
+diagnostic that names this rank, the statement it is at and the cause, and ends the process at once, since a thread
+stuck in a collective cannot be asked to stop. Ranks hear of each other by the connections of links.py, which live as
+long as the processes: one that is busy, stopped or holds the GIL is no dead one. The hot path pays two comparisons a
+call: where a run stands is read off its iterator.
+
+A failed call is its caller's, who may try again. Where it has failed on every rank, all is as before. Else each rank
+has HOSTIR_TIMEOUT seconds to come to its next call; if one of them does not, all end with the first failure's message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
@@ -20,15 +22,17 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from hostir.ir.source import Diagnostic, HostIRError
+from hostir.runtime.links import Event, Links
 
 if TYPE_CHECKING:
     from hostir.runtime.plan import Op
 
-PERIOD = 0.5  # seconds between two heartbeats
-STALE = 10.0  # seconds without one after which a rank counts as dead, unless the timeout is shorter
+PERIOD = 0.5  # seconds between two looks
+ASKED = b"!"  # what our handler of SIGTERM writes for the thread: no signal has this number
 
 
 class Watched(Protocol):
@@ -51,33 +55,38 @@ class Watchdog:
     """The thread of one rank.
 
     Args:
-        store: a store of the run with this rank's own connection; keys are used as they are.
+        store: a store of the run, by which ranks find each other.
         rank, size: this rank and how many there are.
         timeout: seconds that a communication may stand still.
-        hosts: whether the store lives in this process.
+        keepalive: seconds after which a host that does not answer counts as lost.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float, hosts: bool) -> None:
-        self.store = store
+    def __init__(self, store: Any, rank: int, size: int, timeout: float, keepalive: float) -> None:
         self.rank = rank
         self.timeout = timeout
-        self.hosts = hosts
-        self.stale = min(STALE, timeout / 2)
         self.plan: Watched | None = None  # of the run under way, or of the last one
         self.replaced: list[Watched | None] = []  # during captures
         self.looking = threading.Lock()  # held while this thread has a plan at hand: it must not be the last that has
-        self.others = [r for r in range(size) if r != rank]
-        self.beats: dict[int, tuple[bytes, float]] = {}  # of each rank: its heartbeat, and when it last changed
-        self.stood: tuple[object, float] = (None, time.monotonic())
+        self.clock = 0.0  # seconds in which this thread could look: those in which the process was stopped do not count
+        self.stood: tuple[object, float] = (None, 0.0)
+        self.links = Links(store, rank, size, keepalive)
+        self.everyone = set(range(size))
+        self.known = 0  # events that were taken in
+        self.died: Event | None = None
+        self.done: set[int] = set()
+        self.first: Event | None = None  # the failure that is not over yet
+        self.failed: set[int] = set()  # ranks that have failed since
+        self.away: set[int] = set()  # those that have not come to another call since
+        self.since = 0.0
+        self.disturbed = False  # whether this rank is to say that it comes to its next call
+        self.raised: HostIRError | None = None  # what this rank's caller was told, and may be printing
+        self.told = False  # whether the caller knows what ails the latest plan
         self.wake, self.signalled = os.pipe()
         os.set_blocking(self.wake, False)
         os.set_blocking(self.signalled, False)
         self.closing = threading.Event()
-        self.leaving = False  # once all ranks are done, the store may go before this thread does
-        self.ours = False
-        self.raised: HostIRError | None = None  # what this rank's caller was told, and may be printing
-        self.release = self.hear_signals()
-        self.store.add(f"beat/{rank}", 1)
+        self.before = -1  # who else is to hear of signals
+        self.hear_signals()
         self.thread = threading.Thread(target=self.watch, name="hostir watchdog", daemon=True)
         self.thread.start()
 
@@ -89,6 +98,7 @@ class Watchdog:
         """
         if plan is self.plan and (capturing or not self.replaced):
             return
+        self.told = False
         with self.looking:
             replaced, self.plan = self.plan, plan
         if capturing:
@@ -98,110 +108,126 @@ class Watchdog:
 
     def blame(self, failure: HostIRError) -> HostIRError:
         """Tells all ranks of this one's failure; where another failed first, says so in the error that it returns."""
-        self.publish(headline(failure))
-        cause = ""
-        with contextlib.suppress(Exception):
-            cause = self.failure()
+        self.links.hear(self.links.tell("failed", headline(failure)))
+        self.learn()
+        theirs = self.first is not None and self.first.rank != self.rank
+        cause = self.first.words if theirs and self.first is not None else self.loss()
         if cause:
             first, *rest = failure.diagnostics
             failure = HostIRError(replace(first, notes=(*first.notes, (None, f"first, {cause}"))), *rest)
-        self.raised = failure
+        self.raised, self.told, self.disturbed = failure, True, True
         return failure
 
-    def publish(self, what: str) -> None:
-        """Tells all ranks that this one failed; the first failure of a run is the one they name."""
-        with contextlib.suppress(Exception):  # without the store nobody can be told
-            self.store.compare_set("failure", "", f"{self.rank} {what}")
+    def come_back(self) -> None:
+        """Tells all ranks, if they want to know, that this one has come to another call."""
+        self.disturbed, self.raised = False, None
+        if self.first is not None:
+            self.links.tell("back")
 
-    def close(self, done: bool) -> None:
-        """Ends the thread. Where the rank is `done`, its silence from here on is no sign of death.
+    def leave(self) -> None:
+        """Tells all ranks that this one has made its last call: from here on its end is no death."""
+        self.links.hear(self.links.tell("done"))
 
-        A rank that is not is on its way out with an error to print, and SIGTERM shall not come in between.
+    def close(self, done: bool = True) -> None:
+        """Ends the thread and the connections.
+
+        A rank that is not `done` is on its way out with an error to print, and SIGTERM shall not come in between.
         """
-        self.leaving = True
-        if done:
-            with contextlib.suppress(Exception):
-                self.store.set(f"done/{self.rank}", "1")
         self.closing.set()
         os.write(self.signalled, b"\0")
         self.thread.join()
-        self.release(done)
+        self.deafen(signal.SIG_DFL if done else lambda number, frame: None)
+        self.drop()
+
+    def drop(self) -> None:
+        """Closes what this process has of pipes and connections, without a word to anyone."""
+        self.links.close()
         os.close(self.wake)
         os.close(self.signalled)
-        if not done:
-            self.linger()
+        self.wake = self.signalled = -1
 
     # Watching -----------------------------------------------------------------------------------------------------
     def watch(self) -> None:
+        last = time.monotonic()
         while not self.closing.is_set():
-            heard = os.read(self.wake, 64) if select.select([self.wake], [], [], PERIOD)[0] else b""
+            self.links.serve(PERIOD, self.wake)
+            heard = self.heard()
             if self.closing.is_set():
                 return
-            if signal.SIGTERM in heard:
+            if ASKED in heard or (signal.SIGTERM in heard and signal.getsignal(signal.SIGTERM) == self.on_sigterm):
                 self.terminated()
-            try:
-                self.store.add(f"beat/{self.rank}", 1)
-                cause = self.failure() or self.death()
-            except Exception as problem:
-                if not self.leaving:
-                    self.end(f"the store of the run is gone ({_first_line(problem)}): rank 0 or its launcher died")
-                return
+            now = time.monotonic()
+            self.clock += min(now - last, 2 * PERIOD)
+            last = now
+            self.learn()
+            cause = self.cause()
             with self.looking:
                 cause = cause or self.standstill() or self.reported()
             if cause:
                 self.end(cause)
 
-    def failure(self) -> str:
-        """What another rank published; this rank's own failure is raised to its caller."""
-        if not self.store.check(["failure"]):
-            return ""
-        rank, what = self.store.get("failure").decode().split(" ", 1)
-        return "" if int(rank) == self.rank else what
+    def learn(self) -> None:
+        """Takes in what has happened to the ranks."""
+        with self.links.changing:
+            events = self.links.events[self.known :]
+            self.known += len(events)
+            for event in events:
+                self.take(event)
 
-    def death(self) -> str:
-        now = time.monotonic()
-        for rank in self.others:
-            key = f"beat/{rank}"
-            beat = self.store.get(key) if self.store.check([key]) else b""
-            last, since = self.beats.setdefault(rank, (beat, now))
-            if beat != last:
-                self.beats[rank] = (beat, now)
-            elif beat and now - since > self.stale and not self.store.check([f"done/{rank}"]):
-                return f"rank {rank} died: no sign of life for {now - since:.0f} s"
-        return ""
+    def take(self, event: Event) -> None:
+        if event.what == "died":
+            self.died = self.died or event
+        elif event.what == "done":
+            self.done.add(event.rank)
+        elif event.what == "back":
+            self.away.discard(event.rank)
+        elif self.first is None:
+            self.first, self.since = event, self.clock
+            self.failed, self.away = {event.rank}, set(self.everyone)
+            self.disturbed = True
+        else:
+            self.failed.add(event.rank)
+        if self.first is not None and (self.everyone <= self.failed | self.done or self.away <= self.done):
+            self.first = None
+
+    def cause(self) -> str:
+        """Why this rank must end for another's sake; empty while it need not."""
+        overdue = self.first is not None and self.clock - self.since > self.timeout
+        if self.first is not None and (overdue or self.died is not None):
+            return self.first.words
+        return self.loss()
+
+    def loss(self) -> str:
+        """Which rank has died, and how that is known; empty where none has."""
+        return f"rank {self.died.rank} died: {self.died.words}" if self.died is not None else ""
 
     def standstill(self) -> str:
         plan = self.plan
         progress = plan.progress() if plan else None
-        now = time.monotonic()
         at_hand = (None if plan is None else weakref.ref(plan), progress)
         if progress is None or at_hand != self.stood[0]:
-            self.stood = (at_hand, now)
-        if now - self.stood[1] < self.timeout:
+            self.stood = (at_hand, self.clock)
+        if self.clock - self.stood[1] < self.timeout:
             return ""
-        what = f"has stood still for {now - self.stood[1]:.0f} s; HOSTIR_TIMEOUT sets how long it may"
+        if self.first is not None:
+            return self.first.words
+        what = f"has stood still for {self.clock - self.stood[1]:.0f} s; HOSTIR_TIMEOUT sets how long it may"
         at = "" if plan is None else plan.describe(plan.in_flight()[0])
-        self.publish(f"rank {self.rank}, {at}: {what}")
+        self.links.tell("failed", f"rank {self.rank}, {at}: {what}")
         return f"it {what}"
 
     def reported(self) -> str:
         """What the device has told of this rank's run; what its caller was told already is the caller's."""
-        found = self.plan.ailment() if self.plan is not None and self.raised is None else ""
+        found = self.plan.ailment() if self.plan is not None and not self.told else ""
         if found:
-            self.publish(found)
+            self.links.tell("failed", found)
         return found
 
     # Ending -------------------------------------------------------------------------------------------------------
     def end(self, cause: str) -> NoReturn:
         """Prints the diagnostic and ends the process."""
         self.report(cause)
-        self.linger()
         os._exit(1)
-
-    def linger(self) -> None:
-        """Leaves the others time to read why, where the store goes with this process."""
-        if self.hosts:
-            time.sleep(3 * PERIOD)
 
     def report(self, cause: str) -> None:
         sys.stdout.flush()
@@ -221,40 +247,60 @@ class Watchdog:
         return Diagnostic(message, ops[0].place.statement.span, notes=notes)
 
     # Signals ------------------------------------------------------------------------------------------------------
-    def hear_signals(self) -> Callable[[bool], None]:
+    def hear_signals(self) -> None:
         """Has SIGTERM wake the thread, even while the main thread is stuck outside Python.
 
-        A launcher sends it to the ranks that are left when one has ended. A handler of the user's stays in charge.
-        Returns what undoes this; told False, it leaves the process deaf to the signal.
+        A launcher sends it to the ranks that are left when one has ended. A handler of the user's, whether it was there
+        before or comes later, is in charge; if it calls ours, the rank ends.
         """
         if threading.current_thread() is not threading.main_thread():
-            return lambda restore: None
-        self.ours = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        if self.ours:
-            signal.signal(signal.SIGTERM, lambda *_: None)
-        before = signal.set_wakeup_fd(self.signalled, warn_on_full_buffer=False)
+            return
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self.on_sigterm)
+        self.before = signal.set_wakeup_fd(self.signalled, warn_on_full_buffer=False)
 
-        def release(restore: bool) -> None:
-            signal.set_wakeup_fd(before)
-            if self.ours and restore:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """The handler of SIGTERM where the user has none; the thread does what is to be done."""
+        if self.signalled >= 0:
+            os.write(self.signalled, ASKED)
+            return
+        signal.signal(number, signal.SIG_DFL)  # a handler of the user's has called ours when the session had ended
+        os.kill(os.getpid(), number)
 
-        return release
+    def heard(self) -> bytes:
+        """The signals that have come, which others may have asked for before."""
+        try:
+            heard = os.read(self.wake, 64)
+        except BlockingIOError:
+            return b""
+        if self.before >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self.before, heard.translate(None, b"\0" + ASKED))
+        return heard
 
-    def terminated(self) -> None:
-        cause = ""
-        with contextlib.suppress(Exception):
-            cause = self.failure()
-        self.report(cause or "SIGTERM, which a launcher sends to all ranks when one of them has ended")
-        if self.ours:
-            os._exit(128 + signal.SIGTERM)
+    def deafen(self, handler: Callable[[int, FrameType | None], object] | int = signal.SIG_DFL) -> None:
+        """Undoes `hear_signals`, as far as nobody else has taken the place since; SIGTERM gets this handler."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) == self.on_sigterm:
+            signal.signal(signal.SIGTERM, handler)
+        now = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(self.before if now == self.signalled else now, warn_on_full_buffer=False)
+
+    def terminated(self) -> NoReturn:
+        self.learn()
+        words = self.first.words if self.first is not None else self.cause()
+        self.report(words or "SIGTERM, which a launcher sends to all ranks when one of them has ended")
+        os._exit(128 + signal.SIGTERM)
+
+    def forget(self) -> None:
+        """In a process that was forked from the rank: what is the rank's own is nothing to this one."""
+        self.before = -1
+        self.deafen()
+        self.drop()
 
 
 def headline(failure: HostIRError) -> str:
     """An error in one line, for other ranks to name."""
     diagnostic = failure.diagnostics[0]
     return f"{diagnostic.message} ({diagnostic.span})" if diagnostic.span else diagnostic.message
-
-
-def _first_line(problem: BaseException) -> str:
-    return str(problem).split("\n", 1)[0] or type(problem).__name__

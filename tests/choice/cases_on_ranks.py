@@ -140,6 +140,25 @@ def too_few_ranks_are_refused_on_all() -> None:
         choose(patterns.allgather_matmul(4), machine="gloo")
 
 
+@case
+def what_no_strategy_lowers_is_refused_on_all_with_the_reason() -> None:
+    with hi.Fusion("apart") as apart:
+        a, b = hi.tensor("a", [16, 8], "f32"), hi.tensor("b", [8, 4], "f32")
+        apart.output(a @ b)
+    a.set_device_mesh(hi.DeviceMesh([0]))
+    b.set_device_mesh(hi.DeviceMesh([1]))
+    with pytest.raises(HostIRError, match="operands of matmul lie on different meshes: %a on @mesh"):
+        hi.compile(apart)
+
+
+@case
+def what_rank_0_cannot_do_is_told_to_all() -> None:
+    broken = mock.patch("hostir.choice.decision.candidates", side_effect=ZeroDivisionError("nothing to divide"))
+    with broken, pytest.raises(HostIRError, match="rank 0 could not choose: ZeroDivisionError: nothing to divide"):
+        hi.compile(fusion())
+    assert hi.compile(fusion()).choice is not None
+
+
 def main() -> None:
     with session("cpu"):
         for name in sys.argv[1:]:

@@ -80,6 +80,7 @@ def changed(**changes: object) -> str:
         lambda: "{",
         lambda: "[]",
         lambda: "null",
+        lambda: "[" * 100_000,
         lambda: changed(format=0),
         lambda: changed(key={"fusion": "of somebody else"}),
         lambda: changed(entries=[{"candidate": {"strategy": "fused"}}]),

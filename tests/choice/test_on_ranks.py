@@ -22,6 +22,8 @@ CASES = [
     "what_no_rank_can_run_is_not_timed",
     "what_ranks_refuse_in_their_first_call_is_not_timed",
     "too_few_ranks_are_refused_on_all",
+    "what_no_strategy_lowers_is_refused_on_all_with_the_reason",
+    "what_rank_0_cannot_do_is_told_to_all",
 ]
 FUSION = ("examples/patterns.py:allgather_matmul", "--set", "S=2", "--set", "K=32", "--set", "N=16", "--device", "cpu")
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]

@@ -130,7 +130,7 @@ def absent() -> Iterator[dict[str, list[subprocess.Popen[str]]]]:
 @pytest.mark.parametrize(
     ("case", "cause"),
     [
-        ("a_rank_freezes", r"rank 1 died: no sign of life for \d+ s"),
+        ("a_rank_freezes", r"it has stood still for \d+ s; HOSTIR_TIMEOUT sets how long it may"),  # it may come back
         ("a_rank_stays_away", r"it has stood still for \d+ s; HOSTIR_TIMEOUT sets how long it may"),
     ],
 )

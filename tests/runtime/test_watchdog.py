@@ -13,18 +13,6 @@ from hostir.runtime import watchdog
 from hostir.runtime.watchdog import Watchdog
 
 
-class Store:
-    """A store of one rank whose run has no failures."""
-
-    def add(self, key: str, number: int) -> int:
-        return number
-
-    def check(self, keys: list[str]) -> bool:
-        return False
-
-    def set(self, key: str, value: str) -> None: ...
-
-
 class Plan:
     """One that is looked at for a while, and notes on which thread it goes. `number`: None where it cannot be told."""
 
@@ -54,9 +42,9 @@ class Plan:
 @pytest.fixture
 def dog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
     monkeypatch.setattr(watchdog, "PERIOD", 1e-4)
-    one = Watchdog(Store(), 0, 1, 60.0, hosts=False)
+    one = Watchdog(None, 0, 1, 60.0, 30.0)
     yield one
-    one.close(done=True)
+    one.close()
 
 
 @pytest.mark.parametrize("number", [None, 7])
