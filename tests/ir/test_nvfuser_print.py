@@ -50,6 +50,7 @@ program @p(%a: f32[6, 12], %p: f32[6, 12] partial(dp, tp)) -> (%s, %r) {
   copy %o -> %q
   %h2 = allreduce %q -> %r over dp
   wait %h2
+  free %o
 }
 """,
     "computations": """hostir 1
@@ -70,6 +71,10 @@ program @p(%a: f32[8, 4@didx, 6], %w: f32[5, 6], %bias: f32[5]) -> (%z) {
   %z: bf16[8, 5] = allocate
   %h = allreduce %y -> %z over didx
   wait %h
+  free %c
+  free %d
+  free %e
+  free %y
 }
 """,
     "streams": """hostir 1
@@ -104,6 +109,9 @@ program @p(%x: f32[2@didx, 4]) -> (%z) {
   %v: f32[2@didx, 4] = allocate
   %m = scatter %w -> %v
   wait %m
+  free %y
+  free %w
+  free %v
 }
 """,
 }
