@@ -37,6 +37,17 @@ def operation(node: ComputeNode, out: Value, operands: Iterable[Value]) -> ops.T
     return ops.Cast(out, first, node.dtype) if node.op == "cast" else UNARY[node.op](out, first)
 
 
+def _splits_devices(dump: Dump) -> bool:
+    """Whether device axes come from splits.
+
+    nvFuser either splits axes for streams and devices, and takes slices with ShardByStream or says nothing of them, or
+    it has an axis of its own for each, and takes slices with a select.
+    """
+    views = [node for node in dump.walk() if isinstance(node, ViewNode)]
+    cut = {(n.out if n.op == "chunk" else n.x).name for n in views if n.op in ("select", "chunk")}
+    return any(d.on == "stream" for t in dump.tensors() if t.name not in cut for d in t.domains)
+
+
 @dataclass(frozen=True)
 class Reading:
     """One way to read a tensor: its logical axes, and those among them that were not summed away."""
@@ -68,6 +79,7 @@ class Axes:
     ) -> None:
         self.parts = parts
         self.over = over
+        self.split = _splits_devices(dump)
         self.left = {tensor: self._readings(tensor) for tensor in (*dump.tensors(), *dump.outputs)}
         if any(len(found) > 1 for found in self.left.values()):
             self._choose([*self._prints(), *self._rules(dump.body, looped=False)])
@@ -78,7 +90,7 @@ class Axes:
 
     def _readings(self, tensor: Tensor) -> list[Reading]:
         parts, found = self.parts.get(tensor.name, ()), []
-        for groups in readings(tensor, parts):
+        for groups in readings(tensor, parts, split=self.split):
             axes = tuple(g for g in groups if g.reduced or not (g.device and (g.device in parts or g.first.rfactor)))
             found.append(Reading(groups, axes, tuple(g for g in axes if not g.reduced)))
         return found

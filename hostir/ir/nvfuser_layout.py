@@ -38,14 +38,19 @@ class Group:
         return self.first.on if len(self.domains) == 1 and self.first.on in ("x", "y") else ""
 
 
-def readings(tensor: Tensor, alone: Collection[str] = ()) -> list[tuple[Group, ...]]:
+def readings(tensor: Tensor, alone: Collection[str] = (), *, split: bool = False) -> list[tuple[Group, ...]]:
     """The ways to read the printed axes of a tensor as logical axes, the likeliest first.
 
     nvFuser prints the axes of the loop domain. An axis of extent ceilDiv(N, D) is the inner part of a split of N, and
     its outer part is an axis of extent D to the left: beside it, or anywhere, where it is on devices or streams, which
     nvFuser moves to the front. Where N is a number, nvFuser prints the quotient, and an axis on devices or streams may
     be the outer part of any axis of known extent to the right, or an axis of its own. What an rfactor or a reshape
-    gives (marked `rf`) is not split, nor is what is `alone`: axes on x or y that hold the parts of a partial sum.
+    gives (marked `rf`) is not split.
+
+    Args:
+        tensor: the tensor as printed.
+        alone: x or y, where such an axis is no part of a split, as it holds the parts of a partial sum.
+        split: whether a device axis is rather a part of a split than an axis of its own.
     """
     domains = tensor.domains
     parallel = [(d.kind, d.on) for d in domains if d.on]
@@ -53,10 +58,10 @@ def readings(tensor: Tensor, alone: Collection[str] = ()) -> list[tuple[Group, .
         return [tuple(Group((d,)) for d in domains)]  # no layout, which is said where its type is asked for
     outer = {k for k, d in enumerate(domains) if not d.rfactor and (d.kind == "r" or d.on not in alone)}
     splits = list(islice(_splits(domains, outer, 0, ()), _MOST_SPLITS))
-    splits.sort(key=lambda split: _unlikelihood(domains, split))
+    splits.sort(key=lambda parts: _unlikelihood(domains, parts, split))
     missing = _missing(domains, splits[0])
-    likely = [split for split in splits if _missing(domains, split) == missing][:_MOST_READINGS]
-    return [_grouped(domains, split) for split in likely]
+    likely = [parts for parts in splits if _missing(domains, parts) == missing][:_MOST_READINGS]
+    return [_grouped(domains, parts) for parts in likely]
 
 
 _MOST_SPLITS = 512  # that are tried for one tensor: real ones have a few
@@ -84,7 +89,7 @@ def _outer_parts(domains: Sequence[IterDomain], place: int, free: Collection[int
     elif not inner.on and not inner.rfactor and inner.extent.size.value is not None:
         folded = [k for k in same if domains[k].on and domains[k].extent.size.value is not None]
         for count in range(len(folded), 0, -1):
-            yield from combinations(folded, count)
+            yield from combinations(sorted(folded, key=lambda k: domains[k].number), count)
     yield ()
 
 
@@ -106,7 +111,7 @@ def _missing(domains: Sequence[IterDomain], split: Split) -> int:
     return sum(bool(d.extent.splits) and not outers for d, outers in zip(domains, split, strict=True))
 
 
-def _unlikelihood(domains: Sequence[IterDomain], split: Split) -> tuple[int, ...]:
+def _unlikelihood(domains: Sequence[IterDomain], split: Split, split_devices: bool) -> tuple[int, ...]:
     """What speaks against a reading, the weightiest first.
 
     nvFuser numbers the two parts of a split one after the other, and behind all axes that were there before.
@@ -118,11 +123,11 @@ def _unlikelihood(domains: Sequence[IterDomain], split: Split) -> tuple[int, ...
         for k, domain in enumerate(domains):
             if domain.on and domain.number + 1 in numbers[k + 1 :]:
                 against += inner_of.get(k) != numbers.index(domain.number + 1)
-    order = [outer for outers in split for outer in outers]
+    order = [domains[outer].number for outers in split for outer in outers]
     return (
         _missing(domains, split),
         against,
-        sum((d.on == "stream") == (k not in inner_of) for k, d in enumerate(domains) if d.on),
+        sum((split_devices or d.on == "stream") != (k in inner_of) for k, d in enumerate(domains) if d.on),
         sum(a > b for a, b in combinations(order, 2)),
         sum(inner - outer for outer, inner in inner_of.items()),
     )
