@@ -152,8 +152,7 @@ class Axes:
 
 
 def _computation(node: ComputeNode, *, looped: bool) -> Rule:
-    """A computation brings axes together: those lie on the same devices, and in a loop on the same streams."""
-    moving = () if looped else (STREAM,)
+    """A computation brings axes together: those lie on the same devices, and what is sliced in a loop alike."""
 
     def fits(*read: Reading) -> bool:
         values = [
@@ -167,8 +166,11 @@ def _computation(node: ComputeNode, *, looped: bool) -> Rule:
         if {to for map in maps for to in map if to != ops.CONTRACTED} != set(range(len(read[-1].kept))):
             return False
         groups: dict[object, Sequence[Group]] = {v: reading.kept for v, reading in zip(values, read, strict=True)}
-        pairs = [(groups[a][j], groups[b][k]) for (_, a, j), (_, b, k) in computed(statement)]
-        return all(_alike([a], [b], moving) for a, b in pairs)
+        sliced = {v: looped and any(d.on == STREAM for g in kept for d in g.domains) for v, kept in groups.items()}
+        return all(
+            _alike([groups[a][j]], [groups[b][k]], () if sliced[a] and sliced[b] else (STREAM,))
+            for (_, a, j), (_, b, k) in computed(statement)
+        )
 
     return Rule(node.tensors, fits)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hostir.ir import host_ops as host
 from hostir.ir.nvfuser_settle import equate, pairwise
-from hostir.ir.nvfuser_syntax import Dump, Formula, StreamNode, Tensor, Token
+from hostir.ir.nvfuser_syntax import Dump, Formula, IterDomain, StreamNode, Tensor, Token
 from hostir.ir.nvfuser_types import Types
 from hostir.ir.op import Statement
 from hostir.ir.program import Names
@@ -46,7 +46,7 @@ class Builder:
 
     def bind(self, tensor: Tensor, type: TensorType) -> Value:
         value = self.define(tensor.name, tensor.name, type, tensor.span)
-        if not self.loops:
+        if not self.loops or (_stream(tensor) and not self.sliced(tensor)):
             self.whole.add(value.name)
         return value
 
@@ -59,24 +59,26 @@ class Builder:
         return self.scope[tensor.name]
 
     def operand(self, tensor: Tensor) -> Value:
-        """What a statement reads or writes: in a loop over slices, this round's slice of a tensor from outside."""
+        """What a tensor stands for in a statement: in a loop, the round's slice of one that was there before it."""
         value = self.tensor(tensor)
-        cut = self.cut(tensor, value) if self.loops and value.name in self.whole else None
-        if cut is None:
-            return value
-        axis, count = cut
-        resolve = self.types.sizes.resolve
-        index = next((i for i in reversed(self.loops) if resolve(self.loops[i]) == resolve(count)), None)
+        cut = self.cut(tensor, value) if self.loops else None
+        return self.slice(value, *cut, tensor) if cut else value
+
+    def slice(self, whole: Value, axis: int, count: Size, tensor: Tensor) -> Value:
+        """This round's of so many slices of an axis, where the value has all of them."""
+        if whole.name not in self.whole:
+            return whole
+        index = self.loop_over(count)
         if index is None:
-            message = f"{tensor.name} has {count} slices for streams, and no loop around this has {count} rounds"
+            message = f"{tensor.name} is meant in {count} slices, and no loop around this has {count} rounds"
             raise error(message, tensor.span, hint="ShardByStream says which slice is meant")
-        key = f"{value.name} of {index.name}"
+        key = f"slice {index.name} of axis {axis} of {whole.name}"
         if key not in self.scope:
-            slice = host.Chunk(value, self.temporary(tensor, value.tensor), Ref(index), count, axis)
-            slice = replace(slice, span=tensor.span)
-            slice = replace(slice, out=replace(slice.out, type=slice.infer()))
-            self.emit(slice, tensor.span)
-            self.scope[key] = slice.out
+            chunk = host.Chunk(whole, self.temporary(tensor, whole.tensor), Ref(index), count, axis)
+            chunk = replace(chunk, span=tensor.span)
+            chunk = replace(chunk, out=replace(chunk.out, type=chunk.infer()))
+            self.emit(chunk, tensor.span)
+            self.scope[key] = chunk.out
         return self.scope[key]
 
     def cut(self, tensor: Tensor, x: Value) -> tuple[int, Size] | None:
@@ -104,7 +106,17 @@ class Builder:
         return Value(self.names.fresh(near.name), type, near.span)
 
     def type_of(self, tensor: Tensor) -> TensorType:
-        return self.types.type_of(tensor, sliced=bool(self.loops))
+        return self.types.type_of(tensor, sliced=self.sliced(tensor))
+
+    def sliced(self, tensor: Tensor) -> bool:
+        """Whether what is made here is one round's slice: in a loop with as many rounds as the tensor has slices."""
+        stream = _stream(tensor)
+        return stream is not None and self.loop_over(stream.extent.size) is not None
+
+    def loop_over(self, slices: Size) -> Value | None:
+        """The index of the innermost loop around this with as many rounds."""
+        resolve = self.types.sizes.resolve
+        return next((i for i in reversed(self.loops) if resolve(self.loops[i]) == resolve(slices)), None)
 
     def emit(self, statement: Statement, span: Span | None) -> None:
         self.body.append(replace(statement, span=span))
@@ -185,3 +197,7 @@ class Builder:
 
     def first(self, formula: Formula) -> Token:
         return formula if isinstance(formula, Token) else self.first(formula.left)
+
+
+def _stream(tensor: Tensor) -> IterDomain | None:
+    return next((d for d in tensor.domains if d.on == "stream" and d.kind != "r"), None)

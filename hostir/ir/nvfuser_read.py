@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +15,7 @@ from hostir.ir import tensor_ops as ops
 from hostir.ir import view_ops as views
 from hostir.ir.nvfuser_axes import REDUCING, operation
 from hostir.ir.nvfuser_build import Builder
-from hostir.ir.nvfuser_settle import computed, equate, pairwise, settled
+from hostir.ir.nvfuser_settle import computed, equate, maps_of, pairwise, settled
 from hostir.ir.nvfuser_syntax import (
     AllocateNode,
     CommunicationNode,
@@ -33,6 +34,7 @@ from hostir.ir.nvfuser_syntax import (
 )
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
+from hostir.ir.sizes import Size
 from hostir.ir.source import Diagnostic, Span, did_you_mean, error
 from hostir.ir.types import Kind, TensorType
 from hostir.ir.values import Value
@@ -151,7 +153,7 @@ class Reader(Builder):
         over = self.types.mark(node.over, self.types.mesh(node.x), node.span) if node.over else ""
         partial = (*x.tensor.partial, over)
         out = self.operand(node.out) if node.out.name in self.scope else None
-        printed = self.types.type_of(node.out, sliced=bool(self.loops), partial=partial)
+        printed = self.types.type_of(node.out, sliced=self.sliced(node.out), partial=partial)
         target = self.bind(node.out, printed) if out is None else self.temporary(node.out, printed)
         view: views.ViewOp = views.Reshape(x, target)
         if node.op == "permute":
@@ -193,7 +195,7 @@ class Reader(Builder):
         old = self.selected.get(before.name) if before else None
         if old and (old.x, old.axis, old.index) == (x, axis, index):
             return  # nvFuser repeats selects
-        printed = self.types.type_of(node.out, sliced=bool(self.loops), partial=x.tensor.partial)
+        printed = self.types.type_of(node.out, sliced=self.sliced(node.out), partial=x.tensor.partial)
         view = self.inferred(host.Select(x, self.bind(node.out, printed), index, axis), node)
         self.selected[view.out.name] = view
         self.emit(view, node.span)
@@ -206,6 +208,7 @@ class Reader(Builder):
         axis, count = cut
         printed = self.types.type_of(node.out, sliced=True, partial=x.tensor.partial)
         view = host.Chunk(x, self.bind(node.out, printed), self.index(node.index), count, axis)
+        self.whole.discard(view.out.name)
         self.emit(self.inferred(view, node), node.span)
 
     def order(self, node: ViewNode) -> tuple[int, ...]:
@@ -215,23 +218,38 @@ class Reader(Builder):
 
     # Computations ------------------------------------------------------------------------------------------------
     def compute(self, node: ComputeNode) -> None:
-        operands = [self.operand(t) for t in node.operands]
-        if node.op == "copy" and self.shards(node, operands[0]):
+        if node.op == "copy" and self.shards(node):
             return
         out = self.destination(node.out)
-        if node.op == "sum":
-            statement: ops.TensorOp = ops.Sum(out, operands[0], self.summed(node, operands[0], out))
-        else:
-            statement = operation(node, out, operands)
+        statement = self.computation(node, out, [self.tensor(t) for t in node.operands])
+        cut = self.cut(node.out, out) if self.loops else None
+        if cut:
+            statement = self.computation(node, out, self.slices(node, statement, *cut))
         equate(self.types.sizes, computed(statement), node.span)
         self.emit(statement, node.span)
 
-    def shards(self, node: ComputeNode, x: Value) -> bool:
+    def computation(self, node: ComputeNode, out: Value, operands: Sequence[Value]) -> ops.TensorOp:
+        if node.op == "sum":
+            return ops.Sum(out, operands[0], self.summed(node, operands[0], out))
+        return operation(node, out, operands)
+
+    def slices(self, node: ComputeNode, whole: ops.TensorOp, axis: int, count: Size) -> list[Value]:
+        """The operands that give one slice of a result: of one with an axis that becomes the sliced one, its slice."""
+        found = []
+        for tensor, value, map in zip(node.operands, whole.operands, maps_of(whole), strict=True):
+            sliced = [k for k, to in enumerate(map[: len(value.tensor.axes)]) if to == axis]
+            spread = sliced and value.tensor.shape[sliced[0]].is_one
+            found.append(self.slice(value, sliced[0], count, tensor) if sliced and not spread else value)
+        return found
+
+    def shards(self, node: ComputeNode) -> bool:
         """A Set whose result lies on devices where the operand does not takes each rank's own block."""
+        x = self.tensor(node.operands[0])
         out = self.operand(node.out) if node.out.name in self.scope else None
         type = out.tensor if out else self.type_of(node.out)
         if type.mesh != x.tensor.mesh or not _marks(type) - _marks(x.tensor):
             return False
+        x = self.operand(node.operands[0])
         target = self.temporary(node.out, type) if out else self.bind(node.out, type)
         self.same_shape(x, target, node.span)
         self.emit(views.Shard(x, target), node.span)
@@ -248,7 +266,7 @@ class Reader(Builder):
                 f"the {len(x.tensor.axes)} axes of {node.operands[0].name} in {node.out.name}, one of them reduced"
             )
             raise error(f"this reduction sums {len(reduced)} axes", node.span, expected=expected)
-        axis = self.types.axis(kept[reduced[0]], self.types.mesh(node.out), sliced=bool(self.loops))
+        axis = self.types.axis(kept[reduced[0]], self.types.mesh(node.out), sliced=self.sliced(node.out))
         summand = ((x.tensor.shape[reduced[0]], x, reduced[0]), (axis.extent, node.out.name, reduced[0]))
         equate(self.types.sizes, [summand], node.span)
         return reduced[0]
@@ -259,8 +277,9 @@ class Reader(Builder):
         key = f"Communication {node.number}"
         if kind in TRANSFERS:
             out = self.destination(node.out)
+            part = self.merges(node, x, out)
             self.same_shape(x, out, node.span)
-            if not self.merges(node, x, out):
+            if not part:
                 handle = self.define(key, f"h{node.number}", Kind.HANDLE, node.span)
                 self.emit(TRANSFERS[kind](x, out, handle), node.span)
             return

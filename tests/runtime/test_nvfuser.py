@@ -50,6 +50,7 @@ MEANINGS = {
     "two_matmuls_ceil_div": TWO_MATMULS,
     "two_matmuls_loop_domain": TWO_MATMULS,
     "two_matmuls_two_loops": TWO_MATMULS,
+    "two_matmuls_sliced_otherwise": TWO_MATMULS,
 }
 
 
