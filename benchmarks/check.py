@@ -1,9 +1,11 @@
-"""How long the checker takes, and how that grows: the pipelined all-gather + matmul on more and more ranks and slices.
+"""How long the checker takes, and how that grows: an MLP by every strategy, with 64 slices on more and more ranks.
 
     python benchmarks/check.py --out benchmarks/results/check
+    python benchmarks/check.py --mutants 100000     does one rank get the verdict of all, on mutants of many programs?
 
-Statements are counted as unrolled, over all ranks of one call; two calls are checked. Times are the best of three, in a
-process of one thread.
+Ranks are alike, so one of them is looked at; its statements are counted as unrolled, in as many calls as it takes.
+Up to so many statements of all ranks, what a look at all of them takes stands beside. Times are the best of three, in
+a process of one thread.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing import Pool
 from pathlib import Path
 
 from harness import table, write
@@ -19,54 +24,110 @@ from rich.progress import track
 
 import hostir as hi
 from hostir import knobs
-from hostir.ir import Program, check
-from hostir.ir.check.orders import analyse
+from hostir.ir import Program
+from hostir.ir.check import check_structure
+from hostir.ir.check.alike import alike
+from hostir.ir.check.orders import Analysis, analyse, findings_of, look
+from hostir.ir.check.witness import small_sizes
 from hostir.ir.interpret import unrolled
+from hostir.lower import STRATEGIES
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import patterns
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples import patterns
+from tests.mutants import Mutant
+from tests.mutation import GATHERED, every_mutant, originals, sample, tiny
 
-SIZES = [(2, 2), (4, 4), (8, 8), (16, 16), (32, 32), (64, 64)]
-STREAMS = 4
+RANKS = (8, 16, 32, 64)
+SLICES = 64
+ALL = 100_000  # statements of all ranks and calls, up to which all are looked at too
 
 
-def pipeline(ranks: int, slices: int) -> Program:
+def mlp(strategy: str, ranks: int) -> Program:
     """The program to check."""
     with knobs.scope(spec=0):
-        return hi.lower(patterns.allgather_matmul(ranks=ranks, S=slices, M=ranks * slices * 4), streams=STREAMS)
+        return hi.lower(patterns.mlp(ranks=ranks, S=SLICES, M=ranks * SLICES * 4, H=2 * ranks), strategy)
 
 
-def measure(ranks: int, slices: int) -> dict[str, float]:
+def measure(strategy: str, ranks: int) -> dict[str, object]:
     """Seconds that a check takes, and how much it looks at."""
-    program = pipeline(ranks, slices)
+    program = mlp(strategy, ranks)
+    seconds, analysis = best(lambda: look(program))
+    order = alike(program, {}, analysis.calls)
+    assert order, "ranks are not alike"
+    statements = analysis.calls * unrolled(program.body, {})
+    whole = best(lambda: analyse(program))[0] if ranks * statements <= ALL else None
+    return {
+        "strategy": strategy,
+        "ranks": ranks,
+        "calls": analysis.calls,
+        "statements of a rank": statements,
+        "events": len(order.events),
+        "seconds": seconds,
+        "seconds for all ranks": whole or "",
+    }
+
+
+def best(check: Callable[[], Analysis]) -> tuple[float, Analysis]:
+    """The seconds of a check that finds nothing."""
     seconds = []
     for _ in range(3):
         begun = time.perf_counter()
-        findings = check(program)
+        analysis = check()
         seconds.append(time.perf_counter() - begun)
-        assert not findings, findings
-    order = analyse(program).order
-    assert order
-    return {
-        "ranks": ranks,
-        "slices": slices,
-        "statements": ranks * unrolled(program.body, {}),
-        "events": len(order.events),
-        "lanes": len(order.lanes),
-        "seconds": round(min(seconds), 4),
-    }
+        assert not analysis.findings, analysis.findings
+    return round(min(seconds), 3), analysis
+
+
+# One rank against all ----------------------------------------------------------------------------------------------
+def programs() -> list[Program]:
+    """Programs of up to 8 ranks and 8 slices."""
+    more = [
+        hi.lower(tiny(pattern, ranks, slices), strategy)
+        for pattern in patterns.PATTERNS
+        for ranks, slices in ((3, 2), (4, 4), (8, 1), (8, 2), (8, 8))
+        for strategy in STRATEGIES
+        if pattern in GATHERED or strategy in ("sequential", "pipeline")
+    ]
+    return [*originals(), *{str(p): p for p in more}.values()]
+
+
+def compare(mutant: Mutant) -> str:
+    """Whether one rank stands for all in a mutant, and what is made of it then."""
+    try:
+        program = hi.parse(mutant.text, mutant.of)
+    except hi.HostIRError:
+        return "no program"
+    if check_structure(program) or (sizes := small_sizes(program, {})) is None:
+        return "no structure"
+    order = alike(program, sizes, 2)
+    if order is None:
+        return "ranks differ"
+    wrong, all_wrong = bool(findings_of(program, order)), bool(analyse(program, sizes, 2).findings)
+    if wrong != all_wrong:
+        print(f"{mutant.of}: {mutant.what}: one rank says {wrong}, all say {all_wrong}", flush=True)
+        return "DIFFERENT"
+    return "both wrong" if wrong else "both right"
+
+
+def against_all(most: int) -> None:
+    """Prints how often one rank gets the verdict of all, on so many mutants."""
+    found = sample(every_mutant(programs()), most)
+    with Pool() as pool:
+        told = Counter(pool.imap_unordered(compare, found, chunksize=8))
+    print(table(["mutants", "how many"], [[what, str(times)] for what, times in told.most_common()]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--mutants", type=int, default=0, help="compare one rank with all, on so many mutants")
     options = parser.parse_args()
+    if options.mutants:
+        against_all(options.mutants)
+        return
     console = Console(stderr=True)
-    rows = [measure(*size) for size in track(SIZES, "checking", console=console, disable=not console.is_terminal)]
-    for before, row in zip([None, *rows], rows, strict=False):
-        row["growth"] = (
-            round(row["seconds"] / before["seconds"] / (row["events"] / before["events"]), 2) if before else 1
-        )
+    sizes = [(strategy, ranks) for strategy in STRATEGIES for ranks in RANKS]
+    rows = [measure(*size) for size in track(sizes, "checking", console=console, disable=not console.is_terminal)]
     headers = list(rows[0])
     text = table(headers, [[str(row[h]) for h in headers] for row in rows])
     print(text)

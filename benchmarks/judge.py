@@ -2,6 +2,7 @@
 
     python -m benchmarks.judge --programs 100                                    a first look
     python -m benchmarks.judge --programs 2000 --out benchmarks/results/judge    all of it
+    python -m benchmarks.judge --programs 100 --promise one_stream               with a checker that believes too much
 
 Random programs that the checker accepts and that have no synchronisation to spare (`tests/random_programs.py`), and the
 hand-written ones of `tests/cases/counterexamples`, run on processes (`tests/real_ranks.py`). Each call's outputs must
@@ -11,6 +12,7 @@ have the bits that simulated ranks give in program order.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import sys
 import time
@@ -23,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import hostir as hi
 from hostir.ir.program import Program
-from tests.random_programs import FRAGMENTS, loosened
+from tests.random_programs import Accepts, accepted, loosened
 from tests.real_ranks import CALLS, Case, judged
 
 if __package__:
@@ -33,7 +35,7 @@ else:
 
 HAND_WRITTEN = Path(__file__).parents[1] / "tests" / "cases" / "counterexamples"
 SIZES = {"five_rounds": {"N": 10}}
-CHUNK = 20  # programs that one job of processes runs
+CHUNK = 10  # programs that one job of processes runs
 CALLS_BY_HAND = 200
 RANKS = (2, 3, 4)
 
@@ -47,6 +49,7 @@ class Work:
     count: int
     calls: int
     patience: float
+    promise: str
 
 
 @dataclass(frozen=True)
@@ -60,31 +63,41 @@ class Done:
 
 def tried(work: Work) -> Done:
     """Draws the programs of some seeds, and runs those that are accepted."""
+    believed = contextlib.nullcontext()
+    accepts: Accepts = accepted
+    if work.promise:
+        from tests.promises import PROMISES
+
+        believed, accepts = PROMISES[work.promise].believed(), PROMISES[work.promise].accepts
     seeds = range(work.first, work.first + work.count)
-    drawn = [(seed, loosened(seed, work.ranks, fragments=FRAGMENTS)) for seed in seeds]
+    drawn = [(seed, loosened(seed, work.ranks, accepts)) for seed in seeds]
     cases = [Case(program, seed, work.calls) for seed, program in drawn if program is not None]
-    verdicts = judged(cases, work.patience)
+    with believed:
+        verdicts = judged(cases, work.patience)
     wrong = [(f"seed {v.case.seed} on {work.ranks} ranks: {v}", str(v.case.program)) for v in verdicts if v.wrong]
     return Done(work, len(cases), wrong)
 
 
-def at_random(programs: int, calls: int, first: int, workers: int, patience: float) -> Iterator[Done]:
+def at_random(given: argparse.Namespace) -> Iterator[Done]:
     """Runs at least so many random programs, as many on 2 ranks as on 3 or 4."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     works = (
-        Work(ranks, first + CHUNK * n, CHUNK, calls, patience) for n in range(programs) for ranks in RANKS
-    )  # more than enough
+        Work(ranks, given.first + CHUNK * n, CHUNK, given.calls, given.patience, given.promise)
+        for n in range(given.programs)  # more than enough
+        for ranks in RANKS
+    )
+    last = time.monotonic() + given.seconds
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    with spawn.Pool(workers, torch.set_num_threads, (1,)) as pool, Progress(*columns) as progress:
+    with spawn.Pool(given.workers, torch.set_num_threads, (1,)) as pool, Progress(*columns) as progress:
         progress.disable = not progress.console.is_terminal
-        bar, left = progress.add_task("programs", total=programs), programs
-        batches = iter(lambda: [next(works) for _ in range(workers)], [])
+        bar, left = progress.add_task("programs", total=given.programs), given.programs
+        batches = iter(lambda: [next(works) for _ in range(given.workers)], [])
         for batch in batches:
             for done in pool.imap_unordered(tried, batch):
                 left -= done.run
                 progress.update(bar, advance=done.run)
                 yield done
-            if left <= 0:
+            if left <= 0 or time.monotonic() > last:
                 return
 
 
@@ -125,8 +138,10 @@ def main(given: Sequence[str] | None = None) -> int:
     options.add_argument("--calls", type=int, default=CALLS, help="of each random program")
     options.add_argument("--calls-by-hand", type=int, default=CALLS_BY_HAND, help="of each hand-written one; 0: none")
     options.add_argument("--first", type=int, default=0, help="the first seed")
+    options.add_argument("--seconds", type=float, default=float("inf"), help="after which no more are drawn")
     options.add_argument("--workers", type=int, default=2)
     options.add_argument("--patience", type=float, default=20.0, help="seconds that a communication may stand still")
+    options.add_argument("--promise", default="", help="one of tests/promises.py, which the checker believes")
     options.add_argument("--keep", type=Path, default=Path("/tmp/judge"), help="folder for what goes wrong")
     options.add_argument("--out", type=Path, help="writes .json and .md there")
     chosen = options.parse_args(given)
@@ -145,7 +160,7 @@ def main(given: Sequence[str] | None = None) -> int:
         data["by hand"] = rows
         print(texts[-1], flush=True)
     begun, done = time.perf_counter(), []
-    for each in at_random(chosen.programs, chosen.calls, chosen.first, chosen.workers, chosen.patience):
+    for each in at_random(chosen):
         done.append(each)
         for said, text in each.wrong:
             chosen.keep.mkdir(parents=True, exist_ok=True)

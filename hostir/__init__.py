@@ -102,7 +102,11 @@ def lower(
 
 
 def check(
-    program: Fusion | Program, ranks: int | None = None, *, sizes: Mapping[str, int] | None = None, calls: int = 2
+    program: Fusion | Program,
+    ranks: int | None = None,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    calls: int | None = None,
 ) -> list[Diagnostic]:
     """Every finding about a fusion or a program, in program order, warnings last; empty for a sound one.
 
@@ -113,7 +117,7 @@ def check(
         program: what to check.
         ranks: how many the caller reckons with; a finding where the program's meshes name others.
         sizes: of symbols, to unroll loops with; those left out get small values that fit.
-        calls: how many calls follow each other.
+        calls: how many calls follow each other; unless given, as many as show what any number would.
     """
     from hostir.dsl import Fusion
 
@@ -122,7 +126,7 @@ def check(
         raise error(f"not a program: {program!r}", user_span(), expected="a hostir.Fusion or a hostir.Program")
     if ranks is not None and ranks != built.ranks:
         return [Diagnostic(f"@{built.name} is for {built.ranks} ranks, not {ranks}", expected=f"{built.ranks} ranks")]
-    if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
+    if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
         raise error(f"calls={calls!r}", user_span(), expected="an integer of at least 1")
     return ir.check(built, sizes=sizes, calls=calls)
 

@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     chk = commands.add_parser(
         "check", parents=[source, lowering], help="prove a program free of races, deadlocks and misuse of memory"
     )
-    chk.add_argument("--calls", type=int, default=2, help="how many calls follow each other (default: 2)")
+    chk.add_argument("--calls", type=int, help="how many calls follow each other (default: as many as show all)")
     chk.add_argument("--format", choices=["text", "json"], default="text")
     chk.add_argument("--graph", metavar="OUT", help="draw what comes before what, and conflicts in red: an .svg")
     repairs = chk.add_mutually_exclusive_group()
@@ -266,10 +266,10 @@ def _run(options: argparse.Namespace) -> int:
     if program.phase is Phase.HOST:
         verify(program)
     host = _lowered(program, sizes, options)
-    if program.phase is Phase.HOST and not options.no_check:
+    if not options.no_check:
         host.check_sizes(sizes)
         try:
-            prove(host, {name: value for name, value in sizes.items() if name in host.size_names})
+            prove(host, sizes)
         except HostIRError as findings:
             if all(found.kind for found in findings.diagnostics):
                 findings.add_note(REFUSED)

@@ -13,7 +13,7 @@ from pathlib import Path
 from hostir.ir import Diagnostic, HostIRError, Phase, Program, Span, format_program
 from hostir.ir.check import check_structure
 from hostir.ir.check.findings import Finding
-from hostir.ir.check.orders import Analysis, analyse
+from hostir.ir.check.orders import Analysis, analyse, look
 from hostir.ir.check.repair import difference, redundant, repair
 from hostir.ir.source import did_you_mean, error
 
@@ -39,7 +39,8 @@ def check_command(
     if options.fix:
         return _fix(program, sizes, options)
     sound = not structure and program.phase is Phase.HOST
-    analysis = analyse(program, sizes, options.calls) if sound else Analysis(structure)
+    prove = analyse if options.graph else look  # a picture has all ranks
+    analysis = prove(program, sizes, options.calls) if sound else Analysis(structure)
     findings = _with_witnesses(program, analysis, options)
     if options.redundant and not findings:
         findings = redundant(program, sizes, options.calls)
@@ -51,7 +52,7 @@ def check_command(
 
 def _check_options(options: Namespace) -> None:
     """Refuses what does not go together before anything takes time."""
-    if options.calls < 1:
+    if options.calls is not None and options.calls < 1:
         raise error(f"--calls {options.calls}", expected="at least 1")
     if options.out is not None and not options.fix:
         raise error("-o is for the repaired program", hint="--fix")
@@ -80,26 +81,26 @@ def _with_witnesses(program: Program, analysis: Analysis, options: Namespace) ->
         return analysis.findings
     from hostir.runtime.witness import witnesses  # loads torch
 
-    shown = witnesses(program, analysis.findings, analysis.sizes, options.calls)
+    shown = witnesses(program, analysis.findings, analysis.sizes, analysis.calls)
     told: list[Diagnostic] = []
     for n, found in enumerate(analysis.findings):
         if n in shown:
             seed, wrong = shown[n]
-            note = f"shown by '{run_of(analysis.sizes, seed, options)}': {wrong}"
+            note = f"shown by '{run_of(analysis, seed, options)}': {wrong}"
             found = replace(found, notes=(*found.notes, (None, note)))
         told.append(found)
     return told
 
 
-def run_of(sizes: Mapping[str, int], seed: int, options: Namespace) -> str:
+def run_of(analysis: Analysis, seed: int, options: Namespace) -> str:
     """The command of a run under a seed."""
-    given = dict(item.partition("=")[::2] for item in options.given) | {n: str(v) for n, v in sizes.items()}
+    given = dict(item.partition("=")[::2] for item in options.given) | {n: str(v) for n, v in analysis.sizes.items()}
     words = ["hostir", "run", options.file]
     for option, value in (("--from", options.form), ("--ranks", options.ranks), ("--strategy", options.strategy)):
         words += [option, str(value)] if value is not None else []
     words += ["--streams", str(options.streams)] if options.streams is not None else []
     words += [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
-    words += ["--no-check", "--repeat", str(options.calls), "--schedule-seed", str(seed)]
+    words += ["--no-check", "--repeat", str(analysis.calls), "--schedule-seed", str(seed)]
     return shlex.join(words)
 
 

@@ -1,7 +1,7 @@
 """Whether the checker notices what goes wrong: programs that are right, and the verdict on each of their mutants.
 
-A mutant is guilty when the simulated ranks say so, who know nothing of the checker: over two calls, some schedule that
-the memory model allows hangs, raises or gives NaN, or two of them give different bits.
+A mutant is guilty when the simulated ranks say so, who know nothing of the checker: over as many calls as the proof
+looks at, some schedule that the memory model allows hangs, raises or gives NaN, or two of them give different bits.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import hostir as hi
 from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, write_a_pass
 from hostir.ir.check import check, check_structure
 from hostir.ir.check.findings import Finding
+from hostir.ir.check.orders import look
 from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic, HostIRError
+from hostir.ir.tensor_ops import Contraction
 from hostir.lower import passes_of, run_passes
 from hostir.runtime.local import LocalMachine, rehearse
 from hostir.runtime.sharding import random_inputs
 from tests.mutants import Mutant, mutants
 
 ONESIDED = Path(__file__).parent / "cases" / "onesided"
-CALLS = 2
 GATHERED = (  # rows that peers send one another by copies
     patterns.allgather_matmul,
     patterns.allgather_matmul_kept,
@@ -151,7 +152,7 @@ def judge(mutant: Mutant, seeds: int) -> Verdict | None:
         program = hi.parse(mutant.text, mutant.of)
     except HostIRError:
         return None
-    found = [d for d in check(program, calls=CALLS) if d.level == "error"]
+    found = [d for d in check(program) if d.level == "error"]
     if any(not isinstance(d, Finding) for d in found):
         return Verdict(mutant, structure=errors(found))
     findings, guilt = errors(found), convicted(program, seeds)
@@ -172,10 +173,16 @@ def convicted(program: Program, seeds: int) -> str:
     return ""
 
 
+def calls_of(program: Program) -> int:
+    """As many calls as the proof looks at; where kernels wait, at least one for each rank."""
+    waits = any(isinstance(s, Contraction) and s.ready is not None for s in program.walk())
+    return max(look(program).calls, program.ranks if waits else 2)
+
+
 def rehearsal(program: Program) -> LocalMachine | str:
     """The program's calls, each with inputs of its own; or why they cannot even be planned."""
     try:
-        return rehearse(program, [random_inputs(program, {}, seed=call) for call in range(CALLS)])
+        return rehearse(program, [random_inputs(program, {}, seed=call) for call in range(calls_of(program))])
     except HostIRError as wrong:
         return wrong.diagnostics[0].message
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,52 +23,44 @@ from hostir.ir.check.order import Order
 from hostir.ir.check.races import Memory
 from hostir.ir.check.tracer import CALLER, Event, Tracer
 from hostir.ir.program import Program
-from tests.random_programs import accepted
+from hostir.runtime.local_rank import RankMachine
 
 FOLDER = Path(__file__).parent / "cases" / "promises"
 Method = Callable[..., Any]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Promise:
     """Something that the checker believes and no machine keeps.
 
     Fields:
         rule: of docs/memory-model.md, which says less.
         says: the order that it adds.
-        where: the class and the method that it changes.
-        instead: what runs in place of the method; it gets the method, and then its arguments.
-        calls: how many calls the checker looks at.
+        changes: for a class and a method of it, what runs instead; that gets the method, and then its arguments.
+        calls: how many calls the checker looks at, if not as many as it takes.
     """
 
     rule: str
     says: str
-    where: tuple[type, str] | None = None
-    instead: Method | None = None
-    calls: int = 2
+    changes: list[tuple[type, str, Method]] = field(default_factory=list)
+    calls: int | None = None
 
     @contextlib.contextmanager
     def believed(self) -> Iterator[None]:
         """The checker believes it meanwhile."""
-        if self.where is None:
-            yield
-            return
-        owner, name = self.where
-        method, instead = getattr(owner, name), self.instead
-        assert instead is not None
-
-        def changed(*args: Any, **kwargs: Any) -> Any:
-            return instead(method, *args, **kwargs)
-
-        with patch.object(owner, name, changed):
+        with contextlib.ExitStack() as stack:
+            for owner, name, instead in self.changes:
+                stack.enter_context(patch.object(owner, name, _changed(getattr(owner, name), instead)))
             yield
 
     def accepts(self, program: Program) -> bool:
         """Whether the checker accepts a program if it believes this."""
         with self.believed():
-            if self.calls == 2:
-                return accepted(program)
             return not any(found.level == "error" for found in hi.check(program, calls=self.calls))
+
+
+def _changed(method: Method, instead: Method) -> Method:
+    return lambda *args, **kwargs: instead(method, *args, **kwargs)
 
 
 PROMISES: dict[str, Promise] = {}
@@ -79,7 +70,17 @@ def promise(rule: str, says: str, owner: type, method: str) -> Callable[[Method]
     """Adds a promise, named as the function that changes the method."""
 
     def add(instead: Method) -> Method:
-        PROMISES[instead.__name__] = Promise(rule, says, (owner, method), instead)
+        PROMISES[instead.__name__] = Promise(rule, says, [(owner, method, instead)])
+        return instead
+
+    return add
+
+
+def also(name: str, owner: type, method: str) -> Callable[[Method], Method]:
+    """Has a promise change another method, too."""
+
+    def add(instead: Method) -> Method:
+        PROMISES[name].changes.append((owner, method, instead))
         return instead
 
     return add
@@ -130,12 +131,29 @@ def a_queue_for_each_order(collective: Method, self: Tracer, exchange: Any, *res
     return end
 
 
+@also("a_queue_for_each_order", RankMachine, "communicate")
+def simulated_queues(communicate: Method, self: RankMachine, exchange: Any, *rest: Any) -> Any:
+    """Simulated ranks have to say what was meant."""
+    every = self.parts
+    self.parts = {tuple(sorted(exchange.team)): every.setdefault(exchange.team, [])}
+    made = communicate(self, exchange, *rest)
+    self.parts = every
+    return made
+
+
 @promise("4", "who has waited for a communication knows that every rank's out is written", Tracer, "_collective")
 def written_everywhere(collective: Method, self: Tracer, exchange: Any, *rest: Any) -> Event:
     end = collective(self, exchange, *rest)
     side = self.collectives[tuple(sorted(exchange.team))][-1]
     self.follow(side.take, "moves", len(self.events))
     return end
+
+
+@also("written_everywhere", Order, "_join_sides")
+def written_when_waited(join: Method, self: Order, sides: Any) -> None:
+    join(self, sides)
+    for side in sides:
+        side.end.after += [other.take for other in sides if other is not side]
 
 
 @promise("5", "all streams begin with the inputs there", Tracer, "event")
@@ -159,6 +177,13 @@ def sent_is_received(join: Method, self: Order) -> None:
     gives = [side.give for side in posted]
     for side in posted:
         side.end.after += [give for give in gives if side.take in give.after and give is not side.give]
+
+
+@promise("6", "a collective ends behind the rank's earlier messages", Tracer, "_collective")
+def messages_in_turn_with_collectives(collective: Method, self: Tracer, exchange: Any, *rest: Any) -> Event:
+    end = collective(self, exchange, *rest)
+    end.after += [event for lane, event in self.tails.items() if lane[1] == "messages"]
+    return end
 
 
 @promise("7", "copies between ranks need no order with what the peer does", Memory, "_unordered")
@@ -186,34 +211,9 @@ def begins_with_all_flags(join: Method, self: Order) -> None:
             flag.event.after += [signal for signal in signals if signal not in flag.event.after]
 
 
-def written_when_waited(join: Method, self: Order, sides: Any) -> None:
-    """The other half of `written_everywhere`."""
-    join(self, sides)
-    for side in sides:
-        side.end.after += [other.take for other in sides if other is not side]
-
-
 PROMISES["one_call"] = Promise("calls", "what holds for one call holds for the next", calls=1)
-
-
-class Both(Promise):
-    """A promise that changes two methods."""
-
-    @contextlib.contextmanager
-    def believed(self) -> Iterator[None]:
-        join = Order._join_sides
-        with super().believed(), patch.object(Order, "_join_sides", lambda *args: written_when_waited(join, *args)):
-            yield
-
-
-PROMISES["written_everywhere"] = Both(**vars(PROMISES["written_everywhere"]))
 
 
 def of(name: str) -> Program:
     """The hand-written program of a promise."""
     return hi.parse((FOLDER / f"{name}.hir").read_text(), f"{name}.hir")
-
-
-def accepts(name: str) -> Callable[[Program], bool]:
-    """Whether the checker accepts a program if it believes the promise of this name."""
-    return partial(Promise.accepts, PROMISES[name])

@@ -30,16 +30,16 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.runtime.executor import Executor
 from hostir.runtime.gloo import GlooPlan
-from hostir.runtime.lanes import Waits
+from hostir.runtime.lanes import Key, Waits
 from hostir.runtime.local import rehearse
 from hostir.runtime.plan import CALLER
 from hostir.runtime.session import session
-from hostir.runtime.sharding import random_inputs, shard
+from hostir.runtime.sharding import BITS, random_inputs, shard
 from tests.launch import forked
 
 CALLS = 6
 BUDGET = 0.03  # seconds that a rank sleeps in a call, about
-PATIENCE = 10.0  # seconds that a communication may stand still
+PATIENCE = 20.0  # seconds that a communication may stand still
 GRACE = 3.0  # seconds that the other ranks have to end, once one has failed
 NAN = float("nan")
 Parts = list[torch.Tensor | None]
@@ -106,13 +106,20 @@ class Slowness:
         lanes, said = [lane for lane in self.lanes if lane.steps], f"rank {slow}"
         if kind != "rank":
             lanes = [random.choice(lanes)]
-            said += f", {'caller' if lanes[0].key == CALLER else lanes[0].key}"
+            said += f", {_name(lanes[0].key)}"
         steps = [(str(lane.key), i) for lane in lanes for i in range(len(lane.steps))]
         if kind == "step":
             steps = [random.choice(steps)]
             said += f", step {steps[0][1]}"
         self.delays = dict.fromkeys(steps, BUDGET / len(steps))
         return said
+
+
+def _name(lane: Key) -> str:
+    """Of a lane, for people."""
+    if not isinstance(lane, int):
+        return f"team {lane}"
+    return "the caller's stream" if lane == CALLER else f"stream {lane}"
 
 
 class Caller:
@@ -183,9 +190,8 @@ def differs(found: torch.Tensor | None, true: torch.Tensor | None) -> str:
     """How what a rank holds of an output is not what simulated ranks hold; nothing where the bits are the same."""
     if found is None or true is None:
         return "" if found is true else "is there, or is not"
-    if torch.equal(found.view(torch.uint8), true.view(torch.uint8)):
-        return ""
-    odd = int((found.contiguous() != true).sum())  # NaN is not equal to itself
+    bits = BITS[true.element_size()]
+    odd = int((found.contiguous().view(bits) != true.contiguous().view(bits)).sum())
     return f"{odd} of {found.numel()} elements differ, {int(found.isnan().sum())} are NaN" if odd else ""
 
 

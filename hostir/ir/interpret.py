@@ -27,6 +27,7 @@ def interpret(
     sizes: Mapping[str, int],
     inputs: Sequence[Handle | None],
     observer: Observer | None = None,
+    frames: type[Frame] = Frame,
 ) -> tuple[Handle | None, ...]:
     """Evaluates every statement in program order, loops unrolled; returns the outputs' handles.
 
@@ -34,7 +35,7 @@ def interpret(
     Raises HostIRError at the loop that makes the program longer than `MOST` statements.
     """
     unrolled(program.body, sizes)
-    frame = Frame(machine, sizes)
+    frame = frames(machine, sizes)
     for value, handle in zip(program.inputs, inputs, strict=True):
         frame[value] = handle
     _run(program.body, frame, observer or Observer(), ())

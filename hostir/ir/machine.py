@@ -7,14 +7,16 @@ that are eager do it at once. The same methods serve both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from operator import add, floordiv, mod, mul, sub
+from typing import Any, Protocol, cast
 
 from hostir.ir.types import DType, Kind, Mesh, TensorType, bind_shape
 from hostir.ir.values import Bin, Expr, Lit, Value
 
+ARITHMETIC: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv, "%": mod}
 Handle = Any  # what a machine stands for a tensor, a stream or a communication in flight
 
 
@@ -159,9 +161,17 @@ class Frame:
         if isinstance(expr, Lit):
             return expr.value
         if isinstance(expr, Bin):
-            a, b = self.index(expr.left), self.index(expr.right)
-            return {"+": a.__add__, "-": a.__sub__, "*": a.__mul__, "/": a.__floordiv__, "%": a.__mod__}[expr.op](b)
-        return int(self.handles[expr.value.name])
+            return ARITHMETIC[expr.op](self.index(expr.left), self.index(expr.right))
+        return cast("int", self.handles[expr.value.name])
+
+    def place(self, mesh: Mesh, over: str) -> int:
+        """Where this rank, which belongs to a mesh, stands along one of its axes."""
+        assert self.machine.rank is not None
+        return mesh.coordinate(self.machine.rank, over)
+
+    def member(self, team: tuple[int, ...], place: int) -> int:
+        """The rank at a place in a team of this rank's."""
+        return team[place]
 
     def stream(self, expr: Expr) -> Handle | int:
         """A stream operand: a stream value, or an index into the pool."""

@@ -54,7 +54,7 @@ def peer_of(op: Statement, frame: Frame, x: Value, over: str, place: Expr) -> in
     index = frame.index(place)
     if not 0 <= index < len(team):
         raise op.fail(f"there is no place {index} along {over}", expected=f"0 to {len(team) - 1}")
-    return team[index]
+    return frame.member(team, index)
 
 
 @statement
@@ -106,8 +106,8 @@ class Rank(Statement):
         mesh_over(self, self.x, self.over)
 
     def evaluate(self, frame: Frame) -> None:
-        mesh, rank = mesh_over(self, self.x, self.over), own_rank(self, frame)
-        frame[self.out] = mesh.coordinate(rank, self.over) if frame.here(mesh) else OUTSIDE
+        mesh, _ = mesh_over(self, self.x, self.over), own_rank(self, frame)
+        frame[self.out] = frame.place(mesh, self.over) if frame.here(mesh) else OUTSIDE
 
 
 @statement

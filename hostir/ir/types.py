@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from hostir.ir.sizes import ONE, Size, product
@@ -49,6 +49,7 @@ class Mesh:
         k = self.axes.index(axis)
         return self.devices.index(device) // prod(self.shape[k + 1 :]) % self.shape[k]
 
+    @lru_cache(maxsize=1 << 12)  # noqa: B019  # meshes are few, and asked again and again
     def team(self, device: int, axis: str) -> tuple[int, ...]:
         """The devices that differ from `device` only along `axis`, in order: the members of a collective over it."""
         k = self.axes.index(axis)

@@ -135,5 +135,5 @@ class Shard(ViewOp):
         if rank is None or mesh is None:
             return x
         for k, mark in self._moved():
-            x = frame.machine.chunk(x, k, 1, mesh.size(mark), mesh.coordinate(rank, mark))
+            x = frame.machine.chunk(x, k, 1, mesh.size(mark), frame.place(mesh, mark))
         return x

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hostir.ir.check import prove
+from hostir.ir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
@@ -18,7 +18,7 @@ from hostir.runtime.cuda import CudaMachine, CudaPlan
 from hostir.runtime.gloo import GlooMachine, GlooPlan
 from hostir.runtime.graphs import Graphs, Where, is_stale
 from hostir.runtime.inplace import places
-from hostir.runtime.inputs import check_apart, check_local, refuse_gradients, written_inputs
+from hostir.runtime.inputs import check_apart, check_local, refuse_gradients, sizes_of, written_inputs
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_local
 from hostir.runtime.outputs import Key, addresses, check_out, look, sequence_of, unwritable
@@ -65,7 +65,8 @@ class Executor:
             Outside torchrun `gloo` and `cuda` run programs of one rank.
         seed: of the order in which the local machine runs what may run in any order; 0 is program order.
         trace: gets an event for each statement of each run. On CUDA each call then waits for the device.
-        check: whether to refuse a program that is not proved free of races, deadlocks and misuse of memory.
+        check: whether to refuse a program that is not proved free of races, deadlocks and misuse of memory, for the
+            sizes of each call; one whose sizes all are known at once.
         timeout: seconds that `synchronize` waits; see the knob HOSTIR_TIMEOUT.
         graphs: whether calls with `out=` may be replayed from CUDA graphs. A traced executor makes none.
 
@@ -96,10 +97,11 @@ class Executor:
             raise error(f"@{program.name} is a fusion", expected="a host program", hint=LOWER)
         if machine not in (None, "local", *DEVICES):
             raise error(f"unknown machine '{machine}'", expected="one of: local, gloo, cuda")
-        if check:
-            prove(program)
         self.program = program
+        self.check = check
         self.sizes = dict(sizes or {})
+        if check and verify(program).size_names <= self.sizes.keys():
+            prove(program, self.sizes)
         self.kernels = KERNELS.get(kernels)
         self.seed = seed
         self.trace = trace
@@ -161,6 +163,8 @@ class Executor:
         """One run. Raises HostIRError for tensors that do not fit, and naming the statement that raised."""
         if self.machine == "local":
             check_local(self.program, self._written, inputs, self.sizes)
+            if self.check and (bound := sizes_of(self.program, inputs, self.sizes)) is not None:
+                prove(self.program, bound)
             parts = run_local(
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
@@ -304,6 +308,8 @@ class Executor:
         machine = self._machine
         try:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
+            if self.check:
+                prove(self.program, sizes)
             refuse_gradients(self.program, inputs)
             check_apart(self.program, self._written, inputs)
             recording = record(self.program, self.rank, sizes, inputs)

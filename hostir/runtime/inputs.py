@@ -11,8 +11,8 @@ from hostir.ir.op import Codec, Phase
 from hostir.ir.program import Program
 from hostir.ir.source import error
 from hostir.runtime.recorder import record
-from hostir.runtime.sharding import solve_sizes
-from hostir.runtime.tensors import share_memory, without_plain_memory
+from hostir.runtime.sharding import bind_sizes, solve_sizes
+from hostir.runtime.tensors import overlaps_itself, share_memory, without_plain_memory
 
 
 def written_inputs(program: Program) -> frozenset[str]:
@@ -30,13 +30,20 @@ def written_inputs(program: Program) -> frozenset[str]:
 
 
 def check_apart(program: Program, written: Collection[str], inputs: Sequence[Any]) -> None:
-    """Raises HostIRError where one of the inputs `written` shares memory with another input of the same rank.
+    """Raises HostIRError where one of the inputs `written` shares memory with another of the same rank, or with itself.
 
     The program was proved right for inputs apart from each other. What is no tensor with memory passes: others say so.
     """
     pairs = list(zip(program.inputs, inputs, strict=False))
     held = [(v, x) for v, x in pairs if isinstance(x, torch.Tensor) and without_plain_memory(x) is None]
     for value, x in held:
+        if value.name in written and overlaps_itself(x):
+            raise error(
+                f"elements of input {value}, which @{program.name} writes, share memory",
+                value.span,
+                expected=f"memory for each element, not strides {list(x.stride())} for shape {list(x.shape)}",
+                hint=f"pass {value.name}.clone(memory_format=torch.contiguous_format)",
+            )
         for other, y in held if value.name in written else ():
             if other is not value and share_memory(x, y):
                 raise error(
@@ -75,6 +82,18 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
         sizes = solve_sizes(program, mine, sizes, rank=rank, device="cpu")
     for rank, mine in odd:
         record(program, rank, sizes, mine)
+
+
+def sizes_of(program: Program, inputs: Sequence[Any], given: Mapping[str, int]) -> Mapping[str, int] | None:
+    """The sizes of a call of the local machine; None where inputs are neither all whole nor all in parts."""
+    if all(isinstance(x, torch.Tensor) for x in inputs):
+        return bind_sizes(program, inputs, given, device="cpu")
+    if not all(isinstance(x, list | tuple) and len(x) == program.ranks for x in inputs):
+        return None  # which is said where they are taken apart
+    for rank, mine in enumerate(zip(*inputs, strict=True)):
+        given = solve_sizes(program, mine, given, rank=rank, device="cpu")
+    program.check_sizes(dict(given))
+    return given
 
 
 def _not_dense(x: Any) -> bool:

@@ -54,6 +54,16 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     return _bytes_of(x, low - start).meets(_bytes_of(y, bottom - start))
 
 
+def overlaps_itself(x: torch.Tensor) -> bool:
+    """Whether elements may have memory in common: unless each step leads past all that the shorter ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach and x.numel():
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
 def _stretch(x: torch.Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first byte and behind its last; of one without elements, none between."""
     start = x.data_ptr()

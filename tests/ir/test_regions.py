@@ -61,6 +61,19 @@ def test_a_region_is_covered_exactly_where_the_union_holds_all_its_elements(elem
     assert 200 < yes < 1800, "both outcomes are tried"
 
 
+@pytest.mark.parametrize("elements", SHAPES)
+def test_what_two_regions_share_is_covered_exactly_where_the_union_holds_it(elements: int) -> None:
+    random, yes, shared = Random(elements), 0, 0
+    for _ in range(2000):
+        (region, mine), (within, inside) = drawn(random, elements), drawn(random, elements)
+        others = [drawn(random, elements) for _ in range(random.randint(0, 4))]
+        union = set().union(*(s for _, s in others))
+        assert covered(region, [r for r, _ in others], within) == (mine & inside <= union)
+        shared += bool(mine & inside)
+        yes += bool(mine & inside) and mine & inside <= union
+    assert 200 < yes < shared - 200, "both outcomes are tried, and regions that share something"
+
+
 def test_the_pieces_of_a_large_matrix_are_compared_without_writing_them_out() -> None:
     rows, columns, pieces = 32768, 16384, 64
     width = columns // pieces

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import hostir as hi
+from benchmarks.repair import broken, repaired
+from examples import patterns
 from hostir.ir.check import check
 from hostir.ir.check.findings import Finding
 from hostir.ir.check.orders import analyse
@@ -16,7 +18,9 @@ from hostir.ir.host_ops import For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Signal, WaitSignal
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
-from tests.mutation import outcome, rehearsal
+from hostir.ir.values import Lit
+from tests.mutants import called
+from tests.mutation import originals, outcome, rehearsal, sample, tiny
 
 CASES = Path(__file__).parents[1] / "cases"
 ORDERING = (Synchronize, Wait, Barrier, Signal, WaitSignal)
@@ -51,7 +55,7 @@ ABOUT_ORDER = (
 NOT_ABOUT_ORDER = {
     "collective_on_one_rank": "differ in the collectives",
     "both_receive_first": "deadlock",
-    "freed_twice": "after it was freed",
+    "freed_twice": "freed twice",
     "handle_waited_twice": "waited for twice",
     "kernel_keeps_its_producer_out": "holds all SMs",
     "read_of_what_nobody_wrote": "nobody has written",
@@ -118,7 +122,48 @@ def test_fork_join_wait_and_free_come_back_together() -> None:
     assert chain(repaired) == chain(original)
 
 
-def test_a_signal_that_kernels_wait_for_is_not_made_up() -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("push_epochs", WaitSignal),  # barriers instead would hold all slices back
+        ("push_epochs", Signal),
+        ("ring_put_epochs", Signal),
+        ("ready_matmul_own", Signal),  # what waits for it is a kernel
+    ],
+)
+def test_the_signal_or_the_wait_for_it_that_is_missing_comes_back(name: str, kind: type[Statement]) -> None:
+    original = program(f"onesided/{name}")
+    gone = [s for s in original.walk() if isinstance(s, kind)]
+    assert len(gone) == 1
+    repaired = repair(again(original.with_body(without(original.body, gone))))
+    assert sorted(str(repaired).splitlines()) == sorted(str(original).splitlines())
+
+
+def test_a_kernel_of_the_call_before_that_holds_sms_is_waited_for() -> None:
+    original = program("onesided/signal_kernels")
+    gone = next(s for s in original.walk() if isinstance(s, Synchronize) and s.stream == Lit(1))
+    assert str(repair(again(original.with_body(without(original.body, [gone]))))) == str(original)
+
+
+def test_workers_that_barriers_let_go_are_forked_from_the_worker_that_has_waited() -> None:
+    original = hi.lower(tiny(patterns.mlp, 4, 1), "ring")
+    fork = next(s for s in original.walk() if isinstance(s, For) and called(s) == "fork")
+    wrong = again(original.with_body(without(original.body, [fork])))
+    repaired = repair(wrong)
+    added = [line[1:].strip() for line in difference(wrong, repaired).splitlines() if line[0] == "+" and line[1] != "+"]
+    assert added == ["for %s in 0..2 { set_stream %s + 1   synchronize 0 }"]
+    assert chain(repaired) == chain(original)
+
+
+def test_of_every_kind_of_synchronisation_that_is_deleted_repairs_chain_no_more_work() -> None:
+    """A sample; `python -m benchmarks.repair` looks at all."""
+    pairs = {mutant.text: (original, mutant) for original, mutant in broken(originals()[::8])}
+    for mutant in sample([mutant for _, mutant in pairs.values()], 16):
+        found = repaired(*pairs[mutant.text])
+        assert found.good, f"@{mutant.of} {mutant.what}: {found.before} to {found.after} {found.why}"
+
+
+def test_signals_of_several_statements_that_kernels_wait_for_are_not_made_up() -> None:
     original = program("onesided/ready_matmul")
     gone = [s for s in original.walk() if isinstance(s, Signal)]
     with pytest.raises(hi.HostIRError, match="nobody sends the signal"):
@@ -179,6 +224,29 @@ program @p(%x: f32[8, 8]) -> (%y) streams 1 {
     assert check(on_worker) == check(on_callers) == []
     assert "%user = current_stream" in str(on_worker)
     assert "current_stream" not in str(on_callers)
+
+
+def test_a_fork_that_comes_before_what_the_workers_use_is_allocated_goes_behind_it() -> None:
+    text = """hostir 1
+mesh @mesh [didx] = 0
+program @p(%x: f32[4, 8]) -> (%y) streams 2 {
+  %user = current_stream
+  for %s in 0..2 { set_stream %s   synchronize %user }
+  set_stream %user
+  %y: f32[4, 8] = allocate
+  for %i in 0..4 {
+    set_stream %i % 2
+    %x_i = select %x[%i]
+    %y_i = select %y[%i]
+    relu %x_i -> %y_i
+  }
+  set_stream %user
+  for %s in 0..2 { synchronize %s }
+}
+"""
+    fork, rest = "  for %s in 0..2 { set_stream %s   synchronize %user }\n", "  for %i in 0..4 {\n"
+    repaired = repair(hi.parse(text))
+    assert str(repaired) == str(hi.parse(text.replace(fork, "").replace(rest, fork + rest)))
 
 
 def test_a_fusion_is_refused() -> None:

@@ -15,8 +15,9 @@ from hostir.__main__ import main
 from hostir.ir import HostIRError, Phase, Program, verify
 from hostir.ir.comm_ops import Communication, Reshard
 from hostir.ir.host_ops import Allocate, FreeBuffer
+from hostir.ir.source import UNCHECKED, Diagnostic
 from hostir.ir.tensor_ops import Matmul
-from hostir.lower import Pass, passes_of, run_passes
+from hostir.lower import Pass, passes, passes_of, run_passes
 
 NAMES = ["propagate", "reshard", "communicate", "pipeline", "streams", "stagger", "free", "tidy"]
 
@@ -169,3 +170,12 @@ def test_reshards_between_two_meshes_go_by_way_of_what_both_can_express() -> Non
     seen = stages(fusion)
     assert all(isinstance(s, Reshard) for s in seen["reshard"].body)
     assert [s.keyword() for s in seen["communicate"].body] == ["allgather", "scatter"]
+
+
+def test_what_could_not_be_looked_at_is_lowered_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_long(program: Program) -> Program:
+        raise HostIRError(Diagnostic(f"@{program.name} was not checked for races: too long", kind=UNCHECKED))
+
+    monkeypatch.setattr(passes, "prove", too_long)
+    with pytest.warns(RuntimeWarning, match="was not checked for races: too long"):
+        assert hi.lower(patterns.mlp()).phase is Phase.HOST

@@ -86,8 +86,8 @@ def test_streams_go_on_from_call_to_call() -> None:
     """What a worker was given in one call comes before what it is given in the next."""
     body = """  %user = current_stream
   %z: f32[4@didx, 3] = allocate_symmetric
-  %y: f32[4@didx, 3] = allocate
   set_stream 0
+  %y: f32[4@didx, 3] = allocate
   copy %z -> %y
   set_stream %user
   synchronize 0

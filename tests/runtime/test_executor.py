@@ -128,9 +128,9 @@ def test_an_output_that_is_an_input_is_the_callers_tensor() -> None:
 
 
 def test_a_stream_runs_behind_what_it_synchronizes_with() -> None:
-    p = alone(f"""{FORK}
-  %x: f32[4, 8] = allocate
+    p = alone(f"""%x: f32[4, 8] = allocate
   %c: f32[4, 8] = allocate
+  {FORK}
   set_stream 0
   gelu %a -> %x
   set_stream 1

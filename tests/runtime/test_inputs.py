@@ -1,4 +1,4 @@
-"""Inputs that share memory: refused by name wherever the program writes one of them, in every call."""
+"""Inputs that share memory, with others or with themselves: refused wherever the program writes one, in every call."""
 
 from __future__ import annotations
 
@@ -63,6 +63,24 @@ def test_inputs_that_share_memory_are_refused_wherever_the_program_writes_one(bo
         assert torch.equal(memory, before), "a refused call writes nothing"
         call(executor, machine, memory[1], memory[3].clone())
         call(executor, machine, memory[0], memory[1].clone())
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (1, 1), (4, 1), (8, 0)])
+def test_an_input_whose_elements_share_memory_is_refused_where_the_program_writes_it(
+    strides: tuple[int, int], machine: str
+) -> None:
+    a, memory = torch.randn(4, 8), torch.randn(64)
+    b = memory.as_strided((4, 8), strides)
+    text = said(lambda: call(made(writing(), machine), machine, a, b))
+    assert "elements of input %b, which @p writes, share memory" in text
+    call(made(writing(READS), machine), machine, a, b)
+
+
+@pytest.mark.parametrize("strides", [(8, 1), (1, 4), (16, 2), (1, 5)])
+def test_an_input_that_the_program_writes_need_not_be_dense(strides: tuple[int, int], machine: str) -> None:
+    a, b = torch.randn(4, 8), torch.randn(64).as_strided((4, 8), strides)
+    expected = a + b.relu()
+    assert torch.equal(call(made(writing(), machine), machine, a, b), expected)
 
 
 def test_inputs_are_looked_at_again_when_the_caller_has_them_elsewhere(machine: str) -> None:

@@ -278,7 +278,14 @@ def program_of(body: str, head: str = "%a: f32[4@didx, 6], %b: f32[4@didx, 6]) -
             r"p.hir:7:.*rank 0, '%h = allgather %t -> %g over didx': it reads shape \[6, 2\] with strides \[1, 6\]",
         ),
         ("  %t = permute %a (1, 0)\n  %r: f32[24@didx] = reshape %t", r"p.hir:5:.*no view of shape \[6, 2\] with str"),
-        ("  matmul %a, %b -> %a", r"p.hir:4:.*rank [01], 'matmul %a, %b -> %a': RuntimeError: "),
+        (
+            "  %y: f32[4@didx, 6] = allocate\n  matmul %a, %b -> %y",
+            r"p.hir:5:.*rank [01], 'matmul %a, %b -> %y': RuntimeError: ",
+        ),
+        (
+            "  matmul %a, %b -> %a",
+            r"p.hir:4:.*rank 0, 'matmul %a, %b -> %a': it writes memory that it reads.*allocate a buffer",
+        ),
     ],
 )
 def test_a_statement_that_cannot_run_is_named_with_its_rank(body: str, message: str) -> None:

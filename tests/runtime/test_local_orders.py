@@ -15,7 +15,7 @@ def chains(lengths: Sequence[int]) -> list[Task]:
     for rank, length in enumerate(lengths):
         lane: list[Task] = []
         for order in range(length):
-            lane.append(Task(rank, "lane", order, run=lambda: None).follow(lane[-1:]))
+            lane.append(Task(rank, "lane", order, order, run=lambda: None).follow(lane[-1:]))
         tasks += lane
     return tasks
 

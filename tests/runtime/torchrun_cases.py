@@ -291,7 +291,10 @@ def results_go_where_the_caller_says() -> None:
 @case
 def racy_programs_are_refused() -> None:
     text = str(programs.pulled()).replace("  barrier of %a over didx\n", "")
-    contains(refused(lambda: Executor(parse(text))), "race on %full")
+    executor, (a, b) = Executor(parse(text)), parts_of("bf16")
+    for _ in range(2):  # with the sizes of a call
+        contains(refused(lambda: executor(a[:3], b)), "race on %full")
+    contains(refused(lambda: Executor(parse(text.replace("M", "6")))), "race on %full")
 
 
 @case

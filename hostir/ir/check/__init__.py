@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
+from hostir.ir.check.signature import Signature, forget_forms
 from hostir.ir.check.structure import check_structure, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
@@ -13,7 +14,7 @@ from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
 
 
 def check(
-    program: Program, *, settled: bool = False, sizes: Mapping[str, int] | None = None, calls: int = 2
+    program: Program, *, settled: bool = False, sizes: Mapping[str, int] | None = None, calls: int | None = None
 ) -> list[Diagnostic]:
     """Every finding, in program order, warnings last; empty for a program that is right in every legal schedule.
 
@@ -24,7 +25,7 @@ def check(
             misuse of memory.
         settled: as for `check_structure`.
         sizes: of symbols; those left out get small values.
-        calls: how many calls follow each other.
+        calls: how many calls follow each other; unless given, as many as show what any number would.
     """
     found = check_structure(program, settled=settled)
     if found:
@@ -32,32 +33,56 @@ def check(
     return _orders(program, sizes, calls)
 
 
-def _orders(program: Program, sizes: Mapping[str, int] | None, calls: int = 2) -> list[Diagnostic]:
+def _orders(program: Program, sizes: Mapping[str, int] | None, calls: int | None = None) -> list[Diagnostic]:
     """Findings about a program of sound structure."""
     if program.phase is not Phase.HOST:
         return []
-    from hostir.ir.check.orders import analyse  # loads numpy
+    from hostir.ir.check.orders import look  # loads numpy
 
-    return analyse(program, sizes, calls).findings
+    return look(program, sizes, calls).findings
 
 
 def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
     """The program itself, or a HostIRError with all that `check` finds wrong with it. Warnings pass.
 
-    What is too long to be looked at, or has no small sizes, passes as well, with a RuntimeWarning.
+    What could not be looked at is not proved, and refused like what is wrong. A proof is remembered for all sizes that
+    it holds for (`hostir.ir.check.signature`): for others of them this takes some 100 us.
+
+    Args:
+        program: of either phase.
+        sizes: of symbols; those left out get small values.
     """
-    for unchecked in _prove(program, tuple(sorted((sizes or {}).items()))):
-        warnings.warn(f"{unchecked.message} ({unchecked.hint})", RuntimeWarning, stacklevel=2)
+    verify(program)
+    if program.phase is not Phase.HOST:
+        return program
+    known = _signature(program)
+    bound = {name: value for name, value in (sizes or {}).items() if name in known.names}
+    if bound.keys() != known.names:
+        from hostir.ir.check.witness import small_sizes
+
+        bound = small_sizes(program, bound) or bound
+    key = known.of(bound)
+    if key in known.proved:
+        return program
+    if errors := [found for found in _orders(program, bound) if found.level == "error"]:
+        raise HostIRError(*(_refused(found) if found.kind == UNCHECKED else found for found in errors))
+    known.proved.add(key)
     return program
 
 
 @lru_cache(maxsize=256)
-def _prove(program: Program, sizes: tuple[tuple[str, int], ...]) -> tuple[Diagnostic, ...]:
-    verify(program)
-    errors = [found for found in _orders(program, dict(sizes)) if found.level == "error"]
-    if wrong := [found for found in errors if found.kind != UNCHECKED]:
-        raise HostIRError(*wrong)
-    return tuple(errors)
+def _signature(program: Program) -> Signature:
+    return Signature(program)
 
 
-__all__ = ["check", "check_structure", "prove", "verify"]
+def forget() -> None:
+    """Forgets what was proved: for tests and benchmarks."""
+    _signature.cache_clear()
+    forget_forms()
+
+
+def _refused(unchecked: Diagnostic) -> Diagnostic:
+    return replace(unchecked, hint=f"{unchecked.hint}; or run it unproved: check=False, --no-check")
+
+
+__all__ = ["check", "check_structure", "forget", "prove", "verify"]

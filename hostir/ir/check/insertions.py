@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 
 from hostir.ir.check.findings import Finding
+from hostir.ir.check.missing import MissingFlags
+from hostir.ir.check.order import Order
 from hostir.ir.check.places import HOST_ONLY, Edit, Edits, Outline, Place
 from hostir.ir.check.tracer import CALLER, Event
 from hostir.ir.host_ops import Allocate, CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
@@ -16,13 +18,7 @@ from hostir.ir.op import Phase, Statement
 from hostir.ir.types import Kind
 from hostir.ir.values import Expr, Lit, Ref, Value
 
-REPAIRABLE = {"race", "flag shared", "leak"}
-
-
-def repairable(found: Finding) -> bool:
-    """Whether putting something in can be what repairs a finding."""
-    unheard = found.kind == "nobody sends" and all(isinstance(e.statement, WaitSignal) for e in found.events)
-    return found.kind in REPAIRABLE or unheard
+REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
 
 
 def for_handles(outline: Outline) -> Iterator[Edits]:
@@ -57,18 +53,22 @@ def for_leaks(outline: Outline, names: Container[str]) -> Edits:
 class Suggestions:
     """Edits that may repair a finding about two events that nothing orders, or a signal that nobody sends."""
 
-    def __init__(self, outline: Outline, issued: dict[Event, int]) -> None:
+    def __init__(self, outline: Outline, order: Order) -> None:
         self.outline = outline
-        self.issued = issued  # when each rank issued an event
+        self.order = order
 
     def of(self, found: Finding) -> Iterator[Edits]:
         if found.kind == "nobody sends":
-            yield from self._unheard(found.events[0])
+            yield from self._unsent(found.events[0])
+            return
+        if found.kind == "SMs held":  # by a kernel of the next call; one of this call would better be issued later
+            yield from self._joins()
             return
         first, second = found.events[:2]
         if first.rank != second.rank:
+            yield from self._flags(first, second)
             yield from self._barriers(first, second)
-        elif self.issued[first] > self.issued[second]:
+        elif _issued(first) > _issued(second):
             first, second = second, first
         yield from self._frees(first, second)
         yield from self._handles(first, second)
@@ -110,15 +110,25 @@ class Suggestions:
         return [stream for stream in dict.fromkeys(found) if outline.knows(place, stream)]
 
     def _forks(self, second: Event) -> Iterator[Edits]:
-        """Every worker waits for the caller's stream, in front of the second's loop, or of the first loop."""
+        """Every worker waits for the caller's stream, or one that has waited for others, in front of the second's loop.
+
+        Or in front of the first loop.
+        """
         if not self.outline.program.streams:
             return
-        body, here = self.outline.program.body, second.statement
-        spots = [n for n, s in enumerate(body) if isinstance(s, (For, SetStream))][:1]
-        spots += [self.outline.place(here)[0]] if here is not None else []
+        outline, here = self.outline, second.statement
+        spots = [n for n, s in enumerate(outline.program.body) if isinstance(s, (For, SetStream))][:1]
+        spots += [outline.place(here)[0]] if here is not None else []
         for at in dict.fromkeys(spots):
-            if self.outline.user and self.outline.user.name in self.outline.scope((at,)):
-                yield (Edit((at,), self.outline.fork((at,))),)
+            if outline.user and outline.user.name in outline.scope((at,)):
+                yield (Edit((at,), outline.fork((at,), Ref(outline.user))),)
+            for worker in self._told():
+                yield (Edit((at,), outline.fork((at,), Lit(worker))),)
+
+    def _told(self) -> list[int]:
+        """The workers that barriers, signals and communication told of other ranks."""
+        told = {e.stream for e in self.order.events if isinstance(e.statement, (Barrier, Wait, WaitSignal))}
+        return sorted(int(stream.split()[1]) for stream in told if stream != CALLER)
 
     def _joins(self) -> Iterator[Edits]:
         """The caller's stream waits for every worker at the end."""
@@ -190,12 +200,26 @@ class Suggestions:
         same = [v for v in self.outline.program.inputs if v.tensor.mesh == x.tensor.mesh]
         return same[0] if same else self.outline.scope(place).get(x.name)
 
-    def _unheard(self, waiting: Event) -> Iterator[Edits]:
-        """A barrier in place of a wait for a signal that nobody sends; or nothing in its place."""
+    def _flags(self, first: Event, second: Event) -> Iterator[Edits]:
+        """Either side waits for a flag that is raised already, and nobody waits for."""
+        users = [event.statement for event in (second, first) if event.statement is not None]
+        missing = MissingFlags(self.outline, self.order)
+        yield from missing.waits(users)
+        yield from missing.kernels(users)
+
+    def _unsent(self, waiting: Event) -> Iterator[Edits]:
+        """The signal that nobody sends; or in place of the wait for it a barrier, or nothing."""
+        yield from MissingFlags(self.outline, self.order).signals(waiting)
         s = waiting.statement
-        assert isinstance(s, WaitSignal)
+        if not isinstance(s, WaitSignal):
+            return
         place, x = self.outline.place(s), s.flags
         mesh, operand = x.tensor.mesh, self._on_mesh_of(x, place)
         yield (Edit(place, drop=1),)
         for axis in mesh.axes if mesh and operand else ():
             yield (Edit(place, (Barrier(x=operand or x, over=axis),), drop=1),)
+
+
+def _issued(event: Event) -> tuple[int, int]:
+    """When its rank issued an event."""
+    return event.call, event.number

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hostir.ir.check.order import Clock, Order, Trouble
-from hostir.ir.check.tracer import Event, Kernel
+from hostir.ir.check.tracer import Event, Kernel, Tracer
 
 MOST = 20_000  # paths that are followed in one knot of kernels; a knot that has more counts as stuck
 
@@ -32,11 +32,11 @@ def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
         return
     import networkx as nx  # here, because few programs have such kernels
 
-    lanes = _Lanes(order)
+    lanes = Lanes(order)
     graph: Any = nx.DiGraph()
     for kernel in kernels:
         for other in kernels:
-            if (kernel is other or _together(order, kernel, other)) and lanes.any_held(kernel, other):
+            if (kernel is other or together(order, kernel, other)) and lanes.any_held(kernel, other):
                 graph.add_edge(kernel, other)
     place = {kernel: n for n, kernel in enumerate(kernels)}
     knots = (sorted(knot, key=lambda kernel: place[kernel]) for knot in nx.strongly_connected_components(graph))
@@ -45,6 +45,28 @@ def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
             if trouble := lanes.stuck(ring or knot[:1], sure=bool(ring)):
                 yield trouble
                 return
+
+
+def calls_needed(order: Order, ranks: int) -> int:
+    """How many calls show every ring that any number of calls has, as far as this order tells.
+
+    If what needs SMs in one call is over when a kernel starts `apart` calls later, calls differ by less than that from
+    one kernel of a ring to the next. docs/memory-model.md has the argument.
+    """
+    first = {rank.rank: [*_of_the_first_call(rank)] for rank in order.ranks if rank.kernels}
+    calls = order.ranks[0].turn
+    starts = [kernel.start for rank in order.ranks for kernel in rank.kernels]
+    for apart in range(1, calls):
+        later = [start for start in starts if start.call == apart]
+        if all(order.known(event, order.clocks[start]) for start in later for event in first[start.rank]):
+            return ranks * (apart - 1) + 2
+    return ranks * (calls - 1) + 2
+
+
+def _of_the_first_call(rank: Tracer) -> Iterator[Event]:
+    """What needs SMs in a rank's first call, and the ends of what may hold them."""
+    yield from (event for event in rank.events if event.sms and not event.call)
+    yield from (end for _, end in rank.lasting() if not end.call)
 
 
 def _rings(order: Order, knot: list[Kernel], graph: Any) -> Iterator[list[Kernel]]:
@@ -61,12 +83,12 @@ def _rings(order: Order, knot: list[Kernel], graph: Any) -> Iterator[list[Kernel
         for holder in graph.successors(path[-1]):
             if holder is path[0]:
                 yield path
-            elif holder in inside and all(_together(order, holder, other) for other in path):
+            elif holder in inside and all(together(order, holder, other) for other in path):
                 paths.append([*path, holder])
     yield []
 
 
-def _together(order: Order, a: Kernel, b: Kernel) -> bool:
+def together(order: Order, a: Kernel, b: Kernel) -> bool:
     """Whether two kernels are of different ranks, and neither ends before the other starts."""
     ordered = order.known(a.end, order.clocks[b.start]) or order.known(b.end, order.clocks[a.start])
     return a.start.rank != b.start.rank and not ordered
@@ -86,7 +108,7 @@ class _Line:
     events: list[Event]
 
 
-class _Lanes:
+class Lanes:
     """The events that need SMs, by rank and lane."""
 
     def __init__(self, order: Order) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from hostir.ir.check.tracer import Event, Flag, Lane, Side, Tracer
 from hostir.ir.machine import Move
 
 Clock = Any  # an array, by lane
+T = TypeVar("T")
 
 
 @dataclass
@@ -64,10 +65,13 @@ class Order:
         self.events.append(moment)
         return moment
 
+    def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
+        """What each rank of a team has issued to it."""
+        return [issued[rank].get(team, []) if rank < len(issued) else [] for rank in team]
+
     def _join_collectives(self) -> None:
         for team in dict.fromkeys(team for rank in self.ranks for team in rank.collectives):
-            calls = [self.ranks[r].collectives.get(team, []) if r < len(self.ranks) else [] for r in team]
-            for sides in zip_longest(*calls):
+            for sides in zip_longest(*self._of_each(team, [rank.collectives for rank in self.ranks])):
                 if not _agree(sides):
                     events = [side.begin if side else None for side in sides]
                     self.troubles.append(Trouble("collectives differ", events, " ".join(map(str, team))))
@@ -108,8 +112,7 @@ class Order:
 
     def _join_barriers(self) -> None:
         for team in dict.fromkeys(team for rank in self.ranks for team in rank.barriers):
-            calls = [self.ranks[r].barriers.get(team, []) if r < len(self.ranks) else [] for r in team]
-            for barriers in zip_longest(*calls):
+            for barriers in zip_longest(*self._of_each(team, [rank.barriers for rank in self.ranks])):
                 if None in barriers:
                     self.troubles.append(Trouble("barriers differ", list(barriers), " ".join(map(str, team))))
                     break
@@ -202,6 +205,8 @@ def _clock(
         clock = np.maximum(clocks[after[0]], clocks[after[1]])
         for before in after[2:]:
             np.maximum(clock, clocks[before], out=clock)
+    if event.seen is not None:
+        clock = event.seen(clock)
     if event.lane is not None:
         clock = clock.copy() if len(after) < 2 else clock
         clock[lanes[event.lane]] = event.tick

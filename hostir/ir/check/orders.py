@@ -7,13 +7,14 @@ are those of docs/memory-model.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hostir.ir.check.alike import Alike, alike
 from hostir.ir.check.findings import Finding, Words
-from hostir.ir.check.kernels import kernels_in_the_way
+from hostir.ir.check.kernels import calls_needed, kernels_in_the_way
 from hostir.ir.check.order import Order
-from hostir.ir.check.races import Memory
+from hostir.ir.check.races import Conflict, Memory
 from hostir.ir.check.stuck import circles, flags_out_of_order
 from hostir.ir.check.tracer import Tracer
 from hostir.ir.check.views import Buffer
@@ -23,52 +24,115 @@ from hostir.ir.program import Program
 from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
 
 MOST = 500_000  # statements, over all ranks and calls: about a minute
+MOST_CALLS = 32  # that are looked at
+JOIN = "have the kernel's stream 'synchronize' the others first"
 VALUES = "give values: --set NAME=VALUE"
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a check found, with the orders that it looked at, if it got so far, and the sizes that it did so for."""
+    """What a check found, with the orders that it looked at, if it got so far, and for which sizes and calls."""
 
     findings: list[Diagnostic]
     order: Order | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
+    calls: int = 2
 
 
-def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int = 2) -> Analysis:
-    """Traces a host program whose structure is sound, and looks at all orders."""
-    bound = small_sizes(program, sizes or {})
+def look(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
+    """Looks at one rank where that stands for all and is right; at all ranks otherwise."""
+    bound, number = small_sizes(program, sizes or {}), calls or 2
+    if bound is None or number * unrolled(program.body, bound) > MOST:
+        return analyse(program, sizes, calls)
+    order = alike(program, bound, number)
+    if order is None:
+        return analyse(program, sizes, calls)
+    found = findings_of(program, order)
+    more = not found and not calls and calls_needed(order, program.ranks) > number
+    if more or (found and _statements(program, bound, number) <= MOST):
+        return analyse(program, sizes, calls)
+    return Analysis(found, None, bound, number)
+
+
+def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
+    """Traces all ranks of a host program whose structure is sound, and looks at all orders.
+
+    Unless it is said how many calls follow each other, it looks at as many as show what any number would.
+    """
+    bound, number = small_sizes(program, sizes or {}), calls or 2
     if bound is None:
         names = ", ".join(sorted(program.size_names))
         return Analysis([_unchecked(program, f"no small values of {names} make all its sizes whole", VALUES)])
-    statements = program.ranks * calls * unrolled(program.body, bound)
-    if statements > MOST:
-        why = f"it comes to {statements} statements over all ranks and {calls} calls, and at most {MOST} are looked at"
-        return Analysis([_unchecked(program, why, "check fewer rounds, ranks or calls")], sizes=bound)
-    tracers = [Tracer(rank, program, bound) for rank in range(program.ranks)]
+    while True:
+        statements = _statements(program, bound, number)
+        if statements > MOST:
+            why = f"it comes to {statements} statements over all ranks and {number} calls, and {MOST} is the most"
+            return Analysis([_unchecked(program, why, "check fewer rounds, ranks or calls")], sizes=bound, calls=number)
+        analysis = _walked(program, bound, number)
+        if calls or analysis.order is None or any(found.level == "error" for found in analysis.findings):
+            return analysis
+        needed = calls_needed(analysis.order, program.ranks)
+        if needed <= number:
+            return analysis
+        if needed > MOST_CALLS:
+            why = (
+                f"what needs SMs in a call may still wait {number - 1} calls later, beside a kernel that waits as well"
+            )
+            return Analysis([_unchecked(program, why, JOIN)], sizes=bound, calls=number)
+        number = needed
+
+
+def _walked(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
+    """What so many calls of all ranks show."""
+    tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     try:
         for tracer in tracers:
             for _ in range(calls):
                 tracer.call()
     except HostIRError as refused:
-        return Analysis(list(refused.diagnostics), sizes=bound)
+        return Analysis(list(refused.diagnostics), None, sizes, calls)
     if problems := {key: problem for tracer in tracers for key, problem in tracer.problems.items()}:
-        return Analysis(sorted(problems.values(), key=_in_program_order), sizes=bound)
-    words, order = Words(program), Order(tracers)
+        return Analysis(sorted(problems.values(), key=_in_program_order), None, sizes, calls)
+    order = Order(tracers)
+    return Analysis(findings_of(program, order), order, sizes, calls)
+
+
+def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
+    return program.ranks * calls * unrolled(program.body, sizes)
+
+
+def findings_of(program: Program, order: Order) -> list[Diagnostic]:
+    """What is wrong with an order, errors first."""
+    words = Words(program)
     if order.troubles:
-        return Analysis(list(words.troubles(order.troubles)), order, bound)
+        return list(words.troubles(order.troubles))
     memory = Memory(order)
     left = order.run(memory.visit)
     found: list[Finding] = list(words.troubles([*circles(order, left), *flags_out_of_order(order)]))
     if not left:
         memory.finish()
-        found += words.troubles(kernels_in_the_way(order))
-        found += words.leaks(_leaked(tracers))
-    found += [words.conflict(c, times) for c, times in memory.conflicts.values()]
-    return Analysis(sorted(found, key=_in_program_order), order, bound)
+        found += words.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
+        found += words.leaks(_leaked(order.ranks))
+    found += [words.conflict(c, times) for c, times in _telling(memory.conflicts.values())]
+    return sorted(found, key=_in_program_order)
 
 
-def _leaked(tracers: list[Tracer]) -> list[Buffer]:
+def _telling(conflicts: Iterable[tuple[Conflict, int]]) -> list[tuple[Conflict, int]]:
+    """The conflicts; those with an `allocate` only where no other tells which order between two streams is missing."""
+    every = list(conflicts)
+    streams = {(id(c.second.event.statement), c.first.event.stream) for c, _ in every if c.first and not _of_new(c)}
+    return [(c, n) for c, n in every if not (_of_new(c) and _sides(c) in streams)]
+
+
+def _of_new(conflict: Conflict) -> bool:
+    return conflict.first is not None and conflict.first.event.verb == "allocates"
+
+
+def _sides(conflict: Conflict) -> tuple[int, str]:
+    return id(conflict.second.event.statement), conflict.first.event.stream if conflict.first else ""
+
+
+def _leaked(tracers: Sequence[Tracer]) -> list[Buffer]:
     """Buffers that are neither freed nor outputs."""
     freed = {buffer for t in tracers for buffer in t.freed}
     given = {view.buffer for t in tracers for outputs in t.outputs for view in outputs if view}

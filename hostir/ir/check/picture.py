@@ -81,7 +81,7 @@ def _choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, 
     centre = {event for f in findings.values() for event in f.events}
     calls = 1 + max((event.call for event in centre), default=0)
     ranks = _ranks(program, {event.rank for event in centre})
-    boxes = boxes_of(program, order, ranks, calls)
+    boxes = boxes_of(program, order, ranks, calls, centre)
     rounds = sorted({box.rounds[0][0] for box in boxes if box.rounds})
 
     def near(reach: int) -> list[Box]:

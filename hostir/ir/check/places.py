@@ -11,7 +11,7 @@ from hostir.ir.op import Phase, Statement
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size
 from hostir.ir.types import Kind
-from hostir.ir.values import Expr, Ref, Value, expr_values
+from hostir.ir.values import Bin, Expr, Lit, Ref, Value, expr_values
 from hostir.ir.view_ops import ViewOp
 
 Place = tuple[int, ...]  # an index into the program's body, an index into the body of what stands there, ...
@@ -116,17 +116,21 @@ class Outline:
         return ((place, s) for place, s in self.statements if isinstance(s, kinds))
 
     # What is put in ---------------------------------------------------------------------------------------------------
-    def fork(self, place: Place) -> Block:
-        """Every worker waits for the caller's stream; then the stream that is current goes on to be it."""
-        assert self.user is not None
-        index = self._index(place)
-        body = (SetStream(stream=Ref(index)), Synchronize(stream=Ref(self.user)))
-        return (self._for_all(index, body), *self._back(place))
+    def fork(self, place: Place, source: Ref | Lit) -> Block:
+        """Every other worker waits for a stream; then the stream that is current goes on to be it."""
+        index, count = self._index(place), self.program.streams
+        worker: Expr = Ref(index)
+        if isinstance(source, Lit):
+            count, next = count - 1, Bin("+", worker, Lit(source.value + 1))
+            if source.value < count:
+                worker = Bin("%", next, Lit(count + 1)) if source.value else next
+        body = (SetStream(stream=worker), Synchronize(stream=source))
+        return (self._for_all(index, body, count), *self._back(place)) if count else ()
 
     def join(self, place: Place) -> Block:
         """The current stream waits for every worker."""
         index = self._index(place)
-        return (self._for_all(index, (Synchronize(stream=Ref(index)),)),)
+        return (self._for_all(index, (Synchronize(stream=Ref(index)),), self.program.streams),)
 
     def at_callers(self, place: Place) -> Block:
         """What makes the caller's stream current at a place of the program's own block, if anything is needed."""
@@ -146,8 +150,8 @@ class Outline:
             found.append(at)
         return [(at,) for at in dict.fromkeys(found)]
 
-    def _for_all(self, index: Value, body: Block) -> For:
-        return For(index=index, count=Size.of(self.program.streams), body=body)
+    def _for_all(self, index: Value, body: Block, count: int) -> For:
+        return For(index=index, count=Size.of(count), body=body)
 
     def _index(self, place: Place) -> Value:
         scope, name = self.scope(place), "s"

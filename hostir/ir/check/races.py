@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from hostir.ir.check.near import Near
 from hostir.ir.check.order import Clock, Order
 from hostir.ir.check.regions import Region, covered
 from hostir.ir.check.tracer import Event
@@ -37,41 +38,51 @@ class Conflict:
     second: Touch
 
 
+@dataclass(eq=False, slots=True)
+class Group:
+    """The accesses to one region of a buffer; `near` are the groups of those that meet it, itself among them."""
+
+    reads: list[Touch] = field(default_factory=list)
+    writes: list[Touch] = field(default_factory=list)
+    near: list[Group] = field(default_factory=list)
+
+
 @dataclass(eq=False)
 class History:
     """The accesses to one buffer so far."""
 
-    groups: dict[Region, list[Touch]] = field(default_factory=dict)
-    near: dict[Region, list[list[Touch]]] = field(default_factory=dict)  # groups that meet a region
+    groups: dict[Region, Group] = field(default_factory=dict)
+    near: Near[Group] = field(default_factory=Near)
     written: dict[Region, None] = field(default_factory=dict)  # at some time
     undefined: dict[Region, tuple[Touch, list[Region]]] = field(default_factory=dict)  # and what was written since
     freed: Touch | None = None
 
-    def meeting(self, region: Region) -> list[list[Touch]]:
-        """The groups of accesses that have an element in common with a region."""
-        if region not in self.groups:
-            group: list[Touch] = []
-            self.groups[region] = group
-            self.near[region] = [group]
-            for other in self.near:
-                if other is not region and other.meets(region):
-                    self.near[other].append(group)
-                    self.near[region].append(self.groups[other])
-        return self.near[region]
+    def group(self, region: Region) -> Group:
+        """The accesses to a region."""
+        group = self.groups.get(region)
+        if group is None:
+            group = self.groups[region] = Group()
+            group.near = [*self.near.meeting(region), group]
+            for other in group.near[:-1]:
+                other.near.append(group)
+            self.near.add(region, group)
+        return group
 
     def add(self, touch: Touch, clean: bool) -> None:
         """Keeps an access; `clean` if it is ordered after all others that it could race with."""
         group, access = self.groups[touch.access.region], touch.access
         if access.writes:
             if clean:
-                group.clear()
+                group.reads, group.writes = [], []
             if access.does == "undefines":
                 self._undefine(touch)
             elif access.does == "writes":
                 self._define(access.region)
-        elif touch.event.lane is not None:
-            group[:] = [t for t in group if t.access.writes or t.event.lane != touch.event.lane]
-        group.append(touch)
+            group.writes.append(touch)
+            return
+        if touch.event.lane is not None:
+            group.reads = [t for t in group.reads if t.event.lane != touch.event.lane]
+        group.reads.append(touch)
 
     def _undefine(self, touch: Touch) -> None:
         if touch.event.verb != "allocates":  # of what is new nothing was written before
@@ -116,6 +127,8 @@ class Memory:
             touch = Touch(event, access)
             found = list(self._unordered(touch, history, clock))
             for other in found:
+                if _told_of_the_writer(other, touch):
+                    continue
                 self.raced.add(buffer)
                 self._note(Conflict("race", buffer, *_as_issued(other, touch)))
             if history.freed and self.order.known(history.freed.event, clock):
@@ -132,10 +145,10 @@ class Memory:
         return self.order.ranks[access.rank].kept.get(access.buffer.name, access.buffer)
 
     def _unordered(self, touch: Touch, history: History, clock: Clock) -> Iterator[Touch]:
-        writes, known = touch.access.writes, self.order.known
-        for group in history.meeting(touch.access.region):
-            for other in group:
-                if (writes or other.access.writes) and other.event is not touch.event and not known(other.event, clock):
+        group, known = history.group(touch.access.region), self.order.known
+        for near in group.near:
+            for other in (*near.writes, *near.reads) if touch.access.writes else near.writes:
+                if other.event is not touch.event and not known(other.event, clock):
                     yield other
 
     def finish(self) -> None:
@@ -149,6 +162,12 @@ class Memory:
         own = conflict.buffer.rank == conflict.second.event.rank
         first, times = self.conflicts.setdefault((conflict.kind, conflict.buffer.name, sides, own), (conflict, 0))
         self.conflicts[conflict.kind, conflict.buffer.name, sides, own] = first, times + 1
+
+
+def _told_of_the_writer(a: Touch, b: Touch) -> bool:
+    """A read that is not behind an allocation, which needs no finding of its own: either whoever wrote what it reads is
+    not behind the allocation, or the read is not behind the writer, or nobody wrote it."""
+    return any(one.event.verb == "allocates" and not other.access.writes for one, other in ((a, b), (b, a)))
 
 
 def _as_issued(a: Touch, b: Touch) -> tuple[Touch, Touch]:

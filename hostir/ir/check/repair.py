@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from hostir.ir.check.findings import Finding
-from hostir.ir.check.insertions import Suggestions, for_handles, for_leaks, repairable
+from hostir.ir.check.insertions import REPAIRABLE, Suggestions, for_handles, for_leaks
 from hostir.ir.check.order import Order
 from hostir.ir.check.orders import analyse
 from hostir.ir.check.places import Block, Edit, Edits, Outline, edited, resets, with_callers_stream, without
@@ -33,7 +33,7 @@ from hostir.ir.values import Lit
 
 MOST_LOOKS = 250  # programs that one repair looks at
 MORE_LOOKS = 12  # once it has found one without findings
-WAITING = (Synchronize, Wait, Barrier, WaitSignal)
+WAITING = (Synchronize, Wait, WaitSignal)
 ORDERING = (Synchronize, Barrier, Signal, WaitSignal)
 UNSOUND, UNMET = 1_000_000, 10_000  # a finding that hides all others, and one that hides what memory has to say
 
@@ -45,7 +45,7 @@ class Look:
     """A program, what is found in it, and what its order costs.
 
     Fields:
-        cost: work events in the longest chain, waits that ranks issue, statements. Zeros where they are not known.
+        cost: work events in the longest chain, what ranks wait for, statements. Zeros where they are not known.
         added: what was put in so far, edit by edit.
     """
 
@@ -66,7 +66,7 @@ class Repairer:
     """What every look at a program has in common."""
 
     sizes: Mapping[str, int] | None
-    calls: int
+    calls: int | None
 
     def look(self, program: Program, added: tuple[Block, ...] = ()) -> Look:
         if unsound := check_structure(program):
@@ -117,10 +117,12 @@ class Repairer:
                 look = less
         for join in [s for piece in look.added for s in piece if isinstance(s, For)]:
             look = self.narrowed(look, join)
-        for s in before.program.walk():
-            if not isinstance(s, (Synchronize, Barrier)) or (less := self.removed(look, (s,))).found:
+        for unit in _units(before.program):
+            if isinstance(unit[0], (Signal, WaitSignal)) or (less := self.removed(look, unit)).found:
                 continue
-            if any(f.message not in known for f in self.removed(before, (s,)).found):
+            if less.program == look.program or not _same_streams(look.program, unit):
+                continue
+            if any(f.message not in known for f in self.removed(before, unit).found):
                 look = less
         return look
 
@@ -139,17 +141,18 @@ class Repairer:
         return self.look(look.program.with_body(without(look.program.body, piece)))
 
 
-def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int = 2) -> Program:
+def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Program:
     """The program with the least synchronisation put in, and frees, with which `check` finds nothing in it.
 
     Least is what leaves the shortest chain of work (computations, communications and copies, each counting one) over
-    all ranks and calls; then what waits the fewest times; then what is the fewest statements. A wait, a free or a
-    synchronize that stands too late is moved; a wait for a signal that nobody sends becomes a barrier, or goes.
+    all ranks and calls; then what waits for the least; then what is the fewest statements. A wait, a free or a
+    synchronize that stands too late is moved. A flag that is waited for and not raised, or raised and not waited for,
+    gets the other half where one statement is enough; else a wait for it becomes a barrier, or goes.
 
     Args:
         program: a host program.
         sizes: of symbols, as for `check`.
-        calls: how many calls follow each other.
+        calls: how many calls follow each other; unless given, as many as show what any number would.
 
     Raises:
         HostIRError: naming what putting in cannot repair, with what to do about it.
@@ -175,7 +178,7 @@ def difference(before: Program, after: Program) -> str:
     return "".join(difflib.unified_diff(old, new, name, name))
 
 
-def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: int = 2) -> list[Diagnostic]:
+def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> list[Diagnostic]:
     """Warnings about synchronisation without which nothing more is found in the program, all of it taken out at once.
 
     Synchronises, waits, barriers, signals, and loops of nothing else are tried in program order, outer before inner.
@@ -196,9 +199,16 @@ def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: i
 
 # What a program costs -------------------------------------------------------------------------------------------------
 def cost(program: Program, order: Order) -> Cost:
-    """The longest chain of work, in events; the waits that all ranks issue; the statements of the text."""
-    waits = sum(isinstance(event.statement, WAITING) for event in order.events)
+    """The longest chain of work, in events; what all ranks wait for; the statements of the text."""
+    waits = sum(_waits(event.statement) for event in order.events)
     return longest_chain(order), waits, sum(1 for _ in program.walk())
+
+
+def _waits(s: Statement | None) -> int:
+    """How much a statement waits for: a barrier for as many ranks as there are, else one thing, if anything."""
+    if isinstance(s, Barrier):
+        return s.x.tensor.mesh.size(s.over) if s.x.tensor.mesh else 1
+    return int(isinstance(s, WAITING))
 
 
 def longest_chain(order: Order) -> int:
@@ -210,32 +220,35 @@ def longest_chain(order: Order) -> int:
 
 
 def loses(order: Order) -> bool:
-    """Whether some symmetric buffer that is read at times is overwritten before what was left there is read.
+    """Whether a part of a symmetric buffer that is read at times is overwritten before what was left there is read.
 
     The order in which a rank issues says who is first on that rank. Who is first of two ranks a repair has to choose,
     and may choose an order in which nothing races and values are lost.
     """
     fresh: dict[Buffer, set[Region]] = {buffer: set() for rank in order.ranks for buffer in rank.kept.values()}
-    read, lost = set[Buffer](), set[Buffer]()
+    read: dict[Buffer, set[Region]] = {buffer: set() for buffer in fresh}
+    lost: dict[Buffer, set[Region]] = {buffer: set() for buffer in fresh}
     for event in _in_order(order):
         for access in event.accesses:
             peers = order.ranks[access.rank].kept if access.rank >= 0 else {}
             buffer = peers.get(access.buffer.name, access.buffer)
             if buffer not in fresh:
                 continue
+            if access.does == "undefines":
+                continue
             if not access.writes:
-                read.add(buffer)
+                read[buffer].add(access.region)
                 fresh[buffer] = {region for region in fresh[buffer] if not region.meets(access.region)}
                 continue
             if access.region in fresh[buffer]:
-                lost.add(buffer)
+                lost[buffer].add(access.region)
             fresh[buffer].add(access.region)
-    return not lost.isdisjoint(read)
+    return any(region.meets(other) for buffer in lost for region in lost[buffer] for other in read[buffer])
 
 
 def _in_order(order: Order) -> Iterator[Event]:
     """All events, each behind those that it follows; those in circles are left out."""
-    missing = {event: len(event.after) for event in order.events}
+    missing = {event: len(event.after) + len(event.held) for event in order.events}
     followers = order.followers()
     ready = deque(event for event, n in missing.items() if not n)
     while ready:
@@ -259,10 +272,9 @@ def suggestions(look: Look) -> Iterator[Edits]:
     if look.order is None:
         yield from for_handles(outline)
         return
-    issued = {event: n for n, event in enumerate(look.order.events)}
-    found = [f for f in look.found if isinstance(f, Finding) and repairable(f) and f.kind != "leak"]
+    found = [f for f in look.found if isinstance(f, Finding) and f.kind in REPAIRABLE and f.kind != "leak"]
     if found:
-        yield from Suggestions(outline, issued).of(found[0])
+        yield from Suggestions(outline, look.order).of(found[0])
 
 
 def _weight(found: Diagnostic) -> int:
@@ -276,7 +288,7 @@ def _hopeful(found: Diagnostic, look: Look) -> bool:
     if not isinstance(found, Finding):
         return any(True for _ in for_handles(Outline(look.program)))
     races = {f.buffer for f in look.found if isinstance(f, Finding) and f.kind == "race"}
-    return repairable(found) or (found.kind == "unwritten" and found.buffer in races)
+    return found.kind in REPAIRABLE or (found.kind == "unwritten" and found.buffer in races)
 
 
 def _given_up(why: str, found: Diagnostic) -> Diagnostic:
@@ -301,14 +313,14 @@ def _without_unused(program: Program, before: Program) -> Program:
 
 # What is too much -----------------------------------------------------------------------------------------------------
 def _units(program: Program) -> Iterator[Block]:
-    """What may be taken out together. A `wait` may not: every handle is waited for."""
+    """What may be taken out together, outer before inner. A `wait` may not: every handle is waited for."""
     flags: dict[str, list[Statement]] = {}
     for s in program.walk():
         if isinstance(s, (Signal, WaitSignal)):
             flags.setdefault(s.flags.name, []).append(s)
     for s in program.walk():
-        if isinstance(s, (Signal, WaitSignal)):
-            yield tuple(flags.pop(s.flags.name, ()))
+        if isinstance(s, (Signal, WaitSignal)) and s.flags.name in flags:
+            yield tuple(flags.pop(s.flags.name))
         if isinstance(s, ORDERING) or (
             isinstance(s, For) and all(isinstance(x, (*ORDERING, SetStream)) for x in s.body)
         ):

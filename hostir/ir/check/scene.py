@@ -16,13 +16,14 @@ from hostir.ir.check.findings import Finding
 from hostir.ir.check.order import Order
 from hostir.ir.check.tracer import CALLER, Event
 from hostir.ir.comm_ops import Communication
-from hostir.ir.host_ops import FreeBuffer, Synchronize
+from hostir.ir.host_ops import Allocate, FreeBuffer, Synchronize
 from hostir.ir.onesided_ops import Barrier, Copy
 from hostir.ir.p2p_ops import Message
 from hostir.ir.program import Program, format_statement
 
 COMMUNICATION, COMPUTATION, OTHER = "communication", "computation", "other"  # kinds of boxes; the first is a lane, too
 CIRCLES = ("deadlock", "SMs held")  # findings whose events wait for each other all around
+EARLY = ("begins", "moves")  # of a communication's events, those that need not have met other ranks
 MERGED = (FreeBuffer, Synchronize)  # statements that share a box with those of the kind that they follow
 Way = Literal["order", "ranks", "meets"]  # of an arrow: within a rank, to another, between sides of a communication
 Tie = tuple[int, ...]  # events that happen together
@@ -95,11 +96,11 @@ class Scene:
         return rows
 
 
-def boxes_of(program: Program, order: Order, ranks: Iterable[int], calls: int) -> list[Box]:
-    """The boxes of some ranks in the first calls, as issued."""
+def boxes_of(program: Program, order: Order, ranks: Iterable[int], calls: int, named: Set[Event]) -> list[Box]:
+    """The boxes of some ranks in the first calls, as issued. Allocations have one where a finding names them."""
     found: dict[tuple[object, ...], Box] = {}
     for event in (e for rank in ranks for e in order.ranks[rank].events):
-        if event.call >= calls:
+        if event.call >= calls or (event.verb == "allocates" and event not in named):
             continue
         what = id(event.statement) if event.statement else event.verb == "writes"
         key = (event.rank, event.call, what, event.rounds)
@@ -124,6 +125,8 @@ def _box(program: Program, event: Event, calls: int) -> Box:
     lane = COMMUNICATION if moves else "caller" if event.stream == CALLER else event.stream
     kind = COMMUNICATION if moves or isinstance(s, Copy) else COMPUTATION if event.sms and not event.small else OTHER
     operands = text.split(s.keyword(), 1)[1].split(" over ")[0].replace("->", "→").strip()
+    if isinstance(s, Allocate):
+        operands = f"{s.out}"
     return Box(event.rank, lane, kind, s.keyword(), operands, f"{text}\n{where}", [rounds] if rounds else [])
 
 
@@ -138,14 +141,15 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
     events = [event for box in boxes for event in box.events]
     owner_of = {event: box for box in boxes for event in box.events}
     owners = [owner_of[event] for event in events]
-    graph = _between(order, events)
-    begins = [n for n, event in enumerate(events) if event.verb == "begins"]  # where ranks differ, no edge leads on
-    graph.add_edges_from((n, m) for n in begins for m, owner in enumerate(owners) if owner is owners[n] and m != n)
+    graph = _between(order, events, held=any(finding.kind in CIRCLES for finding in findings.values()))
+    early = [n for n, event in enumerate(events) if event.verb in EARLY]  # where ranks differ, no edge leads on
+    met = [n for n, event in enumerate(events) if event.verb not in EARLY]
+    graph.add_edges_from((n, m) for n in early for m in met if owners[m] is owners[n])
     back = _closing(graph, owners)
     graph.remove_edges_from(back)
     columns = _columns(graph, owners)
     for box in boxes:
-        at = [columns[n] for n, event in enumerate(events) if owners[n] is box and event.verb != "begins"]
+        at = [columns[n] for n, event in enumerate(events) if owners[n] is box and event.verb not in EARLY]
         box.first, box.last = min(at), max(at)
     _stack(boxes)
     arrows = _arrows(graph, back, owners, columns, _barriers(events, columns))
@@ -154,8 +158,11 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
     return Scene(boxes, [a for a in arrows if (a.target, a.source) not in circle], marks)
 
 
-def _between(order: Order, shown: Sequence[Event]) -> Any:
-    """A graph of events by place in `shown`: an edge wherever a chain leads from one to another past the rest."""
+def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
+    """A graph of events by place in `shown`: an edge wherever a chain leads from one to another past the rest.
+
+    What may hold an event up is in it only if `held`: nobody may rely on it, but it closes circles.
+    """
     import networkx as nx
 
     last = max(event.call for event in shown)
@@ -164,7 +171,8 @@ def _between(order: Order, shown: Sequence[Event]) -> Any:
     bit = {number[event]: 1 << n for n, event in enumerate(shown)}
     whole = nx.DiGraph()
     whole.add_nodes_from(range(len(events)))
-    whole.add_edges_from((number[before], n) for n, event in enumerate(events) for before in event.after)
+    for n, event in enumerate(events):
+        whole.add_edges_from((number[before], n) for before in (*event.after, *(event.held if held else ())))
     ranks = {event.rank for event in shown}
     outside = [event.rank not in ranks or event.verb == "meets" for event in events]
     seen = [0] * len(events)  # for each event, as bits: which of those shown lead to it past the rest
@@ -215,7 +223,9 @@ def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
 
 def _beside(a: Box, b: Box) -> bool:
     """Whether two boxes are one, or sides of one communication: ranks order each other's only where these meet."""
-    return a is b or (a.rank != b.rank and a.lane == b.lane == COMMUNICATION)
+    if a is b or a.rank == b.rank or not a.lane == b.lane == COMMUNICATION:
+        return a is b
+    return a.word == b.word or all(isinstance(box.events[0].statement, Message) for box in (a, b))
 
 
 def _stack(boxes: Iterable[Box]) -> None:

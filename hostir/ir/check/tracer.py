@@ -6,15 +6,15 @@ as they do on every machine; its tensors are regions of buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from hostir.ir.check.views import Access, Buffer, View, access, dense, rows_of, strides_in, whole
 from hostir.ir.host_ops import Allocate
 from hostir.ir.interpret import Observer, interpret
-from hostir.ir.machine import Exchange, Ready
+from hostir.ir.machine import Exchange, Frame, Ready
 from hostir.ir.onesided_ops import AllocateSymmetric
 from hostir.ir.op import Codec, Phase, Statement
 from hostir.ir.program import Program
@@ -41,6 +41,7 @@ class Event:
         verb: what it does, for messages; `statement` is None for what the caller does.
         sms: whether it needs SMs.
         small: whether it needs but the one that a kernel which waits leaves to what was issued before it in its call.
+        seen: makes its clock of that of what it follows; None where the two are the same.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class Event:
     accesses: list[Access] = field(default_factory=list)
     sms: bool = False
     small: bool = False
+    seen: Callable[[Any], Any] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -115,6 +117,8 @@ class Kernel:
 class Tracer(Observer):
     """One rank. After `call`s, `events` holds what it issued, and the rest what must be matched with other ranks."""
 
+    frame: ClassVar[type[Frame]] = Frame
+
     def __init__(self, rank: int, program: Program, sizes: Mapping[str, int]) -> None:
         self.rank: int = rank
         self.program = program
@@ -155,7 +159,7 @@ class Tracer(Observer):
         """One call: inputs arrive on the caller's stream; at its end outputs are read there, and all is overwritten."""
         self.current, self.statement, self.rounds = CALLER, None, ()
         self.step("writes", [access(x, "writes") for x in self.inputs if x])
-        handles = interpret(self.program, self, self.sizes, self.inputs, observer=self)
+        handles = interpret(self.program, self, self.sizes, self.inputs, self, self.frame)
         outputs: list[View | None] = [h for h in handles if h is None or isinstance(h, View)]
         self.outputs.append(outputs)
         for statement in self.flying.values():
@@ -168,7 +172,7 @@ class Tracer(Observer):
                 named = f"{value}" if value.name == x.buffer.name else f"{value}, a view of %{x.buffer.name},"
                 self.refuse(f"the output {named} was freed", freed.span)
         self.step("reads", [access(x, "reads") for x in outputs if x])
-        self.step("overwrites", [access(x, "undefines") for x in dict.fromkeys((*self.inputs, *outputs)) if x])
+        self.step("overwrites", [access(x, "undefines") for x in (*self.inputs, *outputs) if x])
         self.turn += 1
 
     def lasting(self) -> Iterator[tuple[Event, Event]]:
@@ -239,11 +243,16 @@ class Tracer(Observer):
         span = at or (self.statement.span if self.statement else None)
         self.problems.setdefault((id(self.statement), message), Diagnostic(message, span, expected, hint, notes))
 
-    def use(self, *views: View | None) -> None:
-        """The current statement touches these views: none of them may have been freed."""
-        for x in views:
-            if x is not None and (freed := self.freed.get(x.buffer)):
-                self.refuse(f"%{x.buffer.name} is used after it was freed", notes=((freed.span, "freed here"),))
+    def use(self, out: View | None, *reads: View | None) -> None:
+        """The current statement writes one view and reads others: none of them may have been freed."""
+        s, read = self.statement, [x for x in reads if x is not None]
+        if s is None or not self.freed:
+            return
+        for value, x in (*zip(s.values(Codec.READ), read, strict=False), (next(s.values(Codec.WRITE), None), out)):
+            if x is not None and value is not None and (freed := self.freed.get(x.buffer)):
+                name = x.buffer.name
+                what = "it was freed" if value.name == name else f"%{name} was freed, of which it is a view"
+                self.refuse(f"{value} is used after {what}", notes=((freed.span, "freed here"),))
 
     def overwrite(self, out: View | None, *reads: View | None) -> None:
         """The current statement writes one view and reads others: none of them may overlap it."""
@@ -255,7 +264,7 @@ class Tracer(Observer):
         for n, (value, x) in enumerate(zip(s.values(Codec.READ), read, strict=True)):
             if x.buffer is not out.buffer or not x.region.meets(out.region):
                 continue
-            if x == out and s.in_place(n):
+            if x.equals(out) and s.in_place(n):
                 continue
             both = "" if value == result else f" {value}, and both are memory of %{x.buffer.name}"
             self.refuse(
@@ -308,13 +317,12 @@ class Tracer(Observer):
 
     def compute(self, kind: str, out: View, operands: Sequence[View | None], options: Mapping[str, Any]) -> None:
         ready = options.get("ready")
-        self.use(out, *operands)
+        own = ready.own if isinstance(ready, Ready) else None
+        self.use(out, *operands, own)
+        self.overwrite(out, *operands, own)
         if isinstance(ready, Ready):
-            self.use(ready.own)
-            self.overwrite(out, *operands, ready.own)
             self._waiting(out, operands, ready)
             return
-        self.overwrite(out, *operands)
         reads = [access(x, "reads") for x in operands if x is not None]
         self.step("runs", [*reads, access(out, "writes")], sms=True)
 
@@ -329,7 +337,8 @@ class Tracer(Observer):
                 layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
                 raise self.fail(f"rows of {layout}", expected="rows with one stride", hint="copy it first")
         for i in range(ready.blocks):
-            own, rows = ready.own if i == ready.first else None, rows_of(a, i, ready.blocks)
+            own = ready.own if ready.own is not None and i == ready.first else None
+            rows = rows_of(a, i, ready.blocks)
             reads = [access(x, "reads") for x in (*others, *([] if own is None else [own]))]
             left = access(rows, "reads" if own is None else "undefines")
             accesses = [*reads, left, access(rows_of(out, i, ready.blocks), "writes")]
@@ -350,7 +359,7 @@ class Tracer(Observer):
                 raise self.fail(f"it {does} {layout}", expected="a dense tensor", hint="copy it first")
         reads = [access(x, "reads")] if x and exchange.takes(self.rank) else []
         writes = [access(out, "writes")] if out and exchange.gives(self.rank) else []
-        self.use(x if reads else None, out if writes else None)
+        self.use(out if writes else None, x if reads else None)
         if reads and writes:
             self.overwrite(out, x)
         message = exchange.kind in ("send", "recv", "exchange")
@@ -409,12 +418,12 @@ class Tracer(Observer):
         """It orders nothing."""
 
     def copy(self, x: View, out: View, source: int, target: int, sms: int = 0) -> None:
-        if source == target and x != out and x.buffer is out.buffer and x.region.meets(out.region):
+        if source == target and x.buffer is out.buffer and not x.equals(out) and x.region.meets(out.region):
             message = f"it copies a part of %{x.buffer.name} to another that overlaps it, on one rank"
             raise self.fail(message, expected="parts of one rank that have nothing in common, or are one view")
         if sms and not (x.dense and out.dense):
             raise self.fail("SMs copy between dense tensors", hint="copy to a buffer first, or leave out 'by ... sms'")
-        self.use(x, out)
+        self.use(out, x)
         accesses = [access(x, "reads", source), access(out, "writes", target)]
         if sms:
             self.push("copies", accesses)

@@ -40,6 +40,12 @@ class View:
         pairs = zip(self.shape, self.strides, packed(self.shape), strict=True)
         return all(n == 1 or s == p for n, s, p in pairs)
 
+    def equals(self, other: View) -> bool:
+        """Whether each of its elements is that of the other with the same indices."""
+        if self.buffer is not other.buffer or self.offset != other.offset or self.shape != other.shape:
+            return False
+        return all(n == 1 or s == t for n, s, t in zip(self.shape, self.strides, other.strides, strict=True))
+
 
 Does = Literal["reads", "writes", "undefines", "frees"]
 

@@ -6,16 +6,15 @@ than there are streams, where that can be, and the others get the least that div
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import product
 from math import lcm
 
+from hostir.ir.check.signature import sizes_of
 from hostir.ir.host_ops import For
-from hostir.ir.op import Codec, codecs_of
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
 from hostir.ir.source import HostIRError
-from hostir.ir.types import TensorType
 
 TRIES = 4096
 
@@ -26,7 +25,7 @@ def small_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int] | 
     free = sorted(program.size_names - bound.keys())
     if not free:
         return bound
-    sizes = list(dict.fromkeys(_sizes(program)))
+    sizes = list(dict.fromkeys(sizes_of(program)))
     rounds = {n for s in program.walk() if isinstance(s, For) for n in s.count.names}
     least = lcm(*(size.den for size in sizes), *(n for mesh in program.meshes for n in mesh.shape))
     many = 2 * program.streams + 1
@@ -38,16 +37,6 @@ def small_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int] | 
         if _whole(sizes, candidate):
             return candidate
     return None
-
-
-def _sizes(program: Program) -> Iterator[Size]:
-    """Every size that must be whole."""
-    for value in (*program.inputs, *(v for s in program.walk() for v in s.named)):
-        if isinstance(value.type, TensorType):
-            yield from value.type.shape
-            yield from value.type.local_shape
-    for s in program.walk():
-        yield from (getattr(s, f) for f, c in codecs_of(type(s)).items() if c is Codec.SIZE)
 
 
 def _whole(sizes: list[Size], values: Mapping[str, int]) -> bool:

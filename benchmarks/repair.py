@@ -1,0 +1,103 @@
+"""What repairs give back: every program with one synchronisation taken out, repaired, and its longest chain of work.
+
+    python -m benchmarks.repair --limit 60      a first look
+    python -m benchmarks.repair                 all of them: a line for each that is longer, or not repaired
+
+A repair should chain no more work than the program that was right (`hostir check --fix`, `tests/mutation.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import hostir as hi
+from benchmarks.mutation import table
+from hostir.ir.check.orders import analyse
+from hostir.ir.check.repair import longest_chain, repair
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+from tests.mutants import Mutant, mutants
+from tests.mutation import originals
+
+SYNCHRONISATIONS = ("fork", "join", "synchronize", "wait", "wait_signal", "signal", "barrier", "ready")
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """A mutant with one synchronisation less, and its repair.
+
+    Fields:
+        before: the longest chain of the program that was right.
+        after: that of the repair; -1 where there is none, or something is found in it.
+        why: what is wrong where there is none.
+    """
+
+    mutant: Mutant
+    before: int
+    after: int
+    seconds: float
+    why: str = ""
+
+    @property
+    def good(self) -> bool:
+        return 0 <= self.after <= self.before
+
+
+def broken(programs: Sequence[Program]) -> Iterator[tuple[Program, Mutant]]:
+    """Every mutant of these programs with one synchronisation less, with the program that it was made from."""
+    kinds = {f"delete {name}" for name in SYNCHRONISATIONS}
+    for program in programs:
+        yield from ((program, mutant) for mutant in mutants(program) if mutant.kind in kinds)
+
+
+def repaired(original: Program, mutant: Mutant) -> Repaired:
+    """The repair of a mutant, read back from its text."""
+    before, start = chain(original), time.perf_counter()
+    try:
+        after = hi.parse(str(repair(hi.parse(mutant.text, mutant.of))), mutant.of)
+    except HostIRError as refused:
+        return Repaired(mutant, before, -1, time.perf_counter() - start, refused.diagnostics[0].message)
+    seconds = time.perf_counter() - start
+    if found := analyse(after).findings:
+        return Repaired(mutant, before, -1, seconds, f"not repaired: {found[0].message}")
+    return Repaired(mutant, before, chain(after), seconds)
+
+
+def chain(program: Program) -> int:
+    order = analyse(program).order
+    if order is None:
+        raise HostIRError(*analyse(program).findings)
+    return longest_chain(order)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What repairs give back of what was taken out.")
+    parser.add_argument("--limit", type=int, default=0, help="at most so many, drawn at random (default: all)")
+    limit = parser.parse_args().limit
+    every = list(broken(originals()))
+    if limit:
+        every = Random(0).sample(every, min(limit, len(every)))
+    counts = {kind: Counter[str]() for kind in sorted({mutant.kind for _, mutant in every})}
+    slowest = 0.0
+    for original, mutant in every:
+        found = repaired(original, mutant)
+        slowest = max(slowest, found.seconds)
+        counts[mutant.kind]["as short" if found.good else "longer" if found.after >= 0 else "not repaired"] += 1
+        if not found.good:
+            end = found.why or f"the longest chain grows from {found.before} to {found.after}"
+            print(f"@{mutant.of} {mutant.what}: {end}", flush=True)
+    outcomes = ("as short", "longer", "not repaired")
+    rows = [[kind, n.total(), *(n[outcome] for outcome in outcomes)] for kind, n in counts.items()]
+    total = sum(counts.values(), Counter[str]())
+    rows.append(["all", total.total(), *(total[outcome] for outcome in outcomes)])
+    print(table(["edit", "mutants", *outcomes], rows))
+    print(f"the slowest repair took {slowest:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

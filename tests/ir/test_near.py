@@ -1,0 +1,26 @@
+"""Regions that meet are found by offset and extent: as many as a look at all of them finds."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from hostir.ir.check.near import Near
+from hostir.ir.check.regions import Region
+
+
+def region(random: Random) -> Region:
+    """A view of a buffer of a few hundred elements: blocks, rows, columns and single elements."""
+    offset, inner, step = random.randrange(200), random.choice([1, 1, 3, 8]), random.choice([8, 16, 40])
+    return Region.of(offset, (random.randrange(1, 6), inner), (step, 1))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_index_finds_what_a_look_at_all_regions_finds(seed: int) -> None:
+    random = Random(seed)
+    near: Near[int] = Near()
+    known = list(dict.fromkeys(region(random) for _ in range(120)))
+    for n, one in enumerate(known):
+        assert near.meeting(one) == [m for m in range(n) if known[m].meets(one)]
+        near.add(one, n)
