@@ -8,8 +8,10 @@ printed takes its likeliest, and so on.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 from hostir.ir import tensor_ops as ops
@@ -56,13 +58,79 @@ class Reading:
     axes: tuple[Group, ...]  # without those on devices that hold the parts of a partial sum
     kept: tuple[Group, ...]
 
+    @cached_property
+    def sliced(self) -> bool:
+        return any(d.on == STREAM for group in self.kept for d in group.domains)
+
+
+Readings = dict[Tensor, list[Reading]]
+Chosen = dict[Tensor, Reading]
+
 
 @dataclass(frozen=True)
 class Rule:
-    """What a statement asks of the readings of its tensors."""
+    """What a statement asks of the readings of two tensors."""
 
     tensors: tuple[Tensor, ...]
-    fits: Callable[..., bool]
+    fits: Callable[[Reading, Reading], bool]
+
+    def fitting(self, left: Readings) -> list[Chosen]:
+        """The readings that fit each other."""
+        a, b = self.tensors
+        return [{a: one, b: other} for one, other in product(left[a], left[b]) if self.fits(one, other)]
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A computation brings axes together: those lie on the same devices, and what is sliced in a loop alike."""
+
+    node: ComputeNode
+    looped: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.node.tensors
+
+    def fitting(self, left: Readings) -> list[Chosen]:
+        """The readings of all its tensors that fit each other."""
+        tensors = tuple(dict.fromkeys(self.node.tensors))
+        found: list[Chosen] = []
+        for ranks in product(*(dict.fromkeys(len(r.kept) for r in left[tensor]) for tensor in tensors)):
+            rank = dict(zip(tensors, ranks, strict=True))
+            meeting = self.meeting(rank)
+            chosen: list[Chosen] = [{}] if meeting is not None else []
+            for tensor in tensors:
+                room = [reading for reading in left[tensor] if len(reading.kept) == rank[tensor]]
+                pairs = [pair for pair in meeting or () if pair[0][0] == tensor or pair[1][0] == tensor]
+                longer = ({**choice, tensor: reading} for choice in chosen for reading in room)
+                chosen = [choice for choice in longer if all(self.meet(choice, *pair) for pair in pairs)]
+            found += chosen
+        return found
+
+    def meeting(self, rank: Mapping[Tensor, int]) -> list[tuple[tuple[Tensor, int], tuple[Tensor, int]]] | None:
+        """The axes that come together, two and two, for so many axes of each tensor; None where these do not fit."""
+        values = {
+            Value(f"T{n}", TensorType(tensor.dtype, tuple(Axis.of(f"i{n}_{k}") for k in range(rank[tensor])))): tensor
+            for n, tensor in enumerate(self.node.tensors)
+        }
+        *operands, out = values
+        statement = operation(self.node, out, operands)
+        maps = maps_of(statement)
+        if [len(map) for map in maps] != [len(value.tensor.axes) for value in operands]:
+            return None
+        if {to for map in maps for to in map if to != ops.CONTRACTED} != set(range(len(out.tensor.axes))):
+            return None
+        of: dict[object, Tensor] = dict[object, Tensor](list(values.items()))
+        return [((of[a], j), (of[b], k)) for (_, a, j), (_, b, k) in computed(statement)]
+
+    def meet(self, chosen: Chosen, a: tuple[Tensor, int], b: tuple[Tensor, int]) -> bool:
+        if a[0] not in chosen or b[0] not in chosen:
+            return True
+        one, other = chosen[a[0]], chosen[b[0]]
+        if self.node.op in BINARY and one.kept[a[1]].extent.is_one:
+            return True
+        moving = () if self.looped and one.sliced and other.sliced else (STREAM,)
+        return _alike([one.kept[a[1]]], [other.kept[b[1]]], moving)
 
 
 class Axes:
@@ -96,13 +164,13 @@ class Axes:
         return found
 
     # Choosing ----------------------------------------------------------------------------------------------------
-    def _choose(self, rules: Iterable[Rule]) -> None:
+    def _choose(self, rules: Iterable[Rule | Computation]) -> None:
         """A rule that fits no readings at all stands for a mistake, which is told where the statement is read."""
-        rules = [rule for rule in rules if _fitting(rule, self.left)]
-        self.left = _pruned(self.left, rules) or self.left
+        rules = [rule for rule in rules if rule.fitting(self.left)]
+        self.left = _pruned(self.left, rules, self.left) or self.left
         for tensor in self.left:
             found = self.left[tensor]
-            trials = (_pruned({**self.left, tensor: [reading]}, rules) for reading in found)
+            trials = (_pruned({**self.left, tensor: [reading]}, rules, [tensor]) for reading in found)
             if len(found) > 1:
                 self.left = next((left for left in trials if left), {**self.left, tensor: found[:1]})
 
@@ -114,7 +182,7 @@ class Axes:
             if first.setdefault(tensor.name, tensor) is not tensor:
                 yield Rule((first[tensor.name], tensor), lambda a, b: _alike(a.kept, b.kept))
 
-    def _rules(self, body: Iterable[Node], *, looped: bool) -> Iterator[Rule]:
+    def _rules(self, body: Iterable[Node], *, looped: bool) -> Iterator[Rule | Computation]:
         for node in body:
             match node:
                 case LoopNode():
@@ -124,7 +192,7 @@ class Axes:
                 case ComputeNode(op="copy"):
                     yield Rule(node.tensors, lambda x, out: _alike(x.kept, out.kept))
                 case ComputeNode():
-                    yield _computation(node, looped=looped)
+                    yield Computation(node, looped)
                 case ViewNode(op="select"):
                     yield _selection(node)
                 case ViewNode(op="chunk"):
@@ -151,30 +219,6 @@ class Axes:
         return Rule(node.tensors, fits)
 
 
-def _computation(node: ComputeNode, *, looped: bool) -> Rule:
-    """A computation brings axes together: those lie on the same devices, and what is sliced in a loop alike."""
-
-    def fits(*read: Reading) -> bool:
-        values = [
-            Value(f"T{n}", TensorType(tensor.dtype, tuple(Axis.of(g.extent) for g in reading.kept)))
-            for n, (tensor, reading) in enumerate(zip(node.tensors, read, strict=True))
-        ]
-        statement = operation(node, values[-1], values[:-1])
-        maps = maps_of(statement)
-        if [len(map) for map in maps] != [len(reading.kept) for reading in read[:-1]]:
-            return False
-        if {to for map in maps for to in map if to != ops.CONTRACTED} != set(range(len(read[-1].kept))):
-            return False
-        groups: dict[object, Sequence[Group]] = {v: reading.kept for v, reading in zip(values, read, strict=True)}
-        sliced = {v: looped and any(d.on == STREAM for g in kept for d in g.domains) for v, kept in groups.items()}
-        return all(
-            _alike([groups[a][j]], [groups[b][k]], () if sliced[a] and sliced[b] else (STREAM,))
-            for (_, a, j), (_, b, k) in computed(statement)
-        )
-
-    return Rule(node.tensors, fits)
-
-
 def _selection(node: ViewNode) -> Rule:
     """A select takes one axis away, which is not split."""
 
@@ -198,27 +242,22 @@ def _marks(group: Group, without: Collection[str]) -> list[str]:
     return [d.on for d in group.domains if d.on and d.on not in without]
 
 
-Readings = dict[Tensor, list[Reading]]
-
-
-def _fitting(rule: Rule, left: Readings) -> list[dict[Tensor, Reading]]:
-    """The readings of a rule's tensors that fit it together."""
-    tensors = tuple(dict.fromkeys(rule.tensors))
-    choices = (dict(zip(tensors, chosen, strict=True)) for chosen in product(*(left[t] for t in tensors)))
-    return [choice for choice in choices if rule.fits(*(choice[t] for t in rule.tensors))]
-
-
-def _pruned(left: Readings, rules: Sequence[Rule]) -> Readings | None:
-    """The readings that every rule leaves room for; None where one leaves none."""
-    left, changed = dict(left), True
-    while changed:
-        changed = False
-        for rule in rules:
-            fitting = _fitting(rule, left)
-            if not fitting:
-                return None
-            for tensor in fitting[0]:
-                room = [r for r in left[tensor] if any(choice[tensor] is r for choice in fitting)]
-                changed = changed or len(room) < len(left[tensor])
+def _pruned(left: Readings, rules: Sequence[Rule | Computation], changed: Collection[Tensor]) -> Readings | None:
+    """The readings that every rule leaves room for, after those of some tensors changed; None where one leaves none."""
+    left, of = dict(left), defaultdict(list)
+    for n, rule in enumerate(rules):
+        for tensor in dict.fromkeys(rule.tensors):
+            of[tensor].append(n)
+    todo = dict.fromkeys(n for tensor in changed for n in of[tensor])
+    while todo:
+        rule = rules[next(iter(todo))]
+        del todo[next(iter(todo))]
+        fitting = rule.fitting(left)
+        if not fitting:
+            return None
+        for tensor in fitting[0]:
+            room = [r for r in left[tensor] if any(choice[tensor] is r for choice in fitting)]
+            if len(room) < len(left[tensor]):
                 left[tensor] = room
+                todo |= dict.fromkeys(of[tensor])
     return left

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, islice
 
 from hostir.ir.nvfuser_syntax import IterDomain, Tensor
@@ -22,7 +23,7 @@ class Group:
         """The outermost IterDomain."""
         return self.domains[0]
 
-    @property
+    @cached_property
     def extent(self) -> Size:
         """The extent of the logical axis."""
         return product(d.extent.size for d in self.domains)
@@ -65,7 +66,7 @@ def readings(tensor: Tensor, alone: Collection[str] = (), *, split: bool = False
 
 
 _MOST_SPLITS = 512  # that are tried for one tensor: real ones have a few
-_MOST_READINGS = 12
+_MOST_READINGS = 48
 Split = tuple[tuple[int, ...], ...]  # for each printed axis, the places of its outer parts, outermost first
 
 

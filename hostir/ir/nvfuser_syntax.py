@@ -75,6 +75,9 @@ class Tensor:
     devices: Devices | None
     span: Span = field(compare=False)
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
 
 @dataclass(frozen=True)
 class Node:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from hostir.ir import HostIRError, Program, Statement, parse
@@ -12,6 +15,9 @@ from hostir.ir.op import REGISTRY
 from tests.golden import Golden
 from tests.same_names import same_up_to_names
 from tests.statement_examples import ALONE, example_program
+
+
+PATTERNS = Path(__file__).parent.parent / "cases" / "patterns"
 
 
 def read(text: str) -> Program:
@@ -124,6 +130,17 @@ def test_what_is_printed_reads_back_equal_up_to_names(name: str) -> None:
     text = print_nvfuser(program)
     assert same_up_to_names(read(text), program), f"{text}\n{read(text)}"
     assert print_nvfuser(read(text)) == text
+
+
+@pytest.mark.parametrize("path", sorted(PATTERNS.glob("*.hir")), ids=lambda path: path.stem)
+def test_what_lowering_gives_reads_back_equal_where_it_can_be_printed(path: Path) -> None:
+    program = parse(path.read_text(), path.name)
+    try:
+        text = print_nvfuser(program)
+    except HostIRError as refused:
+        assert re.search("no spelling for|lower it first", str(refused))
+    else:
+        assert same_up_to_names(read(text), program)
 
 
 def test_todays_spelling(golden: Golden) -> None:
