@@ -77,7 +77,8 @@ class Rule:
     def fitting(self, left: Readings) -> list[Chosen]:
         """The readings that fit each other."""
         a, b = self.tensors
-        return [{a: one, b: other} for one, other in product(left[a], left[b]) if self.fits(one, other)]
+        pairs = product(left[a], left[b]) if a != b else zip(left[a], left[a], strict=True)
+        return [{a: one, b: other} for one, other in pairs if self.fits(one, other)]
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Computation:
             return None
         if {to for map in maps for to in map if to != ops.CONTRACTED} != set(range(len(out.tensor.axes))):
             return None
-        of: dict[object, Tensor] = dict[object, Tensor](list(values.items()))
+        of: dict[object, Tensor] = dict(list(values.items()))
         return [((of[a], j), (of[b], k)) for (_, a, j), (_, b, k) in computed(statement)]
 
     def meet(self, chosen: Chosen, a: tuple[Tensor, int], b: tuple[Tensor, int]) -> bool:
