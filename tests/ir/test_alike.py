@@ -54,6 +54,14 @@ UNLIKE = [
 ]
 
 
+def test_an_output_that_is_another_part_on_each_rank_is_looked_at_on_all() -> None:
+    body = "%z: f32[4, 4@didx, 8] = allocate\nfor %i in 0..4 { %t = select %z[%i] relu %x -> %t }\n%out = select %z[%r]"
+    text = HEAD.replace("(%y)", "(%out)") + body + "\nrelu %x -> %y\nfree %y\n}"
+    program = hi.parse(text)
+    assert alike(program, {}, 2) is None
+    assert hi.check(program) == []
+
+
 def order_of(body: str) -> object:
     return alike(hi.parse(HEAD + body + "\n}"), {}, 2)
 

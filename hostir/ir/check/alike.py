@@ -39,7 +39,6 @@ class PerRank:
     """An integer that each rank has a value of its own for. Asked for one answer, it gives what holds on all ranks."""
 
     __slots__ = ("numbers",)
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, numbers: bytes) -> None:
         self.numbers = numbers
@@ -53,6 +52,9 @@ class PerRank:
         return np.frombuffer(self.numbers, dtype=np.int64)
 
     def __str__(self) -> str:
+        raise UnlikeError
+
+    def __hash__(self) -> int:
         raise UnlikeError
 
 
@@ -338,7 +340,7 @@ def _one_place(offset: int, dims: Dims, step: int, count: int) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _all_places(offset: int, dims: Dims, step: int, count: int) -> bool:
-    """Whether a region has an element with any other digit wherever it has one with some digit."""
+    """Whether a region stays the same when the digit of all its elements goes one up, modulo the number of ranks."""
     if offset // step % count:
         return False
     across, inner = 0, offset % step

@@ -1,8 +1,9 @@
 """Signals, waits for them, and kernels' `ready` that are missing, with the index expressions that each needs.
 
-Nobody has to know what a flag means to put one back. What ranks wait for and nobody sends, or is sent and nobody waits
-for, says which epochs of which flags are missing where; and what is put in at a place has to come to just that, over
-all ranks and rounds. So expressions are taken from the text and from the indices in scope, and those that fit are kept.
+A flag can be put back without knowing what it is for. Waits without a signal, and signals without a wait, say which
+epochs of which flags are missing, and on which ranks. A statement that is put in has to send, or wait for, just those
+over all ranks and rounds. Its expressions are tried from the program's text and the indices in scope, and those that
+fit are kept.
 """
 
 from __future__ import annotations

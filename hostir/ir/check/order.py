@@ -39,9 +39,8 @@ class Order:
     ranks: Sequence[Tracer]
     events: list[Event] = field(default_factory=list)
     lanes: dict[Lane, int] = field(default_factory=dict)
-    clocks: dict[Event, Clock] = field(
-        default_factory=dict
-    )  # of signals; and of all that is `lasting`, where kernels wait
+    # Of signals; where kernels wait, also of the begin of all that is `lasting`.
+    clocks: dict[Event, Clock] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)
     sent: dict[tuple[int, str, int], list[Flag]] = field(default_factory=dict)  # the signals of each flag
     needs: dict[Event, Clock] = field(default_factory=dict)  # of signals: `clocks`, and what may hold them up besides

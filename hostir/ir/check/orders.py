@@ -49,7 +49,8 @@ def look(program: Program, sizes: Mapping[str, int] | None = None, calls: int | 
         return analyse(program, sizes, calls)
     found = findings_of(program, order)
     more = not found and not calls and calls_needed(order, program.ranks) > number
-    if more or (found and _statements(program, bound, number) <= MOST):
+    unsure = any(f.kind == "SMs held" for f in found)
+    if more or unsure or (found and _statements(program, bound, number) <= MOST):
         return analyse(program, sizes, calls)
     return Analysis(found, None, bound, number)
 
