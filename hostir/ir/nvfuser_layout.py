@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, islice
 
 from hostir.ir.nvfuser_syntax import IterDomain, Tensor
-from hostir.ir.sizes import Size
+from hostir.ir.sizes import Size, product
 from hostir.ir.types import Axis, Factor, TensorType
 
 
@@ -17,64 +19,128 @@ class Group:
     domains: tuple[IterDomain, ...]
 
     @property
+    def first(self) -> IterDomain:
+        """The outermost IterDomain."""
+        return self.domains[0]
+
+    @cached_property
+    def extent(self) -> Size:
+        """The extent of the logical axis."""
+        return product(d.extent.size for d in self.domains)
+
+    @property
     def reduced(self) -> bool:
         """Whether the axis was summed away."""
-        return self.domains[0].kind == "r"
+        return self.first.kind == "r"
 
     @property
     def device(self) -> str:
         """x or y where the whole axis is a device axis, else empty."""
-        return self.domains[0].on if len(self.domains) == 1 and self.domains[0].on in ("x", "y") else ""
-
-    def find(self, on: str) -> IterDomain | None:
-        return next((d for d in self.domains if d.on == on), None)
+        return self.first.on if len(self.domains) == 1 and self.first.on in ("x", "y") else ""
 
 
-def groups(tensor: Tensor) -> tuple[Group, ...]:
-    """The logical axes of a printed tensor.
+def readings(tensor: Tensor, alone: Collection[str] = (), *, split: bool = False) -> list[tuple[Group, ...]]:
+    """The ways to read the printed axes of a tensor as logical axes, the likeliest first.
 
     nvFuser prints the axes of the loop domain. An axis of extent ceilDiv(N, D) is the inner part of a split of N, and
-    its outer part is an axis of extent D to the left: beside it, or at the front, where nvFuser moves the axes on
-    devices and streams without changing their order. What a reshape gives (marked `rf`) is not split.
+    its outer part is an axis of extent D to the left: beside it, or anywhere, where it is on devices or streams, which
+    nvFuser moves to the front. Where N is a number, nvFuser prints the quotient, and an axis on devices or streams may
+    be the outer part of any axis of known extent to the right, or an axis of its own. What an rfactor or a reshape
+    gives (marked `rf`) is not split.
+
+    Args:
+        tensor: the tensor as printed.
+        alone: x or y, where such an axis is no part of a split, as it holds the parts of a partial sum.
+        split: whether a device axis is rather a part of a split than an axis of its own.
     """
-    found: list[Group] = []
-    for k, domain in enumerate(tensor.domains):
-        outer = _outer_parts(found, domain, tensor.domains[k + 1 :])
-        parts = [d for place in outer for d in found[place].domains]
-        found = [group for place, group in enumerate(found) if place not in outer]
-        found.append(Group((*parts, domain)))
-    return tuple(found)
+    domains = tensor.domains
+    parallel = [(d.kind, d.on) for d in domains if d.on]
+    if len(set(parallel)) < len(parallel):
+        return [tuple(Group((d,)) for d in domains)]  # no layout, which is said where its type is asked for
+    outer = {k for k, d in enumerate(domains) if not d.rfactor and (d.kind == "r" or d.on not in alone)}
+    splits = list(islice(_splits(domains, outer, 0, ()), _MOST_SPLITS))
+    splits.sort(key=lambda parts: _unlikelihood(domains, parts, split))
+    missing = _missing(domains, splits[0])
+    likely = [parts for parts in splits if _missing(domains, parts) == missing][:_MOST_READINGS]
+    return [_grouped(domains, parts) for parts in likely]
 
 
-def _outer_parts(found: list[Group], domain: IterDomain, later: Sequence[IterDomain]) -> list[int]:
-    """Where the outer parts of a split stand among the axes so far, outermost first; none unless all are there."""
-    places: list[int] = []
-    for extent in reversed(domain.extent.splits if not domain.rfactor else ()):
-        fits = [k for k, group in enumerate(found) if k not in places and _is_outer(group, extent, domain.kind)]
-        beside = places[0] - 1 if places else len(found) - 1
-        if beside not in fits or found[beside].domains[0].on:
-            fits = [k for k in fits if found[k].domains[0].on]
-            beside = fits[-1 - min(_claims(extent, domain.kind, later), len(fits) - 1)] if fits else -1
-        if beside < 0:
-            return []
-        places.insert(0, beside)
-    return places
+_MOST_SPLITS = 512  # that are tried for one tensor: real ones have a few
+_MOST_READINGS = 48
+Split = tuple[tuple[int, ...], ...]  # for each printed axis, the places of its outer parts, outermost first
 
 
-def _is_outer(group: Group, extent: Size, kind: str) -> bool:
-    first = group.domains[0]
-    return len(group.domains) == 1 and first.kind == kind and first.extent.size == extent and not first.rfactor
+def _splits(domains: Sequence[IterDomain], outer: Collection[int], place: int, split: Split) -> Iterator[Split]:
+    """Every way to give the axes from `place` on their outer parts, which are among `outer`."""
+    if place == len(domains):
+        yield split
+        return
+    taken = {k for outers in split for k in outers}
+    free = [k for k, outers in enumerate(split) if k in outer and k not in taken and not outers]
+    for outers in _outer_parts(domains, place, free):
+        yield from _splits(domains, outer, place + 1, (*split, outers))
 
 
-def _claims(extent: Size, kind: str, later: Sequence[IterDomain]) -> int:
-    """How many outer parts of this extent the splits further right need from the front, as there is none on the way."""
-    free = claims = 0
-    for domain in later:
-        if domain.on and _is_outer(Group((domain,)), extent, kind):
-            free += 1
-        for _ in range(domain.extent.splits.count(extent) if domain.kind == kind and not domain.rfactor else 0):
-            free, claims = (free - 1, claims) if free else (free, claims + 1)
-    return claims
+def _outer_parts(domains: Sequence[IterDomain], place: int, free: Collection[int]) -> Iterator[tuple[int, ...]]:
+    """The outer parts that an axis may have among the free axes to its left; none comes last."""
+    inner = domains[place]
+    same = [k for k in free if domains[k].kind == inner.kind]
+    if inner.extent.splits and not inner.rfactor:
+        yield from _chains(domains, inner.extent.splits, place, same)
+    elif not inner.on and not inner.rfactor and inner.extent.size.value is not None:
+        folded = [k for k in same if domains[k].on and domains[k].extent.size.value is not None]
+        for count in range(len(folded), 0, -1):
+            yield from combinations(sorted(folded, key=lambda k: domains[k].number), count)
+    yield ()
+
+
+def _chains(
+    domains: Sequence[IterDomain], extents: Sequence[Size], right: int, free: Collection[int]
+) -> Iterator[tuple[int, ...]]:
+    """Axes of these extents, the last one left of `right`: beside it, or on devices or streams."""
+    if not extents:
+        yield ()
+        return
+    for k in free:
+        if domains[k].extent.size == extents[-1] and (domains[k].on or k == right - 1):
+            for outers in _chains(domains, extents[:-1], k, [other for other in free if other != k]):
+                yield (*outers, k)
+
+
+def _missing(domains: Sequence[IterDomain], split: Split) -> int:
+    """The number of splits whose outer parts are not there, as where one index of them was selected."""
+    return sum(bool(d.extent.splits) and not outers for d, outers in zip(domains, split, strict=True))
+
+
+def _unlikelihood(domains: Sequence[IterDomain], split: Split, split_devices: bool) -> tuple[int, ...]:
+    """What speaks against a reading, the weightiest first.
+
+    nvFuser numbers the two parts of a split one after the other, and behind all axes that were there before.
+    """
+    numbers = [d.number for d in domains]
+    inner_of = {outer: inner for inner, outers in enumerate(split) for outer in outers}
+    against = 0
+    if numbers != sorted(numbers):
+        for k, domain in enumerate(domains):
+            if domain.on and domain.number + 1 in numbers[k + 1 :]:
+                against += inner_of.get(k) != numbers.index(domain.number + 1)
+    order = [domains[outer].number for outers in split for outer in outers]
+    return (
+        _missing(domains, split),
+        against,
+        sum((split_devices or d.on == "stream") != (k in inner_of) for k, d in enumerate(domains) if d.on),
+        sum(a > b for a, b in combinations(order, 2)),
+        sum(inner - outer for outer, inner in inner_of.items()),
+    )
+
+
+def _grouped(domains: Sequence[IterDomain], split: Split) -> tuple[Group, ...]:
+    taken = {outer for outers in split for outer in outers}
+    return tuple(
+        Group((*(domains[k] for k in outers), domains[place]))
+        for place, outers in enumerate(split)
+        if place not in taken
+    )
 
 
 class Sizes:

@@ -1,4 +1,4 @@
-"""Prints a host program in the spelling that nvFuser uses today. The spellings are listed in `hostir.ir.nvfuser`."""
+"""Prints a host program in the spelling that nvFuser uses today. docs/nvfuser.md lists the spellings."""
 
 from __future__ import annotations
 

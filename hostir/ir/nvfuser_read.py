@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -11,8 +13,9 @@ from hostir.ir import comm_ops as comm
 from hostir.ir import host_ops as host
 from hostir.ir import tensor_ops as ops
 from hostir.ir import view_ops as views
+from hostir.ir.nvfuser_axes import REDUCING, operation
 from hostir.ir.nvfuser_build import Builder
-from hostir.ir.nvfuser_settle import computed, equate, pairwise, settled
+from hostir.ir.nvfuser_settle import computed, equate, maps_of, pairwise, settled
 from hostir.ir.nvfuser_syntax import (
     AllocateNode,
     CommunicationNode,
@@ -27,10 +30,11 @@ from hostir.ir.nvfuser_syntax import (
     Token,
     ViewNode,
     WaitNode,
+    walk,
 )
-from hostir.ir.nvfuser_types import REDUCING
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
+from hostir.ir.sizes import Size
 from hostir.ir.source import Diagnostic, Span, did_you_mean, error
 from hostir.ir.types import Kind, TensorType
 from hostir.ir.values import Value
@@ -47,8 +51,6 @@ TRANSFERS: dict[str, type[comm.Transfer]] = {
     "Scatter": comm.Scatter,
     "SendRecv": comm.SendRecv,
 }
-UNARY: dict[str, type[ops.Unary]] = {"relu": ops.Relu, "gelu": ops.Gelu, "silu": ops.Silu, "copy": ops.Copy}
-BINARY: dict[str, type[ops.Binary]] = {"add": ops.Add, "mul": ops.Mul}
 V = TypeVar("V", bound=views.ViewOp)
 
 
@@ -62,6 +64,7 @@ class Reader(Builder):
         self.selected: dict[str, host.Select] = {}  # by the name of the view
         self.transfers: dict[tuple[str, str, str], set[str]] = {}  # the roots of each transfer so far
         self.merged: set[str] = set()  # communications that another one stands for
+        self.uses = Counter(t.name for t in (*dump.tensors(), *dump.outputs))
 
     def program(self) -> tuple[Program, list[Diagnostic]]:
         inputs = tuple(self.bind(t, self.types.type_of(t, sliced=False)) for t in self.dump.inputs)
@@ -69,6 +72,7 @@ class Reader(Builder):
             self.node(node)
         warnings: list[Diagnostic] = []
         outputs = tuple(v for t in self.dump.outputs if (v := self.output(t, warnings)))
+        self.free_the_rest(outputs)
         streams = (self.pool if self.uses_pool else 0) + len(self.lone_streams)
         meshes = tuple(dict.fromkeys(self.types.meshes.values()))
         name = re.sub(r"\W+", "_", Path(self.file).stem, flags=re.ASCII).strip("_") or "dump"
@@ -113,29 +117,43 @@ class Reader(Builder):
                 self.wait(number, node.span)
 
     def loop(self, node: LoopNode) -> None:
+        if not self.loops:
+            self.allocate_ahead(node)
         outer, body = dict(self.scope), self.body
         name = node.index.text.replace(".", "_")
         index = self.define(f"index {node.index.text}", name, Kind.INDEX, node.index.span)
-        self.rounds[index.name] = node.count.size
+        self.loops[index] = node.count.size
         self.body = []
-        self.depth += 1
+        self.owned.append({})
         for inner in node.body:
             self.node(inner)
-        self.depth -= 1
+        self.free_the_rest()
+        del self.loops[index]
         loop = host.For(index, node.count.size, tuple(self.body))
         self.scope, self.body = outer, body
         self.emit(loop, node.span)
 
+    def allocate_ahead(self, loop: LoopNode) -> None:
+        """Allocates what is written in a loop slice by slice and used outside it, where the dump has no ALLOCATE."""
+        inside = list(walk(loop.body))
+        uses = Counter(t.name for node in inside for t in node.tensors)
+        made = {node.out.name for node in inside if isinstance(node, (AllocateNode, ViewNode))}
+        for node in inside:
+            if isinstance(node, (ComputeNode, CommunicationNode)) and node.out.name not in {*made, *self.scope}:
+                sliced = any(d.on == "stream" and d.kind != "r" for d in node.out.domains)
+                if sliced and self.uses[node.out.name] > uses[node.out.name]:
+                    self.allocate(node.out)
+
     def view(self, node: ViewNode) -> None:
-        x = self.tensor(node.x)
         if node.op == "select":
-            return self.select(node, x)
+            return self.select(node, self.tensor(node.x))
         if node.op == "chunk":
-            return self.chunk(node, x)
+            return self.chunk(node, self.tensor(node.x))
+        x = self.operand(node.x)
         over = self.types.mark(node.over, self.types.mesh(node.x), node.span) if node.over else ""
         partial = (*x.tensor.partial, over)
-        out = self.scope.get(node.out.name)
-        printed = self.types.type_of(node.out, sliced=self.depth > 0, partial=partial)
+        out = self.operand(node.out) if node.out.name in self.scope else None
+        printed = self.types.type_of(node.out, sliced=self.sliced(node.out), partial=partial)
         target = self.bind(node.out, printed) if out is None else self.temporary(node.out, printed)
         view: views.ViewOp = views.Reshape(x, target)
         if node.op == "permute":
@@ -177,24 +195,20 @@ class Reader(Builder):
         old = self.selected.get(before.name) if before else None
         if old and (old.x, old.axis, old.index) == (x, axis, index):
             return  # nvFuser repeats selects
-        printed = self.types.type_of(node.out, sliced=self.depth > 0, partial=x.tensor.partial)
+        printed = self.types.type_of(node.out, sliced=self.sliced(node.out), partial=x.tensor.partial)
         view = self.inferred(host.Select(x, self.bind(node.out, printed), index, axis), node)
         self.selected[view.out.name] = view
         self.emit(view, node.span)
 
     def chunk(self, node: ViewNode, x: Value) -> None:
         assert node.index is not None
-        for tensor in (node.out, node.x):
-            kept = [g for g in self.types.logical(tensor, x.tensor.partial)[0] if not g.reduced]
-            found = next(((k, d) for k, g in enumerate(kept) if (d := g.find("stream"))), None)
-            if found:
-                break
-        else:
+        cut = self.cut(node.out, x) or self.cut(node.x, x)
+        if cut is None:
             raise error(f"neither {node.x.name} nor {node.out.name} has a streamIdx axis", node.span)
-        axis, stream = found
+        axis, count = cut
         printed = self.types.type_of(node.out, sliced=True, partial=x.tensor.partial)
-        target = self.bind(node.out, printed)
-        view = host.Chunk(x, target, self.index(node.index), stream.extent.size, axis)
+        view = host.Chunk(x, self.bind(node.out, printed), self.index(node.index), count, axis)
+        self.whole.discard(view.out.name)
         self.emit(self.inferred(view, node), node.span)
 
     def order(self, node: ViewNode) -> tuple[int, ...]:
@@ -204,33 +218,38 @@ class Reader(Builder):
 
     # Computations ------------------------------------------------------------------------------------------------
     def compute(self, node: ComputeNode) -> None:
-        operands = [self.tensor(t) for t in node.operands]
-        if node.op == "copy" and self.shards(node, operands[0]):
+        if node.op == "copy" and self.shards(node):
             return
         out = self.destination(node.out)
-        first, *rest = operands
-        statement: ops.TensorOp
-        if node.op == "matmul":
-            statement = ops.Matmul(out, first, rest[0])
-        elif node.op == "linear":
-            statement = ops.Linear(out, first, *rest)
-        elif node.op in BINARY:
-            statement = BINARY[node.op](out, first, rest[0])
-        elif node.op == "sum":
-            statement = ops.Sum(out, first, self.summed(node, first, out))
-        elif node.op == "cast":
-            statement = ops.Cast(out, first, node.dtype)
-        else:
-            statement = UNARY[node.op](out, first)
+        statement = self.computation(node, out, [self.tensor(t) for t in node.operands])
+        cut = self.cut(node.out, out) if self.loops else None
+        if cut:
+            statement = self.computation(node, out, self.slices(node, statement, *cut))
         equate(self.types.sizes, computed(statement), node.span)
         self.emit(statement, node.span)
 
-    def shards(self, node: ComputeNode, x: Value) -> bool:
+    def computation(self, node: ComputeNode, out: Value, operands: Sequence[Value]) -> ops.TensorOp:
+        if node.op == "sum":
+            return ops.Sum(out, operands[0], self.summed(node, operands[0], out))
+        return operation(node, out, operands)
+
+    def slices(self, node: ComputeNode, whole: ops.TensorOp, axis: int, count: Size) -> list[Value]:
+        """The operands that give one slice of a result: of one with an axis that becomes the sliced one, its slice."""
+        found = []
+        for tensor, value, map in zip(node.operands, whole.operands, maps_of(whole), strict=True):
+            sliced = [k for k, to in enumerate(map[: len(value.tensor.axes)]) if to == axis]
+            spread = sliced and value.tensor.shape[sliced[0]].is_one
+            found.append(self.slice(value, sliced[0], count, tensor) if sliced and not spread else value)
+        return found
+
+    def shards(self, node: ComputeNode) -> bool:
         """A Set whose result lies on devices where the operand does not takes each rank's own block."""
-        out = self.scope.get(node.out.name)
+        x = self.tensor(node.operands[0])
+        out = self.operand(node.out) if node.out.name in self.scope else None
         type = out.tensor if out else self.type_of(node.out)
         if type.mesh != x.tensor.mesh or not _marks(type) - _marks(x.tensor):
             return False
+        x = self.operand(node.operands[0])
         target = self.temporary(node.out, type) if out else self.bind(node.out, type)
         self.same_shape(x, target, node.span)
         self.emit(views.Shard(x, target), node.span)
@@ -247,19 +266,20 @@ class Reader(Builder):
                 f"the {len(x.tensor.axes)} axes of {node.operands[0].name} in {node.out.name}, one of them reduced"
             )
             raise error(f"this reduction sums {len(reduced)} axes", node.span, expected=expected)
-        axis = self.types.axis(kept[reduced[0]], self.types.mesh(node.out), sliced=self.depth > 0)
+        axis = self.types.axis(kept[reduced[0]], self.types.mesh(node.out), sliced=self.sliced(node.out))
         summand = ((x.tensor.shape[reduced[0]], x, reduced[0]), (axis.extent, node.out.name, reduced[0]))
         equate(self.types.sizes, [summand], node.span)
         return reduced[0]
 
     # Communications ----------------------------------------------------------------------------------------------
     def communication(self, node: CommunicationNode) -> None:
-        kind, x = node.type.text, self.tensor(node.x)
+        kind, x = node.type.text, self.operand(node.x)
         key = f"Communication {node.number}"
         if kind in TRANSFERS:
             out = self.destination(node.out)
+            part = self.merges(node, x, out)
             self.same_shape(x, out, node.span)
-            if not self.merges(node, x, out):
+            if not part:
                 handle = self.define(key, f"h{node.number}", Kind.HANDLE, node.span)
                 self.emit(TRANSFERS[kind](x, out, handle), node.span)
             return

@@ -39,7 +39,7 @@ def computed(s: TensorOp) -> Iterator[tuple[Place, Place]]:
     """The sizes that a computation forces to be equal: those that its maps bring together."""
     shape = s.out.tensor.shape
     contracted: list[Place] = []
-    for operand, map in zip(s.operands, _maps(s), strict=True):
+    for operand, map in zip(s.operands, maps_of(s), strict=True):
         if len(map) != len(operand.tensor.axes) or max(map, default=0) >= len(shape):
             continue
         for k, (size, to) in enumerate(zip(operand.tensor.shape, map, strict=True)):
@@ -51,7 +51,8 @@ def computed(s: TensorOp) -> Iterator[tuple[Place, Place]]:
         yield contracted[0], place
 
 
-def _maps(s: TensorOp) -> tuple[tuple[int, ...], ...]:
+def maps_of(s: TensorOp) -> tuple[tuple[int, ...], ...]:
+    """The maps of a computation whose sizes may still have several names."""
     if not isinstance(s, Binary):
         return s.maps()
     axes = range(len(s.out.tensor.axes))  # its own maps ask for sizes that are known to align

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hostir.ir.sizes import Size
 from hostir.ir.source import Span
@@ -54,7 +54,7 @@ class IterDomain:
     number: int
     extent: Extent
     rfactor: bool
-    span: Span
+    span: Span = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,10 @@ class Tensor:
     dtype: DType
     domains: tuple[IterDomain, ...]
     devices: Devices | None
-    span: Span
+    span: Span = field(compare=False)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ class Dump:
 
     def walk(self) -> Iterator[Node]:
         """Every node, outer before inner, in order."""
-        return _walk(self.body)
+        return walk(self.body)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.inputs
@@ -207,11 +210,12 @@ class Dump:
             yield from node.tensors
 
 
-def _walk(body: tuple[Node, ...]) -> Iterator[Node]:
+def walk(body: tuple[Node, ...]) -> Iterator[Node]:
+    """Every node of a block, outer before inner, in order."""
     for node in body:
         yield node
         if isinstance(node, LoopNode):
-            yield from _walk(node.body)
+            yield from walk(node.body)
 
 
 # Tokens -----------------------------------------------------------------------------------------------------------

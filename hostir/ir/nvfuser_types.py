@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hostir.ir.nvfuser_layout import Group, Sizes, groups
+from hostir.ir.nvfuser_axes import REDUCING, Axes
+from hostir.ir.nvfuser_layout import Group, Sizes
 from hostir.ir.nvfuser_syntax import CommunicationNode, ComputeNode, Devices, Dump, IterDomain, Tensor, ViewNode
 from hostir.ir.sizes import ONE, Size
 from hostir.ir.source import Span, error
 from hostir.ir.types import Axis, Factor, Mesh, TensorType
-
-REDUCING = ("Allreduce", "ReduceScatter")
 
 
 class Types:
@@ -24,13 +23,16 @@ class Types:
             self.meshes[devices] = _mesh(devices, len(self.meshes))
         self.meshes[None] = next(iter(self.meshes.values()))
         self.partials = self._partials(dump)
+        letters = {axis: letter for mesh in self.meshes.values() for letter, axis in _letters(mesh).items()}
+        parts = {name: {letters[mark] for mark in marks} for name, marks in self.partials.items()}
+        self.axes = Axes(dump, parts, lambda node: letters[self.over(node)])
 
     def mesh(self, tensor: Tensor) -> Mesh:
         return self.meshes[tensor.devices]
 
     def mark(self, on: str, mesh: Mesh, span: Span) -> str:
         """The mesh axis that is deviceIdx.x or deviceIdx.y."""
-        axes = dict(zip(("x", "y"), reversed(mesh.axes), strict=False))
+        axes = _letters(mesh)
         if on not in axes:
             expected = "deviceIdx.x" if on == "y" else "deviceIdx.x or deviceIdx.y"
             raise error(f"a mesh of {len(axes)} axes has no such axis", span, expected=expected)
@@ -43,8 +45,8 @@ class Types:
         mesh axes. Where it is None, the axis that a matmul leaves (marked `rf`) counts, and one that is reduced later.
         """
         mesh, kept, over = self.mesh(tensor), [], []
-        for group in groups(tensor):
-            first = group.domains[0]
+        for group in self.axes.groups(tensor):
+            first = group.first
             mark = self.mark(first.on, mesh, first.span) if group.device and not group.reduced else ""
             known = self.partials.get(tensor.name, ()) if partial is None else partial
             if mark and (mark in known or (partial is None and first.rfactor)):
@@ -59,6 +61,8 @@ class Types:
         mesh = self.mesh(tensor)
         kept, over = self.logical(tensor, partial)
         axes = tuple(self.axis(group, mesh, sliced) for group in kept if not group.reduced)
+        if len(streams := [d for group in kept for d in group.domains if d.on == "stream"]) > 1:
+            raise error(f"{tensor.name} has {len(streams)} streamIdx axes", streams[1].span, expected="at most one")
         marks = [*over, *(m for axis in axes for m in axis.marks)]
         if twice := next((m for m in marks if marks.count(m) > 1), None):
             expected = "each mesh axis at most once"
@@ -125,6 +129,11 @@ def _mesh(devices: Devices, index: int) -> Mesh:
     if devices.grid:
         return Mesh(name, ("didy", "didx"), (len(rows), len(rows[0])), flat)
     return Mesh(name, ("didx",), (len(flat),), flat)
+
+
+def _letters(mesh: Mesh) -> dict[str, str]:
+    """The axes of a mesh by their letter in deviceIdx."""
+    return dict(zip(("x", "y"), reversed(mesh.axes), strict=False))
 
 
 def _unprinted_devices(dump: Dump) -> Devices:

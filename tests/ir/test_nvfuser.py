@@ -119,6 +119,79 @@ def test_devices_moved_to_the_front_belong_to_splits_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(
+    ("printed", "meant"),
+    [
+        # A stream axis outermost of one axis, devices on another.
+        ("istreamIdx0{3}, ideviceIdx.x1{2}, iS2{( ceilDiv(i0, 3) )}, iS3{10}", "i0, 20@didx"),
+        ("istreamIdx0{3}, iS1{( ceilDiv(i0, 3) )}, ideviceIdx.x2{2}, iS3{10}", "i0, 20@didx"),
+        # Both on one axis, either of them outside.
+        ("ideviceIdx.x0{2}, istreamIdx1{3}, iS2{( ceilDiv(( ceilDiv(i0, 2) ), 3) )}", "i0@didx"),
+        ("istreamIdx0{3}, ideviceIdx.x1{2}, iS2{( ceilDiv(( ceilDiv(i0, 3) ), 2) )}", "(3 i0/3@didx)"),
+        ("istreamIdx0{2}, ideviceIdx.x1{2}, iS2{3}", "(2 6@didx)"),
+        # The parts of a split are numbered one after the other.
+        ("istreamIdx4{3}, ideviceIdx.x6{2}, iS0{4}, iS5{5}, iS7{6}", "4, 15, 12@didx"),
+        ("istreamIdx9{3}, ideviceIdx.x6{2}, iS7{4}, iS1{5}, iS10{6}", "8@didx, 5, 18"),
+        # Devices alone are an axis of their own where nothing speaks against it.
+        ("ideviceIdx.x0{2}, iS1{4}", "2@didx, 4"),
+        ("ideviceIdx.x2{2}, iS1{4}, iS3{5}", "4, 10@didx"),
+    ],
+)
+def test_printed_axes_are_read_as_the_axes_that_were_split(printed: str, meant: str) -> None:
+    x = f"T0_g_float[{printed}] (DeviceMesh{{0 1}})"
+    assert str(read(container(x, x)).inputs[0].type) == f"f32[{meant}]"
+
+
+def test_how_a_tensor_is_used_tells_what_its_device_axis_is_part_of() -> None:
+    x, out = "T0_g_float[iS0{n}, iS1{8}]", "T2_g_float[ideviceIdx.x4{2}, iS5{n}, iS6{6}]"
+    weight = "T1_g_float[ideviceIdx.x2{2}, iS3{6}, iS9{8}]"
+    program = read(container(f"{x}, {weight}", out, f"{out} = linear({x}, {weight})"))
+    assert [str(v.type) for v in program.inputs] == ["f32[n, 8]", "f32[12@didx, 8]"]
+    out = "T2_g_float[ideviceIdx.x4{2}rf, iS5{n}, iS6{6}]"
+    x = "T0_g_float[ideviceIdx.x0{2}, iS7{n}, iS1{8}]"
+    program = read(container(f"{x}, {weight}", out, f"{out} = linear({x}, {weight})"))
+    assert [str(v.type) for v in program.inputs] == ["f32[n, 16@didx]", "f32[6, 16@didx]"]
+
+
+SLICED = "T{0}_g_float[istreamIdx{1}{{2}}, iS{2}{{( ceilDiv(n, 2) )}}]"
+
+
+def test_in_a_loop_a_tensor_from_outside_means_the_slice_of_the_round() -> None:
+    x, y = SLICED.format(0, 0, 1), SLICED.format(1, 2, 3)
+    program = read(container(x, y, "FOR i7 from 0 to 2:", f"  {y} = relu({x})"))
+    assert re.findall(r"(\w+) %T.*?\[(.*) of 2\]|(relu .*)", str(program)) == [
+        ("chunk", "%i7", ""),
+        ("chunk", "%i7", ""),
+        ("", "", "relu %T0_1 -> %T1_1"),
+    ]
+    assert "%T1: f32[n] = allocate\n  for" in str(program)
+
+
+def test_outside_of_loops_a_tensor_means_all_of_its_slices() -> None:
+    x, y = SLICED.format(0, 0, 1), SLICED.format(1, 2, 3)
+    assert [s.keyword() for s in read(container(x, y, f"{y} = relu({x})")).body] == ["allocate", "relu"]
+
+
+@pytest.mark.parametrize(
+    ("printed", "message"),
+    [
+        ("iS0{2}, istreamIdx1{3}, iS2{( ceilDiv(( ceilDiv(n, 2) ), 3) )}", "the slices of axis 0 of T1 are not contig"),
+        ("istreamIdx0{3}, istreamIdx1{2}, iS2{n}", "T0 has 2 streamIdx axes"),
+        ("istreamIdx0{4}, iS2{( ceilDiv(n, 4) )}", "T1 is meant in 4 slices, and no loop around this has 4 rounds"),
+    ],
+)
+def test_slices_that_cannot_be_cut_are_refused(printed: str, message: str) -> None:
+    x, y = f"T0_g_float[{printed}]", f"T1_g_float[{printed}]"
+    assert message in refused(container(x, y, f"{y} = ALLOCATE()", "FOR i7 from 0 to 3:", f"  {y} = relu({x})"))
+
+
+def test_what_a_dump_does_not_deallocate_is_freed_where_its_block_ends() -> None:
+    x, y, z, w, v = (f"T{n}_g_float[iS{n}{{n}}]" for n in range(5))
+    text = container(x, w, f"{y} = relu({x})", f"{z} = relu({y})", f"{w} = view({z})", "FOR i7 from 0 to 2:")
+    program = read(text.replace("\n}", f"\n    {v} = relu({x})\n}}"))
+    assert re.findall(r"free %\w+|for|}", str(program)) == ["for", "free %T4", "}", "free %T1", "}"]  # T3 shows T2
+
+
+@pytest.mark.parametrize(
     ("stream", "expected", "pool"),
     [
         ("Stream 1", "1", 4),

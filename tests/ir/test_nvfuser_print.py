@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hostir.ir import HostIRError, Program, Statement, parse
@@ -12,6 +14,9 @@ from hostir.ir.op import REGISTRY
 from tests.golden import Golden
 from tests.same_names import same_up_to_names
 from tests.statement_examples import ALONE, example_program
+
+PATTERNS = Path(__file__).parent.parent / "cases" / "patterns"
+COLLECTIVE = sorted(path for name in ("pipeline", "sequential") for path in PATTERNS.glob(f"*-{name}.hir"))
 
 
 def read(text: str) -> Program:
@@ -50,6 +55,7 @@ program @p(%a: f32[6, 12], %p: f32[6, 12] partial(dp, tp)) -> (%s, %r) {
   copy %o -> %q
   %h2 = allreduce %q -> %r over dp
   wait %h2
+  free %o
 }
 """,
     "computations": """hostir 1
@@ -70,6 +76,10 @@ program @p(%a: f32[8, 4@didx, 6], %w: f32[5, 6], %bias: f32[5]) -> (%z) {
   %z: bf16[8, 5] = allocate
   %h = allreduce %y -> %z over didx
   wait %h
+  free %c
+  free %d
+  free %e
+  free %y
 }
 """,
     "streams": """hostir 1
@@ -104,6 +114,9 @@ program @p(%x: f32[2@didx, 4]) -> (%z) {
   %v: f32[2@didx, 4] = allocate
   %m = scatter %w -> %v
   wait %m
+  free %y
+  free %w
+  free %v
 }
 """,
 }
@@ -116,6 +129,12 @@ def test_what_is_printed_reads_back_equal_up_to_names(name: str) -> None:
     text = print_nvfuser(program)
     assert same_up_to_names(read(text), program), f"{text}\n{read(text)}"
     assert print_nvfuser(read(text)) == text
+
+
+@pytest.mark.parametrize("path", COLLECTIVE, ids=lambda path: path.stem)
+def test_what_lowering_to_collectives_gives_reads_back_equal(path: Path) -> None:
+    program = parse(path.read_text(), path.name)
+    assert same_up_to_names(read(print_nvfuser(program)), program)
 
 
 def test_todays_spelling(golden: Golden) -> None:
