@@ -29,6 +29,7 @@ from hostir.runtime.plans import Plan, Plans
 from hostir.runtime.recorder import record
 from hostir.runtime.session import Groups, Session, forked_from, joined, launched
 from hostir.runtime.sharding import bind_sizes
+from hostir.runtime.streams import queues
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.trace import Trace
 from hostir.runtime.watchdog import Watchdog
@@ -318,6 +319,7 @@ class Executor:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
             if self.check:
                 prove(self.program, sizes)
+                self._refuse_shared_queues(sizes)
             refuse_gradients(self.program, inputs)
             check_apart(self.program, self._written, inputs)
             recording = record(self.program, self.rank, sizes, inputs)
@@ -329,6 +331,14 @@ class Executor:
             if isinstance(machine, GlooMachine):
                 return machine.plan(recording, self.trace)
             return machine.plan(recording, Timeline(recording, self.trace) if self.trace is not None else None)
+
+    def _refuse_shared_queues(self, sizes: Mapping[str, int]) -> None:
+        """Refuses what would stand still since the device has fewer queues than the program has streams."""
+        if self.machine == "cuda" and self.program.streams >= queues():  # the caller's stream needs one as well
+            from hostir.ir.check.orders import shared_queues
+
+            if stuck := shared_queues(self.program, sizes):
+                raise HostIRError(*stuck)
 
     def _take(self, plan: Plan, inputs: Sequence[Part], out: Any) -> tuple[Part, ...]:
         """The caller's tensors for the outputs, checked where they are not those of the latest call."""

@@ -6,6 +6,7 @@ those shares cuBLAS's workspace with what is issued to it, see cublas.py.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import Counter, deque
@@ -21,6 +22,12 @@ _workers: dict[torch.device, list[torch.cuda.Stream]] = {}
 _taken: Counter[torch.device] = Counter()  # how many executors have been given
 _choosing = threading.Lock()
 _free: dict[tuple[torch.device, int, bool], deque[torch.cuda.Stream]] = {}  # by kind: whose owners have gone, in order
+
+
+def queues() -> int:
+    """How many hardware queues the streams of a process share: CUDA reads this when it starts."""
+    said = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return min(int(said), 32) if said.isdigit() and int(said) else 8
 
 
 def current(device: torch.device) -> torch.cuda.Stream:

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from hostir.ir.source import HostIRError
+from hostir.ir.text import parse
 from hostir.runtime import symmetric
 from hostir.runtime.executor import Executor
+from hostir.runtime.streams import queues
 from hostir.runtime.trace import Trace
 from tests.gpu.one_device import NAN, SLEEP, alone, close, inputs_of, pipeline, poison, slowed
 
@@ -290,3 +292,38 @@ def test_what_a_kernel_reports_is_raised_by_calls_of_shapes_met_before(monkeypat
 
     with pytest.raises(HostIRError, match="did not reach epoch"):
         calls()
+
+
+@pytest.mark.parametrize("count", [6, 40])
+def test_streams_that_all_wait_for_the_last_are_refused_where_the_device_has_fewer_queues(count: int) -> None:
+    text = f"""hostir 1
+mesh @mesh [didx] = 0
+program @many(%x: f32[{count}, 8]) -> (%y) streams {count} {{
+  %user = current_stream
+  %r = rank of %x over didx
+  %f: flag[1] = allocate_symmetric
+  %y: f32[{count}, 8] = allocate
+  for %s in 0..{count} {{ set_stream %s   synchronize %user }}
+  for %s in 0..{count} {{
+    set_stream %s
+    if %s == {count - 1} {{ signal %f[0] = 1 at %r over didx }}
+    wait_signal %f[0] >= 1
+    %x_s = select %x[%s]
+    %y_s = select %y[%s]
+    relu %x_s -> %y_s
+  }}
+  set_stream %user
+  for %s in 0..{count} {{ synchronize %s }}
+}}
+"""
+    executor = Executor(parse(text), machine="cuda", timeout=20)
+    x = torch.randn(count, 8)
+    torch.relu(x)  # loads the kernel
+    if count > queues():
+        with pytest.raises(HostIRError, match="share a hardware queue"):
+            executor(x)
+        return
+    for _ in range(3):
+        (y,) = executor(x)
+    executor.synchronize()
+    assert torch.equal(y, torch.relu(x))

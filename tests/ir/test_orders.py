@@ -8,7 +8,7 @@ import hostir as hi
 from examples import patterns
 from hostir.ir import Diagnostic, HostIRError, Program, prove
 from hostir.ir.check.findings import Finding
-from hostir.ir.check.orders import analyse
+from hostir.ir.check.orders import analyse, shared_queues
 from hostir.ir.check.repair import repair
 from tests.lower.test_patterns import Pattern, arguments
 from tests.mutation import GATHERED
@@ -273,3 +273,27 @@ def test_a_copy_on_one_rank_between_parts_that_overlap_is_refused_and_one_of_a_p
     assert found.message == "rank 0: it copies a part of %s to another that overlaps it, on one rank"
     assert found.span
     assert found.span.line == 12
+
+
+# Hardware queues --------------------------------------------------------------------------------------------------
+def signalled_last() -> Program:
+    """All streams but the last wait for a flag, which the last raises: each was issued its wait before that."""
+    return program(
+        "  %f: flag[1] = allocate_symmetric\n"
+        "  for %s in 0..2 {\n    set_stream %s\n    wait_signal %f[0] >= 1\n  }\n"
+        "  set_stream %user\n  signal %f[0] = 1 at %r over didx\n  relu %x -> %y\n"
+        "  for %s in 0..2 { synchronize %s }\n"
+    )
+
+
+def test_streams_that_share_a_queue_stand_still_behind_a_wait_for_what_is_issued_later() -> None:
+    found = shared_queues(signalled_last(), {})
+    assert kinds(signalled_last()) == []
+    assert [d.kind for d in found if isinstance(d, Finding)] == ["queues shared"]
+    assert "wait_signal %f[0] >= 1" in str(found[0])
+    assert "signal %f[0] = 1 at %r over didx" in str(found[0])
+
+
+def test_what_lowering_emits_runs_on_one_queue() -> None:
+    for strategy in ("sequential", "pipeline", "ring", "fused", "push"):
+        assert shared_queues(hi.lower(patterns.mlp(ranks=4, S=4, M=64), strategy), {}) == []

@@ -89,3 +89,15 @@ def test_calls_with_symmetric_memory_take_turns_whichever_streams_they_are_made_
         CudaPlan.take_turn(plan)
     CudaPlan.take_turn(plan)
     assert log == [("other", "waits for", "caller"), ("caller", "waits for", "other")]
+
+
+@pytest.mark.parametrize(
+    ("said", "count"), [(None, 8), ("", 8), ("many", 8), ("0", 8), ("1", 1), ("32", 32), ("99", 32)]
+)
+def test_hardware_queues_are_as_many_as_cuda_takes(
+    said: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", said)
+    assert streams.queues() == count

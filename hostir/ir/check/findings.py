@@ -12,6 +12,7 @@ from hostir.ir.check.views import Buffer
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import Diagnostic, Span
 
+MOST_NOTES = 8  # places that one finding tells: of a long circle the first and the last
 SAME = "every rank of a team issues the same ones in the same order"
 TROUBLES = {  # what is wrong and what to do, with room for the detail
     "collectives differ": ("ranks {} differ in the collectives of their team", SAME),
@@ -39,6 +40,10 @@ TROUBLES = {  # what is wrong and what to do, with room for the detail
         "a flag for each stream, or an order between the signals",
     ),
     "deadlock": ("deadlock: these wait for each other in a circle", "let one of them come first on every rank"),
+    "queues shared": (
+        "these wait for each other in a circle where streams share a hardware queue, as there are more than queues",
+        "use fewer streams, issue what is waited for first, or give CUDA_DEVICE_MAX_CONNECTIONS more than 8, up to 32",
+    ),
     "SMs held": (
         "a kernel holds all SMs while it waits for what needs them",
         "let what it waits for begin before it, or use copies between ranks, which need no SMs",
@@ -140,7 +145,7 @@ class Words:
     def trouble(self, t: Trouble) -> Finding:
         events = [event for event in t.events if event is not None]
         message, hint = (text.format(t.detail) for text in TROUBLES[t.kind])
-        first = t.kind in ("deadlock", "SMs held")  # what comes first is what stands in the way
+        first = t.kind in ("deadlock", "SMs held", "queues shared")  # what comes first is what stands in the way
         level = "warning" if t.kind == "sent again" else "error"
         found = self.finding(t.kind, message, events, None, hint=hint, at=events[0] if first else None)
         missing = [n for n, event in enumerate(t.events) if event is None]
@@ -160,7 +165,8 @@ class Words:
     ) -> Finding:
         """A finding that points at an event: the last that a statement stands for, unless said."""
         at = at or next((e for e in reversed(events) if e.statement is not None), None)
-        notes = tuple((_span(e), f"{self.where(e)}: {self.does(e)}") for e in events)
+        told = events if len(events) <= MOST_NOTES else [*events[: MOST_NOTES // 2], *events[-MOST_NOTES // 2 :]]
+        notes = tuple((_span(e), f"{self.where(e)}: {self.does(e)}") for e in told)
         return Finding(
             message,
             _span(at) if at else buffer.value.span if buffer and buffer.value else None,

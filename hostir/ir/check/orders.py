@@ -8,7 +8,7 @@ are those of docs/memory-model.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hostir.ir.check.alike import Alike, alike
 from hostir.ir.check.findings import Finding, Words
@@ -16,7 +16,7 @@ from hostir.ir.check.kernels import calls_needed, kernels_in_the_way
 from hostir.ir.check.order import Order
 from hostir.ir.check.races import Conflict, Memory
 from hostir.ir.check.stuck import circles, flags_out_of_order
-from hostir.ir.check.tracer import Tracer
+from hostir.ir.check.tracer import Event, Tracer
 from hostir.ir.check.views import Buffer
 from hostir.ir.check.witness import small_sizes
 from hostir.ir.interpret import unrolled
@@ -96,6 +96,26 @@ def _walked(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
         return Analysis(sorted(problems.values(), key=_in_program_order), None, sizes, calls)
     order = Order(tracers)
     return Analysis(findings_of(program, order), order, sizes, calls)
+
+
+def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic]:
+    """Deadlocks of a program that is right otherwise, on a device whose streams share queues.
+
+    Behind a wait, such a queue keeps back all that was issued to it later, on whichever stream.
+    """
+    tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
+    for tracer in tracers:
+        tracer.call()
+        last: Event | None = None
+        for event in tracer.events:
+            if last is not None and event.lane is not None:
+                event.after.append(last)
+            if event.verb == "waits":
+                last = event
+    order = Order(tracers)
+    left = order.run(lambda event, clock: None)
+    circle = [replace(trouble, kind="queues shared") for trouble in circles(order, left)]
+    return list(Words(program).troubles(circle))
 
 
 def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
