@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hostir.runtime.plan import Op
 
 PERIOD = 0.5  # seconds between two looks
+LAST_WORDS = 1.0  # seconds that a rank between runs has, once another has died, to end with an error of its own
 ASKED = b"!"  # what our handler of SIGTERM writes for the thread: no signal has this number
 
 
@@ -73,6 +74,7 @@ class Watchdog:
         self.everyone = set(range(size))
         self.known = 0  # events that were taken in
         self.died: Event | None = None
+        self.died_at = 0.0
         self.done: set[int] = set()
         self.first: Event | None = None  # the failure that is not over yet
         self.failed: set[int] = set()  # ranks that have failed since
@@ -176,7 +178,7 @@ class Watchdog:
 
     def take(self, event: Event) -> None:
         if event.what == "died":
-            self.died = self.died or event
+            self.died, self.died_at = (event, self.clock) if self.died is None else (self.died, self.died_at)
         elif event.what == "done":
             self.done.add(event.rank)
         elif event.what == "back":
@@ -195,7 +197,8 @@ class Watchdog:
         overdue = self.first is not None and self.clock - self.since > self.timeout
         if self.first is not None and (overdue or self.died is not None):
             return self.first.words
-        return self.loss()
+        idle = self.plan is None or not self.plan.in_flight()
+        return "" if idle and self.clock - self.died_at < LAST_WORDS else self.loss()
 
     def loss(self) -> str:
         """Which rank has died, and how that is known; empty where none has."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import error
 from hostir.runtime import session as sessions
 from hostir.runtime.cuda import CudaPlan
 from hostir.runtime.executor import Executor
@@ -241,12 +241,13 @@ def test_the_watchdog_sees_what_the_device_reports_unless_the_caller_was_told(mo
     e(a, b)
     (plan,) = e.plans.values()
     told: list[str] = []
-    dog = types.SimpleNamespace(plan=plan, raised=None, publish=told.append)
+    links = types.SimpleNamespace(tell=lambda what, words: told.append(words))
+    dog = types.SimpleNamespace(plan=plan, told=False, links=links)
     assert Watchdog.reported(dog) == ""
     monkeypatch.setattr(CudaPlan, "problem", lambda plan: error("a kernel gave up"))
     assert Watchdog.reported(dog) == "a kernel gave up"
     assert told == ["a kernel gave up"]
-    dog.raised = HostIRError()
+    dog.told = True
     assert Watchdog.reported(dog) == ""
 
 
@@ -336,7 +337,7 @@ def test_a_session_that_ends_drops_the_graphs_before_the_groups(monkeypatch: pyt
         how(e, a, b, c)
     here = object.__new__(sessions.Session)
     here.graphs = weakref.WeakSet([e._graphs])
-    here.watchdog = types.SimpleNamespace(leaving=False, close=lambda done: None)
+    here.watchdog = types.SimpleNamespace(leave=lambda: None, close=lambda done: None)
     here.groups, here.owner = Groups(0, CPU), True
     seen: list[int] = []
     monkeypatch.setattr(sessions, "_current", here)
