@@ -119,7 +119,7 @@ class _Frame(Frame):
 
 @lru_cache(maxsize=1 << 12)
 def _distance(numbers: bytes) -> int:
-    """How far every rank's peer is from it; raises where that differs."""
+    """Return the distance from each rank to its peer; raise where it differs from rank to rank."""
     values = np.frombuffer(numbers, dtype=np.int64)
     if ((values - values[0] - np.arange(len(values))) % len(values)).any():
         raise UnlikeError
@@ -186,7 +186,7 @@ class Alike(Order):
         return Flag(event, 0, flag.flags, _at(flag.slot, rank), flag.epoch)
 
     def copy(self, event: Event, rank: int, accesses: Sequence[Access] = ()) -> Event:
-        """What another rank does as rank 0 does this."""
+        """Copy an event of rank 0 as the same event of another rank."""
         lane = event.lane and (rank, *event.lane[1:])
         ends = [((rank, *lane[1:]), tick) for lane, tick in event.ends]
         seen = lambda clock: self.seen_from(clock, rank)  # noqa: E731
@@ -254,7 +254,7 @@ def _access(access: Access, rank: int) -> Access:
 
 # Memory that goes round with the ranks --------------------------------------------------------------------------------
 class _Rotation:
-    """How a buffer of one rank corresponds to the next rank's: which address there is used as this one is here.
+    """Map the addresses of each rank's buffers to those that the next rank uses in the same way.
 
     It is the same address, or one whose digit of weight `step` is one higher, modulo the number of ranks. So all
     regions correspond, and overlap on every rank as they do on rank 0.
@@ -296,7 +296,7 @@ class _Rotation:
             raise UnlikeError
 
     def _kernel(self, kernel: Kernel) -> None:
-        """Where the flags of a kernel go round, its blocks do, and with them the rows that they touch."""
+        """Check that the blocks of a kernel, and the rows they touch, rotate with its flags."""
         step = self.steps.get(kernel.waits[0].flags) if kernel.waits else None
         if step is None:
             return

@@ -48,7 +48,7 @@ def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
 
 
 def calls_needed(order: Order, ranks: int) -> int:
-    """How many calls show every ring that any number of calls has, as far as this order tells.
+    """Return how many calls to look at, so that every ring shows that any number of calls has.
 
     If what needs SMs in one call is over when a kernel starts `apart` calls later, calls differ by less than that from
     one kernel of a ring to the next. docs/memory-model.md has the argument.
@@ -64,7 +64,7 @@ def calls_needed(order: Order, ranks: int) -> int:
 
 
 def _of_the_first_call(rank: Tracer) -> Iterator[Event]:
-    """What needs SMs in a rank's first call, and the ends of what may hold them."""
+    """Yield the events of a rank's first call that need SMs, and the ends of those that may hold them."""
     yield from (event for event in rank.events if event.sms and not event.call)
     yield from (end for _, end in rank.lasting() if not end.call)
 

@@ -30,7 +30,7 @@ MOST = 40  # suggestions of one kind
 
 
 class MissingFlags:
-    """What is sent of the flags of a program, and what is waited for, in a call; and edits that bring both together."""
+    """Signals and waits of one call that lack their counterpart, and edits that add it."""
 
     def __init__(self, outline: Outline, order: Order) -> None:
         self.outline = outline
@@ -108,7 +108,7 @@ class MissingFlags:
         return list(found)
 
     def _frames(self, place: Place, flags: Value) -> list[Frame]:
-        """What all indices are, each time that a rank comes to a place in one call."""
+        """The values of all indices, each time that a rank comes to a place in one call."""
         found: list[Frame] = []
         for rank in self.order.ranks:
             frame = Frame(rank, rank.sizes)
@@ -129,7 +129,7 @@ class MissingFlags:
         return frames, slots, self._numbers(self._epochs(flags, missing), place, frames)
 
     def _numbers(self, exprs: Iterable[Expr], place: Place, frames: Sequence[Frame]) -> dict[Numbers, Expr]:
-        """What expressions come to each time, and the first one that comes to it. The names of others are replaced."""
+        """The first expression for each sequence of values that one has there; names out of scope are replaced."""
         found: dict[Numbers, Expr] = {}
         indices = self._indices(place)
         for expr in exprs:
@@ -146,7 +146,7 @@ class MissingFlags:
         return [v for v in self.outline.scope(place).values() if v.type is Kind.INDEX]
 
     def _slots(self, place: Place, flags: Value) -> Iterator[Expr]:
-        """How a flag of a row may be written: as in the text, as an index, as a block of several indices."""
+        """Expressions for a slot of a row of flags: those of the text, each index, a block of several indices."""
         yield from (s.slot for s in self._told(flags) if not isinstance(s, Contraction))
         count, indices = flags.tensor.shape[0].bind(self.order.ranks[0].sizes), self._indices(place)
         yield from (Lit(n) for n in range(min(count, 2)))
@@ -157,14 +157,14 @@ class MissingFlags:
                 yield from (Bin("+", Bin("*", Ref(v), Lit(n)), Ref(w)) for w in indices if w != v and n < count)
 
     def _epochs(self, flags: Value, missing: set[Raised]) -> Iterator[Expr]:
-        """How an epoch of a flag may be written: as in the text, as one that is missing, as a loop's round."""
+        """Expressions for an epoch of a flag: those of the text, the missing ones, a loop's round."""
         yield from (s.epoch for s in self._told(flags))
         yield from (Lit(epoch) for epoch in sorted({epoch for _, _, epoch in missing}))
         rounds = {s.index: None for s in self.outline.program.walk() if isinstance(s, For)}
         yield from (Bin("+", Ref(v), Lit(1)) for v in rounds)
 
     def _told(self, flags: Value) -> list[Signal | WaitSignal | Contraction]:
-        """What names flags, these first."""
+        """The statements that name flags, those that name these first."""
         found = [s for s in self.outline.program.walk() if isinstance(s, (Signal, WaitSignal, Contraction))]
         return sorted(
             (s for s in found if not isinstance(s, Contraction) or s.ready), key=lambda s: not _names(s, flags)
