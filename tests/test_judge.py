@@ -58,8 +58,11 @@ def innocents() -> tuple[list[str], Wrong]:
 
 
 def promised() -> Wrong:
+    found: Wrong = {}
     with PROMISES["a_queue_for_each_order"].believed():  # by the simulated ranks, too, which refuse that program
-        return wrong([Case(of(name), 1, 24) for name in PROMISES])
+        for seed in range(1, 9):  # which calls go wrong is a matter of time
+            found |= wrong([Case(of(name), seed, 24) for name in PROMISES if name not in found])
+    return found
 
 
 def one_that_hangs() -> Wrong:
