@@ -31,7 +31,7 @@ VALUES = "give values: --set NAME=VALUE"
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a check found, with the orders that it looked at, if it got so far, and for which sizes and calls."""
+    """Findings of a check, the order that it looked at, if it got so far, and the sizes and calls it looked at."""
 
     findings: list[Diagnostic]
     order: Order | None = None
@@ -84,7 +84,7 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
 
 
 def _walked(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
-    """What so many calls of all ranks show."""
+    """Walk so many calls of all ranks."""
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     try:
         for tracer in tracers:
@@ -123,7 +123,7 @@ def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
 
 
 def findings_of(program: Program, order: Order) -> list[Diagnostic]:
-    """What is wrong with an order, errors first."""
+    """Findings about an order, errors first."""
     words = Words(program)
     if order.troubles:
         return list(words.troubles(order.troubles))

@@ -1,4 +1,4 @@
-"""What of a program's sizes decides whether it is right: a proof for some sizes holds for all others that agree in it.
+"""Signatures of sizes: a proof of a program for some sizes holds for all others of the same signature.
 
 What the checker finds follows from which statements run on which rank, from which accesses meet or cover others, and
 from what fails on the way: a view that needs a copy, an index outside its axis, ranks that disagree about a size. None
@@ -160,7 +160,7 @@ class _Walk:
         self.fits &= _is_known(s)
 
     def moved(self, s: Statement, shapes: list[Shape]) -> None:
-        """What ranks compare: the shapes of collectives, of all else how many elements there are."""
+        """Note the sizes that ranks compare: shapes of collectives, numbers of elements of all else."""
         if isinstance(s, Collective):
             self.collectives += shapes
         else:
