@@ -12,8 +12,9 @@ from hostir.ir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
-from hostir.knobs import KERNELS, TIMEOUT
+from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
 from hostir.runtime.agreement import Agreement
+from hostir.runtime.calls import is_running
 from hostir.runtime.cuda import CudaMachine, CudaPlan
 from hostir.runtime.gloo import GlooMachine, GlooPlan
 from hostir.runtime.graphs import Graphs, Where, is_stale
@@ -69,6 +70,8 @@ class Executor:
             sizes of each call; one whose sizes all are known at once.
         timeout: seconds that `synchronize` waits; see the knob HOSTIR_TIMEOUT.
         graphs: whether calls with `out=` may be replayed from CUDA graphs. A traced executor makes none.
+        compare_calls: whether ranks compare each call before it runs, and threads take turns in one order on all; on
+            gloo they always do. See the knob HOSTIR_COMPARE_CALLS.
 
     Fields:
         machine: the name of the machine.
@@ -90,6 +93,7 @@ class Executor:
         check: bool = True,
         timeout: float | None = None,
         graphs: bool = True,
+        compare_calls: bool | None = None,
     ) -> None:
         if not isinstance(program, Program):
             raise error(f"not a host program: {program!r}", expected="what hi.lower or hi.parse gives", hint=LOWER)
@@ -110,13 +114,14 @@ class Executor:
         self.session: Session | None = None
         self.watchdog: Watchdog | None = None
         self.choice: Any = None  # a hostir.choice.Choice: a layer above, which sets it
-        self.rank, self.number = 0, 0
+        self.compare_calls = COMPARE_CALLS.get(compare_calls)
+        self.rank = 0
         self._key: Key | None = None
         self._plan: Plan | None = None
         self._given: Key | None = None  # of the latest call: how the tensors of its out= look
         self._where: Where = ()  # its plan, and the address of each of its tensors
         self._graphs: Graphs | None = None
-        self._agreement = Agreement(None, 0, program, self.kernels)  # with nobody, unless it joins a job
+        self._agreement = Agreement(None, program, self.kernels, False)  # with nobody, unless it joins a job
         self._written = written_inputs(program)
         self._apart: tuple[Key | None, tuple[int, ...]] = None, ()  # latest inputs, where some are written: apart
         self._without_gradients = torch.no_grad()
@@ -124,6 +129,8 @@ class Executor:
             self.machine = "local"
             return
         self._machine = self._join(machine)
+        self._lock = self._agreement.calls.lock
+        self._compare = self._agreement.compare
         self.machine = self._machine.name
         if self.machine == "cuda" and graphs and trace is None:
             self._graphs = self._make_graphs()
@@ -135,7 +142,7 @@ class Executor:
         if launched():
             self.session = joined(DEVICES[machine] if machine else None)
             self.watchdog, self.rank, size = self.session.watchdog, self.session.rank, self.session.size
-            device, self.number = self.session.device, next(self.session.executors)
+            device = self.session.device
         elif device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         if size < self.program.ranks:
@@ -146,7 +153,8 @@ class Executor:
         table = kernel_table(self.kernels, device.type)
         groups = self.session.groups if self.session else Groups(0, device)
         # Knows no executor: that goes with its last reference then, and with it graphs that no capture may meet dying.
-        self._agreement = Agreement(self.session, self.number, self.program, self.kernels)
+        compare = self.compare_calls or device.type == "cpu"
+        self._agreement = Agreement(self.session, self.program, self.kernels, compare)
         exchange = self._agreement.exchange
         if device.type == "cuda":
             return CudaMachine(device, self.program.streams, table, groups, exchange)
@@ -169,24 +177,27 @@ class Executor:
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
             return tuple(parts)
-        key = look(inputs)
-        plan = self._plan
-        if plan is None or key != self._key:
-            plan = self._choose(key, inputs)
-        if self._written:
-            self._keep_apart(key, inputs)
-        given = None if out is None else self._take(plan, inputs, out)
-        try:
-            if not isinstance(plan, GlooPlan):
-                return self._issue(plan, inputs, given)
-            if self.watchdog is not None:
-                self.watchdog.look_at(plan)
-            with self._without_gradients:
-                return plan.run(inputs, given)
-        except HostIRError as failure:
-            if self.watchdog is None:
-                raise
-            raise self.watchdog.blame(failure) from failure.__cause__
+        with self._lock:
+            key = look(inputs)
+            plan = self._plan
+            if plan is None or key != self._key:
+                plan = self._choose(key, inputs)
+            elif self._compare:
+                self._begin(plan.recording.sizes, planned=True)
+            if self._written:
+                self._keep_apart(key, inputs)
+            given = None if out is None else self._take(plan, inputs, out)
+            try:
+                if not isinstance(plan, GlooPlan):
+                    return self._issue(plan, inputs, given)
+                if self.watchdog is not None:
+                    self.watchdog.look_at(plan)
+                with self._without_gradients:
+                    return plan.run(inputs, given)
+            except HostIRError as failure:
+                if self.watchdog is None:
+                    raise
+                raise self.watchdog.blame(failure) from failure.__cause__
 
     def places(self, *inputs: Any) -> tuple[Part, ...]:
         """For inputs like these the symmetric memory that the program copies them to, None where there is none.
@@ -196,7 +207,8 @@ class Executor:
         """
         if self.machine == "local":
             return tuple(None for _ in inputs)
-        plan = self._choose(look(inputs), inputs)
+        with self._lock:
+            plan = self._choose(look(inputs), inputs, places=True)
         found = places(plan.recording, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
 
@@ -275,15 +287,26 @@ class Executor:
         return error(f"rank {self.rank}, {first}; {late}", span, hint=hint, notes=tuple(others))
 
     # Planning -----------------------------------------------------------------------------------------------------
-    def _choose(self, key: Key | None, inputs: Sequence[Part]) -> Plan:
+    def _begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
+        """Raises where other ranks are at another call; a rank that may already run it is told, too."""
+        try:
+            self._agreement.begin(sizes, planned=planned, places=places)
+        except HostIRError as refused:
+            if is_running(refused):
+                raise self._blamed(refused) from refused.__cause__
+            raise
+
+    def _choose(self, key: Key | None, inputs: Sequence[Part], places: bool = False) -> Plan:
         """The plan for inputs of these shapes, made where there is none."""
         plan = self.plans.pop(tuple(key), None) if key is not None else None
         if plan is None:
             self._refuse_in_capture()
             try:
-                plan = self._make(inputs)
+                plan = self._make(inputs, places)
             finally:
                 self._drop_stale()
+        else:
+            self._begin(plan.recording.sizes, planned=True, places=places)
         self.plans.keep(tuple(key or ()), plan)
         if plan.memory is not None:
             plan.memory.used = time.monotonic()
@@ -304,7 +327,7 @@ class Executor:
                 hint="call it once with tensors of the same shapes before the capture",
             )
 
-    def _make(self, inputs: Sequence[Part]) -> Plan:
+    def _make(self, inputs: Sequence[Part], places: bool) -> Plan:
         machine = self._machine
         try:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
@@ -314,8 +337,10 @@ class Executor:
             check_apart(self.program, self._written, inputs)
             recording = record(self.program, self.rank, sizes, inputs)
         except HostIRError as refusal:
-            self._agreement.refuse(refusal)
+            if self._agreement.refuse(refusal):
+                raise self._blamed(refusal) from refusal.__cause__
             raise
+        self._begin(sizes, planned=False, places=places)
         self._agreement.reach(sizes)
         with torch.inference_mode(False):  # what a plan holds is for calls in any mode
             if isinstance(machine, GlooMachine):

@@ -30,6 +30,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from hostir.ir.source import error
 from hostir.knobs import TIMEOUT
+from hostir.runtime.calls import ALIKE, PAGE, Calls
 from hostir.runtime.graphs import Graphs
 from hostir.runtime.watchdog import STALE, Watchdog
 
@@ -122,7 +123,7 @@ class Session:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.store = _connect(number)
         self.groups = Groups(self.rank, device)
-        self.executors = itertools.count()
+        self.calls = Calls(self.store, self.rank, range(self.size), timeout)
         self.graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()  # of the executors that live
         self.watchdog = Watchdog(self.store, self.rank, self.size, timeout, hosts=self.rank == 0 and not agent)
 
@@ -136,8 +137,11 @@ class Session:
         self.store.set(f"{place}/{self.rank}", mine)
         return place
 
-    def exchange(self, key: str, mine: str, timeout: float | None = None) -> list[str]:
-        """What every rank gave for this key, by rank. Raises HostIRError naming the ranks that do not come."""
+    def exchange(self, key: str, mine: str, timeout: float | None = None, where: str = "") -> list[str]:
+        """What every rank gave for this key, by rank.
+
+        Raises HostIRError naming the ranks that do not come, and `where` they do not: the key, unless said.
+        """
         place = self.tell(key, mine)
         deadline = time.monotonic() + (timeout or self.timeout)
         keys = [f"{place}/{rank}" for rank in range(self.size)]
@@ -145,9 +149,9 @@ class Session:
             if time.monotonic() > deadline:
                 late = [rank for rank, k in enumerate(keys) if not self.store.check([k])]
                 raise error(
-                    f"rank {self.rank} waited {timeout or self.timeout:.0f} s for {_ranks(late)} at {key}",
-                    expected="every rank to make the same calls in the same order",
-                    hint="HOSTIR_TIMEOUT sets how long a rank may wait for the others",
+                    f"rank {self.rank} waited {timeout or self.timeout:.0f} s for {_ranks(late)} at {where or key}",
+                    expected=ALIKE,
+                    hint=f"{PAGE}; HOSTIR_TIMEOUT sets how long one may wait for the others",
                 )
             time.sleep(0.005)
         return [self.store.get(k).decode() for k in keys]
