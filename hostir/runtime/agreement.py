@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -27,7 +26,7 @@ class Agreement:
         self.session = session
         self.calls = session.calls if session is not None else Calls()
         self.compare = compare and session is not None
-        self.call = Call(program.name, program.digest if session is not None else "", None, {}, kernels)
+        self.call = Call(program.name, program.digest if session is not None else "", None, (), kernels)
         self.calls.made(self.call.digest)
         self.program = program
         self.agreed: set[tuple[tuple[str, int], ...]] = set()  # sizes
@@ -59,12 +58,12 @@ class Agreement:
             return
         where = f"the call of @{self.program.name}" + "".join(f", {name}={size}" for name, size in bound)
         number, key = self._meeting(self.calls.number - 1)
-        given = [json.loads(text) for text in self.session.exchange(key, str(self.of(sizes)), where=where)]
+        given = [Call.of(text) for text in self.session.exchange(key, str(self.of(sizes)), where=where)]
         what = f"rank {self.session.rank} does not run @{self.program.name}"
-        if (refused := next((rank for rank, it in enumerate(given) if it["refusal"]), None)) is not None:
-            raise error(f"{what}, because rank {refused} does not: {given[refused]['refusal']}")
+        if (refused := next((rank for rank, it in enumerate(given) if it.refusal), None)) is not None:
+            raise error(f"{what}, because rank {refused} does not: {given[refused].refusal}")
         if any(it != given[0] for it in given):
-            said = told({rank: Call(**it) for rank, it in enumerate(given)})
+            said = told(dict(enumerate(given)))
             raise error(f"{what}: {said}", expected=ALIKE, hint=PAGE)
         if self.call.executor is None:
             self.call = replace(self.call, executor=number)
@@ -80,7 +79,7 @@ class Agreement:
 
     def of(self, sizes: Mapping[str, int], places: bool = False) -> Call:
         """A call of the executor with these sizes."""
-        return replace(self.call, sizes=dict(sizes), places=places)
+        return replace(self.call, sizes=tuple(sorted(sizes.items())), places=places)
 
     def _tell(self, refusal: HostIRError, number: int) -> None:
         if self.session is not None:

@@ -14,6 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
@@ -32,17 +33,19 @@ class Call:
     program: str
     digest: str
     executor: int | None
-    sizes: Mapping[str, int]
+    sizes: tuple[tuple[str, int], ...]
     kernels: str
     places: bool = False
     refusal: str = ""
 
     @staticmethod
     def of(text: str) -> Call:
-        return Call(**json.loads(text))
+        fields = json.loads(text)
+        return Call(**{**fields, "sizes": tuple(map(tuple, fields["sizes"]))})
 
+    @lru_cache(maxsize=1024)  # noqa: B019  # the same few, again and again
     def __str__(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(asdict(self))
 
 
 def told(by_rank: Mapping[int, Call]) -> str:
@@ -60,7 +63,7 @@ def told(by_rank: Mapping[int, Call]) -> str:
         what = f"@{call.program}" if not parts or differ("program") or not call.sizes else ""
         if differ("places"):
             what = f"the places of {what}" if call.places else what
-        bound = ", ".join(f"{name}={size}" for name, size in sorted(call.sizes.items()))
+        bound = ", ".join(f"{name}={size}" for name, size in call.sizes)
         words = [what, f"with {bound}" if bound else ""]
         words += [f"(its text has digest {call.digest})"] if differ("digest") and not differ("program") else []
         words += [f"with kernels {call.kernels}"] if differ("kernels") else []

@@ -16,6 +16,7 @@ from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
 from hostir.runtime.agreement import Agreement
 from hostir.runtime.calls import is_running
 from hostir.runtime.cuda import CudaMachine, CudaPlan
+from hostir.runtime.dynamo import untraced
 from hostir.runtime.gloo import GlooMachine, GlooPlan
 from hostir.runtime.graphs import Graphs, Where, is_stale
 from hostir.runtime.inplace import places
@@ -46,7 +47,7 @@ class Executor:
     Under torchrun, `a` and `b` are this rank's parts of the inputs, `outputs` its parts of the outputs, and None stands
     where it holds none. On the local machine each is a list of parts, one for each simulated rank. On CUDA a call
     returns when everything is issued, and may be captured into a CUDA graph after a first call with tensors of the same
-    shapes; on CPU it returns when all is done. Calls come from one thread at a time.
+    shapes; on CPU it returns when all is done. Calls of a process take turns.
 
     The caller owns the outputs. With `out=` they are the caller's own tensors, one or a sequence: contiguous, and apart
     from the inputs and from each other in memory. On CUDA such calls are replayed from a CUDA graph from the third at
@@ -81,6 +82,7 @@ class Executor:
     Raises HostIRError, on every rank, where ranks run different programs or there are fewer ranks than the program's.
     """
 
+    @untraced
     def __init__(
         self,
         program: Program,
@@ -167,6 +169,7 @@ class Executor:
         return graphs
 
     # Running ------------------------------------------------------------------------------------------------------
+    @untraced
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
         """One run. Raises HostIRError for tensors that do not fit, and naming the statement that raised."""
         if self.machine == "local":
@@ -199,6 +202,7 @@ class Executor:
                     raise
                 raise self.watchdog.blame(failure) from failure.__cause__
 
+    @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:
         """For inputs like these the symmetric memory that the program copies them to, None where there is none.
 
@@ -249,6 +253,7 @@ class Executor:
             return f"machine '{self.machine}' has no CUDA graphs"
         return "its statements are traced" if self.trace is not None else "graphs=False"
 
+    @untraced
     def synchronize(self) -> None:
         """Waits for everything issued so far; on CUDA at most `timeout` seconds.
 
