@@ -25,6 +25,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 __all__ = [
     "CACHE",
+    "COMPARE_CALLS",
     "DUMP",
     "KEEPALIVE",
     "KERNELS",
@@ -107,6 +108,10 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _truth(text: str) -> bool:
+    return {"1": True, "True": True, "0": False, "False": False}[_one_of("1", "0", "True", "False")(text)]
+
+
 def _level(text: str) -> int:
     return int(_one_of("0", "1", "2")(text))
 
@@ -170,14 +175,17 @@ CACHE: Knob[Path | None] = Knob(
     "Directory for measurements that outlive a process, such as those of `hostir tune`; "
     "unset, the folder `hostir` in $XDG_CACHE_HOME or ~/.cache.",
 )
+COMPARE_CALLS: Knob[bool] = Knob(
+    "HOSTIR_COMPARE_CALLS",
+    False,
+    "1 or 0",
+    _truth,
+    "Whether ranks on CUDA compare each call before it runs, as those on CPUs always do: some 50 us a call, so that "
+    "calls that do not line up are named instead of being wrong.",
+)
 
-KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str], ...] = (
-    DUMP,
-    SPEC,
-    TIMEOUT,
-    KEEPALIVE,
-    KERNELS,
-    CACHE,
+KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str] | Knob[bool], ...] = (
+    *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, COMPARE_CALLS),
 )
 
 

@@ -161,7 +161,7 @@ def test_run_binds_named_sizes(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     file.write_text(SYMBOLIC)
     assert "ok" in printed(capfd, "run", str(file), "--set", "M=6", "--set", "K=5", "--compare")
     assert main(["run", str(file), "--set", "M=7", "--set", "K=5"]) == 2
-    assert "is not whole for M=7" in capfd.readouterr().err
+    assert "M=7 does not fit @symbolic: M must be a multiple of 2, because" in capfd.readouterr().err
 
 
 def test_a_program_with_a_race_is_refused_and_the_command_that_check_names_shows_it(

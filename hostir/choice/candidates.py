@@ -172,7 +172,7 @@ def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
             expected=f"every size that it is chosen for: {', '.join(sorted(fusion.size_names))}",
             hint=f"sizes={{'{missing[0]}': ...}}, or --set {missing[0]}=... on the command line",
         )
-    fusion.check_sizes(sizes)
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise error(f"the size {name}={size!r} of @{fusion.name}", expected="a positive integer")
+    fusion.check_sizes(sizes)

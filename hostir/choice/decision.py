@@ -170,6 +170,7 @@ def _estimated(
 def _estimate(
     candidate: Candidate, program: Program, platform: Platform, sizes: Mapping[str, int], calls: str
 ) -> Timing:
+    program.check_whole(sizes)
     # Simulated ranks compute in one way, and the machine that they stand for in the best.
     kernels = ("aten", "triton") if platform.machine == SIMULATED else (candidate.kernels,)
 

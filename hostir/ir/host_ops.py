@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hostir.ir.layout import refine
 from hostir.ir.op import Body, Define, Extent, Free, Index, Int, Name, Phase, Statement, StreamRef, Use, statement
-from hostir.ir.sizes import Size
+from hostir.ir.sizes import Division, Size, product
 from hostir.ir.types import Axis, Kind, TensorType
 from hostir.ir.view_ops import ViewOp
 
@@ -127,6 +128,15 @@ class Chunk(ViewOp):
 
     def verify(self) -> None:
         self.infer()
+
+    def divisions(self) -> Iterator[Division]:
+        type = self.x.tensor
+        marks = [mark for mark in type.axes[self.axis].marks if type.mesh and mark in type.mesh.axes]
+        ranks = product([Size(type.mesh.size(mark)) for mark in marks if type.mesh])
+        sharded = "" if ranks.is_one else f"sharded over {ranks} ranks and "
+        why = f"{self.x} is {sharded}cut in {self.count} pieces (chunk)"
+        for factor in self.out.tensor.axes[self.axis].factors:
+            yield Division(self.out.tensor.local_factor(factor), why, self.span)
 
     def view(self, frame: Frame, x: Any) -> Any:
         index, count = frame.index(self.index), self.count.bind(frame.sizes)

@@ -20,7 +20,7 @@ from enum import Enum
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 
-from hostir.ir.sizes import Size
+from hostir.ir.sizes import Division, Size
 from hostir.ir.source import HostIRError, Span, error
 from hostir.ir.types import Type
 from hostir.ir.values import Expr, Value, expr_values, rename_expr
@@ -118,6 +118,10 @@ class Statement:
 
     def verify_layout(self) -> None:
         """Raises where the parts that a rank holds do not meet. Asked once every change of sharding is explicit."""
+
+    def divisions(self) -> Iterator[Division]:
+        """What it cuts in equal parts, besides what the types of its values say."""
+        yield from ()
 
     def evaluate(self, frame: Frame) -> None:
         """Runs the statement on the frame's machine."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+from hostir.ir.divisions import divisions_of, misfits
 from hostir.ir.op import Codec, Phase, Statement, codecs_of
 from hostir.ir.printer import INDENT, VERSION, Printer
-from hostir.ir.sizes import Size
-from hostir.ir.source import did_you_mean, error
+from hostir.ir.sizes import Division, Size
+from hostir.ir.source import Diagnostic, HostIRError, did_you_mean, error
 from hostir.ir.types import Mesh, TensorType
 from hostir.ir.values import Value
 
@@ -63,8 +65,22 @@ class Program:
 
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
+    @cached_property
+    def divisions(self) -> tuple[Division, ...]:
+        """What it divides sizes by: they must be multiples of that."""
+        return divisions_of(self.inputs, self.walk())
+
+    def misfits(self, sizes: Mapping[str, int]) -> list[Diagnostic]:
+        """Which of these sizes are no multiples of what the program divides them by."""
+        return misfits(self.name, self.divisions, sizes)
+
+    def check_whole(self, sizes: Mapping[str, int]) -> None:
+        """Raises where a size that is bound is no multiple of what the program divides it by."""
+        if found := self.misfits(sizes):
+            raise HostIRError(*found)
+
     def check_sizes(self, sizes: dict[str, int]) -> None:
-        """Raises unless exactly the program's symbols are bound, and aliases to the sizes that they equal."""
+        """Raises unless just the program's symbols are bound, to sizes that it divides, and aliases to their equals."""
         names, aliases = self.size_names, dict(self.aliases)
         if unknown := sorted(sizes.keys() - names - aliases.keys()):
             hint = did_you_mean(unknown[0], names)
@@ -77,6 +93,7 @@ class Program:
             if name in sizes and sizes[name] != (value := Size.of(meaning).bind(sizes)):
                 same = f"{name} equals {meaning}" if str(value) != meaning else f"{name} is {meaning}"
                 raise error(f"{name}={sizes[name]} does not fit @{self.name}, where {same}", expected=f"{name}={value}")
+        self.check_whole(sizes)
 
     def with_body(self, body: Iterable[Statement]) -> Program:
         return replace(self, body=tuple(body))

@@ -76,8 +76,9 @@ Dtypes: {", ".join(f"`{name}`" for name in DTYPES)}.
 | `flag[8]` | in a program: a row of flags on every rank, which peers signal and streams wait for |
 
 **Sizes** are products and quotients of integers and names: `4096`, `M`, `M*K/8`. Names are bound when the program runs,
-by the shapes of its inputs or by `--set M=4096`. **Indices** are integers, loop indices, this rank's place
-on the mesh (`%r = rank of %x over didx`), and `+ - * / %` on them, `/` rounding down.
+by the shapes of its inputs or by `--set M=4096`. A size that is cut in equal parts, over ranks or in pieces, must be a
+multiple of their number; that is looked at before anything runs. **Indices** are integers, loop indices, this rank's
+place on the mesh (`%r = rank of %x over didx`), and `+ - * / %` on them, `/` rounding down.
 
 A fusion gives the type of every result, a program only where it does not follow from the operands. In the syntax below
 `%x` is a value, `<x>` something else, and `(...)?` may be left out. In the examples every operand carries the type that

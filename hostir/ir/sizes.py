@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd
 
@@ -99,6 +99,15 @@ class Size:
 
 
 ONE = Size()
+
+
+@dataclass(frozen=True)
+class Division:
+    """A size that must be whole, as something is cut in equal parts."""
+
+    size: Size
+    why: str = field(compare=False)
+    span: Span | None = field(compare=False)
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ slicing and type inference all read it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,7 +31,7 @@ from hostir.ir.op import (
     codecs_of,
     statement,
 )
-from hostir.ir.sizes import Size
+from hostir.ir.sizes import Division, Size, product
 from hostir.ir.types import DTYPES, DType, TensorType
 from hostir.ir.values import ZERO, Value
 
@@ -173,6 +173,12 @@ class Contraction(TensorOp):
 
     def verify_layout(self) -> None:
         self._one_mesh([*self.operands, self.out, *(v for v in (self.ready, self.own) if v)])
+
+    def divisions(self) -> Iterator[Division]:
+        if self.ready is not None:
+            blocks = self.ready.tensor.shape[0]
+            why = f"the rows of {self.a} are {blocks} equal blocks, one for each flag of {self.ready}"
+            yield Division(product(self.a.tensor.local_shape[:-1]) / blocks, why, self.span)
 
     def options(self, frame: Frame) -> dict[str, Any]:
         """What it waits for, if anything. Raises where flags do not divide the rows, or own rows are no block."""

@@ -1,66 +1,93 @@
-"""What the ranks of an executor tell each other before they run something for the first time."""
+"""What the ranks of an executor tell each other before they run something."""
 
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
+from hostir.runtime.calls import ALIKE, PAGE, Call, Calls, told
 from hostir.runtime.plan import teams_of
 from hostir.runtime.session import Session
 from hostir.runtime.watchdog import headline
+
+_turns = itertools.count()
 
 
 class Agreement:
     """Ranks go on together or not at all: they compare what they are about to run for the first time.
 
-    `number` is that of the executor, the same on every rank. Without a session there is nobody to agree with.
+    With `compare`, also each call. Without a session there is nobody to agree with.
     """
 
-    def __init__(self, session: Session | None, number: int, program: Program, kernels: str) -> None:
+    def __init__(self, session: Session | None, program: Program, kernels: str, compare: bool) -> None:
         self.session = session
-        self.number = number
+        self.calls = session.calls if session is not None else Calls()
+        self.compare = compare and session is not None
+        self.call = Call(program.name, program.digest if session is not None else "", None, (), kernels)
+        self.calls.made(self.call.digest)
         self.program = program
-        self.kernels = kernels
         self.agreed: set[tuple[tuple[str, int], ...]] = set()  # sizes
-        self.turns = itertools.count()
 
-    def refuse(self, refusal: HostIRError) -> None:
-        """Lets ranks that are about to compare what they run know that this one does not."""
-        if self.session is not None:
-            self.session.tell(self._next(), json.dumps({"refusal": headline(refusal)}))
+    def begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
+        """Raises where ranks that have got to this call make another; the caller has the lock of the calls."""
+        if not self.compare:
+            return
+        try:
+            self.calls.begin(lambda: self.of(sizes, places), planned=planned)
+        except HostIRError as refused:
+            self._tell(refused, self.calls.number - 1)
+            raise
+
+    def refuse(self, refusal: HostIRError) -> bool:
+        """Lets ranks that are about to compare what they run know that this one does not.
+
+        Returns whether one is known to be in the midst of it.
+        """
+        number = self.calls.number
+        running = self.compare and self.calls.refuse(replace(self.call, refusal=headline(refusal)))
+        self._tell(refusal, number)
+        return running
 
     def reach(self, sizes: Mapping[str, int]) -> None:
         """Raises on every rank where one refuses, or where programs, sizes or kernels differ."""
         bound = tuple(sorted(sizes.items()))
         if self.session is None or bound in self.agreed:
             return
-        mine = {"digest": self.program.digest, "sizes": dict(sizes), "kernels": self.kernels}
-        theirs = [json.loads(text) for text in self.session.exchange(self._next(), json.dumps(mine))]
+        where = f"the call of @{self.program.name}" + "".join(f", {name}={size}" for name, size in bound)
+        number, key = self._meeting(self.calls.number - 1)
+        given = [Call.of(text) for text in self.session.exchange(key, str(self.of(sizes)), where=where)]
         what = f"rank {self.session.rank} does not run @{self.program.name}"
-        if (refused := next((rank for rank, it in enumerate(theirs) if "refusal" in it), None)) is not None:
-            raise error(f"{what}, because rank {refused} does not: {theirs[refused]['refusal']}")
-        if any(it != theirs[0] for it in theirs):
-            raise error(
-                f"{what}: the ranks run different programs",
-                expected="one program, with the same sizes and kernels, on every rank",
-                notes=tuple((None, _group(theirs, it)) for i, it in enumerate(theirs) if it not in theirs[:i]),
-            )
+        if (refused := next((rank for rank, it in enumerate(given) if it.refusal), None)) is not None:
+            raise error(f"{what}, because rank {refused} does not: {given[refused].refusal}")
+        if any(it != given[0] for it in given):
+            said = told(dict(enumerate(given)))
+            raise error(f"{what}: {said}", expected=ALIKE, hint=PAGE)
+        if self.call.executor is None:
+            self.call = replace(self.call, executor=number)
         self.agreed.add(bound)
         self.session.groups.prepare(teams_of(self.program))
 
     def exchange(self, what: str, mine: str) -> list[str]:
         """What every rank gives of something else that they agree on."""
-        return [mine] if self.session is None else self.session.exchange(f"executor {self.number}, {what}", mine)
+        if self.session is None:
+            return [mine]
+        key = f"executor {self.call.executor} of {self.call.digest}, {what}"
+        return self.session.exchange(key, mine, where=f"@{self.program.name}, {what}")
 
-    def _next(self) -> str:
-        return f"executor {self.number}, agreement {next(self.turns)}"
+    def of(self, sizes: Mapping[str, int], places: bool = False) -> Call:
+        """A call of the executor with these sizes."""
+        return replace(self.call, sizes=tuple(sorted(sizes.items())), places=places)
 
+    def _tell(self, refusal: HostIRError, number: int) -> None:
+        if self.session is not None:
+            self.session.tell(self._meeting(number)[1], str(replace(self.call, refusal=headline(refusal))))
 
-def _group(all: Sequence[dict[str, Any]], one: dict[str, Any]) -> str:
-    ranks = ", ".join(str(rank) for rank, it in enumerate(all) if it == one)
-    sizes = "".join(f", {name}={size}" for name, size in sorted(one["sizes"].items()))
-    return f"rank {ranks}: digest {one['digest']}, kernels {one['kernels']}{sizes}"
+    def _meeting(self, number: int) -> tuple[int, str]:
+        """Where ranks meet at a call: by its number, or where calls are not counted by how often they have met."""
+        if self.compare:
+            return number, f"call {number}"
+        number = next(_turns)
+        return number, f"agreement {number}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,11 @@ from hostir.ir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
-from hostir.knobs import KERNELS, TIMEOUT
+from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
 from hostir.runtime.agreement import Agreement
+from hostir.runtime.calls import is_running
 from hostir.runtime.cuda import CudaMachine, CudaPlan
+from hostir.runtime.dynamo import untraced
 from hostir.runtime.gloo import GlooMachine, GlooPlan
 from hostir.runtime.graphs import Graphs, Where, is_stale
 from hostir.runtime.inplace import places
@@ -48,7 +51,7 @@ class Executor:
     Under torchrun, `a` and `b` are this rank's parts of the inputs, `outputs` its parts of the outputs, and None stands
     where it holds none. On the local machine each is a list of parts, one for each simulated rank. On CUDA a call
     returns when everything is issued, and may be captured into a CUDA graph after a first call with tensors of the same
-    shapes; on CPU it returns when all is done. Calls come from one thread at a time.
+    shapes; on CPU it returns when all is done. Calls of a process take turns.
 
     The caller owns the outputs. With `out=` they are the caller's own tensors, one or a sequence: contiguous, and apart
     from the inputs and from each other in memory. On CUDA such calls are replayed from a CUDA graph from the third at
@@ -72,6 +75,8 @@ class Executor:
             sizes of each call; one whose sizes all are known at once.
         timeout: seconds that `synchronize` waits; see the knob HOSTIR_TIMEOUT.
         graphs: whether calls with `out=` may be replayed from CUDA graphs. A traced executor makes none.
+        compare_calls: whether ranks compare each call before it runs, and threads take turns in one order on all; on
+            gloo they always do. See the knob HOSTIR_COMPARE_CALLS.
 
     Fields:
         machine: the name of the machine.
@@ -81,6 +86,7 @@ class Executor:
     Raises HostIRError, on every rank, where ranks run different programs or there are fewer ranks than the program's.
     """
 
+    @untraced
     def __init__(
         self,
         program: Program,
@@ -93,6 +99,7 @@ class Executor:
         check: bool = True,
         timeout: float | None = None,
         graphs: bool = True,
+        compare_calls: bool | None = None,
     ) -> None:
         if not isinstance(program, Program):
             raise error(f"not a host program: {program!r}", expected="what hi.lower or hi.parse gives", hint=LOWER)
@@ -113,13 +120,14 @@ class Executor:
         self.session: Session | None = None
         self.watchdog: Watchdog | None = None
         self.choice: Any = None  # a hostir.choice.Choice: a layer above, which sets it
-        self.rank, self.number = 0, 0
+        self.compare_calls = COMPARE_CALLS.get(compare_calls)
+        self.rank = 0
         self._key: Key | None = None
         self._plan: Plan | None = None
         self._given: Key | None = None  # of the latest call: how the tensors of its out= look
         self._where: Where = ()  # its plan, and the address of each of its tensors
         self._graphs: Graphs | None = None
-        self._agreement = Agreement(None, 0, program, self.kernels)  # with nobody, unless it joins a job
+        self._agreement = Agreement(None, program, self.kernels, False)  # with nobody, unless it joins a job
         self._written = written_inputs(program)
         self._apart: tuple[Key | None, tuple[int, ...]] = None, ()  # latest inputs, where some are written: apart
         self._without_gradients = torch.no_grad()
@@ -127,6 +135,8 @@ class Executor:
             self.machine = "local"
             return
         self._machine = self._join(machine)
+        self._lock = self._agreement.calls.lock
+        self._compare = self._agreement.compare
         self.machine = self._machine.name
         self._process = os.getpid()
         _with_threads.add(self)
@@ -140,7 +150,7 @@ class Executor:
         if launched():
             self.session = joined(DEVICES[machine] if machine else None)
             self.watchdog, self.rank, size = self.session.watchdog, self.session.rank, self.session.size
-            device, self.number = self.session.device, next(self.session.executors)
+            device = self.session.device
         elif device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         if size < self.program.ranks:
@@ -151,7 +161,8 @@ class Executor:
         table = kernel_table(self.kernels, device.type)
         groups = self.session.groups if self.session else Groups(0, device)
         # Knows no executor: that goes with its last reference then, and with it graphs that no capture may meet dying.
-        self._agreement = Agreement(self.session, self.number, self.program, self.kernels)
+        compare = self.compare_calls or device.type == "cpu"
+        self._agreement = Agreement(self.session, self.program, self.kernels, compare)
         exchange = self._agreement.exchange
         if device.type == "cuda":
             return CudaMachine(device, self.program.streams, table, groups, exchange)
@@ -164,6 +175,7 @@ class Executor:
         return graphs
 
     # Running ------------------------------------------------------------------------------------------------------
+    @untraced
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
         """One run. Raises HostIRError for tensors that do not fit, and naming the statement that raised."""
         if self.machine == "local":
@@ -174,27 +186,31 @@ class Executor:
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
             return tuple(parts)
-        if self.watchdog is not None and self.watchdog.disturbed:
-            self.watchdog.come_back()
-        key = look(inputs)
-        plan = self._plan
-        if plan is None or key != self._key:
-            plan = self._choose(key, inputs)
-        if self._written:
-            self._keep_apart(key, inputs)
-        given = None if out is None else self._take(plan, inputs, out)
-        try:
-            if not isinstance(plan, GlooPlan):
-                return self._issue(plan, inputs, given)
-            if self.watchdog is not None:
-                self.watchdog.look_at(plan)
-            with self._without_gradients:
-                return plan.run(inputs, given)
-        except HostIRError as failure:
-            if self.watchdog is None:
-                raise
-            raise self.watchdog.blame(failure) from failure.__cause__
+        with self._lock:
+            if self.watchdog is not None and self.watchdog.disturbed:
+                self.watchdog.come_back()
+            key = look(inputs)
+            plan = self._plan
+            if plan is None or key != self._key:
+                plan = self._choose(key, inputs)
+            elif self._compare:
+                self._begin(plan.recording.sizes, planned=True)
+            if self._written:
+                self._keep_apart(key, inputs)
+            given = None if out is None else self._take(plan, inputs, out)
+            try:
+                if not isinstance(plan, GlooPlan):
+                    return self._issue(plan, inputs, given)
+                if self.watchdog is not None:
+                    self.watchdog.look_at(plan)
+                with self._without_gradients:
+                    return plan.run(inputs, given)
+            except HostIRError as failure:
+                if self.watchdog is None:
+                    raise
+                raise self.watchdog.blame(failure) from failure.__cause__
 
+    @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:
         """For inputs like these the symmetric memory that the program copies them to, None where there is none.
 
@@ -203,7 +219,8 @@ class Executor:
         """
         if self.machine == "local":
             return tuple(None for _ in inputs)
-        plan = self._choose(look(inputs), inputs)
+        with self._lock:
+            plan = self._choose(look(inputs), inputs, places=True)
         found = places(plan.recording, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
 
@@ -244,6 +261,7 @@ class Executor:
             return f"machine '{self.machine}' has no CUDA graphs"
         return "its statements are traced" if self.trace is not None else "graphs=False"
 
+    @untraced
     def synchronize(self) -> None:
         """Waits for everything issued so far; on CUDA at most `timeout` seconds.
 
@@ -282,7 +300,16 @@ class Executor:
         return error(f"rank {self.rank}, {first}; {late}", span, hint=hint, notes=tuple(others))
 
     # Planning -----------------------------------------------------------------------------------------------------
-    def _choose(self, key: Key | None, inputs: Sequence[Part]) -> Plan:
+    def _begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
+        """Raises where other ranks are at another call; a rank that may already run it is told, too."""
+        try:
+            self._agreement.begin(sizes, planned=planned, places=places)
+        except HostIRError as refused:
+            if is_running(refused):
+                raise self._blamed(refused) from refused.__cause__
+            raise
+
+    def _choose(self, key: Key | None, inputs: Sequence[Part], places: bool = False) -> Plan:
         """The plan for inputs of these shapes, made where there is none."""
         if self._process != os.getpid():
             raise forked_from(self.rank)
@@ -290,9 +317,11 @@ class Executor:
         if plan is None:
             self._refuse_in_capture()
             try:
-                plan = self._make(inputs)
+                plan = self._make(inputs, places)
             finally:
                 self._drop_stale()
+        else:
+            self._begin(plan.recording.sizes, planned=True, places=places)
         self.plans.keep(tuple(key or ()), plan)
         if plan.memory is not None:
             plan.memory.used = time.monotonic()
@@ -313,7 +342,7 @@ class Executor:
                 hint="call it once with tensors of the same shapes before the capture",
             )
 
-    def _make(self, inputs: Sequence[Part]) -> Plan:
+    def _make(self, inputs: Sequence[Part], places: bool) -> Plan:
         machine = self._machine
         try:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
@@ -324,8 +353,10 @@ class Executor:
             check_apart(self.program, self._written, inputs)
             recording = record(self.program, self.rank, sizes, inputs)
         except HostIRError as refusal:
-            self._agreement.refuse(refusal)
+            if self._agreement.refuse(refusal):
+                raise self._blamed(refusal) from refusal.__cause__
             raise
+        self._begin(sizes, planned=False, places=places)
         self._agreement.reach(sizes)
         with torch.inference_mode(False):  # what a plan holds is for calls in any mode
             if isinstance(machine, GlooMachine):
@@ -364,6 +395,7 @@ def _forked() -> None:
     """In a child of a fork: the next call of an executor looks for a plan, and then at the process that it is in."""
     for executor in _with_threads:
         executor._key, executor._plan = None, None
+        executor._lock = threading.RLock()  # a thread of the parent may have had it
 
 
 os.register_at_fork(after_in_child=_forked)

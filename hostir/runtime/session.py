@@ -30,6 +30,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from hostir.ir.source import HostIRError, error
 from hostir.knobs import KEEPALIVE, TIMEOUT
+from hostir.runtime.calls import ALIKE, PAGE, Calls
 from hostir.runtime.graphs import Graphs
 from hostir.runtime.watchdog import Watchdog
 
@@ -124,7 +125,7 @@ class Session:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.store = _connect(timeout, number)
         self.groups = Groups(self.rank, device)
-        self.executors = itertools.count()
+        self.calls = Calls(self.store, self.rank, range(self.size), timeout)
         self.graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()  # of the executors that live
         self.watchdog = Watchdog(self.store, self.rank, self.size, timeout, KEEPALIVE.get())
 
@@ -138,17 +139,20 @@ class Session:
         self.store.set(f"{place}/{self.rank}", mine)
         return place
 
-    def exchange(self, key: str, mine: str, timeout: float | None = None) -> list[str]:
-        """What every rank gave for this key, by rank. Raises HostIRError naming the ranks that do not come."""
+    def exchange(self, key: str, mine: str, timeout: float | None = None, where: str = "") -> list[str]:
+        """What every rank gave for this key, by rank.
+
+        Raises HostIRError naming the ranks that do not come, and `where` they do not: the key, unless said.
+        """
         try:
-            return self._exchange(key, mine, timeout)
+            return self._exchange(key, mine, timeout, where or key)
         except dist.DistError as problem:
             raise error(
-                f"rank {self.rank} cannot ask the others at {key}: the store of the job is gone ({problem})",
+                f"rank {self.rank} cannot ask the others at {where or key}: the store of the job is gone ({problem})",
                 expected="rank 0, or the launcher that has the store, to live as long as the ranks",
             ) from problem
 
-    def _exchange(self, key: str, mine: str, timeout: float | None) -> list[str]:
+    def _exchange(self, key: str, mine: str, timeout: float | None, where: str) -> list[str]:
         place = self.tell(key, mine)
         deadline = time.monotonic() + (timeout or self.timeout)
         keys = [f"{place}/{rank}" for rank in range(self.size)]
@@ -156,9 +160,9 @@ class Session:
             if time.monotonic() > deadline:
                 late = [rank for rank, k in enumerate(keys) if not self.store.check([k])]
                 raise error(
-                    f"rank {self.rank} waited {timeout or self.timeout:.0f} s for {_ranks(late)} at {key}",
-                    expected="every rank to make the same calls in the same order",
-                    hint="HOSTIR_TIMEOUT sets how long a rank may wait for the others",
+                    f"rank {self.rank} waited {timeout or self.timeout:.0f} s for {_ranks(late)} at {where}",
+                    expected=ALIKE,
+                    hint=f"{PAGE}; HOSTIR_TIMEOUT sets how long one may wait for the others",
                 )
             time.sleep(0.005)
         return [self.store.get(k).decode() for k in keys]

@@ -186,6 +186,7 @@ def solve_sizes(
     while found := next(((v, n) for v, s, e in equations if (n := _solve(s, e, sizes))), None):
         value, (name, extent) = found
         sizes[name], origin[name] = extent, f"from {value}"
+    program.check_whole(sizes)
     for value, tensor in held:
         if tensor is not None and value.tensor.names <= sizes.keys():
             _check_extents(value, tensor, rank, sizes, origin)
@@ -241,7 +242,6 @@ def _solve(size: Size, extent: int, sizes: Mapping[str, int]) -> tuple[str, int]
 def _check_extents(
     value: Value, tensor: torch.Tensor, rank: int | None, sizes: Mapping[str, int], origin: Mapping[str, str]
 ) -> None:
-    bind_shape(value.tensor.local_shape, sizes)  # raises where the mesh does not divide it
     expected = list(bind_shape(_shape(value, rank), sizes))
     if list(tensor.shape) != expected:
         part = "" if rank is None else f"the part of rank {rank} of "

@@ -40,7 +40,7 @@ def test_the_lowered_program_gives_the_unsharded_result(ranks: int, part: int) -
         try:
             hold(drawn, lowered, seed)
         except HostIRError as refused:
-            if "is not whole for" not in str(refused):  # a named size that is found too short when it is bound
+            if "must be a multiple of" not in str(refused):  # a named size that is found too short when it is bound
                 raise
             lowered = []
         tally["right" if lowered else "refused"] += 1

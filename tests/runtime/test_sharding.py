@@ -146,7 +146,12 @@ def bf16(*shape: int) -> torch.Tensor:
         ([bf16(2, 3), bf16(3, 5)], {"M": 16}, 1, r"input %a .*\[2, 3\].*\[4, 3\], the part of rank 1 of "),
         ([bf16(8, 3).float(), bf16(3, 5)], {}, None, r"input %a has dtype torch.float32.*expected: torch.bfloat16"),
         ([bf16(8, 3, 1), bf16(3, 5)], {}, None, r"input %a has shape \[8, 3, 1\].*expected: 2 axes: \[M, K\]"),
-        ([bf16(6, 3), bf16(3, 5)], {}, None, r"the size M/4 is not whole for M=6"),
+        (
+            [bf16(6, 3), bf16(3, 5)],
+            {},
+            None,
+            r"M=6 does not fit @\w+: M must be a multiple of 4, because %\w+ is sharded over 4 ranks",
+        ),
         ([None, bf16(3, 5)], {}, 1, r"input %a of rank 1 is None.*expected: a tensor bf16"),
         ([bf16(2, 3), bf16(3, 5)], {}, 4, r"%a lies on @mesh .*, without rank 4.*expected: None"),
         ([None, None], {"M": 8, "K": 3}, 4, r"the size 'N' of @p is not bound.*hint: bind it"),

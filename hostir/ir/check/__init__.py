@@ -36,7 +36,7 @@ def check(
 def _orders(program: Program, sizes: Mapping[str, int] | None, calls: int | None = None) -> list[Diagnostic]:
     """Findings about a program of sound structure."""
     if program.phase is not Phase.HOST:
-        return []
+        return program.misfits(sizes or {})
     from hostir.ir.check.orders import look  # loads numpy
 
     return look(program, sizes, calls).findings
@@ -57,6 +57,7 @@ def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
         return program
     known = _signature(program)
     bound = {name: value for name, value in (sizes or {}).items() if name in known.names}
+    program.check_whole(bound)
     if bound.keys() != known.names:
         from hostir.ir.check.witness import small_sizes
 

@@ -41,6 +41,8 @@ class Analysis:
 
 def look(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
     """Looks at one rank where that stands for all and is right; at all ranks otherwise."""
+    if misfits := program.misfits(sizes or {}):
+        return Analysis(misfits)
     bound, number = small_sizes(program, sizes or {}), calls or 2
     if bound is None or number * unrolled(program.body, bound) > MOST:
         return analyse(program, sizes, calls)
@@ -60,6 +62,8 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
 
     Unless it is said how many calls follow each other, it looks at as many as show what any number would.
     """
+    if misfits := program.misfits(sizes or {}):
+        return Analysis(misfits)
     bound, number = small_sizes(program, sizes or {}), calls or 2
     if bound is None:
         names = ", ".join(sorted(program.size_names))

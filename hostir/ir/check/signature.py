@@ -80,11 +80,9 @@ class Signature:
         self.program = program
         self.names = program.size_names
         walk = _Walk(program)
-        every = list(sizes_of(program))
         extents = [n for v in values_of(program) for n in v.tensor.local_shape]
-        self.exact = walk.exact if walk.fits else every
+        self.exact = walk.exact if walk.fits else list(sizes_of(program))
         self.extents = extents if walk.by_chance else []
-        self.whole = [size for size in dict.fromkeys([*every, *walk.whole]) if size.value is None]
         self.compared = [shapes if len(set(shapes)) > 1 else [] for shapes in walk.compared]
         self.proved = _proved((*_form(program), walk.fits, walk.by_chance, tuple(walk.groups)))
 
@@ -94,8 +92,8 @@ class Signature:
         if min(sizes.values(), default=1) < 1:
             return alone
         try:
-            for size in self.whole:
-                size.bind(sizes)
+            for division in self.program.divisions:
+                division.size.bind(sizes)
             exact = [size.bind(sizes) for size in self.exact]
             ones = [size.bind(sizes) == 1 for size in self.extents]
             compared = [[tuple([n.bind(sizes) for n in shape]) for shape in shapes] for shapes in self.compared]
@@ -110,7 +108,6 @@ class _Walk:
 
     def __init__(self, program: Program) -> None:
         self.exact: list[Size] = []
-        self.whole: list[Size] = []
         self.messages: list[Shape] = []  # element counts
         self.groups: list[tuple[int, int]] = []  # where those of each reshape end
         self.collectives: list[Shape] = []
@@ -214,7 +211,6 @@ class _Walk:
                 leading = x.tensor.local_shape[:-1]
                 self.exact += leading[:-1]
                 self.by_chance |= not _nested(leading, self.strides[x.name][:-1])
-        self.whole += rows
         self.fits &= len(set(rows)) == 1
 
 

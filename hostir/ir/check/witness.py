@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from itertools import product
 from math import lcm
 
-from hostir.ir.check.signature import sizes_of
 from hostir.ir.host_ops import For
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
@@ -25,7 +24,7 @@ def small_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int] | 
     free = sorted(program.size_names - bound.keys())
     if not free:
         return bound
-    sizes = list(dict.fromkeys(sizes_of(program)))
+    sizes = [division.size for division in program.divisions]
     rounds = {n for s in program.walk() if isinstance(s, For) for n in s.count.names}
     least = lcm(*(size.den for size in sizes), *(n for mesh in program.meshes for n in mesh.shape))
     many = 2 * program.streams + 1
@@ -41,6 +40,6 @@ def small_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int] | 
 
 def _whole(sizes: list[Size], values: Mapping[str, int]) -> bool:
     try:
-        return all(size.bind(values) > 0 for size in sizes)
+        return all(size.bind(values) for size in sizes)
     except HostIRError:
         return False

@@ -1,0 +1,141 @@
+"""Programs of two gloo ranks whose calls do not line up, or whose threads call at once; the argument names one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+import torch
+
+import hostir as hi
+from hostir.runtime.session import session
+
+RANK = int(os.environ["RANK"])
+MESH = "hostir 1\nmesh @mesh [didx] = 0 1\n"
+GATHER = (
+    MESH
+    + """program @ag(%x: f32[M@didx, 8]) -> (%y) {
+  %y: f32[M, 8] = allocate
+  %h = allgather %x -> %y over didx
+  wait %h
+}
+"""
+)
+SUM = (
+    MESH
+    + """program @sum(%x: f32[M, 8] partial(didx)) -> (%y) {
+  %y: f32[M, 8] = allocate
+  %h = allreduce %x -> %y over didx
+  wait %h
+}
+"""
+)
+
+
+def rows(m: int) -> torch.Tensor:
+    """This rank's part of m rows."""
+    return torch.full((m // 2, 8), float(RANK))
+
+
+def gathered(m: int) -> torch.Tensor:
+    return torch.cat([torch.full((m // 2, 8), float(rank)) for rank in (0, 1)])
+
+
+def other_sizes() -> None:
+    """Once all shapes are known, rank 1 calls with others."""
+    executor = hi.Executor(hi.parse(GATHER))
+    for m in (8, 12, 8):
+        executor(rows(m))
+    executor(rows(8 if RANK == 0 else 12))
+
+
+def other_sizes_at_first() -> None:
+    hi.Executor(hi.parse(GATHER))(rows(8 if RANK == 0 else 12))
+
+
+def another_order() -> None:
+    gather, add = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(SUM))
+    for executor in (gather, add):
+        executor(rows(8))
+    for executor in (gather, add) if RANK == 0 else (add, gather):
+        executor(rows(8))
+
+
+def another_executor() -> None:
+    first, second = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(GATHER))
+    for executor in (first, second):
+        executor(rows(8))
+    (first if RANK == 0 else second)(rows(8))
+
+
+def wrong_inputs() -> None:
+    """Rank 1 refuses its input of a call that both know."""
+    executor = hi.Executor(hi.parse(GATHER))
+    executor(rows(8))
+    executor(rows(8)[:, :4] if RANK == 1 else rows(8))
+
+
+def side_by_side(calls: list[Callable[[], None]]) -> None:
+    """Each in a thread of its own."""
+    failures: list[BaseException] = []
+
+    def all_of(call: Callable[[], None]) -> None:
+        try:
+            for _ in range(100):
+                call()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=all_of, args=[call]) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def expecting(executor: hi.Executor, m: int, expected: torch.Tensor) -> Callable[[], None]:
+    def call() -> None:
+        (y,) = executor(rows(m))
+        assert torch.equal(y, expected), f"m={m}: {y}"
+
+    return call
+
+
+def two_executors_in_two_threads() -> None:
+    gather, add = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(SUM))
+    side_by_side([expecting(gather, 8, gathered(8)), expecting(add, 8, torch.ones(4, 8))])
+
+
+def executors_made_in_two_threads() -> None:
+    def made_there(text: str, expected: torch.Tensor) -> Callable[[], None]:
+        made: list[Callable[[], None]] = []
+
+        def call() -> None:
+            if not made:
+                made.append(expecting(hi.Executor(hi.parse(text)), 8, expected))
+            made[0]()
+
+        return call
+
+    with session("cpu"):
+        side_by_side([made_there(GATHER, gathered(8)), made_there(SUM, torch.ones(4, 8))])
+
+
+def one_executor_in_two_threads() -> None:
+    executor = hi.Executor(hi.parse(GATHER))
+    side_by_side([expecting(executor, 8, gathered(8)), expecting(executor, 12, gathered(12))])
+
+
+def many_calls() -> None:
+    """More than the store has slots for; rank 1 is slow at times."""
+    executor = hi.Executor(hi.parse(GATHER))
+    for _ in range(1200):
+        executor(rows(8))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

@@ -1,0 +1,59 @@
+"""Ranks make the same calls in the same order, or are told which differ; threads of a rank take turns."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch import launch
+
+SCRIPT = Path(__file__).with_name("misaligned_calls.py")
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(120)]
+
+
+def ranks(case: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HOSTIR_TIMEOUT": "20", "PYTHONPATH": str(SCRIPT.parents[2])}
+    return launch(2, str(SCRIPT), case, env=env, timeout=100)
+
+
+AG = "rank 0 calls @ag with M=8, rank 1 with M=12|rank 1 calls @ag with M=12, rank 0 with M=8"
+ORDER = "rank 0 calls @ag with M=8, rank 1 @sum with M=4|rank 1 calls @sum with M=4, rank 0 @ag with M=8"
+ANOTHER = "calls @ag with M=8 by the executor first called in call [01], rank . with M=8 by the executor first called"
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("other_sizes", AG),
+        ("other_sizes_at_first", AG),
+        ("another_order", ORDER),
+        ("another_executor", ANOTHER),
+        ("wrong_inputs", "rank 0 is ended at .*: input %x has shape|because rank 1 does not: input %x has shape"),
+    ],
+)
+def test_calls_that_do_not_line_up_are_named_at_once(case: str, said: str) -> None:
+    begun = time.monotonic()
+    job = ranks(case)
+    assert job.returncode
+    assert re.search(said, job.stderr), job.stderr
+    assert not re.search(r"agreement \d", job.stderr)
+    assert time.monotonic() - begun < 18  # and not when the timeout of 20 seconds has passed
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "two_executors_in_two_threads",
+        "executors_made_in_two_threads",
+        "one_executor_in_two_threads",
+        "many_calls",
+    ],
+)
+def test_threads_and_ranks_that_are_calls_apart_are_right(case: str) -> None:
+    job = ranks(case)
+    assert not job.returncode, job.stderr
