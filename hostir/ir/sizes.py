@@ -73,17 +73,17 @@ class Size:
         num, den = self.num, self.den
         for name, power in self.symbols:
             if name not in values:
-                hint = did_you_mean(name, values) or f"bind it: --set {name}=..."
+                hint = did_you_mean(name, values) or binding(name)
                 raise error(
                     f"unknown size '{name}'",
                     expected=f"one of: {', '.join(sorted(values)) or 'none is bound'}",
                     hint=hint,
                 )
             num, den = (num * values[name] ** power, den) if power > 0 else (num, den * values[name] ** -power)
-        if num % den:
+        if not den or num % den:
             given = ", ".join(f"{n}={values[n]}" for n, _ in self.symbols)
             raise error(
-                f"the size {self} is not whole for {given}: {num}/{den}",
+                f"the size {self} is {'not whole' if den else 'divided by zero'} for {given}: {num}/{den}",
                 hint=f"choose sizes so that {self} is an integer",
             )
         return num // den
@@ -99,6 +99,11 @@ class Size:
 
 
 ONE = Size()
+
+
+def binding(name: str) -> str:
+    """A hint how to bind a symbol."""
+    return f"bind it: sizes={{'{name}': ...}} in Python, --set {name}=... on the command line"
 
 
 @dataclass(frozen=True)
