@@ -132,10 +132,8 @@ def test_what_all_ranks_of_a_host_find_is_said_by_the_first(
 
 @pytest.mark.torchrun
 def test_no_such_file_is_said_once_under_torchrun() -> None:
-    command = [
-        sys.executable,
-        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "hostir", "run", "no.hir"],
-    ]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    command = [*torchrun, "-m", "hostir", "run", "no.hir"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert done.stderr.count("error: no such file: no.hir") == 1

@@ -56,7 +56,7 @@ def choose(
     from hostir.runtime.session import joined, launched
 
     program = fusion_of(fusion)
-    check_sizes(program, dict(sizes or {}))
+    check_sizes(program, program.given_sizes(sizes))
     if calls not in CALLS:
         raise error(f"calls={calls!r}", expected=f"one of: {', '.join(CALLS)}", hint=did_you_mean(calls, CALLS))
     policy = KERNELS.get(kernels)

@@ -83,7 +83,7 @@ class Size:
         if not den or num % den:
             given = ", ".join(f"{n}={values[n]}" for n, _ in self.symbols)
             raise error(
-                f"the size {self} is {'not whole' if den else 'divided by zero'} for {given}: {num}/{den}",
+                f"the size {self} {'is not whole' if den else 'divides by zero'} for {given}: {num}/{den}",
                 hint=f"choose sizes so that {self} is an integer",
             )
         return num // den

@@ -14,7 +14,7 @@ import torch
 from hostir.ir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, did_you_mean, error
+from hostir.ir.source import HostIRError, did_you_mean, error, user_span
 from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
 from hostir.runtime.agreement import Agreement
 from hostir.runtime.calls import is_running
@@ -34,6 +34,7 @@ from hostir.runtime.session import Groups, Session, forked_from, joined, launche
 from hostir.runtime.sharding import bind_sizes
 from hostir.runtime.streams import queues
 from hostir.runtime.tasks import check_seed
+from hostir.runtime.tensors import shown
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.trace import Trace
 from hostir.runtime.watchdog import Watchdog
@@ -109,6 +110,8 @@ class Executor:
         if machine not in (None, "local", *DEVICES):
             hint = did_you_mean(machine, ("local", *DEVICES))
             raise error(f"unknown machine '{machine}'", expected="one of: local, gloo, cuda", hint=hint)
+        if trace is not None and not isinstance(trace, Trace):
+            raise error(f"trace is {shown(trace)}", user_span(), expected="a hostir.runtime.trace.Trace, or None")
         self.program = program
         self.check = check
         self.sizes = program.given_sizes(sizes)

@@ -164,7 +164,7 @@ def bind_sizes(
     `inputs` are this rank's parts, or whole tensors where `rank` is None. Raises HostIRError for an input of the wrong
     number, shape, dtype or device (`device` None: any), and for a symbol that neither inputs nor `given` bind.
     """
-    sizes = solve_sizes(program, inputs, given or {}, rank=rank, device=device)
+    sizes = solve_sizes(program, inputs, program.given_sizes(given), rank=rank, device=device)
     program.check_sizes(sizes)
     return sizes
 
