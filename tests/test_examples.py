@@ -78,7 +78,7 @@ def test_the_command_runs_an_example_on_real_ranks(path: Path, ended: dict[str, 
 
 
 def test_the_fusion_of_ag_matmul_is_for_eight_ranks_unless_said() -> None:
-    program, _, _ = load(str(ROOT / "examples/ag_matmul.py"), name=None, form=None, given={}, ranks=None)
+    program = load(str(ROOT / "examples/ag_matmul.py"), name=None, form=None, given={}, ranks=None).program
     assert str(program).splitlines()[2] == (
         "fusion @ag_matmul(%a: bf16[4, 8@didx, 128, 1024], %b: bf16[1024, 512]) -> (%c) {"
     )
