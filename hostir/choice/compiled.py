@@ -9,11 +9,13 @@ from hostir.choice.candidates import SEQUENTIAL, fusion_of
 from hostir.choice.decision import choose, machine_name, program_of, warn_fallbacks
 from hostir.choice.verdict import ASKED_FOR, Candidate, Choice
 from hostir.ir.program import Program
+from hostir.ir.sizes import given_sizes
 from hostir.ir.source import error
 from hostir.knobs import KERNELS
 from hostir.lower import AUTO, STREAMS, HasProgram
 from hostir.lower import lower as lower_by
 from hostir.lower.passes import Watcher
+from hostir.lower.strategies import check_strategy
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +66,8 @@ def compile(
     from hostir.runtime.executor import Executor
 
     program = fusion_of(fusion)
-    given = dict(sizes or {})
+    check_strategy(strategy)
+    given = given_sizes(sizes)
     if strategy == AUTO:
         _refuse_streams(streams)
         choice = choose(program, sizes=given, kernels=kernels, machine=machine, calls=calls)
@@ -93,7 +96,7 @@ def chosen_for(
 
     _refuse_streams(streams)
     program = fusion_of(fusion)
-    choice = choose(program, sizes=bind_sizes(program, inputs, sizes), kernels=kernels, machine=machine)
+    choice = choose(program, sizes=bind_sizes(program, inputs, given_sizes(sizes)), kernels=kernels, machine=machine)
     return program_of(program, choice), choice.kernels
 
 

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd
 
+from hostir.described import described
 from hostir.ir.source import HostIRError, Span, did_you_mean, error
 
 DIGITS = 18  # of the integers in a size: what fits in 64 bits
+LONGEST = 1000  # characters of a size's text
 _TERM = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*))\s*")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Size:
     """A monomial `num * symbols / den`, in lowest terms: `4096`, `M`, `M/8`, `4*M*K`."""
 
@@ -29,7 +31,9 @@ class Size:
             return value
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise error(
-                f"a size must be an integer or a name, not {value!r}", span, expected="such as 4096, 'M', 'M/8'"
+                f"a size must be an integer or a name, not {described(value)}",
+                span,
+                expected="such as 4096, 'M', 'M/8'",
             )
         if isinstance(value, int):
             if abs(value) >= 10**DIGITS:
@@ -97,6 +101,8 @@ class Size:
             down.insert(0, str(self.den))
         return "/".join(["*".join(up), *down])
 
+    __repr__ = __str__  # as in the text, also where a shape is printed
+
 
 ONE = Size()
 
@@ -120,6 +126,19 @@ def _combine(a: Size, b: Size, sign: int) -> Size:
     return Size(num // common, den // common, tuple(sorted((n, p) for n, p in powers.items() if p)))
 
 
+def given_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
+    """The sizes of an argument of a call. Raises for anything but integers by name."""
+    if sizes is None:
+        return {}
+    expected = "integers by name, such as {'M': 4096}"
+    if not isinstance(sizes, Mapping):
+        raise error(f"sizes={described(sizes)}", expected=expected)
+    for name, size in sizes.items():
+        if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int) or size >= 10**DIGITS:
+            raise error(f"the size {described(name)} is {described(size)}", expected=expected)
+    return dict(sizes)
+
+
 def product(sizes: Iterable[Size]) -> Size:
     """The product of sizes; 1 for none."""
     result = ONE
@@ -130,6 +149,8 @@ def product(sizes: Iterable[Size]) -> Size:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str, span: Span | None) -> Size:
+    if len(text) > LONGEST:
+        raise error(f"a size of {len(text)} characters", span, expected=f"at most {LONGEST}")
     result, operator, rest = ONE, "*", text
     while True:
         term = _TERM.match(rest)

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from hostir.described import described
 from hostir.ir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, error
+from hostir.ir.sizes import given_sizes
+from hostir.ir.source import HostIRError, check_known, error
 from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
 from hostir.runtime.agreement import Agreement
 from hostir.runtime.calls import is_running
@@ -102,14 +104,16 @@ class Executor:
         compare_calls: bool | None = None,
     ) -> None:
         if not isinstance(program, Program):
-            raise error(f"not a host program: {program!r}", expected="what hi.lower or hi.parse gives", hint=LOWER)
+            raise error(
+                f"not a host program: {described(program)}", expected="what hi.lower or hi.parse gives", hint=LOWER
+            )
         if program.phase is not Phase.HOST:
             raise error(f"@{program.name} is a fusion", expected="a host program", hint=LOWER)
-        if machine not in (None, "local", *DEVICES):
-            raise error(f"unknown machine '{machine}'", expected="one of: local, gloo, cuda")
+        if machine is not None:
+            check_known("machine", machine, ("local", *DEVICES))
         self.program = program
         self.check = check
-        self.sizes = dict(sizes or {})
+        self.sizes = given_sizes(sizes)
         if check and verify(program).size_names <= self.sizes.keys():
             prove(program, self.sizes)
         self.kernels = KERNELS.get(kernels)
