@@ -123,23 +123,28 @@ def check(
         ranks: how many the caller reckons with; a finding where the program's meshes name others.
         sizes: of symbols, to unroll loops with; those left out get small values that fit.
         calls: how many calls follow each other; unless given, as many as show what any number would.
+
+    Whatever is wrong with the program is a finding, also where a program built in Python holds what none can hold.
+    Raises HostIRError for arguments that are none: no program, sizes or calls that are no numbers.
     """
     from hostir.dsl import Fusion
+    from hostir.ir.check.structure import check_structure
 
-    built = program.program() if isinstance(program, Fusion) else program
-    if not isinstance(built, Program):
-        raise error(f"not a program: {described(program)}", user_span(), expected="a hostir.Fusion or a hostir.Program")
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int)):
         raise error(f"ranks={described(ranks)}", user_span(), expected="an integer")
-    if ranks is not None and ranks != built.ranks:
-        return [
-            Diagnostic(
-                f"@{built.name} is for {built.ranks} ranks, not {described(ranks)}", expected=f"{built.ranks} ranks"
-            )
-        ]
     if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
         raise error(f"calls={described(calls)}", user_span(), expected="an integer of at least 1")
-    return ir.check(built, sizes=given_sizes(sizes), calls=calls)
+    bound = given_sizes(sizes)
+    try:
+        built = program.program() if isinstance(program, Fusion) else program
+    except HostIRError as unfinished:
+        return list(unfinished.diagnostics)
+    if not isinstance(built, Program):
+        raise error(f"not a program: {described(program)}", user_span(), expected="a hostir.Fusion or a hostir.Program")
+    if ranks is not None and not check_structure(built) and ranks != built.ranks:
+        message = f"@{built.name} is for {built.ranks} ranks, not {described(ranks)}"
+        return [Diagnostic(message, expected=f"{built.ranks} ranks")]
+    return ir.check(built, sizes=bound, calls=calls)
 
 
 def run(

@@ -134,7 +134,8 @@ def given_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
     if not isinstance(sizes, Mapping):
         raise error(f"sizes={described(sizes)}", expected=expected)
     for name, size in sizes.items():
-        if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int) or size >= 10**DIGITS:
+        whole = isinstance(size, int) and not isinstance(size, bool)
+        if not isinstance(name, str) or not whole or not 0 <= size < 10**DIGITS:
             raise error(f"the size {described(name)} is {described(size)}", expected=expected)
     return dict(sizes)
 
@@ -149,7 +150,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str, span: Span | None) -> Size:
-    if len(text) > LONGEST:
+    if len(text) > LONGEST and not text.isdecimal():
         raise error(f"a size of {len(text)} characters", span, expected=f"at most {LONGEST}")
     result, operator, rest = ONE, "*", text
     while True:
