@@ -171,7 +171,7 @@ def _load_to_lower(options: argparse.Namespace) -> tuple[Program, dict[str, int]
 
 def _say(text: str) -> None:
     """Tells people something beside the output, once a job."""
-    if os.environ.get("RANK", "0") == "0":
+    if knobs.speaks():
         print(text, file=sys.stderr)
 
 

@@ -212,6 +212,11 @@ def scope(**values: object) -> Iterator[None]:
         _scoped.reset(token)
 
 
+def speaks() -> bool:
+    """Whether this process says what is said once a job: rank 0, or a process that no launcher has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 class Row(NamedTuple):
     """A knob, in words, for the documentation."""
 

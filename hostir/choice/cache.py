@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hostir.choice.platforms import Platform
-from hostir.choice.verdict import Candidate, warn_once
+from hostir.choice.verdict import Candidate
 from hostir.ir.program import Program
-from hostir.ir.source import error
+from hostir.ir.source import Diagnostic, error, warn_once
 from hostir.knobs import CACHE
 
 FORMAT = 1
@@ -100,8 +100,8 @@ def _time(value: Any) -> float | None:
 
 
 def _ignored(path: Path, why: str) -> Entries:
-    message = f"the tuning cache's {path} is ignored: {why}; 'hostir tune' writes it anew"
-    warn_once(str(path), [message], CacheWarning)
+    message = f"The measurements in {path} are ignored: {why}."
+    warn_once(str(path), Diagnostic(message, hint="'hostir tune' writes them anew", level="warning"), CacheWarning)
     return {}
 
 

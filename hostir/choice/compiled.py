@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hostir.choice.candidates import SEQUENTIAL, fusion_of
+from hostir.choice.candidates import SEQUENTIAL, fusion_of, left_whole
 from hostir.choice.decision import choose, machine_name, program_of, warn_fallbacks
 from hostir.choice.verdict import ASKED_FOR, Candidate, Choice
 from hostir.ir.program import Program
@@ -75,7 +75,7 @@ def compile(
     else:
         host = lower_by(program, strategy, STREAMS if streams is None else streams)
         taken = Candidate(strategy, STREAMS if streams is None else streams, KERNELS.get(kernels))
-        notes = tuple(s.note for s in host.walk() if s.note.startswith("whole: ") and strategy != SEQUENTIAL)
+        notes = tuple(left_whole(host).values()) if strategy != SEQUENTIAL else ()
         choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine), notes=notes)
         warn_fallbacks(program, choice)
     executor = Executor(host, sizes=_unknown_to_inputs(host, given), kernels=choice.kernels, machine=machine, **options)

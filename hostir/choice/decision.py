@@ -13,23 +13,25 @@ from hostir.choice.candidates import SEQUENTIAL, Candidates, candidates, check_r
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, here
 from hostir.choice.simulate import EAGER, GRAPH, estimate
 from hostir.choice.verdict import (
+    ASKED_FOR,
     CALLS,
     ESTIMATED,
     FALLBACK,
     MEASURED,
     Candidate,
     Choice,
+    FallbackWarning,
     Impossible,
     Timing,
     ranked_by,
-    warn_once,
 )
 from hostir.ir.comm_ops import Communication
 from hostir.ir.program import Program
 from hostir.ir.sizes import given_sizes
-from hostir.ir.source import HostIRError, check_known, error
+from hostir.ir.source import Diagnostic, HostIRError, check_known, error, warn_once
 from hostir.knobs import KERNELS
 from hostir.lower import HasProgram, lower
+from hostir.lower.interleave import NOT_OVERLAPPED
 
 UNMEASURED = "not measured: 'hostir tune' does it"
 
@@ -99,7 +101,7 @@ def decide(
     found = candidates(program, platform, kernels)
     if not found.programs:
         lower(program, SEQUENTIAL)  # which says why, in its own words
-    notes = [f"whole: {why}" for why in found.whole]
+    notes = list(found.whole)
     measured = _measured(program, platform, sizes, kernels, calls)
     if measured is not None:
         timings, impossible = measured
@@ -190,9 +192,13 @@ def _timing(candidate: Candidate, program: Program, eager: float | None, graph: 
 # Telling ----------------------------------------------------------------------------------------------------------
 def warn_fallbacks(program: Program, choice: Choice) -> None:
     """Warns, once for a fusion and a reason, of what does not run as one might have hoped."""
-    messages = [f"@{choice.fusion} runs '{choice.taken}', {why}" for why in choice.fallbacks]
-    messages += [f"@{choice.fusion} runs '{choice.taken}', {note}" for note in choice.notes if note.startswith("whole")]
-    warn_once(program.digest, messages)
+    hint = "'hostir explain' lists all ways to run it, with their times and what keeps them from being taken"
+    if choice.source == ASKED_FOR:
+        hint = "'pipeline' slices any communication along a Stream axis; 'auto' takes what is fastest"
+    messages = [f"@{choice.fusion} runs '{choice.taken}', as {why}." for why in choice.fallbacks]
+    messages += [f"In @{choice.fusion} {note}." for note in choice.notes if f" is {NOT_OVERLAPPED}: " in note]
+    for message in messages:
+        warn_once(program.digest, Diagnostic(message, hint=hint, level="warning"), FallbackWarning)
 
 
 def _spoken(decided: Callable[[], Choice]) -> str:

@@ -130,13 +130,12 @@ def given_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
     """The sizes of an argument of a call. Raises for anything but integers by name."""
     if sizes is None:
         return {}
-    expected = "integers by name, such as {'M': 4096}"
     if not isinstance(sizes, Mapping):
-        raise error(f"sizes={described(sizes)}", expected=expected)
+        raise error(f"sizes={described(sizes)}", expected="integers by name, such as {'M': 4096}")
     for name, size in sizes.items():
         whole = isinstance(size, int) and not isinstance(size, bool)
         if not isinstance(name, str) or not whole or not 0 <= size < 10**DIGITS:
-            raise error(f"the size {described(name)} is {described(size)}", expected=expected)
+            raise error(f"the size {described(name)} is {described(size)}", expected="a positive integer")
     return dict(sizes)
 
 

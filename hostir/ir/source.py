@@ -6,11 +6,13 @@ import linecache
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 
 from hostir.described import described, shortened
+from hostir.knobs import speaks
 
 WIDEST = 160  # characters: of a longer line, messages show a part
 LONGEST_WORD, LONGEST_TEXT = 240, 2000  # characters, likewise
@@ -150,6 +152,25 @@ def check_known(what: str, value: object, known: Iterable[str]) -> None:
     if not isinstance(value, str) or value not in words:
         hint = did_you_mean(value, words) if isinstance(value, str) else ""
         raise error(f"unknown {what} {described(value)}", expected=f"one of: {', '.join(words)}", hint=hint)
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def warn_once(key: str, warning: Diagnostic, category: type[Warning]) -> None:
+    """Warns once for a key and a message, on rank 0 only, at the line of the user's call."""
+    if not speaks() or (key, warning.message) in _warned:
+        return
+    _warned.add((key, warning.message))
+    warnings.warn(str(warning), category, stacklevel=_depth())
+
+
+def _depth() -> int:
+    """How many frames up the user's code is, for a warning raised by the caller."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "hostir":
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 from hostir import knobs
 from hostir.ir import HostIRError, Phase, Program, format_program, parse, prove, verify
-from hostir.ir.source import UNCHECKED, error
+from hostir.ir.source import UNCHECKED, error, warn_once
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def _proved(program: Program) -> Program:
         if any(found.kind != UNCHECKED for found in findings.diagnostics):
             raise
         for found in findings.diagnostics:
-            warnings.warn(f"{found.message} ({found.hint})", RuntimeWarning, stacklevel=4)
+            warn_once(program.name, replace(found, level="warning"), RuntimeWarning)
         return program
 
 

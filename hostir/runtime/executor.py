@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,9 +174,11 @@ class Executor:
         return GlooMachine(self.program.streams, table, groups, exchange)
 
     def _make_graphs(self) -> Graphs:
-        graphs = Graphs(self._machine.device, self.program.name)
-        if self.session is not None:
-            self.session.graphs.add(graphs)
+        name = self.program.name
+        if self.session is None:
+            return Graphs(self._machine.device, name)
+        graphs = Graphs(self._machine.device, name, partial(self.session.first, f"no graphs of @{name}"))
+        self.session.graphs.add(graphs)
         return graphs
 
     # Running ------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import Diagnostic, HostIRError, error
 from hostir.runtime.plan import Collective, Messages, Recording
 from hostir.runtime.streams import current, own_stream
 from hostir.runtime.watchdog import headline
@@ -66,12 +66,14 @@ class Graphs:
     """The graphs of one executor on a CUDA device; calls come from one thread at a time.
 
     Fields:
+        first: whether this rank is the first of the job to have lost its graphs, so that one says it for all.
         refusal: why there are none any more: a capture has failed, or the session has ended; else None.
     """
 
-    def __init__(self, device: torch.device, name: str) -> None:
+    def __init__(self, device: torch.device, name: str, first: Callable[[], bool] = lambda: True) -> None:
         self.device = device
         self.name = name
+        self.first = first
         self.refusal: str | None = None
         self.kept: OrderedDict[Where, torch.cuda.CUDAGraph] = OrderedDict()  # the latest used last
         self.seen: OrderedDict[Where, tuple[int, int]] = OrderedDict()  # eager calls since the last capture; captures
@@ -145,7 +147,12 @@ class Graphs:
         except Exception as problem:
             what = headline(problem) if isinstance(problem, HostIRError) else f"{type(problem).__name__}: {problem}"
             self.release(f"a capture failed: {what}")
-            warnings.warn(f"@{self.name} runs without CUDA graphs: {self.refusal}", RuntimeWarning, stacklevel=6)
+            if self.first():
+                hint = "graphs=False makes no captures; calls without out= are never captured"
+                warning = Diagnostic(
+                    f"@{self.name} runs without CUDA graphs: {self.refusal}.", hint=hint, level="warning"
+                )
+                warnings.warn(str(warning), RuntimeWarning, stacklevel=6)
             return None
         self.kept[where] = graph
         if len(self.kept) > KEPT:  # what is being executed goes when it has ended

@@ -167,6 +167,12 @@ class Session:
             time.sleep(0.005)
         return [self.store.get(k).decode() for k in keys]
 
+    def first(self, what: str) -> bool:
+        """Whether no rank of the job has asked this before: who says what need be said only once."""
+        with contextlib.suppress(RuntimeError):  # the store may have gone
+            return bool(self.store.add(f"said/{what}", 1) == 1)
+        return True
+
     def close(self, done: bool, timeout: float | None = None) -> None:
         """Leaves the job. A rank that is `done` waits for the others; one that failed does not."""
         global _current
@@ -211,8 +217,8 @@ def _destroy() -> None:
     over.join(PARTING)
     if over.is_alive():
         print(
-            "hostir: the process groups could not be destroyed, probably for a CUDA graph that is still alive; "
-            "leaving them. Delete the graphs before the session ends.",
+            "warning: The process groups could not be destroyed, probably because a CUDA graph is still alive.\n"
+            "  hint: delete the graphs before the session ends",
             file=sys.stderr,
             flush=True,
         )

@@ -382,7 +382,7 @@ def test_a_call_without_out_comes_after_the_replay_before_it_on_another_stream()
 def test_executors_of_a_session_are_known_to_it_while_they_live() -> None:
     known: weakref.WeakSet[Graphs] = weakref.WeakSet()
     e = executor()
-    e.session = types.SimpleNamespace(graphs=known)
+    e.session = types.SimpleNamespace(graphs=known, first=lambda what: True)
     e._graphs = e._make_graphs()
     assert list(known) == [e._graphs]
     e._graphs = None
