@@ -212,9 +212,14 @@ def scope(**values: object) -> Iterator[None]:
         _scoped.reset(token)
 
 
+def rank() -> str | None:
+    """The number that a launcher such as torchrun gave this process as one of its ranks; None without one."""
+    return os.environ.get("RANK")
+
+
 def speaks() -> bool:
     """Whether this process says what is said once a job: rank 0, or a process that no launcher has started."""
-    return os.environ.get("RANK", "0") == "0"
+    return rank() in (None, "0")
 
 
 class Row(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hostir.choice.candidates import SEQUENTIAL, fusion_of, left_whole
-from hostir.choice.decision import choose, machine_name, program_of, warn_fallbacks
+from hostir.choice.decision import choose, machine_name, program_of, tell, warn_fallbacks
 from hostir.choice.verdict import ASKED_FOR, Candidate, Choice
 from hostir.ir.program import Program
 from hostir.ir.sizes import given_sizes
@@ -77,6 +77,7 @@ def compile(
         taken = Candidate(strategy, STREAMS if streams is None else streams, KERNELS.get(kernels))
         notes = tuple(left_whole(host).values()) if strategy != SEQUENTIAL else ()
         choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine), notes=notes)
+        tell(choice)
         warn_fallbacks(program, choice)
     executor = Executor(host, sizes=_unknown_to_inputs(host, given), kernels=choice.kernels, machine=machine, **options)
     executor.choice = choice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -30,9 +31,11 @@ from hostir.ir.program import Program
 from hostir.ir.sizes import given_sizes
 from hostir.ir.source import Diagnostic, HostIRError, check_known, error, warn_once
 from hostir.knobs import KERNELS
+from hostir.log import logger
 from hostir.lower import HasProgram, lower
 from hostir.lower.interleave import NOT_OVERLAPPED
 
+LOG = logger(__name__)
 UNMEASURED = "not measured: 'hostir tune' does it"
 
 
@@ -73,6 +76,7 @@ def choose(
         speaks = session.rank == 0
         key = f"choice {next(_rounds.setdefault(session, itertools.count()))}"
         choice = _heard(session.exchange(key, _spoken(decided) if speaks else "")[0])
+    tell(choice)
     if speaks:  # once all have heard, as a warning may be an error
         warn_fallbacks(program, choice)
     return choice
@@ -190,6 +194,16 @@ def _timing(candidate: Candidate, program: Program, eager: float | None, graph: 
 
 
 # Telling ----------------------------------------------------------------------------------------------------------
+def tell(choice: Choice) -> None:
+    """Logs a choice, what came near, and what is not possible or not overlapped."""
+    if not LOG.isEnabledFor(logging.INFO):
+        return
+    others = "".join(f"; '{it.candidate}' {it.us:.0f} us" for it in choice.timings[1:3])
+    LOG.info("%s%s", choice, others)
+    for clause in (*choice.fallbacks, *choice.notes):
+        LOG.info("@%s: %s", choice.fusion, clause)
+
+
 def warn_fallbacks(program: Program, choice: Choice) -> None:
     """Warns, once for a fusion and a reason, of what does not run as one might have hoped."""
     hint = "'hostir explain' lists all ways to run it, with their times and what keeps them from being taken"

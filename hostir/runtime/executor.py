@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from hostir.ir.program import Program
 from hostir.ir.sizes import given_sizes
 from hostir.ir.source import HostIRError, check_known, error
 from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
+from hostir.log import logger
 from hostir.runtime.agreement import Agreement
 from hostir.runtime.calls import is_running
 from hostir.runtime.cuda import CudaMachine, CudaPlan
@@ -40,6 +42,7 @@ from hostir.runtime.timeline import Timeline
 from hostir.runtime.trace import Trace
 from hostir.runtime.watchdog import Watchdog
 
+LOG = logger(__name__)
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
 Part = torch.Tensor | None
 LOWER = "a fusion: lower it first, hi.lower(fusion)"
@@ -323,10 +326,12 @@ class Executor:
         plan = self.plans.pop(tuple(key), None) if key is not None else None
         if plan is None:
             self._refuse_in_capture()
+            began = time.perf_counter()
             try:
                 plan = self._make(inputs, places)
             finally:
                 self._drop_stale()
+            self._tell(plan, time.perf_counter() - began)
         else:
             self._begin(plan.recording.sizes, planned=True, places=places)
         self.plans.keep(tuple(key or ()), plan)
@@ -369,6 +374,18 @@ class Executor:
             if isinstance(machine, GlooMachine):
                 return machine.plan(recording, self.trace)
             return machine.plan(recording, Timeline(recording, self.trace) if self.trace is not None else None)
+
+    def _tell(self, plan: Plan, seconds: float) -> None:
+        """Logs a plan that was made, and why no graph is captured of it."""
+        if not LOG.isEnabledFor(logging.INFO):
+            return
+        recording, name = plan.recording, self.program.name
+        sizes = "".join(f" {size}={value}" for size, value in sorted(recording.sizes.items()))
+        allocated, symmetric = recording.memory
+        made = "@%s: planned%s in %.1f ms; a call allocates %d bytes, and %d bytes of symmetric memory stay"
+        LOG.info(made, name, f" for{sizes}" if sizes else "", seconds * 1e3, allocated, symmetric)
+        if isinstance(plan, CudaPlan) and (self._graphs is None or plan.eager_only):
+            LOG.info("@%s: no CUDA graph is captured: %s", name, plan.eager_only or self.graph_refusal)
 
     def _refuse_shared_queues(self, sizes: Mapping[str, int]) -> None:
         """Refuses what would stand still since the device has fewer queues than the program has streams."""

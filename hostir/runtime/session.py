@@ -30,12 +30,14 @@ from torch.distributed.constants import default_pg_timeout
 
 from hostir.ir.source import HostIRError, error
 from hostir.knobs import KEEPALIVE, TIMEOUT
+from hostir.log import logger
 from hostir.runtime.calls import ALIKE, PAGE, Calls
 from hostir.runtime.graphs import Graphs
 from hostir.runtime.watchdog import Watchdog
 
 # NVLink multicast stays off, in NCCL and in symmetric memory; each library reads its variable when it starts.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+LOG = logger(__name__)
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 PARTING = 10.0  # seconds that destroying the process groups may take
 
@@ -128,6 +130,8 @@ class Session:
         self.calls = Calls(self.store, self.rank, range(self.size), timeout)
         self.graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()  # of the executors that live
         self.watchdog = Watchdog(self.store, self.rank, self.size, timeout, KEEPALIVE.get())
+        whose = "hostir's own" if self.owner else "the program's"
+        LOG.info("joined a job of %d ranks on %s, in %s process group", self.size, device, whose)
 
     def tell(self, key: str, mine: str) -> str:
         """Gives this rank's part of an exchange without waiting for the others'; returns where the store has it.
@@ -191,6 +195,7 @@ class Session:
             _say_who_initialises(_torchs_own)
         if self.owner and done:
             _destroy()
+        LOG.info("left the job, %s", "done" if done else "after a failure")
 
 
 _torchs_own = dist.init_process_group
