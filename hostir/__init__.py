@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hostir.lower import HasProgram
     from hostir.lower.passes import Watcher
     from hostir.runtime.executor import Executor
+    from hostir.runtime.session import Session, session
     from hostir.runtime.trace import Trace
 
 # What is loaded when it is first used: the choice of a strategy; the runtime, and with it torch; what users write.
@@ -43,6 +44,8 @@ _LATER = {
     "dsl": "hostir.dsl",
     **dict.fromkeys(("Choice", "FallbackWarning", "compile"), "hostir.choice"),
     "Executor": "hostir.runtime.executor",
+    **dict.fromkeys(("Session", "session"), "hostir.runtime.session"),
+    "Trace": "hostir.runtime.trace",
 }
 import_module("hostir.lower")  # the package, before the function below takes the place of its name
 __version__ = "0.1.0"
@@ -190,7 +193,9 @@ __all__ = [
     "HostIRError",
     "ParallelType",
     "Program",
+    "Session",
     "Tensor",
+    "Trace",
     "add",
     "cast",
     "check",
@@ -207,6 +212,7 @@ __all__ = [
     "reshape",
     "reshard",
     "run",
+    "session",
     "silu",
     "sum",
     "tensor",

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from hostir import knobs
 from hostir.choice.verdict import CALLS
-from hostir.ir import HostIRError, Phase, Program, format_program, prove, verify
+from hostir.ir import HostIRError, Phase, Program, prove, verify
 from hostir.ir.source import did_you_mean, error
 from hostir.loading import load
 from hostir.lower import AUTO, STRATEGIES, STREAMS, lower, passes_of
@@ -235,7 +235,7 @@ def _formatted(program: Program, form: str) -> str:
         from hostir.ir.dot import to_dot
 
         return to_dot(program)
-    return format_program(program, notes=True)
+    return str(program)
 
 
 def _write(text: str, out: str | None) -> int:

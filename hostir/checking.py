@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hostir.ir import Diagnostic, HostIRError, Phase, Program, Span, format_program
+from hostir.ir import Diagnostic, HostIRError, Phase, Program, Span
 from hostir.ir.check import check_structure
 from hostir.ir.check.findings import Finding
 from hostir.ir.check.orders import Analysis, analyse, look
@@ -110,9 +110,9 @@ def _fix(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
     changed = difference(program, repaired)
     print(changed or f"@{program.name}: nothing to repair", end="" if changed.endswith("\n") else "\n", file=sys.stderr)
     if options.out is None:
-        print(format_program(repaired, notes=True), end="")
+        print(repaired, end="")
     else:
-        _write(options.out, format_program(repaired, notes=True))
+        _write(options.out, str(repaired))
     return 0
 
 

@@ -18,7 +18,9 @@ from hostir.ir.values import Value
 
 @dataclass(frozen=True)
 class Program:
-    """A fusion or a host program. `parse(str(p)) == p`, and equal programs print the same bytes.
+    """A fusion or a host program. `parse(str(p)) == p`, and equal programs print the same bytes up to comments.
+
+    `str(p)` is the whole text, with the comments that passes left behind statements; reading it back drops them.
 
     `meshes[0]` is the mesh of every tensor that names none. `streams` is the size of the pool of worker streams.
     `aliases` are names of sizes that a foreign text uses, each with the size it equals (`("i5", "i4")`): they may be
@@ -60,10 +62,10 @@ class Program:
 
     @property
     def digest(self) -> str:
-        """A hash of the text, the same on every rank that runs the same program."""
+        """A hash of the text without its comments, the same on every rank that runs the same program."""
         import hashlib  # seldom needed, and not quickly loaded
 
-        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+        return hashlib.sha256(format_program(self, notes=False).encode()).hexdigest()[:16]
 
     @cached_property
     def divisions(self) -> tuple[Division, ...]:
@@ -99,8 +101,8 @@ class Program:
         return replace(self, body=tuple(body))
 
 
-def format_program(program: Program, *, notes: bool = False) -> str:
-    """The program's text; with `notes`, the comments that passes left behind statements."""
+def format_program(program: Program, *, notes: bool = True) -> str:
+    """The program's text, with `notes` as comments behind statements: what passes left there for people to read."""
     printer = Printer(program.phase, program.meshes, notes=notes)
     lines = [f"hostir {VERSION}", *(f"mesh {mesh}" for mesh in program.meshes)]
     head = f"{program.phase.value} @{program.name}"
