@@ -64,7 +64,7 @@ def __dir__() -> list[str]:
 
 
 def parse(text: str, file: str = "<text>") -> Program:
-    """Reads a program from its text; `file` is what mistakes say they are in.
+    """Reads a program from its text, as `print(program)` writes it; `file` is what mistakes say they are in.
 
     Raises HostIRError with file:line:col, a caret and what was expected.
     """
@@ -82,6 +82,8 @@ def lower(
     sizes: Mapping[str, int] | None = None,
 ) -> Program:
     """Lowers a fusion to a host program.
+
+    Raises HostIRError, at the user's line, for a fusion that the strategy cannot lower.
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
@@ -150,7 +152,8 @@ def run(
     """Lowers a fusion (a host program runs as it is) and runs it once, on whole tensors, to whole tensors.
 
     Outside torchrun the ranks are simulated. Under torchrun every rank gives the same inputs and gets the same outputs;
-    to run more than once, on parts, make an `Executor`.
+    to run more than once, on parts, make an `Executor`. Returns one whole tensor for each output, in order. Raises
+    HostIRError for what cannot be lowered, is not proved right, or does not fit the inputs.
 
     Args:
         fusion: what to run.

@@ -191,10 +191,10 @@ KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str] | Knob[bool
 
 @contextmanager
 def scope(**values: object) -> Iterator[None]:
-    """Set knobs for the calls inside the block: ``scope(spec=2, kernels="aten")``. None stands for the default.
+    """Sets knobs for the calls inside the block: `with hi.knobs.scope(spec=2, kernels="aten")`.
 
-    Raises:
-        KnobError: no knob has that name, or it does not accept the value. Nothing has been set then.
+    The names are those of docs/environment.md without HOSTIR_, in small letters. None stands for the default. Raises
+    KnobError where no knob has that name, or does not accept the value; nothing has been set then.
     """
     known = {knob.keyword: knob for knob in KNOBS}
     for keyword, value in values.items():

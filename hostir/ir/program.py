@@ -25,6 +25,14 @@ class Program:
     `meshes[0]` is the mesh of every tensor that names none. `streams` is the size of the pool of worker streams.
     `aliases` are names of sizes that a foreign text uses, each with the size it equals (`("i5", "i4")`): they may be
     bound too, to that very value. They are not part of the program's text.
+
+    Fields:
+        name: without `@`.
+        phase: whether it is a fusion or a host program.
+        meshes: those that its tensors lie on.
+        inputs, outputs: the values that a call takes and gives, each with its `name` and `type`.
+        body: the statements, outermost first.
+        streams: the number of worker streams.
     """
 
     name: str

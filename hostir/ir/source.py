@@ -81,7 +81,16 @@ UNCHECKED = "unchecked"  # the kind of the finding that orders were not looked a
 class Diagnostic:
     """One finding: what is wrong, where, what was expected, and what to do about it.
 
-    `kind` names what the checker found out about orders, memory and ranks; it is empty for all other mistakes.
+    `str(diagnostic)` is what a person should read.
+
+    Fields:
+        message: what is wrong.
+        span: where: its `file`, `line` and `column`, counted from 1; None where no place is known.
+        expected: what would have been right; empty where nothing is to be said, as `hint` may be.
+        hint: what to do about it.
+        notes: other places that have to do with it, each with a text.
+        level: `error` or `warning`.
+        kind: of what the checker found out about orders, memory and ranks; empty for all other mistakes.
     """
 
     message: str
@@ -108,7 +117,11 @@ class Diagnostic:
 
 
 class HostIRError(Exception):
-    """Raised for every mistake in a program, a text or a call. `str(error)` is what a person should read."""
+    """Raised for every mistake in a program, a text or a call. `str(error)` is what a person should read.
+
+    Fields:
+        diagnostics: the findings, one `hi.Diagnostic` each.
+    """
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
         self.diagnostics = diagnostics

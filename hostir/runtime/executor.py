@@ -177,7 +177,19 @@ class Executor:
     # Running ------------------------------------------------------------------------------------------------------
     @untraced
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
-        """One run. Raises HostIRError for tensors that do not fit, and naming the statement that raised."""
+        """One run.
+
+        Raises HostIRError for tensors that do not fit, before anything runs; and for a statement that failed, which it
+        names.
+
+        Args:
+            inputs: this rank's part of each input, in order, None where it holds none; on the local machine a list of
+                parts for each.
+            out: one tensor, or one for each output, to write into; fresh ones unless given.
+
+        Returns:
+            this rank's part of each output; on the local machine a list of parts for each.
+        """
         if self.machine == "local":
             check_local(self.program, self._written, inputs, self.sizes)
             if self.check and (bound := sizes_of(self.program, inputs, self.sizes)) is not None:

@@ -1,6 +1,6 @@
 """This process as one rank of a torchrun job: its device, its process groups, its watchdog.
 
-    with hostir.runtime.session.session():      # or nothing: the first executor opens one until the process ends
+    with hi.session():      # or nothing: the first executor opens one until the process ends
         outputs = Executor(program)(a_local, b)
 
 A process group that the program has initialised itself is used and left as it is.
@@ -96,7 +96,14 @@ class Groups:
 
 
 class Session:
-    """One rank: `rank` of `size`, its `device`, and what it shares with the others."""
+    """This process as a rank of the job: what `with hi.session() as job` gives.
+
+    Fields:
+        rank: of this process, from 0.
+        size: the number of ranks in the job.
+        device: of this rank, a `torch.device`: `cpu`, or the GPU numbered by LOCAL_RANK.
+        timeout: seconds that a rank waits for others before the job ends.
+    """
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.device = device
@@ -224,10 +231,15 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def session(device: str | None = None, timeout: float | None = None) -> Iterator[Session | None]:
-    """Joins the job that torchrun started, on `device` ("cpu" or "cuda"; left out: CUDA where there is any).
+    """Joins the job that torchrun started, and leaves it at the end of the `with`: docs/sessions.md.
 
-    Gives None outside torchrun, where executors simulate their ranks. Inside another session, gives that one.
-    `timeout` is in seconds; see the knob HOSTIR_TIMEOUT.
+    Gives the `hi.Session`; None outside torchrun, where executors simulate their ranks. Inside another session, gives
+    that one. Leaving waits for the other ranks, unless an exception ends the block. Raises HostIRError where ranks do
+    not come, there is no such device, and in a process that was forked from a rank.
+
+    Args:
+        device: `cpu` or `cuda`; CUDA where there is any, unless given.
+        timeout: seconds that a rank waits for others; see the knob HOSTIR_TIMEOUT.
     """
     if _current is not None or not launched():
         yield _current
