@@ -32,7 +32,7 @@ class MakeDense(Pass):
             for v in program.inputs
             if v.name in made
         ]
-        return program.with_body([*first, *(s.rename(made) for s in program.body)])
+        return program.with_body([*first, *(s if isinstance(s, Rank) else s.rename(made) for s in program.body)])
 
 
 def _needed(program: Program) -> Iterator[tuple[str, Statement]]:
