@@ -72,8 +72,8 @@ def _sizes(program: Program, given: Mapping[str, str], parameters: Sequence[str]
             known, what = [*parameters, *names], "parameter or size" if parameters else "size"
             expected, hint = f"one of: {', '.join(known) or 'none'}", did_you_mean(name, known)
             raise error(f"@{program.name} has no {what} '{name}'", expected=expected, hint=hint)
-        if not value.isdecimal() or int(value) < 1:
-            raise error(f"--set {name}={value}: not a size", expected="a positive integer")
+        if not value.isdecimal():
+            raise error(f"--set {name}={value}: not a size", expected="an integer that is not negative")
     return {name: int(value) for name, value in left.items()}
 
 

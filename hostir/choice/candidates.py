@@ -173,6 +173,6 @@ def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
             hint=f"sizes={{'{missing[0]}': ...}}, or --set {missing[0]}=... on the command line",
         )
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise error(f"the size {name}={size!r} of @{fusion.name}", expected="a positive integer")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise error(f"the size {name}={size!r} of @{fusion.name}", expected="an integer that is not negative")
     fusion.check_sizes(sizes)

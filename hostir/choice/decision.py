@@ -22,9 +22,9 @@ from hostir.choice.verdict import (
     Impossible,
     Timing,
     ranked_by,
-    warn_once,
 )
 from hostir.ir.comm_ops import Communication
+from hostir.ir.notices import warn_once
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.knobs import KERNELS

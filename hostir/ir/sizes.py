@@ -35,7 +35,8 @@ class Size:
             if abs(value) >= 10**DIGITS:
                 raise _too_long(span)
             if value < 1:
-                raise error(f"a size must be at least 1, not {value}", span)
+                hint = "give the size a name, such as 'M', which may be 0 in a call" if value == 0 else ""
+                raise error(f"a size must be at least 1, not {value}", span, hint=hint)
             return Size(value)
         return _parse(value, span)
 
@@ -80,7 +81,7 @@ class Size:
                     hint=hint,
                 )
             num, den = (num * values[name] ** power, den) if power > 0 else (num, den * values[name] ** -power)
-        if num % den:
+        if not den or num % den:
             given = ", ".join(f"{n}={values[n]}" for n, _ in self.symbols)
             raise error(
                 f"the size {self} is not whole for {given}: {num}/{den}",

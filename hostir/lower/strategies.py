@@ -8,6 +8,7 @@ from typing import Protocol
 from hostir.ir import Phase, Program
 from hostir.ir.source import did_you_mean, error, user_span
 from hostir.lower.communicate import Communicate
+from hostir.lower.dense import MakeDense
 from hostir.lower.fused import Fused
 from hostir.lower.interleave import Pipeline, Sequential
 from hostir.lower.memory import FreeBuffers, Tidy
@@ -52,6 +53,7 @@ def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
         Stagger(),
         FreeBuffers(),
         Tidy(),
+        MakeDense(),
     ]
 
 

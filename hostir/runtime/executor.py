@@ -23,7 +23,7 @@ from hostir.runtime.dynamo import untraced
 from hostir.runtime.gloo import GlooMachine, GlooPlan
 from hostir.runtime.graphs import Graphs, Where, is_stale
 from hostir.runtime.inplace import places
-from hostir.runtime.inputs import check_apart, check_local, refuse_gradients, sizes_of, written_inputs
+from hostir.runtime.inputs import check_apart, check_local, refuse_gradients, sizes_of, tell_copies, written_inputs
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_local
 from hostir.runtime.outputs import Key, addresses, check_out, look, sequence_of, unwritable
@@ -370,6 +370,8 @@ class Executor:
             raise
         self._begin(sizes, planned=False, places=places)
         self._agreement.reach(sizes)
+        if self.rank == 0:
+            tell_copies(recording)
         with torch.inference_mode(False):  # what a plan holds is for calls in any mode
             if isinstance(machine, GlooMachine):
                 return machine.plan(recording, self.trace)

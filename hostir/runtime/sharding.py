@@ -235,8 +235,9 @@ def _solve(size: Size, extent: int, sizes: Mapping[str, int]) -> tuple[str, int]
     for other, exponent in size.symbols:
         if other != name:
             num, den = num * sizes[other] ** max(0, -exponent), den * sizes[other] ** max(0, exponent)
-    root = round((num / den) ** (1 / power))
-    return name, max(root, 1)  # where it does not fit exactly, the comparison of shapes says so
+    if not den:
+        return None  # another symbol is 0, and any value would do for this one
+    return name, round((num / den) ** (1 / power))  # where it does not fit exactly, the comparison of shapes says so
 
 
 def _check_extents(
