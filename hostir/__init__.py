@@ -133,7 +133,7 @@ def check(
         return [Diagnostic(f"@{built.name} is for {built.ranks} ranks, not {ranks}", expected=f"{built.ranks} ranks")]
     if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
         raise error(f"calls={calls!r}", user_span(), expected="an integer of at least 1")
-    return ir.check(built, sizes=sizes, calls=calls)
+    return ir.check(built, sizes=built.given_sizes(sizes), calls=calls)
 
 
 def run(

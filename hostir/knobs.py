@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+from hostir.spelling import did_you_mean
+
 __all__ = [
     "CACHE",
     "COMPARE_CALLS",
@@ -199,10 +201,7 @@ def scope(**values: object) -> Iterator[None]:
     known = {knob.keyword: knob for knob in KNOBS}
     for keyword, value in values.items():
         if keyword not in known:
-            import difflib  # seldom needed, and not quickly loaded
-
-            close = difflib.get_close_matches(keyword, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+            hint = did_you_mean(keyword, known) or f"expected one of {', '.join(known)}"
             raise KnobError(f"no knob is called {keyword}: {hint}")
         known[keyword].check(value, keyword)
     token = _scoped.set({**_scoped.get({}), **values})

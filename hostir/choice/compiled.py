@@ -64,7 +64,7 @@ def compile(
     from hostir.runtime.executor import Executor
 
     program = fusion_of(fusion)
-    given = dict(sizes or {})
+    given = program.given_sizes(sizes)
     if strategy == AUTO:
         _refuse_streams(streams)
         choice = choose(program, sizes=given, kernels=kernels, machine=machine, calls=calls)

@@ -141,7 +141,8 @@ class Chunk(ViewOp):
     def view(self, frame: Frame, x: Any) -> Any:
         index, count = frame.index(self.index), self.count.bind(frame.sizes)
         if not 0 <= index < count:
-            raise self.fail(f"piece {index} is outside axis {self.axis} of {self.x}", expected=f"0 to {count - 1}")
+            pieces = f"0 to {count - 1}" if count else f"{self.count} of at least 1"
+            raise self.fail(f"piece {index} is outside axis {self.axis} of {self.x}", expected=pieces)
         whole = frame.machine.rank is None
         return frame.machine.chunk(x, self.axis, self._cut()[0].bind(frame.sizes) if whole else 1, count, index)
 

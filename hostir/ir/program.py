@@ -10,8 +10,8 @@ from typing import Any
 from hostir.ir.divisions import divisions_of, misfits
 from hostir.ir.op import Codec, Phase, Statement, codecs_of
 from hostir.ir.printer import INDENT, VERSION, Printer
-from hostir.ir.sizes import Division, Size
-from hostir.ir.source import Diagnostic, HostIRError, did_you_mean, error
+from hostir.ir.sizes import DIGITS, Division, Size, binding
+from hostir.ir.source import Diagnostic, HostIRError, did_you_mean, error, user_span
 from hostir.ir.types import Mesh, TensorType
 from hostir.ir.values import Value
 
@@ -89,16 +89,32 @@ class Program:
         if found := self.misfits(sizes):
             raise HostIRError(*found)
 
+    def given_sizes(self, given: Mapping[str, int] | None) -> dict[str, int]:
+        """Sizes as a caller gives them, of some symbols or all. Raises for an unknown name and for what is no size."""
+        if not given:
+            return {}
+        if not isinstance(given, Mapping):
+            raise error(f"sizes={given!r:.60}", user_span(), expected="a dictionary such as {'M': 4096}")
+        self._refuse_unknown(given)
+        for name, size in given.items():
+            if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 10**DIGITS:
+                message = f"the size {name}={size!r:.60} of @{self.name}"
+                raise error(message, user_span(), expected=f"a positive integer of at most {DIGITS} digits")
+        return dict(given)
+
+    def _refuse_unknown(self, sizes: Mapping[str, int]) -> None:
+        names = self.size_names | dict(self.aliases).keys()
+        if unknown := next((name for name in sizes if name not in names), None):
+            hint = did_you_mean(unknown, names)
+            expected = f"one of: {', '.join(sorted(names)) or 'none'}"
+            raise error(f"@{self.name} has no size '{unknown}'", expected=expected, hint=hint)
+
     def check_sizes(self, sizes: dict[str, int]) -> None:
         """Raises unless just the program's symbols are bound, to sizes that it divides, and aliases to their equals."""
         names, aliases = self.size_names, dict(self.aliases)
-        if unknown := sorted(sizes.keys() - names - aliases.keys()):
-            hint = did_you_mean(unknown[0], names)
-            expected = f"one of: {', '.join(sorted(names)) or 'none'}"
-            raise error(f"@{self.name} has no size '{unknown[0]}'", expected=expected, hint=hint)
+        self._refuse_unknown(sizes)
         if missing := sorted(names - sizes.keys()):
-            hint = f"bind it: --set {missing[0]}=..."
-            raise error(f"the size '{missing[0]}' of @{self.name} is not bound", hint=hint)
+            raise error(f"the size '{missing[0]}' of @{self.name} is not bound", hint=binding(missing[0]))
         for name, meaning in aliases.items():
             if name in sizes and sizes[name] != (value := Size.of(meaning).bind(sizes)):
                 same = f"{name} equals {meaning}" if str(value) != meaning else f"{name} is {meaning}"

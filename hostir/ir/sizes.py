@@ -74,7 +74,7 @@ class Size:
         num, den = self.num, self.den
         for name, power in self.symbols:
             if name not in values:
-                hint = did_you_mean(name, values) or f"bind it: --set {name}=..."
+                hint = did_you_mean(name, values) or binding(name)
                 raise error(
                     f"unknown size '{name}'",
                     expected=f"one of: {', '.join(sorted(values)) or 'none is bound'}",
@@ -84,7 +84,7 @@ class Size:
         if not den or num % den:
             given = ", ".join(f"{n}={values[n]}" for n, _ in self.symbols)
             raise error(
-                f"the size {self} is not whole for {given}: {num}/{den}",
+                f"the size {self} {'is not whole' if den else 'divides by zero'} for {given}: {num}/{den}",
                 hint=f"choose sizes so that {self} is an integer",
             )
         return num // den
@@ -100,6 +100,11 @@ class Size:
 
 
 ONE = Size()
+
+
+def binding(name: str) -> str:
+    """A hint how to bind a symbol."""
+    return f"bind it: sizes={{'{name}': ...}} in Python, --set {name}=... on the command line"
 
 
 @dataclass(frozen=True)

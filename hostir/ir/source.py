@@ -5,9 +5,10 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
+
+from hostir.spelling import did_you_mean as did_you_mean  # messages are made with both
 
 WIDEST = 160  # of a longer line, messages show a part
 
@@ -138,11 +139,3 @@ def error(
 ) -> HostIRError:
     """A HostIRError with one diagnostic, ready to raise."""
     return HostIRError(Diagnostic(message, span, expected, hint, notes))
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint naming the nearest known word, or an empty string when none is near."""
-    import difflib  # seldom needed, and not quickly loaded
-
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean '{near[0]}'?" if near else ""

@@ -32,6 +32,7 @@ from hostir.ir.op import (
     statement,
 )
 from hostir.ir.sizes import Division, Size, product
+from hostir.ir.source import did_you_mean
 from hostir.ir.types import DTYPES, DType, TensorType
 from hostir.ir.values import ZERO, Value
 
@@ -85,7 +86,7 @@ class TensorOp(Statement):
         if len(meshes) > 1:
             raise self.fail(
                 f"operands of {self.keyword()} lie on different meshes: {', '.join(sorted(meshes))}",
-                hint="move one of them with hi.reshard",
+                hint="reshard one of them to the mesh of the other",
             )
 
     def evaluate(self, frame: Frame) -> None:
@@ -124,7 +125,8 @@ def same_dtype(op: Statement, values: Sequence[Value]) -> DType:
             raise op.fail(
                 f"mixed dtypes: {first} is {first.tensor.dtype}, {other} is {other.tensor.dtype}",
                 expected="operands of one dtype",
-                hint=f"hi.cast one of them, such as hi.cast({other.name}, '{first.tensor.dtype}')",
+                hint=f"cast one of them: hi.cast({other.name}, '{first.tensor.dtype}') in Python, "
+                f"'cast {other} to {first.tensor.dtype}' in a text",
             )
     return first.tensor.dtype
 
@@ -392,7 +394,8 @@ class Cast(Unary):
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         if self.dtype not in DTYPES:
-            raise self.fail(f"unknown dtype '{self.dtype}'", expected=f"one of: {', '.join(DTYPES)}")
+            expected, hint = f"one of: {', '.join(DTYPES)}", did_you_mean(self.dtype, DTYPES)
+            raise self.fail(f"unknown dtype '{self.dtype}'", expected=expected, hint=hint)
         return DTYPES[self.dtype], self.x.tensor.shape
 
 

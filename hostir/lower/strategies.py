@@ -37,7 +37,7 @@ def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
     if strategy == AUTO:
         hint = "hi.lower and hi.compile choose one for a fusion"
         raise error(f"'{AUTO}' has no passes of its own", expected=f"one of: {', '.join(STRATEGIES)}", hint=hint)
-    if strategy not in STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
         known = [*STRATEGIES, AUTO]
         raise error(
             f"unknown strategy '{strategy}'", expected=f"one of: {', '.join(known)}", hint=did_you_mean(strategy, known)

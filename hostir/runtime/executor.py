@@ -14,7 +14,7 @@ import torch
 from hostir.ir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import HostIRError, did_you_mean, error, user_span
 from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
 from hostir.runtime.agreement import Agreement
 from hostir.runtime.calls import is_running
@@ -33,6 +33,8 @@ from hostir.runtime.recorder import record
 from hostir.runtime.session import Groups, Session, forked_from, joined, launched
 from hostir.runtime.sharding import bind_sizes
 from hostir.runtime.streams import queues
+from hostir.runtime.tasks import check_seed
+from hostir.runtime.tensors import shown
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.trace import Trace
 from hostir.runtime.watchdog import Watchdog
@@ -106,14 +108,17 @@ class Executor:
         if program.phase is not Phase.HOST:
             raise error(f"@{program.name} is a fusion", expected="a host program", hint=LOWER)
         if machine not in (None, "local", *DEVICES):
-            raise error(f"unknown machine '{machine}'", expected="one of: local, gloo, cuda")
+            hint = did_you_mean(machine, ("local", *DEVICES))
+            raise error(f"unknown machine '{machine}'", expected="one of: local, gloo, cuda", hint=hint)
+        if trace is not None and not isinstance(trace, Trace):
+            raise error(f"trace is {shown(trace)}", user_span(), expected="a hostir.runtime.trace.Trace, or None")
         self.program = program
         self.check = check
-        self.sizes = dict(sizes or {})
+        self.sizes = program.given_sizes(sizes)
         if check and verify(program).size_names <= self.sizes.keys():
             prove(program, self.sizes)
         self.kernels = KERNELS.get(kernels)
-        self.seed = seed
+        self.seed = check_seed(seed)
         self.trace = trace
         self.timeout = TIMEOUT.get(timeout)
         self.plans = Plans()
@@ -156,7 +161,7 @@ class Executor:
         if size < self.program.ranks:
             raise error(
                 f"rank {self.rank}: @{self.program.name} runs on {self.program.ranks} ranks, and there are {size}",
-                hint=f"start it with torchrun --nproc-per-node {self.program.ranks}, or use machine='local'",
+                hint=f"torchrun --nproc-per-node {self.program.ranks} starts as many; without it ranks are simulated",
             )
         table = kernel_table(self.kernels, device.type)
         groups = self.session.groups if self.session else Groups(0, device)

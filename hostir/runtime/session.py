@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import HostIRError, did_you_mean, error
 from hostir.knobs import KEEPALIVE, TIMEOUT
 from hostir.runtime.calls import ALIKE, PAGE, Calls
 from hostir.runtime.graphs import Graphs
@@ -42,6 +42,7 @@ PARTING = 10.0  # seconds that destroying the process groups may take
 _current: Session | None = None
 _parents: Session | None = None  # of the rank that this process was forked from
 _sessions = itertools.count()
+begun = False  # whether this process has set out to meet others: what it finds wrong from then on may be its own
 # Where the job's store is whose launcher has none, by the place to meet; rank 0 keeps the server.
 _servers: dict[tuple[str, str, str], tuple[str, int, Any]] = {}
 
@@ -301,17 +302,22 @@ def forked_from(rank: int) -> HostIRError:
 
 
 def _open(device: str | None, timeout: float | None) -> Session:
-    global _current
+    global _current, begun
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in BACKENDS:
-        raise error(f"unknown device '{kind}'", expected=f"one of: {', '.join(BACKENDS)}")
+        expected, hint = f"one of: {', '.join(BACKENDS)}", did_you_mean(kind, BACKENDS)
+        raise error(f"unknown device '{kind}'", expected=expected, hint=hint)
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     if kind == "cuda" and not torch.cuda.is_available():
-        raise error("there is no CUDA GPU here", hint="--device cpu runs the same ranks with gloo")
+        raise error(
+            "there is no CUDA GPU here",
+            hint="run on CPUs, with gloo: machine='gloo' in Python, --device cpu on the command line",
+        )
+    begun = True
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
         raise error(
             f"rank {os.environ['RANK']} is number {local_rank} on its host, which has {torch.cuda.device_count()} GPUs",
-            hint="start one process a GPU: --nproc-per-node",
+            hint="start one process a GPU",
         )
     where = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     _current = Session(where, TIMEOUT.get(timeout))
