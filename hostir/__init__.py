@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hostir import ir, knobs
+from hostir.described import described
 from hostir.ir import Diagnostic, HostIRError, Phase, Program
 from hostir.ir.source import error, user_span
 
@@ -69,7 +70,9 @@ def parse(text: str, file: str = "<text>") -> Program:
     Raises HostIRError with file:line:col, a caret and what was expected.
     """
     if not isinstance(text, str):
-        raise error(f"not a text: {text!r}", user_span(), expected="a string, such as path.read_text()")
+        raise error(f"not a text: {described(text)}", user_span(), expected="a string, such as path.read_text()")
+    if not isinstance(file, str):
+        raise error(f"not a file's name: {described(file)}", user_span(), expected="a string")
     return ir.parse(text, file)
 
 
@@ -96,9 +99,10 @@ def lower(
         watch: called with the name of each pass and the program it left.
         sizes: of the fusion's symbols: what `auto` chooses for.
     """
-    from hostir.lower.strategies import AUTO, STREAMS
+    from hostir.lower.strategies import AUTO, STREAMS, check_strategy
     from hostir.lower.strategies import lower as lower_by
 
+    check_strategy(strategy)
     if strategy != AUTO:
         return lower_by(fusion, strategy, STREAMS if streams is None else streams, watch)
     from hostir.choice import lower_auto
@@ -128,11 +132,17 @@ def check(
 
     built = program.program() if isinstance(program, Fusion) else program
     if not isinstance(built, Program):
-        raise error(f"not a program: {program!r}", user_span(), expected="a hostir.Fusion or a hostir.Program")
+        raise error(f"not a program: {described(program)}", user_span(), expected="a hostir.Fusion or a hostir.Program")
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int)):
+        raise error(f"ranks={described(ranks)}", user_span(), expected="an integer")
     if ranks is not None and ranks != built.ranks:
-        return [Diagnostic(f"@{built.name} is for {built.ranks} ranks, not {ranks}", expected=f"{built.ranks} ranks")]
+        return [
+            Diagnostic(
+                f"@{built.name} is for {built.ranks} ranks, not {described(ranks)}", expected=f"{built.ranks} ranks"
+            )
+        ]
     if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
-        raise error(f"calls={calls!r}", user_span(), expected="an integer of at least 1")
+        raise error(f"calls={described(calls)}", user_span(), expected="an integer of at least 1")
     return ir.check(built, sizes=built.given_sizes(sizes), calls=calls)
 
 
@@ -164,9 +174,10 @@ def run(
             sizes and for the shapes of the inputs, among kernels as well unless they are given.
     """
     from hostir.choice import chosen_for
-    from hostir.lower.strategies import AUTO
+    from hostir.lower.strategies import AUTO, check_strategy
     from hostir.runtime.whole import run as run_program
 
+    check_strategy(strategy)
     if isinstance(fusion, Program) and fusion.phase is Phase.HOST:
         program = fusion
     elif strategy == AUTO:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from hostir.spelling import did_you_mean
+from hostir.described import described, did_you_mean
 
 __all__ = [
     "CACHE",
@@ -92,13 +92,11 @@ class Knob(Generic[T]):
         Raises:
             KnobError: the knob does not accept the value; the message calls the knob ``given_as``.
         """
-        text = "" if value is None else str(value)
-        if not text:
-            return self.default
         try:
-            return self.parse(text)
-        except ValueError:
-            raise KnobError(f"{given_as}={value!r}: expected {self.expected}") from None
+            text = "" if value is None else str(value)
+            return self.parse(text) if text else self.default
+        except Exception:  # also what the value's own __str__ raises
+            raise KnobError(f"{given_as}={described(value)}: expected {self.expected}") from None
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:

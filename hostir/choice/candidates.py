@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hostir.choice.platforms import Platform
 from hostir.choice.verdict import Candidate, Impossible
+from hostir.described import described
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
@@ -146,7 +147,7 @@ def fusion_of(given: object) -> Program:
     build = getattr(given, "program", None)
     program = given if isinstance(given, Program) or not callable(build) or isinstance(given, type) else build()
     if not isinstance(program, Program):
-        raise error(f"not a fusion: {given!r}", expected="a hostir.Fusion")
+        raise error(f"not a fusion: {described(given)}", expected="a hostir.Fusion")
     if program.phase is not Phase.FUSION:
         raise error(
             f"@{program.name} is a host program already",
@@ -175,5 +176,7 @@ def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
         )
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise error(f"the size {name}={size!r} of @{fusion.name}", expected="an integer that is not negative")
+            raise error(
+                f"the size {name}={described(size)} of @{fusion.name}", expected="an integer that is not negative"
+            )
     fusion.check_sizes(sizes)

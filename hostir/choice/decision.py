@@ -26,7 +26,7 @@ from hostir.choice.verdict import (
 from hostir.ir.comm_ops import Communication
 from hostir.ir.notices import warn_once
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, did_you_mean, error
+from hostir.ir.source import HostIRError, check_known, error
 from hostir.knobs import KERNELS
 from hostir.lower import HasProgram, lower
 
@@ -57,8 +57,7 @@ def choose(
 
     program = fusion_of(fusion)
     check_sizes(program, program.given_sizes(sizes))
-    if calls not in CALLS:
-        raise error(f"calls={calls!r}", expected=f"one of: {', '.join(CALLS)}", hint=did_you_mean(calls, CALLS))
+    check_known("kind of calls", calls, CALLS)
     policy = KERNELS.get(kernels)
     name = machine_name(machine)
     platform = here(name, program.ranks)
@@ -81,9 +80,8 @@ _rounds: WeakKeyDictionary[object, itertools.count[int]] = WeakKeyDictionary()
 
 def machine_name(machine: str | None) -> str:
     """The machine that an `Executor` would take: under torchrun what the device calls for, else simulated ranks."""
-    if machine not in (None, "local", "gloo", "cuda"):
-        hint = did_you_mean(machine, ("local", "gloo", "cuda"))
-        raise error(f"unknown machine '{machine}'", expected="one of: local, gloo, cuda", hint=hint)
+    if machine is not None:
+        check_known("machine", machine, ("local", "gloo", "cuda"))
     from hostir.runtime.session import joined, launched
 
     if machine is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hostir.described import described
 from hostir.dsl.fusion import apply, building, dtype_name, operand, sizes
 from hostir.dsl.tensor import Extent, Tensor
 from hostir.ir import comm_ops, tensor_ops, view_ops
@@ -81,7 +82,7 @@ def sum(x: Tensor, axis: int) -> Tensor:
     value = operand(x, span)
     count = len(value.tensor.axes)
     if isinstance(axis, bool) or not isinstance(axis, int) or not -count <= axis < count:
-        raise error(f"{value} has no axis {axis!r}", span, expected=f"an axis below {count}")
+        raise error(f"{value} has no axis {described(axis)}", span, expected=f"an axis below {count}")
     return apply(tensor_ops.Sum, x=value, axis=axis % count)
 
 
@@ -92,8 +93,10 @@ def reshape(x: Tensor, shape: Sequence[Extent]) -> Tensor:
     """
     span = user_span()
     value = operand(x, span)
-    if isinstance(shape, Sequence) and list(shape).count(-1) == 1:
-        at, total = list(shape).index(-1), product(value.tensor.shape)
+    given = list(shape) if isinstance(shape, Sequence) else []
+    unknown = [k for k, size in enumerate(given) if isinstance(size, int) and size == -1]
+    if len(unknown) == 1:
+        at, total = unknown[0], product(value.tensor.shape)
         known = product(sizes([*shape[:at], *shape[at + 1 :]], span, building(span)))
         if not total.divisible_by(known):
             raise error(f"{value} has {total} elements, which {known} does not divide", span)
@@ -112,7 +115,7 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
     span = user_span()
     value = operand(x, span)
     if not isinstance(axes, Sequence) or any(isinstance(i, bool) or not isinstance(i, int) for i in axes):
-        raise error(f"not an order of axes: {axes!r}", span, expected="a list of integers, such as (1, 0)")
+        raise error(f"not an order of axes: {described(axes)}", span, expected="a list of integers, such as (1, 0)")
     count = len(value.tensor.axes)
     return apply(view_ops.Permute, x=value, axes=tuple(i % count if -count <= i < 0 else i for i in axes))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hostir.described import described
 from hostir.dsl.mesh import DeviceMesh, ParallelType
 from hostir.ir.sizes import Size
 from hostir.ir.source import Span, error, user_span
@@ -27,6 +28,13 @@ class Owner(Protocol):
 
     def combine(self, cls: type[Any], **operands: Any) -> Tensor:
         """Adds a statement on these tensors and gives its result."""
+
+
+class Shape(tuple[Size, ...]):
+    """The sizes of a tensor's axes; prints as in a program, `[M, 8]`."""
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(map(str, self))}]"
 
 
 @dataclass
@@ -60,11 +68,13 @@ class Tensor:
         mesh: the `hi.DeviceMesh`, None where none was set.
     """
 
+    __array_ufunc__ = None  # numpy's operators leave it to the ones below, which say what is wrong
+
     def __init__(self, fusion: Owner, name: str, dtype: DType, shape: Sequence[Size], span: Span | None) -> None:
         self.fusion = fusion
         self.name = name
         self.dtype = dtype
-        self.shape = tuple(shape)
+        self.shape = Shape(shape)
         self.span = span
         self.mesh: DeviceMesh | None = None
         self._loop = [(k, Factor(size)) for k, size in enumerate(shape)]
@@ -84,7 +94,7 @@ class Tensor:
         """
         span = user_span()
         if not isinstance(mesh, DeviceMesh):
-            raise error(f"not a mesh: {mesh!r}", span, expected="a hi.DeviceMesh")
+            raise error(f"not a mesh: {described(mesh)}", span, expected="a hi.DeviceMesh")
         for _, factor in self._loop:
             if factor.on and factor.on != STREAM:
                 if factor.on not in mesh.names:
@@ -127,7 +137,7 @@ class Tensor:
         whole = isinstance(position, int) and not isinstance(position, bool)
         if not whole or not -count <= position < count:
             expected = f"an axis from 0 to {count - 1}" if count else "a tensor with axes"
-            raise error(f"%{self.name} has no axis {position!r}", span, expected=expected)
+            raise error(f"%{self.name} has no axis {described(position)}", span, expected=expected)
         return self._loop[position]
 
     def _check_extent(self, extent: Size, name: str, mesh: DeviceMesh, span: Span | None) -> None:

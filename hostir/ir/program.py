@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from hostir.described import described
 from hostir.ir.divisions import divisions_of, misfits
 from hostir.ir.op import Codec, Phase, Statement, codecs_of
 from hostir.ir.printer import INDENT, VERSION, Printer
@@ -94,12 +95,12 @@ class Program:
         if not given:
             return {}
         if not isinstance(given, Mapping):
-            raise error(f"sizes={given!r:.60}", user_span(), expected="a dictionary such as {'M': 4096}")
+            raise error(f"sizes={described(given)}", user_span(), expected="a dictionary such as {'M': 4096}")
         self._refuse_unknown(given)
         for name, size in given.items():
             if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 10**DIGITS:
-                message = f"the size {name}={size!r:.60} of @{self.name}"
-                raise error(message, user_span(), expected=f"a positive integer of at most {DIGITS} digits")
+                message = f"the size {described(name)}={described(size)} of @{self.name}"
+                raise error(message, user_span(), expected=f"an integer from 0, of at most {DIGITS} digits")
         return dict(given)
 
     def _refuse_unknown(self, sizes: Mapping[str, int]) -> None:

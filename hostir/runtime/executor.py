@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from hostir.described import described
 from hostir.ir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, did_you_mean, error, user_span
+from hostir.ir.source import HostIRError, check_known, error, user_span
 from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
 from hostir.runtime.agreement import Agreement
 from hostir.runtime.calls import is_running
@@ -34,7 +35,6 @@ from hostir.runtime.session import Groups, Session, forked_from, joined, launche
 from hostir.runtime.sharding import bind_sizes
 from hostir.runtime.streams import queues
 from hostir.runtime.tasks import check_seed
-from hostir.runtime.tensors import shown
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.trace import Trace
 from hostir.runtime.watchdog import Watchdog
@@ -104,14 +104,15 @@ class Executor:
         compare_calls: bool | None = None,
     ) -> None:
         if not isinstance(program, Program):
-            raise error(f"not a host program: {program!r}", expected="what hi.lower or hi.parse gives", hint=LOWER)
+            raise error(
+                f"not a host program: {described(program)}", expected="what hi.lower or hi.parse gives", hint=LOWER
+            )
         if program.phase is not Phase.HOST:
             raise error(f"@{program.name} is a fusion", expected="a host program", hint=LOWER)
-        if machine not in (None, "local", *DEVICES):
-            hint = did_you_mean(machine, ("local", *DEVICES))
-            raise error(f"unknown machine '{machine}'", expected="one of: local, gloo, cuda", hint=hint)
+        if machine is not None:
+            check_known("machine", machine, ("local", *DEVICES))
         if trace is not None and not isinstance(trace, Trace):
-            raise error(f"trace is {shown(trace)}", user_span(), expected="a hostir.runtime.trace.Trace, or None")
+            raise error(f"trace is {described(trace)}", user_span(), expected="a hostir.Trace, or None")
         self.program = program
         self.check = check
         self.sizes = program.given_sizes(sizes)
