@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from hostir import ir, knobs
 from hostir.described import described
 from hostir.ir import Diagnostic, HostIRError, Phase, Program
-from hostir.ir.sizes import given_sizes
 from hostir.ir.source import error, user_span
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from hostir.lower import HasProgram
     from hostir.lower.passes import Watcher
     from hostir.runtime.executor import Executor
+    from hostir.runtime.session import Session, session
     from hostir.runtime.trace import Trace
 
 # What is loaded when it is first used: the choice of a strategy; the runtime, and with it torch; what users write.
@@ -45,6 +45,8 @@ _LATER = {
     "dsl": "hostir.dsl",
     **dict.fromkeys(("Choice", "FallbackWarning", "compile"), "hostir.choice"),
     "Executor": "hostir.runtime.executor",
+    **dict.fromkeys(("Session", "session"), "hostir.runtime.session"),
+    "Trace": "hostir.runtime.trace",
 }
 import_module("hostir.lower")  # the package, before the function below takes the place of its name
 __version__ = "0.1.0"
@@ -63,7 +65,7 @@ def __dir__() -> list[str]:
 
 
 def parse(text: str, file: str = "<text>") -> Program:
-    """Reads a program from its text; `file` is what mistakes say they are in.
+    """Reads a program from its text, as `print(program)` writes it; `file` is what mistakes say they are in.
 
     Raises HostIRError with file:line:col, a caret and what was expected.
     """
@@ -83,6 +85,8 @@ def lower(
     sizes: Mapping[str, int] | None = None,
 ) -> Program:
     """Lowers a fusion to a host program.
+
+    Raises HostIRError, at the user's line, for a fusion that the strategy cannot lower.
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
@@ -134,17 +138,18 @@ def check(
         raise error(f"ranks={described(ranks)}", user_span(), expected="an integer")
     if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
         raise error(f"calls={described(calls)}", user_span(), expected="an integer of at least 1")
-    bound = given_sizes(sizes)
     try:
         built = program.program() if isinstance(program, Fusion) else program
     except HostIRError as unfinished:
         return list(unfinished.diagnostics)
     if not isinstance(built, Program):
         raise error(f"not a program: {described(program)}", user_span(), expected="a hostir.Fusion or a hostir.Program")
-    if ranks is not None and not check_structure(built) and ranks != built.ranks:
+    if structure := check_structure(built):
+        return structure
+    if ranks is not None and ranks != built.ranks:
         message = f"@{built.name} is for {built.ranks} ranks, not {described(ranks)}"
         return [Diagnostic(message, expected=f"{built.ranks} ranks")]
-    return ir.check(built, sizes=bound, calls=calls)
+    return ir.check(built, sizes=built.given_sizes(sizes), calls=calls)
 
 
 def run(
@@ -163,7 +168,8 @@ def run(
     """Lowers a fusion (a host program runs as it is) and runs it once, on whole tensors, to whole tensors.
 
     Outside torchrun the ranks are simulated. Under torchrun every rank gives the same inputs and gets the same outputs;
-    to run more than once, on parts, make an `Executor`.
+    to run more than once, on parts, make an `Executor`. Returns one whole tensor for each output, in order. Raises
+    HostIRError for what cannot be lowered, is not proved right, or does not fit the inputs.
 
     Args:
         fusion: what to run.
@@ -207,7 +213,9 @@ __all__ = [
     "HostIRError",
     "ParallelType",
     "Program",
+    "Session",
     "Tensor",
+    "Trace",
     "add",
     "cast",
     "check",
@@ -224,6 +232,7 @@ __all__ = [
     "reshape",
     "reshard",
     "run",
+    "session",
     "silu",
     "sum",
     "tensor",

@@ -1,8 +1,9 @@
-"""Values of users in messages: each in one bounded line, whatever it is."""
+"""Values and names of users in messages: each in one bounded line, and what a misspelt one may have meant."""
 
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
 
 SHOWN = 80  # characters
 
@@ -50,3 +51,14 @@ def _kind(x: object) -> str:
 
 
 _short = _Short()
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """A hint that names the nearest of the known names, upper or lower case alike; an empty string where none is."""
+    import difflib  # seldom needed, and not quickly loaded
+
+    if not isinstance(word, str):
+        return ""
+    names = {name.casefold(): name for name in known if name != word}
+    near = difflib.get_close_matches(word.casefold(), names, n=1, cutoff=0.6)
+    return f"did you mean '{names[near[0]]}'?" if near else ""

@@ -20,8 +20,9 @@ from typing import Any
 
 from hostir.choice.platforms import Platform
 from hostir.choice.verdict import Candidate
+from hostir.ir.notices import warn_once
 from hostir.ir.program import Program
-from hostir.ir.source import Diagnostic, error, warn_once
+from hostir.ir.source import error
 from hostir.knobs import CACHE
 
 FORMAT = 1
@@ -101,7 +102,7 @@ def _time(value: Any) -> float | None:
 
 def _ignored(path: Path, why: str) -> Entries:
     message = f"The measurements in {path} are ignored: {why}."
-    warn_once(str(path), Diagnostic(message, hint="'hostir tune' writes them anew", level="warning"), CacheWarning)
+    warn_once(str(path), message, "'hostir tune' writes them anew", CacheWarning)
     return {}
 
 

@@ -9,7 +9,6 @@ from hostir.choice.candidates import SEQUENTIAL, fusion_of, left_whole
 from hostir.choice.decision import choose, machine_name, program_of, tell, warn_fallbacks
 from hostir.choice.verdict import ASKED_FOR, Candidate, Choice
 from hostir.ir.program import Program
-from hostir.ir.sizes import given_sizes
 from hostir.ir.source import error
 from hostir.knobs import KERNELS
 from hostir.lower import AUTO, STREAMS, HasProgram
@@ -67,7 +66,7 @@ def compile(
 
     program = fusion_of(fusion)
     check_strategy(strategy)
-    given = given_sizes(sizes)
+    given = program.given_sizes(sizes)
     if strategy == AUTO:
         _refuse_streams(streams)
         choice = choose(program, sizes=given, kernels=kernels, machine=machine, calls=calls)
@@ -97,7 +96,9 @@ def chosen_for(
 
     _refuse_streams(streams)
     program = fusion_of(fusion)
-    choice = choose(program, sizes=bind_sizes(program, inputs, given_sizes(sizes)), kernels=kernels, machine=machine)
+    choice = choose(
+        program, sizes=bind_sizes(program, inputs, program.given_sizes(sizes)), kernels=kernels, machine=machine
+    )
     return program_of(program, choice), choice.kernels
 
 

@@ -21,15 +21,14 @@ from hostir.choice.verdict import (
     MEASURED,
     Candidate,
     Choice,
-    FallbackWarning,
     Impossible,
     Timing,
     ranked_by,
 )
 from hostir.ir.comm_ops import Communication
+from hostir.ir.notices import warn_once
 from hostir.ir.program import Program
-from hostir.ir.sizes import given_sizes
-from hostir.ir.source import Diagnostic, HostIRError, check_known, error, warn_once
+from hostir.ir.source import HostIRError, check_known, error
 from hostir.knobs import KERNELS
 from hostir.log import logger
 from hostir.lower import HasProgram, lower
@@ -62,7 +61,7 @@ def choose(
     from hostir.runtime.session import joined, launched
 
     program = fusion_of(fusion)
-    check_sizes(program, given_sizes(sizes))
+    check_sizes(program, program.given_sizes(sizes))
     check_known("kind of calls", calls, CALLS)
     policy = KERNELS.get(kernels)
     name = machine_name(machine)
@@ -212,7 +211,7 @@ def warn_fallbacks(program: Program, choice: Choice) -> None:
     messages = [f"@{choice.fusion} runs '{choice.taken}', as {why}." for why in choice.fallbacks]
     messages += [f"In @{choice.fusion} {note}." for note in choice.notes if f" is {NOT_OVERLAPPED}: " in note]
     for message in messages:
-        warn_once(program.digest, Diagnostic(message, hint=hint, level="warning"), FallbackWarning)
+        warn_once(program.digest, message, hint)
 
 
 def _spoken(decided: Callable[[], Choice]) -> str:

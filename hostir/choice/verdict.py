@@ -9,10 +9,6 @@ from typing import Any
 MEASURED, ESTIMATED, ASKED_FOR, FALLBACK = "measured", "estimated", "asked for", "fallback"
 
 
-class FallbackWarning(UserWarning):
-    """A fusion runs by another strategy than the machine or the sizes would let one hope for."""
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A way to run a fusion: how it is lowered, and what computes."""

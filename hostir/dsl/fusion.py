@@ -28,7 +28,20 @@ _building: ContextVar[Fusion | None] = ContextVar("building", default=None)
 
 
 class Fusion:
-    """A tensor program, before lowering. Statements are added inside `with`; annotations may follow after it."""
+    """A tensor program, before lowering. Statements are added inside `with`; annotations may follow after it.
+
+        with hi.Fusion("layer") as fusion:
+            x = hi.tensor("x", ["M", 64])
+            w = hi.tensor("w", [64, 32])
+            y = x @ w
+            fusion.output(y)
+
+    Results are named after the variable that they are assigned to. `print(fusion)` shows the program. Raises
+    HostIRError for a name that is none.
+
+    Args:
+        name: letters, digits and `_`, not starting with a digit.
+    """
 
     def __init__(self, name: str = "fusion") -> None:
         self.span = user_span()
@@ -51,7 +64,10 @@ class Fusion:
         _building.reset(self._entered.pop())
 
     def output(self, *tensors: Tensor) -> None:
-        """Declares outputs, in order."""
+        """Declares outputs, in the order in which a call returns them.
+
+        Raises HostIRError for a tensor of another fusion, an input, and one that is an output already.
+        """
         span = user_span()
         for t in tensors:
             if not isinstance(t, Tensor) or t.fusion is not self:
@@ -65,7 +81,10 @@ class Fusion:
             self.outputs.append(t)
 
     def program(self) -> Program:
-        """The fusion as a program, with the annotations made so far."""
+        """The fusion as a program, with the annotations made so far; what `hi.lower` begins with.
+
+        Raises HostIRError where there is no output.
+        """
         if not self.outputs:
             raise error(f"fusion @{self.name} has no output", self.span, hint="fusion.output(c)")
         meshes: dict[tuple[Any, ...], Mesh] = {}
@@ -148,10 +167,14 @@ def dtype_name(dtype: Any) -> str:
 
 
 def tensor(name: str, shape: Sequence[Extent], dtype: Any = "bf16") -> Tensor:
-    """An input.
+    """Declares an input of the fusion being built; calls give the inputs in the order of their declarations.
 
-    Sizes are integers, names bound at run time ("M"), or products and quotients of them ("M/8"). The dtype is `f32`,
-    `f16` or `bf16`, or torch's dtype of that kind.
+    Raises HostIRError outside `with hi.Fusion(...)`, for a name that is taken, and for a size or dtype that is none.
+
+    Args:
+        name: letters, digits and `_`, not starting with a digit.
+        shape: of the whole tensor: integers, names bound at run time ("M"), or products and quotients of them ("M/8").
+        dtype: `f32`, `f16` or `bf16`, or torch's dtype of that kind.
     """
     span = user_span()
     fusion = building(span)

@@ -15,7 +15,12 @@ NAME = re.compile(r"[A-Za-z_]\w*")  # what may stand in the text as a name
 
 
 class ParallelType(Enum):
-    """Where an axis lies: DIDx on the mesh's last axis, DIDy on the one before, Stream on the pipeline's slices."""
+    """What an axis is spread over.
+
+    `DIDx` is the mesh's last axis, its ranks for a mesh in a line; `DIDy` the axis before. `Stream` is no axis of the
+    mesh: it cuts the axis into slices that the `pipeline` strategy runs on several streams, so that one is communicated
+    while another is computed.
+    """
 
     DIDx = "didx"
     DIDy = "didy"
@@ -23,11 +28,19 @@ class ParallelType(Enum):
 
 
 class DeviceMesh:
-    """Devices in a line, or in a grid of named axes.
+    """The ranks that a tensor lies on, in a line or in a grid of named axes.
+
+    Raises HostIRError for a rank that is named twice, rows of different lengths, and names that do not fit.
 
     Args:
-        devices: `range(8)`, or rows of equal length such as `[[0, 1, 2, 3], [4, 5, 6, 7]]`; or an array of integers.
-        names: one name an axis, outermost first; `("didx",)` or `("didy", "didx")` by default.
+        devices: ranks: `range(8)`, or rows of equal length such as `[[0, 1, 2, 3], [4, 5, 6, 7]]`; or an array of
+            integers.
+        names: one name for each axis, outermost first; `("didx",)` or `("didy", "didx")` unless given.
+
+    Fields:
+        devices: the ranks in row-major order.
+        shape: the number of ranks along each axis.
+        names: of the axes.
     """
 
     def __init__(self, devices: Iterable[Any], names: Sequence[str] | None = None) -> None:
@@ -61,7 +74,7 @@ class DeviceMesh:
         return on
 
     def ranks(self, name: str) -> int:
-        """How many ranks lie along an axis."""
+        """The number of ranks along the axis of this name."""
         return self.shape[self.names.index(name)]
 
     def __repr__(self) -> str:

@@ -39,7 +39,8 @@ class Size:
             if abs(value) >= 10**DIGITS:
                 raise _too_long(span)
             if value < 1:
-                raise error(f"a size must be at least 1, not {value}", span)
+                hint = "give the size a name, such as 'M', which may be 0 in a call" if value == 0 else ""
+                raise error(f"a size must be at least 1, not {value}", span, hint=hint)
             return Size(value)
         return _parse(value, span)
 
@@ -77,17 +78,17 @@ class Size:
         num, den = self.num, self.den
         for name, power in self.symbols:
             if name not in values:
-                hint = did_you_mean(name, values) or f"bind it: --set {name}=..."
+                hint = did_you_mean(name, values) or binding(name)
                 raise error(
                     f"unknown size '{name}'",
                     expected=f"one of: {', '.join(sorted(values)) or 'none is bound'}",
                     hint=hint,
                 )
             num, den = (num * values[name] ** power, den) if power > 0 else (num, den * values[name] ** -power)
-        if num % den:
+        if not den or num % den:
             given = ", ".join(f"{n}={values[n]}" for n, _ in self.symbols)
             raise error(
-                f"the size {self} is not whole for {given}: {num}/{den}",
+                f"the size {self} {'is not whole' if den else 'divides by zero'} for {given}: {num}/{den}",
                 hint=f"choose sizes so that {self} is an integer",
             )
         return num // den
@@ -107,6 +108,11 @@ class Size:
 ONE = Size()
 
 
+def binding(name: str) -> str:
+    """A hint how to bind a symbol."""
+    return f"bind it: sizes={{'{name}': ...}} in Python, --set {name}=... on the command line"
+
+
 @dataclass(frozen=True)
 class Division:
     """A size that must be whole, as something is cut in equal parts."""
@@ -124,19 +130,6 @@ def _combine(a: Size, b: Size, sign: int) -> Size:
         powers[name] = powers.get(name, 0) + sign * power
     common = gcd(num, den)
     return Size(num // common, den // common, tuple(sorted((n, p) for n, p in powers.items() if p)))
-
-
-def given_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
-    """The sizes of an argument of a call. Raises for anything but integers by name."""
-    if sizes is None:
-        return {}
-    if not isinstance(sizes, Mapping):
-        raise error(f"sizes={described(sizes)}", expected="integers by name, such as {'M': 4096}")
-    for name, size in sizes.items():
-        whole = isinstance(size, int) and not isinstance(size, bool)
-        if not isinstance(name, str) or not whole or not 0 <= size < 10**DIGITS:
-            raise error(f"the size {described(name)} is {described(size)}", expected="a positive integer")
-    return dict(sizes)
 
 
 def product(sizes: Iterable[Size]) -> Size:

@@ -6,13 +6,12 @@ import linecache
 import os
 import re
 import sys
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 
 from hostir.described import described, shortened
-from hostir.knobs import speaks
+from hostir.described import did_you_mean as did_you_mean  # messages are made with both
 
 WIDEST = 160  # characters: of a longer line, messages show a part
 LONGEST_WORD, LONGEST_TEXT = 240, 2000  # characters, likewise
@@ -95,7 +94,16 @@ UNCHECKED = "unchecked"  # the kind of the finding that orders were not looked a
 class Diagnostic:
     """One finding: what is wrong, where, what was expected, and what to do about it.
 
-    `kind` names what the checker found out about orders, memory and ranks; it is empty for all other mistakes.
+    `str(diagnostic)` is what a person should read.
+
+    Fields:
+        message: what is wrong.
+        span: where: its `file`, `line` and `column`, counted from 1; None where no place is known.
+        expected: what would have been right; empty where nothing is to be said, as `hint` may be.
+        hint: what to do about it.
+        notes: other places that have to do with it, each with a text.
+        level: `error` or `warning`.
+        kind: of what the checker found out about orders, memory and ranks; empty for all other mistakes.
     """
 
     message: str
@@ -127,7 +135,11 @@ class Diagnostic:
 
 
 class HostIRError(Exception):
-    """Raised for every mistake in a program, a text or a call. `str(error)` is what a person should read."""
+    """Raised for every mistake in a program, a text or a call. `str(error)` is what a person should read.
+
+    Fields:
+        diagnostics: the findings, one `hi.Diagnostic` each.
+    """
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
         self.diagnostics = diagnostics
@@ -150,32 +162,5 @@ def check_known(what: str, value: object, known: Iterable[str]) -> None:
     """Raises unless the value is one of the known words; `what` is what they name."""
     words = list(known)
     if not isinstance(value, str) or value not in words:
-        hint = did_you_mean(value, words) if isinstance(value, str) else ""
-        raise error(f"unknown {what} {described(value)}", expected=f"one of: {', '.join(words)}", hint=hint)
-
-
-_warned: set[tuple[str, str]] = set()
-
-
-def warn_once(key: str, warning: Diagnostic, category: type[Warning]) -> None:
-    """Warns once for a key and a message, on rank 0 only, at the line of the user's call."""
-    if not speaks() or (key, warning.message) in _warned:
-        return
-    _warned.add((key, warning.message))
-    warnings.warn(str(warning), category, stacklevel=_depth())
-
-
-def _depth() -> int:
-    """How many frames up the user's code is, for a warning raised by the caller."""
-    depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "hostir":
-        depth, frame = depth + 1, frame.f_back
-    return depth
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint naming the nearest known word, or an empty string when none is near."""
-    import difflib  # seldom needed, and not quickly loaded
-
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean '{near[0]}'?" if near else ""
+        expected = f"one of: {', '.join(words)}"
+        raise error(f"unknown {what} {described(value)}", expected=expected, hint=did_you_mean(value, words))

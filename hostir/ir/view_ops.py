@@ -56,7 +56,7 @@ class Reshape(ViewOp):
             raise self.fail(
                 f"reshape would move elements between ranks: {old} to {new}",
                 expected="every sharded axis to keep the elements of each rank",
-                hint="reshard first, or split the sharded axis so that its outer part is the mesh's size",
+                hint="change the sharding first, or split the sharded axis so that its outer part is the mesh's size",
             )
 
     def view(self, frame: Frame, x: Any) -> Any:

@@ -9,6 +9,7 @@ from hostir.described import described
 from hostir.ir import Phase, Program
 from hostir.ir.source import check_known, error, user_span
 from hostir.lower.communicate import Communicate
+from hostir.lower.dense import MakeDense
 from hostir.lower.fused import Fused
 from hostir.lower.interleave import Pipeline, Sequential
 from hostir.lower.memory import FreeBuffers, Tidy
@@ -54,6 +55,7 @@ def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
         Stagger(),
         FreeBuffers(),
         Tidy(),
+        MakeDense(),
     ]
 
 

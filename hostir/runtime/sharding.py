@@ -15,6 +15,7 @@ from hostir.ir.source import error
 from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.ir.types import FLAG, DType, Factor, Mesh, TensorType, bind_shape
 from hostir.ir.values import Value
+from hostir.runtime.tasks import check_seed
 from hostir.runtime.tensors import without_plain_memory
 
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, FLAG.name: torch.int32}
@@ -164,7 +165,7 @@ def bind_sizes(
     `inputs` are this rank's parts, or whole tensors where `rank` is None. Raises HostIRError for an input of the wrong
     number, shape, dtype or device (`device` None: any), and for a symbol that neither inputs nor `given` bind.
     """
-    sizes = solve_sizes(program, inputs, given or {}, rank=rank, device=device)
+    sizes = solve_sizes(program, inputs, program.given_sizes(given), rank=rank, device=device)
     program.check_sizes(sizes)
     return sizes
 
@@ -236,8 +237,9 @@ def _solve(size: Size, extent: int, sizes: Mapping[str, int]) -> tuple[str, int]
     for other, exponent in size.symbols:
         if other != name:
             num, den = num * sizes[other] ** max(0, -exponent), den * sizes[other] ** max(0, exponent)
-    root = round((num / den) ** (1 / power))
-    return name, max(root, 1)  # where it does not fit exactly, the comparison of shapes says so
+    if not den:
+        return None  # another symbol is 0, and any value would do for this one
+    return name, round((num / den) ** (1 / power))  # where it does not fit exactly, the comparison of shapes says so
 
 
 def _check_extents(
@@ -263,7 +265,7 @@ def random_inputs(
     Their standard deviation is 1, or 1/sqrt(K) for an input that reaches the right side of a matmul or linear with K
     contracted elements: products are then about 1 as well, and f16 does not overflow.
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(check_seed(seed) % (1 << 64))  # torch takes 64 bits
     scales = _scales(program, sizes)
 
     def normal(value: Value) -> torch.Tensor:

@@ -20,7 +20,7 @@ from hostir.choice.commands import platform_of
 from hostir.choice.decision import choose
 from hostir.choice.report import table
 from hostir.choice.verdict import Choice
-from hostir.ir import source
+from hostir.ir import notices
 
 ROOT = Path(__file__).parents[2]
 ROWS = "examples/patterns.py:allgather_matmul_rows"
@@ -30,7 +30,7 @@ LARGE = ("--ranks", "8", "--set", "S=1", "--set", "M=8192", "--set", "N=3584", "
 @pytest.fixture(autouse=True)
 def _at_the_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(ROOT)
-    source._warned.clear()
+    notices._told.clear()
     with knobs.scope(cache=tmp_path):
         yield
 
