@@ -30,6 +30,8 @@ TWO = [
     "what_is_told_again_is_another_exchange",
     "a_symmetric_output_is_the_callers",
     "results_go_where_the_caller_says",
+    "inputs_of_any_strides",
+    "no_rows_before_and_after_some",
     "racy_programs_are_refused",
     "ranks_that_share_something_else_are_refused",
     "different_programs_are_refused",
@@ -52,6 +54,7 @@ FOUR = [
     "sizes_leave_room_for_others",
     "a_plan_for_each_shape",
     "whole_tensors",
+    "no_rows_before_and_after_some",
     "a_trace_of_all_streams",
     "different_programs_are_refused",
 ]
