@@ -1,24 +1,32 @@
 """The command line: `hostir lower | check | run | tune | explain | ops`.
 
-Exit codes: 0 good; 1 a finding or a mismatch; 2 bad usage, or input that does not read or whose structure is unsound.
+Exit codes: 0 good; 1 a finding or a mismatch; 2 bad usage, or input that does not read or whose structure is unsound,
+or what cannot be written or allocated; 130 interrupted; 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import itertools
 import os
+import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
+import hostir
 from hostir import knobs
 from hostir.choice.verdict import CALLS
-from hostir.ir import HostIRError, Phase, Program, format_program, prove, verify
+from hostir.files import write
+from hostir.ir import HostIRError, Phase, Program, prove, verify
+from hostir.ir.printer import VERSION
 from hostir.ir.source import did_you_mean, error
 from hostir.loading import load
 from hostir.lower import AUTO, STRATEGIES, STREAMS, lower, passes_of
+from hostir.runtime.room import lacks_memory, out_of_memory
 
 FORMATS = ("hir", "nvfuser", "dot")
 DEVICES = ("cpu", "cuda")
@@ -26,17 +34,37 @@ REFUSED = "not run: 'hostir check --fix' adds what orders it, where it can; --no
 KERNELS = "auto, triton or aten (default: HOSTIR_KERNELS, or auto)"
 
 
+CHOICES = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
+UNKNOWN = re.compile(r"unrecognized arguments: (--\S+)")
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # what writing raises, and little else
+INTERRUPTED, UNREAD = 130, 141  # as shells call the ends by SIGINT and SIGPIPE
+LISTENING = 5.0  # seconds: by then who speaks for all has done so; whoever ends first makes a launcher end the others
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise error(message, hint=f"{self.prog} --help")
+        near = ""
+        if choices := CHOICES.search(message):
+            near = did_you_mean(choices[1], (choice.strip(" '") for choice in choices[2].split(",")))
+        elif unknown := UNKNOWN.search(message):
+            near = did_you_mean(unknown[1].partition("=")[0], self._every_option())
+        raise error(message, hint=near or f"{self.prog} --help")
+
+    def _every_option(self) -> set[str]:
+        """Its options and those of its commands."""
+        commands = [p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values()]
+        return {option for parser in (self, *commands) for option in parser._option_string_actions}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="hostir", description="Lowers, checks and runs sharded tensor programs.")
+    version = f"hostir {hostir.__version__} (text version {VERSION})"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
 
     source = _Parser(add_help=False)
-    source.add_argument("file", metavar="FILE[:NAME]", help="a .py with a fusion, a .hir text, or an nvFuser dump")
+    about = "a .py with a fusion, a .hir text, or an nvFuser dump; - reads a text from standard input"
+    source.add_argument("file", metavar="FILE[:NAME]", help=about)
     source.add_argument("--from", dest="form", choices=["hir", "nvfuser"], help="how to read a text (default: hir)")
     source.add_argument(
         "--set",
@@ -57,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     stages.add_argument("--after", metavar="PASS", help="print the program after this pass")
     stages.add_argument("--all", action="store_true", help="print the program after every pass")
     low.add_argument("--format", choices=FORMATS, default="hir")
-    low.add_argument("-o", dest="out", metavar="OUT", help="write to a file")
+    low.add_argument("-o", dest="out", metavar="OUT", help="write to a file; - is standard output")
 
     chk = commands.add_parser(
         "check", parents=[source, lowering], help="prove a program free of races, deadlocks and misuse of memory"
@@ -116,27 +144,83 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; every mistake is one message."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # whoever started this has closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for as long as the process lives
+    try:
+        code = _run_command(arguments)
+        sys.stdout.flush()  # here a full disk can still be told of
+        return code
+    except BrokenPipeError:
+        _drop(sys.stdout)
+        return UNREAD
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (OSError, UnicodeEncodeError) as problem:
+        if isinstance(problem, OSError) and problem.errno not in UNWRITABLE:
+            raise
+        _drop(sys.stdout)
+        _tell(str(error(f"cannot write the output: {getattr(problem, 'strerror', None) or problem}")))
+        return 2
+
+
+def _run_command(arguments: Sequence[str] | None) -> int:
     try:
         options = _parser().parse_args(arguments)
         return COMMANDS[options.command](options)
+    except SystemExit:  # of --help and --version
+        sys.stdout.flush()
+        raise
     except HostIRError as wrong:
-        findings = all(found.kind for found in wrong.diagnostics)
-        if not findings or os.environ.get("RANK", "0") == "0":  # all ranks find the same
-            # In one piece, as several ranks may be writing.
-            sys.stderr.write("".join(f"{text}\n" for text in (wrong, *getattr(wrong, "__notes__", ()))))
-        return 1 if findings else 2
+        return _refused(wrong)
     except knobs.KnobError as wrong:
-        print(f"error: {wrong}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _refused(error(str(wrong)))
+    except (MemoryError, RuntimeError) as problem:
+        if not lacks_memory(problem):
+            raise
+        return _refused(out_of_memory(problem))
+
+
+def _refused(wrong: HostIRError) -> int:
+    """Tells what is wrong, once where several processes find the same; returns the exit code."""
+    findings = all(found.kind for found in wrong.diagnostics)
+    rank = os.environ.get("RANK", "0")
+    if findings or not _on_its_own():  # the same on all ranks; on all of a host, as files may differ
+        rank = rank if findings else os.environ.get("LOCAL_RANK", rank)
+        if rank != "0":
+            time.sleep(LISTENING if "WORLD_SIZE" in os.environ else 0)
+            return 1 if findings else 2
+    # In one piece, as several ranks may be writing.
+    _tell("\n".join(map(str, (wrong, *getattr(wrong, "__notes__", ())))))
+    return 1 if findings else 2
+
+
+def _on_its_own() -> bool:
+    """Whether this rank has begun to do what others may not: until then, it only reads what all read."""
+    session = sys.modules.get("hostir.runtime.session")
+    return session is not None and session.begun
+
+
+def _tell(text: str) -> None:
+    try:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    except OSError:  # nobody can be told
+        _drop(sys.stderr)
+
+
+def _drop(stream: TextIO) -> None:
+    """Has the rest of what was written there, with which Python would fail at its end, go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _load(options: argparse.Namespace) -> tuple[Program, dict[str, int]]:
     file, colon, name = options.file.rpartition(":")
     if not colon or "." in name or "/" in name:  # the colon, if any, belongs to a path
         file, name = options.file, None
+    if colon and name == "":
+        raise error(f"{options.file} names no fusion behind the colon", expected="FILE or FILE:NAME")
     given: dict[str, str] = {}
     for item in options.given:
         key, equals, value = item.partition("=")
@@ -148,9 +232,14 @@ def _load(options: argparse.Namespace) -> tuple[Program, dict[str, int]]:
     world = os.environ.get("WORLD_SIZE")
     if world and options.ranks not in (None, int(world)):
         raise error(f"--ranks {options.ranks} under torchrun with {world} processes", hint="leave --ranks out")
-    program, sizes, told = load(
+    program, sizes, told, options.comments = load(
         file, name=name, form=options.form, given=given, ranks=options.ranks or (int(world) if world else None)
     )
+    if options.ranks not in (None, program.ranks):
+        hint = "leave --ranks out: a text has its meshes"
+        if file.endswith(".py"):
+            hint = "have a parameter 'ranks' of its function make the mesh, or leave --ranks out"
+        raise error(f"@{program.name} is for {program.ranks} ranks, not {options.ranks}", hint=hint)
     for diagnostic in told:
         _say(str(diagnostic).replace("error:", "note:", 1))
     return program, sizes
@@ -235,17 +324,11 @@ def _formatted(program: Program, form: str) -> str:
         from hostir.ir.dot import to_dot
 
         return to_dot(program)
-    return format_program(program, notes=True)
+    return str(program)
 
 
 def _write(text: str, out: str | None) -> int:
-    if out is None:
-        print(text, end="" if text.endswith("\n") else "\n")
-        return 0
-    try:
-        Path(out).write_text(text)
-    except OSError as problem:
-        raise error(f"cannot write {out}: {problem.strerror}") from None
+    write(text, out)
     return 0
 
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hostir.ir import Diagnostic, HostIRError, Phase, Program, Span, format_program
+from hostir.files import STANDARD, write
+from hostir.ir import Diagnostic, HostIRError, Phase, Program, Span
 from hostir.ir.check import check_structure
 from hostir.ir.check.findings import Finding
 from hostir.ir.check.orders import Analysis, analyse, look
 from hostir.ir.check.repair import difference, redundant, repair
-from hostir.ir.source import did_you_mean, error
+from hostir.ir.source import error
 
 
 def check_command(
@@ -32,9 +33,6 @@ def check_command(
             program = lowered()
         except HostIRError as refused:
             structure = list(refused.diagnostics)
-    if options.ranks not in (None, program.ranks):
-        hint = "give its function a parameter named 'ranks', or leave --ranks out"
-        raise error(f"@{program.name} is for {program.ranks} ranks, not {options.ranks}", hint=hint)
     sizes = _known(program, sizes)
     if options.fix:
         return _fix(program, sizes, options)
@@ -61,17 +59,15 @@ def _check_options(options: Namespace) -> None:
     if options.graph is not None and Path(options.graph).suffix != ".svg":
         raise error(f"--graph {options.graph}", expected="a file ending in .svg")
     for out in filter(None, (options.out, options.graph)):
+        if out == STANDARD:
+            continue
         if Path(out).is_dir() or not Path(out).absolute().parent.is_dir():
             raise error(f"cannot write {out}", expected="a file in a folder that exists")
 
 
 def _known(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
     """Those of the given sizes that the program has; raises for one that nobody has."""
-    names = program.size_names | {alias for alias, _ in program.aliases}
-    if unknown := sorted(sizes.keys() - names):
-        expected = f"one of: {', '.join(sorted(names)) or 'none'}"
-        hint = did_you_mean(unknown[0], names)
-        raise error(f"@{program.name} has no size '{unknown[0]}'", expected=expected, hint=hint)
+    sizes = program.given_sizes(sizes)
     return {name: value for name, value in sizes.items() if name in program.size_names}
 
 
@@ -109,10 +105,10 @@ def _fix(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
     repaired = repair(program, sizes, options.calls)
     changed = difference(program, repaired)
     print(changed or f"@{program.name}: nothing to repair", end="" if changed.endswith("\n") else "\n", file=sys.stderr)
-    if options.out is None:
-        print(format_program(repaired, notes=True), end="")
-    else:
-        _write(options.out, format_program(repaired, notes=True))
+    if options.comments:
+        said = f"the repaired program is without the comments of {options.file}: a program keeps none of its text's"
+        print(Diagnostic(said, level="note"), file=sys.stderr)
+    write(str(repaired), options.out)
     return 0
 
 
@@ -123,14 +119,7 @@ def _draw(program: Program, analysis: Analysis, out: str) -> None:
         return
     from hostir.ir.check.picture import draw  # loads networkx
 
-    _write(out, draw(program, analysis))
-
-
-def _write(out: str, text: str) -> None:
-    try:
-        Path(out).write_text(text)
-    except OSError as problem:
-        raise error(f"cannot write {out}: {problem.strerror}") from None
+    write(draw(program, analysis), out)
 
 
 def _print(program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str, int], options: Namespace) -> None:

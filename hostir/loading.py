@@ -10,16 +10,25 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from hostir.dsl import Fusion
+from hostir.files import check_readable, read
 from hostir.ir import Diagnostic, HostIRError, Program, parse
+from hostir.ir.sizes import DIGITS
 from hostir.ir.source import Span, did_you_mean, error, from_here
 
 
-def load(
-    file: str, *, name: str | None, form: str | None, given: Mapping[str, str], ranks: int | None
-) -> tuple[Program, dict[str, int], list[Diagnostic]]:
+class Loaded(NamedTuple):
+    """A program, the sizes that were given for it, what is worth telling of its file, and whether that has comments."""
+
+    program: Program
+    sizes: dict[str, int]
+    told: list[Diagnostic]
+    comments: bool
+
+
+def load(file: str, *, name: str | None, form: str | None, given: Mapping[str, str], ranks: int | None) -> Loaded:
     """Reads `FILE`.
 
     Args:
@@ -27,40 +36,27 @@ def load(
         name: which fusion of a `.py` to take.
         given: `--set` values by name: a function's parameters, or sizes.
         ranks: what a parameter named `ranks` gets.
-
-    Returns:
-        the program, the sizes that `given` binds, and what is worth telling of the file.
     """
+    check_readable(file)
     path = Path(file)
-    if path.is_dir():
-        inside = ", ".join(sorted(p.name for p in path.iterdir() if p.suffix in (".py", ".hir")))
-        raise error(f"{file} is a folder", expected="a file", hint=f"it holds {inside or 'no .py or .hir'}")
-    if not path.is_file():
-        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else [])
-        raise error(f"no such file: {file}", hint=near)
     if path.suffix == ".py":
         if form is not None:
             raise error(f"--from {form} says how to read a text, and {path.name} is Python", hint="leave it out")
         fusion, parameters = _from_python(path, name, given, ranks)
         program = fusion.program()
-        return program, _sizes(program, given, parameters), []
+        return Loaded(program, _sizes(program, given, parameters), [], False)
     if name:
         raise error(f"':{name}' picks a fusion of a .py file, and {path.name} is none")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise error(f"{file} is not a text", expected="a .py, a .hir or an nvFuser dump") from None
-    except OSError as problem:
-        raise error(f"cannot read {file}: {problem.strerror}") from None
+    text = read(file)
     if form == "nvfuser":
         from hostir.ir.nvfuser import read_nvfuser
 
         program, told = read_nvfuser(text, file)
-        return program, _sizes(program, given), told
+        return Loaded(program, _sizes(program, given), told, False)
     if text.lstrip().startswith("%HostIrContainer"):
         raise error(f"{file} is an nvFuser dump", hint="add --from nvfuser")
     program = parse(text, file)
-    return program, _sizes(program, given), []
+    return Loaded(program, _sizes(program, given), [], "//" in text)
 
 
 def _sizes(program: Program, given: Mapping[str, str], parameters: Sequence[str] = ()) -> dict[str, int]:
@@ -72,8 +68,10 @@ def _sizes(program: Program, given: Mapping[str, str], parameters: Sequence[str]
             known, what = [*parameters, *names], "parameter or size" if parameters else "size"
             expected, hint = f"one of: {', '.join(known) or 'none'}", did_you_mean(name, known)
             raise error(f"@{program.name} has no {what} '{name}'", expected=expected, hint=hint)
-        if not value.isdecimal() or int(value) < 1:
-            raise error(f"--set {name}={value}: not a size", expected="a positive integer")
+        if not value.isdecimal() or len(value) > DIGITS:
+            raise error(
+                f"--set {name}={value:.60}: not a size", expected=f"an integer from 0, of at most {DIGITS} digits"
+            )
     return {name: int(value) for name, value in left.items()}
 
 

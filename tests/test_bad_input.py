@@ -25,6 +25,7 @@ from hostir.__main__ import main
 ROOT = Path(__file__).parent.parent
 CASES = sorted(path for path in (ROOT / "tests" / "cases" / "bad").iterdir() if path.is_file())  # no __pycache__
 COMMENT = re.compile(r"^(?://|#) (\w+): (.*)$", re.MULTILINE)
+PYTHONS = re.compile(r"\bhi\.|\w=|set_device_mesh|parameter|t\.split")  # what a text does not have
 DEFAULT = {".hir": "check", ".py": "lower"}
 
 
@@ -53,6 +54,8 @@ def test_bad_input_gets_one_clear_diagnostic(
     for label in ("error", "expected", "hint", "note"):
         if label in said:
             assert re.search(rf"(^|\s){label}: [^\n]*{re.escape(said[label])}", shown.err), shown.err
+    for hint in re.findall(r"hint: (.*)", shown.err) if case.suffix == ".hir" else []:
+        assert "in Python" in hint or not PYTHONS.search(hint), hint
 
 
 def test_there_are_cases_of_every_kind() -> None:

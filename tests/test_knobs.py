@@ -118,7 +118,7 @@ def test_arguments_and_scopes_pass_the_check_of_the_environment() -> None:
 
 def test_an_unknown_name_in_a_scope_gets_a_suggestion() -> None:
     with (
-        pytest.raises(knobs.KnobError, match=r"no knob is called kernel: did you mean kernels\?"),
+        pytest.raises(knobs.KnobError, match=r"no knob is called kernel: did you mean 'kernels'\?"),
         knobs.scope(kernel=1),
     ):
         pass

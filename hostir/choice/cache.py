@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hostir.choice.platforms import Platform
-from hostir.choice.verdict import Candidate, warn_once
+from hostir.choice.verdict import Candidate
+from hostir.ir.notices import warn_once
 from hostir.ir.program import Program
 from hostir.ir.source import error
 from hostir.knobs import CACHE

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from hostir.choice.platforms import Platform
 from hostir.choice.verdict import Candidate, Impossible
+from hostir.described import described
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
+from hostir.ir.sizes import binding
 from hostir.ir.source import HostIRError, error
 from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.lower import STRATEGIES, lower
@@ -145,12 +147,12 @@ def fusion_of(given: object) -> Program:
     build = getattr(given, "program", None)
     program = given if isinstance(given, Program) or not callable(build) or isinstance(given, type) else build()
     if not isinstance(program, Program):
-        raise error(f"not a fusion: {given!r}", expected="a hostir.Fusion")
+        raise error(f"not a fusion: {described(given)}", expected="a hostir.Fusion")
     if program.phase is not Phase.FUSION:
         raise error(
             f"@{program.name} is a host program already",
             expected="a fusion, of which there is something to choose",
-            hint="hi.Executor(program) runs it",
+            hint="run it as it is: hi.Executor(program), or 'hostir run'",
         )
     return program
 
@@ -160,7 +162,7 @@ def check_ranks(fusion: Program, platform: Platform) -> None:
     if platform.ranks < fusion.ranks:
         raise error(
             f"@{fusion.name} is for {fusion.ranks} ranks, and there are {platform.ranks}",
-            hint="give its function a parameter named 'ranks', or start as many",
+            hint="build it for fewer, or take a machine with as many",
         )
 
 
@@ -170,9 +172,11 @@ def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
         raise error(
             f"what is fastest depends on the size '{missing[0]}' of @{fusion.name}, which is not bound",
             expected=f"every size that it is chosen for: {', '.join(sorted(fusion.size_names))}",
-            hint=f"sizes={{'{missing[0]}': ...}}, or --set {missing[0]}=... on the command line",
+            hint=binding(missing[0]),
         )
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise error(f"the size {name}={size!r} of @{fusion.name}", expected="a positive integer")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise error(
+                f"the size {name}={described(size)} of @{fusion.name}", expected="an integer that is not negative"
+            )
     fusion.check_sizes(sizes)

@@ -14,6 +14,7 @@ from hostir.knobs import KERNELS
 from hostir.lower import AUTO, STREAMS, HasProgram
 from hostir.lower import lower as lower_by
 from hostir.lower.passes import Watcher
+from hostir.lower.strategies import check_strategy
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,8 @@ def compile(
     from hostir.runtime.executor import Executor
 
     program = fusion_of(fusion)
-    given = dict(sizes or {})
+    check_strategy(strategy)
+    given = program.given_sizes(sizes)
     if strategy == AUTO:
         _refuse_streams(streams)
         choice = choose(program, sizes=given, kernels=kernels, machine=machine, calls=calls)
@@ -93,7 +95,9 @@ def chosen_for(
 
     _refuse_streams(streams)
     program = fusion_of(fusion)
-    choice = choose(program, sizes=bind_sizes(program, inputs, sizes), kernels=kernels, machine=machine)
+    choice = choose(
+        program, sizes=bind_sizes(program, inputs, program.given_sizes(sizes)), kernels=kernels, machine=machine
+    )
     return program_of(program, choice), choice.kernels
 
 

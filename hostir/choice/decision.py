@@ -22,11 +22,11 @@ from hostir.choice.verdict import (
     Impossible,
     Timing,
     ranked_by,
-    warn_once,
 )
 from hostir.ir.comm_ops import Communication
+from hostir.ir.notices import warn_once
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import HostIRError, check_known, error
 from hostir.knobs import KERNELS
 from hostir.lower import HasProgram, lower
 
@@ -56,9 +56,8 @@ def choose(
     from hostir.runtime.session import joined, launched
 
     program = fusion_of(fusion)
-    check_sizes(program, dict(sizes or {}))
-    if calls not in CALLS:
-        raise error(f"calls={calls!r}", expected=f"one of: {', '.join(CALLS)}")
+    check_sizes(program, program.given_sizes(sizes))
+    check_known("kind of calls", calls, CALLS)
     policy = KERNELS.get(kernels)
     name = machine_name(machine)
     platform = here(name, program.ranks)
@@ -81,8 +80,8 @@ _rounds: WeakKeyDictionary[object, itertools.count[int]] = WeakKeyDictionary()
 
 def machine_name(machine: str | None) -> str:
     """The machine that an `Executor` would take: under torchrun what the device calls for, else simulated ranks."""
-    if machine not in (None, "local", "gloo", "cuda"):
-        raise error(f"unknown machine '{machine}'", expected="one of: local, gloo, cuda")
+    if machine is not None:
+        check_known("machine", machine, ("local", "gloo", "cuda"))
     from hostir.runtime.session import joined, launched
 
     if machine is not None:

@@ -116,7 +116,10 @@ def _facts(machine: str, device: int) -> dict[str, Any]:
     if machine == GLOO:
         return {**facts, "name": f"{python_platform.machine()} CPU of {os.cpu_count()} cores"}
     if device >= torch.cuda.device_count():
-        raise error(f"this host has {torch.cuda.device_count()} GPUs, not {device + 1}", hint="name one: --machine")
+        raise error(
+            f"this host has {torch.cuda.device_count()} GPUs, not {device + 1}",
+            hint="'hostir explain --machine' chooses for a machine that is not here",
+        )
     versions |= {"triton": _version("triton"), "driver": str(_driver()), "nccl": _nccl()}
     others = [n for n in range(torch.cuda.device_count()) if n != device]
     blocked = [n for n in others if not torch.cuda.can_device_access_peer(device, n)]

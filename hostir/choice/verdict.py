@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 MEASURED, ESTIMATED, ASKED_FOR, FALLBACK = "measured", "estimated", "asked for", "fallback"
-
-
-class FallbackWarning(UserWarning):
-    """A fusion runs by another strategy than the machine or the sizes would let one hope for."""
 
 
 @dataclass(frozen=True)
@@ -140,22 +134,3 @@ class Choice:
             tuple(Impossible(**{**it, "candidate": Candidate(**it["candidate"])}) for it in data["impossible"]),
             tuple(data["notes"]),
         )
-
-
-_told: set[tuple[str, str]] = set()
-
-
-def warn_once(key: str, messages: Iterable[str], category: type[Warning] = FallbackWarning) -> None:
-    """Warns of each message once for a key, at the line of the user's call."""
-    for message in messages:
-        if (key, message) not in _told:
-            _told.add((key, message))
-            warnings.warn(message, category, stacklevel=_depth())
-
-
-def _depth() -> int:
-    """How many frames up the user's code is, for a warning raised by the caller."""
-    depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "hostir":
-        depth, frame = depth + 1, frame.f_back
-    return depth

@@ -16,6 +16,7 @@ from hostir.ir.layout import Mark, flat_marks, leads
 from hostir.ir.machine import Exchange, Move, meshes_of
 from hostir.ir.op import BOTH, DefineIf, Name, Phase, Read, Statement, Write, statement
 from hostir.ir.sizes import Size, product
+from hostir.ir.source import did_you_mean
 from hostir.ir.types import Mesh, TensorType
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class Communication(Statement):
             return
         if frame[self.out] is None and frame.here(self.out.tensor.mesh):
             frame[self.out] = frame.machine.allocate(frame.shape(self.out.tensor), self.out.tensor.dtype)
+        if frame.empty(self.out):
+            return
         rank = frame.machine.rank
         exchange = Exchange(self.keyword(), ()) if rank is None else self.exchange(rank)
         handle = frame.machine.communicate(exchange, frame[self.x], frame[self.out])
@@ -105,9 +108,10 @@ class Collective(Communication):
     def mesh(self) -> Mesh:
         mesh = self.x.tensor.mesh
         if mesh is None or mesh != self.out.tensor.mesh or self.over not in mesh.axes:
-            known = ", ".join(mesh.axes) if mesh else "none"
+            known = mesh.axes if mesh else ()
+            expected, hint = f"one of: {', '.join(known) or 'none'}", did_you_mean(self.over, known)
             raise self.fail(
-                f"no mesh axis '{self.over}' shared by {self.x} and {self.out}", expected=f"one of: {known}"
+                f"no mesh axis '{self.over}' shared by {self.x} and {self.out}", expected=expected, hint=hint
             )
         return mesh
 
@@ -230,7 +234,9 @@ class Transfer(Communication):
     def _meshes(self) -> tuple[Mesh, Mesh]:
         source, target = self.x.tensor.mesh, self.out.tensor.mesh
         if source is None or target is None:
-            raise self.fail(f"{self.keyword()} needs a mesh on both sides", hint="set_device_mesh on both tensors")
+            raise self.fail(
+                f"{self.keyword()} needs a mesh on both sides", hint="say for both tensors on which mesh they lie"
+            )
         return source, target
 
     def moves(self, source: Mesh, target: Mesh) -> tuple[Move, ...]:

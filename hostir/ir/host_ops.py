@@ -141,7 +141,8 @@ class Chunk(ViewOp):
     def view(self, frame: Frame, x: Any) -> Any:
         index, count = frame.index(self.index), self.count.bind(frame.sizes)
         if not 0 <= index < count:
-            raise self.fail(f"piece {index} is outside axis {self.axis} of {self.x}", expected=f"0 to {count - 1}")
+            pieces = f"0 to {count - 1}" if count else f"{self.count} of at least 1"
+            raise self.fail(f"piece {index} is outside axis {self.axis} of {self.x}", expected=pieces)
         whole = frame.machine.rank is None
         return frame.machine.chunk(x, self.axis, self._cut()[0].bind(frame.sizes) if whole else 1, count, index)
 
@@ -169,6 +170,30 @@ class AsPartial(ViewOp):
 
     def view(self, frame: Frame, x: Any) -> Any:
         return x
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(ViewOp):
+    """The same elements in dense memory: `x` itself where it is dense at run time, else a copy of it.
+
+    `x` is an input, or a view of one: only the caller knows the strides of those. A copy is made on the current stream
+    and lasts until the end of the call. As nobody can tell it from `x`, no statement writes the input or the result.
+
+    Example: %y: f32[8@didx, 32] = dense %x: f32[8@didx, 32]
+    """
+
+    phases: ClassVar[frozenset[Phase]] = HOST
+    syntax = "{out} = dense {x}"
+
+    def infer(self) -> TensorType:
+        return self.x.tensor
+
+    def verify(self) -> None:
+        self.infer()
+
+    def view(self, frame: Frame, x: Any) -> Any:
+        return frame.machine.dense(x)
 
 
 @statement

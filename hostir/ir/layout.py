@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hostir.ir.op import Statement
     from hostir.ir.values import Value
 
+MEET = "bring both to one sharding: 'reshard' does in a fusion, a communication in a host program"
 Mark = tuple[str, Size, int]  # mesh axis, elements' blocks outside it, number of ranks
 
 
@@ -37,12 +38,12 @@ def join(
             elif (to >= 0 and axes[to] != axis) or (to < -1 and axis.marks):
                 raise op.fail(
                     f"{value} lies over the mesh otherwise than the other operands: {axis} meets {axes[to]}",
-                    hint="reshard one of them",
+                    hint=MEET,
                 )
     if any(axis != summed[0][1] for _, axis in summed):
         raise op.fail(
             "the contracted axes lie over the mesh differently: " + " and ".join(f"{v} has {a}" for v, a in summed),
-            hint="reshard one of them",
+            hint=MEET,
         )
     partial = summed[0][1].marks if summed else ()
     full = tuple(axis or Axis.of(size) for axis, size in zip(axes, shape, strict=True))

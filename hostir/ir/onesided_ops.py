@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hostir.ir.op import Body, Define, Index, Int, Name, Read, Statement, Use, Write, statement
+from hostir.ir.source import did_you_mean
 from hostir.ir.types import FLAG, Kind, Mesh, TensorType
 from hostir.ir.values import Value
 
@@ -32,9 +33,9 @@ def mesh_over(op: Statement, x: Value, over: str) -> Mesh:
     """The mesh of a tensor, which has the axis `over`; raises where it has none."""
     mesh = x.tensor.mesh
     if mesh is None or over not in mesh.axes:
-        raise op.fail(
-            f"the mesh of {x} has no axis '{over}'", expected=f"one of: {', '.join(mesh.axes) if mesh else 'none'}"
-        )
+        known = mesh.axes if mesh else ()
+        expected, hint = f"one of: {', '.join(known) or 'none'}", did_you_mean(over, known)
+        raise op.fail(f"the mesh of {x} has no axis '{over}'", expected=expected, hint=hint)
     return mesh
 
 
@@ -167,6 +168,8 @@ class Copy(Statement):
         if not frame.here(self.remote.tensor.mesh):
             return
         me, peer = own_rank(self, frame), peer_of(self, frame, self.remote, self.over, self.peer)
+        if frame.empty(self.out):
+            return
         # `put %x -> %x at ...` names one view twice: which of the two is the peer's is the class's to say.
         source, target = (peer, me) if isinstance(self, Get) else (me, peer)
         frame.machine.copy(frame[self.x], frame[self.out], source=source, target=target, sms=self.multiprocessors)

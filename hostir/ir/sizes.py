@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd
 
+from hostir.described import described
 from hostir.ir.source import HostIRError, Span, did_you_mean, error
 
 DIGITS = 18  # of the integers in a size: what fits in 64 bits
+LONGEST = 1000  # characters of a size's text
 _TERM = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*))\s*")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Size:
     """A monomial `num * symbols / den`, in lowest terms: `4096`, `M`, `M/8`, `4*M*K`."""
 
@@ -29,13 +31,16 @@ class Size:
             return value
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise error(
-                f"a size must be an integer or a name, not {value!r}", span, expected="such as 4096, 'M', 'M/8'"
+                f"a size must be an integer or a name, not {described(value)}",
+                span,
+                expected="such as 4096, 'M', 'M/8'",
             )
         if isinstance(value, int):
             if abs(value) >= 10**DIGITS:
                 raise _too_long(span)
             if value < 1:
-                raise error(f"a size must be at least 1, not {value}", span)
+                hint = "give the size a name, such as 'M', which may be 0 in a call" if value == 0 else ""
+                raise error(f"a size must be at least 1, not {value}", span, hint=hint)
             return Size(value)
         return _parse(value, span)
 
@@ -73,17 +78,17 @@ class Size:
         num, den = self.num, self.den
         for name, power in self.symbols:
             if name not in values:
-                hint = did_you_mean(name, values) or f"bind it: --set {name}=..."
+                hint = did_you_mean(name, values) or binding(name)
                 raise error(
                     f"unknown size '{name}'",
                     expected=f"one of: {', '.join(sorted(values)) or 'none is bound'}",
                     hint=hint,
                 )
             num, den = (num * values[name] ** power, den) if power > 0 else (num, den * values[name] ** -power)
-        if num % den:
+        if not den or num % den:
             given = ", ".join(f"{n}={values[n]}" for n, _ in self.symbols)
             raise error(
-                f"the size {self} is not whole for {given}: {num}/{den}",
+                f"the size {self} {'is not whole' if den else 'divides by zero'} for {given}: {num}/{den}",
                 hint=f"choose sizes so that {self} is an integer",
             )
         return num // den
@@ -97,8 +102,15 @@ class Size:
             down.insert(0, str(self.den))
         return "/".join(["*".join(up), *down])
 
+    __repr__ = __str__  # as in the text, also where a shape is printed
+
 
 ONE = Size()
+
+
+def binding(name: str) -> str:
+    """A hint how to bind a symbol."""
+    return f"bind it: sizes={{'{name}': ...}} in Python, --set {name}=... on the command line"
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,8 @@ def product(sizes: Iterable[Size]) -> Size:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str, span: Span | None) -> Size:
+    if len(text) > LONGEST:
+        raise error(f"a size of {len(text)} characters", span, expected=f"at most {LONGEST}")
     result, operator, rest = ONE, "*", text
     while True:
         term = _TERM.match(rest)

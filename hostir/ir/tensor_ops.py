@@ -32,6 +32,7 @@ from hostir.ir.op import (
     statement,
 )
 from hostir.ir.sizes import Division, Size, product
+from hostir.ir.source import did_you_mean
 from hostir.ir.types import DTYPES, DType, TensorType
 from hostir.ir.values import ZERO, Value
 
@@ -85,7 +86,7 @@ class TensorOp(Statement):
         if len(meshes) > 1:
             raise self.fail(
                 f"operands of {self.keyword()} lie on different meshes: {', '.join(sorted(meshes))}",
-                hint="move one of them with hi.reshard",
+                hint="reshard one of them to the mesh of the other",
             )
 
     def evaluate(self, frame: Frame) -> None:
@@ -93,8 +94,14 @@ class TensorOp(Statement):
             return
         if frame[self.out] is None:  # in a fusion the result is a new value
             frame[self.out] = frame.machine.allocate(frame.shape(self.out.tensor), self.out.tensor.dtype)
+        if frame.empty(self.out):
+            self.pass_over(frame)
+            return
         operands = [frame[value] for value in self._operands_or_none()]
         frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(frame))
+
+    def pass_over(self, frame: Frame) -> None:
+        """What is left to do where the result has no elements."""
 
     def in_place(self, operand: int) -> bool:
         """Where each element of the operand is read for that of the result, and for no other."""
@@ -118,7 +125,8 @@ def same_dtype(op: Statement, values: Sequence[Value]) -> DType:
             raise op.fail(
                 f"mixed dtypes: {first} is {first.tensor.dtype}, {other} is {other.tensor.dtype}",
                 expected="operands of one dtype",
-                hint=f"hi.cast one of them, such as hi.cast({other.name}, '{first.tensor.dtype}')",
+                hint=f"cast one of them: hi.cast({other.name}, '{first.tensor.dtype}') in Python, "
+                f"'cast {other} to {first.tensor.dtype}' in a text",
             )
     return first.tensor.dtype
 
@@ -179,6 +187,16 @@ class Contraction(TensorOp):
             blocks = self.ready.tensor.shape[0]
             why = f"the rows of {self.a} are {blocks} equal blocks, one for each flag of {self.ready}"
             yield Division(product(self.a.tensor.local_shape[:-1]) / blocks, why, self.span)
+
+    def pass_over(self, frame: Frame) -> None:
+        """It waits for the flags, which peers raise all the same."""
+        if self.ready is None:
+            return
+        blocks = self.ready.tensor.shape[0].bind(frame.sizes)  # 0 where the flags are as many as blocks of no rows
+        first, epoch = frame.index(self.first), epoch_of(self, frame, self.epoch)
+        for block in range(blocks):
+            if self.own is None or block != first:
+                frame.machine.wait_signal(frame[self.ready], block, epoch)
 
     def options(self, frame: Frame) -> dict[str, Any]:
         """What it waits for, if anything. Raises where flags do not divide the rows, or own rows are no block."""
@@ -376,7 +394,8 @@ class Cast(Unary):
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         if self.dtype not in DTYPES:
-            raise self.fail(f"unknown dtype '{self.dtype}'", expected=f"one of: {', '.join(DTYPES)}")
+            expected, hint = f"one of: {', '.join(DTYPES)}", did_you_mean(self.dtype, DTYPES)
+            raise self.fail(f"unknown dtype '{self.dtype}'", expected=expected, hint=hint)
         return DTYPES[self.dtype], self.x.tensor.shape
 
 

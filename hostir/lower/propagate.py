@@ -111,7 +111,7 @@ def _one_mesh(op: TensorOp) -> Sequence[TensorType]:
         where = ", ".join(f"{v} on {v.tensor.mesh}" for v in op.operands)
         raise op.fail(
             f"operands of {op.keyword()} lie on different meshes: {where}",
-            hint="move one of them with hi.reshard, or set_device_mesh on the result",
+            hint="reshard one of them, by hi.reshard in Python, or say on which mesh the result lies",
         )
     return types
 

@@ -151,7 +151,10 @@ def why_not(s: Statement, place: Place, places: dict[str, Place]) -> str | None:
 
 
 def _refusal(s: Statement, reason: str) -> HostIRError:
-    hint = "put the Stream part inside the sharded one: t.split(0, ranks), t.split(1, S), and Stream on axis 1"
+    hint = (
+        "put the Stream part inside the sharded one: in Python t.split(0, ranks), t.split(1, S), and Stream on axis 1; "
+        "in a text as in '(4@didx 2@stream 8)'"
+    )
     return s.fail(f"the pipeline cannot slice {s.keyword()}: {reason}", hint=hint)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from hostir.runtime.local import LocalMachine, rehearse
 from hostir.runtime.local_rank import Parts
 from hostir.runtime.reference import reference
 from hostir.runtime.rehearsal import rehearsed
+from hostir.runtime.room import Room, free_here, of_host
 from hostir.runtime.session import Session, launched, session
 from hostir.runtime.sharding import assemble, random_inputs, shard
 from hostir.runtime.trace import Event, Trace
@@ -48,21 +50,35 @@ def run_command(source: Program, program: Program, sizes: dict[str, int], option
     if launched():
         if options.schedule_seed:
             raise error("--schedule-seed is of simulated ranks", hint="real ones run in the order that they come to")
+        if (world := int(os.environ["WORLD_SIZE"])) < program.ranks:
+            hint = f"torchrun --nproc-per-node {program.ranks}; without torchrun, ranks are simulated"
+            raise error(f"@{program.name} is for {program.ranks} ranks, and there are {world}", hint=hint)
+        _check_room(program, sizes, options.device)
         with session(options.device) as joined:
             assert joined is not None
             return _on_ranks(joined, source, program, sizes, options, trace)
     if options.device == "cuda":
         hint = "start real ranks: torchrun --nproc-per-node N -m hostir run ..."
         raise error("simulated ranks run on the CPU", hint=hint)
-    if options.ranks is not None and options.ranks != program.ranks:
-        hint = "give its function a parameter named 'ranks', or leave --ranks out"
-        raise error(f"@{program.name} is for {program.ranks} ranks, not {options.ranks}", hint=hint)
     return _simulated(source, program, sizes, options, trace)
 
 
 def _check_trace(path: str | None) -> None:
     if path and Path(path).suffix not in (".json", ".svg"):
         raise error(f"--trace {path}", expected="a file ending in .json (Perfetto) or .svg (picture)")
+
+
+def _check_room(program: Program, sizes: dict[str, int], device: str | None) -> None:
+    """Refuses sizes for which the memory of this rank's GPU, or of its host for all ranks there, is too small."""
+    room = Room(program, sizes)
+    local, ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if device != "cpu" and torch.cuda.is_available():
+        if local < torch.cuda.device_count():  # else the session says so
+            there = torch.cuda.get_device_properties(local).total_memory
+            room.check(max(room.ranks) + room.inputs, there, "on a GPU", "what it has")
+        return
+    total = sum(sorted(room.ranks)[-max(ranks, 1) :]) + max(ranks, 1) * room.inputs
+    room.check(total, of_host(), f"on this host for {max(ranks, 1)} ranks", "what it has", " on each")
 
 
 def _write_trace(trace: Trace | None, path: str | None) -> None:
@@ -92,6 +108,11 @@ def _simulated(
     seen: list[str] = []
     # A trace shows one call; under a seed of its own all calls are one schedule.
     together = 1 if trace is not None else options.repeat if options.schedule_seed else TOGETHER
+    room, there = Room(program, sizes, frees=False), free_here()
+    a_call = sum(room.ranks) + room.inputs
+    room.check(a_call, there, f"on {program.ranks} simulated ranks", "what is free here")
+    if not options.schedule_seed:
+        together = max(1, min(together, there // max(a_call, 1)))
     for first in _turns(range(0, options.repeat, together), f"@{program.name}"):
         turns = range(first, min(first + together, options.repeat))
         calls = [random_inputs(program, sizes, options.seed + turn) for turn in turns]

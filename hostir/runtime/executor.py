@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from hostir.described import described
 from hostir.ir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import HostIRError, check_known, error, user_span
 from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
 from hostir.runtime.agreement import Agreement
 from hostir.runtime.calls import is_running
@@ -23,7 +24,7 @@ from hostir.runtime.dynamo import untraced
 from hostir.runtime.gloo import GlooMachine, GlooPlan
 from hostir.runtime.graphs import Graphs, Where, is_stale
 from hostir.runtime.inplace import places
-from hostir.runtime.inputs import check_apart, check_local, refuse_gradients, sizes_of, written_inputs
+from hostir.runtime.inputs import check_apart, check_local, refuse_gradients, sizes_of, tell_copies, written_inputs
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_local
 from hostir.runtime.outputs import Key, addresses, check_out, look, sequence_of, unwritable
@@ -33,6 +34,7 @@ from hostir.runtime.recorder import record
 from hostir.runtime.session import Groups, Session, forked_from, joined, launched
 from hostir.runtime.sharding import bind_sizes
 from hostir.runtime.streams import queues
+from hostir.runtime.tasks import check_seed
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.trace import Trace
 from hostir.runtime.watchdog import Watchdog
@@ -102,18 +104,22 @@ class Executor:
         compare_calls: bool | None = None,
     ) -> None:
         if not isinstance(program, Program):
-            raise error(f"not a host program: {program!r}", expected="what hi.lower or hi.parse gives", hint=LOWER)
+            raise error(
+                f"not a host program: {described(program)}", expected="what hi.lower or hi.parse gives", hint=LOWER
+            )
         if program.phase is not Phase.HOST:
             raise error(f"@{program.name} is a fusion", expected="a host program", hint=LOWER)
-        if machine not in (None, "local", *DEVICES):
-            raise error(f"unknown machine '{machine}'", expected="one of: local, gloo, cuda")
+        if machine is not None:
+            check_known("machine", machine, ("local", *DEVICES))
+        if trace is not None and not isinstance(trace, Trace):
+            raise error(f"trace is {described(trace)}", user_span(), expected="a hostir.Trace, or None")
         self.program = program
         self.check = check
-        self.sizes = dict(sizes or {})
+        self.sizes = program.given_sizes(sizes)
         if check and verify(program).size_names <= self.sizes.keys():
             prove(program, self.sizes)
         self.kernels = KERNELS.get(kernels)
-        self.seed = seed
+        self.seed = check_seed(seed)
         self.trace = trace
         self.timeout = TIMEOUT.get(timeout)
         self.plans = Plans()
@@ -156,7 +162,7 @@ class Executor:
         if size < self.program.ranks:
             raise error(
                 f"rank {self.rank}: @{self.program.name} runs on {self.program.ranks} ranks, and there are {size}",
-                hint=f"start it with torchrun --nproc-per-node {self.program.ranks}, or use machine='local'",
+                hint=f"torchrun --nproc-per-node {self.program.ranks} starts as many; without it ranks are simulated",
             )
         table = kernel_table(self.kernels, device.type)
         groups = self.session.groups if self.session else Groups(0, device)
@@ -177,7 +183,19 @@ class Executor:
     # Running ------------------------------------------------------------------------------------------------------
     @untraced
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
-        """One run. Raises HostIRError for tensors that do not fit, and naming the statement that raised."""
+        """One run.
+
+        Raises HostIRError for tensors that do not fit, before anything runs; and for a statement that failed, which it
+        names.
+
+        Args:
+            inputs: this rank's part of each input, in order, None where it holds none; on the local machine a list of
+                parts for each.
+            out: one tensor, or one for each output, to write into; fresh ones unless given.
+
+        Returns:
+            this rank's part of each output; on the local machine a list of parts for each.
+        """
         if self.machine == "local":
             check_local(self.program, self._written, inputs, self.sizes)
             if self.check and (bound := sizes_of(self.program, inputs, self.sizes)) is not None:
@@ -358,6 +376,8 @@ class Executor:
             raise
         self._begin(sizes, planned=False, places=places)
         self._agreement.reach(sizes)
+        if self.rank == 0:
+            tell_copies(recording)
         with torch.inference_mode(False):  # what a plan holds is for calls in any mode
             if isinstance(machine, GlooMachine):
                 return machine.plan(recording, self.trace)

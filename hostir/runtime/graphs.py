@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from hostir.ir.source import HostIRError, error
-from hostir.runtime.plan import Collective, Messages, Recording
+from hostir.runtime.plan import Allocate, Collective, Free, Messages, Recording, Synchronize, View
 from hostir.runtime.streams import current, own_stream
 from hostir.runtime.watchdog import headline
 
@@ -54,8 +54,13 @@ def is_stale(plan: Any) -> bool:
     return plan.memory is not None and plan.memory.gone
 
 
+HOST_ONLY = (Allocate, Free, View, Synchronize)  # nothing of these is in a graph
+
+
 def uniform_only(recording: Recording) -> str:
     """Why a rank may not capture this by itself; empty where it may."""
+    if all(isinstance(op, HOST_ONLY) for op in recording.ops):
+        return "nothing runs with these sizes, and torch warns of an empty graph"
     op = next((op for op in recording.ops if isinstance(op, Collective | Messages)), None)
     if op is None:
         return ""

@@ -26,8 +26,9 @@ from hostir.runtime.local_onesided import Symmetric, meet
 from hostir.runtime.local_rank import Parts, RankMachine
 from hostir.runtime.messages import pair
 from hostir.runtime.outputs import check_apart, check_given, sequence_of
+from hostir.runtime.room import memory_for
 from hostir.runtime.sharding import bind_sizes, shard, solve_sizes
-from hostir.runtime.tasks import Flag, Task, execute, program_order, random_order, times
+from hostir.runtime.tasks import Flag, Task, check_seed, execute, program_order, random_order, times
 from hostir.runtime.trace import Trace
 from hostir.runtime.watch import Watch
 
@@ -70,6 +71,7 @@ class LocalMachine:
         Raises HostIRError, naming ranks and statements, where ranks differ in what they issue together, where a
         statement raises, where all that is left waits for each other, and for what `watch` sees.
         """
+        check_seed(seed)
         if not self.tasks:
             self._meet()
         self.memory.reset()
@@ -199,13 +201,15 @@ def rehearse(
         raise error(f"@{program.name} is a fusion", expected="a host program", hint="lower it first")
     machine = LocalMachine([program] * program.ranks, kernels, dtype, device)
     bound: dict[str, int] = {}
-    for number, inputs in enumerate(calls):
-        parts, found = _distribute(program, inputs, sizes or {}, device)
-        if number and found != bound:
-            raise error(f"call {number + 1} of @{program.name} has other sizes", expected=f"those of call 1, {bound}")
-        bound = found
-        for rank in machine.ranks:
-            rank.plan(bound, [part[rank.rank] for part in parts])
+    with memory_for(f"@{program.name} on {program.ranks} simulated ranks"):
+        for number, inputs in enumerate(calls):
+            parts, found = _distribute(program, inputs, sizes or {}, device)
+            if number and found != bound:
+                expected = f"those of call 1, {bound}"
+                raise error(f"call {number + 1} of @{program.name} has other sizes", expected=expected)
+            bound = found
+            for rank in machine.ranks:
+                rank.plan(bound, [part[rank.rank] for part in parts])
     return machine
 
 
@@ -297,7 +301,7 @@ def _distribute(
         pairs = zip(program.inputs, whole, strict=True)
         return [[shard(x, v.tensor, rank, sizes) for rank in ranks] for v, x in pairs], sizes
     parts = [x for x in inputs if not isinstance(x, torch.Tensor)]
-    if whole or any(len(part) != len(ranks) for part in parts):
+    if whole or any(not isinstance(part, list | tuple) or len(part) != len(ranks) for part in parts):
         raise error(
             f"the inputs of @{program.name} are neither all whole nor all in parts",
             expected=f"tensors, or lists of {len(ranks)} parts",

@@ -1,6 +1,6 @@
 """This process as one rank of a torchrun job: its device, its process groups, its watchdog.
 
-    with hostir.runtime.session.session():      # or nothing: the first executor opens one until the process ends
+    with hi.session():      # or nothing: the first executor opens one until the process ends
         outputs = Executor(program)(a_local, b)
 
 A process group that the program has initialised itself is used and left as it is.
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import HostIRError, did_you_mean, error
 from hostir.knobs import KEEPALIVE, TIMEOUT
 from hostir.runtime.calls import ALIKE, PAGE, Calls
 from hostir.runtime.graphs import Graphs
@@ -42,6 +42,7 @@ PARTING = 10.0  # seconds that destroying the process groups may take
 _current: Session | None = None
 _parents: Session | None = None  # of the rank that this process was forked from
 _sessions = itertools.count()
+begun = False  # whether this process has set out to meet others: what it finds wrong from then on may be its own
 # Where the job's store is whose launcher has none, by the place to meet; rank 0 keeps the server.
 _servers: dict[tuple[str, str, str], tuple[str, int, Any]] = {}
 
@@ -96,7 +97,14 @@ class Groups:
 
 
 class Session:
-    """One rank: `rank` of `size`, its `device`, and what it shares with the others."""
+    """This process as a rank of the job: what `with hi.session() as job` gives.
+
+    Fields:
+        rank: of this process, from 0.
+        size: the number of ranks in the job.
+        device: of this rank, a `torch.device`: `cpu`, or the GPU numbered by LOCAL_RANK.
+        timeout: seconds that a rank waits for others before the job ends.
+    """
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.device = device
@@ -224,10 +232,15 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def session(device: str | None = None, timeout: float | None = None) -> Iterator[Session | None]:
-    """Joins the job that torchrun started, on `device` ("cpu" or "cuda"; left out: CUDA where there is any).
+    """Joins the job that torchrun started, and leaves it at the end of the `with`: docs/sessions.md.
 
-    Gives None outside torchrun, where executors simulate their ranks. Inside another session, gives that one.
-    `timeout` is in seconds; see the knob HOSTIR_TIMEOUT.
+    Gives the `hi.Session`; None outside torchrun, where executors simulate their ranks. Inside another session, gives
+    that one. Leaving waits for the other ranks, unless an exception ends the block. Raises HostIRError where ranks do
+    not come, there is no such device, and in a process that was forked from a rank.
+
+    Args:
+        device: `cpu` or `cuda`; CUDA where there is any, unless given.
+        timeout: seconds that a rank waits for others; see the knob HOSTIR_TIMEOUT.
     """
     if _current is not None or not launched():
         yield _current
@@ -289,17 +302,22 @@ def forked_from(rank: int) -> HostIRError:
 
 
 def _open(device: str | None, timeout: float | None) -> Session:
-    global _current
+    global _current, begun
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in BACKENDS:
-        raise error(f"unknown device '{kind}'", expected=f"one of: {', '.join(BACKENDS)}")
+        expected, hint = f"one of: {', '.join(BACKENDS)}", did_you_mean(kind, BACKENDS)
+        raise error(f"unknown device '{kind}'", expected=expected, hint=hint)
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     if kind == "cuda" and not torch.cuda.is_available():
-        raise error("there is no CUDA GPU here", hint="--device cpu runs the same ranks with gloo")
+        raise error(
+            "there is no CUDA GPU here",
+            hint="run on CPUs, with gloo: machine='gloo' in Python, --device cpu on the command line",
+        )
+    begun = True
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
         raise error(
             f"rank {os.environ['RANK']} is number {local_rank} on its host, which has {torch.cuda.device_count()} GPUs",
-            hint="start one process a GPU: --nproc-per-node",
+            hint="start one process a GPU",
         )
     where = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     _current = Session(where, TIMEOUT.get(timeout))

@@ -7,6 +7,7 @@ from itertools import product
 
 import torch
 
+from hostir.described import described
 from hostir.ir.op import Codec
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
@@ -14,7 +15,8 @@ from hostir.ir.source import error
 from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.ir.types import FLAG, DType, Factor, Mesh, TensorType, bind_shape
 from hostir.ir.values import Value
-from hostir.runtime.tensors import shown, without_plain_memory
+from hostir.runtime.tasks import check_seed
+from hostir.runtime.tensors import without_plain_memory
 
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, FLAG.name: torch.int32}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -163,7 +165,7 @@ def bind_sizes(
     `inputs` are this rank's parts, or whole tensors where `rank` is None. Raises HostIRError for an input of the wrong
     number, shape, dtype or device (`device` None: any), and for a symbol that neither inputs nor `given` bind.
     """
-    sizes = solve_sizes(program, inputs, given or {}, rank=rank, device=device)
+    sizes = solve_sizes(program, inputs, program.given_sizes(given), rank=rank, device=device)
     program.check_sizes(sizes)
     return sizes
 
@@ -208,7 +210,7 @@ def _check_input(
         return False
     what = f"input {value}" if rank is None else f"input {value} of rank {rank}"
     if not isinstance(tensor, torch.Tensor):
-        raise error(f"{what} is {shown(tensor)}", value.span, expected=f"a tensor {type}")
+        raise error(f"{what} is {described(tensor)}", value.span, expected=f"a tensor {type}")
     if odd := without_plain_memory(tensor):
         raise error(f"{what} is {odd.what}", value.span, expected=f"a dense tensor {type}", hint=odd.hint)
     if tensor.dtype != torch_dtype(type.dtype):
@@ -235,8 +237,9 @@ def _solve(size: Size, extent: int, sizes: Mapping[str, int]) -> tuple[str, int]
     for other, exponent in size.symbols:
         if other != name:
             num, den = num * sizes[other] ** max(0, -exponent), den * sizes[other] ** max(0, exponent)
-    root = round((num / den) ** (1 / power))
-    return name, max(root, 1)  # where it does not fit exactly, the comparison of shapes says so
+    if not den:
+        return None  # another symbol is 0, and any value would do for this one
+    return name, round((num / den) ** (1 / power))  # where it does not fit exactly, the comparison of shapes says so
 
 
 def _check_extents(
@@ -262,7 +265,7 @@ def random_inputs(
     Their standard deviation is 1, or 1/sqrt(K) for an input that reaches the right side of a matmul or linear with K
     contracted elements: products are then about 1 as well, and f16 does not overflow.
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(check_seed(seed) % (1 << 64))  # torch takes 64 bits
     scales = _scales(program, sizes)
 
     def normal(value: Value) -> torch.Tensor:

@@ -10,7 +10,9 @@ from time import perf_counter
 
 import torch
 
+from hostir.described import described
 from hostir.ir.op import Statement
+from hostir.ir.source import error, user_span
 
 Views = tuple[torch.Tensor, ...]
 Epoch = tuple[int, int]  # which call, and the epoch counted from its start
@@ -170,6 +172,13 @@ LAST = 2.0  # behind every random number
 def program_order(task: Task) -> float:
     """As issued, rank after rank for equal places."""
     return task.step + task.rank * 1e-6
+
+
+def check_seed(seed: object) -> int:
+    """The seed, where it is one."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise error(f"the seed is {described(seed)}", user_span(), expected="an integer")
+    return seed
 
 
 def random_order(seed: int, tasks: Sequence[Task]) -> Order:

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from hostir import knobs
-from hostir.choice import cache, verdict
+from hostir.choice import cache
 from hostir.choice.cache import CacheWarning, Entry
 from hostir.choice.verdict import Candidate
+from hostir.ir import notices
 from hostir.ir.source import HostIRError
 
 KEY = {"fusion": "abc", "sizes": {"M": 8}, "ranks": 2, "versions": {"torch": "2.11"}}
@@ -25,7 +26,7 @@ ENTRIES = {FUSED: Entry("d1", 12.5, 10.25), PLAIN: Entry("d2", 20.0)}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Iterator[Path]:
-    verdict._told.clear()
+    notices._told.clear()
     with knobs.scope(cache=tmp_path):
         yield tmp_path / "tuning"
 

@@ -13,13 +13,14 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir import knobs
-from hostir.choice import cache, verdict
+from hostir.choice import cache
 from hostir.choice.cache import Entry
 from hostir.choice.candidates import Candidates, candidates
 from hostir.choice.decision import UNMEASURED, _estimated, choose, decide
 from hostir.choice.hardware import CPU, H200
 from hostir.choice.platforms import FOR_TESTING, Platform, reference
 from hostir.choice.verdict import Candidate, Choice, Impossible, Timing, ranked_by
+from hostir.ir import notices
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from tests.choice.fusions import weight_gathered_whole
@@ -30,7 +31,7 @@ PROCESSES = Platform("gloo", "CPU", 4, "one host", (), CPU, FOR_TESTING, runs_al
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path) -> Iterator[None]:
-    verdict._told.clear()
+    notices._told.clear()
     with knobs.scope(cache=tmp_path):
         yield
 

@@ -13,13 +13,14 @@ import hostir as hi
 from examples import patterns
 from hostir import knobs
 from hostir.__main__ import _combinations, main
-from hostir.choice import cache, verdict
+from hostir.choice import cache
 from hostir.choice.cache import Entry
 from hostir.choice.candidates import candidates
 from hostir.choice.commands import platform_of
 from hostir.choice.decision import choose
 from hostir.choice.report import table
 from hostir.choice.verdict import Choice
+from hostir.ir import notices
 
 ROOT = Path(__file__).parents[2]
 ROWS = "examples/patterns.py:allgather_matmul_rows"
@@ -29,7 +30,7 @@ LARGE = ("--ranks", "8", "--set", "S=1", "--set", "M=8192", "--set", "N=3584", "
 @pytest.fixture(autouse=True)
 def _at_the_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(ROOT)
-    verdict._told.clear()
+    notices._told.clear()
     with knobs.scope(cache=tmp_path):
         yield
 

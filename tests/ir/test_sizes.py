@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hostir as hi
 from hostir.ir import HostIRError
 from hostir.ir.sizes import ONE, Size, product
 from tests.strategies import sizes
@@ -77,3 +80,33 @@ def test_a_symbol_is_given_the_benefit_of_the_doubt() -> None:
 def test_the_product_of_nothing_is_one() -> None:
     assert product([]) == ONE
     assert product([Size(2), Size.of("M"), Size(3)]) == Size.of("6*M")
+
+
+QUOTIENT = """hostir 1
+mesh @mesh [didx] = 0 1
+program @p(%x: f32[S, M/S]) -> (%y) {
+  %y: f32[S, M/S] = allocate
+  %x_i = chunk %x[0 of S]
+  relu %x -> %y
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"S": 0, "M": 8}, "the size M/S divides by zero for M=8, S=0"),
+        ({"S": -1, "M": 8}, "the size S=-1 of @p"),
+        ({"S": "2", "M": 8}, "the size S='2' of @p"),
+        ({"S": 2.0, "M": 8}, "the size S=2.0 of @p"),
+        ({"S": 10**20, "M": 8}, "the size S=100000000000000000000 of @p"),
+        ({"s": 2}, "@p has no size 's'.*\n.*\n.*did you mean 'S'"),
+        ({3: 2}, "@p has no size '3'"),
+        ("M=8", "sizes='M=8'"),
+    ],
+)
+def test_sizes_that_are_none_are_refused_wherever_they_are_given(sizes: Any, said: str) -> None:
+    program = hi.parse(QUOTIENT)
+    for take in (lambda: hi.check(program, sizes=sizes), lambda: hi.Executor(program, sizes=sizes)):
+        with pytest.raises(hi.HostIRError, match=said):
+            take()

@@ -121,7 +121,8 @@ class _Checker:
     def known(self, value: Value, s: Statement | None) -> Iterator[Diagnostic]:
         span = s.span if s else value.span
         if value.name not in self.scope:
-            yield Diagnostic(f"{value} is not defined here", span, hint=did_you_mean(value.name, self.scope))
+            hint = did_you_mean(f"{value}", [f"%{name}" for name in self.scope])
+            yield Diagnostic(f"{value} is not defined here", span, hint=hint)
         elif self.scope[value.name] != value:
             yield Diagnostic(f"{value} is used as {value.type} but defined as {self.scope[value.name].type}", span)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hostir.ir.source import error
+from hostir.ir.source import did_you_mean, error
 from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.blocks import with_all_rows
 from hostir.runtime.kernels.kernel import Again, Kernel
@@ -35,7 +35,8 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     executes a `matmul` or `linear` with flags waits for them and multiplies block by block.
     """
     if policy not in POLICIES:
-        raise error(f"unknown kernels '{policy}'", expected=f"one of: {', '.join(POLICIES)}")
+        hint = did_you_mean(policy, POLICIES)
+        raise error(f"unknown kernels '{policy}'", expected=f"one of: {', '.join(POLICIES)}", hint=hint)
     if policy == "triton":
         return {**aten.KERNELS, **_triton_kernels(device_type), **WAITING}
     if policy == "auto" and device_type == "cuda" and importlib.util.find_spec("triton") is not None:
@@ -152,6 +153,7 @@ def _linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torc
     return _contract(out, a, weight, bias, True)
 
 
+ATEN = "use ATen: kernels='aten' in Python, --kernels aten on the command line"
 REPEATABLE: tuple[Kernel, ...] = (_matmul, _linear)  # that may return what does the same again, see `repeating`
 
 
@@ -165,13 +167,13 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
         from hostir.runtime.kernels.launch import INTERPRETED
         from hostir.runtime.kernels.reduce import reduce_sum
     except ImportError as problem:
-        hint = "pip install triton, or use kernels='aten'"
+        hint = f"pip install triton, or {ATEN}"
         raise error(f"kernels='triton' cannot be loaded: {problem}", hint=hint) from None
     if device_type == "cpu" and not INTERPRETED:
         raise error(
             "kernels='triton' on a CPU needs Triton's interpreter",
             expected="TRITON_INTERPRET=1 in the environment when Python starts",
-            hint="set it, or use kernels='aten'",
+            hint=f"set it, or {ATEN}",
         )
 
     def sum(out: torch.Tensor, x: torch.Tensor, *, axis: int) -> None:

@@ -1,3 +1,3 @@
 # error: @mlp is for 4 ranks, and there are 2
-# hint: a parameter named 'ranks'
+# hint: take a machine with as many
 explain examples/patterns.py:mlp --machine h200x2

@@ -1,0 +1,30 @@
+"""What a user should know of a job that runs all the same: said once."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable
+
+
+class FallbackWarning(UserWarning):
+    """Something runs otherwise than was hoped, and slower."""
+
+
+_told: set[tuple[str, str]] = set()
+
+
+def warn_once(key: str, messages: Iterable[str], category: type[Warning] = FallbackWarning) -> None:
+    """Warns of each message once for a key, at the line of the user's call."""
+    for message in messages:
+        if (key, message) not in _told:
+            _told.add((key, message))
+            warnings.warn(message, category, stacklevel=_depth())
+
+
+def _depth() -> int:
+    """How many frames up the user's code is, for a warning raised by the caller."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "hostir":
+        depth, frame = depth + 1, frame.f_back
+    return depth

@@ -1,0 +1,129 @@
+"""How much memory a program takes, and what is said where there is less."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from math import prod
+from pathlib import Path
+
+from hostir.ir.host_ops import Allocate, For, FreeBuffer
+from hostir.ir.onesided_ops import AllocateSymmetric
+from hostir.ir.op import Statement
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, error
+from hostir.ir.types import bind_shape
+from hostir.ir.values import Value
+
+SMALLER = "choose smaller sizes, or fewer ranks"
+SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "Storage size calculation overflowed")
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
+
+
+class Room:
+    """The bytes that a host program takes for some sizes: those of its whole inputs, and those that ranks hold.
+
+    Ranks hold their parts of inputs and the buffers that are not freed yet. Simulated ranks (`frees=False`) keep all
+    buffers, and inputs twice: as the caller gives them, and as the call finds them.
+    """
+
+    def __init__(self, program: Program, sizes: Mapping[str, int], *, frees: bool = True) -> None:
+        self.sizes = sizes
+        self.frees = frees
+        self.inputs = sum(prod(bind_shape(v.tensor.shape, sizes)) * v.tensor.dtype.bytes for v in program.inputs)
+        meshes = [mesh.devices for mesh in program.meshes]
+        of_meshes = cache(lambda mine: self._of_rank(program, mine))  # ranks of the same meshes hold as much
+        self.ranks = [of_meshes(tuple(rank in devices for devices in meshes)) for rank in range(program.ranks)]
+        self.name = program.name
+
+    def check(self, total: int, there: int, where: str, has: str, whole: str = "") -> None:
+        """Raises where `total` bytes are more than are `there`; `has` says what those are."""
+        if total <= there:
+            return
+        raise error(
+            f"@{self.name} takes {amount(total)} {where}: {amount(max(self.ranks, default=0))} a rank, "
+            f"and {amount(self.inputs)} for whole inputs{whole}",
+            expected=f"at most {amount(there)}, {has}",
+            hint=SMALLER,
+        )
+
+    def _of_rank(self, program: Program, mine: tuple[bool, ...]) -> int:
+        meshes = {mesh.name for mesh, belongs in zip(program.meshes, mine, strict=True) if belongs}
+        inputs = sum(self._part(v, meshes) for v in program.inputs)
+        return inputs * (1 if self.frees else 2) + self._most(program.body, meshes)[0]
+
+    def _part(self, value: Value, meshes: set[str]) -> int:
+        type = value.tensor
+        if type.mesh is not None and type.mesh.name not in meshes:
+            return 0
+        return prod(bind_shape(type.local_shape, self.sizes)) * type.dtype.bytes
+
+    def _most(self, body: tuple[Statement, ...], meshes: set[str]) -> tuple[int, int]:
+        """The most bytes of buffers that a body has at once, and those that it leaves."""
+        most = now = 0
+        for s in body:
+            if isinstance(s, Allocate | AllocateSymmetric):
+                now += self._part(s.out, meshes)
+            elif isinstance(s, FreeBuffer) and self.frees:
+                now -= self._part(s.x, meshes)
+            for inner in s.bodies:
+                rounds = s.count.bind(self.sizes) if isinstance(s, For) else 1
+                inside, left = self._most(inner, meshes)
+                most = max(most, now + left * (rounds - 1) + inside)
+                now += left * rounds
+            most = max(most, now)
+        return most, now
+
+
+def of_host() -> int:
+    """The bytes of memory that this host or container has."""
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits()])
+
+
+def free_here() -> int:
+    """The bytes of memory that are left on this host, with what it can swap out."""
+    try:
+        rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        left = sum(int(rows[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
+    except (OSError, KeyError, ValueError):
+        left = of_host()
+    return min([left, *_limits()])
+
+
+def _limits() -> Iterator[int]:
+    for file in LIMITS:
+        with suppress(OSError, ValueError):  # a word instead of a number: there is none
+            yield int(Path(file).read_text())
+
+
+def amount(bytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if bytes < 1024 or unit == "TiB":
+            break
+        bytes /= 1024
+    return f"{bytes:.{0 if unit == 'bytes' else 1}f} {unit}"
+
+
+def lacks_memory(problem: BaseException) -> bool:
+    """Whether Python or torch could not allocate."""
+    return isinstance(problem, MemoryError) or any(sign in str(problem) for sign in SIGNS)
+
+
+def out_of_memory(problem: BaseException, what: str = "it") -> HostIRError:
+    """The diagnostic for what `lacks_memory`."""
+    said = f": {str(problem).splitlines()[0]}" if str(problem) else ""
+    return error(f"there is not enough memory for {what}{said}", hint=SMALLER)
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Has a HostIRError raised where the block cannot allocate."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as problem:
+        if not lacks_memory(problem):
+            raise
+        raise out_of_memory(problem, what) from problem

@@ -1,0 +1,3 @@
+# error: /dev/zero is a device
+# expected: a file
+lower /dev/zero

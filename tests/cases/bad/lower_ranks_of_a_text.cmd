@@ -1,0 +1,3 @@
+# error: @mlp is for 4 ranks, not 8
+# hint: leave --ranks out: a text has its meshes
+lower tests/cases/patterns/mlp-pipeline.hir --ranks 8

@@ -1,0 +1,3 @@
+# error: invalid choice: 'CUDA'
+# hint: did you mean 'cuda'?
+run examples/patterns.py:mlp --device CUDA
