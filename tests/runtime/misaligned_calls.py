@@ -130,6 +130,22 @@ def one_executor_in_two_threads() -> None:
     side_by_side([expecting(executor, 8, gathered(8)), expecting(executor, 12, gathered(12))])
 
 
+def refused_in_one_of_two_threads() -> None:
+    """Every rank refuses calls of one thread, the other's go on."""
+    gather, add = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(SUM))
+    right = expecting(gather, 8, gathered(8))
+
+    def refused_and_right() -> None:
+        for odd in (rows(8)[:, :4], rows(8).double()):
+            try:
+                gather(odd)
+            except hi.HostIRError as refused:
+                assert "input %x" in str(refused), refused
+        right()
+
+    side_by_side([refused_and_right, expecting(add, 8, torch.ones(4, 8))])
+
+
 def many_calls() -> None:
     """More than the store has slots for; rank 1 is slow at times."""
     executor = hi.Executor(hi.parse(GATHER))
