@@ -439,18 +439,22 @@ def grid(title: str, results: Sequence[Result], down: str, across: str) -> str:
 
 
 def report(results: Sequence[Result], on_gloo: Sequence[Result], around: str) -> str:
-    """Tables, and what went wrong."""
-    total = Counter(result.outcome for result in results)
-    said = ", ".join(f"{total[o]} {o}" for o in OUTCOMES)
-    parts = [f"Simulated ranks: {len(results)} cases, {said}. {around}"]
-    parts += [grid("By pattern and strategy; - is what a strategy cannot overlap:", results, "pattern", "strategy")]
-    parts += [grid("By ranks and number of rows:", results, "ranks", "rows")]
+    """Tables of what was run."""
+    parts = []
+    if results:
+        parts += [f"Simulated ranks: {len(results)} cases, {totals(results)}. {around}"]
+        parts += [grid("By pattern and strategy; - is what a strategy cannot overlap:", results, "pattern", "strategy")]
+        parts += [grid("By ranks and number of rows:", results, "ranks", "rows")]
     if on_gloo:
-        total = Counter(result.outcome for result in on_gloo)
-        said = ", ".join(f"{total[o]} {o}" for o in OUTCOMES)
-        parts += [f"{GLOO} processes with gloo: {len(on_gloo)} of these cases, {said}."]
+        parts += [f"{GLOO} processes with gloo: {len(on_gloo)} of these cases, {totals(on_gloo)}."]
         parts += [grid("By strategy and number of rows:", on_gloo, "strategy", "rows")]
     return "\n\n".join(parts)
+
+
+def totals(results: Iterable[Result]) -> str:
+    """How many cases ended in each way, also where that is none."""
+    found = Counter(result.outcome for result in results)
+    return ", ".join(f"{found[o]} {o}" for o in OUTCOMES)
 
 
 def complaint(result: Result, seed: int, machine: str) -> str:
