@@ -34,11 +34,9 @@ import hostir as hi
 from benchmarks.harness import Clock, write
 from benchmarks.peers import DTYPES, PARTS, Candidate, Judge, Operands, WrongResultError, parts, peers, replayed
 from benchmarks.scores import EAGER, GRAPH, Result, Row, file_name, line, report, rows, scored
+from examples import patterns
 from hostir.ir.comm_ops import Communication
 from hostir.runtime.session import Session, session
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import patterns
 
 TITLE = "All-gather + matmul: floor/time"
 ALARM = 120  # seconds that a step may take before the process ends with a traceback of each thread

@@ -1,7 +1,7 @@
 """How long the checker takes, and how that grows: an MLP by every strategy, with 64 slices on more and more ranks.
 
-    python benchmarks/check.py --out benchmarks/results/check
-    python benchmarks/check.py --mutants 100000     does one rank get the verdict of all, on mutants of many programs?
+    python -m benchmarks.check --out benchmarks/results/check
+    python -m benchmarks.check --mutants 100000     does one rank get the verdict of all, on mutants of many programs?
 
 Ranks are alike, so one of them is looked at; its statements are counted as unrolled, in as many calls as it takes.
 Up to so many statements of all ranks, what a look at all of them takes stands beside. Times are the best of three, in
@@ -11,18 +11,18 @@ a process of one thread.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing import Pool
 from pathlib import Path
 
-from harness import table, write
 from rich.console import Console
 from rich.progress import track
 
 import hostir as hi
+from benchmarks.harness import table, write
+from examples import patterns
 from hostir import knobs
 from hostir.ir import Program
 from hostir.ir.check import check_structure
@@ -31,9 +31,6 @@ from hostir.ir.check.orders import Analysis, analyse, findings_of, look
 from hostir.ir.check.witness import small_sizes
 from hostir.ir.interpret import unrolled
 from hostir.lower import STRATEGIES
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from examples import patterns
 from tests.mutants import Mutant
 from tests.mutation import GATHERED, every_mutant, originals, sample, tiny
 
@@ -118,7 +115,7 @@ def against_all(most: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--mutants", type=int, default=0, help="compare one rank with all, on so many mutants")
     options = parser.parse_args()

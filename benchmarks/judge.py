@@ -24,14 +24,10 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import hostir as hi
+from benchmarks.harness import table, write
 from hostir.ir.program import Program
 from tests.random_programs import Accepts, accepted, loosened
 from tests.real_ranks import CALLS, Case, judged
-
-if __package__:
-    from benchmarks.harness import table, write
-else:
-    from harness import table, write
 
 HAND_WRITTEN = Path(__file__).parents[1] / "tests" / "cases" / "counterexamples"
 SIZES = {"five_rounds": {"N": 10}}

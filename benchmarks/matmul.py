@@ -1,6 +1,6 @@
 """hostir's Triton matmul against torch.matmul (cuBLAS) on one GPU: the local products of tensor-parallel Llama layers.
 
-    python benchmarks/matmul.py --out benchmarks/results/matmul [--b both] [--sweep]
+    python -m benchmarks.matmul --out benchmarks/results/matmul [--b both] [--sweep]
 
 For each shape it holds the results against float64, then times them in turn, with random bfloat16 data and a flushed
 L2, by CUDA events. A ratio above 1 means that cuBLAS is faster.
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import environment, table, write
 
+from benchmarks.harness import environment, table, write
 from hostir.runtime.kernels.matmul import matmul
 from hostir.runtime.kernels.ready import ReadyFlags, no_stalls, stall_error
 from hostir.runtime.kernels.tile_choice import choose

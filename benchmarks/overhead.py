@@ -1,8 +1,8 @@
 """What hostir costs on the host: a plan's time a statement against the same torch calls by hand; an all-gather + matmul
 of few rows against NCCL and cuBLAS by hand; a call that is replayed from a CUDA graph; parse, lower, verify.
 
-    python benchmarks/overhead.py                                                        parse, lower, verify only
-    torchrun --standalone --nproc-per-node 2 benchmarks/overhead.py --out benchmarks/results/overhead
+    python -m benchmarks.overhead                                                        parse, lower, verify only
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.overhead --out benchmarks/results/overhead
 
 The statements are those of the pipelined all-gather + matmul on tiny tensors, so that issuing is all that takes time.
 By hand means: the same selects, collectives, waits, matmuls, stream switches and events, written out in a Python loop.
@@ -24,14 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import graphed, table, write
 
 import hostir as hi
+from benchmarks.harness import graphed, table, write
+from examples import patterns
 from hostir.ir import parse, verify
 from hostir.runtime.session import Session, session
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import patterns
 
 SLICES, STREAMS = 8, 4
 ALONE = f"""hostir 1
@@ -205,7 +203,7 @@ def compiling(repeats: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measures, prints a table, and writes it on rank 0."""
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path)
     options.add_argument("--repeats", type=int, default=100)
     given = options.parse_args()

@@ -1,6 +1,6 @@
 """Pipelined and sequential host programs against hand-written torch: NCCL, then cuBLAS (or the other way round).
 
-    torchrun --standalone --nproc-per-node 8 benchmarks/patterns.py --out benchmarks/results/patterns
+    torchrun --standalone --nproc-per-node 8 -m benchmarks.patterns --out benchmarks/results/patterns
 
 Rows are the layers of Llama 3 8B, 70B and 405B at tensor parallel 8, and the shape that nvFuser published. Every
 variant first has to give the hand-written result; then all are timed in one process. Ratios above 1 mean faster than
@@ -10,7 +10,6 @@ by hand.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,13 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Clock, graphed, table, write
 
 import hostir as hi
+from benchmarks.harness import Clock, graphed, table, write
+from examples import patterns
 from hostir.runtime.session import Session, session
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import patterns
 
 LAYERS = {"8B": (1792, 4096), "70B": (3584, 8192), "405B": (6656, 16384)}  # N and K of a rank, after an all-gather
 ROWS = (4096, 8192, 16384)
@@ -193,7 +190,7 @@ def report(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measures, and writes the table and the figures on rank 0."""
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path)
     options.add_argument("--runs", type=int, default=30)
     options.add_argument("--seconds", type=float, default=1e9, help="start no further row after this long")

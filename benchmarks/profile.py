@@ -1,6 +1,6 @@
 """What the GPU really does during a pipelined run: kernels on their streams, from the CUDA profiler, as pictures.
 
-    torchrun --standalone --nproc-per-node 8 benchmarks/profile.py --out docs/images
+    torchrun --standalone --nproc-per-node 8 -m benchmarks.profile --out docs/images
 
 Draws rank 0's runs, replayed from CUDA graphs so that launching does not show.
 """
@@ -8,7 +8,6 @@ Draws rank 0's runs, replayed from CUDA graphs so that launching does not show.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,18 +15,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import graphed
 from torch.profiler import ProfilerActivity, profile
 
 import hostir as hi
+from benchmarks.harness import graphed
+from examples import patterns
 from hostir.ir.host_ops import Delay
 from hostir.ir.program import rewrite
 from hostir.ir.types import bind_shape
 from hostir.runtime.session import Session, session
 from hostir.runtime.trace import Trace
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import patterns
 
 
 def kernels(work: Callable[[], None]) -> list[tuple[str, int, float, float]]:
@@ -123,7 +120,7 @@ def draw(joined: Session, picture: Picture, folder: Path) -> None:
 
 def main() -> None:
     """Draws all pictures."""
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, required=True)
     given = options.parse_args()
     with session("cuda") as joined:

@@ -1,6 +1,6 @@
 """What an executor's proofs take: the first sizes of a program, and each of the next 100 different M.
 
-    python benchmarks/proofs.py --out benchmarks/results/proofs
+    python -m benchmarks.proofs --out benchmarks/results/proofs
 
 All patterns on 8 ranks with 8 slices, by every strategy, lowered once with M as a symbol. For each M the proof that an
 executor asks for when it makes a plan is timed, in milliseconds of the CPU; what was proved before of other programs is
@@ -11,25 +11,22 @@ forgotten. Each M is then checked in full, and must have no findings either. `--
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import table, write
 from rich.console import Console
 from rich.progress import track
 
 import hostir as hi
+from benchmarks.harness import table, write
+from examples import patterns
 from hostir import knobs
 from hostir.ir import HostIRError, Program, check, prove
 from hostir.ir.check import forget
 from hostir.lower.strategies import STRATEGIES
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import patterns
 
 RANKS, SLICES, FIRST, MORE = 8, 8, 256, 100
 
@@ -81,7 +78,7 @@ def measure(pattern: str, strategy: str, program: Program, quick: bool) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--pattern")
     parser.add_argument("--quick", action="store_true")

@@ -301,10 +301,14 @@ def _lower(options: argparse.Namespace) -> int:
                 f"@{program.name} is a host program already", hint="--after and --all show the passes over a fusion"
             )
         return _write(_formatted(program, options.format), options.out)
+    if options.all and options.format == "nvfuser":
+        raise error(
+            "--all begins with the fusion, and nvFuser's form prints host programs", hint="leave one of them out"
+        )
     _choose(program, sizes, options)
     stages: list[tuple[str, Program]] = [("fusion", program)]
     final = lower(program, **_how(options), watch=lambda name, after: stages.append((name, after)))
-    if options.after:
+    if options.after is not None:
         names = [p.name for p in passes_of(**_how(options))]
         if options.after not in names:
             hint = did_you_mean(options.after, names)

@@ -129,6 +129,7 @@ def _print(program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str,
         print("\n".join(map(str, findings)), file=sys.stderr)
     else:
         bound = f" for {', '.join(f'{name}={value}' for name, value in sorted(sizes.items()))}" if sizes else ""
+        bound += "; what has no elements is neither made nor moved" if 0 in sizes.values() else ""
         count = sum(1 for _ in program.walk())
         print(f"@{program.name}: {count} statements, {program.ranks} ranks, nothing to report{bound}")
 

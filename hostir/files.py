@@ -68,6 +68,8 @@ def write(text: str, out: str | Path | None) -> None:
     if out is None or out == STANDARD:
         print(text, end="" if text.endswith("\n") else "\n")
         return
+    if not str(out):
+        raise error("the name of the output is empty", expected="a file, or - for standard output")
     try:
         Path(out).write_text(text, encoding="utf-8")
     except OSError as problem:

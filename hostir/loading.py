@@ -7,6 +7,7 @@ import inspect
 import linecache
 import sys
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -112,12 +113,12 @@ def _import(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except HostIRError:
         raise
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise _users_fault(f"importing {path}", problem, str(path.resolve())) from problem
     return module
 
 
-def _users_fault(what: str, problem: Exception, file: str) -> HostIRError:
+def _users_fault(what: str, problem: Exception | SystemExit, file: str) -> HostIRError:
     """A failure of the user's own Python, with the deepest line of the file."""
     if isinstance(problem, SyntaxError):
         where = from_here(problem.filename or file)
@@ -143,10 +144,12 @@ def _fusions(module: ModuleType) -> dict[str, Fusion | Callable[..., Fusion]]:
 
 
 def _arguments(function: Callable[..., Fusion], given: Mapping[str, str], ranks: int | None) -> dict[str, Any]:
-    """The keyword arguments for a fusion's function."""
+    """The arguments for a fusion's function, by name; nothing for `*args` and `**kwargs`."""
     parameters = inspect.signature(function).parameters
     chosen: dict[str, Any] = {}
     for key, parameter in parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
         if key in given:
             chosen[key] = _convert(key, given[key], parameter)
         elif key == "ranks" and ranks is not None:
@@ -173,11 +176,12 @@ def _convert(key: str, text: str, parameter: inspect.Parameter) -> Any:
 
 
 def _call(function: Callable[..., Fusion], arguments: dict[str, Any]) -> Fusion:
+    bound = inspect.BoundArguments(inspect.signature(function), OrderedDict(arguments))
     try:
-        fusion = function(**arguments)
+        fusion = function(*bound.args, **bound.kwargs)
     except HostIRError:
         raise
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         file = inspect.getsourcefile(function) or ""
         raise _users_fault(f"calling {function.__name__}", problem, file) from problem
     if not isinstance(fusion, Fusion):

@@ -385,3 +385,12 @@ def test_redundant_names_what_a_clean_program_can_spare(tmp_path: Path, capfd: p
     file.write_text(file.read_text().replace("  synchronize 0\n", "  synchronize 0\n  synchronize 0\n"))
     assert main(["check", str(file), "--redundant"]) == 0
     assert "warning: nothing needs 'synchronize 0'" in capfd.readouterr().err
+
+
+def test_parameters_that_take_what_comes_get_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "fusion.py"
+    body = "\n".join(f"    {line}" for line in SYMBOLIC.replace('"M"', "rows").splitlines()[2:])
+    file.write_text(
+        f"import hostir as hi\n\ndef build(rows=4, /, *more, **rest) -> hi.Fusion:\n{body}\n    return fusion\n"
+    )
+    assert "%a: f32[8@didx, K]" in printed(capfd, "lower", str(file), "--set", "rows=8")

@@ -1,8 +1,9 @@
-"""Scripts that only a machine with GPUs can run: what they import is held here."""
+"""Benchmarks, and scripts that only a machine with GPUs can run: that they start, and in one way."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,20 +11,57 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+MAIN = 'if __name__ == "__main__":'
+BENCHMARKS = sorted(file.stem for file in (ROOT / "benchmarks").glob("*.py") if MAIN in file.read_text())
 IMPORT = """
 import runpy, sys
 for script in sys.argv[1:]:
     print(script, file=sys.stderr)
     runpy.run_path(script, run_name="imported")
 """
+HELP = """
+import runpy, sys
+for name in sys.argv[1:]:
+    sys.argv = [name, "--help"]
+    print("==>", name, flush=True)
+    try:
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        print("ended with", end.code, flush=True)
+"""
+OTHER_WAY = re.compile(r"(?:python|torchrun)\b[^\n`]*[ /]benchmarks/\w+\.py")
 
 
-@pytest.mark.parametrize("folder", ["tests/gpu", "benchmarks"])
-def test_what_scripts_import_exists(folder: str) -> None:
-    scripts = sorted(map(str, ROOT.glob(f"{folder}/*.py")))
+def test_what_scripts_import_exists() -> None:
+    scripts = sorted(map(str, ROOT.glob("tests/gpu/*.py")))
     assert len(scripts) > 5
-    path = os.pathsep.join([str(ROOT), str(ROOT / folder), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/gpu"), os.environ.get("PYTHONPATH", "")])
     rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "PYTHONPATH": path}
     command = [sys.executable, "-c", IMPORT, *scripts]
     done = subprocess.run(command, env={**os.environ, **rank}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_benchmark_starts_as_a_module_and_says_what_it_measures() -> None:
+    """As `python -m benchmarks.NAME --help` would, but in one process: each loads torch."""
+    assert len(BENCHMARKS) > 10
+    command = [sys.executable, "-c", HELP, *BENCHMARKS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    said = dict(re.findall(r"^==> (\w+)\n(.*?)(?=^==> |\Z)", done.stdout, re.MULTILINE | re.DOTALL))
+    assert list(said) == BENCHMARKS, done.stderr
+    for name, text in said.items():
+        assert text.startswith("usage: "), name
+        assert text.endswith("ended with 0\n"), name
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_documents_how_it_starts(name: str) -> None:
+    assert f"-m benchmarks.{name}" in (ROOT / "benchmarks" / f"{name}.py").read_text().split('"""')[1]
+
+
+def test_nothing_documents_another_way_to_start_a_benchmark() -> None:
+    files = [file for end in ("md", "py") for file in ROOT.glob(f"**/*.{end}") if ".venv" not in file.parts]
+    assert len(files) > 100
+    found = {str(file.relative_to(ROOT)): OTHER_WAY.findall(file.read_text()) for file in files}
+    assert {file: lines for file, lines in found.items() if lines} == {}
+    assert OTHER_WAY.search("python " + "benchmarks/check.py")

@@ -91,8 +91,8 @@ def tell_copies(recording: Recording) -> None:
     """Warns, once for each, of inputs that every call copies, as the program needs them dense and they are not."""
     program = recording.program
     copies = [op for op in recording.ops if isinstance(op, Compute) and isinstance(op.place.statement, Dense)]
-    for buffer in dict.fromkeys(recording.buffers[op.operands[0]] for op in copies):
-        name = program.inputs[recording.inputs.index(buffer)].name
+    for register in dict.fromkeys(op.operands[0] for op in copies if op.operands[0] in recording.inputs):
+        name = program.inputs[recording.inputs.index(register)].name
         message = f"Every call of @{program.name} copies its input %{name}, which must be dense and is not contiguous."
         warn_once(program.name, message, f"pass {name}.contiguous(), made once, to save the copies")
 

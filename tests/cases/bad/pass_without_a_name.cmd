@@ -1,0 +1,2 @@
+# error: unknown pass ''
+lower examples/patterns.py:mlp --after ''
