@@ -98,11 +98,15 @@ class Calls:
         self.rank = rank
         self.others = [other for other in ranks if other != rank]
         self.timeout = timeout
-        self.lock = threading.RLock()
-        self.moved = threading.Condition(self.lock)
+        self.unlock()
         self.number = 0
         self.slots = [""] * SLOTS
         self.users: dict[str, weakref.WeakSet[threading.Thread]] = defaultdict(weakref.WeakSet)  # by digest
+
+    def unlock(self) -> None:
+        """Begins with locks that no thread holds: in a child of a fork, whose parent's threads may have held them."""
+        self.lock = threading.RLock()
+        self.moved = threading.Condition(self.lock)
 
     def made(self, digest: str) -> None:
         """Notes that this thread has made an executor of a program, and may call it."""

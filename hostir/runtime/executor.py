@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -145,7 +144,7 @@ class Executor:
             self.machine = "local"
             return
         self._machine = self._join(machine)
-        self._lock = self._agreement.calls.lock
+        self._calls = self._agreement.calls
         self._compare = self._agreement.compare
         self.machine = self._machine.name
         self._process = os.getpid()
@@ -210,7 +209,7 @@ class Executor:
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
             return tuple(parts)
-        with self._lock:
+        with self._calls.lock:
             if self.watchdog is not None and self.watchdog.disturbed:
                 self.watchdog.come_back()
             key = look(inputs)
@@ -243,7 +242,7 @@ class Executor:
         """
         if self.machine == "local":
             return tuple(None for _ in inputs)
-        with self._lock:
+        with self._calls.lock:
             plan = self._choose(look(inputs), inputs, places=True)
         found = places(plan.recording, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
@@ -435,7 +434,8 @@ def _forked() -> None:
     """In a child of a fork: the next call of an executor looks for a plan, and then at the process that it is in."""
     for executor in _with_threads:
         executor._key, executor._plan = None, None
-        executor._lock = threading.RLock()  # a thread of the parent may have had it
+    for calls in {executor._calls for executor in _with_threads}:
+        calls.unlock()
 
 
 os.register_at_fork(after_in_child=_forked)
