@@ -13,6 +13,8 @@ from hostir.ir.source import Diagnostic
 from hostir.ir.types import DTYPES, FLAG, STREAM, Axis, Factor, Kind, Mesh, TensorType
 from hostir.ir.values import Bin, Lit, Ref, Value
 
+KNOWN = "_well_formed"
+
 
 def malformed(program: Program) -> Iterator[Diagnostic]:
     """Each field of the program and of its statements that holds what it cannot hold."""
@@ -38,10 +40,9 @@ def _block(body: tuple[object, ...]) -> Iterator[Diagnostic]:
         if not isinstance(s, Statement):
             yield Diagnostic(f"{described(s)} stands among the statements", expected="statements")
             continue
-        defaults = defaults_of(type(s))
         for name, codec in codecs_of(type(s)).items():
             held = getattr(s, name)
-            left_out = held is None and defaults.get(name, held) is None and name in defaults
+            left_out = held is None and defaults_of(type(s)).get(name, Codec) is None
             if not left_out and not _holds(codec, held):
                 what = f"'{s.keyword()}' has as its {name} {described(held)}"
                 yield Diagnostic(what, s.span, expected=codec.value)
@@ -93,11 +94,18 @@ def _is_size(held: object) -> bool:
 def _is_value(held: object) -> bool:
     if not isinstance(held, Value) or not isinstance(held.name, str):
         return False
-    return isinstance(held.type, Kind) or _is_tensor_type(held.type)
+    return isinstance(held.type, Kind) or (isinstance(held.type, TensorType) and _is_tensor_type(held.type))
 
 
-def _is_tensor_type(held: object) -> bool:
-    if not isinstance(held, TensorType) or held.dtype not in (*DTYPES.values(), FLAG):
+def _is_tensor_type(held: TensorType) -> bool:
+    """Worked out once for each type, and kept with it as a cached property would be: many statements share it."""
+    if KNOWN not in vars(held):
+        vars(held)[KNOWN] = _is_sound(held)
+    return bool(vars(held)[KNOWN])
+
+
+def _is_sound(held: TensorType) -> bool:
+    if held.dtype not in (*DTYPES.values(), FLAG):
         return False
     if not (held.mesh is None or _is_mesh(held.mesh)) or not _all(held.axes, _is_axis):
         return False
