@@ -155,9 +155,9 @@ def test_sizes_that_are_not_bound_are_asked_for() -> None:
     assert choose(symbolic(), sizes={"M": 1 << 16, "K": 1 << 12}).strategy in ("sequential", "ring", "fused", "push")
 
 
-@pytest.mark.parametrize("size", [0, -4, 2.5, True, "8"])
+@pytest.mark.parametrize("size", [-4, 2.5, True, "8"])
 def test_a_size_that_is_none_is_refused(size: object) -> None:
-    with pytest.raises(HostIRError, match="expected: a positive integer"):
+    with pytest.raises(HostIRError, match="expected: an integer from 0"):
         choose(symbolic(), sizes={"M": size, "K": 8})
 
 
