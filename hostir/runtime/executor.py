@@ -383,8 +383,7 @@ class Executor:
             raise
         self._begin(sizes, planned=False, places=places)
         self._agreement.reach(sizes)
-        if self.rank == 0:
-            tell_copies(recording)
+        tell_copies(recording)
         with torch.inference_mode(False):  # what a plan holds is for calls in any mode
             if isinstance(machine, GlooMachine):
                 return machine.plan(recording, self.trace)

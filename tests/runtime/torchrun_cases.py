@@ -340,7 +340,7 @@ def inputs_of_any_strides() -> None:
         warnings.simplefilter("always")
         check_patterns([(48, layout) for layout in layouts])
     texts = [str(w.message) for w in told]
-    assert all(text.startswith("Every call of @") and RANK == 0 for text in texts)
+    assert all("Every call of @" in text and RANK == 0 for text in texts)
     assert len(texts) == len(set(texts))
     assert bool(texts) == (RANK == 0)
 
