@@ -218,7 +218,8 @@ def test_inputs_that_do_not_fit_are_refused(inputs: Sequence[torch.Tensor], mess
         (lambda: Executor(pipeline(2), machine="gloo"), "@p runs on 2 ranks, and there are 1"),
         (lambda: Executor(None), "not a host program: None"),
         (lambda: Executor(alone(SQUARE), machine="cloud"), "unknown machine 'cloud'"),
-        (lambda: Executor(alone(SQUARE), sizes={"M": 3}, machine="gloo")(*2 * [torch.ones(4, 8)]), "%b has shape"),
+        (lambda: Executor(alone(SQUARE), machine="gloo")(*2 * [torch.ones(4, 8)]), "%b has shape"),
+        (lambda: Executor(alone(SQUARE), sizes={"M": 3}, machine="gloo"), "@p has no size 'M'"),
     ],
 )
 def test_executors_that_cannot_be_are_refused(make: Callable[[], Executor], message: str) -> None:
