@@ -44,6 +44,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import hostir as hi
 from benchmarks.harness import table, write
+from benchmarks.proofs import Symbol
 from examples import patterns
 from hostir import knobs
 from hostir.ir.host_ops import Chunk
@@ -118,15 +119,6 @@ class Result:
 
 
 # Drawing ----------------------------------------------------------------------------------------------------------
-class Symbol(str):
-    """A size that is bound at run time, where a pattern reckons with an integer."""
-
-    __slots__ = ()
-
-    def __floordiv__(self, other: int) -> str:
-        return f"{self}/{other}"
-
-
 def drawn(seed: int, number: int) -> Case | None:
     """The case of this number; None where no fusion of its cell can be lowered by its strategy."""
     cell, random = CELLS[number % len(CELLS)], Random(f"{seed} {number}")
