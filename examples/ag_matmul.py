@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 import hostir as hi
-from hostir.runtime.session import session
 
 
 def ag_matmul(ranks: int = 8, S: int = 4, M: int = 4096, K: int = 1024, N: int = 512, dtype: str = "bf16") -> hi.Fusion:
@@ -28,7 +27,7 @@ def ag_matmul(ranks: int = 8, S: int = 4, M: int = 4096, K: int = 1024, N: int =
 
 
 def main() -> None:
-    with session() as job:  # this process as a rank of torchrun's job; None outside of one
+    with hi.session() as job:  # this process as a rank of torchrun's job; None outside of one
         ranks, device = (job.size, job.device) if job else (8, "cpu")
         torch.manual_seed(0)  # every rank draws the same whole tensors; `hi.run` gives each its part
         a = torch.randn(4, ranks, 4096 // (4 * ranks), 1024, device=device).bfloat16()

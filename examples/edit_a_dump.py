@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 
 import hostir as hi
-from hostir.runtime.session import session
 
 
 def gathered(ranks: int = 4, S: int = 6, M: int = 16, K: int = 64, N: int = 32) -> hi.Fusion:
@@ -60,7 +59,7 @@ def edit(text: str, changes: dict[str, str]) -> hi.Program:
 
 
 def main() -> None:
-    with session() as job:  # this process as a rank of torchrun's job; None outside of one
+    with hi.session() as job:  # this process as a rank of torchrun's job; None outside of one
         ranks, device = (job.size, job.device) if job else (4, "cpu")
         torch.manual_seed(0)
         a, b = torch.randn(6, ranks, 16, 64, device=device), torch.randn(64, 32, device=device)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 
 import hostir as hi
-from hostir.runtime.session import session
 
 
 def mlp_block(ranks: int = 4, S: int = 4, M: int = 512, K: int = 256, H: int = 1024, dtype: str = "bf16") -> hi.Fusion:
@@ -37,7 +36,7 @@ def mlp_block(ranks: int = 4, S: int = 4, M: int = 512, K: int = 256, H: int = 1
 
 
 def main() -> None:
-    with session() as job:  # this process as a rank of torchrun's job; None outside of one
+    with hi.session() as job:  # this process as a rank of torchrun's job; None outside of one
         ranks, device = (job.size, job.device) if job else (4, "cpu")
         torch.manual_seed(0)  # every rank draws the same whole tensors; `hi.run` gives each its part
         shapes = (4, ranks, 512 // (4 * ranks), 256), (1024, 256), (1024,), (256, 1024)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 
 import hostir as hi
-from hostir.runtime.session import session
 
 
 def row_parallel(
@@ -34,7 +33,7 @@ def row_parallel(
 
 
 def main() -> None:
-    with session() as job:  # this process as a rank of torchrun's job; None outside of one
+    with hi.session() as job:  # this process as a rank of torchrun's job; None outside of one
         ranks, device = (job.size, job.device) if job else (4, "cpu")
         program = hi.lower(row_parallel(ranks))
         executor = hi.Executor(program)  # plans once for each set of shapes

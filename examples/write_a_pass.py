@@ -20,7 +20,6 @@ from hostir.ir.host_ops import For, SetStream
 from hostir.ir.sizes import Size
 from hostir.ir.values import Lit
 from hostir.lower import Pass, passes_of, run_passes
-from hostir.runtime.session import session
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def ag_matmul(ranks: int = 4, S: int = 8, M: int = 64, K: int = 256, N: int = 12
 
 
 def main() -> None:
-    with session() as job:  # this process as a rank of torchrun's job; None outside of one
+    with hi.session() as job:  # this process as a rank of torchrun's job; None outside of one
         ranks, device = (job.size, job.device) if job else (4, "cpu")
         program = run_passes(ag_matmul(ranks).program(), [*passes_of("pipeline", streams=2), GatherAhead()])
 

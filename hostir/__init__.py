@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hostir import ir, knobs
+from hostir.described import described
 from hostir.ir import Diagnostic, HostIRError, Phase, Program
 from hostir.ir.source import error, user_span
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from hostir.lower import HasProgram
     from hostir.lower.passes import Watcher
     from hostir.runtime.executor import Executor
+    from hostir.runtime.session import Session, session
     from hostir.runtime.trace import Trace
 
 # What is loaded when it is first used: the choice of a strategy; the runtime, and with it torch; what users write.
@@ -43,6 +45,8 @@ _LATER = {
     "dsl": "hostir.dsl",
     **dict.fromkeys(("Choice", "FallbackWarning", "compile"), "hostir.choice"),
     "Executor": "hostir.runtime.executor",
+    **dict.fromkeys(("Session", "session"), "hostir.runtime.session"),
+    "Trace": "hostir.runtime.trace",
 }
 import_module("hostir.lower")  # the package, before the function below takes the place of its name
 __version__ = "0.1.0"
@@ -61,12 +65,14 @@ def __dir__() -> list[str]:
 
 
 def parse(text: str, file: str = "<text>") -> Program:
-    """Reads a program from its text; `file` is what mistakes say they are in.
+    """Reads a program from its text, as `print(program)` writes it; `file` is what mistakes say they are in.
 
     Raises HostIRError with file:line:col, a caret and what was expected.
     """
     if not isinstance(text, str):
-        raise error(f"not a text: {text!r}", user_span(), expected="a string, such as path.read_text()")
+        raise error(f"not a text: {described(text)}", user_span(), expected="a string, such as path.read_text()")
+    if not isinstance(file, str):
+        raise error(f"not a file's name: {described(file)}", user_span(), expected="a string")
     return ir.parse(text, file)
 
 
@@ -80,6 +86,8 @@ def lower(
 ) -> Program:
     """Lowers a fusion to a host program.
 
+    Raises HostIRError, at the user's line, for a fusion that the strategy cannot lower.
+
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
         strategy: `sequential` runs each communication and computation whole, on the caller's stream; `pipeline` runs
@@ -91,9 +99,10 @@ def lower(
         watch: called with the name of each pass and the program it left.
         sizes: of the fusion's symbols: what `auto` chooses for.
     """
-    from hostir.lower.strategies import AUTO, STREAMS
+    from hostir.lower.strategies import AUTO, STREAMS, check_strategy
     from hostir.lower.strategies import lower as lower_by
 
+    check_strategy(strategy)
     if strategy != AUTO:
         return lower_by(fusion, strategy, STREAMS if streams is None else streams, watch)
     from hostir.choice import lower_auto
@@ -118,16 +127,28 @@ def check(
         ranks: how many the caller reckons with; a finding where the program's meshes name others.
         sizes: of symbols, to unroll loops with; those left out get small values that fit.
         calls: how many calls follow each other; unless given, as many as show what any number would.
+
+    Whatever is wrong with the program is a finding, also where a program built in Python holds what none can hold.
+    Raises HostIRError for arguments that are none: no program, sizes or calls that are no numbers.
     """
     from hostir.dsl import Fusion
+    from hostir.ir.check.structure import check_structure
 
-    built = program.program() if isinstance(program, Fusion) else program
-    if not isinstance(built, Program):
-        raise error(f"not a program: {program!r}", user_span(), expected="a hostir.Fusion or a hostir.Program")
-    if ranks is not None and ranks != built.ranks:
-        return [Diagnostic(f"@{built.name} is for {built.ranks} ranks, not {ranks}", expected=f"{built.ranks} ranks")]
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int)):
+        raise error(f"ranks={described(ranks)}", user_span(), expected="an integer")
     if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
-        raise error(f"calls={calls!r}", user_span(), expected="an integer of at least 1")
+        raise error(f"calls={described(calls)}", user_span(), expected="an integer of at least 1")
+    try:
+        built = program.program() if isinstance(program, Fusion) else program
+    except HostIRError as unfinished:
+        return list(unfinished.diagnostics)
+    if not isinstance(built, Program):
+        raise error(f"not a program: {described(program)}", user_span(), expected="a hostir.Fusion or a hostir.Program")
+    if structure := check_structure(built):
+        return structure
+    if ranks is not None and ranks != built.ranks:
+        message = f"@{built.name} is for {built.ranks} ranks, not {described(ranks)}"
+        return [Diagnostic(message, expected=f"{built.ranks} ranks")]
     return ir.check(built, sizes=built.given_sizes(sizes), calls=calls)
 
 
@@ -147,7 +168,8 @@ def run(
     """Lowers a fusion (a host program runs as it is) and runs it once, on whole tensors, to whole tensors.
 
     Outside torchrun the ranks are simulated. Under torchrun every rank gives the same inputs and gets the same outputs;
-    to run more than once, on parts, make an `Executor`.
+    to run more than once, on parts, make an `Executor`. Returns one whole tensor for each output, in order. Raises
+    HostIRError for what cannot be lowered, is not proved right, or does not fit the inputs.
 
     Args:
         fusion: what to run.
@@ -158,9 +180,10 @@ def run(
             sizes and for the shapes of the inputs, among kernels as well unless they are given.
     """
     from hostir.choice import chosen_for
-    from hostir.lower.strategies import AUTO
+    from hostir.lower.strategies import AUTO, check_strategy
     from hostir.runtime.whole import run as run_program
 
+    check_strategy(strategy)
     if isinstance(fusion, Program) and fusion.phase is Phase.HOST:
         program = fusion
     elif strategy == AUTO:
@@ -190,7 +213,9 @@ __all__ = [
     "HostIRError",
     "ParallelType",
     "Program",
+    "Session",
     "Tensor",
+    "Trace",
     "add",
     "cast",
     "check",
@@ -207,6 +232,7 @@ __all__ = [
     "reshape",
     "reshard",
     "run",
+    "session",
     "silu",
     "sum",
     "tensor",

@@ -21,7 +21,7 @@ import hostir
 from hostir import knobs
 from hostir.choice.verdict import CALLS
 from hostir.files import write
-from hostir.ir import HostIRError, Phase, Program, format_program, prove, verify
+from hostir.ir import HostIRError, Phase, Program, prove, verify
 from hostir.ir.printer import VERSION
 from hostir.ir.source import did_you_mean, error
 from hostir.loading import load
@@ -260,7 +260,7 @@ def _load_to_lower(options: argparse.Namespace) -> tuple[Program, dict[str, int]
 
 def _say(text: str) -> None:
     """Tells people something beside the output, once a job."""
-    if os.environ.get("RANK", "0") == "0":
+    if knobs.speaks():
         print(text, file=sys.stderr)
 
 
@@ -328,7 +328,7 @@ def _formatted(program: Program, form: str) -> str:
         from hostir.ir.dot import to_dot
 
         return to_dot(program)
-    return format_program(program, notes=True)
+    return str(program)
 
 
 def _write(text: str, out: str | None) -> int:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hostir.files import STANDARD, write
-from hostir.ir import Diagnostic, HostIRError, Phase, Program, Span, format_program
+from hostir.ir import Diagnostic, HostIRError, Phase, Program, Span
 from hostir.ir.check import check_structure
 from hostir.ir.check.findings import Finding
 from hostir.ir.check.orders import Analysis, analyse, look
@@ -108,7 +108,7 @@ def _fix(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
     if options.comments:
         said = f"the repaired program is without the comments of {options.file}: a program keeps none of its text's"
         print(Diagnostic(said, level="note"), file=sys.stderr)
-    write(format_program(repaired, notes=True), options.out)
+    write(str(repaired), options.out)
     return 0
 
 
@@ -129,6 +129,7 @@ def _print(program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str,
         print("\n".join(map(str, findings)), file=sys.stderr)
     else:
         bound = f" for {', '.join(f'{name}={value}' for name, value in sorted(sizes.items()))}" if sizes else ""
+        bound += "; what has no elements is neither made nor moved" if 0 in sizes.values() else ""
         count = sum(1 for _ in program.walk())
         print(f"@{program.name}: {count} statements, {program.ranks} ranks, nothing to report{bound}")
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from hostir.spelling import did_you_mean
+from hostir.described import described, did_you_mean
 
 __all__ = [
     "CACHE",
@@ -92,13 +92,11 @@ class Knob(Generic[T]):
         Raises:
             KnobError: the knob does not accept the value; the message calls the knob ``given_as``.
         """
-        text = "" if value is None else str(value)
-        if not text:
-            return self.default
         try:
-            return self.parse(text)
-        except ValueError:
-            raise KnobError(f"{given_as}={value!r}: expected {self.expected}") from None
+            text = "" if value is None else str(value)
+            return self.parse(text) if text else self.default
+        except Exception:  # also what the value's own __str__ raises
+            raise KnobError(f"{given_as}={described(value)}: expected {self.expected}") from None
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -193,10 +191,10 @@ KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str] | Knob[bool
 
 @contextmanager
 def scope(**values: object) -> Iterator[None]:
-    """Set knobs for the calls inside the block: ``scope(spec=2, kernels="aten")``. None stands for the default.
+    """Sets knobs for the calls inside the block: `with hi.knobs.scope(spec=2, kernels="aten")`.
 
-    Raises:
-        KnobError: no knob has that name, or it does not accept the value. Nothing has been set then.
+    The names are those of docs/environment.md without HOSTIR_, in small letters. None stands for the default. Raises
+    KnobError where no knob has that name, or does not accept the value; nothing has been set then.
     """
     known = {knob.keyword: knob for knob in KNOBS}
     for keyword, value in values.items():
@@ -209,6 +207,16 @@ def scope(**values: object) -> Iterator[None]:
         yield
     finally:
         _scoped.reset(token)
+
+
+def rank() -> str | None:
+    """The number that a launcher such as torchrun gave this process as one of its ranks; None without one."""
+    return os.environ.get("RANK")
+
+
+def speaks() -> bool:
+    """Whether this process says what is said once a job: rank 0, or a process that no launcher has started."""
+    return rank() in (None, "0")
 
 
 class Row(NamedTuple):

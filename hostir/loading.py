@@ -69,9 +69,9 @@ def _sizes(program: Program, given: Mapping[str, str], parameters: Sequence[str]
             known, what = [*parameters, *names], "parameter or size" if parameters else "size"
             expected, hint = f"one of: {', '.join(known) or 'none'}", did_you_mean(name, known)
             raise error(f"@{program.name} has no {what} '{name}'", expected=expected, hint=hint)
-        if not value.isdecimal() or len(value) > DIGITS or int(value) < 1:
+        if not value.isdecimal() or len(value) > DIGITS:
             raise error(
-                f"--set {name}={value:.60}: not a size", expected=f"a positive integer of at most {DIGITS} digits"
+                f"--set {name}={value:.60}: not a size", expected=f"an integer from 0, of at most {DIGITS} digits"
             )
     return {name: int(value) for name, value in left.items()}
 

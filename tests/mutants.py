@@ -27,7 +27,7 @@ from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Copy, If, Rank, S
 from hostir.ir.op import Codec, Phase, Statement, codecs_of
 from hostir.ir.p2p_ops import Message, Recv, Send, SendAndRecv
 from hostir.ir.printer import Printer
-from hostir.ir.program import Names, Program, rewrite
+from hostir.ir.program import Names, Program, format_program, rewrite
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import Contraction, TensorOp
 from hostir.ir.types import FLAG, Kind, TensorType
@@ -78,10 +78,10 @@ KINDS: list[Callable[[Place], Iterator[Edit]]] = []
 
 def mutants(program: Program) -> list[Mutant]:
     """Every mutant of a host program, each text once. Not all of them can be read back: an edit may undefine a name."""
-    original = str(program)
+    original = format_program(program, notes=False)
     found: dict[str, Mutant] = {}
     for kind, what, mutant in (*_edits(program), *_merged(program), *_pools(program)):
-        text = str(mutant)
+        text = format_program(mutant, notes=False)
         if text != original:
             found.setdefault(text, Mutant(kind, program.name, what, text))
     return list(found.values())

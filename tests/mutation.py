@@ -20,7 +20,7 @@ from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, 
 from hostir.ir.check import check, check_structure
 from hostir.ir.check.findings import Finding
 from hostir.ir.check.orders import look
-from hostir.ir.program import Program
+from hostir.ir.program import Program, format_program
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.tensor_ops import Contraction
 from hostir.lower import passes_of, run_passes
@@ -43,7 +43,7 @@ GATHERED = (  # rows that peers send one another by copies
 def originals() -> tuple[Program, ...]:
     """What the compiler makes of every pattern and example on tiny tensors, and one-sided programs by hand."""
     programs = [*_lowered(), *_examples(), *(hi.parse(p.read_text(), p.name) for p in sorted(ONESIDED.glob("*.hir")))]
-    return tuple({str(p): p for p in programs}.values())
+    return tuple({p.digest: p for p in programs}.values())
 
 
 def _lowered() -> Iterator[Program]:
@@ -74,7 +74,7 @@ def tiny(fusion: Callable[..., hi.Fusion], ranks: int, slices: int) -> hi.Fusion
 
 def every_mutant(programs: Iterable[Program]) -> list[Mutant]:
     """The mutants of all these programs that are none of them, each text once."""
-    known = {str(p) for p in programs}
+    known = {format_program(p, notes=False) for p in programs}
     found = {m.text: m for p in programs for m in mutants(p) if m.text not in known}
     return list(found.values())
 

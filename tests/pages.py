@@ -1,6 +1,7 @@
 """Runs the code of a Markdown page as a reader would, from the top.
 
     ```python      runs; the blocks of a page share their names
+    ```python FILE is a part of that file, which has tests of its own
     ```output      is what the block before it prints
     ```hir         is a program that checks
     ```hir NAME    is the case tests/cases/findings/NAME.hir, without what it says in comments
@@ -30,7 +31,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
 LANGUAGES = {"python", "output", "hir", "finding", "console", "text"}
-FENCE = re.compile(r"^```(\w*)(?: (\w+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\w*)(?: ([\w./]+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,11 @@ def check_python(page: Path, folder: Path) -> None:
     printed = iter(json.loads(done.stdout))
     before = ""
     for block in blocks(page):
-        if block.language == "python":
+        if block.language == "python" and block.word:
+            assert block.text in (ROOT / block.word).read_text(), (
+                f"{page.name}:{block.line}: {block.word} reads otherwise"
+            )
+        elif block.language == "python":
             before = next(printed)
         elif block.language == "output":
             compare(page, block.line, block.text, before)
@@ -127,7 +132,7 @@ def compare(page: Path, line: int, expected: str, got: str) -> None:
 
 def _run(page: Path, module: Path) -> list[str]:
     """What each Python block prints. All of them stand in one file, so that errors and names find their lines."""
-    found = [b for b in blocks(page) if b.language == "python"]
+    found = [b for b in blocks(page) if b.language == "python" and not b.word]
     lines = [""] * page.read_text(encoding="utf-8").count("\n")
     for block in found:
         texts = block.text.splitlines()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -209,9 +209,12 @@ NAMED: list[dict[str, int]] = [{}, {}, {}, {"M": 16}, {"M": 16, "N": 8}]
 
 
 @st.composite
-def fusions(draw: Draw, ranks: int) -> Drawn | HostIRError:
-    """A sharded fusion of one to four computations for so many ranks, or the diagnostic of an illegal annotation."""
-    plan = Plan(ranks, _mesh(draw, ranks), draw(st.sampled_from(NAMED)))
+def fusions(draw: Draw, ranks: int, named: Sequence[dict[str, int]] = NAMED) -> Drawn | HostIRError:
+    """A sharded fusion of one to four computations for so many ranks, or the diagnostic of an illegal annotation.
+
+    `named`: which sizes have names, of which one is drawn.
+    """
+    plan = Plan(ranks, _mesh(draw, ranks), draw(st.sampled_from(named)))
     dtype = draw(st.sampled_from(["f32", "f32", "f32", "bf16", "f16"]))
     try:
         with hi.Fusion("drawn") as fusion:

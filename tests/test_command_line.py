@@ -13,7 +13,6 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.__main__ import main
-from hostir.ir import format_program
 from hostir.lower import passes_of
 from tests.commands_on_ranks import on_ranks
 
@@ -60,7 +59,13 @@ def printed(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -
 
 
 def test_lower_prints_the_host_program(capfd: pytest.CaptureFixture[str]) -> None:
-    assert printed(capfd, "lower", MLP) == format_program(hi.lower(patterns.mlp()), notes=True)
+    assert printed(capfd, "lower", MLP) == str(hi.lower(patterns.mlp()))
+
+
+def test_lower_prints_the_comments_that_print_does(capfd: pytest.CaptureFixture[str]) -> None:
+    text = printed(capfd, "lower", MLP, "--strategy", "fused")
+    assert "  // " in text
+    assert text == str(hi.lower(patterns.mlp(), "fused"))
 
 
 def test_set_ranks_strategy_and_streams_reach_the_fusion_and_the_lowering(capfd: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +77,7 @@ def test_set_ranks_strategy_and_streams_reach_the_fusion_and_the_lowering(capfd:
 
 def test_lower_after_a_pass_prints_what_it_left(capfd: pytest.CaptureFixture[str]) -> None:
     seen: dict[str, str] = {}
-    hi.lower(patterns.mlp(), watch=lambda name, program: seen.update({name: format_program(program, notes=True)}))
+    hi.lower(patterns.mlp(), watch=lambda name, program: seen.update({name: str(program)}))
     for name, text in seen.items():
         assert printed(capfd, "lower", MLP, "--after", name) == text
 
@@ -89,8 +94,9 @@ def test_lower_all_prints_the_program_after_every_pass(capfd: pytest.CaptureFixt
 def test_lower_writes_a_file_that_every_command_reads(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "out.hir")
     assert printed(capfd, "lower", MLP, "-o", file) == ""
-    assert hi.parse(Path(file).read_text()) == hi.lower(patterns.mlp())
-    assert printed(capfd, "lower", file) == str(hi.lower(patterns.mlp()))
+    program = hi.parse(Path(file).read_text())
+    assert program == hi.lower(patterns.mlp())
+    assert printed(capfd, "lower", file) == str(program)
     assert "nothing to report" in printed(capfd, "check", file)
     assert "ok" in printed(capfd, "run", file, "--compare")
 

@@ -10,6 +10,7 @@ import hostir as hi
 from hostir import knobs
 from hostir.ir.op import REGISTRY, Phase
 from hostir.ir.reference import markdown
+from tests import python_interface
 from tests.golden import Golden
 from tests.pages import ROOT, blocks, check_console, check_python
 
@@ -55,6 +56,17 @@ def test_the_memory_model_says_of_every_statement_where_it_runs() -> None:
 
 def test_the_language_reference_is_fresh(docs: Golden) -> None:
     docs("language.md", markdown() + "\n")
+
+
+def test_the_page_of_the_python_interface_is_fresh(docs: Golden) -> None:
+    docs("python.md", python_interface.markdown())
+
+
+def test_the_page_of_the_python_interface_has_every_public_name() -> None:
+    named = [name.partition(".")[0] for _, names in python_interface.SECTIONS for name in names]
+    assert sorted(set(hi.__all__)) == sorted({*named} - {"LoopAxis"})
+    for name, internal in python_interface.INTERNAL.items():
+        assert internal <= vars(getattr(hi, name)).keys()
 
 
 def test_the_table_of_environment_variables_is_fresh(docs: Golden) -> None:

@@ -14,8 +14,13 @@ from tests.pages import ROOT, environment
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [path for path in EXAMPLES if path.stem != "patterns"]  # patterns.py holds many fusions, and no way to run them
 LONGEST_PAGE = 100
+SEVERAL = {"autograd": ("forward", "backward")}  # what --compare runs, where an example has more than one fusion
+FUSIONS = [f"{path}{name}" for path in PAGES for name in [f":{n}" for n in SEVERAL.get(path.stem, ())] or [""]]
 
 EACH = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+EACH_FUSION = pytest.mark.parametrize(
+    "fusion", FUSIONS, ids=lambda fusion: Path(fusion).stem + fusion.partition(":")[2]
+)
 
 
 def run(*command: str) -> str:
@@ -37,27 +42,29 @@ def test_an_example_runs_alone(path: Path) -> None:
     assert run(sys.executable, str(path))
 
 
-@EACH
+@EACH_FUSION
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("strategy", ["sequential", "pipeline"])
 def test_an_example_is_right_on_any_number_of_ranks(
-    path: Path, ranks: int, strategy: str, capsys: pytest.CaptureFixture[str]
+    fusion: str, ranks: int, strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["run", str(path), "--ranks", str(ranks), "--strategy", strategy, "--compare", "--seed", "3"]
+    command = ["run", fusion, "--ranks", str(ranks), "--strategy", strategy, "--compare", "--seed", "3"]
     assert main(command) == 0, capsys.readouterr().err
     assert f"ran on {ranks} simulated rank" in capsys.readouterr().out
 
 
 @pytest.mark.torchrun
-def test_torchrun_runs_an_example() -> None:
-    assert run("torchrun", "--standalone", "--nproc-per-node", "2", "examples/ag_matmul.py")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torchrun_runs_an_example_in_which_each_rank_holds_its_parts_only(ranks: int) -> None:
+    printed = run("torchrun", "--standalone", "--nproc-per-node", str(ranks), "examples/tensor_parallel.py")
+    assert printed.count(f"{ranks} ranks with {512 // ranks} rows each, relative error") == 3
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """Every example, and `hostir run` of it, in one job."""
     scripts = {path.name: [str(path)] for path in PAGES}
-    commands = {path.stem: ["run", str(path), "--compare", "--device", "cpu"] for path in PAGES}
+    commands = {fusion: ["run", fusion, "--compare", "--device", "cpu"] for fusion in FUSIONS}
     return on_ranks(4, {**scripts, **commands}, tmp_path_factory.mktemp("job"))
 
 
@@ -71,10 +78,16 @@ def test_an_example_runs_on_real_ranks(path: Path, ended: dict[str, Ended]) -> N
 
 @pytest.mark.torchrun
 @pytest.mark.xdist_group("examples on ranks")
-@EACH
-def test_the_command_runs_an_example_on_real_ranks(path: Path, ended: dict[str, Ended]) -> None:
-    assert ended[path.stem].returncode == 0, ended[path.stem].stderr
-    assert "ran on 4 ranks on cpu" in ended[path.stem].stdout
+def test_the_gradients_of_the_layer_that_trains_are_those_of_torch_on_every_rank(ended: dict[str, Ended]) -> None:
+    assert ended["autograd.py"].stdout.count("dx [16, 48] and dw [48, 24] are those of torch's autograd") == 4
+
+
+@pytest.mark.torchrun
+@pytest.mark.xdist_group("examples on ranks")
+@EACH_FUSION
+def test_the_command_runs_an_example_on_real_ranks(fusion: str, ended: dict[str, Ended]) -> None:
+    assert ended[fusion].returncode == 0, ended[fusion].stderr
+    assert "ran on 4 ranks on cpu" in ended[fusion].stdout
 
 
 def test_the_fusion_of_ag_matmul_is_for_eight_ranks_unless_said() -> None:

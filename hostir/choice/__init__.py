@@ -2,7 +2,8 @@
 
 from hostir.choice.compiled import chosen_for, compile, lower_auto
 from hostir.choice.decision import choose
-from hostir.choice.verdict import Candidate, Choice, FallbackWarning, Impossible, Timing
+from hostir.choice.verdict import Candidate, Choice, Impossible, Timing
+from hostir.ir.notices import FallbackWarning
 
 __all__ = [
     "Candidate",

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hostir.choice.platforms import Platform
-from hostir.choice.verdict import Candidate, warn_once
+from hostir.choice.verdict import Candidate
+from hostir.ir.notices import warn_once
 from hostir.ir.program import Program
 from hostir.ir.source import error
 from hostir.knobs import CACHE
@@ -100,8 +101,8 @@ def _time(value: Any) -> float | None:
 
 
 def _ignored(path: Path, why: str) -> Entries:
-    message = f"the tuning cache's {path} is ignored: {why}; 'hostir tune' writes it anew"
-    warn_once(str(path), [message], CacheWarning)
+    message = f"The measurements in {path} are ignored: {why}."
+    warn_once(str(path), message, "'hostir tune' writes them anew", CacheWarning)
     return {}
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hostir.choice.platforms import Platform
 from hostir.choice.verdict import Candidate, Impossible
+from hostir.described import described
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal
-from hostir.ir.op import Phase
+from hostir.ir.op import Phase, Statement
 from hostir.ir.program import Program
 from hostir.ir.sizes import binding
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import HostIRError, Span, error
 from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.lower import STRATEGIES, lower
+from hostir.lower.interleave import NOT_OVERLAPPED
 
 STREAMS = {"sequential": (1,), "pipeline": (2, 4), "ring": (2, 4), "fused": (1, 2), "push": (1,)}
 ONE_SIDED = (AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal)
@@ -24,7 +26,7 @@ SEQUENTIAL = "sequential"
 class Candidates:
     """What can be taken, with the program of each, and what cannot, with the reasons.
 
-    `whole` says of communications that no candidate overlaps with anything, by their statement, why.
+    `whole` says of communications that no candidate overlaps with anything, each as a clause, why.
     """
 
     programs: dict[Candidate, Program]
@@ -57,15 +59,25 @@ def candidates(fusion: Program, platform: Platform, kernels: str = "auto", *, al
             impossible.append(refused)
         elif refused:
             programs[candidate] = lowered
-    return Candidates(programs, tuple(_merged(impossible)), _whole([_notes(p) for p in programs.values()]))
+    return Candidates(programs, tuple(_merged(impossible)), _whole(programs))
 
 
-def _whole(notes: Sequence[list[str]]) -> tuple[str, ...]:
-    """What is said of every program but the sequential one, of which nothing is said."""
-    said = [of for of in notes if of]
-    if len(said) < len(notes) - 1 or not said:
-        return ()
-    return tuple(note for note in said[0] if all(note in other for other in said))
+def _whole(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
+    """What every program but the sequential ones says of the same communication."""
+    said = [left_whole(p) for c, p in programs.items() if c.strategy != SEQUENTIAL]
+    return tuple(clause for place, clause in said[0].items() if all(place in of for of in said)) if said else ()
+
+
+def left_whole(program: Program) -> dict[tuple[str, Span | None], str]:
+    """Why communications are not overlapped, each as a clause, by its kind and where it comes from."""
+    start = f"{NOT_OVERLAPPED}: "
+    left = [s for s in program.walk() if s.note.startswith(start)]
+    return {(s.keyword(), s.span): _clause(s, s.note.removeprefix(start)) for s in left}
+
+
+def _clause(s: Statement, why: str) -> str:
+    place = f" at {s.span}" if s.span else ""
+    return f"the {s.keyword()}{place} is {NOT_OVERLAPPED}: {why}"
 
 
 def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tuple[Candidate, Program | HostIRError]]:
@@ -120,16 +132,11 @@ def _same(a: Program, b: Program) -> bool:
 
 def _why_same(candidate: Candidate, program: Program) -> str:
     """Why a strategy comes to the same program as another."""
-    if notes := _notes(program):
-        return notes[0]
+    if left := left_whole(program):
+        return next(iter(left.values()))
     if candidate.strategy == "pipeline":
         return "no tensor has a Stream axis to slice communications along"
     return "no communication to overlap"
-
-
-def _notes(program: Program) -> list[str]:
-    """What lowering left behind of communications that stay whole."""
-    return [s.note.removeprefix("whole: ") for s in program.walk() if s.note.startswith("whole: ")]
 
 
 def _merged(found: Sequence[Impossible]) -> Iterator[Impossible]:
@@ -146,7 +153,7 @@ def fusion_of(given: object) -> Program:
     build = getattr(given, "program", None)
     program = given if isinstance(given, Program) or not callable(build) or isinstance(given, type) else build()
     if not isinstance(program, Program):
-        raise error(f"not a fusion: {given!r}", expected="a hostir.Fusion")
+        raise error(f"not a fusion: {described(given)}", expected="a hostir.Fusion")
     if program.phase is not Phase.FUSION:
         raise error(
             f"@{program.name} is a host program already",
@@ -174,6 +181,8 @@ def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
             hint=binding(missing[0]),
         )
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise error(f"the size {name}={size!r} of @{fusion.name}", expected="a positive integer")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise error(
+                f"the size {name}={described(size)} of @{fusion.name}", expected="an integer that is not negative"
+            )
     fusion.check_sizes(sizes)

@@ -12,7 +12,8 @@ from hostir.choice.decision import choose, decide
 from hostir.choice.hardware import REFERENCE, named
 from hostir.choice.platforms import Platform, here, reference
 from hostir.choice.report import describe
-from hostir.choice.verdict import Choice, FallbackWarning
+from hostir.choice.verdict import Choice
+from hostir.ir.notices import FallbackWarning
 from hostir.ir.program import Program
 from hostir.ir.source import error
 from hostir.knobs import KERNELS

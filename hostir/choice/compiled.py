@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hostir.choice.candidates import SEQUENTIAL, fusion_of
-from hostir.choice.decision import choose, machine_name, program_of, warn_fallbacks
+from hostir.choice.candidates import SEQUENTIAL, fusion_of, left_whole
+from hostir.choice.decision import choose, machine_name, program_of, tell, warn_fallbacks
 from hostir.choice.verdict import ASKED_FOR, Candidate, Choice
 from hostir.ir.program import Program
 from hostir.ir.source import error
@@ -14,6 +14,7 @@ from hostir.knobs import KERNELS
 from hostir.lower import AUTO, STREAMS, HasProgram
 from hostir.lower import lower as lower_by
 from hostir.lower.passes import Watcher
+from hostir.lower.strategies import check_strategy
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,7 @@ def compile(
     from hostir.runtime.executor import Executor
 
     program = fusion_of(fusion)
+    check_strategy(strategy)
     given = program.given_sizes(sizes)
     if strategy == AUTO:
         _refuse_streams(streams)
@@ -72,8 +74,9 @@ def compile(
     else:
         host = lower_by(program, strategy, STREAMS if streams is None else streams)
         taken = Candidate(strategy, STREAMS if streams is None else streams, KERNELS.get(kernels))
-        notes = tuple(s.note for s in host.walk() if s.note.startswith("whole: ") and strategy != SEQUENTIAL)
+        notes = tuple(left_whole(host).values()) if strategy != SEQUENTIAL else ()
         choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine), notes=notes)
+        tell(choice)
         warn_fallbacks(program, choice)
     executor = Executor(host, sizes=_unknown_to_inputs(host, given), kernels=choice.kernels, machine=machine, **options)
     executor.choice = choice
@@ -93,7 +96,9 @@ def chosen_for(
 
     _refuse_streams(streams)
     program = fusion_of(fusion)
-    choice = choose(program, sizes=bind_sizes(program, inputs, sizes), kernels=kernels, machine=machine)
+    choice = choose(
+        program, sizes=bind_sizes(program, inputs, program.given_sizes(sizes)), kernels=kernels, machine=machine
+    )
     return program_of(program, choice), choice.kernels
 
 

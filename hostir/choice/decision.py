@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -13,6 +14,7 @@ from hostir.choice.candidates import SEQUENTIAL, Candidates, candidates, check_r
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, here
 from hostir.choice.simulate import EAGER, GRAPH, estimate
 from hostir.choice.verdict import (
+    ASKED_FOR,
     CALLS,
     ESTIMATED,
     FALLBACK,
@@ -22,14 +24,17 @@ from hostir.choice.verdict import (
     Impossible,
     Timing,
     ranked_by,
-    warn_once,
 )
 from hostir.ir.comm_ops import Communication
+from hostir.ir.notices import warn_once
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, did_you_mean, error
+from hostir.ir.source import HostIRError, check_known, error
 from hostir.knobs import KERNELS
+from hostir.log import logger
 from hostir.lower import HasProgram, lower
+from hostir.lower.interleave import NOT_OVERLAPPED
 
+LOG = logger(__name__)
 UNMEASURED = "not measured: 'hostir tune' does it"
 
 
@@ -57,8 +62,7 @@ def choose(
 
     program = fusion_of(fusion)
     check_sizes(program, program.given_sizes(sizes))
-    if calls not in CALLS:
-        raise error(f"calls={calls!r}", expected=f"one of: {', '.join(CALLS)}", hint=did_you_mean(calls, CALLS))
+    check_known("kind of calls", calls, CALLS)
     policy = KERNELS.get(kernels)
     name = machine_name(machine)
     platform = here(name, program.ranks)
@@ -71,6 +75,7 @@ def choose(
         speaks = session.rank == 0
         key = f"choice {next(_rounds.setdefault(session, itertools.count()))}"
         choice = _heard(session.exchange(key, _spoken(decided) if speaks else "")[0])
+    tell(choice)
     if speaks:  # once all have heard, as a warning may be an error
         warn_fallbacks(program, choice)
     return choice
@@ -81,9 +86,8 @@ _rounds: WeakKeyDictionary[object, itertools.count[int]] = WeakKeyDictionary()
 
 def machine_name(machine: str | None) -> str:
     """The machine that an `Executor` would take: under torchrun what the device calls for, else simulated ranks."""
-    if machine not in (None, "local", "gloo", "cuda"):
-        hint = did_you_mean(machine, ("local", "gloo", "cuda"))
-        raise error(f"unknown machine '{machine}'", expected="one of: local, gloo, cuda", hint=hint)
+    if machine is not None:
+        check_known("machine", machine, ("local", "gloo", "cuda"))
     from hostir.runtime.session import joined, launched
 
     if machine is not None:
@@ -100,7 +104,7 @@ def decide(
     found = candidates(program, platform, kernels)
     if not found.programs:
         lower(program, SEQUENTIAL)  # which says why, in its own words
-    notes = [f"whole: {why}" for why in found.whole]
+    notes = list(found.whole)
     measured = _measured(program, platform, sizes, kernels, calls)
     if measured is not None:
         timings, impossible = measured
@@ -189,11 +193,25 @@ def _timing(candidate: Candidate, program: Program, eager: float | None, graph: 
 
 
 # Telling ----------------------------------------------------------------------------------------------------------
+def tell(choice: Choice) -> None:
+    """Logs a choice, what came near, and what is not possible or not overlapped."""
+    if not LOG.isEnabledFor(logging.INFO):
+        return
+    others = "".join(f"; '{it.candidate}' {it.us:.0f} us" for it in choice.timings[1:3])
+    LOG.info("%s%s", choice, others)
+    for clause in (*choice.fallbacks, *choice.notes):
+        LOG.info("@%s: %s", choice.fusion, clause)
+
+
 def warn_fallbacks(program: Program, choice: Choice) -> None:
     """Warns, once for a fusion and a reason, of what does not run as one might have hoped."""
-    messages = [f"@{choice.fusion} runs '{choice.taken}', {why}" for why in choice.fallbacks]
-    messages += [f"@{choice.fusion} runs '{choice.taken}', {note}" for note in choice.notes if note.startswith("whole")]
-    warn_once(program.digest, messages)
+    hint = "'hostir explain' lists all ways to run it, with their times and what keeps them from being taken"
+    if choice.source == ASKED_FOR:
+        hint = "'pipeline' slices any communication along a Stream axis; 'auto' takes what is fastest"
+    messages = [f"@{choice.fusion} runs '{choice.taken}', as {why}." for why in choice.fallbacks]
+    messages += [f"In @{choice.fusion} {note}." for note in choice.notes if f" is {NOT_OVERLAPPED}: " in note]
+    for message in messages:
+        warn_once(program.digest, message, hint)
 
 
 def _spoken(decided: Callable[[], Choice]) -> str:

@@ -48,7 +48,7 @@ def _times(choice: Choice) -> str:
 def _row(timing: Timing, best: float) -> list[str]:
     c = timing.candidate
     streams = str(c.streams) if c.on_streams else "-"
-    slower = f"{timing.us / best - 1:.0%}" if timing.us > best else "-"
+    slower = f"{timing.us / best - 1:.0%}" if timing.us > best > 0 else "-"
     return [c.strategy, streams, c.kernels, _us(timing.us), slower, _us(timing.graph), _us(timing.eager)]
 
 

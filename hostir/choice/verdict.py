@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 MEASURED, ESTIMATED, ASKED_FOR, FALLBACK = "measured", "estimated", "asked for", "fallback"
-
-
-class FallbackWarning(UserWarning):
-    """A fusion runs by another strategy than the machine or the sizes would let one hope for."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ class Choice:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """Why it does not run as one might have hoped, each reason with all strategies that it holds for.
+        """Which strategies are not possible as one might have hoped, with each reason, as clauses.
 
         This is what is warned of.
         """
@@ -117,7 +111,7 @@ class Choice:
         for it in self.impossible:
             if it.loud or self.source == FALLBACK:
                 strategies.setdefault(it.reason, {})[it.candidate.strategy] = None
-        return tuple(f"{', '.join(names)}: {reason}" for reason, names in strategies.items())
+        return tuple(f"{_listed(list(names))} not possible here: {reason}" for reason, names in strategies.items())
 
     def __str__(self) -> str:
         times = {timing.candidate: timing.us for timing in self.timings}
@@ -142,20 +136,7 @@ class Choice:
         )
 
 
-_told: set[tuple[str, str]] = set()
-
-
-def warn_once(key: str, messages: Iterable[str], category: type[Warning] = FallbackWarning) -> None:
-    """Warns of each message once for a key, at the line of the user's call."""
-    for message in messages:
-        if (key, message) not in _told:
-            _told.add((key, message))
-            warnings.warn(message, category, stacklevel=_depth())
-
-
-def _depth() -> int:
-    """How many frames up the user's code is, for a warning raised by the caller."""
-    depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "hostir":
-        depth, frame = depth + 1, frame.f_back
-    return depth
+def _listed(names: list[str]) -> str:
+    """`ring is`, or `ring, fused and push are`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last} are" if others else f"{last} is"

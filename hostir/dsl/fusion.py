@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from hostir.described import described
 from hostir.dsl.mesh import NAME
 from hostir.dsl.tensor import Extent, Tensor
 from hostir.ir.op import Phase, Statement
@@ -20,13 +21,27 @@ from hostir.ir.types import DTYPES, Axis, DType, Mesh, TensorType
 from hostir.ir.values import Value
 
 TORCH_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
+MOST_AXES = 64  # of a tensor of torch
 NUMBER = "a number enters as an input of one element: hi.tensor('scale', [1], dtype)"
 
 _building: ContextVar[Fusion | None] = ContextVar("building", default=None)
 
 
 class Fusion:
-    """A tensor program, before lowering. Statements are added inside `with`; annotations may follow after it."""
+    """A tensor program, before lowering. Statements are added inside `with`; annotations may follow after it.
+
+        with hi.Fusion("layer") as fusion:
+            x = hi.tensor("x", ["M", 64])
+            w = hi.tensor("w", [64, 32])
+            y = x @ w
+            fusion.output(y)
+
+    Results are named after the variable that they are assigned to. `print(fusion)` shows the program. Raises
+    HostIRError for a name that is none.
+
+    Args:
+        name: letters, digits and `_`, not starting with a digit.
+    """
 
     def __init__(self, name: str = "fusion") -> None:
         self.span = user_span()
@@ -49,12 +64,15 @@ class Fusion:
         _building.reset(self._entered.pop())
 
     def output(self, *tensors: Tensor) -> None:
-        """Declares outputs, in order."""
+        """Declares outputs, in the order in which a call returns them.
+
+        Raises HostIRError for a tensor of another fusion, an input, and one that is an output already.
+        """
         span = user_span()
         for t in tensors:
             if not isinstance(t, Tensor) or t.fusion is not self:
                 hint = "build it inside this fusion's 'with'"
-                raise error(f"not a tensor of fusion @{self.name}: {t!r}", span, hint=hint)
+                raise error(f"not a tensor of fusion @{self.name}: {described(t)}", span, hint=hint)
             if t in self.inputs:
                 expected = "the result of a computation"
                 raise error(f"the output %{t.name} is an input, never computed", span, expected=expected)
@@ -63,7 +81,10 @@ class Fusion:
             self.outputs.append(t)
 
     def program(self) -> Program:
-        """The fusion as a program, with the annotations made so far."""
+        """The fusion as a program, with the annotations made so far; what `hi.lower` begins with.
+
+        Raises HostIRError where there is no output.
+        """
         if not self.outputs:
             raise error(f"fusion @{self.name} has no output", self.span, hint="fusion.output(c)")
         meshes: dict[tuple[Any, ...], Mesh] = {}
@@ -117,7 +138,9 @@ class Fusion:
 
 def _check_name(name: object, what: str, span: Span | None) -> None:
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise error(f"{name!r} cannot name {what}", span, expected="letters, digits and _, not starting with a digit")
+        raise error(
+            f"{described(name)} cannot name {what}", span, expected="letters, digits and _, not starting with a digit"
+        )
 
 
 def building(span: Span | None) -> Fusion:
@@ -130,21 +153,28 @@ def building(span: Span | None) -> Fusion:
 
 def sizes(shape: Any, span: Span | None, fusion: Fusion | None = None) -> list[Size]:
     """A shape as users write it; its names must be those of the inputs of `fusion`, where it is given."""
-    if isinstance(shape, str) or not isinstance(shape, Sequence):
-        raise error(f"not a shape: {shape!r}", span, expected="a list of sizes, such as [4, 'M', 128]")
+    if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
+        raise error(f"not a shape: {described(shape)}", span, expected="a list of sizes, such as [4, 'M', 128]")
+    if len(shape) > MOST_AXES:
+        raise error(f"a shape of {len(shape)} axes", span, expected=f"at most {MOST_AXES}")
     return [fusion.size(s, span) if fusion else Size.of(s, span) for s in shape]
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of an element type, which may be given as torch's."""
-    return TORCH_NAMES.get(str(dtype), str(dtype))
+    """The name of an element type, which may be given as torch's; of anything else, what it is."""
+    name = dtype if isinstance(dtype, str) else described(dtype)
+    return TORCH_NAMES.get(name, name)
 
 
 def tensor(name: str, shape: Sequence[Extent], dtype: Any = "bf16") -> Tensor:
-    """An input.
+    """Declares an input of the fusion being built; calls give the inputs in the order of their declarations.
 
-    Sizes are integers, names bound at run time ("M"), or products and quotients of them ("M/8"). The dtype is `f32`,
-    `f16` or `bf16`, or torch's dtype of that kind.
+    Raises HostIRError outside `with hi.Fusion(...)`, for a name that is taken, and for a size or dtype that is none.
+
+    Args:
+        name: letters, digits and `_`, not starting with a digit.
+        shape: of the whole tensor: integers, names bound at run time ("M"), or products and quotients of them ("M/8").
+        dtype: `f32`, `f16` or `bf16`, or torch's dtype of that kind.
     """
     span = user_span()
     fusion = building(span)
@@ -153,7 +183,7 @@ def tensor(name: str, shape: Sequence[Extent], dtype: Any = "bf16") -> Tensor:
         raise error(f"%{name} is defined twice", span, hint="give it another name")
     if (kind := dtype_name(dtype)) not in DTYPES:
         hint = did_you_mean(kind, DTYPES)
-        raise error(f"unknown dtype {dtype!r}", span, expected=f"one of: {', '.join(DTYPES)}", hint=hint)
+        raise error(f"unknown dtype {described(dtype)}", span, expected=f"one of: {', '.join(DTYPES)}", hint=hint)
     t = fusion._new(name, DTYPES[kind], sizes(shape, span), span)
     fusion.inputs.append(t)
     return t
@@ -164,7 +194,7 @@ def operand(t: Any, span: Span | None) -> Value:
     fusion = building(span)
     if not isinstance(t, Tensor):
         hint = NUMBER if isinstance(t, int | float) else ""
-        raise error(f"not a tensor: {t!r}", span, expected="a tensor of this fusion", hint=hint)
+        raise error(f"not a tensor: {described(t)}", span, expected="a tensor of this fusion", hint=hint)
     if t.fusion is not fusion:
         whose = f"%{t.name} belongs to fusion @{t.fusion.name}, not to @{fusion.name}"
         raise error(whose, span, hint="declare it as an input here: hi.tensor(...)")

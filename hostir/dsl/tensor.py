@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hostir.described import described
 from hostir.dsl.mesh import DeviceMesh, ParallelType
 from hostir.ir.sizes import Size
 from hostir.ir.source import Span, error, user_span
@@ -29,40 +30,71 @@ class Owner(Protocol):
         """Adds a statement on these tensors and gives its result."""
 
 
+class Shape(tuple[Size, ...]):
+    """The sizes of a tensor's axes; prints as in a program, `[M, 8]`."""
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(map(str, self))}]"
+
+
 @dataclass
 class LoopAxis:
-    """One axis of a tensor after its splits: what `t.axis(i)` gives."""
+    """One axis of a tensor, after its splits: what `Tensor.axis` gives."""
 
     tensor: Tensor
     position: int
 
     def parallelize(self, on: ParallelType | str) -> None:
-        """Puts the axis on a mesh axis, or on the Stream."""
+        """Spreads the axis in equal contiguous blocks over a mesh axis, or cuts it into slices of the Stream.
+
+        `on` is a `hi.ParallelType`, or the name of a mesh axis. On `Stream`, each index of the axis is a slice.
+
+        Raises HostIRError where the tensor has no mesh yet, the mesh has no such axis, the ranks do not divide the
+        axis, it is spread already, or another axis of the tensor is on the same one.
+        """
         self.tensor._mark(self.position, on, user_span())
 
 
 class Tensor:
-    """A tensor of a fusion: its dtype, logical shape, and how its axes are split and spread."""
+    """A tensor of a fusion: an input or a result, and how its axes are split and spread.
+
+    `x @ y`, `x + y` and `x * y` are `hi.matmul`, `hi.add` and `hi.mul`. A tensor with a mesh lies exactly as its axes
+    say; for one without, the sharding is found from the inputs.
+
+    Fields:
+        name: the one in the program's text, without `%`.
+        dtype: `str(t.dtype)` is `f32`, `f16` or `bf16`.
+        shape: of the whole tensor; splits do not change it.
+        mesh: the `hi.DeviceMesh`, None where none was set.
+    """
+
+    __array_ufunc__ = None  # numpy's operators leave it to the ones below, which say what is wrong
 
     def __init__(self, fusion: Owner, name: str, dtype: DType, shape: Sequence[Size], span: Span | None) -> None:
         self.fusion = fusion
         self.name = name
         self.dtype = dtype
-        self.shape = tuple(shape)
+        self.shape = Shape(shape)
         self.span = span
         self.mesh: DeviceMesh | None = None
         self._loop = [(k, Factor(size)) for k, size in enumerate(shape)]
 
     def axis(self, position: int) -> LoopAxis:
-        """An axis, counted after splits; negative counts from the end."""
+        """The axis at a position, counted after splits: `t.axis(0).parallelize(hi.ParallelType.Stream)`.
+
+        A negative position counts from the end. Raises HostIRError where there is no such axis.
+        """
         self._loop_at(position, user_span())
         return LoopAxis(self, position % len(self._loop))
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
-        """Puts the tensor on a mesh: from now on it lies as its axes say, replicated where they say nothing."""
+        """Puts the tensor on a mesh: from now on it lies as its axes say, replicated where they say nothing.
+
+        Raises HostIRError where an axis is spread already over what this mesh does not have or cannot divide it by.
+        """
         span = user_span()
         if not isinstance(mesh, DeviceMesh):
-            raise error(f"not a mesh: {mesh!r}", span, expected="a hi.DeviceMesh")
+            raise error(f"not a mesh: {described(mesh)}", span, expected="a hi.DeviceMesh")
         for _, factor in self._loop:
             if factor.on and factor.on != STREAM:
                 if factor.on not in mesh.names:
@@ -74,7 +106,11 @@ class Tensor:
         self.mesh = mesh
 
     def split(self, position: int, outer: Extent) -> None:
-        """Splits an axis of extent E into two: `outer`, and E / outer inside it. The shape of the tensor stays."""
+        """Splits an axis of size E into two, `outer` and E / outer, the first outside the second.
+
+        Later positions move up by one; `shape` stays, since only blocks of the axis get names. Raises HostIRError where
+        `outer` does not divide E, and for an axis that is spread already.
+        """
         span = user_span()
         k, factor = self._loop_at(position, span)
         size = self.fusion.size(outer, span)
@@ -87,7 +123,11 @@ class Tensor:
         self._loop[at : at + 1] = [(k, Factor(size)), (k, Factor(factor.extent / size))]
 
     def shard(self, axis: int, mesh: DeviceMesh, on: ParallelType | str = ParallelType.DIDx) -> Tensor:
-        """Spreads a whole axis over the mesh in equal contiguous blocks: the short way to split and parallelize."""
+        """Spreads an axis over the mesh in equal contiguous blocks, and returns the tensor.
+
+        Short for `set_device_mesh(mesh)` and `axis(axis).parallelize(on)`, whose errors it raises. Where the axis has E
+        elements, rank r of n holds those from r * E / n on.
+        """
         self.set_device_mesh(mesh)
         self._mark(axis, on, user_span())
         return self
@@ -97,7 +137,7 @@ class Tensor:
         whole = isinstance(position, int) and not isinstance(position, bool)
         if not whole or not -count <= position < count:
             expected = f"an axis from 0 to {count - 1}" if count else "a tensor with axes"
-            raise error(f"%{self.name} has no axis {position!r}", span, expected=expected)
+            raise error(f"%{self.name} has no axis {described(position)}", span, expected=expected)
         return self._loop[position]
 
     def _check_extent(self, extent: Size, name: str, mesh: DeviceMesh, span: Span | None) -> None:

@@ -87,6 +87,8 @@ class Communication(Statement):
             return
         if frame[self.out] is None and frame.here(self.out.tensor.mesh):
             frame[self.out] = frame.machine.allocate(frame.shape(self.out.tensor), self.out.tensor.dtype)
+        if frame.empty(self.out):
+            return
         rank = frame.machine.rank
         exchange = Exchange(self.keyword(), ()) if rank is None else self.exchange(rank)
         handle = frame.machine.communicate(exchange, frame[self.x], frame[self.out])

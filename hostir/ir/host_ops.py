@@ -174,6 +174,30 @@ class AsPartial(ViewOp):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
+class Dense(ViewOp):
+    """The same elements in dense memory: `x` itself where it is dense at run time, else a copy of it.
+
+    `x` is an input, or a view of one: only the caller knows the strides of those. A copy is made on the current stream
+    and lasts until the end of the call. As nobody can tell it from `x`, no statement writes the input or the result.
+
+    Example: %y: f32[8@didx, 32] = dense %x: f32[8@didx, 32]
+    """
+
+    phases: ClassVar[frozenset[Phase]] = HOST
+    syntax = "{out} = dense {x}"
+
+    def infer(self) -> TensorType:
+        return self.x.tensor
+
+    def verify(self) -> None:
+        self.infer()
+
+    def view(self, frame: Frame, x: Any) -> Any:
+        return frame.machine.dense(x)
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
 class Wait(Statement):
     """The current stream waits for a communication; its result may be read on this stream from here on.
 

@@ -97,6 +97,9 @@ class Machine(Protocol):
     def permute(self, x: Handle, axes: tuple[int, ...]) -> Handle:
         """The view of `x` with its axes in another order."""
 
+    def dense(self, x: Handle) -> Handle:
+        """`x` itself where it is dense, else a dense copy, made on the current stream; it lasts as long as the call."""
+
     def compute(self, kind: str, out: Handle, operands: Sequence[Handle | None], options: Mapping[str, Any]) -> None:
         """Runs kernel `kind` on the current stream, writing `out`."""
 
@@ -156,6 +159,10 @@ class Frame:
     def shape(self, type: TensorType) -> tuple[int, ...]:
         """The shape that this machine gives a tensor: one rank's part, or the whole."""
         return bind_shape(type.shape if self.machine.rank is None else type.local_shape, self.sizes)
+
+    def empty(self, value: Value) -> bool:
+        """Whether a tensor has no elements, on all ranks alike: what only makes or moves such is never issued."""
+        return 0 in self.sizes.values() and 0 in self.shape(value.tensor)  # only symbols can be 0
 
     def index(self, expr: Expr) -> int:
         if isinstance(expr, Lit):

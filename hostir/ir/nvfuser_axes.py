@@ -198,7 +198,7 @@ class Axes:
                     yield _selection(node)
                 case ViewNode(op="chunk"):
                     yield Rule(node.tensors, lambda x, out: _alike(x.kept, out.kept, (STREAM,)))
-                case ViewNode(op="as_partial"):
+                case ViewNode(op="as_partial" | "dense"):
                     yield Rule(node.tensors, lambda x, out: _alike(x.kept, out.kept))
                 case ViewNode(op="permute"):
                     yield Rule(node.tensors, lambda x, out: len(x.kept) == len(out.kept))

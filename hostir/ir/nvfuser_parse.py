@@ -45,7 +45,8 @@ COMPUTE: dict[str, tuple[str, *tuple[int, ...]]] = {  # what it is here, and how
     "Set": ("copy", 1),
 }
 RESHAPES = ("view", "reshape", "broadcast", "squeeze")  # all of them only change how the same elements are counted
-CALLS = (*COMPUTE, *RESHAPES, "ALLOCATE", "select", "HirAliasSelect", "ShardByStream", "Set.Permute", "AsPartial")
+OURS = ("AsPartial", "Dense")  # which nvFuser does not print
+CALLS = (*COMPUTE, *RESHAPES, "ALLOCATE", "select", "HirAliasSelect", "ShardByStream", "Set.Permute", *OURS)
 STATEMENTS = (
     "GetCurrentStream",
     "SetCurrentStream",
@@ -301,6 +302,8 @@ class _Parser(Scanner):
             return ViewNode(span, "chunk", out, x, index=self.formula_of(call, "stream_index"))
         if name == "AsPartial":
             return ViewNode(span, "as_partial", out, x, over=call.need("over", Token).text[-1:])
+        if name == "Dense":
+            return ViewNode(span, "dense", out, x)
         return ViewNode(span, "permute" if name == "Set.Permute" else "reshape", out, x)
 
     def formula_of(self, call: Call, key: str) -> Formula:

@@ -174,6 +174,8 @@ class Printer:
         out = self.define(s.out, "l")
         if isinstance(s, host.AsPartial):
             return [f"{out} = AsPartial({x}, over=deviceIdx.{_letter(s.x.tensor.mesh, s.over)})"]
+        if isinstance(s, host.Dense):
+            return _assign(out, f"Dense( {x} )")
         if isinstance(s, views.Shard):
             return _assign(out, f"Set( {x}, cache_op=Streaming )")
         return [f"{out} = view( {x} )"]

@@ -158,6 +158,8 @@ class Reader(Builder):
         view: views.ViewOp = views.Reshape(x, target)
         if node.op == "permute":
             view = views.Permute(x, target, self.order(node))
+        elif node.op == "dense":
+            view = host.Dense(x, target)
         elif over:
             view = host.AsPartial(x, target, over)
         self.emit(self.inferred(view, node), node.span)

@@ -132,7 +132,7 @@ class DeallocateNode(Node):
 
 @dataclass(frozen=True)
 class ViewNode(Node):
-    """The same memory seen another way: `op` is select, chunk, reshape, permute or as_partial."""
+    """The same memory seen another way: `op` is select, chunk, reshape, permute, as_partial or dense."""
 
     op: str
     out: Tensor

@@ -168,6 +168,8 @@ class Copy(Statement):
         if not frame.here(self.remote.tensor.mesh):
             return
         me, peer = own_rank(self, frame), peer_of(self, frame, self.remote, self.over, self.peer)
+        if frame.empty(self.out):
+            return
         # `put %x -> %x at ...` names one view twice: which of the two is the peer's is the class's to say.
         source, target = (peer, me) if isinstance(self, Get) else (me, peer)
         frame.machine.copy(frame[self.x], frame[self.out], source=source, target=target, sms=self.multiprocessors)

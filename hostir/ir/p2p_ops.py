@@ -57,6 +57,8 @@ class Message(Statement):
         if not frame.here(self.mesh):
             return
         me = own_rank(self, frame)
+        if any(frame.empty(value) for value in self.values(Codec.READ, Codec.WRITE)):
+            return
         team = next(team for team in self.teams if me in team)
         x, out = (next(self.values(codec), None) for codec in (Codec.READ, Codec.WRITE))
         exchange = Exchange(self.keyword(), team, self.moves(frame, me))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from hostir.described import described
 from hostir.ir.divisions import divisions_of, misfits
 from hostir.ir.op import Codec, Phase, Statement, codecs_of
 from hostir.ir.printer import INDENT, VERSION, Printer
@@ -18,11 +19,21 @@ from hostir.ir.values import Value
 
 @dataclass(frozen=True)
 class Program:
-    """A fusion or a host program. `parse(str(p)) == p`, and equal programs print the same bytes.
+    """A fusion or a host program. `parse(str(p)) == p`, and equal programs print the same bytes up to comments.
+
+    `str(p)` is the whole text, with the comments that passes left behind statements; reading it back drops them.
 
     `meshes[0]` is the mesh of every tensor that names none. `streams` is the size of the pool of worker streams.
     `aliases` are names of sizes that a foreign text uses, each with the size it equals (`("i5", "i4")`): they may be
     bound too, to that very value. They are not part of the program's text.
+
+    Fields:
+        name: without `@`.
+        phase: whether it is a fusion or a host program.
+        meshes: those that its tensors lie on.
+        inputs, outputs: the values that a call takes and gives, each with its `name` and `type`.
+        body: the statements, outermost first.
+        streams: the number of worker streams.
     """
 
     name: str
@@ -60,10 +71,10 @@ class Program:
 
     @property
     def digest(self) -> str:
-        """A hash of the text, the same on every rank that runs the same program."""
+        """A hash of the text without its comments, the same on every rank that runs the same program."""
         import hashlib  # seldom needed, and not quickly loaded
 
-        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+        return hashlib.sha256(format_program(self, notes=False).encode()).hexdigest()[:16]
 
     @cached_property
     def divisions(self) -> tuple[Division, ...]:
@@ -81,15 +92,15 @@ class Program:
 
     def given_sizes(self, given: Mapping[str, int] | None) -> dict[str, int]:
         """Sizes as a caller gives them, of some symbols or all. Raises for an unknown name and for what is no size."""
-        if not given:
+        if given is None:
             return {}
         if not isinstance(given, Mapping):
-            raise error(f"sizes={given!r:.60}", user_span(), expected="a dictionary such as {'M': 4096}")
+            raise error(f"sizes={described(given)}", user_span(), expected="a dictionary such as {'M': 4096}")
         self._refuse_unknown(given)
         for name, size in given.items():
             if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 10**DIGITS:
-                message = f"the size {name}={size!r:.60} of @{self.name}"
-                raise error(message, user_span(), expected=f"a positive integer of at most {DIGITS} digits")
+                message = f"the size {described(name)}={described(size)} of @{self.name}"
+                raise error(message, user_span(), expected=f"an integer from 0, of at most {DIGITS} digits")
         return dict(given)
 
     def _refuse_unknown(self, sizes: Mapping[str, int]) -> None:
@@ -115,8 +126,8 @@ class Program:
         return replace(self, body=tuple(body))
 
 
-def format_program(program: Program, *, notes: bool = False) -> str:
-    """The program's text; with `notes`, the comments that passes left behind statements."""
+def format_program(program: Program, *, notes: bool = True) -> str:
+    """The program's text, with `notes` as comments behind statements: what passes left there for people to read."""
     printer = Printer(program.phase, program.meshes, notes=notes)
     lines = [f"hostir {VERSION}", *(f"mesh {mesh}" for mesh in program.meshes)]
     head = f"{program.phase.value} @{program.name}"

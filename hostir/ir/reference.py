@@ -39,7 +39,8 @@ PAGE = f"""# The language
 <!-- Made by `hostir ops --markdown > docs/language.md`. Change the statements' docstrings, not this page. -->
 
 Everything that hostir lowers, checks and runs is a program with this text. `hostir.parse(str(program)) == program`, and
-equal programs print the same bytes. `//` starts a comment that ends with the line; white space means nothing.
+equal programs print the same bytes up to comments. `//` starts a comment that ends with the line: `print` and `hostir
+lower` write what passes have to say there, and reading drops it. White space means nothing.
 
 ```hir
 hostir 1

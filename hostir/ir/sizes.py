@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd
 
+from hostir.described import described
 from hostir.ir.source import HostIRError, Span, did_you_mean, error
 
 DIGITS = 18  # of the integers in a size: what fits in 64 bits
+LONGEST = 1000  # characters of a size's text
 _TERM = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*))\s*")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Size:
     """A monomial `num * symbols / den`, in lowest terms: `4096`, `M`, `M/8`, `4*M*K`."""
 
@@ -29,13 +31,16 @@ class Size:
             return value
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise error(
-                f"a size must be an integer or a name, not {value!r}", span, expected="such as 4096, 'M', 'M/8'"
+                f"a size must be an integer or a name, not {described(value)}",
+                span,
+                expected="such as 4096, 'M', 'M/8'",
             )
         if isinstance(value, int):
             if abs(value) >= 10**DIGITS:
                 raise _too_long(span)
             if value < 1:
-                raise error(f"a size must be at least 1, not {value}", span)
+                hint = "give the size a name, such as 'M', which may be 0 in a call" if value == 0 else ""
+                raise error(f"a size must be at least 1, not {value}", span, hint=hint)
             return Size(value)
         return _parse(value, span)
 
@@ -97,6 +102,8 @@ class Size:
             down.insert(0, str(self.den))
         return "/".join(["*".join(up), *down])
 
+    __repr__ = __str__  # as in the text, also where a shape is printed
+
 
 ONE = Size()
 
@@ -135,6 +142,8 @@ def product(sizes: Iterable[Size]) -> Size:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str, span: Span | None) -> Size:
+    if len(text) > LONGEST and not text.isdecimal():
+        raise error(f"a size of {len(text)} characters", span, expected=f"at most {LONGEST}")
     result, operator, rest = ONE, "*", text
     while True:
         term = _TERM.match(rest)

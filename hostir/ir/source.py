@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from types import FrameType
 
-from hostir.spelling import did_you_mean as did_you_mean  # messages are made with both
+from hostir.described import described, shortened
+from hostir.described import did_you_mean as did_you_mean  # messages are made with both
 
-WIDEST = 160  # of a longer line, messages show a part
+WIDEST = 160  # characters: of a longer line, messages show a part
+LONGEST_WORD, LONGEST_TEXT = 240, 2000  # characters, likewise
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Span:
     line: int
     column: int = 0
     width: int = 1
-    text: str = ""
+    text: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}:{self.column}" if self.column else f"{self.file}:{self.line}"
@@ -35,7 +39,8 @@ class Span:
         if not column:
             return f"{gutter}{text}"
         lead = "".join("\t" if c == "\t" else " " for c in text[: column - 1])
-        return f"{gutter}{text}\n{' ' * (len(gutter) - 2)}| {lead}{'^' * max(1, self.width)}"
+        carets = "^" * min(max(1, self.width), WIDEST)
+        return f"{gutter}{text}\n{' ' * (len(gutter) - 2)}| {lead}{carets}"
 
 
 def _window(text: str, column: int) -> tuple[str, int]:
@@ -75,6 +80,13 @@ def from_here(file: str) -> str:
     return file.removeprefix(inside)
 
 
+def _bounded(text: str) -> str:
+    """A text of a message, whatever names and values it quotes."""
+    if len(text) <= LONGEST_WORD:
+        return text
+    return shortened(re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: shortened(word[0], WIDEST), text), LONGEST_TEXT)
+
+
 UNCHECKED = "unchecked"  # the kind of the finding that orders were not looked at, so that nothing is proved
 
 
@@ -82,7 +94,16 @@ UNCHECKED = "unchecked"  # the kind of the finding that orders were not looked a
 class Diagnostic:
     """One finding: what is wrong, where, what was expected, and what to do about it.
 
-    `kind` names what the checker found out about orders, memory and ranks; it is empty for all other mistakes.
+    `str(diagnostic)` is what a person should read.
+
+    Fields:
+        message: what is wrong.
+        span: where: its `file`, `line` and `column`, counted from 1; None where no place is known.
+        expected: what would have been right; empty where nothing is to be said, as `hint` may be.
+        hint: what to do about it.
+        notes: other places that have to do with it, each with a text.
+        level: `error` or `warning`.
+        kind: of what the checker found out about orders, memory and ranks; empty for all other mistakes.
     """
 
     message: str
@@ -92,6 +113,11 @@ class Diagnostic:
     notes: tuple[tuple[Span | None, str], ...] = ()
     level: str = "error"  # or "warning"
     kind: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("message", "expected", "hint"):
+            object.__setattr__(self, name, _bounded(getattr(self, name)))
+        object.__setattr__(self, "notes", tuple((span, _bounded(text)) for span, text in self.notes))
 
     def __str__(self) -> str:
         parts = [f"{self.span}: {self.level}: {self.message}" if self.span else f"{self.level}: {self.message}"]
@@ -109,7 +135,11 @@ class Diagnostic:
 
 
 class HostIRError(Exception):
-    """Raised for every mistake in a program, a text or a call. `str(error)` is what a person should read."""
+    """Raised for every mistake in a program, a text or a call. `str(error)` is what a person should read.
+
+    Fields:
+        diagnostics: the findings, one `hi.Diagnostic` each.
+    """
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
         self.diagnostics = diagnostics
@@ -126,3 +156,11 @@ def error(
 ) -> HostIRError:
     """A HostIRError with one diagnostic, ready to raise."""
     return HostIRError(Diagnostic(message, span, expected, hint, notes))
+
+
+def check_known(what: str, value: object, known: Iterable[str]) -> None:
+    """Raises unless the value is one of the known words; `what` is what they name."""
+    words = list(known)
+    if not isinstance(value, str) or value not in words:
+        expected = f"one of: {', '.join(words)}"
+        raise error(f"unknown {what} {described(value)}", expected=expected, hint=did_you_mean(value, words))

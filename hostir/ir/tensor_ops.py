@@ -94,8 +94,14 @@ class TensorOp(Statement):
             return
         if frame[self.out] is None:  # in a fusion the result is a new value
             frame[self.out] = frame.machine.allocate(frame.shape(self.out.tensor), self.out.tensor.dtype)
+        if frame.empty(self.out):
+            self.pass_over(frame)
+            return
         operands = [frame[value] for value in self._operands_or_none()]
         frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(frame))
+
+    def pass_over(self, frame: Frame) -> None:
+        """What is left to do where the result has no elements."""
 
     def in_place(self, operand: int) -> bool:
         """Where each element of the operand is read for that of the result, and for no other."""
@@ -181,6 +187,16 @@ class Contraction(TensorOp):
             blocks = self.ready.tensor.shape[0]
             why = f"the rows of {self.a} are {blocks} equal blocks, one for each flag of {self.ready}"
             yield Division(product(self.a.tensor.local_shape[:-1]) / blocks, why, self.span)
+
+    def pass_over(self, frame: Frame) -> None:
+        """It waits for the flags, which peers raise all the same."""
+        if self.ready is None:
+            return
+        blocks = self.ready.tensor.shape[0].bind(frame.sizes)  # 0 where the flags are as many as blocks of no rows
+        first, epoch = frame.index(self.first), epoch_of(self, frame, self.epoch)
+        for block in range(blocks):
+            if self.own is None or block != first:
+                frame.machine.wait_signal(frame[self.ready], block, epoch)
 
     def options(self, frame: Frame) -> dict[str, Any]:
         """What it waits for, if anything. Raises where flags do not divide the rows, or own rows are no block."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hostir.described import described
 from hostir.ir.layout import flat_marks, leads
 from hostir.ir.op import BOTH, Alias, Define, Ints, Phase, Statement, statement
 from hostir.ir.sizes import product
@@ -77,7 +78,7 @@ class Permute(ViewOp):
         type = self.x.tensor
         if sorted(self.axes) != list(range(len(type.axes))):
             raise self.fail(
-                f"{self.axes} is not an order of the {len(type.axes)} axes of {self.x}",
+                f"{described(self.axes)} is not an order of the {len(type.axes)} axes of {self.x}",
                 expected=f"each of {tuple(range(len(type.axes)))} once",
             )
         return type.with_axes(type.axes[i] for i in self.axes)

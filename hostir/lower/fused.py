@@ -208,7 +208,7 @@ class Fused(Pass):
 
     def run(self, program: Program) -> Program:
         why_not = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
-        gathers = Gathers.of(program).only(_in_blocks, why_not)
+        gathers = Gathers.of(program, self.name).only(_in_blocks, why_not)
         blocked, rows = with_block_axes(gathers.told(program, self.name), gathers.rows, _needs_block_axes)
         host = Host(_matmuls_first(blocked, rows))
         peers = Peers(host) if rows else None

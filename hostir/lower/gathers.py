@@ -27,9 +27,9 @@ class Gathers:
     reasons: Mapping[str, str]
 
     @staticmethod
-    def of(program: Program) -> Gathers:
+    def of(program: Program, strategy: str) -> Gathers:
         moves = [s for s in program.body if isinstance(s, Communication) and not _lone(s)]
-        reasons = {s.out.name: why for s in moves if (why := _why_whole(s, program))}
+        reasons = {s.out.name: why for s in moves if (why := _why_whole(s, program, strategy))}
         rows = [s for s in moves if isinstance(s, AllGather) and s.out.name not in reasons]
         return Gathers(tuple(rows), reasons)
 
@@ -44,7 +44,7 @@ class Gathers:
             return told(program, self.reasons)
         s = next(s for s in program.body if result_of(s).name in self.reasons)
         raise s.fail(
-            f"'{strategy}' cannot overlap {s.keyword()} with a matmul: {self.reasons[result_of(s).name]}",
+            f"'{strategy}' cannot overlap the {s.keyword()}: {self.reasons[result_of(s).name]}",
             expected="an allgather of the rows of a matmul's left side",
             hint="use 'pipeline', which slices any communication along a Stream axis, or 'sequential'",
         )
@@ -55,9 +55,9 @@ def _lone(s: Communication) -> bool:
     return isinstance(s, Collective) and s.mesh.size(s.over) == 1
 
 
-def _why_whole(s: Communication, program: Program) -> str:
+def _why_whole(s: Communication, program: Program, strategy: str) -> str:
     if not isinstance(s, AllGather):
-        return "it is no allgather of rows"
+        return f"{strategy} handles only allgathers of rows"
     if not any(reads_rows(user, s.out) for user in program.body):
         return f"no matmul has {s.out} as its left side"
     if first_matmul(program, s) is None:

@@ -17,6 +17,8 @@ from hostir.lower.passes import Pass
 from hostir.lower.sharding import result_of
 from hostir.lower.slicing import Group, groups
 
+NOT_OVERLAPPED = "not overlapped"  # begins the comment of a communication that stays whole
+
 
 @dataclass(frozen=True)
 class Sequential(Pass):
@@ -46,7 +48,7 @@ class Pipeline(Pass):
 def told(program: Program, reasons: Mapping[str, str]) -> Program:
     """Each communication that cannot be hidden says why in the dump; `reasons` go by its result."""
     body = (
-        replace(s, note=f"whole: {reasons[name]}") if (name := result_of(s).name) in reasons else s
+        replace(s, note=f"{NOT_OVERLAPPED}: {reasons[name]}") if (name := result_of(s).name) in reasons else s
         for s in program.body
     )
     return program.with_body(body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from hostir import knobs
-from hostir.ir import HostIRError, Phase, Program, format_program, parse, prove, verify
+from hostir.ir import HostIRError, Phase, Program, parse, prove, verify
+from hostir.ir.notices import warn_once
 from hostir.ir.source import UNCHECKED, error
 
 
@@ -57,7 +57,7 @@ def _proved(program: Program) -> Program:
         if any(found.kind != UNCHECKED for found in findings.diagnostics):
             raise
         for found in findings.diagnostics:
-            warnings.warn(f"{found.message} ({found.hint})", RuntimeWarning, stacklevel=4)
+            warn_once(program.name, found.message, found.hint, RuntimeWarning)
         return program
 
 
@@ -67,7 +67,7 @@ def _hold(each: Pass, program: Program, spec: int) -> None:
         if spec > 1 and parse(str(program)) != program:
             raise AssertionError(f"the text after {each.name} does not parse back to the same program:\n{program}")
     except HostIRError as wrong:
-        wrong.add_note(f"after the pass '{each.name}', which left:\n{format_program(program, notes=True)}")
+        wrong.add_note(f"after the pass '{each.name}', which left:\n{program}")
         raise
 
 
@@ -76,7 +76,7 @@ def _dump(folder: Path | None, number: int, name: str, program: Program) -> None
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{program.name}-{number:02}-{name}.hir").write_text(format_program(program, notes=True))
+        (folder / f"{program.name}-{number:02}-{name}.hir").write_text(str(program))
     except OSError as problem:
         expected = "a folder that can be made and written to"
         raise error(f"HOSTIR_DUMP='{folder}': {problem.strerror}", expected=expected) from None

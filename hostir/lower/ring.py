@@ -38,9 +38,11 @@ class Ring(Pass):
     streams: int = 4
 
     def run(self, program: Program) -> Program:
-        gathers = Gathers.of(program)
+        gathers = Gathers.of(program, self.name)
         in_turn = _in_turn(program, gathers.rows)
-        gathers = gathers.only(in_turn.__contains__, "each matmul of these rows needs what a later allgather brings")
+        gathers = gathers.only(
+            in_turn.__contains__, "every matmul of these rows also needs what a later allgather brings"
+        )
         blocked, rows = with_block_axes(gathers.told(program, self.name), gathers.rows, torn)
         groups = _groups(blocked, rows)
         host = Host(blocked)

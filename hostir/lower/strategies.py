@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from hostir.described import described
 from hostir.ir import Phase, Program
-from hostir.ir.source import did_you_mean, error, user_span
+from hostir.ir.source import check_known, error, user_span
 from hostir.lower.communicate import Communicate
+from hostir.lower.dense import MakeDense
 from hostir.lower.fused import Fused
 from hostir.lower.interleave import Pipeline, Sequential
 from hostir.lower.memory import FreeBuffers, Tidy
@@ -31,18 +33,19 @@ AUTO = "auto"  # the fastest of them; hostir.choice, which stands on this layer,
 STREAMS = 4  # the most worker streams, unless said
 
 
+def check_strategy(strategy: object) -> None:
+    """Raises for what is no strategy's name, nor `auto`."""
+    check_known("strategy", strategy, [*STRATEGIES, AUTO])
+
+
 def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
     """The passes of a strategy, in order."""
+    check_strategy(strategy)
     if strategy == AUTO:
         hint = "hi.lower and hi.compile choose one for a fusion"
         raise error(f"'{AUTO}' has no passes of its own", expected=f"one of: {', '.join(STRATEGIES)}", hint=hint)
-    if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        known = [*STRATEGIES, AUTO]
-        raise error(
-            f"unknown strategy '{strategy}'", expected=f"one of: {', '.join(known)}", hint=did_you_mean(strategy, known)
-        )
     if isinstance(streams, bool) or not isinstance(streams, int) or streams < 1:
-        raise error(f"streams must be at least 1, not {streams!r}")
+        raise error(f"streams must be at least 1, not {described(streams)}")
     return [
         Propagate(),
         MakeReshards(),
@@ -52,6 +55,7 @@ def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
         Stagger(),
         FreeBuffers(),
         Tidy(),
+        MakeDense(),
     ]
 
 
@@ -71,7 +75,7 @@ def lower(
     program = build() if callable(build) and not known else build
     if not isinstance(program, Program):
         hint = "call it, and lower what it returns" if callable(fusion) else ""
-        raise error(f"not a fusion: {fusion!r}", user_span(), expected="a hostir.Fusion", hint=hint)
+        raise error(f"not a fusion: {described(fusion)}", user_span(), expected="a hostir.Fusion", hint=hint)
     if program.phase is not Phase.FUSION:
         raise error(f"@{program.name} is a host program already", expected="a fusion")
     return run_passes(program, passes_of(strategy, streams), watch)

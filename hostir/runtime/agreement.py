@@ -46,9 +46,8 @@ class Agreement:
 
         Returns whether one is known to be in the midst of it.
         """
-        number = self.calls.number
-        running = self.compare and self.calls.refuse(replace(self.call, refusal=headline(refusal)))
-        self._tell(refusal, number)
+        running = self.compare and self.calls.refuse(lambda: replace(self.call, refusal=headline(refusal)))
+        self._tell(refusal, self.calls.number - 1)
         return running
 
     def reach(self, sizes: Mapping[str, int]) -> None:

@@ -43,6 +43,10 @@ class Call:
         fields = json.loads(text)
         return Call(**{**fields, "sizes": tuple(map(tuple, fields["sizes"]))})
 
+    def is_by(self, other: Call) -> bool:
+        """Whether the other is a call of the same executor, made or refused."""
+        return (self.digest, self.executor) == (other.digest, other.executor)
+
     @lru_cache(maxsize=1024)  # noqa: B019  # the same few, again and again
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -94,11 +98,15 @@ class Calls:
         self.rank = rank
         self.others = [other for other in ranks if other != rank]
         self.timeout = timeout
-        self.lock = threading.RLock()
-        self.moved = threading.Condition(self.lock)
+        self.unlock()
         self.number = 0
         self.slots = [""] * SLOTS
         self.users: dict[str, weakref.WeakSet[threading.Thread]] = defaultdict(weakref.WeakSet)  # by digest
+
+    def unlock(self) -> None:
+        """Begins with locks that no thread holds: in a child of a fork, whose parent's threads may have held them."""
+        self.lock = threading.RLock()
+        self.moved = threading.Condition(self.lock)
 
     def made(self, digest: str) -> None:
         """Notes that this thread has made an executor of a program, and may call it."""
@@ -125,28 +133,32 @@ class Calls:
             if text == mine:
                 return self._move()
             theirs = Call.of(text)
-            if theirs.refusal:
+            if theirs.refusal and call.is_by(theirs):
                 self._move()
                 what = f"rank {self.rank} does not run @{call.program}, because rank {first} does not"
                 raise error(f"{what}: {theirs.refusal}")
-            left = deadline - time.monotonic()
-            if not (self._may_come(theirs) and left > 0 and self._moves(left)):
+            if not self._comes(theirs, deadline):
                 self._move()
                 said = told({first: theirs, self.rank: call})
                 refused = error(f"the calls of the ranks do not line up: {said}", expected=ALIKE, hint=PAGE)
                 refused.running = running  # type: ignore[attr-defined]
                 raise refused
 
-    def refuse(self, call: Call) -> bool:
-        """Says that this rank does not make the team's next call; the caller has the lock.
+    def refuse(self, asked: Callable[[], Call]) -> bool:
+        """Says that this rank does not make a call, when its turn has come; the caller has the lock.
 
-        Returns whether another rank may be in the midst of it.
+        `asked` gives the call, as for `begin`. Returns whether another rank may be in the midst of it.
         """
         if not self.others:
             return False
-        _, running, _ = self._say(str(call), planned=False)
-        self._move()
-        return running
+        deadline = time.monotonic() + self.timeout
+        while True:
+            call = asked()
+            _, running, text = self._say(str(call), planned=False)
+            theirs = Call.of(text)
+            if call.is_by(theirs) or not self._comes(theirs, deadline):
+                self._move()
+                return running
 
     def _say(self, mine: str, planned: bool) -> tuple[int, bool, str]:
         """What the first rank there has said of the next call, which rank that is, and whether it had planned it."""
@@ -167,6 +179,11 @@ class Calls:
         self.slots[self.number % SLOTS] = self.said
         self.number += 1
         self.moved.notify_all()
+
+    def _comes(self, call: Call, deadline: float) -> bool:
+        """Lets other threads call, where one of them may be about to make this call; whether one did call."""
+        left = deadline - time.monotonic()
+        return self._may_come(call) and left > 0 and self._moves(left)
 
     def _moves(self, seconds: float) -> bool:
         """Lets other threads call; whether one did within so many seconds."""

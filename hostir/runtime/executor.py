@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from hostir.described import described
 from hostir.ir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, did_you_mean, error, user_span
+from hostir.ir.source import HostIRError, check_known, error, user_span
 from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
+from hostir.log import logger
 from hostir.runtime.agreement import Agreement
 from hostir.runtime.calls import is_running
 from hostir.runtime.cuda import CudaMachine, CudaPlan
@@ -23,7 +26,7 @@ from hostir.runtime.dynamo import untraced
 from hostir.runtime.gloo import GlooMachine, GlooPlan
 from hostir.runtime.graphs import Graphs, Where, is_stale
 from hostir.runtime.inplace import places
-from hostir.runtime.inputs import check_apart, check_local, refuse_gradients, sizes_of, written_inputs
+from hostir.runtime.inputs import check_apart, check_local, refuse_gradients, sizes_of, tell_copies, written_inputs
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import run_local
 from hostir.runtime.outputs import Key, addresses, check_out, look, sequence_of, unwritable
@@ -34,11 +37,11 @@ from hostir.runtime.session import Groups, Session, forked_from, joined, launche
 from hostir.runtime.sharding import bind_sizes
 from hostir.runtime.streams import queues
 from hostir.runtime.tasks import check_seed
-from hostir.runtime.tensors import shown
 from hostir.runtime.timeline import Timeline
 from hostir.runtime.trace import Trace
 from hostir.runtime.watchdog import Watchdog
 
+LOG = logger(__name__)
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
 Part = torch.Tensor | None
 LOWER = "a fusion: lower it first, hi.lower(fusion)"
@@ -104,14 +107,15 @@ class Executor:
         compare_calls: bool | None = None,
     ) -> None:
         if not isinstance(program, Program):
-            raise error(f"not a host program: {program!r}", expected="what hi.lower or hi.parse gives", hint=LOWER)
+            raise error(
+                f"not a host program: {described(program)}", expected="what hi.lower or hi.parse gives", hint=LOWER
+            )
         if program.phase is not Phase.HOST:
             raise error(f"@{program.name} is a fusion", expected="a host program", hint=LOWER)
-        if machine not in (None, "local", *DEVICES):
-            hint = did_you_mean(machine, ("local", *DEVICES))
-            raise error(f"unknown machine '{machine}'", expected="one of: local, gloo, cuda", hint=hint)
+        if machine is not None:
+            check_known("machine", machine, ("local", *DEVICES))
         if trace is not None and not isinstance(trace, Trace):
-            raise error(f"trace is {shown(trace)}", user_span(), expected="a hostir.runtime.trace.Trace, or None")
+            raise error(f"trace is {described(trace)}", user_span(), expected="a hostir.Trace, or None")
         self.program = program
         self.check = check
         self.sizes = program.given_sizes(sizes)
@@ -140,7 +144,7 @@ class Executor:
             self.machine = "local"
             return
         self._machine = self._join(machine)
-        self._lock = self._agreement.calls.lock
+        self._calls = self._agreement.calls
         self._compare = self._agreement.compare
         self.machine = self._machine.name
         self._process = os.getpid()
@@ -174,15 +178,29 @@ class Executor:
         return GlooMachine(self.program.streams, table, groups, exchange)
 
     def _make_graphs(self) -> Graphs:
-        graphs = Graphs(self._machine.device, self.program.name)
-        if self.session is not None:
-            self.session.graphs.add(graphs)
+        name = self.program.name
+        if self.session is None:
+            return Graphs(self._machine.device, name)
+        graphs = Graphs(self._machine.device, name, partial(self.session.first, f"no graphs of @{name}"))
+        self.session.graphs.add(graphs)
         return graphs
 
     # Running ------------------------------------------------------------------------------------------------------
     @untraced
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
-        """One run. Raises HostIRError for tensors that do not fit, and naming the statement that raised."""
+        """One run.
+
+        Raises HostIRError for tensors that do not fit, before anything runs; and for a statement that failed, which it
+        names.
+
+        Args:
+            inputs: this rank's part of each input, in order, None where it holds none; on the local machine a list of
+                parts for each.
+            out: one tensor, or one for each output, to write into; fresh ones unless given.
+
+        Returns:
+            this rank's part of each output; on the local machine a list of parts for each.
+        """
         if self.machine == "local":
             check_local(self.program, self._written, inputs, self.sizes)
             if self.check and (bound := sizes_of(self.program, inputs, self.sizes)) is not None:
@@ -191,7 +209,7 @@ class Executor:
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
             return tuple(parts)
-        with self._lock:
+        with self._calls.lock:
             if self.watchdog is not None and self.watchdog.disturbed:
                 self.watchdog.come_back()
             key = look(inputs)
@@ -224,7 +242,7 @@ class Executor:
         """
         if self.machine == "local":
             return tuple(None for _ in inputs)
-        with self._lock:
+        with self._calls.lock:
             plan = self._choose(look(inputs), inputs, places=True)
         found = places(plan.recording, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
@@ -321,10 +339,12 @@ class Executor:
         plan = self.plans.pop(tuple(key), None) if key is not None else None
         if plan is None:
             self._refuse_in_capture()
+            began = time.perf_counter()
             try:
                 plan = self._make(inputs, places)
             finally:
                 self._drop_stale()
+            self._tell(plan, time.perf_counter() - began)
         else:
             self._begin(plan.recording.sizes, planned=True, places=places)
         self.plans.keep(tuple(key or ()), plan)
@@ -363,10 +383,23 @@ class Executor:
             raise
         self._begin(sizes, planned=False, places=places)
         self._agreement.reach(sizes)
+        tell_copies(recording)
         with torch.inference_mode(False):  # what a plan holds is for calls in any mode
             if isinstance(machine, GlooMachine):
                 return machine.plan(recording, self.trace)
             return machine.plan(recording, Timeline(recording, self.trace) if self.trace is not None else None)
+
+    def _tell(self, plan: Plan, seconds: float) -> None:
+        """Logs a plan that was made, and why no graph is captured of it."""
+        if not LOG.isEnabledFor(logging.INFO):
+            return
+        recording, name = plan.recording, self.program.name
+        sizes = "".join(f" {size}={value}" for size, value in sorted(recording.sizes.items()))
+        allocated, symmetric = recording.memory
+        made = "@%s: planned%s in %.1f ms; a call allocates %d bytes, and %d bytes of symmetric memory stay"
+        LOG.info(made, name, f" for{sizes}" if sizes else "", seconds * 1e3, allocated, symmetric)
+        if isinstance(plan, CudaPlan) and (self._graphs is None or plan.eager_only):
+            LOG.info("@%s: no CUDA graph is captured: %s", name, plan.eager_only or self.graph_refusal)
 
     def _refuse_shared_queues(self, sizes: Mapping[str, int]) -> None:
         """Refuses what would stand still since the device has fewer queues than the program has streams."""
@@ -400,7 +433,8 @@ def _forked() -> None:
     """In a child of a fork: the next call of an executor looks for a plan, and then at the process that it is in."""
     for executor in _with_threads:
         executor._key, executor._plan = None, None
-        executor._lock = threading.RLock()  # a thread of the parent may have had it
+    for calls in {executor._calls for executor in _with_threads}:
+        calls.unlock()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +27,13 @@ from typing import Any, Protocol
 
 import torch
 
-from hostir.ir.source import HostIRError, error
-from hostir.runtime.plan import Collective, Messages, Recording
+from hostir.ir.source import Diagnostic, HostIRError, error
+from hostir.log import logger
+from hostir.runtime.plan import Allocate, Collective, Free, Messages, Recording, Synchronize, View
 from hostir.runtime.streams import current, own_stream
 from hostir.runtime.watchdog import headline
 
+LOG = logger(__name__)
 EAGER = 2  # calls at the same addresses before they are captured: the first may compile, tune and connect
 KEPT = 16  # graphs of an executor
 SEEN = 256  # sets of addresses that it remembers
@@ -54,8 +57,13 @@ def is_stale(plan: Any) -> bool:
     return plan.memory is not None and plan.memory.gone
 
 
+HOST_ONLY = (Allocate, Free, View, Synchronize)  # nothing of these is in a graph
+
+
 def uniform_only(recording: Recording) -> str:
     """Why a rank may not capture this by itself; empty where it may."""
+    if all(isinstance(op, HOST_ONLY) for op in recording.ops):
+        return "nothing runs with these sizes, and torch warns of an empty graph"
     op = next((op for op in recording.ops if isinstance(op, Collective | Messages)), None)
     if op is None:
         return ""
@@ -66,12 +74,14 @@ class Graphs:
     """The graphs of one executor on a CUDA device; calls come from one thread at a time.
 
     Fields:
+        first: whether this rank is the first of the job to have lost its graphs, so that one says it for all.
         refusal: why there are none any more: a capture has failed, or the session has ended; else None.
     """
 
-    def __init__(self, device: torch.device, name: str) -> None:
+    def __init__(self, device: torch.device, name: str, first: Callable[[], bool] = lambda: True) -> None:
         self.device = device
         self.name = name
+        self.first = first
         self.refusal: str | None = None
         self.kept: OrderedDict[Where, torch.cuda.CUDAGraph] = OrderedDict()  # the latest used last
         self.seen: OrderedDict[Where, tuple[int, int]] = OrderedDict()  # eager calls since the last capture; captures
@@ -140,16 +150,26 @@ class Graphs:
         self, plan: Plan, where: Where, inputs: Sequence[Part], given: Sequence[Part]
     ) -> torch.cuda.CUDAGraph | None:
         """The graph of a run that is recorded, not executed. None after a warning where that fails, once for all."""
+        began = time.perf_counter()
         try:
             graph = self.record(plan, inputs, given)
         except Exception as problem:
             what = headline(problem) if isinstance(problem, HostIRError) else f"{type(problem).__name__}: {problem}"
             self.release(f"a capture failed: {what}")
-            warnings.warn(f"@{self.name} runs without CUDA graphs: {self.refusal}", RuntimeWarning, stacklevel=6)
+            LOG.info("@%s runs without CUDA graphs from now on: %s", self.name, self.refusal)
+            if self.first():
+                hint = "graphs=False makes no captures; calls without out= are never captured"
+                warning = Diagnostic(
+                    f"@{self.name} runs without CUDA graphs: {self.refusal}.", hint=hint, level="warning"
+                )
+                warnings.warn(str(warning), RuntimeWarning, stacklevel=6)
             return None
         self.kept[where] = graph
+        took = (time.perf_counter() - began) * 1e3
+        LOG.info("@%s: captured a CUDA graph in %.1f ms, which this call is the first to replay", self.name, took)
         if len(self.kept) > KEPT:  # what is being executed goes when it has ended
             self.kept.popitem(last=False)
+            LOG.info("@%s: dropped a CUDA graph, as more than %d sets of tensors take turns", self.name, KEPT)
         return graph
 
     def record(self, plan: Plan, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
@@ -177,15 +197,21 @@ class Graphs:
 
     def forget(self, stale: Callable[[Any], bool]) -> None:
         """Drops what there is of plans that will not run again."""
+        before = len(self.kept)
         for known in (self.kept, self.seen):
             for where in [where for where in known if stale(where[0])]:
                 del known[where]
+        if len(self.kept) < before:
+            dropped = before - len(self.kept)
+            LOG.info("@%s: dropped %d CUDA graphs, whose symmetric memory made room", self.name, dropped)
         if not self.kept:
             self.__dict__.pop("pool", None)  # torch gives up a pool with its last graph
 
     def release(self, reason: str) -> None:
         """Drops all graphs, and makes no more."""
         self.refusal = reason
+        if self.kept:
+            LOG.info("@%s: dropped %d CUDA graphs: %s", self.name, len(self.kept), reason)
         self.kept.clear()
         self.seen.clear()
 

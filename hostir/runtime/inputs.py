@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from hostir.ir.host_ops import Dense
+from hostir.ir.notices import warn_once
 from hostir.ir.op import Codec, Phase
 from hostir.ir.program import Program
 from hostir.ir.source import error
+from hostir.runtime.plan import Compute, Recording
 from hostir.runtime.recorder import record
 from hostir.runtime.sharding import bind_sizes, solve_sizes
 from hostir.runtime.tensors import overlaps_itself, share_memory, without_plain_memory
@@ -81,7 +84,17 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
     for rank, mine in ranks:
         sizes = solve_sizes(program, mine, sizes, rank=rank, device="cpu")
     for rank, mine in odd:
-        record(program, rank, sizes, mine)
+        tell_copies(record(program, rank, sizes, mine))
+
+
+def tell_copies(recording: Recording) -> None:
+    """Warns, once for each, of inputs that every call copies, as the program needs them dense and they are not."""
+    program = recording.program
+    copies = [op for op in recording.ops if isinstance(op, Compute) and isinstance(op.place.statement, Dense)]
+    for register in dict.fromkeys(op.operands[0] for op in copies if op.operands[0] in recording.inputs):
+        name = program.inputs[recording.inputs.index(register)].name
+        message = f"Every call of @{program.name} copies its input %{name}, which must be dense and is not contiguous."
+        warn_once(program.name, message, f"pass {name}.contiguous(), made once, to save the copies")
 
 
 def sizes_of(program: Program, inputs: Sequence[Any], given: Mapping[str, int]) -> Mapping[str, int] | None:

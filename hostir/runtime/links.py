@@ -181,8 +181,9 @@ class Links:
         if 0 < self.vain < now - TRYING:
             self.vain = math.inf
             print(
-                f"hostir: rank {self.rank} cannot connect to rank 0 at {' or '.join(hosts)}, port {port}: the end of a "
-                "rank is noticed only where another stands still for HOSTIR_TIMEOUT seconds",
+                f"warning: Rank {self.rank} cannot connect to rank 0 at {' or '.join(hosts)}, port {port}.\n"
+                "  hint: open that port; until then the ranks notice that one has ended only when another has stood "
+                "still for HOSTIR_TIMEOUT seconds",
                 file=sys.stderr,
                 flush=True,
             )

@@ -301,7 +301,7 @@ def _distribute(
         pairs = zip(program.inputs, whole, strict=True)
         return [[shard(x, v.tensor, rank, sizes) for rank in ranks] for v, x in pairs], sizes
     parts = [x for x in inputs if not isinstance(x, torch.Tensor)]
-    if whole or any(len(part) != len(ranks) for part in parts):
+    if whole or any(not isinstance(part, list | tuple) or len(part) != len(ranks) for part in parts):
         raise error(
             f"the inputs of @{program.name} are neither all whole nor all in parts",
             expected=f"tensors, or lists of {len(ranks)} parts",

@@ -253,6 +253,15 @@ class RankMachine(Observer):
     def permute(self, x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
         return x.permute(axes)
 
+    def dense(self, x: torch.Tensor) -> torch.Tensor:
+        """Now `x` itself, now a copy of it, by rank and call: on real ranks it depends on the caller."""
+        if x.is_contiguous() and (self.rank + self.call) % 2 == 0:
+            return x
+        name = next((v.name for v in self.statement.named), "") if self.statement else ""
+        copy = self.memory.new(name, self.rank, x.shape, x.dtype)
+        self.issue(partial(copy.copy_, x), (x,), (copy,)).gate = self.processors
+        return copy
+
     def compute(
         self, kind: str, out: torch.Tensor, operands: Sequence[torch.Tensor | None], options: Mapping[str, Any]
     ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hostir.described import described
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.ir.types import bind_shape
@@ -27,7 +28,7 @@ from hostir.runtime.plan import (
     Wait,
 )
 from hostir.runtime.sharding import torch_dtype
-from hostir.runtime.tensors import share_memory, shown, without_plain_memory
+from hostir.runtime.tensors import share_memory, without_plain_memory
 
 Part = torch.Tensor | None
 Key = list[tuple[Any, ...] | None]
@@ -144,7 +145,7 @@ def sequence_of(out: Any) -> tuple[Any, ...]:
     if isinstance(out, torch.Tensor):
         return (out,)
     if not isinstance(out, list | tuple):
-        raise error(f"out= is {shown(out)}", expected="a tensor, or a list or tuple of tensors")
+        raise error(f"out= is {described(out)}", expected="a tensor, or a list or tuple of tensors")
     return tuple(out)
 
 
@@ -167,7 +168,7 @@ def _check(value: Value, rank: int, x: Part, like: torch.Tensor, device: torch.d
         return error(f"out= for {value} of rank {rank} {what}", value.span, expected=expected, hint=hint)
 
     if not isinstance(x, torch.Tensor):
-        raise fail(f"is {shown(x)}", f"a tensor {value.tensor}")
+        raise fail(f"is {described(x)}", f"a tensor {value.tensor}")
     if odd := without_plain_memory(x):
         raise fail(f"is {odd.what}", f"a dense tensor {value.tensor}", odd.hint)
     if x.shape != like.shape:

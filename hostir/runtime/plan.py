@@ -7,8 +7,9 @@ closures called one after another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -245,6 +246,12 @@ class Recording:
     outputs: tuple[int, ...]
     buffers: tuple[int, ...]
 
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Bytes that a run allocates, over all its buffers, and bytes of this rank's symmetric memory."""
+        mine = [op for op in self.ops if isinstance(op, Symmetric) and op.rank == self.rank]
+        return _bytes(op for op in self.ops if isinstance(op, Allocate)), _bytes(mine)
+
     def text(self, op: Op) -> str:
         """The statement behind an operation, in one line."""
         return format_statement(op.place.statement, self.program).strip()
@@ -258,6 +265,10 @@ class Recording:
         """What a person reads when an operation raises: the rank, the statement, the line it stands in, the cause."""
         what = str(problem) if isinstance(problem, HostIRError) else f"{type(problem).__name__}: {problem}"
         return op.place.statement.fail(f"rank {self.rank}, {self.describe(op)}: {what}")
+
+
+def _bytes(buffers: Iterable[Allocate | Symmetric]) -> int:
+    return sum(prod(op.shape) * op.dtype.itemsize for op in buffers)
 
 
 # Teams ------------------------------------------------------------------------------------------------------------

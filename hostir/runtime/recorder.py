@@ -126,7 +126,7 @@ class Recorder(Observer):
         return error(
             f"input {value} of rank {self.rank} is not contiguous: shape {shape}, strides {strides}",
             value.span,
-            hint=f"pass {value.name}.contiguous()",
+            hint=f"pass {value.name}.contiguous(), or have the program read '%{value.name}_dense = dense {value}'",
             notes=((self.place.statement.span, message),),
         )
 
@@ -143,7 +143,7 @@ class Recorder(Observer):
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Part:
         name = next((v.name for v in self.place.statement.named), "")
         if not symmetric:
-            part = self.dense(shape, torch_dtype(dtype))
+            part = self.buffer(shape, torch_dtype(dtype))
             self.names[part.buffer] = name
             return part
         kind = FLAGS if dtype == FLAG else torch_dtype(dtype)
@@ -172,6 +172,13 @@ class Recorder(Observer):
 
     def permute(self, x: Part, axes: tuple[int, ...]) -> Part:
         return Part(x.buffer, x.meta.permute(axes))
+
+    def dense(self, x: Part) -> Part:
+        if x.meta.is_contiguous():
+            return x
+        copy = self.buffer(tuple(x.meta.shape), x.meta.dtype)
+        self.emit(Compute, kind="copy", out=copy.buffer, operands=(self.register(x),), options={})
+        return copy
 
     def compute(self, kind: str, out: Part, operands: Sequence[Part | None], options: Mapping[str, Any]) -> None:
         ready, others = options.get("ready"), {name: x for name, x in options.items() if name != "ready"}
@@ -245,7 +252,7 @@ class Recorder(Observer):
         self.buffers.append(buffer)
         return len(self.buffers) - 1
 
-    def dense(self, shape: tuple[int, ...], dtype: torch.dtype) -> Part:
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Part:
         buffer = self.new_register()
         self.owned.add(buffer)
         self.emit(Allocate, out=buffer, shape=shape, dtype=dtype)
@@ -386,7 +393,7 @@ class Recorder(Observer):
         if x is None or x.buffer not in self.symmetric:
             return x
         self.place = self.symmetric[x.buffer].place
-        taken = self.dense(tuple(x.meta.shape), x.meta.dtype)
+        taken = self.buffer(tuple(x.meta.shape), x.meta.dtype)
         self.emit(Compute, kind="copy", out=taken.buffer, operands=(self.register(x),), options={})
         return taken
 

@@ -103,6 +103,9 @@ class Reference:
         shape = x.get().shape
         return View(x, lambda t: t.permute(axes), tuple(shape[axis] for axis in axes))
 
+    def dense(self, x: Handle) -> Handle:
+        return x
+
     def compute(self, kind: str, out: Handle, operands: Sequence[Handle | None], options: Mapping[str, Any]) -> None:
         result = torch.empty_like(out.get(), memory_format=torch.contiguous_format)
         KERNELS[kind](result, *(None if x is None else x.get() for x in operands), **options)

@@ -1,6 +1,6 @@
 """This process as one rank of a torchrun job: its device, its process groups, its watchdog.
 
-    with hostir.runtime.session.session():      # or nothing: the first executor opens one until the process ends
+    with hi.session():      # or nothing: the first executor opens one until the process ends
         outputs = Executor(program)(a_local, b)
 
 A process group that the program has initialised itself is used and left as it is.
@@ -30,12 +30,14 @@ from torch.distributed.constants import default_pg_timeout
 
 from hostir.ir.source import HostIRError, did_you_mean, error
 from hostir.knobs import KEEPALIVE, TIMEOUT
+from hostir.log import logger
 from hostir.runtime.calls import ALIKE, PAGE, Calls
 from hostir.runtime.graphs import Graphs
 from hostir.runtime.watchdog import Watchdog
 
 # NVLink multicast stays off, in NCCL and in symmetric memory; each library reads its variable when it starts.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+LOG = logger(__name__)
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 PARTING = 10.0  # seconds that destroying the process groups may take
 
@@ -97,7 +99,14 @@ class Groups:
 
 
 class Session:
-    """One rank: `rank` of `size`, its `device`, and what it shares with the others."""
+    """This process as a rank of the job: what `with hi.session() as job` gives.
+
+    Fields:
+        rank: of this process, from 0.
+        size: the number of ranks in the job.
+        device: of this rank, a `torch.device`: `cpu`, or the GPU numbered by LOCAL_RANK.
+        timeout: seconds that a rank waits for others before the job ends.
+    """
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.device = device
@@ -129,6 +138,8 @@ class Session:
         self.calls = Calls(self.store, self.rank, range(self.size), timeout)
         self.graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()  # of the executors that live
         self.watchdog = Watchdog(self.store, self.rank, self.size, timeout, KEEPALIVE.get())
+        whose = "hostir's own" if self.owner else "the program's"
+        LOG.info("joined a job of %d ranks on %s, in %s process group", self.size, device, whose)
 
     def tell(self, key: str, mine: str) -> str:
         """Gives this rank's part of an exchange without waiting for the others'; returns where the store has it.
@@ -168,6 +179,12 @@ class Session:
             time.sleep(0.005)
         return [self.store.get(k).decode() for k in keys]
 
+    def first(self, what: str) -> bool:
+        """Whether no rank of the job has asked this before: who says what need be said only once."""
+        with contextlib.suppress(RuntimeError):  # the store may have gone
+            return bool(self.store.add(f"said/{what}", 1) == 1)
+        return True
+
     def close(self, done: bool, timeout: float | None = None) -> None:
         """Leaves the job. A rank that is `done` waits for the others; one that failed does not."""
         global _current
@@ -186,6 +203,7 @@ class Session:
             _say_who_initialises(_torchs_own)
         if self.owner and done:
             _destroy()
+        LOG.info("left the job, %s", "done" if done else "after a failure")
 
 
 _torchs_own = dist.init_process_group
@@ -212,8 +230,8 @@ def _destroy() -> None:
     over.join(PARTING)
     if over.is_alive():
         print(
-            "hostir: the process groups could not be destroyed, probably for a CUDA graph that is still alive; "
-            "leaving them. Delete the graphs before the session ends.",
+            "warning: The process groups could not be destroyed, probably because a CUDA graph is still alive.\n"
+            "  hint: delete the graphs before the session ends",
             file=sys.stderr,
             flush=True,
         )
@@ -225,10 +243,15 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def session(device: str | None = None, timeout: float | None = None) -> Iterator[Session | None]:
-    """Joins the job that torchrun started, on `device` ("cpu" or "cuda"; left out: CUDA where there is any).
+    """Joins the job that torchrun started, and leaves it at the end of the `with`: docs/sessions.md.
 
-    Gives None outside torchrun, where executors simulate their ranks. Inside another session, gives that one.
-    `timeout` is in seconds; see the knob HOSTIR_TIMEOUT.
+    Gives the `hi.Session`; None outside torchrun, where executors simulate their ranks. Inside another session, gives
+    that one. Leaving waits for the other ranks, unless an exception ends the block. Raises HostIRError where ranks do
+    not come, there is no such device, and in a process that was forked from a rank.
+
+    Args:
+        device: `cpu` or `cuda`; CUDA where there is any, unless given.
+        timeout: seconds that a rank waits for others; see the knob HOSTIR_TIMEOUT.
     """
     if _current is not None or not launched():
         yield _current

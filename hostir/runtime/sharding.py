@@ -7,6 +7,7 @@ from itertools import product
 
 import torch
 
+from hostir.described import described
 from hostir.ir.op import Codec
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
@@ -15,7 +16,7 @@ from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.ir.types import FLAG, DType, Factor, Mesh, TensorType, bind_shape
 from hostir.ir.values import Value
 from hostir.runtime.tasks import check_seed
-from hostir.runtime.tensors import shown, without_plain_memory
+from hostir.runtime.tensors import without_plain_memory
 
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, FLAG.name: torch.int32}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -209,7 +210,7 @@ def _check_input(
         return False
     what = f"input {value}" if rank is None else f"input {value} of rank {rank}"
     if not isinstance(tensor, torch.Tensor):
-        raise error(f"{what} is {shown(tensor)}", value.span, expected=f"a tensor {type}")
+        raise error(f"{what} is {described(tensor)}", value.span, expected=f"a tensor {type}")
     if odd := without_plain_memory(tensor):
         raise error(f"{what} is {odd.what}", value.span, expected=f"a dense tensor {type}", hint=odd.hint)
     if tensor.dtype != torch_dtype(type.dtype):
@@ -236,8 +237,9 @@ def _solve(size: Size, extent: int, sizes: Mapping[str, int]) -> tuple[str, int]
     for other, exponent in size.symbols:
         if other != name:
             num, den = num * sizes[other] ** max(0, -exponent), den * sizes[other] ** max(0, exponent)
-    root = round((num / den) ** (1 / power))
-    return name, max(root, 1)  # where it does not fit exactly, the comparison of shapes says so
+    if not den:
+        return None  # another symbol is 0, and any value would do for this one
+    return name, round((num / den) ** (1 / power))  # where it does not fit exactly, the comparison of shapes says so
 
 
 def _check_extents(

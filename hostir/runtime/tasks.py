@@ -10,9 +10,9 @@ from time import perf_counter
 
 import torch
 
+from hostir.described import described
 from hostir.ir.op import Statement
 from hostir.ir.source import error, user_span
-from hostir.runtime.tensors import shown
 
 Views = tuple[torch.Tensor, ...]
 Epoch = tuple[int, int]  # which call, and the epoch counted from its start
@@ -177,7 +177,7 @@ def program_order(task: Task) -> float:
 def check_seed(seed: object) -> int:
     """The seed, where it is one."""
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise error(f"the seed is {shown(seed)}", user_span(), expected="an integer")
+        raise error(f"the seed is {described(seed)}", user_span(), expected="an integer")
     return seed
 
 

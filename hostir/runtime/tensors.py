@@ -8,8 +8,6 @@ import torch
 
 from hostir.ir.check.regions import Region
 
-SHOWN = 60  # characters
-
 
 class Odd(NamedTuple):
     """What a tensor is, and what to do."""
@@ -36,13 +34,6 @@ def without_plain_memory(x: torch.Tensor) -> Odd | None:
     if x._is_zerotensor():
         return Odd("zeros without memory", "pass its .clone()")
     return None
-
-
-def shown(x: object) -> str:
-    """What is no tensor, in a line."""
-    text = repr(x)
-    fits = len(text) <= SHOWN and "\n" not in text
-    return text if fits else f"of type {type(x).__module__}.{type(x).__qualname__}"
 
 
 def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -58,7 +58,14 @@ class Event(NamedTuple):
 
 @dataclass
 class Trace:
-    """Events of all ranks, in any order. Ranks in processes of their own send each other `events` and `extend`."""
+    """What ran when: give one to `hi.Executor` or `hi.run`, and write it to a file.
+
+    Ranks in processes of their own each get their own events, and join them by `extend`.
+
+    Fields:
+        title: of the picture.
+        events: what ran, in any order: rank, stream, statement, and start and end in seconds.
+    """
 
     title: str = "hostir"
     events: list[Event] = field(default_factory=list)

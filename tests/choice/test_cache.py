@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from hostir import knobs
-from hostir.choice import cache, verdict
+from hostir.choice import cache
 from hostir.choice.cache import CacheWarning, Entry
 from hostir.choice.verdict import Candidate
+from hostir.ir import notices
 from hostir.ir.source import HostIRError
 
 KEY = {"fusion": "abc", "sizes": {"M": 8}, "ranks": 2, "versions": {"torch": "2.11"}}
@@ -25,7 +26,7 @@ ENTRIES = {FUSED: Entry("d1", 12.5, 10.25), PLAIN: Entry("d2", 20.0)}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Iterator[Path]:
-    verdict._told.clear()
+    notices._told.clear()
     with knobs.scope(cache=tmp_path):
         yield tmp_path / "tuning"
 
@@ -94,7 +95,7 @@ def changed(**changes: object) -> str:
 def test_a_file_that_cannot_be_used_is_ignored_once_and_loudly(damage: Callable[[], str]) -> None:
     path = cache.write(KEY, "p", ENTRIES)
     path.write_text(damage())
-    with pytest.warns(CacheWarning, match=r"is ignored: .*'hostir tune' writes it anew"):
+    with pytest.warns(CacheWarning, match=r"are ignored: .*\.\n  hint: 'hostir tune' writes them anew"):
         assert cache.read(KEY) == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -13,13 +13,14 @@ import hostir as hi
 from examples import patterns
 from hostir import knobs
 from hostir.__main__ import _combinations, main
-from hostir.choice import cache, verdict
+from hostir.choice import cache
 from hostir.choice.cache import Entry
 from hostir.choice.candidates import candidates
 from hostir.choice.commands import platform_of
 from hostir.choice.decision import choose
 from hostir.choice.report import table
 from hostir.choice.verdict import Choice
+from hostir.ir import notices
 
 ROOT = Path(__file__).parents[2]
 ROWS = "examples/patterns.py:allgather_matmul_rows"
@@ -29,7 +30,7 @@ LARGE = ("--ranks", "8", "--set", "S=1", "--set", "M=8192", "--set", "N=3584", "
 @pytest.fixture(autouse=True)
 def _at_the_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(ROOT)
-    verdict._told.clear()
+    notices._told.clear()
     with knobs.scope(cache=tmp_path):
         yield
 
@@ -47,7 +48,7 @@ def test_explain_says_what_is_taken_the_times_and_why_the_rest_is_not_possible(
     first, *rest = out.splitlines()
     assert re.fullmatch(r"@row_parallel runs '\w+.*' \(estimated \d+ us\) on 4 x h200 as estimated elsewhere", first)
     assert "not possible:" in rest
-    assert sum("it is no allgather of rows" in line for line in rest) == 3
+    assert sum("handles only allgathers of rows" in line for line in rest) == 3
     times = [line.split() for line in rest if line.startswith(("  sequential", "  pipeline"))]
     assert len(times) == 6
 
@@ -105,7 +106,7 @@ def test_run_on_simulated_ranks_takes_auto(capfd: pytest.CaptureFixture[str]) ->
 def test_why_nothing_can_be_overlapped_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     _, note = shown(capfd, "lower", "tests/choice/fusions.py:weight_gathered_whole", "--strategy", "auto")
     assert "note: @weight_gathered_whole runs 'sequential, triton' (fallback" in note
-    assert re.search(r"note: ring: .*no matmul has %b_full as its left side", note)
+    assert re.search(r"note: ring is not possible here: .*no matmul has %b_full as its left side", note)
 
 
 def test_several_values_of_a_size_make_every_combination() -> None:

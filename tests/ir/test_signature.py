@@ -23,15 +23,9 @@ from hostir.ir.tensor_ops import Relu
 from hostir.ir.types import DTYPES
 from hostir.ir.values import Lit
 from hostir.ir.view_ops import Permute, Reshape, ViewOp
+from tests.symbolic import Symbol
 
 MESH = Mesh("mesh", ("didx",), (1,), (0,))
-
-
-class Symbol(str):
-    """A size that is bound at run time, where a pattern reckons with an integer."""
-
-    def __floordiv__(self, other: int) -> str:
-        return f"{self}/{other}"
 
 
 # What the checker sees of memory ----------------------------------------------------------------------------------

@@ -28,6 +28,21 @@ GRID = {  # the same on a mesh of 2 x D
     "[3, 4@dp, D@tp, 4]": "[3, 4@dp, D, 4]",
     "[(3 4@dp), D@tp, 4]": "[(3 4@dp), D, 4]",
 }
+NAMED_LINE = {  # with a named number of rows
+    "[M@tp, 4]": "[M, 4]",
+    "[D@tp, M, 4]": "[D, M, 4]",
+    "[D@tp, M/D, 4]": "[D, M/D, 4]",
+    "[3, M@tp, 4]": "[3, M, 4]",
+    "[M, 3*D@tp, 4]": "[M, 3*D, 4]",
+    "[(2 M@tp), 4]": "[2*M, 4]",
+}
+NAMED_GRID = {
+    "[2@dp, M@tp, 4]": "[2@dp, M, 4]",
+    "[M@dp, D@tp, 4]": "[M@dp, D, 4]",
+    "[(2@dp M@tp), 4]": "[2*M@dp, 4]",
+    "[M, 4@dp, D@tp, 4]": "[M, 4@dp, D, 4]",
+}
+Shape = list[int | str]
 
 
 @dataclass
@@ -42,15 +57,15 @@ class Text:
         self.inputs.append(f"%in{len(self.inputs)}: f32{type}")
         return f"%in{len(self.inputs) - 1}"
 
-    def add(self, shape: list[int] | str, statement: str) -> str:
-        type = shape if isinstance(shape, str) else f"{shape} auto"
+    def add(self, shape: Shape | str, statement: str) -> str:
+        type = shape if isinstance(shape, str) else f"{_written(shape)} auto"
         self.body.append(f"  %v{len(self.body)}: f32{type} = {statement}")
         return f"%v{len(self.body) - 1}"
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
 
-    def multiplied(self, full: str, rows: list[int], columns: int) -> str:
+    def multiplied(self, full: str, rows: Shape, columns: int) -> str:
         over = self.random.choice(["", "@tp"])
         shape = [*rows, columns]
         if self.chance(0.5):
@@ -59,11 +74,15 @@ class Text:
         return self.add(shape, f"linear {full}, {self.input(f'[{columns}{over}, 4]')}{bias}")
 
 
-def gathered(ranks: int, seed: int) -> Program:
-    """An allgather of rows over `ranks` ranks, on a mesh with another axis or none, and what may be made of them."""
+def gathered(ranks: int, seed: int, *, named: bool = False) -> Program:
+    """An allgather of rows over `ranks` ranks, on a mesh with another axis or none, and what may be made of them.
+
+    With `named` the number of rows depends on the size M.
+    """
     text = Text(Random(seed))
     grid, columns = text.chance(0.4), 2 * ranks
-    lies, whole = (_counted(t, ranks) for t in text.random.choice([*(GRID if grid else LINE).items()]))
+    ways = (NAMED_GRID if grid else NAMED_LINE) if named else (GRID if grid else LINE)
+    lies, whole = (_counted(t, ranks) for t in text.random.choice([*ways.items()]))
     *rows, _ = _shape(whole)
     x = text.input(lies)
     if text.chance(0.3):
@@ -74,7 +93,7 @@ def gathered(ranks: int, seed: int) -> Program:
     if text.chance(0.4):
         outputs[-1] = text.add([*rows, columns], f"gelu {outputs[-1]}")
     if text.chance(0.3):
-        outputs[-1] = text.add([*rows, columns], f"add {outputs[-1]}, {text.input(str([*rows, columns]))}")
+        outputs[-1] = text.add([*rows, columns], f"add {outputs[-1]}, {text.input(_written([*rows, columns]))}")
     if text.chance(0.3):
         outputs.append("%full")
     if text.chance(0.3):
@@ -86,7 +105,7 @@ def gathered(ranks: int, seed: int) -> Program:
 
 def _last(text: Text, value: str) -> int:
     line = next(line for line in text.body if line.startswith(f"  {value}:"))
-    return _shape(re.findall(r"\[.*?\]", line)[0])[-1]
+    return int(_shape(re.findall(r"\[.*?\]", line)[0])[-1])
 
 
 def _row(first: int, ranks: int) -> str:
@@ -94,8 +113,15 @@ def _row(first: int, ranks: int) -> str:
 
 
 def _counted(type: str, ranks: int) -> str:
-    return re.sub(r"(?:(\d+)\*)?D", lambda m: str(int(m[1] or 1) * ranks), type)
+    type = re.sub(r"(\d+)\*D", lambda m: str(int(m[1]) * ranks), type)
+    return re.sub(r"D", str(ranks), type)
 
 
-def _shape(type: str) -> list[int]:
-    return [prod(map(int, re.findall(r"(?<!@)\b\d+", axis))) for axis in type.strip("[]").split(", ")]
+def _shape(type: str) -> Shape:
+    """The extents of the axes, those with a name as they are written."""
+    axes = [re.sub(r"@\w+", "", axis) for axis in type.strip("[]").split(", ")]
+    return [axis if "M" in axis else prod(map(int, re.findall(r"\d+", axis))) for axis in axes]
+
+
+def _written(shape: Shape) -> str:
+    return f"[{', '.join(map(str, shape))}]"

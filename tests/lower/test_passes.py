@@ -19,7 +19,7 @@ from hostir.ir.source import UNCHECKED, Diagnostic
 from hostir.ir.tensor_ops import Matmul
 from hostir.lower import Pass, passes, passes_of, run_passes
 
-NAMES = ["propagate", "reshard", "communicate", "pipeline", "streams", "stagger", "free", "tidy"]
+NAMES = ["propagate", "reshard", "communicate", "pipeline", "streams", "stagger", "free", "tidy", "dense"]
 
 
 def stages(fusion: hi.Fusion, strategy: str = "pipeline") -> dict[str, Program]:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 import hostir as hi
-from hostir.ir import HostIRError, Program, format_program
+from hostir.ir import HostIRError, Program
 from hostir.lower import STRATEGIES
 from hostir.runtime import compare
 from hostir.runtime.compare import reductions, relative_error
@@ -55,7 +55,7 @@ def hold(drawn: Drawn, lowered: list[Program], seed: int) -> None:
     inputs = random_inputs(source, drawn.sizes, seed)
     plain, exact = reference(source, inputs, dtype=None), reference(source, inputs)
     for program in lowered:
-        note(format_program(program, notes=True))
+        note(str(program))
         sizes = bind_sizes(program, inputs)
         machine = rehearse(program, [inputs], sizes)
         for schedule in (0, seed, seed + 1):

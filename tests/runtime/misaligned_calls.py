@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 
 import hostir as hi
@@ -128,6 +129,20 @@ def executors_made_in_two_threads() -> None:
 def one_executor_in_two_threads() -> None:
     executor = hi.Executor(hi.parse(GATHER))
     side_by_side([expecting(executor, 8, gathered(8)), expecting(executor, 12, gathered(12))])
+
+
+def refused_in_one_of_two_threads() -> None:
+    """Every rank refuses calls of one thread, the other's go on."""
+    gather, add = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(SUM))
+    right = expecting(gather, 8, gathered(8))
+
+    def refused_and_right() -> None:
+        for odd in (rows(8)[:, :4], rows(8).double()):
+            with pytest.raises(hi.HostIRError, match="input %x"):
+                gather(odd)
+        right()
+
+    side_by_side([refused_and_right, expecting(add, 8, torch.ones(4, 8))])
 
 
 def many_calls() -> None:

@@ -274,7 +274,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
 
 def plans(
-    gpus: Gpus, program: Program, parts: Sequence[Sequence[torch.Tensor | None]], monkeypatch: pytest.MonkeyPatch
+    gpus: Gpus,
+    program: Program,
+    parts: Sequence[Sequence[torch.Tensor | None]],
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: Mapping[str, int] | None = None,
 ) -> list[CudaPlan]:
     """A plan for each rank; to meet, every rank has a thread."""
     ranks, memory = len(parts), dict[int, torch.Tensor]()
@@ -298,7 +302,7 @@ def plans(
 
     def plan(rank: int) -> None:
         try:
-            made[rank] = machines[rank].plan(record(program, rank, {}, parts[rank]))
+            made[rank] = machines[rank].plan(record(program, rank, sizes or {}, parts[rank]))
         except BaseException as problem:
             problems.append(problem)
             gate.abort()

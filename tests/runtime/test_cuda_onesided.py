@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import hostir as hi
+from examples import patterns
 from hostir.ir.comm_ops import Communication
 from hostir.ir.p2p_ops import Message
 from hostir.ir.program import Program
@@ -19,6 +21,7 @@ from hostir.runtime.inplace import places
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.local import rehearse
 from hostir.runtime.sharding import random_inputs, shard
+from tests import symbolic
 from tests.lower.gathered import gathered
 from tests.runtime.simulated_gpus import Gpus, Stream, gpus, plans
 
@@ -27,24 +30,34 @@ CASES = Path(__file__).parents[1] / "cases" / "onesided"
 NAN = float("nan")
 
 
-def check_calls(program: Program, gpus: Gpus, seed: int, monkeypatch: pytest.MonkeyPatch, calls: int = 3) -> None:
+def check_calls(
+    program: Program,
+    gpus: Gpus,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: int = 3,
+    sizes: dict[str, int] | None = None,
+    layout: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+) -> None:
     """Issues calls of all ranks at once; results are those of simulated ranks in program order, bit for bit."""
+    sizes = sizes or {}
     random = Random(seed)
     gpus.waiting = random.random() < 0.5  # else one kernel a block, or one behind all blocks
-    wholes = [random_inputs(program, {}, seed=10 * seed + call) for call in range(calls)]
+    wholes = [random_inputs(program, sizes, seed=10 * seed + call) for call in range(calls)]
     ranks = range(program.ranks)
     inputs = [
-        [[shard(x, v.tensor, r, {}) for x, v in zip(whole, program.inputs, strict=True)] for r in ranks]
+        [[shard(x, v.tensor, r, sizes) for x, v in zip(whole, program.inputs, strict=True)] for r in ranks]
         for whole in wholes
     ]
-    expected = rehearse(program, wholes, {}, "aten").run()
-    ready = plans(gpus, program, inputs[0], monkeypatch)
+    expected = rehearse(program, wholes, sizes, "aten").run()
+    first = [[x if x is None else layout(x) for x in mine] for mine in inputs[0]]
+    ready = plans(gpus, program, first, monkeypatch, sizes)
     callers = [Stream() for _ in ranks]
     outputs = []
     for rank in random.sample(ranks, len(ranks)):  # the hosts are far ahead of their devices, and of each other
         gpus.current = callers[rank]
         for call in range(calls):
-            mine = [x if x is None else x.clone() for x in inputs[call][rank]]
+            mine = [x if x is None else layout(x) for x in inputs[call][rank]]
             outputs.append((call, rank, ready[rank].run(mine)))
             for x in mine:  # the caller overwrites its inputs as soon as its stream gets there
                 if x is not None:
@@ -100,6 +113,9 @@ fusion @biased(%x: f32[6@didx, 2], %w: f32[3, 2], %bias: f32[3]) -> (%y) {{
     check_calls(program, gpus, seed, monkeypatch)
 
 
+GATHERED = (patterns.allgather_matmul, patterns.allgather_matmul_rows, patterns.allgather_matmul_kept, patterns.gate_up)
+
+
 def needs_nccl(program: Program) -> bool:
     return any(isinstance(s, Communication | Message) for s in program.walk())
 
@@ -126,6 +142,19 @@ def overlapped(fusion: Program, strategy: str) -> Program | None:
     except HostIRError:
         return None
     return None if needs_nccl(program) else program
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("pattern", GATHERED, ids=lambda p: p.__name__)
+def test_no_rows_and_inputs_of_any_strides_are_right_in_every_order(
+    pattern: Callable[..., hi.Fusion], ranks: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = [p for _, p in symbolic.lowered(pattern, ranks) if not needs_nccl(p)]
+    assert len(programs) == 3
+    for seed, program in enumerate(programs):
+        check_calls(program, gpus, seed, monkeypatch, sizes={"M": 0})
+        for layout in symbolic.LAYOUTS[:-1]:
+            check_calls(program, gpus, seed, monkeypatch, sizes={"M": 12 * ranks}, layout=layout)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import types
 import weakref
 from typing import Any
@@ -382,9 +383,23 @@ def test_a_call_without_out_comes_after_the_replay_before_it_on_another_stream()
 def test_executors_of_a_session_are_known_to_it_while_they_live() -> None:
     known: weakref.WeakSet[Graphs] = weakref.WeakSet()
     e = executor()
-    e.session = types.SimpleNamespace(graphs=known)
+    e.session = types.SimpleNamespace(graphs=known, first=lambda what: True)
     e._graphs = e._make_graphs()
     assert list(known) == [e._graphs]
     e._graphs = None
     gc.collect()
     assert not known
+
+
+def test_graphs_are_logged_when_they_are_captured_and_dropped_and_not_when_they_are_replayed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
+    with caplog.at_level(logging.INFO, "hostir.runtime.graphs"):
+        for _ in range(6):
+            how(e, a, b, c)
+        assert e._graphs is not None
+        e._graphs.release("its session has ended")
+    captured, dropped = (record.getMessage() for record in caplog.records)
+    assert captured.startswith("@p: captured a CUDA graph in ")
+    assert dropped == "@p: dropped 1 CUDA graphs: its session has ended"

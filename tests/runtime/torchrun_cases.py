@@ -6,15 +6,18 @@ holds NaN until it is written; results are compared with the same computation on
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from examples import patterns
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.text import parse
@@ -22,10 +25,12 @@ from hostir.ir.types import DTYPES
 from hostir.runtime import kernels, symmetric
 from hostir.runtime.executor import Executor
 from hostir.runtime.local import rehearse
+from hostir.runtime.reference import reference
 from hostir.runtime.session import joined, session
 from hostir.runtime.sharding import TORCH, random_inputs, shard
 from hostir.runtime.trace import Trace
 from hostir.runtime.whole import run
+from tests import symbolic
 from tests.runtime import torchrun_programs as programs
 from tests.runtime.torchrun_programs import RANKS, SIZE
 
@@ -146,6 +151,25 @@ def many_calls_back_to_back() -> None:
 def what_is_told_again_is_another_exchange() -> None:
     for turn in range(3):
         assert joined().exchange("a test", f"{RANK} {turn}") == [f"{rank} {turn}" for rank in range(SIZE)]
+
+
+@case
+def what_a_session_and_its_plans_log_begins_with_the_rank() -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hostir").addHandler(handler)
+    logging.getLogger("hostir").setLevel(logging.INFO)
+    program = programs.ag_matmul(dtype="f32")
+    a, b = random_inputs(program, {"M": 3})
+    part = shard(a, program.inputs[0].tensor, RANK, {"M": 3})
+    executor = Executor(program)
+    for _ in range(3):
+        executor(part, b)
+    planned = [text for text in told if text.startswith(f"rank {RANK}: @{program.name}: planned for M=3 in ")]
+    assert len(planned) == 1, told
+    assert all(text.startswith(f"rank {RANK}: ") for text in told)
+    logging.getLogger("hostir").removeHandler(handler)
 
 
 @case
@@ -285,6 +309,45 @@ def results_go_where_the_caller_says() -> None:
             assert found is outs[call % 2]
             assert torch.equal(found, fresh)
         assert "is None" in refused(lambda executor=executor, parts=parts: executor(*parts, out=[None]))
+
+
+def check_patterns(calls: Sequence[tuple[int, Callable[[torch.Tensor], torch.Tensor] | None]]) -> None:
+    """Some patterns lowered every way, in calls with so many rows and inputs laid out so; the last two with `out=`."""
+    chosen = patterns.allgather_matmul, patterns.row_parallel, patterns.mlp, patterns.gather, symbolic.weight_gradient
+    for pattern in chosen:
+        for source, p in symbolic.lowered(pattern, SIZE):
+            executor = Executor(p)
+            for number, (m, layout) in enumerate(calls):
+                inputs = random_inputs(p, {"M": m}, seed=1000 * os.getppid() + number)
+                parts = [shard(x, v.tensor, RANK, {"M": m}) for x, v in zip(inputs, p.inputs, strict=True)]
+                exact = [
+                    shard(x, v.tensor, RANK, {"M": m})
+                    for x, v in zip(reference(source, inputs, {"M": m}), p.outputs, strict=True)
+                ]
+                out = [None if x is None else torch.full_like(x, float("nan"), dtype=torch.float32) for x in exact]
+                given = [x if x is None or layout is None else layout(x) for x in parts]
+                found = executor(*given, out=out) if number >= len(calls) - 2 else executor(*given)
+                for x, true in zip(found, exact, strict=True):
+                    assert (x is None) == (true is None)
+                    if x is not None and true is not None:
+                        torch.testing.assert_close(x.double(), true, rtol=1e-4, atol=1e-4)
+
+
+@case
+def inputs_of_any_strides() -> None:
+    *layouts, _ = symbolic.LAYOUTS  # an expanded input has other numbers
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        check_patterns([(48, layout) for layout in layouts])
+    texts = [str(w.message) for w in told]
+    assert all("Every call of @" in text and RANK == 0 for text in texts)
+    assert len(texts) == len(set(texts))
+    assert bool(texts) == (RANK == 0)
+
+
+@case
+def no_rows_before_and_after_some() -> None:
+    check_patterns([(0, None), (48, None), (0, None), (48, None), (0, None)])
 
 
 @case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from hostir.ir.host_ops import Allocate, FreeBuffer
+from hostir.ir.host_ops import Allocate, Dense, FreeBuffer
 from hostir.ir.onesided_ops import AllocateSymmetric, Copy
 from hostir.ir.op import Codec, Statement
 from hostir.ir.program import Program
@@ -24,11 +24,15 @@ class Buffers:
         self.inputs = {v.name for v in program.inputs}
         self.roots = {name: name for name in self.inputs}  # by the name of a value: that of its buffer
         self.written: set[str] = set()
+        self.densed: dict[str, Value] = {}  # by input: what may be that memory, or a copy of it
         self.symmetric: set[str] = set()
 
     def see(self, s: Statement) -> Iterator[Diagnostic]:
         """Takes note of a statement; yields findings about memory that is not the program's to free."""
-        self.written.update(self.roots[v.name] for v in s.values(Codec.WRITE) if v.name in self.roots)
+        for value in s.values(Codec.WRITE):
+            if root := self.roots.get(value.name):
+                self.written.add(root)
+                yield from self._both(s, value, root)
         if isinstance(s, FreeBuffer) and (root := self.roots.get(s.x.name)):
             yield from self._free(s, root)
         if isinstance(s, (Allocate, AllocateSymmetric)) and isinstance(s.out.type, TensorType):
@@ -37,6 +41,30 @@ class Buffers:
             (self.symmetric.add if isinstance(s, AllocateSymmetric) else self.symmetric.discard)(s.out.name)
         if isinstance(s, ViewOp) and (root := self.roots.get(s.x.name)):
             self.roots[s.out.name] = root
+            if isinstance(s, Dense):
+                yield from self._dense(s, root)
+
+    def _dense(self, s: Dense, root: str) -> Iterator[Diagnostic]:
+        """Findings about what is made dense: an input that nothing writes."""
+        self.densed.setdefault(root, s.out)
+        if root not in self.inputs:
+            yield Diagnostic(
+                f"{_told(s.x, root)} is no input",
+                s.span,
+                expected="an input, or a view of one: of all other memory the strides are known",
+                hint="copy it to a buffer, if it is not dense",
+            )
+        elif root in self.written:
+            yield from self._both(s, s.x, root)
+
+    def _both(self, s: Statement, value: Value, root: str) -> Iterator[Diagnostic]:
+        if root in self.densed:
+            yield Diagnostic(
+                f"{_told(value, root)} is written, and {self.densed[root]} may be its memory or a copy of it",
+                s.span,
+                expected="an input that nothing writes, as it is made dense",
+                hint="copy the input to a buffer instead, and write there",
+            )
 
     def _free(self, s: FreeBuffer, root: str) -> Iterator[Diagnostic]:
         view = "" if s.x.name == root else "a view of "

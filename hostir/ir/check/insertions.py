@@ -10,7 +10,7 @@ from collections.abc import Container, Iterator
 from hostir.ir.check.findings import Finding
 from hostir.ir.check.missing import MissingFlags
 from hostir.ir.check.order import Order
-from hostir.ir.check.places import HOST_ONLY, Edit, Edits, Outline, Place
+from hostir.ir.check.places import Edit, Edits, Outline, Place, on_host
 from hostir.ir.check.tracer import CALLER, Event
 from hostir.ir.host_ops import Allocate, CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Copy, Signal, WaitSignal
@@ -35,7 +35,7 @@ def for_handles(outline: Outline) -> Iterator[Edits]:
 
 def _waits(handle: Value, place: Place, behind: tuple[Statement, ...]) -> Iterator[Edits]:
     for n, s in enumerate((None, *behind), place[-1] + 1):
-        if s is None or not isinstance(s, (*HOST_ONLY, Wait)):
+        if s is None or not (on_host(s) or isinstance(s, Wait)):
             yield (Edit((*place[:-1], n), (Wait(handle=handle),)),)
 
 
@@ -193,7 +193,7 @@ class Suggestions:
     def _starts(self) -> list[Place]:
         """In front of the first statement that a stream sees."""
         body = self.outline.program.body
-        return [(next((n for n, s in enumerate(body) if not isinstance(s, (*HOST_ONLY, CurrentStream))), 0),)]
+        return [(next((n for n, s in enumerate(body) if not (on_host(s) or isinstance(s, CurrentStream))), 0),)]
 
     def _on_mesh_of(self, x: Value, place: Place) -> Value | None:
         """A value in scope that lies on the mesh of another: an input where there is one."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import product
 
 from hostir.ir.check.order import Order
-from hostir.ir.check.places import HOST_ONLY, Block, Edit, Edits, Outline, Place
+from hostir.ir.check.places import Block, Edit, Edits, Outline, Place, on_host
 from hostir.ir.check.tracer import Event, Flag
 from hostir.ir.host_ops import CurrentStream, For, SetStream
 from hostir.ir.machine import Frame
@@ -92,7 +92,7 @@ class MissingFlags:
     def _behind(self) -> Iterator[tuple[Place, Statement]]:
         """The places behind what a stream sees."""
         for at, s in self.outline.statements:
-            if not isinstance(s, (*HOST_ONLY, CurrentStream, SetStream, For, If)):
+            if not (on_host(s) or isinstance(s, (CurrentStream, SetStream, For, If))):
                 yield (*at[:-1], at[-1] + 1), s
 
     def _in_front(self, users: Sequence[Statement]) -> list[Place]:

@@ -44,7 +44,11 @@ def look(program: Program, sizes: Mapping[str, int] | None = None, calls: int | 
     if misfits := program.misfits(sizes or {}):
         return Analysis(misfits)
     bound, number = small_sizes(program, sizes or {}), calls or 2
-    if bound is None or number * unrolled(program.body, bound) > MOST:
+    try:
+        length = unrolled(program.body, bound) if bound is not None else 0
+    except HostIRError as too_long:
+        return Analysis(list(too_long.diagnostics), None, bound or {}, number)
+    if bound is None or number * length > MOST:
         return analyse(program, sizes, calls)
     order = alike(program, bound, number)
     if order is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hostir.ir.host_ops import Allocate, CurrentStream, For, FreeBuffer, SetStream, Synchronize
+from hostir.ir.host_ops import Allocate, CurrentStream, Dense, For, FreeBuffer, SetStream, Synchronize
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, If, Rank
 from hostir.ir.op import Phase, Statement
 from hostir.ir.program import Names, Program
@@ -16,7 +16,11 @@ from hostir.ir.view_ops import ViewOp
 
 Place = tuple[int, ...]  # an index into the program's body, an index into the body of what stands there, ...
 Block = tuple[Statement, ...]
-HOST_ONLY = (ViewOp, Allocate, AllocateSymmetric, Rank)  # no stream sees them
+
+
+def on_host(s: Statement) -> bool:
+    """Whether no stream sees it."""
+    return isinstance(s, (ViewOp, Allocate, AllocateSymmetric, Rank)) and not isinstance(s, Dense)
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ class Outline:
 
 def resets(body: Block) -> bool:
     """Whether a body sets the stream before a stream sees anything of it."""
-    first = next((s for s in body if not isinstance(s, HOST_ONLY)), None)
+    first = next((s for s in body if not on_host(s)), None)
     return isinstance(first, SetStream) or (isinstance(first, For) and resets(first.body))
 
 

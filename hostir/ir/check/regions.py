@@ -35,6 +35,11 @@ class Region:
                 dims.append((n, s))
         return Region(offset, tuple(dims))
 
+    @property
+    def empty(self) -> bool:
+        """Whether it has no elements."""
+        return any(n == 0 for n, _ in self.dims)
+
     @cached_property
     def last(self) -> int:
         """The highest element."""

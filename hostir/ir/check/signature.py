@@ -39,6 +39,7 @@ from hostir.ir.host_ops import (
     Chunk,
     CurrentStream,
     Delay,
+    Dense,
     For,
     FreeBuffer,
     Select,
@@ -177,9 +178,12 @@ class _Walk:
             strides = tuple(strides[axis] for axis in s.axes)
         elif isinstance(s, Reshape):
             strides = self.regrouped(shape, strides, s.out.tensor.local_shape)
+        elif isinstance(s, Dense):
+            strides = _packed(shape)
         elif not isinstance(s, (Chunk, Shard, AsPartial)):
             strides, self.fits = _packed(s.out.tensor.local_shape), False
-        self.strides[s.out.name], self.buffers[s.out.name] = strides, self.buffers[s.x.name]
+        buffer = s.out.name if isinstance(s, Dense) else self.buffers[s.x.name]
+        self.strides[s.out.name], self.buffers[s.out.name] = strides, buffer
 
     def regrouped(self, old: Shape, strides: Shape, new: Shape) -> Shape:
         """Axes that merge or split: the extents that say where count. Returns the strides that they have then."""

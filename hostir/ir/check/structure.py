@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from hostir.ir.check.buffers import Buffers
+from hostir.ir.check.forms import malformed
 from hostir.ir.check.indices import divisions_by_zero
 from hostir.ir.comm_ops import Reshard
 from hostir.ir.host_ops import Allocate
@@ -28,8 +29,15 @@ def check_structure(program: Program, *, settled: bool = False) -> list[Diagnost
     `settled` asks more of a fusion: that its shardings are propagated and every change of sharding explicit, so that
     each declared type is what the statement gives. Host programs are always held to that.
     """
+    if found := list(malformed(program)):
+        return found
     checker = _Checker(program, settled or program.phase is Phase.HOST)
-    if found := list(checker.run()):
+    try:
+        for finding in checker.run():
+            found.append(finding)  # what was found before an error counts as well
+    except HostIRError as wrong:
+        found += wrong.diagnostics
+    if found:
         return found
     # Asked last, and of a sound program only: a statement that is wrong may be the one that meant to write the output.
     return list(checker.buffers.unwritten_outputs(program.outputs)) if program.phase is Phase.HOST else []

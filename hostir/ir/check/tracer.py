@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, ClassVar
 
 from hostir.ir.check.views import Access, Buffer, View, access, dense, rows_of, strides_in, whole
-from hostir.ir.host_ops import Allocate
+from hostir.ir.host_ops import Allocate, Dense
 from hostir.ir.interpret import Observer, interpret
 from hostir.ir.machine import Exchange, Frame, Ready
 from hostir.ir.onesided_ops import AllocateSymmetric
@@ -131,6 +131,7 @@ class Tracer(Observer):
         self.statement: Statement | None = None
         self.rounds: tuple[int, ...] = ()
         self.inputs = [self._input(v) for v in program.inputs]
+        self.copies: list[View] = []  # of inputs, that a call has made
         self.buffers: list[Buffer] = []  # that the program allocated
         self.kept: dict[str, Buffer] = {}  # symmetric buffers, from the first call on
         self.collectives: dict[tuple[int, ...], list[Side]] = {}  # by team
@@ -172,7 +173,8 @@ class Tracer(Observer):
                 named = f"{value}" if value.name == x.buffer.name else f"{value}, a view of %{x.buffer.name},"
                 self.refuse(f"the output {named} was freed", freed.span)
         self.step("reads", [access(x, "reads") for x in outputs if x])
-        self.step("overwrites", [access(x, "undefines") for x in (*self.inputs, *outputs) if x])
+        self.step("overwrites", [access(x, "undefines") for x in (*self.inputs, *self.copies, *outputs) if x])
+        self.copies.clear()
         self.turn += 1
 
     def lasting(self) -> Iterator[tuple[Event, Event]]:
@@ -185,7 +187,8 @@ class Tracer(Observer):
     def event(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
         """An event on no lane, of the current statement."""
         made = Event(self.rank, self.turn, verb, self.statement, self.rounds, self.current, len(self.events))
-        made.accesses, made.after, made.sms = accesses, list(after), sms
+        made.accesses = [a for a in accesses if not a.region.empty]
+        made.after, made.sms = list(after), sms
         self.events.append(made)
         return made
 
@@ -314,6 +317,15 @@ class Tracer(Observer):
 
     def permute(self, x: View, axes: tuple[int, ...]) -> View:
         return View(x.buffer, x.offset, tuple(x.shape[a] for a in axes), tuple(x.strides[a] for a in axes))
+
+    def dense(self, x: View) -> View:
+        """A copy that the caller overwrites at the end, like the input: no order does for one of the two alone."""
+        assert isinstance(self.statement, Dense)
+        value = self.statement.out
+        copy = dense(Buffer(self.rank, value.name, prod(x.shape), value, persists=True), x.shape)
+        self.step("copies", [access(x, "reads"), access(copy, "writes")], sms=True)
+        self.copies.append(copy)
+        return copy
 
     def compute(self, kind: str, out: View, operands: Sequence[View | None], options: Mapping[str, Any]) -> None:
         ready = options.get("ready")

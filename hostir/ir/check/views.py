@@ -38,7 +38,7 @@ class View:
     def dense(self) -> bool:
         """Whether its elements lie side by side, in order."""
         pairs = zip(self.shape, self.strides, packed(self.shape), strict=True)
-        return all(n == 1 or s == p for n, s, p in pairs)
+        return 0 in self.shape or all(n == 1 or s == p for n, s, p in pairs)
 
     def equals(self, other: View) -> bool:
         """Whether each of its elements is that of the other with the same indices."""
@@ -104,6 +104,8 @@ def rows_of(x: View, block: int, blocks: int) -> View:
 
 def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The strides with which a view has another shape, or None where only a copy can have it."""
+    if 0 in x.shape:
+        return packed(shape)
     merged = [[n, s] for n, s in zip(x.shape, x.strides, strict=True) if n != 1]
     for i in range(len(merged) - 1, 0, -1):
         if merged[i - 1][1] == merged[i][0] * merged[i][1]:

@@ -1,0 +1,311 @@
+"""A job of two ranks that call executors for minutes, while their processes do what healthy programs do besides.
+
+    python -m benchmarks.soak --seconds 600
+    python -m benchmarks.soak --seconds 20 --hold 2      a first look
+
+On each rank two threads call one program each, with other sizes and inputs every time, and compare every result. Now
+and then a call is refused on both ranks, and they go on. Meanwhile the main thread runs pools and data loaders, forks
+children that end by themselves or by a signal, holds the GIL, computes in threads, starts processes, and gets signals
+for which it has handlers, from before the first executor and from after it; no two ranks do the same at one time.
+
+Every rank prints how often it did each. The exit code is 0 where all of them came to the end, nothing died, and nothing
+was wrong; that is known by `--seconds` and two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from random import Random
+from types import FrameType
+
+import torch
+from torch.utils.data import DataLoader
+
+import hostir as hi
+from examples import patterns
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+from hostir.runtime.compare import bound, reductions, relative_error
+from hostir.runtime.reference import reference
+from hostir.runtime.session import session
+from hostir.runtime.sharding import random_inputs, shard
+from tests.launch import launch
+
+RANKS = 2
+ROWS = (0, 4, 8, 12, 64, 256, 1024)
+REFUSED = 0.05  # of the calls, about
+ROUND = 10  # calls, after which ranks agree whether to go on
+PATIENCE = 60.0  # seconds that anything but a call may take
+GRACE = 120.0  # seconds that a job may take longer than it was asked to
+GOING = """hostir 1
+mesh @mesh [didx] = 0 1
+program @going_NAME(%mine: f32[1] partial(didx)) -> (%all) {
+  %all: f32[1] = allocate
+  %h = allreduce %mine -> %all over didx
+  wait %h
+}
+"""
+
+
+# Calls ------------------------------------------------------------------------------------------------------------
+class Caller(threading.Thread):
+    """Calls one program again and again, until the ranks agree that it is time to stop.
+
+    Fields:
+        counts: what it did.
+        problem: what went wrong; empty where nothing did.
+    """
+
+    def __init__(self, name: str, fusion: Program, strategy: str, rank: int, until: float) -> None:
+        super().__init__(name=f"calls {name}")
+        self.what, self.rank, self.until = name, rank, until
+        self.fusion, self.program = fusion, hi.lower(fusion, strategy)
+        self.odd = ["of a dtype", "of a shape", *(["of odd rows"] if name == "reduced" else [])]
+        self.counts: Counter[str] = Counter()
+        self.problem = ""
+
+    def run(self) -> None:
+        try:
+            executor, going = hi.Executor(self.program), hi.Executor(hi.parse(GOING.replace("NAME", self.what)))
+            first = 0
+            while not self.agreed(going, first):
+                for number in range(first, first + ROUND):
+                    self.call(executor, number)
+                first += ROUND
+        except BaseException:
+            self.problem = f"{self.name}: {traceback.format_exc()}"
+
+    def agreed(self, going: hi.Executor, number: int) -> bool:
+        """Whether any rank's time is up, as all of them know from this call."""
+        (all,) = going(torch.tensor([float(time.monotonic() > self.until)]))
+        return number > 0 and bool(all.item())
+
+    def call(self, executor: hi.Executor, number: int) -> None:
+        """One call with inputs of this number, the same on all ranks."""
+        random = Random(f"{self.what} {number}")
+        sizes = {"M": random.choice(ROWS)}
+        inputs = random_inputs(self.fusion, sizes, number)
+        ends = zip(self.program.inputs, inputs, strict=True)
+        parts = [shard(x, v.tensor, self.rank, sizes) for v, x in ends]
+        if random.random() < REFUSED:
+            self.refused(executor, parts, random.choice(self.odd))
+        outputs = executor(*parts)
+        plain, exact = reference(self.fusion, inputs, sizes, None), reference(self.fusion, inputs, sizes)
+        for value, got, p, e in zip(self.program.outputs, outputs, plain, exact, strict=True):
+            mine, error = shard(e, value.tensor, self.rank, sizes), bound(p, e, reductions(self.program))
+            if mine is None or got.shape != mine.shape or not relative_error(got, mine) <= error:
+                raise AssertionError(f"call {number}, M={sizes['M']}: {value} is wrong: {got}, expected {mine}")
+        self.counts[f"calls {self.what}"] += 1
+
+    def refused(self, executor: hi.Executor, parts: Sequence[torch.Tensor | None], why: str) -> None:
+        """A call that every rank is to refuse."""
+        x, *rest = [part for part in parts if part is not None]
+        odd = {"of a dtype": x.double(), "of a shape": x[:, :-1], "of odd rows": x.new_zeros(3, x.shape[1])}[why]
+        try:
+            executor(odd, *rest)
+        except HostIRError:
+            self.counts[f"refused inputs {why}"] += 1
+            return
+        raise AssertionError(f"an input {why} is not refused")
+
+
+# What else a program does -----------------------------------------------------------------------------------------
+def doubled(x: int) -> int:
+    return 2 * x
+
+
+class Beside:
+    """The main thread of a rank, in turns at what it can do; each raises where something comes out wrong."""
+
+    def __init__(self, rank: int, hold: float) -> None:
+        self.rank, self.hold, self.process_id = rank, hold, os.getpid()
+        self.random = Random(rank)
+        self.counts: Counter[str] = Counter()
+        self.heard: Counter[int] = Counter()
+        self.turns: list[Callable[[], None]] = []
+
+    def turn(self) -> None:
+        """The next thing to do: all of them in each round, in another order each time."""
+        if not self.turns:
+            every = [self.pool, self.loader, self.child_exits, self.child_is_killed, self.child_kills_itself]
+            every += [self.holds_the_gil, self.pickles, self.computes, self.process, *[self.signals] * 3]
+            self.turns = self.random.sample(every, len(every))
+        todo = self.turns.pop()
+        todo()
+        self.counts[todo.__name__.replace("_", " ")] += 1
+        time.sleep(self.random.random())
+
+    def pool(self) -> None:
+        with multiprocessing.get_context("fork").Pool(2) as pool:  # which ends its processes by SIGTERM
+            assert pool.map_async(doubled, range(20)).get(PATIENCE) == [2 * x for x in range(20)]
+
+    def loader(self) -> None:
+        loaded = DataLoader(
+            list(range(32)), batch_size=8, num_workers=2, timeout=PATIENCE, multiprocessing_context="fork"
+        )
+        assert torch.cat(list(loaded)).tolist() == list(range(32))
+
+    def child_exits(self) -> None:
+        child = os.fork()
+        if not child:
+            signal.alarm(int(PATIENCE))
+            sys.exit(7)  # and all that Python does at the end
+        assert self.end_of(child) == 7
+
+    def child_is_killed(self) -> None:
+        by = self.random.choice((signal.SIGTERM, signal.SIGKILL, signal.SIGABRT))
+        child = os.fork()
+        if not child:
+            time.sleep(PATIENCE)
+            os._exit(0)
+        time.sleep(0.2)
+        os.kill(child, by)
+        assert self.end_of(child) in (-by, 128 + by)
+
+    def child_kills_itself(self) -> None:
+        child = os.fork()
+        if not child:
+            signal.alarm(int(PATIENCE))
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os._exit(0)
+        assert self.end_of(child) == -signal.SIGUSR1
+
+    def end_of(self, child: int) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def holds_the_gil(self) -> None:
+        ctypes.PyDLL(None).usleep(int(1e6 * self.hold))
+
+    def pickles(self) -> None:
+        many = [(n, str(n)) for n in range(300_000)]
+        assert pickle.loads(pickle.dumps(many)) == many
+
+    def computes(self) -> None:
+        def multiply() -> None:
+            x = torch.randn(200, 200, dtype=torch.float64)
+            found.append(bool(torch.allclose((x @ x.T).trace(), x.square().sum())))
+
+        found: list[bool] = []
+        threads = [threading.Thread(target=multiply) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [True] * 4, found
+
+    def process(self) -> None:
+        said = subprocess.run(["echo", "here"], capture_output=True, text=True, check=True, timeout=PATIENCE)
+        assert said.stdout == "here\n"
+
+    # Signals
+    def handle(self, *numbers: int) -> None:
+        for number in numbers:
+            signal.signal(number, self.hear)
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Counts; but a forked child, which has this handler too, ends: a pool waits for workers that it ends so."""
+        if os.getpid() != self.process_id:
+            os._exit(128 + number)
+        self.heard[number] += 1
+
+    def signals(self) -> None:
+        """One of its signals, from itself or from another process; now and then its handler is installed anew."""
+        number = self.random.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
+        if self.random.random() < 0.3:
+            self.handle(number)
+        before, last = self.heard[number], time.monotonic() + PATIENCE
+        if self.random.random() < 0.5:
+            os.kill(os.getpid(), number)
+        else:
+            subprocess.run(["kill", f"-{int(number)}", str(os.getpid())], check=True, timeout=PATIENCE)
+        while self.heard[number] == before and time.monotonic() < last:
+            time.sleep(0.01)
+        assert self.heard[number] == before + 1, f"signal {number} came {self.heard[number] - before} times"
+
+
+# A job ------------------------------------------------------------------------------------------------------------
+def too_late() -> None:
+    """Ends a rank that hangs; `faulthandler.dump_traceback_later` would keep its forked children from ending."""
+    faulthandler.dump_traceback()
+    os._exit(1)
+
+
+def on_this_rank(seconds: float, hold: float) -> int:
+    """All that a rank does; 1 where something went wrong."""
+    late = threading.Timer(seconds + GRACE, too_late)
+    late.daemon = True
+    late.start()
+    torch.set_num_threads(1)
+    rank, until = int(os.environ["RANK"]), time.monotonic() + seconds
+    beside = Beside(rank, hold)
+    before, after = (signal.SIGTERM, signal.SIGUSR1), (signal.SIGINT, signal.SIGUSR2)
+    beside.handle(*(before if rank else after))
+    first = patterns.allgather_matmul_rows(ranks=RANKS, S=2, M="M", K=16, N=8).program()
+    second = patterns.row_parallel(ranks=RANKS, S=2, M="M", K=16, N=8).program()
+    with session("cpu"):
+        callers = [
+            Caller("gathered", first, "push", rank, until),
+            Caller("reduced", second, "pipeline", rank, until),
+        ]
+        for caller in callers:
+            caller.start()
+        beside.handle(*(after if rank else before))
+        problem = ""
+        while any(caller.is_alive() for caller in callers) and not problem:
+            try:
+                beside.turn()
+            except Exception:
+                problem = traceback.format_exc()
+            problem = problem or "".join(caller.problem for caller in callers)
+        if problem:
+            print(f"rank {rank}: {problem}", file=sys.stderr, flush=True)
+            os._exit(1)
+    counts = sum((caller.counts for caller in callers), beside.counts)
+    counts |= {f"signal {signal.Signals(number).name}": count for number, count in beside.heard.items()}
+    os.write(1, f"COUNTS {json.dumps([rank, counts])}\n".encode())
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a job and prints what its ranks did; 1 where it did not end well."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--seconds", type=float, default=600.0)
+    options.add_argument("--hold", type=float, default=12.0, help="seconds for which the GIL is held")
+    options.add_argument("--on-this-rank", action="store_true", help=argparse.SUPPRESS)
+    given = options.parse_args(arguments)
+    if given.on_this_rank:
+        return on_this_rank(given.seconds, given.hold)
+    command = ["-m", "benchmarks.soak", "--on-this-rank", "--seconds", str(given.seconds), "--hold", str(given.hold)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    begun = time.monotonic()
+    try:
+        job = launch(RANKS, *command, env=env, timeout=given.seconds + 2 * GRACE)
+    except subprocess.TimeoutExpired as hung:
+        printed, said = ((text or b"").decode() for text in (hung.stdout, hung.stderr))
+        job = subprocess.CompletedProcess(command, 1, printed, said + "the job hangs\n")
+    counts = dict(json.loads(line.removeprefix("COUNTS ")) for line in job.stdout.splitlines() if "COUNTS" in line)
+    for what in sorted({what for some in counts.values() for what in some}):
+        print(f"{what:28}" + "".join(f"{some.get(what, 0):10}" for _, some in sorted(counts.items())))
+    ended = f"{len(counts)} of {RANKS} ranks came to the end, after {time.monotonic() - begun:.0f} s"
+    print(f"{ended}; exit code {job.returncode}")
+    print(job.stderr, file=sys.stderr, end="")
+    return int(job.returncode != 0 or len(counts) != RANKS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,64 @@
+"""Values and names of users in messages: each in one bounded line, and what a misspelt one may have meant."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+
+SHOWN = 80  # characters
+
+
+def described(value: object) -> str:
+    """The repr of a value where that is short; else what the value is: `a torch.Tensor of shape [4, 8], float32`."""
+    try:
+        text = _short.repr(value)
+    except Exception:  # of the value's own __repr__
+        text = _kind(value)
+    return shortened(text, 3 * SHOWN)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text without its middle where it has more characters."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
+
+
+class _Short(reprlib.Repr):
+    """repr() which shows of containers the first items, and says of arrays and tensors what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = SHOWN
+
+    def repr_instance(self, x: object, level: int) -> str:
+        if (array := _array(x)) is not None:
+            return f"a {type(x).__module__}.{type(x).__qualname__} of {array}"
+        text = repr(x)
+        return text if len(text) <= SHOWN and "\n" not in text else _kind(x)
+
+
+def _array(x: object) -> str | None:
+    """Shape and dtype of a tensor or an array; None for anything else."""
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    if isinstance(x, type) or dtype is None or not isinstance(shape, tuple):
+        return None
+    if not all(isinstance(n, int) for n in shape):  # a tensor of a fusion, which shows itself
+        return None
+    return f"shape {list(shape)}, {str(dtype).removeprefix('torch.')}"
+
+
+def _kind(x: object) -> str:
+    return f"an object of type {type(x).__module__}.{type(x).__qualname__}"
+
+
+_short = _Short()
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """A hint that names the nearest of the known names, upper or lower case alike; an empty string where none is."""
+    import difflib  # seldom needed, and not quickly loaded
+
+    if not isinstance(word, str):
+        return ""
+    names = {name.casefold(): name for name in known if name != word}
+    near = difflib.get_close_matches(word.casefold(), names, n=1, cutoff=0.6)
+    return f"did you mean '{names[near[0]]}'?" if near else ""

@@ -1,0 +1,49 @@
+"""A few seconds of the soak; `python -m benchmarks.soak --seconds 600` is the real one."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import torch
+
+from benchmarks import soak
+from examples import patterns
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(280)
+def test_two_ranks_outlive_what_programs_do_beside_their_calls(capfd: pytest.CaptureFixture[str]) -> None:
+    code = soak.main(["--seconds", "8", "--hold", "1.5"])
+    printed, said = capfd.readouterr()
+    assert code == 0, said
+    assert "2 of 2 ranks came to the end" in printed
+    done = {line.rsplit(maxsplit=2)[0]: line.split()[-2:] for line in printed.splitlines()[:-1]}
+    for name in ("gathered", "reduced"):
+        first, second = done[f"calls {name}"]
+        assert first == second
+        assert int(first) > 0
+
+
+def test_wrong_results_and_inputs_that_are_not_refused_are_found() -> None:
+    def zeros(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.zeros(2 * len(a), b.shape[1]),)
+
+    caller = soak.Caller("gathered", patterns.allgather_matmul_rows(ranks=2, M="M").program(), "push", 0, 0.0)
+    found = set()
+    for number in range(60):
+        try:
+            caller.call(zeros, number)  # right only where there are no rows
+        except AssertionError as problem:
+            found |= {word for word in ("is wrong", "is not refused") if word in str(problem)}
+    assert found == {"is wrong", "is not refused"}
+    assert caller.counts["calls gathered"] < 30
+
+
+@pytest.mark.parametrize("ended", [(0,), (0, 1)])
+def test_a_rank_that_does_not_come_to_the_end_is_a_failure(
+    ended: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = "".join(f'COUNTS [{rank}, {{"calls gathered": 3}}]\n' for rank in ended)
+    monkeypatch.setattr(soak, "launch", lambda *_, **__: subprocess.CompletedProcess([], 0, printed, ""))
+    assert soak.main(["--seconds", "1"]) == int(len(ended) != 2)

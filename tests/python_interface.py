@@ -1,0 +1,139 @@
+"""The page of the Python interface, docs/python.md, from signatures and docstrings.
+
+`pytest tests/test_docs.py --accept` writes it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
+
+import hostir as hi
+from hostir.dsl.tensor import LoopAxis
+
+SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Writing a fusion", ("Fusion", "tensor", "Tensor", "LoopAxis", "DeviceMesh", "ParallelType")),
+    (
+        "Computations",
+        ("matmul", "linear", "add", "mul", "relu", "gelu", "silu", "cast", "sum", "reshape", "permute", "reshard"),
+    ),
+    ("Lowering and checking", ("lower", "compile", "Choice", "FallbackWarning", "parse", "check", "Program")),
+    ("Running", ("run", "Executor", "session", "Session", "Trace", "knobs.scope")),
+    ("Mistakes", ("HostIRError", "Diagnostic")),
+)
+GIVEN = {"Tensor", "LoopAxis", "Session", "Choice", "Program", "HostIRError", "Diagnostic"}  # users construct none
+INTERNAL = {  # public to other parts of hostir
+    "Choice": {"from_json", "to_json"},
+    "DeviceMesh": {"axis_name"},
+    "Fusion": {"combine", "size"},
+    "Program": {"check_sizes", "check_whole", "divisions", "misfits"},
+    "Session": {"close", "exchange", "tell"},
+    "Trace": {"add", "lanes"},
+}
+HEADINGS = {"Args:": "Arguments:", "Fields:": "Fields:", "Returns:": "Returns"}
+WIDEST = 110
+
+PAGE = """# The Python interface
+
+<!-- Made from signatures and docstrings by `pytest tests/test_docs.py --accept`. Change those, not this page. -->
+
+All of it is in `import hostir as hi`, which loads torch only with the first name that needs it. The
+[tutorial](tutorial.md) shows how the parts work together, [sharding.md](sharding.md) which rank holds what.
+
+Shapes count elements, and are those of whole tensors unless a rank's part is named. Every mistake raises
+`hi.HostIRError`, whose text says where it is (for a fusion, at your line), what was expected and what to do.
+
+In signatures, `Extent` is a size: an integer, a name that the call binds (`"M"`), or a product or quotient of them
+(`"M/8"`). `HasProgram` is a fusion, `Watcher` a function of a pass's name and a program, `Part` a tensor or None.
+"""
+
+
+def markdown() -> str:
+    """The page."""
+    parts = [PAGE]
+    for title, names in SECTIONS:
+        parts += [f"## {title}\n", *(_entry(name) for name in names)]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
+
+
+def members(cls: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties that a class documents, in the order in which it defines them."""
+    for name, member in vars(cls).items():
+        public = not name.startswith("_") and name not in INTERNAL.get(cls.__name__, ())
+        if public and isinstance(member, (property, cached_property)) and member.__doc__:
+            yield name, member
+        if public and inspect.isfunction(member) and member.__doc__:
+            yield name, member
+
+
+def _entry(name: str) -> str:
+    thing = LoopAxis if name == "LoopAxis" else attrgetter(name)(hi)
+    if not inspect.isclass(thing):
+        return f"### `hi.{name}`\n\n{_code(f'hi.{name}', thing)}{_text(thing)}\n"
+    shown = f"hi.{name}" if name in hi.__all__ else name
+    constructed = "" if name in GIVEN or issubclass(thing, (Warning, hi.ParallelType)) else _code(shown, thing)
+    parts = [f"### `{shown}`\n\n{constructed}{_text(thing)}\n"]
+    if "__call__" in vars(thing):
+        parts.append(f"{_code(name.lower(), thing.__call__, bound=True)}{_text(thing.__call__)}\n")
+    for member, value in members(thing):
+        if isinstance(value, (property, cached_property)):
+            parts.append(f"#### `{name}.{member}`\n\n{_text(value)}\n")
+        else:
+            parts.append(f"#### `{name}.{member}`\n\n{_code(f'{name}.{member}', value, bound=True)}{_text(value)}\n")
+    return "\n".join(parts)
+
+
+def _code(name: str, function: Callable[..., Any], *, bound: bool = False) -> str:
+    """The signature in a block that is not run; `bound` where the first parameter is the object."""
+    signature = inspect.signature(function)
+    users = [p for p in signature.parameters.values() if str(p.default) != "<factory>"]
+    given = [_parameter(p) for p in users[1 if bound else 0 :]]
+    kinds = [p.kind for p in signature.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        given.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY) - bound, "*")
+    result = "" if inspect.isclass(function) else _result(function, signature.return_annotation)
+    line = f"{name}({', '.join(given)}){result}"
+    if len(line) > WIDEST:
+        line = f"{name}(\n" + "".join(f"    {it},\n" for it in given) + f"){result}"
+    return f"```text\n{line}\n```\n\n"
+
+
+def _parameter(p: inspect.Parameter) -> str:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(p.kind, "")
+    kind = "" if p.annotation in (p.empty, "Any") else f": {p.annotation}"
+    default = repr(p.default) if isinstance(p.default, str) else str(p.default)
+    return f"{stars}{p.name}{kind}" + ("" if p.default is p.empty else f" = {default}" if kind else f"={default}")
+
+
+def _result(function: Callable[..., Any], kind: Any) -> str:
+    if kind in (inspect.Signature.empty, "None"):
+        return ""
+    inner = re.fullmatch(r"Iterator\[(.*)\]", str(kind))
+    if inner and hasattr(function, "__wrapped__"):  # for `with`
+        return f" -> ContextManager[{inner[1]}]"
+    return f" -> {kind}"
+
+
+def _text(thing: Any) -> str:
+    """The docstring as Markdown: what is listed under `Args:` and the like becomes a list."""
+    lines = inspect.cleandoc(thing.__doc__).splitlines()
+    found: list[str] = []
+    listing = False
+    for line in lines:
+        if line in HEADINGS:
+            listing = True
+            found += [HEADINGS[line], ""]
+        elif listing and (item := re.fullmatch(r"    ([\w*]+(?:, [\w*]+)*): (.*)", line)):
+            names = ", ".join(f"`{name}`" for name in item[1].split(", "))
+            found.append(f"- {names}: {item[2]}")
+        elif listing and line.startswith("    "):
+            found.append(f"  {line.strip()}" if found[-1] else line.strip())
+        else:
+            listing = listing and not line
+            found.append(line)
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join(found))
+    return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text) + "\n"

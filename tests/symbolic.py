@@ -1,0 +1,95 @@
+"""Patterns whose number of rows is bound at run time, and layouts of inputs that are not dense."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+import hostir as hi
+from examples import patterns
+from hostir.ir import HostIRError, Program
+from hostir.lower import STRATEGIES
+
+WIDTHS = {"K": 24, "N": 48, "H": 48}  # which 1, 2, 3, 4 and 8 ranks with 2 slices divide
+
+
+class Symbol(str):
+    """A size that is bound at run time, where a pattern reckons with an integer."""
+
+    def __floordiv__(self, other: int) -> str:
+        return f"{self}/{other}"
+
+
+M = Symbol("M")
+
+
+def weight_gradient(ranks: int = 4, M: int | str = M, K: int = 24, N: int = 48) -> hi.Fusion:
+    """`x.T @ dy`, both sharded on the rows, which are summed away."""
+    with hi.Fusion("weight_gradient") as fusion:
+        x, dy = hi.tensor("x", [M, K], "f32"), hi.tensor("dy", [M, N], "f32")
+        dw = hi.permute(x, (1, 0)) @ dy
+        fusion.output(dw)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.shard(0, mesh)
+    dy.shard(0, mesh)
+    dw.set_device_mesh(mesh)
+    return fusion
+
+
+PATTERNS: tuple[Callable[..., hi.Fusion], ...] = (*patterns.PATTERNS, weight_gradient)
+
+
+def lowered(pattern: Callable[..., hi.Fusion], ranks: int) -> Iterator[tuple[Program, Program]]:
+    """The fusion, and what each strategy that takes it makes of it."""
+    names = pattern.__code__.co_varnames[: pattern.__code__.co_argcount]
+    given: dict[str, Any] = {"ranks": ranks, "S": 2, "M": M, **WIDTHS}
+    fusion = pattern(**{name: value for name, value in given.items() if name in names})
+    takers: list[Program] = []
+    for strategy in STRATEGIES:
+        with warnings.catch_warnings(), contextlib.suppress(HostIRError):  # whoever cannot overlap a thing refuses
+            warnings.simplefilter("ignore")  # what a strategy leaves whole is no matter here
+            takers.append(hi.lower(fusion, strategy))
+    assert len(takers) >= 2, "sequential and pipeline take all"
+    yield from ((fusion.program(), p) for p in takers)
+
+
+# Layouts: the same numbers, with others between them or in another order --------------------------------------------
+def by_columns(x: torch.Tensor) -> torch.Tensor:
+    return x.mT.contiguous().mT if x.ndim > 1 else x
+
+
+def every_other_column(x: torch.Tensor) -> torch.Tensor:
+    return _within(
+        torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype, device=x.device), x, (..., slice(0, None, 2))
+    )
+
+
+def every_other_row(x: torch.Tensor) -> torch.Tensor:
+    return _within(torch.empty(2 * x.shape[0], *x.shape[1:], dtype=x.dtype, device=x.device), x, (slice(1, None, 2),))
+
+
+def sliced(x: torch.Tensor) -> torch.Tensor:
+    return _within(torch.empty(*x.shape[:-1], x.shape[-1] + 3, dtype=x.dtype, device=x.device), x, (..., slice(1, -2)))
+
+
+def expanded(x: torch.Tensor) -> torch.Tensor:
+    """The first row, again and again."""
+    return x[:1].expand(x.shape)
+
+
+LAYOUTS: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (
+    by_columns,
+    every_other_column,
+    every_other_row,
+    sliced,
+    expanded,
+)
+
+
+def _within(memory: torch.Tensor, x: torch.Tensor, where: Any) -> torch.Tensor:
+    view = memory.fill_(float("nan"))[where]
+    return view.copy_(x)
