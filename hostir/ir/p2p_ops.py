@@ -57,7 +57,7 @@ class Message(Statement):
         if not frame.here(self.mesh):
             return
         me = own_rank(self, frame)
-        team = next(team for team in self.teams if me in team)
+        team = tuple(sorted(self.mesh.team(me, self.over)))
         x, out = (next(self.values(codec), None) for codec in (Codec.READ, Codec.WRITE))
         exchange = Exchange(self.keyword(), team, self.moves(frame, me))
         frame[self.handle] = frame.machine.communicate(exchange, frame[x], frame[out])
