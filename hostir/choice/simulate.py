@@ -43,17 +43,13 @@ STARTED = 0.4  # what is left of a look where a matmul has started beside the co
 GRAPH, EAGER = "graph", "eager"
 
 
-def estimate(
-    program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten", mode: str = GRAPH
-) -> float:
-    """Microseconds that a call would take: `graph` as replayed from a CUDA graph, `eager` with what the host takes."""
-    return estimates(program, sizes, hardware, kernels)[mode]
-
-
 def estimates(
     program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten"
 ) -> Mapping[str, float]:
-    """The estimate of each mode. Of calls in a row each takes the time of the device or, where longer, of the host."""
+    """Microseconds that a call would take: `graph` as replayed from a CUDA graph, `eager` with what the host takes.
+
+    Of calls in a row each takes the time of the device or, where longer, of the host.
+    """
     tasks = tasks_of(program, sizes)
     costs = Costs(hardware, kernels, flops(tasks))
     device = Simulation(tasks, costs).run()
