@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from hostir.choice import cache
 from hostir.choice.candidates import SEQUENTIAL, Candidates, candidates, check_ranks, check_sizes, fusion_of
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, here
-from hostir.choice.simulate import EAGER, GRAPH, estimate
+from hostir.choice.simulate import EAGER, GRAPH, estimates
 from hostir.choice.verdict import (
     ASKED_FOR,
     CALLS,
@@ -178,12 +178,10 @@ def _estimate(
     program.check_whole(sizes)
     # Simulated ranks compute in one way, and the machine that they stand for in the best.
     kernels = ("aten", "triton") if platform.machine == SIMULATED else (candidate.kernels,)
-
-    def time(mode: str) -> float:
-        return round(min(estimate(program, sizes, platform.hardware, k, mode) for k in kernels), 1)
-
-    graph = None if platform.computes == "cpu" and platform.machine != SIMULATED else time(GRAPH)
-    return _timing(candidate, program, time(EAGER), graph, calls)
+    ways = [estimates(program, sizes, platform.hardware, k) for k in kernels]
+    eager, graph = (round(min(times[mode] for times in ways), 1) for mode in (EAGER, GRAPH))
+    replays = platform.computes != "cpu" or platform.machine == SIMULATED
+    return _timing(candidate, program, eager, graph if replays else None, calls)
 
 
 def _timing(candidate: Candidate, program: Program, eager: float | None, graph: float | None, calls: str) -> Timing:

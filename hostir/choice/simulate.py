@@ -11,7 +11,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import ceil, inf, log2
+
+import numpy as np
 
 from hostir.choice.hardware import Hardware, Tile
 from hostir.choice.work import (
@@ -40,17 +43,13 @@ STARTED = 0.4  # what is left of a look where a matmul has started beside the co
 GRAPH, EAGER = "graph", "eager"
 
 
-def estimate(
-    program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten", mode: str = GRAPH
-) -> float:
-    """Microseconds that a call would take: `graph` as replayed from a CUDA graph, `eager` with what the host takes."""
-    return estimates(program, sizes, hardware, kernels)[mode]
-
-
 def estimates(
     program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten"
 ) -> Mapping[str, float]:
-    """The estimate of each mode. Of calls in a row each takes the time of the device or, where longer, of the host."""
+    """Microseconds that a call would take: `graph` as replayed from a CUDA graph, `eager` with what the host takes.
+
+    Of calls in a row each takes the time of the device or, where longer, of the host.
+    """
     tasks = tasks_of(program, sizes)
     costs = Costs(hardware, kernels, flops(tasks))
     device = Simulation(tasks, costs).run()
@@ -117,13 +116,15 @@ class Costs:
 
     def gemm(self, what: Gemm) -> float:
         """With the fastest of the family's tiles, but no faster than memory."""
-        tile = self.fastest(what, self.family.tiles)
+        tile = self.fastest(what)
         return self.family.start + max(self.waves(what, tile, self.hardware.sms), self.streaming(what))
 
-    def fastest(self, what: Gemm, tiles: Sequence[Tile]) -> Tile:
+    @lru_cache(maxsize=1 << 10)  # noqa: B019  # the matmuls of a program are few, and asked for at every step
+    def fastest(self, what: Gemm) -> Tile:
         """The tile that a kernel takes for a matmul."""
-        return min(tiles, key=lambda tile: self.waves(what, tile, self.hardware.sms))
+        return min(self.family.tiles, key=lambda tile: self.waves(what, tile, self.hardware.sms))
 
+    @lru_cache(maxsize=1 << 10)  # noqa: B019
     def waves(self, what: Gemm, tile: Tile, sms: int) -> float:
         """Microseconds of all tiles, one at a time on each SM, but for those that are split."""
         took, tiles = self.tile(what, tile), self.tiles(what, tile)
@@ -173,7 +174,7 @@ class Costs:
         left = self.hardware.sms - self.family.beside.get(kind, 0)
         if not isinstance(task.what, Gemm):
             return left / self.hardware.sms
-        tile = self.fastest(task.what, self.family.tiles)  # it was chosen without knowing of this
+        tile = self.fastest(task.what)  # it was chosen without knowing of this
         fewer = self.family.start + max(self.waves(task.what, tile, left), self.streaming(task.what))
         return self.alone(task) / fewer
 
@@ -181,7 +182,7 @@ class Costs:
         """The share of the SMs, or of the memory's rate, that a computation can fill."""
         if not isinstance(task.what, Gemm):
             return 1.0
-        sms, tile = self.hardware.sms, self.fastest(task.what, self.family.tiles)
+        sms, tile = self.hardware.sms, self.fastest(task.what)
         busy = self.tiles(task.what, tile) * self.tile(task.what, tile)
         filled = busy / (sms * self.waves(task.what, tile, sms))
         return min(1.0, max(filled, self.streaming(task.what) / self.alone(task)))
@@ -191,7 +192,7 @@ class Costs:
         what, width = task.what, self.width(task)
         if width <= left + EPSILON:
             return width
-        waits = isinstance(what, Gemm) and self.tiles(what, self.fastest(what, self.family.tiles)) <= self.hardware.sms
+        waits = isinstance(what, Gemm) and self.tiles(what, self.fastest(what)) <= self.hardware.sms
         return 0.0 if waits else SPARE * left
 
     def arriving(
@@ -243,14 +244,17 @@ class Costs:
         tiles = each * len(arrivals)
 
         def ends(early: int, left: int, parts: int) -> float:
-            free = [start + look] * sms
             half, part = (self.part(tile, took, n) if some else 0.0 for some, n in ((early, 2), (left, parts)))
-            units = [(number // 2, half) for number in range(2 * early * each)]
-            units += [(number, took) for number in range(early * each, tiles - left)]
-            units += [(tiles - left + number % left, part) for number in range(left * parts)]
-            for turn, (number, time) in enumerate(units):
-                free[turn % sms] = max(free[turn % sms], arrivals[number // each] + look) + time
-            return max(free)
+            halves, last = np.arange(2 * early * each) // 2, np.tile(np.arange(tiles - left, tiles), parts)
+            units = np.concatenate([halves, np.arange(early * each, tiles - left), last])
+            times = np.repeat([half, took, part], [len(halves), len(units) - len(halves) - len(last), len(last)])
+            ready = (np.asarray(arrivals) + look)[units // each]
+            free = np.full(sms, start + look)
+            for turn in range(0, len(units), sms):  # one unit for each SM, the last time perhaps for some
+                now = free[: len(units) - turn]
+                np.maximum(now, ready[turn : turn + sms], out=now)
+                now += times[turn : turn + sms]
+            return float(free.max())
 
         return min(ends(*way) for way in [(0, 0, 0), *self.ways(each, len(arrivals), sms, what.dtype)])
 

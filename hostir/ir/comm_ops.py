@@ -10,6 +10,7 @@ communication defines its result; in a host program it fills a buffer and gives 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from hostir.ir.layout import Mark, flat_marks, leads
@@ -225,10 +226,20 @@ class Transfer(Communication):
     """A communication between two meshes."""
 
     def exchange(self, rank: int) -> Exchange:
-        source, target = self._meshes
-        team = tuple(sorted({*source.devices, *target.devices}))
-        moves = tuple(m for m in self.moves(source, target) if rank in (m.source, m.target))
-        return Exchange(self.keyword(), team, moves)
+        return self._exchanges.get(rank) or Exchange(self.keyword(), self._team, ())
+
+    @cached_property
+    def _team(self) -> tuple[int, ...]:
+        return tuple(sorted({device for mesh in self._meshes for device in mesh.devices}))
+
+    @cached_property
+    def _exchanges(self) -> dict[int, Exchange]:
+        """By rank what it does, if anything."""
+        moves: dict[int, list[Move]] = {}
+        for move in self.moves(*self._meshes):
+            for rank in {move.source, move.target}:
+                moves.setdefault(rank, []).append(move)
+        return {rank: Exchange(self.keyword(), self._team, tuple(its)) for rank, its in moves.items()}
 
     @property
     def _meshes(self) -> tuple[Mesh, Mesh]:

@@ -154,7 +154,7 @@ class Frame:
     def here(self, *meshes: Mesh | None) -> bool:
         """Whether this rank belongs to any of the meshes."""
         rank = self.machine.rank
-        return rank is None or any(mesh is None or rank in mesh.devices for mesh in meshes)
+        return rank is None or any(mesh is None or rank in mesh.places for mesh in meshes)
 
     def shape(self, type: TensorType) -> tuple[int, ...]:
         """The shape that this machine gives a tensor: one rank's part, or the whole."""

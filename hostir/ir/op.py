@@ -181,6 +181,7 @@ class Statement:
         return replace(self, **changes)
 
     @classmethod
+    @cache
     def keyword(cls) -> str:
         """The word that names the statement in the text."""
         words = re.findall(r"[a-z_]+", re.sub(r"<\?.*?\?>|\{\w+\}", "", cls.syntax))

@@ -59,7 +59,7 @@ class Message(Statement):
         me = own_rank(self, frame)
         if any(frame.empty(value) for value in self.values(Codec.READ, Codec.WRITE)):
             return
-        team = next(team for team in self.teams if me in team)
+        team = tuple(sorted(self.mesh.team(me, self.over)))
         x, out = (next(self.values(codec), None) for codec in (Codec.READ, Codec.WRITE))
         exchange = Exchange(self.keyword(), team, self.moves(frame, me))
         frame[self.handle] = frame.machine.communicate(exchange, frame[x], frame[out])

@@ -26,7 +26,8 @@ class Room:
     """The bytes that a host program takes for some sizes: those of its whole inputs, and those that ranks hold.
 
     Ranks hold their parts of inputs and the buffers that are not freed yet. Simulated ranks (`frees=False`) keep all
-    buffers, and inputs twice: as the caller gives them, and as the call finds them.
+    buffers, and inputs twice: as the caller gives them, and as the call finds them. What `dense` copies is not counted:
+    only the caller knows whether it does.
     """
 
     def __init__(self, program: Program, sizes: Mapping[str, int], *, frees: bool = True) -> None:

@@ -39,6 +39,7 @@ from hostir.runtime.watchdog import Watchdog
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LOG = logger(__name__)
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+SOON, LATER = 5e-5, 5e-3  # seconds between looks at what the other ranks gave: they mostly come together
 PARTING = 10.0  # seconds that destroying the process groups may take
 
 _current: Session | None = None
@@ -166,7 +167,7 @@ class Session:
 
     def _exchange(self, key: str, mine: str, timeout: float | None, where: str) -> list[str]:
         place = self.tell(key, mine)
-        deadline = time.monotonic() + (timeout or self.timeout)
+        deadline, pause = time.monotonic() + (timeout or self.timeout), SOON
         keys = [f"{place}/{rank}" for rank in range(self.size)]
         while not self.store.check(keys):
             if time.monotonic() > deadline:
@@ -176,7 +177,8 @@ class Session:
                     expected=ALIKE,
                     hint=f"{PAGE}; HOSTIR_TIMEOUT sets how long one may wait for the others",
                 )
-            time.sleep(0.005)
+            time.sleep(pause)
+            pause = min(2 * pause, LATER)
         return [self.store.get(k).decode() for k in keys]
 
     def first(self, what: str) -> bool:

@@ -12,9 +12,8 @@ holds it up, and so around: what is looked for are rings.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -99,13 +98,33 @@ def _signals(order: Order, kernel: Kernel) -> list[Event]:
     return [signal for flag in kernel.waits if (signal := order.partners.get(flag.event))]
 
 
-@dataclass(frozen=True)
 class _Line:
-    """The events of one lane that need SMs."""
+    """The events of one lane that need SMs, in order."""
 
-    index: int
-    ticks: list[int]
-    events: list[Event]
+    def __init__(self, index: int, events: list[Event]) -> None:
+        self.index = index
+        self.events = sorted(events, key=lambda event: event.tick)
+        self.ticks = [event.tick for event in self.events]
+        self.issued = [(event.call, event.number) for event in self.events]
+        self.large = [place for place, event in enumerate(self.events) if not event.small]
+
+    def first_held(self, first: int, holder: Event, taken: int) -> int:
+        """The place of the first event, from `first` on, that gets no SM while `holder` runs.
+
+        Small ones get the one that it leaves, if issued before it in its call, and up to the tick by which a rival may
+        have taken it.
+        """
+        if self.issued[first] < (holder.call, 0):
+            return first
+        large = bisect_left(self.large, first)
+        return max(
+            first,
+            min(
+                self.large[large] if large < len(self.large) else len(self.events),
+                bisect_left(self.issued, (holder.call, holder.number)),
+                bisect_right(self.ticks, taken),
+            ),
+        )
 
 
 class Lanes:
@@ -119,8 +138,7 @@ class Lanes:
                 lines.setdefault((event.rank, order.lanes[event.lane]), []).append(event)
         self.of: dict[int, list[_Line]] = {}
         for (rank, index), events in lines.items():
-            events.sort(key=lambda event: event.tick)
-            self.of.setdefault(rank, []).append(_Line(index, [event.tick for event in events], events))
+            self.of.setdefault(rank, []).append(_Line(index, events))
         # Of each rank the begin and the end of what may take an SM and keep it, if kernels that wait have the others.
         self.rivals = {rank.rank: [*rank.lasting()] for rank in order.ranks}
         # All that comes before any signal of a kernel: what is held up of one of them is in there, and nothing else is.
@@ -135,11 +153,13 @@ class Lanes:
         for line in self.of.get(holder.start.rank, ()):
             first = bisect_right(line.ticks, max(self.begun(kernel, line) for kernel in running))
             until = bisect_right(line.ticks, after[line.index])
-            rivals = self.rivals_beside(holder, running) if first < until else []
-            for event in line.events[first:until]:
-                early = event.small and event.call == holder.start.call and event.number < holder.start.number
-                if not early or not all(self.order.known(event, begun) for begun in rivals):
-                    return event
+            if first >= until:
+                continue
+            taken = min(
+                (int(begun[line.index]) for begun in self.rivals_beside(holder, running)), default=line.ticks[-1]
+            )
+            if (place := line.first_held(first, holder.start, taken)) < until:
+                return line.events[place]
         return None
 
     def rivals_beside(self, holder: Kernel, running: Sequence[Kernel]) -> list[Clock]:

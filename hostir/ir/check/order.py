@@ -223,15 +223,16 @@ def _agree(sides: Sequence[Side | None]) -> bool:
     if any(side.exchange.moves is None for side in every):
         return len({(side.exchange.team, *_form(side)) for side in every}) == 1
     of = {side.begin.rank: side for side in every}
-    moves = {move for side in every for move in side.exchange.moves or ()}
-    return all(_fits(move, of[move.source], of[move.target]) for move in moves)
+    meant = {rank: frozenset(side.exchange.moves or ()) for rank, side in of.items()}
+    moves = {move for its in meant.values() for move in its}
+    both = all(move in meant[move.source] and move in meant[move.target] for move in moves)
+    return both and all(_fits(move, of[move.source], of[move.target]) for move in moves)
 
 
 def _fits(move: Move, source: Side, target: Side) -> bool:
-    """Whether both ends of a move mean it, and as many elements of one dtype."""
+    """Whether the ends of a move mean as many elements of one dtype."""
     (taken, dtype), (given, other) = _content(source, "x"), _content(target, "out")
-    meant = all(move in (side.exchange.moves or ()) for side in (source, target))
-    return meant and dtype == other and 0 < taken * move.put[1] == given * move.take[1]
+    return dtype == other and 0 < taken * move.put[1] == given * move.take[1]
 
 
 def _content(side: Side, which: str) -> tuple[int, object]:

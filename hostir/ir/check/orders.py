@@ -163,9 +163,9 @@ def _sides(conflict: Conflict) -> tuple[int, str]:
 
 def _leaked(tracers: Sequence[Tracer]) -> list[Buffer]:
     """Buffers that are neither freed nor outputs."""
-    freed = {buffer for t in tracers for buffer in t.freed}
-    given = {view.buffer for t in tracers for outputs in t.outputs for view in outputs if view}
-    return [buffer for t in tracers for buffer in t.buffers if buffer not in freed | given]
+    gone = {buffer for t in tracers for buffer in t.freed}
+    gone |= {view.buffer for t in tracers for outputs in t.outputs for view in outputs if view}
+    return [buffer for t in tracers for buffer in t.buffers if buffer not in gone]
 
 
 def _in_program_order(found: Diagnostic) -> tuple[bool, int, int]:

@@ -45,6 +45,11 @@ class Region:
         """The highest element."""
         return self.offset + _span(self.dims)
 
+    @property
+    def dense(self) -> bool:
+        """Whether it has no gaps."""
+        return _dense(self.dims)
+
     def meets(self, other: Region) -> bool:
         """Whether the two have an element in common."""
         if self.offset > other.last or other.offset > self.last:  # most pairs

@@ -148,7 +148,7 @@ class Tracer(Observer):
 
     def _input(self, value: Value) -> View | None:
         mesh = value.tensor.mesh
-        if mesh is not None and self.rank not in mesh.devices:
+        if mesh is not None and self.rank not in mesh.places:
             return None
         shape = bind_shape(value.tensor.local_shape, self.sizes)
         return dense(Buffer(self.rank, value.name, prod(shape), value, persists=True), shape)
@@ -384,11 +384,12 @@ class Tracer(Observer):
         self, exchange: Exchange, x: View | None, out: View | None, reads: list[Access], writes: list[Access]
     ) -> Event:
         """Memory is used from when the stream gets there, whoever else has come: the own part needs nobody."""
-        sides = self.collectives.setdefault(tuple(sorted(exchange.team)), [])
+        team = tuple(sorted(exchange.team))
+        sides = self.collectives.setdefault(team, [])
         moves = self.event("moves", [*reads, *writes], self.issued(self.current))
         begin = self.event("begins", [], self.issued(self.current), sms=True)
         begin.held += [side.end for side in sides[-1:]]
-        end = self.event("ends", [], [moves, self.follow(begin, "team", tuple(sorted(exchange.team)))])
+        end = self.event("ends", [], [moves, self.follow(begin, "team", team)])
         moves.ends = end.ends
         sides.append(Side(exchange, x, out, begin, moves, moves, end))
         return end
