@@ -57,7 +57,8 @@ def test_simulated_ranks_allocate_what_is_counted(pattern: Any, strategy: str, m
     for module, name in ((Memory, "new"), (local, "shard")):
         monkeypatch.setattr(module, name, keeping(getattr(module, name), allocated))
     rehearse(program, [inputs])
-    assert sum(Room(program, {}, frees=False).ranks) == sum(x.numel() * x.element_size() for x in allocated)
+    room, there = Room(program, {}, frees=False), sum(x.numel() * x.element_size() for x in allocated)
+    assert sum(room.ranks) <= there <= sum(room.ranks) + room.inputs, "`dense` may copy, or not"
 
 
 def keeping(make: Callable[..., torch.Tensor], made: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
