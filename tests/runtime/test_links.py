@@ -120,7 +120,7 @@ def test_a_rank_that_cannot_connect_says_so_once(
         lost.connect()
         time.sleep(0.01)
     said = capsys.readouterr().err
-    assert said.count("rank 1 cannot connect to rank 0 at 127.0.0.1") == 1
+    assert said.count("Rank 1 cannot connect to rank 0 at 127.0.0.1") == 1
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\n\n", b'["guess", 1]\n', b"7\n", b"\xff\n", b"", b"[]\n{}\n"])
