@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
@@ -45,6 +46,7 @@ PARTING = 10.0  # seconds that destroying the process groups may take
 _current: Session | None = None
 _parents: Session | None = None  # of the rank that this process was forked from
 _sessions = itertools.count()
+_forking = threading.local()  # the signal mask of a thread that forks
 begun = False  # whether this process has set out to meet others: what it finds wrong from then on may be its own
 # Where the job's store is whose launcher has none, by the place to meet; rank 0 keeps the server.
 _servers: dict[tuple[str, str, str], tuple[str, int, Any]] = {}
@@ -286,6 +288,17 @@ def _leave() -> None:
         _current.close(done=not hasattr(sys, "last_type"), timeout=5.0)
 
 
+def _forks() -> None:
+    """Holds back SIGTERM until the child is ready for it: what comes before that, Python's handlers never hear of."""
+    if _current is not None:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _has_forked() -> None:
+    if (mask := vars(_forking).pop("mask", None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _forked() -> None:
     """In a child of a rank: it is no rank, and nothing that it does or suffers is the rank's."""
     global _current, _parents
@@ -293,9 +306,10 @@ def _forked() -> None:
         _current.watchdog.forget()
         _current, _parents = None, _current
     atexit.unregister(_leave)
+    _has_forked()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(before=_forks, after_in_parent=_has_forked, after_in_child=_forked)
 
 
 def refuse_in_child() -> None:

@@ -143,6 +143,21 @@ def a_child_ends_by_sigterm() -> None:
 
 
 @case
+def children_end_by_sigterm_before_they_have_begun() -> None:
+    executor = called()
+    for _ in range(20):
+        child = os.fork()
+        if not child:
+            signal.alarm(10)
+            time.sleep(20)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code == -signal.SIGTERM, code
+    call(executor)
+
+
+@case
 def a_child_ends_as_a_program_does() -> None:
     executor = called()
     child = os.fork()

@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).with_name("process_cases.py")
 HEALTHY = [
     "pools_come_and_go",
     "a_child_ends_by_sigterm",
+    "children_end_by_sigterm_before_they_have_begun",
     "a_child_ends_as_a_program_does",
     "executors_are_refused_in_a_child",
     "a_failure_on_all_ranks_is_caught_and_tried_again",
