@@ -24,11 +24,11 @@ import hostir as hi
 from benchmarks.harness import table, write
 from examples import patterns
 from hostir import knobs
+from hostir.check import check_structure
+from hostir.check.alike import alike
+from hostir.check.proof import Analysis, analyse, findings_of, look
+from hostir.check.signature import small_sizes
 from hostir.ir import Program
-from hostir.ir.check import check_structure
-from hostir.ir.check.alike import alike
-from hostir.ir.check.orders import Analysis, analyse, findings_of, look
-from hostir.ir.check.witness import small_sizes
 from hostir.ir.interpret import unrolled
 from hostir.lower import STRATEGIES
 from tests.mutants import Mutant

@@ -31,11 +31,10 @@ import torch
 import hostir as hi
 from benchmarks.harness import table, write
 from examples import patterns
+from hostir.check import forget
 from hostir.choice.decision import decide
-from hostir.choice.hardware import REFERENCE
-from hostir.choice.platforms import reference
+from hostir.choice.platforms import REFERENCE, reference
 from hostir.ir import HostIRError
-from hostir.ir.check import forget
 from hostir.lower.strategies import STRATEGIES
 
 MANY, FEW = 1000, 8

@@ -48,7 +48,9 @@ _LATER = {
     **dict.fromkeys(("Session", "session"), "hostir.runtime.session"),
     "Trace": "hostir.runtime.trace",
 }
-import_module("hostir.lower")  # the package, before the function below takes the place of its name
+# The packages, before the functions below take the place of their names.
+import_module("hostir.lower")
+import_module("hostir.check")
 __version__ = "0.1.0"
 
 
@@ -131,8 +133,9 @@ def check(
     Whatever is wrong with the program is a finding, also where a program built in Python holds what none can hold.
     Raises HostIRError for arguments that are none: no program, sizes or calls that are no numbers.
     """
+    from hostir.check import check as check_program
+    from hostir.check.structure import check_structure
     from hostir.dsl import Fusion
-    from hostir.ir.check.structure import check_structure
 
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int)):
         raise error(f"ranks={described(ranks)}", user_span(), expected="an integer")
@@ -149,7 +152,7 @@ def check(
     if ranks is not None and ranks != built.ranks:
         message = f"@{built.name} is for {built.ranks} ranks, not {described(ranks)}"
         return [Diagnostic(message, expected=f"{built.ranks} ranks")]
-    return ir.check(built, sizes=built.given_sizes(sizes), calls=calls)
+    return check_program(built, sizes=built.given_sizes(sizes), calls=calls)
 
 
 def run(
@@ -181,7 +184,7 @@ def run(
     """
     from hostir.choice import chosen_for
     from hostir.lower.strategies import AUTO, check_strategy
-    from hostir.runtime.whole import run as run_program
+    from hostir.runtime.executor import run as run_program
 
     check_strategy(strategy)
     if isinstance(fusion, Program) and fusion.phase is Phase.HOST:

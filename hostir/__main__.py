@@ -19,14 +19,14 @@ from typing import Any, NoReturn, TextIO
 
 import hostir
 from hostir import knobs
-from hostir.choice.verdict import CALLS
-from hostir.files import write
-from hostir.ir import HostIRError, Phase, Program, prove, verify
-from hostir.ir.printer import VERSION
-from hostir.ir.source import did_you_mean, error
-from hostir.loading import load
+from hostir.check import prove, verify
+from hostir.choice.cache import CALLS
+from hostir.cli.loading import load, write
+from hostir.ir.op import Phase
+from hostir.ir.program import VERSION, Program
+from hostir.ir.source import HostIRError, did_you_mean, error
 from hostir.lower import AUTO, STRATEGIES, STREAMS, lower, passes_of
-from hostir.runtime.room import lacks_memory, out_of_memory
+from hostir.runtime.sharding import lacks_memory, out_of_memory
 
 FORMATS = ("hir", "nvfuser", "dot")
 DEVICES = ("cpu", "cuda")
@@ -282,7 +282,7 @@ def _choose(program: Program, sizes: dict[str, int], options: argparse.Namespace
     """Replaces the strategy `auto` by what is chosen, and says so."""
     if options.strategy != AUTO:
         return
-    from hostir.choice.commands import chosen
+    from hostir.cli.tune import chosen
 
     choice = chosen(program, sizes, options)
     for reason in (*choice.fallbacks, *choice.notes):
@@ -321,11 +321,11 @@ def _lower(options: argparse.Namespace) -> int:
 
 def _formatted(program: Program, form: str) -> str:
     if form == "nvfuser":
-        from hostir.ir.nvfuser import print_nvfuser
+        from hostir.nvfuser import print_nvfuser
 
         return print_nvfuser(program)
     if form == "dot":
-        from hostir.ir.dot import to_dot
+        from hostir.cli.lower import to_dot
 
         return to_dot(program)
     return str(program)
@@ -337,7 +337,7 @@ def _write(text: str, out: str | None) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from hostir.checking import check_command, print_json  # loads numpy
+    from hostir.cli.check import check_command, print_json  # loads numpy
 
     try:
         program, sizes = _load_to_lower(options)
@@ -361,13 +361,13 @@ def _run(options: argparse.Namespace) -> int:
             if all(found.kind for found in findings.diagnostics):
                 findings.add_note(REFUSED)
             raise
-    from hostir.runtime.command import run_command  # loads torch
+    from hostir.cli.run import run_command  # loads torch
 
     return run_command(program, host, sizes, options)
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from hostir.choice.tune import Case, check_started, tune_command  # loads torch
+    from hostir.cli.tune import Case, check_started, tune_command  # loads torch
 
     check_started(options.file)
     cases = []
@@ -388,14 +388,14 @@ def _combinations(given: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from hostir.choice.commands import explain_command
+    from hostir.cli.tune import explain_command
 
     program, sizes = _load(options)
     return explain_command(program, sizes, options)
 
 
 def _ops(options: argparse.Namespace) -> int:
-    from hostir.ir.reference import markdown, table
+    from hostir.cli.ops import markdown, table
 
     print(markdown() if options.markdown else table())
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import Communication
+from hostir.ir.comm_ops import Communication, Message, Recv, Send, SendAndRecv
 from hostir.ir.host_ops import (
     Allocate,
     AsPartial,
@@ -24,15 +24,11 @@ from hostir.ir.host_ops import (
     Wait,
 )
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Copy, If, Rank, Signal, WaitSignal
-from hostir.ir.op import Codec, Phase, Statement, codecs_of
-from hostir.ir.p2p_ops import Message, Recv, Send, SendAndRecv
-from hostir.ir.printer import Printer
-from hostir.ir.program import Names, Program, format_program, rewrite
+from hostir.ir.op import ZERO, Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value, codecs_of, expr_values
+from hostir.ir.program import Names, Printer, Program, format_program, rewrite
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import Contraction, TensorOp
+from hostir.ir.tensor_ops import Contraction, TensorOp, ViewOp
 from hostir.ir.types import FLAG, Kind, TensorType
-from hostir.ir.values import ZERO, Bin, Expr, Lit, Ref, Value, expr_values
-from hostir.ir.view_ops import ViewOp
 
 Block = tuple[Statement, ...]
 ORDERING = (Synchronize, Wait, Barrier, Signal, WaitSignal)

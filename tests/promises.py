@@ -19,11 +19,10 @@ from typing import Any
 from unittest.mock import patch
 
 import hostir as hi
-from hostir.ir.check.order import Order
-from hostir.ir.check.races import Memory
-from hostir.ir.check.tracer import CALLER, Event, Tracer
+from hostir.check.order import Memory, Order
+from hostir.check.tracer import CALLER, Event, Tracer
 from hostir.ir.program import Program
-from hostir.runtime.local_rank import RankMachine
+from hostir.runtime.simulated.rank import RankMachine
 
 FOLDER = Path(__file__).parent / "cases" / "promises"
 Method = Callable[..., Any]

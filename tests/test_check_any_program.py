@@ -12,10 +12,9 @@ import pytest
 
 import hostir as hi
 from hostir.ir import Program
-from hostir.ir.op import Codec, Statement, codecs_of
+from hostir.ir.op import Bin, Codec, Lit, Ref, Statement, Value, codecs_of
 from hostir.ir.sizes import Size
 from hostir.ir.types import STREAM, Axis, DType, Kind, Mesh, TensorType
-from hostir.ir.values import Bin, Lit, Ref, Value
 from tests.mutants import _edits
 
 ROOT = Path(__file__).parent / "cases"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hostir.__main__ import main
-from hostir.loading import load
-from tests.commands_on_ranks import Ended, on_ranks
+from hostir.cli.loading import load
+from tests.cli.commands_on_ranks import Ended, on_ranks
 from tests.pages import ROOT, environment
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -14,8 +14,8 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir import __main__ as command_line
-from hostir import files
 from hostir.__main__ import main
+from hostir.cli import loading as files
 from hostir.ir import format_program
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ import torch
 
 import hostir as hi
 from examples import patterns
-from hostir.log import logger
+from hostir.ir.source import logger
 from hostir.runtime.executor import Executor
 from tests.pages import ROOT, environment
 

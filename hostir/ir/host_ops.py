@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hostir.ir.layout import refine
 from hostir.ir.op import Body, Define, Extent, Free, Index, Int, Name, Phase, Statement, StreamRef, Use, statement
 from hostir.ir.sizes import Division, Size, product
+from hostir.ir.tensor_ops import ViewOp
 from hostir.ir.types import Axis, Kind, TensorType
-from hostir.ir.view_ops import ViewOp
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame

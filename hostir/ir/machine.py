@@ -13,8 +13,8 @@ from functools import cached_property
 from operator import add, floordiv, mod, mul, sub
 from typing import Any, Protocol, cast
 
+from hostir.ir.op import Bin, Expr, Lit, Value
 from hostir.ir.types import DType, Kind, Mesh, TensorType, bind_shape
-from hostir.ir.values import Bin, Expr, Lit, Value
 
 ARITHMETIC: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv, "%": mod}
 Handle = Any  # what a machine stands for a tensor, a stream or a communication in flight

@@ -17,16 +17,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hostir.ir.op import Body, Define, Index, Int, Name, Read, Statement, Use, Write, statement
+from hostir.ir.op import Body, Define, Index, Int, Name, Read, Statement, Use, Value, Write, statement
 from hostir.ir.source import did_you_mean
 from hostir.ir.types import FLAG, Kind, Mesh, TensorType
-from hostir.ir.values import Value
 
 OUTSIDE = -1  # the place of a rank on a mesh to which it does not belong
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
-    from hostir.ir.values import Expr
+    from hostir.ir.op import Expr
 
 
 def mesh_over(op: Statement, x: Value, over: str) -> Mesh:

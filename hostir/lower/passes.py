@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from hostir import knobs
-from hostir.ir import HostIRError, Phase, Program, parse, prove, verify
-from hostir.ir.notices import warn_once
-from hostir.ir.source import UNCHECKED, error
+from hostir.check import prove, verify
+from hostir.ir import parse
+from hostir.ir.op import Phase
+from hostir.ir.program import Program
+from hostir.ir.source import UNCHECKED, HostIRError, error, warn_once
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from hostir.ir import Program, Statement, TensorType, Value
 from hostir.ir.comm_ops import AllGather
 from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put
-from hostir.ir.op import Codec
+from hostir.ir.op import Bin, Codec, Expr, Lit, Statement, Value
+from hostir.ir.program import Program
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import Copy, TensorOp
-from hostir.ir.types import Axis
-from hostir.ir.values import Bin, Expr, Lit
-from hostir.lower.gathers import Gathers, reads_rows, shard_place, torn, with_block_axes
-from hostir.lower.host import Host
-from hostir.lower.interleave import schedule
+from hostir.ir.types import Axis, TensorType
+from hostir.lower.host import Host, Peers, modulo
 from hostir.lower.passes import Pass
-from hostir.lower.peers import Peers, modulo
-from hostir.lower.sharding import result_of
-from hostir.lower.slicing import Group, operand_places, result_place, why_not
+from hostir.lower.pipeline import Group, operand_places, result_place, schedule, why_not
+from hostir.lower.propagate import result_of
+from hostir.lower.transfers import Gathers, reads_rows, shard_place, torn, with_block_axes
 
 FIRST = Lit(0)  # the worker on which the shards are made ready, before it takes its turns
 

@@ -25,9 +25,8 @@ from hostir.ir.onesided_ops import Barrier as BarrierStatement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span, error
 from hostir.ir.types import FLAG
-from hostir.runtime.extents import extents
-from hostir.runtime.plan import FLAGS, Barrier, Copy, Recording, Symmetric
 from hostir.runtime.sharding import TORCH
+from hostir.runtime.unroll import FLAGS, Barrier, Copy, Recording, Symmetric, extents
 
 KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of an executor, unless the latest alone takes more
 ALIGNMENT = 64  # bytes: no two buffers share a cache line

@@ -15,17 +15,16 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir.choice import cache, measure
-from hostir.choice.candidates import candidates
-from hostir.choice.decision import choose
+from hostir.choice.cache import Candidate
+from hostir.choice.decision import candidates, choose
 from hostir.choice.platforms import here
-from hostir.choice.verdict import Candidate
 from hostir.ir.source import HostIRError, error
-from hostir.runtime import gloo
 from hostir.runtime.executor import Executor
-from hostir.runtime.plan import Recording
+from hostir.runtime.gloo import machine as gloo
 from hostir.runtime.session import joined, session
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.trace import Trace
+from hostir.runtime.unroll import Recording
 
 RANK = int(os.environ["RANK"])
 CASES: dict[str, Callable[[], None]] = {}

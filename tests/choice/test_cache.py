@@ -14,9 +14,8 @@ import pytest
 
 from hostir import knobs
 from hostir.choice import cache
-from hostir.choice.cache import CacheWarning, Entry
-from hostir.choice.verdict import Candidate
-from hostir.ir import notices
+from hostir.choice.cache import CacheWarning, Candidate, Entry
+from hostir.ir import source as notices
 from hostir.ir.source import HostIRError
 
 KEY = {"fusion": "abc", "sizes": {"M": 8}, "ranks": 2, "versions": {"torch": "2.11"}}

@@ -10,10 +10,9 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.choice import platforms
-from hostir.choice.candidates import candidates, uses_peers
-from hostir.choice.hardware import CPU, H200
-from hostir.choice.platforms import FOR_TESTING, Platform, reference
-from hostir.choice.verdict import Candidate
+from hostir.choice.cache import Candidate
+from hostir.choice.decision import candidates, uses_peers
+from hostir.choice.platforms import CPU, FOR_TESTING, H200, Platform, reference
 
 H200X4 = reference(H200, 4)
 GPUS = Platform("cuda", "NVIDIA H200", 4, "nvlink", (("torch", "2.11"),), H200)

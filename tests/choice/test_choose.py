@@ -15,13 +15,10 @@ import hostir as hi
 from examples import patterns
 from hostir import knobs
 from hostir.choice import cache
-from hostir.choice.cache import Entry
-from hostir.choice.candidates import Candidates, candidates
-from hostir.choice.decision import UNMEASURED, _estimated, choose, decide
-from hostir.choice.hardware import CPU, H200
-from hostir.choice.platforms import FOR_TESTING, Platform, reference
-from hostir.choice.verdict import Candidate, Choice, Impossible, Timing, ranked_by
-from hostir.ir import notices
+from hostir.choice.cache import Candidate, Choice, Entry, Impossible, Timing, ranked_by
+from hostir.choice.decision import UNMEASURED, Candidates, _estimated, candidates, choose, decide
+from hostir.choice.platforms import CPU, FOR_TESTING, H200, Platform, reference
+from hostir.ir import source as notices
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from tests.choice.fusions import weight_gathered_whole

@@ -8,15 +8,15 @@ import pytest
 
 import hostir as hi
 from examples import patterns
-from hostir.choice import simulate, work
+from hostir.choice import cost as simulate
+from hostir.choice import cost as work
+from hostir.choice.cost import EAGER, GRAPH, SMALL, Costs, Gemm, Simulation, Task, Traffic, estimates, tasks_of
 from hostir.choice.decision import decide
-from hostir.choice.hardware import H200, named
-from hostir.choice.platforms import reference
-from hostir.choice.simulate import EAGER, GRAPH, SMALL, Costs, Simulation, estimates
-from hostir.choice.work import Gemm, Task, Traffic, tasks_of
+from hostir.choice.platforms import H200, named, reference
 from hostir.ir.source import HostIRError
-from hostir.runtime.kernels import split as kernels_split
-from hostir.runtime.kernels import tile_choice, tiles
+from hostir.runtime.kernels import matmul_kernel as kernels_split
+from hostir.runtime.kernels import tiles
+from hostir.runtime.kernels import tiles as tile_choice
 from tests.counting import calls_of
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: bf16[2@didx, 1024, 4096], %b: bf16[4096, 4096]) -> (%c) "

@@ -7,9 +7,8 @@ from random import Random
 import pytest
 import torch
 
+from hostir.runtime.kernels.flags import Piece, Push, ReadyFlags, no_stalls, stall_error
 from hostir.runtime.kernels.matmul import matmul
-from hostir.runtime.kernels.push import Piece, Push
-from hostir.runtime.kernels.ready import ReadyFlags, no_stalls, stall_error
 from tests.runtime.kernels.pushing import Job
 
 CUDA = torch.device("cuda", 0)

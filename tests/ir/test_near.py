@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from hostir.ir.check.near import Near
-from hostir.ir.check.regions import Region
+from hostir.ir.regions import Near, Region
 
 
 def region(random: Random) -> Region:

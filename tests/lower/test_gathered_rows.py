@@ -12,16 +12,14 @@ import torch
 import hostir as hi
 from examples import patterns
 from examples.ag_matmul import ag_matmul
+from hostir.check.tracer import Tracer, View
 from hostir.ir import HostIRError, Program, Statement
-from hostir.ir.check.tracer import Tracer
-from hostir.ir.check.views import View
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import For, Synchronize
 from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
 from hostir.ir.tensor_ops import Contraction, TensorOp
 from hostir.ir.types import DTYPES
-from hostir.runtime.compare import compare
-from hostir.runtime.reference import reference
+from hostir.runtime.reference import compare, reference
 from hostir.runtime.sharding import random_inputs, torch_dtype
 from tests.lower.gathered import gathered
 from tests.mutation import convicted

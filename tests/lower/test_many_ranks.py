@@ -6,7 +6,7 @@ import pytest
 
 import hostir as hi
 from examples import patterns
-from hostir.ir.check import forget
+from hostir.check import forget
 from tests.counting import calls_of
 
 FEW, MANY = 40, 320

@@ -10,13 +10,12 @@ import torch
 
 import hostir as hi
 from hostir.__main__ import main
+from hostir.check.tracer import Tracer
 from hostir.ir import Program
-from hostir.ir.check.tracer import Tracer
 from hostir.runtime.executor import Executor
-from hostir.runtime.plan import Allocate, Compute, View
-from hostir.runtime.recorder import record
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs, shard
+from hostir.runtime.unroll import Allocate, Compute, View, record
 from tests.runtime.small_programs import alone
 from tests.runtime.whole import run_whole
 from tests.symbolic import PATTERNS, lowered
@@ -100,7 +99,7 @@ def test_results_without_rows_go_where_the_caller_says() -> None:
 
 
 def test_a_graph_of_nothing_is_not_captured() -> None:
-    from hostir.runtime.graphs import uniform_only
+    from hostir.runtime.cuda.graphs import uniform_only
 
     p = alone("%c: f32[M, 8] = allocate\n  relu %a -> %c", "%a: f32[M, 8]")
     nothing, something = (record(p, 0, {"M": m}, [torch.randn(m, 8)]) for m in (0, 2))

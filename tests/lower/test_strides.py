@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import hostir as hi
-from hostir.ir import Program, prove
+from hostir.check import prove
+from hostir.ir import Program
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import Dense
-from hostir.ir.notices import FallbackWarning
+from hostir.ir.source import FallbackWarning
 from hostir.runtime.executor import Executor
-from hostir.runtime.plan import Allocate, Compute
-from hostir.runtime.recorder import record
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import assemble, random_inputs, shard
+from hostir.runtime.unroll import Allocate, Compute, record
 from tests.runtime.small_programs import alone, program, said
 from tests.symbolic import LAYOUTS, PATTERNS, lowered
 

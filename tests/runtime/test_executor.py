@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from hostir.runtime.executor import Executor
-from hostir.runtime.gloo import GlooPlan
-from hostir.runtime.plans import KEPT
+from hostir.runtime.executor import KEPT, Executor, run
+from hostir.runtime.gloo.machine import GlooPlan
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.trace import Trace
-from hostir.runtime.whole import run
 from tests.runtime.small_programs import FORK, JOIN, alone, pipeline, said
 
 SQUARE = """%c: f32[4, 5] = allocate

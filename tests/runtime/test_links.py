@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hostir.runtime.links import Event, Links
+from hostir.runtime.watchdog import Event, Links
 
 
 class Store:
@@ -110,7 +110,7 @@ def test_the_kernel_probes_hosts_as_long_as_the_knob_says(ranks: list[Links]) ->
 def test_a_rank_that_cannot_connect_says_so_once(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hostir.runtime.links.TRYING", 0.05)
+    monkeypatch.setattr("hostir.runtime.watchdog.TRYING", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     store.set("links", json.dumps([["127.0.0.1"], port, "token"]))

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.ir.text import parse
+from hostir.runtime.arguments import homes
 from hostir.runtime.executor import Executor
-from hostir.runtime.outputs import homes
-from hostir.runtime.plan import NONE
-from hostir.runtime.recorder import record
 from hostir.runtime.sharding import random_inputs, shard
+from hostir.runtime.unroll import NONE, record
 from tests.runtime.small_programs import FORK, JOIN, alone, pipeline, program, said
 
 MACHINES = pytest.mark.parametrize("machine", ["local", "gloo"])

@@ -11,13 +11,12 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir.__main__ import main
-from hostir.runtime import command, local
-from hostir.runtime.local import rehearse
-from hostir.runtime.local_memory import Memory
-from hostir.runtime.local_rank import RankMachine
-from hostir.runtime.room import Room, amount
-from hostir.runtime.sharding import random_inputs
-from hostir.runtime.tasks import check_seed
+from hostir.cli import run as command
+from hostir.runtime.sharding import Room, amount, random_inputs
+from hostir.runtime.simulated import machine as local
+from hostir.runtime.simulated.machine import rehearse
+from hostir.runtime.simulated.rank import RankMachine
+from hostir.runtime.simulated.tasks import Memory, check_seed
 
 LOOP = """hostir 1
 mesh @two [x] = 0 1

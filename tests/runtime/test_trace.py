@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hostir.ir.text import parse
+from hostir.ir import parse
 from hostir.runtime.sharding import random_inputs
 from hostir.runtime.trace import COLORS, Event, Trace
 from tests.runtime.programs import AG_MATMUL, TRANSFERS

@@ -18,18 +18,17 @@ from pathlib import Path
 import torch
 
 from examples import patterns
+from hostir.ir import parse
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
-from hostir.ir.text import parse
 from hostir.ir.types import DTYPES
 from hostir.runtime import kernels, symmetric
-from hostir.runtime.executor import Executor
-from hostir.runtime.local import rehearse
+from hostir.runtime.executor import Executor, run
 from hostir.runtime.reference import reference
 from hostir.runtime.session import joined, session
 from hostir.runtime.sharding import TORCH, random_inputs, shard
+from hostir.runtime.simulated.machine import rehearse
 from hostir.runtime.trace import Trace
-from hostir.runtime.whole import run
 from tests import symbolic
 from tests.runtime import torchrun_programs as programs
 from tests.runtime.torchrun_programs import RANKS, SIZE

@@ -7,7 +7,7 @@ from random import Random
 
 import torch
 
-from hostir.runtime.kernels.push import Piece, Push
+from hostir.runtime.kernels.flags import Piece, Push
 
 GUARD = 64  # bytes around each target that must stay as they are
 

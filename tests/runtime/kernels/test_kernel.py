@@ -10,11 +10,10 @@ from functools import partial
 import pytest
 import torch
 
-from hostir.runtime import plan
+from hostir.runtime import unroll as plan
 from hostir.runtime.kernels import table
-from hostir.runtime.kernels.kernel import KEPT, repeating
-from hostir.runtime.kernels.table import kernel_table
-from hostir.runtime.plan import CALLER, Compute, Place, bind
+from hostir.runtime.kernels.table import KEPT, kernel_table, repeating
+from hostir.runtime.unroll import CALLER, Compute, Place, bind
 from tests.runtime.small_programs import alone
 
 

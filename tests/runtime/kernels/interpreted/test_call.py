@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hostir.runtime.kernels import matmul as matmul_call
 from hostir.runtime.kernels import matmul as module
-from hostir.runtime.kernels import matmul_call
+from hostir.runtime.kernels.flags import ReadyFlags, no_stalls
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import matmul, multiply
 from hostir.runtime.kernels.matmul_kernel import matmul_kernel
-from hostir.runtime.kernels.ready import ReadyFlags, no_stalls
 from hostir.runtime.kernels.tiles import Config
 from tests.runtime.kernels.checking import filled
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import triton.runtime.interpreter as interpreter
 
-from hostir.runtime.kernels import push
-from hostir.runtime.kernels.push import Piece, Push
+from hostir.runtime.kernels import flags as push
+from hostir.runtime.kernels.flags import Piece, Push
 from tests.runtime.kernels.pushing import Job
 
 
