@@ -72,7 +72,8 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
     while True:
         statements = _statements(program, bound, number)
         if statements > MAX_STATEMENTS:
-            why = f"it comes to {statements} statements over all ranks and {number} calls, and {MAX_STATEMENTS} is the most"
+            total = f"{statements} statements over all ranks and {number} calls"
+            why = f"it comes to {total}, and {MAX_STATEMENTS} is the most"
             return Analysis([_unchecked(program, why, "check fewer rounds, ranks or calls")], sizes=bound, calls=number)
         analysis = _walked(program, bound, number)
         if calls or analysis.order is None or any(found.level == "error" for found in analysis.findings):

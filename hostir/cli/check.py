@@ -1,11 +1,10 @@
-"""Run `hostir check`: findings for people and tools, schedules that show them, repairs, a picture."""
+"""Run `hostir check`: findings for people and tools, repairs, a picture."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,15 +14,10 @@ from hostir.check import check_structure
 from hostir.check.findings import Finding
 from hostir.check.proof import Analysis, analyse, look
 from hostir.check.repair import difference, redundant, repair
-from hostir.check.tracer import Event
-from hostir.cli.loading import STANDARD, write
-from hostir.cli.run import Results, what_is_wrong
+from hostir.cli.loading import STANDARD, load_to_lower, lowered, write
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic, HostIRError, Span, error
-from hostir.runtime.sharding import random_inputs
-from hostir.runtime.simulated.machine import rehearse
-from hostir.runtime.simulated.tasks import Task
 
 # The command ----------------------------------------------------------------------------------------------------------
 # `hostir check`: findings for people and for tools, schedules that show them, repairs, and a picture.
@@ -85,6 +79,8 @@ def _with_witnesses(program: Program, analysis: Analysis, options: Namespace) ->
     """The findings, errors about orders with the command of a run that shows them."""
     if analysis.order is None or all(found.level != "error" for found in analysis.findings):
         return analysis.findings
+
+    from hostir.cli.run import witnesses  # loads torch
 
     shown = witnesses(program, analysis.findings, analysis.sizes, analysis.calls)
     told: list[Diagnostic] = []
@@ -166,73 +162,12 @@ def _place(span: Span | None) -> dict[str, object] | None:
     return {"file": span.file, "line": span.line, "column": span.column, "width": span.width} if span else None
 
 
-# Schedules that show a finding ----------------------------------------------------------------------------------------
-# Schedules that show what the checker found: seeds of the simulated ranks under which the program goes wrong.
-
-SEEDS = 400
-SECONDS = 20.0  # of looking for one; large sizes take long to run
-LARGEST = 1 << 24  # elements of the inputs: beyond it a run takes too long to look for anything
-Key = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
-
-
-def witnesses(
-    program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str, int], calls: int = 2
-) -> dict[int, tuple[int, str]]:
-    """For findings by their place in the list: a seed, and how the run under it goes wrong.
-
-    The run is that of `hostir run --no-check --repeat CALLS --schedule-seed SEED`. A race is shown by a run that does
-    not get to its end, or goes wrong and has the second access before the first. Findings that no seed shows are left
-    out.
-    """
-    inputs = [random_inputs(program, sizes, turn) for turn in range(calls)]
-    if sum(x.numel() for x in inputs[0]) > LARGEST:
-        return {}
-    shown: dict[int, tuple[int, str]] = {}
-    left = {n: f for n, f in enumerate(findings) if isinstance(f, Finding) and f.level == "error"}
-    deadline = time.monotonic() + SECONDS
+def main(options: Namespace) -> int:
+    """Runs the command; returns its exit code."""
     try:
-        machine = rehearse(program, inputs, sizes)
-    except HostIRError as refused:
-        return dict.fromkeys(left, (0, refused.diagnostics[0].message))
-    in_order: Results | None = None
-    for seed in range(SEEDS):
-        if not left or time.monotonic() > deadline:
-            break
-        try:
-            results = machine.run(seed)
-            in_order = in_order or results
-            wrong = next(iter(what_is_wrong(program, results, in_order)), "")
-            places = _places(machine.ran)
-        except HostIRError as failed:
-            wrong, places = failed.diagnostics[0].message, None
-        if wrong:
-            for n in [n for n, f in left.items() if places is None or _overtaken(f, places)]:
-                shown[n] = (seed, wrong)
-                del left[n]
-    return shown
-
-
-def _places(ran: Sequence[Task]) -> dict[Key, list[int]]:
-    """When each statement of each rank, round and call touched memory, from the first of its tasks to the last."""
-    found: dict[Key, list[int]] = {}
-    for place, task in enumerate(ran):
-        if task.memory:
-            found.setdefault((task.rank, id(task.statement), task.rounds, task.call), []).append(place)
-    return found
-
-
-def _overtaken(finding: Finding, places: Mapping[Key, list[int]]) -> bool:
-    """Whether the second of two accesses came first; other findings need no more than that the run goes wrong."""
-    if finding.kind != "race":
-        return True
-    before, after = finding.events
-    first, second = _when(before, places), _when(after, places, at_first=after.verb == "moves")
-    return second is not None and (first is None or second < first)
-
-
-def _when(event: Event, places: Mapping[Key, list[int]], at_first: bool = False) -> int | None:
-    found = places.get((event.rank, id(event.statement), event.rounds, event.call))
-    if not found:
-        return None
-    arrives = event.statement is None and event.verb == "writes"  # of what the caller does, at the beginning of a call
-    return found[0] if at_first or arrives or event.verb == "reads" else found[-1]
+        program, sizes = load_to_lower(options)
+    except HostIRError as wrong:
+        if options.format == "json":
+            print_json(None, wrong.diagnostics, {})
+        raise
+    return check_command(program, sizes, lambda: lowered(program, sizes, options), options)

@@ -9,17 +9,21 @@ import os
 import stat
 import sys
 import traceback
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from hostir import knobs
 from hostir.dsl import Fusion
 from hostir.ir import parse
+from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.sizes import DIGITS
 from hostir.ir.source import Diagnostic, HostIRError, Span, did_you_mean, error, from_here
+from hostir.lower import AUTO, lower, passes_of
 
 # Texts ----------------------------------------------------------------------------------------------------------------
 # The texts that commands read and write: files, devices, pipes and, as `-`, standard input and output.
@@ -261,3 +265,83 @@ def _call(function: Callable[..., Fusion], arguments: dict[str, Any]) -> Fusion:
     if not isinstance(fusion, Fusion):
         raise error(f"{function.__name__} returned {type(fusion).__name__}", expected="a hostir.Fusion")
     return fusion
+
+
+# Programs that a command line names -----------------------------------------------------------------------------------
+def load_named(options: Namespace) -> tuple[Program, dict[str, int]]:
+    """Load the program that FILE or FILE:NAME names, and the sizes that `--set` gives."""
+    file, colon, name = options.file.rpartition(":")
+    if not colon or "." in name or "/" in name:  # the colon, if any, belongs to a path
+        file, name = options.file, None
+    if colon and name == "":
+        raise error(f"{options.file} names no fusion behind the colon", expected="FILE or FILE:NAME")
+    given: dict[str, str] = {}
+    for item in options.given:
+        key, equals, value = item.partition("=")
+        if not equals or not key or not value:
+            raise error(f"--set {item}", expected="NAME=VALUE")
+        given[key] = value
+    if options.ranks is not None and options.ranks < 1:
+        raise error(f"--ranks {options.ranks}", expected="at least 1")
+    world = os.environ.get("WORLD_SIZE")
+    if world and options.ranks not in (None, int(world)):
+        raise error(f"--ranks {options.ranks} under torchrun with {world} processes", hint="leave --ranks out")
+    program, sizes, told, options.comments = load(
+        file, name=name, form=options.form, given=given, ranks=options.ranks or (int(world) if world else None)
+    )
+    if options.ranks not in (None, program.ranks):
+        hint = "leave --ranks out: a text has its meshes"
+        if file.endswith(".py"):
+            hint = "have a parameter 'ranks' of its function make the mesh, or leave --ranks out"
+        raise error(f"@{program.name} is for {program.ranks} ranks, not {options.ranks}", hint=hint)
+    for diagnostic in told:
+        say(str(diagnostic).replace("error:", "note:", 1))
+    return program, sizes
+
+
+def load_to_lower(options: Namespace) -> tuple[Program, dict[str, int]]:
+    """As `load_named`, for commands that lower fusions."""
+    program, sizes = load_named(options)
+    if program.phase is Phase.HOST and (options.strategy is not None or options.streams is not None):
+        option = "--streams" if options.strategy is None else "--strategy"
+        raise error(f"@{program.name} is a host program already", hint=f"{option} is for lowering a fusion")
+    if options.strategy == AUTO and options.streams is not None:
+        raise error(f"--streams {options.streams}: '{AUTO}' chooses it too", hint="leave it out, or name a strategy")
+    if program.phase is not Phase.HOST and options.strategy != AUTO:
+        passes_of(**lowering_of(options))  # what is misspelt is wrong usage, and no finding about the program
+    return program, sizes
+
+
+def say(text: str) -> None:
+    """Tells people something beside the output, once a job."""
+    if knobs.speaks():
+        print(text, file=sys.stderr)
+
+
+def lowering_of(options: Namespace) -> dict[str, Any]:
+    """What was said of the lowering."""
+    given = {"strategy": options.strategy, "streams": options.streams}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def lowered(program: Program, sizes: dict[str, int], options: Namespace) -> Program:
+    """The host program: what the file holds, or the fusion lowered."""
+    if program.phase is Phase.HOST:
+        return program
+    choose_strategy(program, sizes, options)
+    return lower(program, **lowering_of(options))
+
+
+def choose_strategy(program: Program, sizes: dict[str, int], options: Namespace) -> None:
+    """Replaces the strategy `auto` by what is chosen, and says so."""
+    if options.strategy != AUTO:
+        return
+    from hostir.cli.tune import chosen
+
+    choice = chosen(program, sizes, options)
+    for reason in (*choice.fallbacks, *choice.notes):
+        say(f"note: {reason}")
+    say(f"note: {choice}")
+    options.strategy, options.streams = choice.strategy, choice.streams
+    if options.command == "run":
+        options.kernels = choice.kernels

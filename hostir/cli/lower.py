@@ -1,21 +1,19 @@
-"""A program as a graph for Graphviz: `hostir lower FILE --format dot | dot -Tsvg -o graph.svg`.
-
-Statements are boxes in the colour of their stream, loops and conditions are frames. Solid edges lead from what makes a
-tensor's contents to what uses them, dashed ones from what is waited for to what waits, dotted ones along a stream. A
-loop shows one round: no edge leads from one round to the next. All ranks share one drawing: what a peer's memory gets
-or a peer signals shows under this rank's name for it.
-"""
+"""Run `hostir lower`: print the host program of a fusion, after any pass, as text, in nvFuser's form or as a graph."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterable
 
+from hostir.cli.loading import choose_strategy, load_to_lower, lowering_of, write
 from hostir.ir.comm_ops import Communication, Message
 from hostir.ir.host_ops import CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Copy, If, Signal, WaitSignal
 from hostir.ir.op import Codec, Expr, Phase, Ref, Statement
 from hostir.ir.program import Printer, Program, format_statement
+from hostir.ir.source import did_you_mean, error
 from hostir.ir.tensor_ops import Contraction, TensorOp, ViewOp
+from hostir.lower import lower, passes_of
 
 CALLER = "the caller's stream"
 COLORS = ("#ffffff", "#dbe9f6", "#fde4cf", "#dff0d8", "#efe0f5", "#fff3c4", "#d8f0ee", "#f6d9e0", "#e6e6e6")
@@ -141,3 +139,45 @@ class _Drawing:
 def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
+
+
+def main(options: Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    program, sizes = load_to_lower(options)
+    if program.phase is Phase.HOST:
+        if options.after or options.all:
+            raise error(
+                f"@{program.name} is a host program already", hint="--after and --all show the passes over a fusion"
+            )
+        return _write(_formatted(program, options.format), options.out)
+    if options.all and options.format == "nvfuser":
+        raise error(
+            "--all begins with the fusion, and nvFuser's form prints host programs", hint="leave one of them out"
+        )
+    choose_strategy(program, sizes, options)
+    stages: list[tuple[str, Program]] = [("fusion", program)]
+    final = lower(program, **lowering_of(options), watch=lambda name, after: stages.append((name, after)))
+    if options.after is not None:
+        names = [p.name for p in passes_of(**lowering_of(options))]
+        if options.after not in names:
+            hint = did_you_mean(options.after, names)
+            raise error(f"unknown pass '{options.after}'", expected=f"one of: {', '.join(names)}", hint=hint)
+        return _write(_formatted(dict(stages)[options.after], options.format), options.out)
+    if options.all:
+        return _write("\n".join(f"// after {n}\n{_formatted(p, options.format)}" for n, p in stages), options.out)
+    return _write(_formatted(final, options.format), options.out)
+
+
+def _formatted(program: Program, form: str) -> str:
+    if form == "nvfuser":
+        from hostir.nvfuser import print_nvfuser
+
+        return print_nvfuser(program)
+    if form == "dot":
+        return to_dot(program)
+    return str(program)
+
+
+def _write(text: str, out: str | None) -> int:
+    write(text, out)
+    return 0

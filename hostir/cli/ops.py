@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
 from dataclasses import dataclass
 
 from hostir.ir.comm_ops import Communication, Message, Reshard
@@ -177,3 +178,9 @@ def _fields(cls: type[Statement]) -> dict[str, str]:
         before = found.get(codec.value)
         found[codec.value] = f"{before}, `{name}`{aside}" if before else f"`{name}`{aside}"
     return found
+
+
+def main(options: Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    print(markdown() if options.markdown else table())
+    return 0

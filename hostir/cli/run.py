@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,8 +15,13 @@ from pathlib import Path
 import torch
 
 from hostir import knobs
+from hostir.check import prove, verify
+from hostir.check.findings import Finding
+from hostir.check.tracer import Event
+from hostir.cli.loading import load_to_lower, lowered
+from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import Diagnostic, HostIRError, error
 from hostir.ir.types import TensorType
 from hostir.runtime.executor import Executor, everyones
 from hostir.runtime.kernels import aten
@@ -24,11 +30,14 @@ from hostir.runtime.session import Session, launched, session
 from hostir.runtime.sharding import Room, assemble, bind_sizes, free_here, of_host, random_inputs, shard
 from hostir.runtime.simulated.machine import LocalMachine, rehearse
 from hostir.runtime.simulated.rank import Parts
-from hostir.runtime.trace import Event, Trace
+from hostir.runtime.simulated.tasks import Task
+from hostir.runtime.trace import Event as TraceEvent
+from hostir.runtime.trace import Trace
 
 # The command ----------------------------------------------------------------------------------------------------------
 # `hostir run`: fresh inputs, one run or several, and what they are compared with.
 
+REFUSED = "not run: 'hostir check --fix' adds what orders it, where it can; --no-check runs it all the same"
 COMPARING = 600.0  # seconds: a rank may wait so long for another's reference
 TOGETHER = 4  # simulated calls that follow each other at once; more would hold more memory
 Tensors = Sequence[torch.Tensor]
@@ -187,7 +196,9 @@ def _on_ranks(
     executor.synchronize()
     if trace is not None:
         every = joined.exchange("trace", json.dumps(trace.events))
-        trace.events = [Event(e[0], e[1], e[2], e[3], e[4], tuple(e[5])) for text in every for e in json.loads(text)]
+        trace.events = [
+            TraceEvent(e[0], e[1], e[2], e[3], e[4], tuple(e[5])) for text in every for e in json.loads(text)
+        ]
         if rank == 0:
             _write_trace(trace, options.trace)
     verdicts = joined.exchange("verdict", "good" if all(c.good for c in worst) else "bad")
@@ -333,3 +344,92 @@ def _no_result(program: Program, refused: HostIRError) -> HostIRError:
         hint="leave out --compare",
         notes=first.notes,
     )
+
+
+# Schedules that show a finding ----------------------------------------------------------------------------------------
+# Schedules that show what the checker found: seeds of the simulated ranks under which the program goes wrong.
+
+SEEDS = 400
+SECONDS = 20.0  # of looking for one; large sizes take long to run
+LARGEST = 1 << 24  # elements of the inputs: beyond it a run takes too long to look for anything
+Key = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
+
+
+def witnesses(
+    program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str, int], calls: int = 2
+) -> dict[int, tuple[int, str]]:
+    """For findings by their place in the list: a seed, and how the run under it goes wrong.
+
+    The run is that of `hostir run --no-check --repeat CALLS --schedule-seed SEED`. A race is shown by a run that does
+    not get to its end, or goes wrong and has the second access before the first. Findings that no seed shows are left
+    out.
+    """
+    inputs = [random_inputs(program, sizes, turn) for turn in range(calls)]
+    if sum(x.numel() for x in inputs[0]) > LARGEST:
+        return {}
+    shown: dict[int, tuple[int, str]] = {}
+    left = {n: f for n, f in enumerate(findings) if isinstance(f, Finding) and f.level == "error"}
+    deadline = time.monotonic() + SECONDS
+    try:
+        machine = rehearse(program, inputs, sizes)
+    except HostIRError as refused:
+        return dict.fromkeys(left, (0, refused.diagnostics[0].message))
+    in_order: Results | None = None
+    for seed in range(SEEDS):
+        if not left or time.monotonic() > deadline:
+            break
+        try:
+            results = machine.run(seed)
+            in_order = in_order or results
+            wrong = next(iter(what_is_wrong(program, results, in_order)), "")
+            places = _places(machine.ran)
+        except HostIRError as failed:
+            wrong, places = failed.diagnostics[0].message, None
+        if wrong:
+            for n in [n for n, f in left.items() if places is None or _overtaken(f, places)]:
+                shown[n] = (seed, wrong)
+                del left[n]
+    return shown
+
+
+def _places(ran: Sequence[Task]) -> dict[Key, list[int]]:
+    """When each statement of each rank, round and call touched memory, from the first of its tasks to the last."""
+    found: dict[Key, list[int]] = {}
+    for place, task in enumerate(ran):
+        if task.memory:
+            found.setdefault((task.rank, id(task.statement), task.rounds, task.call), []).append(place)
+    return found
+
+
+def _overtaken(finding: Finding, places: Mapping[Key, list[int]]) -> bool:
+    """Whether the second of two accesses came first; other findings need no more than that the run goes wrong."""
+    if finding.kind != "race":
+        return True
+    before, after = finding.events
+    first, second = _when(before, places), _when(after, places, at_first=after.verb == "moves")
+    return second is not None and (first is None or second < first)
+
+
+def _when(event: Event, places: Mapping[Key, list[int]], at_first: bool = False) -> int | None:
+    found = places.get((event.rank, id(event.statement), event.rounds, event.call))
+    if not found:
+        return None
+    arrives = event.statement is None and event.verb == "writes"  # of what the caller does, at the beginning of a call
+    return found[0] if at_first or arrives or event.verb == "reads" else found[-1]
+
+
+def main(options: Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    program, sizes = load_to_lower(options)
+    if program.phase is Phase.HOST:
+        verify(program)
+    host = lowered(program, sizes, options)
+    if not options.no_check:
+        host.check_sizes(sizes)
+        try:
+            prove(host, sizes)
+        except HostIRError as findings:
+            if all(found.kind for found in findings.diagnostics):
+                findings.add_note(REFUSED)
+            raise
+    return run_command(program, host, sizes, options)

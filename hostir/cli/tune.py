@@ -17,6 +17,7 @@ from hostir.choice.cache import Choice, Timing
 from hostir.choice.decision import SEQUENTIAL, candidates, check_ranks, check_sizes, choose, decide, fusion_of
 from hostir.choice.measure import PATIENCE, Progress, measure, steps
 from hostir.choice.platforms import REFERENCE, Platform, here, named, reference
+from hostir.cli.loading import load_named
 from hostir.ir.program import Program
 from hostir.ir.source import FallbackWarning, HostIRError, error
 from hostir.knobs import KERNELS
@@ -248,3 +249,29 @@ def _progress(job: Session) -> Iterator[Begin]:
             return step
 
         yield begin
+
+
+def tune_main(options: Namespace) -> int:
+    """Runs `hostir tune`; returns its exit code."""
+    check_started(options.file)
+    cases = []
+    for given in _combinations(options.given):
+        options.given = list(given)
+        program, sizes = load_named(options)
+        cases.append(Case(" ".join(given) or program.name, program, sizes))
+    return tune_command(cases, options)
+
+
+def _combinations(given: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Every choice of one value for each `--set NAME=VALUE,VALUE,...`."""
+    lists = []
+    for item in given:
+        name, equals, values = item.partition("=")
+        lists.append([f"{name}{equals}{value}" for value in values.split(",")])
+    return itertools.product(*lists)
+
+
+def explain_main(options: Namespace) -> int:
+    """Runs `hostir explain`; returns its exit code."""
+    program, sizes = load_named(options)
+    return explain_command(program, sizes, options)
