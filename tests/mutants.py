@@ -23,16 +23,16 @@ from hostir.ir.host_ops import (
     Synchronize,
     Wait,
 )
-from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Copy, If, Rank, Signal, WaitSignal
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, If, PeerCopy, Rank, Signal, WaitSignal
 from hostir.ir.op import ZERO, Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value, codecs_of, expr_values
 from hostir.ir.program import Names, Printer, Program, format_program, rewrite
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import Contraction, TensorOp, ViewOp
+from hostir.ir.tensor_ops import Contraction, TensorOp, ViewStatement
 from hostir.ir.types import FLAG, Kind, TensorType
 
 Block = tuple[Statement, ...]
 ORDERING = (Synchronize, Wait, Barrier, Signal, WaitSignal)
-HOST_ONLY = (ViewOp, Allocate, AllocateSymmetric, CurrentStream, Rank, Delay)  # no stream sees them
+HOST_ONLY = (ViewStatement, Allocate, AllocateSymmetric, CurrentStream, Rank, Delay)  # no stream sees them
 OPERANDS = {Codec.READ: "read", Codec.WRITE: "write", Codec.ALIAS: "view", Codec.FREE: "free", Codec.USE: "use"}
 
 
@@ -131,7 +131,7 @@ def delete(place: Place) -> Iterator[Edit]:
     s, name = place.statement, called(place.statement)
     if place.outside and called(place.outside.statement) == "join":
         return  # that loop goes as a whole
-    if isinstance(s, (*ORDERING, FreeBuffer, SetStream, TensorOp, Copy)) or name in ("fork", "join"):
+    if isinstance(s, (*ORDERING, FreeBuffer, SetStream, TensorOp, PeerCopy)) or name in ("fork", "join"):
         yield f"delete {name}", f"without '{_told(s)}'", place.become()
 
 

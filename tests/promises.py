@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import hostir as hi
-from hostir.check.order import Memory, Order
+from hostir.check.order import Order, RaceDetector
 from hostir.check.tracer import CALLER, Event, Tracer
 from hostir.ir.program import Program
 from hostir.runtime.simulated.rank import RankMachine
@@ -185,8 +185,8 @@ def messages_in_turn_with_collectives(collective: Method, self: Tracer, exchange
     return end
 
 
-@promise("7", "copies between ranks need no order with what the peer does", Memory, "_unordered")
-def copies_tell_the_peer(unordered: Method, self: Memory, touch: Any, *rest: Any) -> Iterator[Any]:
+@promise("7", "copies between ranks need no order with what the peer does", RaceDetector, "_unordered")
+def copies_tell_the_peer(unordered: Method, self: RaceDetector, touch: Any, *rest: Any) -> Iterator[Any]:
     return (other for other in unordered(self, touch, *rest) if other.event.rank == touch.event.rank)
 
 

@@ -11,12 +11,12 @@ from hostir.check.order import Order
 from hostir.check.tracer import CALLER, Event, Flag
 from hostir.ir.host_ops import Allocate, CurrentStream, Dense, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.machine import Frame
-from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Copy, If, Rank, Signal, WaitSignal
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, If, PeerCopy, Rank, Signal, WaitSignal
 from hostir.ir.op import Bin, Expr, Lit, Phase, Ref, Statement, Value, expr_values, rename_expr
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size
 from hostir.ir.source import HostIRError
-from hostir.ir.tensor_ops import Contraction, ViewOp
+from hostir.ir.tensor_ops import Contraction, ViewStatement
 from hostir.ir.types import FLAG, Kind, TensorType
 
 # Places in a program --------------------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ Block = tuple[Statement, ...]
 
 def on_host(s: Statement) -> bool:
     """Whether no stream sees it."""
-    return isinstance(s, (ViewOp, Allocate, AllocateSymmetric, Rank)) and not isinstance(s, Dense)
+    return isinstance(s, (ViewStatement, Allocate, AllocateSymmetric, Rank)) and not isinstance(s, Dense)
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class MissingFlags:
                     raised = set(zip(ranks, slot, epoch, strict=False))
                     if len(raised) == len(frames) and missing <= raised and not raised & sent:
                         signal = Signal(flags=flags, slot=s, epoch=e, peer=peer, over=over)
-                        copied = isinstance(before, Copy) and before.peer == peer
+                        copied = isinstance(before, PeerCopy) and before.peer == peer
                         found.append((not copied, len(raised), len(found), (Edit(place, (signal,)),)))
         yield from (edits for *_, edits in sorted(found, key=lambda f: f[:3])[:MAX_SUGGESTIONS])
 
@@ -369,7 +369,7 @@ class MissingFlags:
         mesh = flags.tensor.mesh
         known = {v.name for v in self._indices(place)}
         told: list[tuple[Expr, str]] = [
-            (s.peer, s.over) for s in self.outline.program.walk() if isinstance(s, (Copy, Signal))
+            (s.peer, s.over) for s in self.outline.program.walk() if isinstance(s, (PeerCopy, Signal))
         ]
         for s in self.outline.program.walk():
             if isinstance(s, Rank) and mesh and s.over in mesh.axes:
@@ -590,7 +590,7 @@ class Suggestions:
     def _barriers(self, first: Event, second: Event) -> Iterator[Edits]:
         """All ranks meet between the two, or where a loop around them or the program begins or ends."""
         outline, told = self.outline, [s for s in (first.statement, second.statement) if s is not None]
-        over = dict.fromkeys((s.remote, s.over) for s in told if isinstance(s, Copy))
+        over = dict.fromkeys((s.remote, s.over) for s in told if isinstance(s, PeerCopy))
         for x, axis in over:
             for place in self._meetings(told):
                 if (operand := self._on_mesh_of(x, place)) is not None:

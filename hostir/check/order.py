@@ -284,29 +284,29 @@ class Conflict:
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class AccessGroup:
     """The accesses to one region of a buffer; `near` are the groups of those that meet it, itself among them."""
 
     reads: list[Touch] = field(default_factory=list)
     writes: list[Touch] = field(default_factory=list)
-    near: list[Group] = field(default_factory=list)
+    near: list[AccessGroup] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class History:
     """The accesses to one buffer so far."""
 
-    groups: dict[Region, Group] = field(default_factory=dict)
-    near: Near[Group] = field(default_factory=Near)
+    groups: dict[Region, AccessGroup] = field(default_factory=dict)
+    near: Near[AccessGroup] = field(default_factory=Near)
     written: dict[Region, None] = field(default_factory=dict)  # at some time
     undefined: dict[Region, tuple[Touch, list[Region]]] = field(default_factory=dict)  # and what was written since
     freed: Touch | None = None
 
-    def group(self, region: Region) -> Group:
+    def group(self, region: Region) -> AccessGroup:
         """The accesses to a region."""
         group = self.groups.get(region)
         if group is None:
-            group = self.groups[region] = Group()
+            group = self.groups[region] = AccessGroup()
             group.near = [*self.near.meeting(region), group]
             for other in group.near[:-1]:
                 other.near.append(group)
@@ -352,7 +352,7 @@ class History:
         yield from left
 
 
-class Memory:
+class RaceDetector:
     """Looks at what events do to memory, one event after another.
 
     `conflicts` holds one conflict for each pair of statements and each buffer, with the number of times it was met.

@@ -16,7 +16,7 @@ from hostir.check.proof import Analysis
 from hostir.check.tracer import CALLER, Event
 from hostir.ir.comm_ops import Communication, Message
 from hostir.ir.host_ops import Allocate, FreeBuffer, Synchronize
-from hostir.ir.onesided_ops import Barrier, Copy
+from hostir.ir.onesided_ops import Barrier, PeerCopy
 from hostir.ir.program import Program, format_statement
 
 # The scene ------------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class Arrow:
 
 
 @dataclass(frozen=True)
-class Mark:
+class FindingMark:
     """A finding in the picture: its boxes, the pairs that are in conflict, and the arrows that make a circle."""
 
     number: int
@@ -86,7 +86,7 @@ class Scene:
 
     boxes: Sequence[Box]
     arrows: Sequence[Arrow]
-    marks: Sequence[Mark]
+    marks: Sequence[FindingMark]
 
     @property
     def columns(self) -> int:
@@ -128,7 +128,9 @@ def _box(program: Program, event: Event, calls: int) -> Box:
     text = format_statement(s, program)
     moves = isinstance(s, Communication | Message)
     lane = COMMUNICATION if moves else "caller" if event.stream == CALLER else event.stream
-    kind = COMMUNICATION if moves or isinstance(s, Copy) else COMPUTATION if event.sms and not event.small else OTHER
+    kind = (
+        COMMUNICATION if moves or isinstance(s, PeerCopy) else COMPUTATION if event.sms and not event.small else OTHER
+    )
     operands = text.split(s.keyword(), 1)[1].split(" over ")[0].replace("->", "→").strip()
     if isinstance(s, Allocate):
         operands = f"{s.out}"
@@ -274,7 +276,7 @@ def _barriers(events: Sequence[Event], columns: Mapping[int, int]) -> list[Tie]:
     return [tuple(side) for side in sides.values()]
 
 
-def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: Sequence[Arrow]) -> list[Mark]:
+def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: Sequence[Arrow]) -> list[FindingMark]:
     marks = []
     for number, finding in findings.items():
         boxes = tuple(dict.fromkeys(owner[event] for event in finding.events if event in owner))
@@ -282,7 +284,7 @@ def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: 
         if finding.kind in CIRCLES:
             pairs, circle = _around(boxes, arrows)
         if boxes:
-            marks.append(Mark(number, finding, boxes, tuple(pairs), tuple(circle)))
+            marks.append(FindingMark(number, finding, boxes, tuple(pairs), tuple(circle)))
     return marks
 
 
@@ -591,7 +593,7 @@ class _Page:
         return _curve((first[0] + first[2]) / 2, first, (second[0] + second[2]) / 2, second)
 
     # Words ------------------------------------------------------------------------------------------------------------
-    def _label(self, mark: Mark) -> str:
+    def _label(self, mark: FindingMark) -> str:
         """What is in conflict, in short, where it hides as little as may be."""
         about = f" on %{mark.finding.buffer}" if mark.finding.buffer else ""
         text = f"{mark.number}: {mark.finding.kind}{about}"
@@ -603,7 +605,7 @@ class _Page:
         words = f'<text class="pill" x="{x:g}" y="{y + 4:g}">{escape(text)}</text>'
         return f'<g><rect {frame} fill="#fff" stroke="{INK["red"]}"/>{words}</g>'
 
-    def _spots(self, mark: Mark) -> list[Point]:
+    def _spots(self, mark: FindingMark) -> list[Point]:
         """Along the first line of a mark, then around its last box."""
         spots: list[Point] = []
         for a, b in [*mark.pairs, *((arrow.source, arrow.target) for arrow in mark.circle)][:4]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from hostir.check.alike import Alike, alike
 from hostir.check.deadlocks import calls_needed, circles, flags_out_of_order, kernels_in_the_way
 from hostir.check.findings import Finding, Words
-from hostir.check.order import Conflict, Memory, Order
+from hostir.check.order import Conflict, Order, RaceDetector
 from hostir.check.signature import small_sizes
 from hostir.check.tracer import Buffer, Event, Tracer
-from hostir.ir.interpret import unrolled
+from hostir.ir.interpret import unrolled_length
 from hostir.ir.program import Program
 from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
 
@@ -42,7 +42,7 @@ def look(program: Program, sizes: Mapping[str, int] | None = None, calls: int | 
         return Analysis(misfits)
     bound, number = small_sizes(program, sizes or {}), calls or 2
     try:
-        length = unrolled(program.body, bound) if bound is not None else 0
+        length = unrolled_length(program.body, bound) if bound is not None else 0
     except HostIRError as too_long:
         return Analysis(list(too_long.diagnostics), None, bound or {}, number)
     if bound is None or number * length > MAX_STATEMENTS:
@@ -125,7 +125,7 @@ def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic
 
 
 def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
-    return program.ranks * calls * unrolled(program.body, sizes)
+    return program.ranks * calls * unrolled_length(program.body, sizes)
 
 
 def findings_of(program: Program, order: Order) -> list[Diagnostic]:
@@ -133,7 +133,7 @@ def findings_of(program: Program, order: Order) -> list[Diagnostic]:
     words = Words(program)
     if order.troubles:
         return list(words.troubles(order.troubles))
-    memory = Memory(order)
+    memory = RaceDetector(order)
     left = order.run(memory.visit)
     found: list[Finding] = list(words.troubles([*circles(order, left), *flags_out_of_order(order)]))
     if not left:

@@ -24,12 +24,12 @@ from hostir.ir.host_ops import (
     Synchronize,
     Wait,
 )
-from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Copy, If, Rank, Signal, WaitSignal
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, If, PeerCopy, Rank, Signal, WaitSignal
 from hostir.ir.op import Codec, Statement, Value, codecs_of
 from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.source import HostIRError
-from hostir.ir.tensor_ops import Contraction, Permute, Reshape, Shard, TensorOp, ViewOp
+from hostir.ir.tensor_ops import Contraction, Permute, Reshape, Shard, TensorOp, ViewStatement
 from hostir.ir.types import FLAG, TensorType
 
 # Signatures -----------------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ Key = tuple[Any, ...]
 # Statements that take tensors whole, besides views and those that compute.
 WHOLE = (
     *(Allocate, AllocateSymmetric, FreeBuffer, CurrentStream, SetStream, Synchronize, Wait, Delay, For),
-    *(If, Rank, Signal, WaitSignal, Barrier, Communication, Message, Copy),
+    *(If, Rank, Signal, WaitSignal, Barrier, Communication, Message, PeerCopy),
 )
 
 
@@ -137,7 +137,7 @@ class _Walk:
         for value in s.named:
             if isinstance(value.type, TensorType) and value.type.dtype == FLAG:
                 self.exact += value.type.shape
-        if isinstance(s, ViewOp):
+        if isinstance(s, ViewStatement):
             self.view(s)
         elif isinstance(s, Contraction) and s.ready is not None:
             self.in_blocks(s, s.ready)
@@ -146,7 +146,7 @@ class _Walk:
             self.moved(s, [x.tensor.local_shape for x in moved])
             self.branched |= branch and isinstance(s, Communication)
             self.by_chance |= not all(map(self.dense, moved))
-        elif isinstance(s, Copy) and s.multiprocessors:
+        elif isinstance(s, PeerCopy) and s.multiprocessors:
             self.by_chance |= not (self.dense(s.x) and self.dense(s.out))
         elif isinstance(s, (Allocate, AllocateSymmetric)):
             shape = s.out.tensor.local_shape
@@ -169,7 +169,7 @@ class _Walk:
         pairs = zip(x.tensor.local_shape, self.strides[x.name], _packed(x.tensor.local_shape), strict=True)
         return all(extent.is_one or stride == packed for extent, stride, packed in pairs)
 
-    def view(self, s: ViewOp) -> None:
+    def view(self, s: ViewStatement) -> None:
         shape, strides = s.x.tensor.local_shape, self.strides[s.x.name]
         if isinstance(s, Select):
             self.exact.append(shape[s.axis])
@@ -245,7 +245,7 @@ def _is_known(s: Statement) -> bool:
     """Whether a statement takes its tensors as the signature reckons: others may do anything to them."""
     if isinstance(s, TensorOp):
         return type(s).evaluate is TensorOp.evaluate
-    return isinstance(s, (ViewOp, *WHOLE))
+    return isinstance(s, (ViewStatement, *WHOLE))
 
 
 def values_of(program: Program) -> Iterator[Value]:

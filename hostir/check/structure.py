@@ -9,7 +9,7 @@ from math import prod
 from hostir.described import described
 from hostir.ir.comm_ops import Reshard
 from hostir.ir.host_ops import Allocate, Dense, FreeBuffer
-from hostir.ir.onesided_ops import AllocateSymmetric, Copy
+from hostir.ir.onesided_ops import AllocateSymmetric, PeerCopy
 from hostir.ir.op import (
     VALUE_CODECS,
     Bin,
@@ -27,7 +27,7 @@ from hostir.ir.op import (
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
 from hostir.ir.source import Diagnostic, HostIRError, did_you_mean
-from hostir.ir.tensor_ops import TensorOp, ViewOp
+from hostir.ir.tensor_ops import TensorOp, ViewStatement
 from hostir.ir.types import DTYPES, FLAG, STREAM, Axis, Factor, Kind, Mesh, TensorType
 
 # What programs are made of --------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Buffers:
             self.roots[s.out.name] = s.out.name
             self.written.discard(s.out.name)
             (self.symmetric.add if isinstance(s, AllocateSymmetric) else self.symmetric.discard)(s.out.name)
-        if isinstance(s, ViewOp) and (root := self.roots.get(s.x.name)):
+        if isinstance(s, ViewStatement) and (root := self.roots.get(s.x.name)):
             self.roots[s.out.name] = root
             if isinstance(s, Dense):
                 yield from self._dense(s, root)
@@ -260,7 +260,7 @@ class Buffers:
 
     def reach(self, s: Statement) -> Iterator[Diagnostic]:
         """Findings about a sound statement that names memory of a peer which the peer has not laid open."""
-        if not isinstance(s, Copy) or (root := self.roots.get(s.remote.name)) is None:
+        if not isinstance(s, PeerCopy) or (root := self.roots.get(s.remote.name)) is None:
             return
         if root not in self.symmetric:
             yield Diagnostic(
@@ -424,7 +424,7 @@ class _Checker:
         except HostIRError as wrong:
             yield from wrong.diagnostics
             return
-        result = s.out if isinstance(s, (TensorOp, ViewOp)) else s.defines(self.phase)
+        result = s.out if isinstance(s, (TensorOp, ViewStatement)) else s.defines(self.phase)
         if result is None:
             return
         if isinstance(s, TensorOp) and (found := list(self.computed(s))):

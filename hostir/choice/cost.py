@@ -62,7 +62,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class CostTransfer:
     """A communication of a team: `bytes` of the whole tensor that is gathered, summed or exchanged."""
 
     kind: str
@@ -88,11 +88,11 @@ class Meeting:
     ranks: int
 
 
-What = Nothing | Pause | Gemm | Traffic | Transfer | Copying | Meeting
+What = Nothing | Pause | Gemm | Traffic | CostTransfer | Copying | Meeting
 
 
 @dataclass(eq=False)
-class Task:
+class CostTask:
     """Something that a rank does on one of its streams.
 
     Fields:
@@ -108,10 +108,10 @@ class Task:
 
     rank: int
     what: What
-    after: list[Task] = field(default_factory=list)
-    joins: list[Task] = field(default_factory=list)
-    partners: list[Task] = field(default_factory=list)
-    blocks: list[Task | None] = field(default_factory=list)
+    after: list[CostTask] = field(default_factory=list)
+    joins: list[CostTask] = field(default_factory=list)
+    partners: list[CostTask] = field(default_factory=list)
+    blocks: list[CostTask | None] = field(default_factory=list)
     apart: bool = False
     beside: int = 0
     spare: int = 0
@@ -120,7 +120,7 @@ class Task:
 
 # Recording --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Buffer:
+class CostTensor:
     """A tensor, of which only the shape matters; `symmetric` numbers the symmetric ones in the order of allocation."""
 
     shape: tuple[int, ...]
@@ -132,9 +132,11 @@ class Buffer:
         return prod(self.shape) * self.dtype.bytes
 
 
-Flags = dict[tuple[int, int, int], list[tuple[int, Task]]]  # by rank, buffer and slot: epochs with their signals
+Flags = dict[tuple[int, int, int], list[tuple[int, CostTask]]]  # by rank, buffer and slot: epochs with their signals
 FEWEST_APART = 64  # own rows that a Triton matmul reads where they are; fewer it copies (hostir.runtime.kernels.tiles)
-Waits = list[tuple[Task, int | None, tuple[int, int, int], int]]  # who waits, for which block, for what flag and epoch
+Waits = list[
+    tuple[CostTask, int | None, tuple[int, int, int], int]
+]  # who waits, for which block, for what flag and epoch
 
 
 @dataclass
@@ -143,39 +145,39 @@ class Shared:
 
     flags: Flags = field(default_factory=dict)
     waits: Waits = field(default_factory=list)
-    meetings: dict[tuple[Any, ...], list[Task]] = field(default_factory=dict)
+    meetings: dict[tuple[Any, ...], list[CostTask]] = field(default_factory=dict)
 
 
-class Recorder:
+class CostMachine:
     """One rank, as the machine that the interpreter speaks to."""
 
     def __init__(self, rank: int, shared: Shared) -> None:
         self.rank: int | None = rank
         self.me = rank
         self.shared = shared
-        self.tasks: list[Task] = []
-        self.last: dict[Any, Task] = {}  # by stream, and by team for communications
+        self.tasks: list[CostTask] = []
+        self.last: dict[Any, CostTask] = {}  # by stream, and by team for communications
         self.counts: dict[Any, int] = {}
         self.stream = CALLER
         self.symmetric = 0
         self.launched: dict[str, int] = {}
-        self.pushing: list[Task] = []  # what a kernel copies and raises, if it was issued last
+        self.pushing: list[CostTask] = []  # what a kernel copies and raises, if it was issued last
         self.spare = 0  # SMs that a matmul which waits leaves to signals before it
 
-    def issue(self, what: What, *joins: Task | None, lane: Any = None, launch: str = "") -> Task:
+    def issue(self, what: What, *joins: CostTask | None, lane: Any = None, launch: str = "") -> CostTask:
         """A task behind what its lane, the current stream unless said, has done so far, and behind what it joins."""
         lane = self.stream if lane is None else lane
         self.launched[launch] = self.launched.get(launch, 0) + 1
         after = [self.last[lane]] if lane in self.last else []
         others = [t for t in joins if t is not None and t not in after]
-        task = Task(self.me, what, after, others, launches=dict(self.launched))
+        task = CostTask(self.me, what, after, others, launches=dict(self.launched))
         self.launched.clear()
         self.tasks.append(task)
         self.last[lane] = task
         self.pushing = []
         return task
 
-    def push(self, what: What) -> Task:
+    def push(self, what: What) -> CostTask:
         """A copy by SMs, or a signal behind one: part of the kernel that was issued last, or of a new one."""
         behind = self.pushing
         task = self.issue(what, launch="" if behind else "push")
@@ -190,7 +192,7 @@ class Recorder:
         self.counts[key] = self.counts.get(key, 0) + 1
         return self.counts[key]
 
-    def meet(self, task: Task, *key: Any) -> None:
+    def meet(self, task: CostTask, *key: Any) -> None:
         partners = self.shared.meetings.setdefault(key, [])
         partners.append(task)
         task.partners = partners
@@ -201,37 +203,39 @@ class Recorder:
             self.issue(Traffic(0), lane=CALLER, launch="compute")
 
     # The machine protocol -------------------------------------------------------------------------------------------
-    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Buffer:
+    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> CostTensor:
         if not symmetric:
             self.launch("allocate")
-            return Buffer(shape, dtype)
+            return CostTensor(shape, dtype)
         self.symmetric += 1
-        return Buffer(shape, dtype, self.symmetric)
+        return CostTensor(shape, dtype, self.symmetric)
 
     def free(self, x: Handle) -> None:
         self.launch("view")
 
-    def select(self, x: Buffer, axis: int, index: int) -> Buffer:
+    def select(self, x: CostTensor, axis: int, index: int) -> CostTensor:
         self.launch("view")
-        return Buffer((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype, x.symmetric)
+        return CostTensor((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype, x.symmetric)
 
-    def chunk(self, x: Buffer, axis: int, outer: int, count: int, index: int) -> Buffer:
+    def chunk(self, x: CostTensor, axis: int, outer: int, count: int, index: int) -> CostTensor:
         self.launch("view")
         shape = (*x.shape[:axis], x.shape[axis] // count, *x.shape[axis + 1 :])
-        return Buffer(shape, x.dtype, x.symmetric)
+        return CostTensor(shape, x.dtype, x.symmetric)
 
-    def reshape(self, x: Buffer, shape: tuple[int, ...]) -> Buffer:
+    def reshape(self, x: CostTensor, shape: tuple[int, ...]) -> CostTensor:
         self.launch("view")
-        return Buffer(shape, x.dtype, x.symmetric)
+        return CostTensor(shape, x.dtype, x.symmetric)
 
-    def permute(self, x: Buffer, axes: tuple[int, ...]) -> Buffer:
+    def permute(self, x: CostTensor, axes: tuple[int, ...]) -> CostTensor:
         self.launch("view")
-        return Buffer(tuple(x.shape[i] for i in axes), x.dtype, x.symmetric)
+        return CostTensor(tuple(x.shape[i] for i in axes), x.dtype, x.symmetric)
 
-    def dense(self, x: Buffer) -> Buffer:
+    def dense(self, x: CostTensor) -> CostTensor:
         return x  # callers' tensors are, as far as anyone knows before they come
 
-    def compute(self, kind: str, out: Buffer, operands: Sequence[Buffer | None], options: Mapping[str, Any]) -> None:
+    def compute(
+        self, kind: str, out: CostTensor, operands: Sequence[CostTensor | None], options: Mapping[str, Any]
+    ) -> None:
         read = [x for x in operands if x is not None]
         if kind not in CONTRACTIONS:
             self.issue(Traffic(out.bytes + sum(x.bytes for x in read)), launch="compute")
@@ -255,21 +259,23 @@ class Recorder:
                 continue
             self.shared.waits.append((task, turn, (self.me, ready.flags.symmetric, slot), ready.epoch))
 
-    def communicate(self, exchange: Exchange, x: Buffer | None, out: Buffer | None) -> Task:
+    def communicate(self, exchange: Exchange, x: CostTensor | None, out: CostTensor | None) -> CostTask:
         whole = max(b.bytes for b in (x, out) if b is not None) if (x or out) else 0
         if exchange.moves is not None:
             whole = sum(_sent(move.take[1], x) for move in exchange.moves if move.source == self.me) or whole
         lane = ("team", exchange.team, exchange.moves is None)
         before = self.last.get(self.stream)
-        task = self.issue(Transfer(exchange.kind, whole, len(exchange.team)), before, lane=lane, launch="communicate")
+        task = self.issue(
+            CostTransfer(exchange.kind, whole, len(exchange.team)), before, lane=lane, launch="communicate"
+        )
         if exchange.moves is None:
             self.meet(task, "communication", exchange.team, self.number(lane))
         return task
 
-    def wait(self, handle: Task) -> None:
+    def wait(self, handle: CostTask) -> None:
         self.issue(Nothing(), handle, launch="wait")
 
-    def copy(self, x: Buffer, out: Buffer, source: int, target: int, sms: int = 0) -> None:
+    def copy(self, x: CostTensor, out: CostTensor, source: int, target: int, sms: int = 0) -> None:
         if sms:
             self.push(Copying(x.bytes, target, source == self.me, sms, first=not self.pushing))
             return
@@ -279,7 +285,7 @@ class Recorder:
         peer = target if source == self.me else source
         self.issue(Copying(x.bytes, peer, out=source == self.me), launch="copy")
 
-    def signal(self, flags: Buffer, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
+    def signal(self, flags: CostTensor, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
         if sms:
             task = self.issue(Pause(kind="kernel"), launch="push")
             if task.after and isinstance(task.after[0].what, Nothing):
@@ -292,7 +298,7 @@ class Recorder:
             task = self.issue(Pause(kind="signal"), launch="signal")
         self.shared.flags.setdefault((peer, flags.symmetric, slot), []).append((epoch, task))
 
-    def wait_signal(self, flags: Buffer, slot: int, epoch: int) -> None:
+    def wait_signal(self, flags: CostTensor, slot: int, epoch: int) -> None:
         task = self.issue(Nothing(), launch="signal")
         self.shared.waits.append((task, None, (self.me, flags.symmetric, slot), epoch))
 
@@ -314,15 +320,15 @@ class Recorder:
         self.issue(Pause(float(microseconds)), launch="delay")
 
 
-def _sent(pieces: int, x: Buffer | None) -> int:
+def _sent(pieces: int, x: CostTensor | None) -> int:
     return 0 if x is None else x.bytes // pieces
 
 
-def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[Task]:
+def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[CostTask]:
     """Every rank's tasks, each rank's in the order of issue. Raises HostIRError where sizes do not fit the program."""
     shared, tasks = Shared(), []
     for rank in range(program.ranks):
-        recorder = Recorder(rank, shared)
+        recorder = CostMachine(rank, shared)
         inputs = [_input(recorder, v.tensor, sizes) for v in program.inputs]
         interpret(program, recorder, sizes, inputs)
         recorder.close()
@@ -338,13 +344,13 @@ def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[Task]:
     return tasks
 
 
-def _input(recorder: Recorder, type: Any, sizes: Mapping[str, int]) -> Buffer | None:
+def _input(recorder: CostMachine, type: Any, sizes: Mapping[str, int]) -> CostTensor | None:
     if type.mesh is not None and recorder.me not in type.mesh.devices:
         return None
-    return Buffer(tuple(n.bind(sizes) for n in type.local_shape), type.dtype)
+    return CostTensor(tuple(n.bind(sizes) for n in type.local_shape), type.dtype)
 
 
-def flops(tasks: Sequence[Task]) -> float:
+def flops(tasks: Sequence[CostTask]) -> float:
     """Floating point operations of the busiest rank."""
     total: dict[int, float] = {}
     for task in tasks:
@@ -400,7 +406,7 @@ class Costs:
         """Microseconds of the host to issue something."""
         return self.hardware.launch.get("triton matmul" if self.in_triton and kind == "matmul" else kind, 0.0)
 
-    def host(self, tasks: Sequence[Task]) -> float:
+    def host(self, tasks: Sequence[CostTask]) -> float:
         """Microseconds of the host to issue a call, on the rank with most to issue."""
         took: dict[int, float] = {}
         for task in tasks:
@@ -412,14 +418,14 @@ class Costs:
             took[task.rank] = took.get(task.rank, self.launch("call")) + each
         return max(took.values(), default=0.0)
 
-    def alone(self, task: Task) -> float:
+    def alone(self, task: CostTask) -> float:
         """Microseconds with the machine to itself."""
         what, h = task.what, self.hardware
         if isinstance(what, Gemm):
             return self.gemm(what)
         if isinstance(what, Traffic):
             return SMALL + what.bytes / h.memory / 1e3
-        if isinstance(what, Transfer):
+        if isinstance(what, CostTransfer):
             return self.transfer(what) if what.ranks > 1 else 0.0
         if isinstance(what, Copying):
             return self.copying(what, task.rank)
@@ -437,7 +443,7 @@ class Costs:
         rate = h.memory / 2 if what.peer == rank else min(h.stores * what.sms, h.link)
         return h.push * what.first + what.bytes / rate / 1e3
 
-    def transfer(self, what: Transfer) -> float:
+    def transfer(self, what: CostTransfer) -> float:
         """Of two protocols, one with the lower latency and one with the higher rate, the faster."""
         steps = 2 if what.kind == "allreduce" else 1
         moved = steps * what.bytes * (what.ranks - 0.5) / what.ranks
@@ -499,7 +505,7 @@ class Costs:
         peak = self.family.peak[what.dtype] * self.slower * tile.share
         return self.family.each + 2.0 * tile.rows * tile.columns * what.k / (peak * 1e6 / self.hardware.sms)
 
-    def beside(self, task: Task, kind: str) -> float:
+    def beside(self, task: CostTask, kind: str) -> float:
         """The rate at which a computation goes on beside a collective, 1 being alone."""
         left = self.hardware.sms - self.family.beside.get(kind, 0)
         if not isinstance(task.what, Gemm):
@@ -508,7 +514,7 @@ class Costs:
         fewer = self.family.start + max(self.waves(task.what, tile, left), self.streaming(task.what))
         return self.alone(task) / fewer
 
-    def width(self, task: Task) -> float:
+    def width(self, task: CostTask) -> float:
         """The share of the SMs, or of the memory's rate, that a computation can fill."""
         if not isinstance(task.what, Gemm):
             return 1.0
@@ -517,7 +523,7 @@ class Costs:
         filled = busy / (sms * self.waves(task.what, tile, sms))
         return min(1.0, max(filled, self.streaming(task.what) / self.alone(task)))
 
-    def share(self, task: Task, left: float) -> float:
+    def share(self, task: CostTask, left: float) -> float:
         """What a computation takes of the SMs that are left. A matmul of one wave ends no sooner with some of them."""
         what, width = task.what, self.width(task)
         if width <= left + EPSILON:
@@ -607,23 +613,23 @@ class Costs:
 class Activity:
     """What is under way: one task, or the tasks of a collective on all its ranks."""
 
-    def __init__(self, tasks: list[Task], left: float, since: float) -> None:
+    def __init__(self, tasks: list[CostTask], left: float, since: float) -> None:
         self.tasks, self.left, self.since = tasks, left, since
         self.rate = 1.0
 
     @property
-    def task(self) -> Task:
+    def task(self) -> CostTask:
         return self.tasks[0]
 
 
 class Simulation:
     """One call of a program, from the moment it is issued."""
 
-    def __init__(self, tasks: Sequence[Task], costs: Costs) -> None:
+    def __init__(self, tasks: Sequence[CostTask], costs: Costs) -> None:
         self.costs = costs
         self.now = 0.0
-        self.ended: dict[Task, float] = {}
-        self.followers: dict[Task, list[tuple[Task, float]]] = {}  # each with what passes in between
+        self.ended: dict[CostTask, float] = {}
+        self.followers: dict[CostTask, list[tuple[CostTask, float]]] = {}  # each with what passes in between
         self.missing = {task: len(task.after) + len(task.joins) for task in tasks}
         self.active: list[Activity] = []
         self.arrived: dict[int, int] = {}  # of a collective: how many ranks have come
@@ -633,7 +639,7 @@ class Simulation:
                 self.followers.setdefault(before, []).append((task, 0.0))
             for other in task.joins:
                 self.followers.setdefault(other, []).append((task, costs.hardware.edge))
-        self.later: list[tuple[float, int, Task]] = []
+        self.later: list[tuple[float, int, CostTask]] = []
         self.order = {task: n for n, task in enumerate(tasks)}
         for task in [t for t in tasks if not self.missing[t]]:
             self._free(task)
@@ -658,14 +664,14 @@ class Simulation:
                     self._end(task)
         return self.now
 
-    def _free(self, task: Task) -> None:
+    def _free(self, task: CostTask) -> None:
         """All that a task waits for is there, or will be by a time that is known."""
         if self.earliest[task] > self.now:
             heapq.heappush(self.later, (self.earliest[task], self.order[task], task))
         else:
             self._begin(task)
 
-    def _begin(self, task: Task) -> None:
+    def _begin(self, task: CostTask) -> None:
         partners = task.partners or [task]
         here = self.arrived[id(partners)] = self.arrived.get(id(partners), 0) + 1
         if here < len(partners):
@@ -679,7 +685,7 @@ class Simulation:
         if waits:
             self._settle(activity)
 
-    def _end(self, task: Task) -> None:
+    def _end(self, task: CostTask) -> None:
         self.ended[task] = self.now
         for follower, pause in self.followers.get(task, ()):
             self.earliest[follower] = max(self.earliest[follower], self.now + pause)
@@ -712,7 +718,7 @@ class Simulation:
         free: dict[int, float] = {}  # the share of a rank's SMs that is left
         queues: dict[tuple[int, bool], list[Activity]] = {}
         for a in self.active:
-            if isinstance(a.task.what, Transfer):
+            if isinstance(a.task.what, CostTransfer):
                 busy |= {task.rank: a.task.what.kind for task in a.tasks}
         for a in self.active:
             a.rate = 0.0 if a.left == inf else 1.0
@@ -730,5 +736,5 @@ class Simulation:
             for a in queue[1:]:
                 a.rate = 0.0
         for a in self.active:
-            if isinstance(a.task.what, Transfer) and any(task.rank in free for task in a.tasks):
+            if isinstance(a.task.what, CostTransfer) and any(task.rank in free for task in a.tasks):
                 a.rate = self.costs.hardware.hidden.get(a.task.what.kind, 1.0)

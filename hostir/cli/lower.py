@@ -8,17 +8,17 @@ from collections.abc import Iterable
 from hostir.cli.loading import choose_strategy, load_to_lower, lowering_of, write
 from hostir.ir.comm_ops import Communication, Message
 from hostir.ir.host_ops import CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
-from hostir.ir.onesided_ops import Barrier, Copy, If, Signal, WaitSignal
+from hostir.ir.onesided_ops import Barrier, If, PeerCopy, Signal, WaitSignal
 from hostir.ir.op import Codec, Expr, Phase, Ref, Statement
 from hostir.ir.program import Printer, Program, format_statement
 from hostir.ir.source import did_you_mean, error
-from hostir.ir.tensor_ops import Contraction, TensorOp, ViewOp
+from hostir.ir.tensor_ops import Contraction, TensorOp, ViewStatement
 from hostir.lower import lower, passes_of
 
 CALLER = "the caller's stream"
 COLORS = ("#ffffff", "#dbe9f6", "#fde4cf", "#dff0d8", "#efe0f5", "#fff3c4", "#d8f0ee", "#f6d9e0", "#e6e6e6")
 DATA, SYNCHRONIZATION, ORDER = "solid", "dashed", "dotted"  # how edges are drawn
-ONE_SIDED = (Copy, Signal, WaitSignal, Barrier)
+ONE_SIDED = (PeerCopy, Signal, WaitSignal, Barrier)
 QUEUED = (TensorOp, Communication, Message, Wait, Synchronize, FreeBuffer, *ONE_SIDED)  # what a stream runs in order
 
 
@@ -103,7 +103,7 @@ class _Drawing:
 
     def makes(self, s: Statement, node: str) -> None:
         """Notes whose work tensors and handles show from here on; a communication's shows where it is waited for."""
-        if isinstance(s, ViewOp):
+        if isinstance(s, ViewStatement):
             self.roots[s.out.name] = self.roots.get(s.x.name, s.x.name)
             self.makers[s.out.name] = node
             return

@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from hostir.ir.comm_ops import Communication, Message, Reshard
-from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Copy, Signal, WaitSignal
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, PeerCopy, Signal, WaitSignal
 from hostir.ir.op import (
     REGISTRY,
     VALUE_CODECS,
@@ -21,15 +21,15 @@ from hostir.ir.op import (
     template,
 )
 from hostir.ir.program import declares_type
-from hostir.ir.tensor_ops import TensorOp, ViewOp
+from hostir.ir.tensor_ops import TensorOp, ViewStatement
 from hostir.ir.types import DTYPES
 
 SECTIONS: tuple[tuple[str, tuple[type[Statement], ...]], ...] = (
     ("Computations", (TensorOp,)),
-    ("Views", (ViewOp,)),
+    ("Views", (ViewStatement,)),
     ("Communications", (Communication, Reshard)),
     ("Messages", (Message,)),
-    ("One-sided communication", (AllocateSymmetric, Copy, Signal, WaitSignal, Barrier)),
+    ("One-sided communication", (AllocateSymmetric, PeerCopy, Signal, WaitSignal, Barrier)),
     ("Buffers, streams, loops and conditions", (Statement,)),
 )
 
@@ -88,7 +88,7 @@ it was defined with. What orders statements is told in [memory-model.md](memory-
 
 
 @dataclass(frozen=True)
-class Entry:
+class ReferenceEntry:
     """One statement, in words: its text in each phase, what it does, an example, and its fields by what they are."""
 
     keyword: str
@@ -103,19 +103,19 @@ class Entry:
         return " ".join(self.doc.split("\n\n")[0].split())
 
 
-def entry(cls: type[Statement]) -> Entry:
+def entry(cls: type[Statement]) -> ReferenceEntry:
     """What the reference says of a statement class."""
     doc, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
     forms: dict[str, list[str]] = {}
     for phase in (p for p in Phase if p in cls.phases):
         forms.setdefault(_syntax(cls, phase), []).append(phase.value)
     written = tuple((", ".join(phases), text) for text, phases in forms.items())
-    return Entry(cls.keyword(), written, doc.strip(), example.strip(), tuple(_fields(cls).items()))
+    return ReferenceEntry(cls.keyword(), written, doc.strip(), example.strip(), tuple(_fields(cls).items()))
 
 
-def sections() -> dict[str, list[Entry]]:
+def sections() -> dict[str, list[ReferenceEntry]]:
     """Every statement, under the heading of the first kind that it is of."""
-    found: dict[str, list[Entry]] = {title: [] for title, _ in SECTIONS}
+    found: dict[str, list[ReferenceEntry]] = {title: [] for title, _ in SECTIONS}
     for cls in REGISTRY.values():
         title = next(title for title, bases in SECTIONS if issubclass(cls, bases))
         found[title].append(entry(cls))
@@ -141,7 +141,7 @@ def markdown() -> str:
     return "\n".join(parts).rstrip()
 
 
-def _markdown(e: Entry) -> str:
+def _markdown(e: ReferenceEntry) -> str:
     width = max(len(text) for _, text in e.forms)
     forms = "\n".join(f"{text:{width}}  // {phase}" for phase, text in e.forms)
     fields = "".join(f"- {names}: {what}\n" for what, names in e.fields)

@@ -31,8 +31,8 @@ from hostir.runtime.sharding import Room, assemble, bind_sizes, free_here, of_ho
 from hostir.runtime.simulated.machine import LocalMachine, rehearse
 from hostir.runtime.simulated.rank import Parts
 from hostir.runtime.simulated.tasks import Task
-from hostir.runtime.trace import Event as TraceEvent
 from hostir.runtime.trace import Trace
+from hostir.runtime.trace import TraceEvent as TraceEvent
 
 # The command ----------------------------------------------------------------------------------------------------------
 # `hostir run`: fresh inputs, one run or several, and what they are compared with.

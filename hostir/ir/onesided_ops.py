@@ -134,7 +134,7 @@ class If(Statement):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Copy(Statement):
+class PeerCopy(Statement):
     """The base of copies between this rank and a peer, on the current stream."""
 
     x: Read
@@ -176,7 +176,7 @@ class Copy(Statement):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class Get(Copy):
+class Get(PeerCopy):
     """Copies a peer's part of a symmetric buffer into memory of this rank, on the current stream.
 
     `peer` is a place along the mesh axis `over`; `x` names the view there.
@@ -193,7 +193,7 @@ class Get(Copy):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class Put(Copy):
+class Put(PeerCopy):
     """Copies memory of this rank into a peer's part of a symmetric buffer, on the current stream.
 
     `peer` is a place along the mesh axis `over`; `out` names the view there. The peer may read it behind a signal or a

@@ -179,7 +179,7 @@ DEEPEST = 64  # blocks within each other, and operators in one index expression
 
 def read(text: str, file: str) -> Program:
     """Parses and resolves a text."""
-    return Reader(text, file).program(tree_of(text, file))
+    return TreeReader(text, file).program(tree_of(text, file))
 
 
 def _parts(tree: Tree[Token]) -> list[Any]:
@@ -198,7 +198,7 @@ def _spelled(form: str) -> str:
     return re.sub(r"\{(\w+)\}", r"%\1", re.sub(r"<\?.*?\?>", "", form))
 
 
-class Reader:
+class TreeReader:
     """Turns a parse tree into a program: resolves names in their scopes and infers the types the text leaves out."""
 
     def __init__(self, text: str, file: str) -> None:

@@ -377,7 +377,7 @@ class Silu(Unary):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class Copy(Unary):
+class DenseCopy(Unary):
     """The same elements in a dense buffer: what the lowering inserts where a layout does not serve.
 
     Example: %y: f32[16, 32] = copy %x: f32[16, 32]
@@ -434,7 +434,7 @@ class Sum(Unary):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ViewOp(Statement):
+class ViewStatement(Statement):
     """A statement whose result is the same memory seen another way."""
 
     phases: ClassVar[frozenset[Phase]] = BOTH
@@ -453,7 +453,7 @@ class ViewOp(Statement):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class Reshape(ViewOp):
+class Reshape(ViewStatement):
     """The same elements in another shape; each rank's part must stay its own.
 
     Example: %y: f32[8@didx, 4, 32] = reshape %x: f32[32@didx, 32]
@@ -483,7 +483,7 @@ class Reshape(ViewOp):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class Permute(ViewOp):
+class Permute(ViewStatement):
     """The axes in another order: axis `i` of the result is axis `axes[i]` of `x`.
 
     Example: %y: f32[32, 16] = permute %x: f32[16, 32] (1, 0)
@@ -510,7 +510,7 @@ class Permute(ViewOp):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class Shard(ViewOp):
+class Shard(ViewStatement):
     """Each rank's own block of a tensor that every rank holds whole: no communication.
 
     Example: %y: f32[8@didx, 32] = shard %x: f32[8, 32]

@@ -12,7 +12,7 @@ from hostir.ir.onesided_ops import Put, Rank
 from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Value
 from hostir.ir.program import Names, Program, rewrite
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import Copy, Reshape, TensorOp, ViewOp
+from hostir.ir.tensor_ops import DenseCopy, Reshape, TensorOp, ViewStatement
 from hostir.ir.types import Kind
 from hostir.lower.passes import Pass
 from hostir.lower.propagate import splits_only
@@ -93,7 +93,7 @@ class Stagger(Pass):
     def _staggered(self, loop: For, turn: Bin) -> Iterator[Statement]:
         computed = communicated = False
         for s in loop.body:
-            if isinstance(s, TensorOp) and not isinstance(s, Copy) and not computed:
+            if isinstance(s, TensorOp) and not isinstance(s, DenseCopy) and not computed:
                 computed = True
                 yield Delay(self.microseconds, span=s.span)
             if isinstance(s, Communication) and computed and not communicated:
@@ -145,7 +145,7 @@ def _roots(program: Program) -> dict[str, str]:
     """For every view, the buffer or input it looks at."""
     roots: dict[str, str] = {}
     for s in program.walk():
-        if isinstance(s, ViewOp):
+        if isinstance(s, ViewStatement):
             roots[s.out.name] = roots.get(s.x.name, s.x.name)
     return roots
 
@@ -196,7 +196,7 @@ class Tidy(Pass):
 
 
 def _unless_idle(used: set[str], s: Statement) -> tuple[Statement, ...]:
-    return () if isinstance(s, (ViewOp, CurrentStream)) and s.out.name not in used else (s,)
+    return () if isinstance(s, (ViewStatement, CurrentStream)) and s.out.name not in used else (s,)
 
 
 def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[tuple[Statement, ...], dict[str, Value]]:
@@ -207,7 +207,7 @@ def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[t
         if isinstance(s, For):
             inner, _ = _once(s.body, seen)
             s = replace(s, body=inner)
-        if isinstance(s, ViewOp):
+        if isinstance(s, ViewStatement):
             key = replace(s, out=replace(s.out, name="_"))
             if key in seen:
                 renamed[s.out.name] = seen[key]
@@ -247,7 +247,7 @@ def _needed(program: Program) -> Iterator[tuple[str, Statement]]:
     for s in program.walk():
         if isinstance(s, Rank):
             own.add(s.out.name)
-        if isinstance(s, ViewOp) and s.x.name in roots:
+        if isinstance(s, ViewStatement) and s.x.name in roots:
             roots[s.out.name] = roots[s.x.name]
         needs = isinstance(s, Communication) or (isinstance(s, Put) and not _stays(s, own))
         needs |= isinstance(s, Reshape) and not splits_only(s)

@@ -23,7 +23,7 @@ from hostir.ir.onesided_ops import Barrier, Rank
 from hostir.ir.op import Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import Copy, Permute, Reshape, ViewOp
+from hostir.ir.tensor_ops import DenseCopy, Permute, Reshape, ViewStatement
 from hostir.ir.types import Axis, Factor, Kind, TensorType
 from hostir.lower.propagate import keeps_dense, result_of, splits_only
 
@@ -160,12 +160,12 @@ class Scope:
     def scratch(self, wish: str, type: TensorType, like: Value) -> Value:
         """A dense buffer."""
 
-    def view(self, s: ViewOp) -> Value:
+    def view(self, s: ViewStatement) -> Value:
         """Adds a view, with a copy before a reshape that strides cannot express; of dense parts it is mostly dense."""
         if isinstance(s, Reshape) and s.x.name not in self.dense and not splits_only(s):
             dense = self.scratch(f"{s.x.name}_dense", s.x.tensor, s.x)
             note = f"copy: {s.x} does not lie in one piece, as a reshape that merges axes needs it to"
-            self.body.append(Copy(out=dense, x=s.x, span=s.span, note=note))
+            self.body.append(DenseCopy(out=dense, x=s.x, span=s.span, note=note))
             s = replace(s, x=dense)
         self.body.append(s)
         if s.x.name in self.dense and keeps_dense(s):
@@ -192,14 +192,14 @@ class Scope:
         handle = Value(self.names.fresh(f"{s.out.name}_ready"), Kind.HANDLE, s.span)
         self.body += [replace(s, x=x, out=target, handle=handle), Wait(handle, span=s.span)]
         if target is not out:
-            self.body.append(Copy(out=out, x=target, span=s.span, note=_why(s, s.out)))
+            self.body.append(DenseCopy(out=out, x=target, span=s.span, note=_why(s, s.out)))
 
     def packed(self, x: Value, s: Communication) -> Value:
         """What a communication sends, seen as `x`, in one piece."""
         if x.name in self.dense:
             return x
         dense = self.scratch(f"{s.x.name}_packed", x.tensor, x)
-        self.body.append(Copy(out=dense, x=x, span=s.span, note=_why(s, s.x)))
+        self.body.append(DenseCopy(out=dense, x=x, span=s.span, note=_why(s, s.x)))
         return dense
 
 
@@ -228,10 +228,10 @@ class Host(Scope):
     def whole(self, s: Statement) -> None:
         """A statement outside any loop: its result is a buffer of its own, or a view."""
         out = result_of(s)
-        if isinstance(s, ViewOp):
+        if isinstance(s, ViewStatement):
             self.values[out.name] = replace(out, type=out.tensor.host())
             moved = s.rename(self.values)
-            assert isinstance(moved, ViewOp)
+            assert isinstance(moved, ViewStatement)
             self.view(moved)
             return
         self.destination(out)

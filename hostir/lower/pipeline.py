@@ -12,7 +12,18 @@ from hostir.ir.op import Codec, Ref, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.source import HostIRError, error
-from hostir.ir.tensor_ops import Binary, Copy, Linear, Matmul, Permute, Reshape, Shard, Sum, TensorOp, ViewOp
+from hostir.ir.tensor_ops import (
+    Binary,
+    DenseCopy,
+    Linear,
+    Matmul,
+    Permute,
+    Reshape,
+    Shard,
+    Sum,
+    TensorOp,
+    ViewStatement,
+)
 from hostir.ir.types import STREAM, Axis, Kind, TensorType
 from hostir.lower.host import Host, Scope
 from hostir.lower.passes import Pass
@@ -23,7 +34,7 @@ from hostir.lower.propagate import result_of, stream_place
 
 
 @dataclass(frozen=True)
-class Place:
+class SlicePlace:
     """Where a slice lies in a tensor: `count` pieces of an axis, with `outer` blocks outside them.
 
     A slice of one element loses the axis, unless it is to `keep` it.
@@ -61,11 +72,11 @@ class Place:
 
 
 @dataclass
-class Group:
+class SlicedGroup:
     """Statements that one loop runs slice by slice, and the place of the slice in every tensor that is sliced."""
 
     statements: list[Statement] = field(default_factory=list)
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, SlicePlace] = field(default_factory=dict)
     # By the result of each communication next to the loop: why it has to stay out.
     left_out: dict[str, HostIRError] = field(default_factory=dict)
 
@@ -78,27 +89,27 @@ class Group:
         return any(isinstance(s, Communication) for s in self.statements)
 
 
-def annotated(program: Program) -> Iterator[tuple[Statement | None, Value, Place]]:
+def annotated(program: Program) -> Iterator[tuple[Statement | None, Value, SlicePlace]]:
     """Every tensor with a Stream part, and the statement that defines it (None for an input)."""
     for s, value in [*((None, v) for v in program.inputs), *((s, result_of(s)) for s in program.body)]:
         found = [(k, stream_place(a)) for k, a in enumerate(value.tensor.axes)]
-        places = [Place(k, *p) for k, p in found if p]
+        places = [SlicePlace(k, *p) for k, p in found if p]
         if len(places) > 1 or sum(f.on == STREAM for a in value.tensor.axes for f in a.factors) > 1:
             raise error(f"{value} has two Stream axes", s.span if s else value.span, expected="one axis to slice")
         if places:
             yield s, value, places[0]
 
 
-def operand_places(s: Statement, place: Place) -> dict[str, Place]:
+def operand_places(s: Statement, place: SlicePlace) -> dict[str, SlicePlace]:
     """From the place of a slice in the result to its places in the operands; operands used whole are left out."""
     if isinstance(s, Communication):
         return {s.x.name: place}
     if isinstance(s, TensorOp):
-        at = Place(0, place.outer, place.count)
+        at = SlicePlace(0, place.outer, place.count)
         pairs = zip(s.operands, s.maps(), strict=True)
         return {v.name: replace(at, axis=k) for v, map in pairs for k, to in enumerate(map) if to == place.axis}
     if isinstance(s, Permute):
-        return {s.x.name: Place(s.axes[place.axis], place.outer, place.count)}
+        return {s.x.name: SlicePlace(s.axes[place.axis], place.outer, place.count)}
     if isinstance(s, Reshape):
         moved = _through_reshape(s.out.tensor, s.x.tensor, place)
         return {s.x.name: moved} if moved else {}
@@ -106,34 +117,34 @@ def operand_places(s: Statement, place: Place) -> dict[str, Place]:
     return {s.x.name: place}
 
 
-def result_place(s: Statement, operand: Value, place: Place) -> Place | None:
+def result_place(s: Statement, operand: Value, place: SlicePlace) -> SlicePlace | None:
     """From the place of a slice in an operand to its place in the result, or None where it has none."""
     if isinstance(s, (Communication, Shard)):
         return place
     if isinstance(s, TensorOp):
         for value, map in zip(s.operands, s.maps(), strict=True):
             if value.name == operand.name and map[place.axis] >= 0:
-                return Place(map[place.axis], place.outer, place.count)
+                return SlicePlace(map[place.axis], place.outer, place.count)
         return None
     if isinstance(s, Permute):
-        return Place(s.axes.index(place.axis), place.outer, place.count)
+        return SlicePlace(s.axes.index(place.axis), place.outer, place.count)
     assert isinstance(s, Reshape)
     return _through_reshape(s.x.tensor, s.out.tensor, place)
 
 
-def _through_reshape(old: TensorType, new: TensorType, place: Place) -> Place | None:
+def _through_reshape(old: TensorType, new: TensorType, place: SlicePlace) -> SlicePlace | None:
     """The place at the same position of the flattened tensor."""
     position = product(old.shape[: place.axis]) * place.outer
     before = ONE
     for k, extent in enumerate(new.shape):
         outer = position / before
         if outer.whole and is_multiple(extent, outer * place.count) and not extent.is_one:
-            return Place(k, outer, place.count)
+            return SlicePlace(k, outer, place.count)
         before = before * extent
     return None
 
 
-def why_not(s: Statement, place: Place, places: dict[str, Place]) -> str | None:
+def why_not(s: Statement, place: SlicePlace, places: dict[str, SlicePlace]) -> str | None:
     """Why a statement cannot run slice by slice, or None."""
     named = {v.name: v for v in [*s.values(Codec.READ, Codec.ALIAS), result_of(s)]}
     for name, at in [(result_of(s).name, place), *places.items()]:
@@ -163,15 +174,15 @@ def _refusal(s: Statement, reason: str) -> HostIRError:
     return s.fail(f"the pipeline cannot slice {s.keyword()}: {reason}", hint=hint)
 
 
-def groups(program: Program) -> list[Group]:
+def groups(program: Program) -> list[SlicedGroup]:
     """The loops that the Stream axes ask for, each from its annotated tensor to all that can be sliced with it."""
     producer = {result_of(s).name: s for s in program.body}
     taken: set[int] = set()
-    made: list[Group] = []
+    made: list[SlicedGroup] = []
     for s, value, place in annotated(program):
         if any(value.name in g.places for g in made):
             continue
-        group = Group()
+        group = SlicedGroup()
         if s is not None:
             _backward(s, place, group, producer, taken, required=True)
         else:
@@ -186,7 +197,7 @@ def groups(program: Program) -> list[Group]:
     return made
 
 
-def _needs_axis(s: Statement, place: Place) -> bool:
+def _needs_axis(s: Statement, place: SlicePlace) -> bool:
     """Whether a statement needs the axis that is sliced: the columns of a matrix, or what aligns other operands."""
     if isinstance(s, (Matmul, Linear)):
         return place.axis == len(s.out.tensor.axes) - 1
@@ -196,7 +207,13 @@ def _needs_axis(s: Statement, place: Place) -> bool:
 
 
 def _backward(
-    s: Statement, place: Place, group: Group, producer: dict[str, Statement], taken: set[int], *, required: bool
+    s: Statement,
+    place: SlicePlace,
+    group: SlicedGroup,
+    producer: dict[str, Statement],
+    taken: set[int],
+    *,
+    required: bool,
 ) -> bool:
     """Adds a statement and, where they can be sliced too, those that make its operands."""
     known = group.places.get(result_of(s).name)
@@ -221,7 +238,7 @@ def _backward(
     return True
 
 
-def _forward(program: Program, group: Group, taken: set[int], seed: Value) -> None:
+def _forward(program: Program, group: SlicedGroup, taken: set[int], seed: Value) -> None:
     """Adds the statements that use what the loop makes, where they can be sliced and nothing outside stands between."""
     outside: set[str] = set()  # made outside the loop from what the loop makes: not there until it has ended
     inside = {result_of(s).name for s in group.statements}
@@ -248,7 +265,7 @@ def _forward(program: Program, group: Group, taken: set[int], seed: Value) -> No
         inside.add(name)
 
 
-def _untangle(program: Program, group: Group) -> None:
+def _untangle(program: Program, group: SlicedGroup) -> None:
     """Takes out of a loop what must be whole before the rest of it: what a statement inside uses whole, and what one
     outside needs that the loop needs in turn.
     """
@@ -273,7 +290,7 @@ def _untangle(program: Program, group: Group) -> None:
         group.statements = [s for s in group.statements if result_of(s).name not in early]
 
 
-def _joins(s: Statement, place: Place, group: Group, taken: set[int]) -> bool:
+def _joins(s: Statement, place: SlicePlace, group: SlicedGroup, taken: set[int]) -> bool:
     places = operand_places(s, place)
     if reason := why_not(s, place, places):
         group.left_out |= {s.out.name: _refusal(s, reason)} if isinstance(s, Communication) else {}
@@ -295,7 +312,7 @@ def _joins(s: Statement, place: Place, group: Group, taken: set[int]) -> bool:
 class Loop(Scope):
     """Builds the loop; buffers and tensors that outlive a round belong to the host program around it."""
 
-    def __init__(self, host: Host, group: Group) -> None:
+    def __init__(self, host: Host, group: SlicedGroup) -> None:
         super().__init__(host.names)
         self.host = host
         self.group = group
@@ -315,7 +332,7 @@ class Loop(Scope):
             if v.name in sliced and v.name not in self.slices:
                 self.slices[v.name] = self.outside(v)
         out = result_of(s)
-        if isinstance(s, ViewOp):
+        if isinstance(s, ViewStatement):
             self.viewed(s, out)
             return
         if out.name not in self.slices:
@@ -342,11 +359,11 @@ class Loop(Scope):
             return replace(moved, axis=s.axis - (self.group.places[s.x.name].axis < s.axis))
         return moved
 
-    def viewed(self, s: ViewOp, out: Value) -> None:
+    def viewed(self, s: ViewStatement, out: Value) -> None:
         """A view inside the loop; where the value is needed outside, a copy puts it there."""
         made = self.slices[out.name] = self.fresh(out, self.group.places[out.name].slice(out.tensor))
         moved = self.sliced(s)
-        assert isinstance(moved, ViewOp)
+        assert isinstance(moved, ViewStatement)
         self.view(moved)
         if self.escapes(out):
             target, _ = self.slice_of(self.whole(out), out)
@@ -428,7 +445,7 @@ class Loop(Scope):
             source = self.blocks(source, target.tensor)
         elif len(source.tensor.axes) > len(target.tensor.axes):
             target = self.blocks(target, source.tensor)
-        return Copy(out=target, x=source, span=target.span, note=f"copy: {why}")
+        return DenseCopy(out=target, x=source, span=target.span, note=f"copy: {why}")
 
     def blocks(self, value: Value, type: TensorType) -> Value:
         return self.view(
@@ -501,22 +518,22 @@ def told(program: Program, reasons: Mapping[str, str]) -> Program:
     return program.with_body(body)
 
 
-def build(program: Program, loops: list[Group]) -> Program:
+def build(program: Program, loops: list[SlicedGroup]) -> Program:
     """The host program that runs these loops, and the rest of the fusion whole."""
     host = Host(program)
     for step in schedule(program.body, loops):
-        if isinstance(step, Group):
+        if isinstance(step, SlicedGroup):
             host.body.append(Loop(host, step).build())
         else:
             host.whole(step)
     return host.finished()
 
 
-def schedule(body: tuple[Statement, ...], loops: list[Group]) -> list[Statement | Group]:
+def schedule(body: tuple[Statement, ...], loops: list[SlicedGroup]) -> list[Statement | SlicedGroup]:
     """Program order, except that a loop runs as one, once all that it needs has run."""
     loop_of = {result_of(s).name: g for g in loops for s in g.statements}
     made = {result_of(s).name for s in body}
-    steps: list[Statement | Group] = []
+    steps: list[Statement | SlicedGroup] = []
     waiting = list(body)
     ready: set[str] = set()
     while waiting:

@@ -22,7 +22,7 @@ from hostir.ir.tensor_ops import (
     Sum,
     TensorOp,
     Unary,
-    ViewOp,
+    ViewStatement,
 )
 from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
 from hostir.lower.passes import Pass
@@ -32,14 +32,14 @@ from hostir.lower.passes import Pass
 
 
 @dataclass(frozen=True)
-class Choice:
+class OperandShardings:
     """The types that the operands must have for a computation without communication, and what it then gives."""
 
     operands: tuple[TensorType, ...]
     result: TensorType
 
 
-def choose(op: TensorOp, types: Sequence[TensorType], wanted: TensorType) -> Choice:
+def choose(op: TensorOp, types: Sequence[TensorType], wanted: TensorType) -> OperandShardings:
     """Chooses for each mesh axis what to spread over it.
 
     In this order: a contraction whose operands are all sharded there stays where it is (a partial sum); what an
@@ -68,7 +68,7 @@ def choose(op: TensorOp, types: Sequence[TensorType], wanted: TensorType) -> Cho
         for t, m in zip(types, maps, strict=True)
     )
     partial = tuple(sorted(mark for mark, home in homes.items() if home == CONTRACTED))
-    return Choice(operands, TensorType(dtype, tuple(layouts), mesh, partial))
+    return OperandShardings(operands, TensorType(dtype, tuple(layouts), mesh, partial))
 
 
 def _replicated(type: TensorType, mesh: Mesh) -> TensorType:
@@ -157,24 +157,24 @@ def _contracted_layout(
     return found or (_blocks(mesh, axes[0].extent, marks) if axes else None)
 
 
-def choose_view(op: ViewOp, x: TensorType, wanted: TensorType) -> Choice:
+def choose_view(op: ViewStatement, x: TensorType, wanted: TensorType) -> OperandShardings:
     """A view keeps its elements on their ranks: what cannot be expressed in the new shape is gathered first."""
     mesh = wanted.mesh or x.mesh
     assert mesh is not None
     source = replace(x.host(), mesh=mesh, partial=()) if x.mesh == mesh else _replicated(x, mesh)
     if isinstance(op, Permute):
-        return Choice((source,), source.with_axes(source.axes[i] for i in op.axes))
+        return OperandShardings((source,), source.with_axes(source.axes[i] for i in op.axes))
     assert isinstance(op, Reshape)
     shape = wanted.shape
     while (axes := place_marks(shape, flat_marks(source))) is None:
         last = flat_marks(source)[-1][0]
         source = source.with_axes(a.without(last) for a in source.axes)
-    return Choice((source,), source.with_axes(axes))
+    return OperandShardings((source,), source.with_axes(axes))
 
 
 def result_of(s: Statement) -> Value:
     """What a statement of a fusion defines: in this phase every one defines a tensor."""
-    assert isinstance(s, (TensorOp, ViewOp, Communication, Reshard))
+    assert isinstance(s, (TensorOp, ViewStatement, Communication, Reshard))
     return s.out
 
 
@@ -290,7 +290,7 @@ def _spread(s: Statement, declared: TensorType, wish: TensorType | None) -> Tens
         return replace(declared, mesh=s.x.tensor.mesh)
     if isinstance(s, (Communication, Shard)):
         raise s.fail(f"the type of {s.out} must say where it lies", hint=f"{s.keyword()} is there to choose that")
-    if isinstance(s, ViewOp):
+    if isinstance(s, ViewStatement):
         given = choose_view(s, s.x.tensor, declared).result
     else:
         assert isinstance(s, TensorOp)

@@ -21,11 +21,11 @@ from hostir.ir.comm_ops import (
 from hostir.ir.layout import leads
 from hostir.ir.op import Codec, Statement, Value, codecs_of
 from hostir.ir.program import Names, Program
-from hostir.ir.tensor_ops import Add, Copy, Linear, Reshape, Shard, TensorOp, ViewOp
+from hostir.ir.tensor_ops import Add, DenseCopy, Linear, Reshape, Shard, TensorOp, ViewStatement
 from hostir.ir.types import Axis, Mesh, TensorType
 from hostir.lower.host import isolate
 from hostir.lower.passes import Pass
-from hostir.lower.propagate import Choice, choose, choose_view, result_of
+from hostir.lower.propagate import OperandShardings, choose, choose_view, result_of
 
 # Reshards -------------------------------------------------------------------------------------------------------------
 # Pass `reshard`: makes every change of sharding a statement of its own, one mesh axis at a time.
@@ -88,10 +88,10 @@ def _marks(type: TensorType) -> bool:
     return any(axis.marks for axis in type.axes)
 
 
-def _choice(s: Statement, declared: TensorType) -> Choice:
+def _choice(s: Statement, declared: TensorType) -> OperandShardings:
     if isinstance(s, TensorOp):
         return choose(s, [v.tensor for v in s.operands], declared)
-    assert isinstance(s, ViewOp)
+    assert isinstance(s, ViewStatement)
     return choose_view(s, s.x.tensor, declared)
 
 
@@ -278,5 +278,5 @@ def _shard(s: Reshard, mark: str, names: Names) -> Iterator[Statement]:
     dense = value("dense", block.tensor)
     yield Reshape(s.x, view, span=s.span)
     yield Shard(view, block, span=s.span)
-    yield Copy(out=dense, x=block, span=s.span, note="copy: the blocks of a rank lie apart")
+    yield DenseCopy(out=dense, x=block, span=s.span, note="copy: the blocks of a rank lie apart")
     yield Reshape(dense, s.out, span=s.span)

@@ -16,11 +16,11 @@ from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put
 from hostir.ir.op import Bin, Codec, Expr, Lit, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import Copy, TensorOp
+from hostir.ir.tensor_ops import DenseCopy, TensorOp
 from hostir.ir.types import Axis, TensorType
 from hostir.lower.host import Host, Peers, modulo
 from hostir.lower.passes import Pass
-from hostir.lower.pipeline import Group, operand_places, result_place, schedule, why_not
+from hostir.lower.pipeline import SlicedGroup, operand_places, result_place, schedule, why_not
 from hostir.lower.propagate import result_of
 from hostir.lower.transfers import Gathers, reads_rows, shard_place, torn, with_block_axes
 
@@ -45,7 +45,7 @@ class Ring(Pass):
         host = Host(blocked)
         peers = Peers(host) if groups else None
         for step in schedule(blocked.body, groups):
-            if isinstance(step, Group) and peers:
+            if isinstance(step, SlicedGroup) and peers:
                 Turns(host, peers, step).build(self.streams)
             elif isinstance(step, Statement):
                 host.whole(step)
@@ -58,13 +58,13 @@ def _pool(s: AllGather, streams: int) -> int:
 
 
 # What a turn computes ---------------------------------------------------------------------------------------------
-def _groups(program: Program, gathers: Sequence[AllGather]) -> list[Group]:
+def _groups(program: Program, gathers: Sequence[AllGather]) -> list[SlicedGroup]:
     """For each allgather, the computations that can run on the rows of one shard."""
     after = _after(program, gathers)
-    groups: list[Group] = []
+    groups: list[SlicedGroup] = []
     taken: set[str] = set()
     for n, gather in enumerate(gathers):
-        group = Group([gather], {gather.out.name: shard_place(gather)})
+        group = SlicedGroup([gather], {gather.out.name: shard_place(gather)})
         made = {gather.out.name}
         late = {name for name, latest in after.items() if latest >= n}
         for s in program.body:
@@ -101,7 +101,7 @@ def _after(program: Program, gathers: Sequence[AllGather]) -> dict[str, int]:
     return after
 
 
-def _joins(s: TensorOp, group: Group, made: Collection[str], late: Collection[str]) -> bool:
+def _joins(s: TensorOp, group: SlicedGroup, made: Collection[str], late: Collection[str]) -> bool:
     """Whether a computation can run shard by shard on what the group makes; its places are then known.
 
     What else it reads must not depend on this or a later allgather: groups run in the order of their allgathers.
@@ -129,7 +129,7 @@ class Turns:
     every rank, and what is computed from them has the same bits.
     """
 
-    def __init__(self, host: Host, peers: Peers, group: Group) -> None:
+    def __init__(self, host: Host, peers: Peers, group: SlicedGroup) -> None:
         gather = group.statements[0]
         assert isinstance(gather, AllGather)
         self.host, self.peers, self.group, self.gather = host, peers, group, gather
@@ -154,7 +154,7 @@ class Turns:
             body.append(For(worker.value, Size(pool - 1), fork))
         body.append(SetStream(self.peers.user))
         if self.wanted:
-            body.append(Copy(out=own, x=shared, span=s.span, note=f"copy: {s.out} is wanted whole"))
+            body.append(DenseCopy(out=own, x=shared, span=s.span, note=f"copy: {s.out} is wanted whole"))
         body += self.turn(self.peers.place(s), "own", own)
         turn = self.peers.index("i")
         theirs = (SetStream(modulo(turn, pool)), *self.theirs(shared, turn))

@@ -12,11 +12,11 @@ from hostir.ir.onesided_ops import AllocateSymmetric, Put, Signal, WaitSignal
 from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import ONE, Size, product
-from hostir.ir.tensor_ops import Contraction, Copy, Linear, Matmul, Reshape, Shard, ViewOp
+from hostir.ir.tensor_ops import Contraction, DenseCopy, Linear, Matmul, Reshape, Shard, ViewStatement
 from hostir.ir.types import FLAG, Axis, TensorType
 from hostir.lower.host import Host, Peers, isolate, modulo
 from hostir.lower.passes import Pass
-from hostir.lower.pipeline import Place, told
+from hostir.lower.pipeline import SlicePlace, told
 from hostir.lower.propagate import result_of
 
 # Allgathers that bring rows to matmuls --------------------------------------------------------------------------------
@@ -100,13 +100,13 @@ def wanted_otherwise(program: Program, rows: Value) -> bool:
 
 
 # How the shards lie -----------------------------------------------------------------------------------------------
-def shard_place(s: AllGather) -> Place:
+def shard_place(s: AllGather) -> SlicePlace:
     """The place of one rank's shard in what is gathered."""
     k = s.x.tensor.axis_on(s.over)
     assert k is not None
     factors = s.x.tensor.host().axes[k].factors
     at = next(n for n, factor in enumerate(factors) if factor.on == s.over)
-    return Place(k, product([f.extent for f in factors[:at]]), Size(s.mesh.size(s.over)))
+    return SlicePlace(k, product([f.extent for f in factors[:at]]), Size(s.mesh.size(s.over)))
 
 
 def long_axes(s: AllGather) -> list[int]:
@@ -202,7 +202,7 @@ def _matmuls_first(program: Program, gathers: Sequence[AllGather]) -> Program:
     return program
 
 
-class Push:
+class ShardPush:
     """One allgather: the copies of the own shard to the others, and the matmul that waits for theirs."""
 
     def __init__(self, host: Host, peers: Peers, gather: AllGather, streams: int) -> None:
@@ -283,9 +283,9 @@ class Push:
             return [*done]
         return [For(self.block.value, self.blocks, (*self.views, *done), span=self.gather.span)]
 
-    def views_of(self, x: Value) -> tuple[list[ViewOp], Value, Value]:
+    def views_of(self, x: Value) -> tuple[list[ViewStatement], Value, Value]:
         """The own shard and its place in the buffer: of one block of the rows, where a shard lies in several."""
-        views: list[ViewOp] = []
+        views: list[ViewStatement] = []
         full, span = self.full, self.gather.span
         if self.axis is not None:
             x, full = (self.one_of(v, self.block, views) for v in (x, full))
@@ -293,7 +293,7 @@ class Push:
         views.append(Shard(full, mine, span=span))
         return views, x, mine
 
-    def one_of(self, value: Value, block: Ref, views: list[ViewOp]) -> Value:
+    def one_of(self, value: Value, block: Ref, views: list[ViewStatement]) -> Value:
         """A view of one block of the rows, added to `views`."""
         axes, k = value.tensor.axes, self.axis
         assert k is not None
@@ -329,7 +329,7 @@ class Push:
         body, span = self.host.body, self.gather.span
         body.append(Synchronize(TELLER if self.workers > 1 else COPIER))  # the teller's last signal follows all copies
         if self.whole:
-            body.append(Copy(out=self.whole, x=self.full, span=span, note=f"copy: {self.whole} is wanted whole"))
+            body.append(DenseCopy(out=self.whole, x=self.full, span=span, note=f"copy: {self.whole} is wanted whole"))
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class Fused(Pass):
     """Copies to all peers instead of an allgather of rows, and a matmul that waits for each block of them."""
 
     name = "fused"
-    pushes: ClassVar[type[Push]] = Push
+    pushes: ClassVar[type[ShardPush]] = ShardPush
     streams: int = 4
 
     def run(self, program: Program) -> Program:
@@ -346,7 +346,7 @@ class Fused(Pass):
         blocked, rows = with_block_axes(gathers.told(program, self.name), gathers.rows, _needs_block_axes)
         host = Host(_matmuls_first(blocked, rows))
         peers = Peers(host) if rows else None
-        flying: dict[str, Push] = {}  # by the gathered tensor: the copies that the caller's stream has not joined
+        flying: dict[str, ShardPush] = {}  # by the gathered tensor: the copies that the caller's stream has not joined
         workers = 0
         for s in host.program.body:
             if peers and isinstance(s, AllGather) and s in rows:
@@ -373,7 +373,7 @@ class Fused(Pass):
 SMS = 16  # that copy: fewer do not fill the links, more leave too few to the matmul
 
 
-class KernelPush(Push):
+class KernelPush(ShardPush):
     """One allgather: the copies to all ranks, this one first, are on the caller's stream, before the matmul."""
 
     copies_own = True  # the same few SMs copy to all
@@ -392,7 +392,7 @@ class KernelPush(Push):
     def settle(self) -> None:
         if self.whole:
             note = f"copy: {self.whole} is wanted whole"
-            self.host.body.append(Copy(out=self.whole, x=self.full, span=self.gather.span, note=note))
+            self.host.body.append(DenseCopy(out=self.whole, x=self.full, span=self.gather.span, note=note))
 
 
 @dataclass(frozen=True)
@@ -400,4 +400,4 @@ class Pushed(Fused):
     """Copies by SMs to all peers instead of an allgather of rows, and a matmul that starts beside them."""
 
     name = "push"
-    pushes: ClassVar[type[Push]] = KernelPush
+    pushes: ClassVar[type[ShardPush]] = KernelPush

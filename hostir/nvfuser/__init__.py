@@ -13,7 +13,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic
 from hostir.nvfuser.parse import parse_dump
 from hostir.nvfuser.print import print_dump
-from hostir.nvfuser.read import Reader
+from hostir.nvfuser.read import DumpReader
 
 __all__ = ["print_nvfuser", "read_nvfuser"]
 
@@ -24,7 +24,7 @@ def read_nvfuser(text: str, file: str = "<text>") -> tuple[Program, list[Diagnos
     The program is named after the file. Raises HostIRError, with file:line:col and a caret, for what is no dump and for
     what a host program cannot say.
     """
-    return Reader(parse_dump(text, file), file).program()
+    return DumpReader(parse_dump(text, file), file).program()
 
 
 def print_nvfuser(program: Program) -> str:

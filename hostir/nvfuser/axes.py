@@ -15,7 +15,7 @@ from hostir.ir.op import Phase, Statement, Value
 from hostir.ir.program import Program, rewrite
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.source import Span, error
-from hostir.ir.tensor_ops import CONTRACTED, Binary, TensorOp, ViewOp
+from hostir.ir.tensor_ops import CONTRACTED, Binary, TensorOp, ViewStatement
 from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
 from hostir.nvfuser.parse import (
     CommunicationNode,
@@ -25,7 +25,7 @@ from hostir.nvfuser.parse import (
     IterDomain,
     LoopNode,
     Node,
-    Tensor,
+    TensorNode,
     ViewNode,
 )
 
@@ -34,7 +34,7 @@ from hostir.nvfuser.parse import (
 
 
 @dataclass(frozen=True)
-class Group:
+class LogicalAxis:
     """A logical axis: one IterDomain, or those that it was split into, outermost first."""
 
     domains: tuple[IterDomain, ...]
@@ -60,7 +60,7 @@ class Group:
         return self.first.on if len(self.domains) == 1 and self.first.on in ("x", "y") else ""
 
 
-def readings(tensor: Tensor, alone: Collection[str] = (), *, split: bool = False) -> list[tuple[Group, ...]]:
+def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = False) -> list[tuple[LogicalAxis, ...]]:
     """The ways to read the printed axes of a tensor as logical axes, the likeliest first.
 
     nvFuser prints the axes of the loop domain. An axis of extent ceilDiv(N, D) is the inner part of a split of N, and
@@ -77,7 +77,7 @@ def readings(tensor: Tensor, alone: Collection[str] = (), *, split: bool = False
     domains = tensor.domains
     parallel = [(d.kind, d.on) for d in domains if d.on]
     if len(set(parallel)) < len(parallel):
-        return [tuple(Group((d,)) for d in domains)]  # no layout, which is said where its type is asked for
+        return [tuple(LogicalAxis((d,)) for d in domains)]  # no layout, which is said where its type is asked for
     outer = {k for k, d in enumerate(domains) if not d.rfactor and (d.kind == "r" or d.on not in alone)}
     splits = list(islice(_splits(domains, outer, 0, ()), _MOST_SPLITS))
     splits.sort(key=lambda parts: _unlikelihood(domains, parts, split))
@@ -155,10 +155,10 @@ def _unlikelihood(domains: Sequence[IterDomain], split: Split, split_devices: bo
     )
 
 
-def _grouped(domains: Sequence[IterDomain], split: Split) -> tuple[Group, ...]:
+def _grouped(domains: Sequence[IterDomain], split: Split) -> tuple[LogicalAxis, ...]:
     taken = {outer for outers in split for outer in outers}
     return tuple(
-        Group((*(domains[k] for k in outers), domains[place]))
+        LogicalAxis((*(domains[k] for k in outers), domains[place]))
         for place, outers in enumerate(split)
         if place not in taken
     )
@@ -263,7 +263,7 @@ def settled(program: Program, sizes: Sizes) -> Program:
         if defined is None:
             continue
         env[defined.name] = _settle(defined, sizes)
-        if isinstance(s, ViewOp) and isinstance(type := _sized(s.rename(env), sizes).infer(), TensorType):
+        if isinstance(s, ViewStatement) and isinstance(type := _sized(s.rename(env), sizes).infer(), TensorType):
             env[defined.name] = replace(defined, type=type)
     body = rewrite((s.rename(env) for s in program.body), lambda s: [_sized(s, sizes)])
     return replace(
@@ -299,7 +299,7 @@ def _sized(s: Statement, sizes: Sizes) -> Statement:
 # some statement leaves no room for are dropped until nothing changes. If several are left then, the first tensor that
 # is printed takes its likeliest, and so on.
 
-UNARY: dict[str, type[ops.Unary]] = {"relu": ops.Relu, "gelu": ops.Gelu, "silu": ops.Silu, "copy": ops.Copy}
+UNARY: dict[str, type[ops.Unary]] = {"relu": ops.Relu, "gelu": ops.Gelu, "silu": ops.Silu, "copy": ops.DenseCopy}
 BINARY: dict[str, type[ops.Binary]] = {"add": ops.Add, "mul": ops.Mul}
 REDUCING = ("Allreduce", "ReduceScatter")
 BETWEEN_RANKS = ("Allgather", *REDUCING, "AllToAll")
@@ -332,24 +332,24 @@ def _splits_devices(dump: Dump) -> bool:
 class Reading:
     """One way to read a tensor: its logical axes, and those among them that were not summed away."""
 
-    groups: tuple[Group, ...]
-    axes: tuple[Group, ...]  # without those on devices that hold the parts of a partial sum
-    kept: tuple[Group, ...]
+    groups: tuple[LogicalAxis, ...]
+    axes: tuple[LogicalAxis, ...]  # without those on devices that hold the parts of a partial sum
+    kept: tuple[LogicalAxis, ...]
 
     @cached_property
     def sliced(self) -> bool:
         return any(d.on == STREAM for group in self.kept for d in group.domains)
 
 
-Readings = dict[Tensor, list[Reading]]
-Chosen = dict[Tensor, Reading]
+Readings = dict[TensorNode, list[Reading]]
+Chosen = dict[TensorNode, Reading]
 
 
 @dataclass(frozen=True)
 class Rule:
     """What a statement asks of the readings of two tensors."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorNode, ...]
     fits: Callable[[Reading, Reading], bool]
 
     def fitting(self, left: Readings) -> list[Chosen]:
@@ -367,7 +367,7 @@ class Computation:
     looped: bool
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[TensorNode, ...]:
         return self.node.tensors
 
     def fitting(self, left: Readings) -> list[Chosen]:
@@ -386,7 +386,9 @@ class Computation:
             found += chosen
         return found
 
-    def meeting(self, rank: Mapping[Tensor, int]) -> list[tuple[tuple[Tensor, int], tuple[Tensor, int]]] | None:
+    def meeting(
+        self, rank: Mapping[TensorNode, int]
+    ) -> list[tuple[tuple[TensorNode, int], tuple[TensorNode, int]]] | None:
         """The axes that come together, two and two, for so many axes of each tensor; None where these do not fit."""
         values = {
             Value(f"T{n}", TensorType(tensor.dtype, tuple(Axis.of(f"i{n}_{k}") for k in range(rank[tensor])))): tensor
@@ -399,10 +401,10 @@ class Computation:
             return None
         if {to for map in maps for to in map if to != ops.CONTRACTED} != set(range(len(out.tensor.axes))):
             return None
-        of: dict[object, Tensor] = dict(list(values.items()))
+        of: dict[object, TensorNode] = dict(list(values.items()))
         return [((of[a], j), (of[b], k)) for (_, a, j), (_, b, k) in computed(statement)]
 
-    def meet(self, chosen: Chosen, a: tuple[Tensor, int], b: tuple[Tensor, int]) -> bool:
+    def meet(self, chosen: Chosen, a: tuple[TensorNode, int], b: tuple[TensorNode, int]) -> bool:
         if a[0] not in chosen or b[0] not in chosen:
             return True
         one, other = chosen[a[0]], chosen[b[0]]
@@ -431,11 +433,11 @@ class Axes:
         if any(len(found) > 1 for found in self.left.values()):
             self._choose([*self._prints(), *self._rules(dump.body, looped=False)])
 
-    def groups(self, tensor: Tensor) -> tuple[Group, ...]:
+    def groups(self, tensor: TensorNode) -> tuple[LogicalAxis, ...]:
         """The logical axes of a printed tensor, those included that hold the parts of a partial sum."""
         return self.left[tensor][0].groups
 
-    def _readings(self, tensor: Tensor) -> list[Reading]:
+    def _readings(self, tensor: TensorNode) -> list[Reading]:
         parts, found = self.parts.get(tensor.name, ()), []
         for groups in readings(tensor, parts, split=self.split):
             axes = tuple(g for g in groups if g.reduced or not (g.device and (g.device in parts or g.first.rfactor)))
@@ -456,7 +458,7 @@ class Axes:
     # Rules -------------------------------------------------------------------------------------------------------
     def _prints(self) -> Iterator[Rule]:
         """A tensor that is printed with an axis that was summed away, and elsewhere without, is one tensor."""
-        first: dict[str, Tensor] = {}
+        first: dict[str, TensorNode] = {}
         for tensor in self.left:
             if first.setdefault(tensor.name, tensor) is not tensor:
                 yield Rule((first[tensor.name], tensor), lambda a, b: _alike(a.kept, b.kept))
@@ -508,7 +510,7 @@ def _selection(node: ViewNode) -> Rule:
     return Rule(node.tensors, fits)
 
 
-def _alike(a: Sequence[Group], b: Sequence[Group], moving: Collection[str] | None = None) -> bool:
+def _alike(a: Sequence[LogicalAxis], b: Sequence[LogicalAxis], moving: Collection[str] | None = None) -> bool:
     """Whether these axes may have equal extents and, if given what is moving, lie on the same devices otherwise."""
     return len(a) == len(b) and all(
         (bool((ratio := one.extent / other.extent).symbols) or ratio.is_one)
@@ -517,11 +519,11 @@ def _alike(a: Sequence[Group], b: Sequence[Group], moving: Collection[str] | Non
     )
 
 
-def _marks(group: Group, without: Collection[str]) -> list[str]:
+def _marks(group: LogicalAxis, without: Collection[str]) -> list[str]:
     return [d.on for d in group.domains if d.on and d.on not in without]
 
 
-def _pruned(left: Readings, rules: Sequence[Rule | Computation], changed: Collection[Tensor]) -> Readings | None:
+def _pruned(left: Readings, rules: Sequence[Rule | Computation], changed: Collection[TensorNode]) -> Readings | None:
     """The readings that every rule leaves room for, after those of some tensors changed; None where one leaves none."""
     left, of = dict(left), defaultdict(list)
     for n, rule in enumerate(rules):
@@ -561,7 +563,7 @@ class Types:
         parts = {name: {letters[mark] for mark in marks} for name, marks in self.partials.items()}
         self.axes = Axes(dump, parts, lambda node: letters[self.over(node)])
 
-    def mesh(self, tensor: Tensor) -> Mesh:
+    def mesh(self, tensor: TensorNode) -> Mesh:
         return self.meshes[tensor.devices]
 
     def mark(self, on: str, mesh: Mesh, span: Span) -> str:
@@ -572,7 +574,9 @@ class Types:
             raise error(f"a mesh of {len(axes)} axes has no such axis", span, expected=expected)
         return axes[on]
 
-    def logical(self, tensor: Tensor, partial: Collection[str] | None = None) -> tuple[list[Group], tuple[str, ...]]:
+    def logical(
+        self, tensor: TensorNode, partial: Collection[str] | None = None
+    ) -> tuple[list[LogicalAxis], tuple[str, ...]]:
         """The logical axes, reduced ones included, and the mesh axes over which the tensor is a partial sum.
 
         nvFuser prints a partial sum with one more axis, on the devices that hold its parts: `partial` says over which
@@ -590,7 +594,7 @@ class Types:
                 kept.append(group)
         return kept, tuple(sorted(over))
 
-    def type_of(self, tensor: Tensor, *, sliced: bool, partial: Collection[str] | None = None) -> TensorType:
+    def type_of(self, tensor: TensorNode, *, sliced: bool, partial: Collection[str] | None = None) -> TensorType:
         """The type of a printed tensor. Where it is `sliced`, it holds one round's slice of its Stream axis."""
         mesh = self.mesh(tensor)
         kept, over = self.logical(tensor, partial)
@@ -603,7 +607,7 @@ class Types:
             raise error(f"two axes of {tensor.name} lie on {twice}", tensor.span, expected=expected)
         return TensorType(tensor.dtype, axes, mesh, over)
 
-    def axis(self, group: Group, mesh: Mesh, sliced: bool) -> Axis:
+    def axis(self, group: LogicalAxis, mesh: Mesh, sliced: bool) -> Axis:
         factors = []
         for domain in group.domains:
             on = self.mark(domain.on, mesh, domain.span) if domain.on in ("x", "y") else None

@@ -70,7 +70,7 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorNode:
     """A TensorView as printed."""
 
     name: str
@@ -90,7 +90,7 @@ class Node:
     span: Span
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[TensorNode, ...]:
         return ()
 
 
@@ -115,11 +115,11 @@ class LoopNode(Node):
 class AllocateNode(Node):
     """ALLOCATE. With `buffer=` it does nothing where the tensor already has memory; without, the memory is new."""
 
-    out: Tensor
+    out: TensorNode
     always: bool
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[TensorNode, ...]:
         return (self.out,)
 
 
@@ -127,10 +127,10 @@ class AllocateNode(Node):
 class DeallocateNode(Node):
     """Deallocate { x }."""
 
-    x: Tensor
+    x: TensorNode
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[TensorNode, ...]:
         return (self.x,)
 
 
@@ -139,14 +139,14 @@ class ViewNode(Node):
     """The same memory seen another way: `op` is select, chunk, reshape, permute, as_partial or dense."""
 
     op: str
-    out: Tensor
-    x: Tensor
+    out: TensorNode
+    x: TensorNode
     axis: IterDomain | None = None
     index: Formula | None = None
     over: str = ""
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[TensorNode, ...]:
         return (self.x, self.out)
 
 
@@ -155,12 +155,12 @@ class ComputeNode(Node):
     """A computation: `op` is the keyword of our statement."""
 
     op: str
-    out: Tensor
-    operands: tuple[Tensor, ...]
+    out: TensorNode
+    operands: tuple[TensorNode, ...]
     dtype: str = ""
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[TensorNode, ...]:
         return (*self.operands, self.out)
 
 
@@ -172,11 +172,11 @@ class CommunicationNode(Node):
     type: Token
     team: tuple[int, ...]
     root: Formula | None
-    x: Tensor
-    out: Tensor
+    x: TensorNode
+    out: TensorNode
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[TensorNode, ...]:
         return (self.x, self.out)
 
 
@@ -198,8 +198,8 @@ class DelayNode(Node):
 class Dump:
     """A container: its tensors in and out, its statements, and the number of streams where the dump defines it."""
 
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[TensorNode, ...]
+    outputs: tuple[TensorNode, ...]
     body: tuple[Node, ...]
     streams: int | None
     symbols: tuple[str, ...]  # the names of sizes, in the order in which they first appear
@@ -208,7 +208,7 @@ class Dump:
         """Every node, outer before inner, in order."""
         return walk(self.body)
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[TensorNode]:
         yield from self.inputs
         for node in self.walk():
             yield from node.tensors
@@ -321,7 +321,7 @@ class Scanner:
         return int(self.take().text)
 
     # Tensors -----------------------------------------------------------------------------------------------------
-    def tensor(self) -> Tensor:
+    def tensor(self) -> TensorNode:
         head = self.next
         match = TENSOR.fullmatch(head.text)
         if match is None:
@@ -339,7 +339,7 @@ class Scanner:
             self.expect("(")
             self.integer()
             self.expect(")")
-        return Tensor(match[1], self.dtype(match[2], head), tuple(domains), devices, head.span)
+        return TensorNode(match[1], self.dtype(match[2], head), tuple(domains), devices, head.span)
 
     def dtype(self, name: str | None, head: Token) -> DType:
         if name is None:  # the first versions did not print it
@@ -524,15 +524,15 @@ UNSUPPORTED = {
     "Combine": _MOE,
 }
 
-Option = Tensor | IterDomain | Formula | tuple[int, ...]
+Option = TensorNode | IterDomain | Formula | tuple[int, ...]
 
 
 @dataclass
-class Call:
+class CallNode:
     """`name(tensor, ..., key=value, ...)`."""
 
     name: Token
-    tensors: list[Tensor] = field(default_factory=list)
+    tensors: list[TensorNode] = field(default_factory=list)
     options: dict[str, Option] = field(default_factory=dict)
 
     def need(self, key: str, kind: type[T]) -> T:
@@ -545,7 +545,7 @@ class Call:
         found = self.options.get(key)
         return found.text if isinstance(found, Token) else ""
 
-    def operands(self, *counts: int) -> tuple[Tensor, ...]:
+    def operands(self, *counts: int) -> tuple[TensorNode, ...]:
         if len(self.tensors) not in counts:
             expected = " or ".join(map(str, counts)) + ", all tensors"
             raise error(f"{self.name.text} has {len(self.tensors)} operands", self.name.span, expected=expected)
@@ -554,10 +554,10 @@ class Call:
 
 def parse_dump(text: str, file: str) -> Dump:
     """Parses the `%HostIrContainer` of a text; what stands before it, and nearly all that stands behind, is ignored."""
-    return _Parser(text, file).dump()
+    return _DumpParser(text, file).dump()
 
 
-class _Parser(Scanner):
+class _DumpParser(Scanner):
     def __init__(self, text: str, file: str) -> None:
         super().__init__(text, file)
         self.options: dict[str, Callable[[], Option]] = {
@@ -607,9 +607,9 @@ class _Parser(Scanner):
                 return streams
         return None
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[TensorNode, ...]:
         self.expect("(")
-        found: list[Tensor] = []
+        found: list[TensorNode] = []
         while not self.skip(")"):
             found.append(self.tensor())
             if self.next.text != ")":
@@ -702,7 +702,7 @@ class _Parser(Scanner):
         number = str(self.integer())
         call = self.call(head)
         type, team, root = call.need("type", Token), call.need("team", tuple), call.options.get("root")
-        x, out = call.need("input", Tensor), call.need("output", Tensor)
+        x, out = call.need("input", TensorNode), call.need("output", TensorNode)
         root = root if isinstance(root, (Token, Operation)) else None
         return CommunicationNode(head.span, number, type, team, root, x, out)
 
@@ -721,7 +721,7 @@ class _Parser(Scanner):
         self.skip(";")
         return ComputeNode(span, INFIX[sign.text], out, (left, right))
 
-    def called(self, span: Span, out: Tensor) -> Node:
+    def called(self, span: Span, out: TensorNode) -> Node:
         head = self.word("what gives the tensor")
         cast = _CAST.fullmatch(head.text)
         if head.text not in CALLS and not cast:
@@ -751,15 +751,15 @@ class _Parser(Scanner):
             return ViewNode(span, "dense", out, x)
         return ViewNode(span, "permute" if name == "Set.Permute" else "reshape", out, x)
 
-    def formula_of(self, call: Call, key: str) -> Formula:
+    def formula_of(self, call: CallNode, key: str) -> Formula:
         found = call.options.get(key)
         if not isinstance(found, (Token, Operation)):
             raise error(f"{call.name.text} lacks '{key}='", call.name.span)
         return found
 
-    def call(self, name: Token) -> Call:
+    def call(self, name: Token) -> CallNode:
         """What stands in the parentheses behind a name."""
-        call = Call(name)
+        call = CallNode(name)
         self.expect("(")
         while not self.skip(")"):
             if TENSOR.fullmatch(self.next.text):
@@ -770,7 +770,7 @@ class _Parser(Scanner):
                 self.expect(",")
         return call
 
-    def option(self, call: Call) -> None:
+    def option(self, call: CallNode) -> None:
         words = 0
         while self.ahead(words).text.isidentifier():
             words += 1

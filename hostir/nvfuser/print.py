@@ -36,7 +36,7 @@ class Printed:
         return f"{self.head}[{', '.join([*self.lead, *(d for axis in self.axes for d in axis)])}]{self.mesh}"
 
 
-class Printer:
+class DumpPrinter:
     """Prints one program. Tensors, axes, streams, communications, indices are numbered in the order of definition."""
 
     def __init__(self, program: Program) -> None:
@@ -145,7 +145,7 @@ class Printer:
                 return [f"Wait({self.other[handle.name]})"]
             case comm.Communication():
                 return self.communication(s)
-            case views.ViewOp():
+            case views.ViewStatement():
                 return self.view(s)
             case ops.TensorOp() if not (isinstance(s, ops.Contraction) and s.ready):
                 return self.computation(s)
@@ -159,7 +159,7 @@ class Printer:
     def tensor(self, value: Value) -> Printed:
         return self.shown[value.name]
 
-    def view(self, s: views.ViewOp) -> list[str]:
+    def view(self, s: views.ViewStatement) -> list[str]:
         x = self.tensor(s.x)
         if isinstance(s, host.Select):
             out, index = self.define(s.out, "l"), self.index(s.index)
@@ -208,7 +208,7 @@ class Printer:
             )
         if isinstance(s, ops.Cast):
             return _assign(out, f"__{FLOAT_OF[s.x.tensor.dtype.name]}2{FLOAT_OF[s.dtype]}({first});")
-        if isinstance(s, ops.Copy):
+        if isinstance(s, ops.DenseCopy):
             return _assign(out, f"Set( {first}, cache_op=Streaming )")
         return _assign(out, f"{s.keyword()}({first});")
 
@@ -256,7 +256,7 @@ def print_dump(program: Program) -> str:
     """The program's text in nvFuser's form. Raises for a fusion, which has no host statements yet."""
     if program.phase is not Phase.HOST:
         raise error(f"@{program.name} is a fusion; nvFuser's form prints host programs", hint="lower it first")
-    return Printer(program).text()
+    return DumpPrinter(program).text()
 
 
 def _assign(out: Printed, call: str) -> list[str]:

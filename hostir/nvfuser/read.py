@@ -17,7 +17,7 @@ from hostir.ir.op import Bin, Expr, Lit, Phase, Ref, Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size
 from hostir.ir.source import Diagnostic, Span, did_you_mean, error
-from hostir.ir.tensor_ops import ViewOp
+from hostir.ir.tensor_ops import ViewStatement
 from hostir.ir.types import Kind, TensorType, Type
 from hostir.nvfuser.axes import REDUCING, Types, computed, equate, maps_of, operation, pairwise, settled
 from hostir.nvfuser.parse import (
@@ -32,7 +32,7 @@ from hostir.nvfuser.parse import (
     LoopNode,
     Node,
     StreamNode,
-    Tensor,
+    TensorNode,
     Token,
     ViewNode,
     WaitNode,
@@ -69,13 +69,13 @@ class Builder:
         self.scope[key] = Value(self.names.fresh(name), type, span)
         return self.scope[key]
 
-    def bind(self, tensor: Tensor, type: TensorType) -> Value:
+    def bind(self, tensor: TensorNode, type: TensorType) -> Value:
         value = self.define(tensor.name, tensor.name, type, tensor.span)
         if not self.loops or (_stream(tensor) and not self.sliced(tensor)):
             self.whole.add(value.name)
         return value
 
-    def tensor(self, tensor: Tensor) -> Value:
+    def tensor(self, tensor: TensorNode) -> Value:
         if tensor.name not in self.scope:
             known = [n for n in self.scope if n.startswith("T")]
             hint = did_you_mean(tensor.name, known)
@@ -83,13 +83,13 @@ class Builder:
             raise error(f"{tensor.name} does not exist here", tensor.span, expected=expected, hint=hint)
         return self.scope[tensor.name]
 
-    def operand(self, tensor: Tensor) -> Value:
+    def operand(self, tensor: TensorNode) -> Value:
         """What a tensor stands for in a statement: in a loop, the round's slice of one that was there before it."""
         value = self.tensor(tensor)
         cut = self.cut(tensor, value) if self.loops else None
         return self.slice(value, *cut, tensor) if cut else value
 
-    def slice(self, whole: Value, axis: int, count: Size, tensor: Tensor) -> Value:
+    def slice(self, whole: Value, axis: int, count: Size, tensor: TensorNode) -> Value:
         """This round's of so many slices of an axis, where the value has all of them."""
         if whole.name not in self.whole:
             return whole
@@ -106,7 +106,7 @@ class Builder:
             self.scope[key] = chunk.out
         return self.scope[key]
 
-    def cut(self, tensor: Tensor, x: Value) -> tuple[int, Size] | None:
+    def cut(self, tensor: TensorNode, x: Value) -> tuple[int, Size] | None:
         """The axis of `x` that has a Stream axis in it, as a tensor is printed, and the number of slices."""
         kept = [group for group in self.types.logical(tensor, x.tensor.partial)[0] if not group.reduced]
         for axis, group in enumerate(kept):
@@ -118,22 +118,22 @@ class Builder:
                     return axis, domain.extent.size
         return None
 
-    def destination(self, tensor: Tensor) -> Value:
+    def destination(self, tensor: TensorNode) -> Value:
         """What a statement writes: memory that the tensor already stands for, or else new memory."""
         return self.operand(tensor) if tensor.name in self.scope else self.allocate(tensor)
 
-    def allocate(self, tensor: Tensor) -> Value:
+    def allocate(self, tensor: TensorNode) -> Value:
         value = self.bind(tensor, self.type_of(tensor))
         self.emit(host.Allocate(value), tensor.span)
         return value
 
-    def temporary(self, near: Tensor, type: TensorType) -> Value:
+    def temporary(self, near: TensorNode, type: TensorType) -> Value:
         return Value(self.names.fresh(near.name), type, near.span)
 
-    def type_of(self, tensor: Tensor) -> TensorType:
+    def type_of(self, tensor: TensorNode) -> TensorType:
         return self.types.type_of(tensor, sliced=self.sliced(tensor))
 
-    def sliced(self, tensor: Tensor) -> bool:
+    def sliced(self, tensor: TensorNode) -> bool:
         """Whether what is made here is one round's slice: in a loop with as many rounds as the tensor has slices."""
         stream = _stream(tensor)
         return stream is not None and self.loop_over(stream.extent.size) is not None
@@ -148,7 +148,7 @@ class Builder:
         match statement:
             case host.Allocate(out=out):
                 self.owned[-1][out.name] = out
-            case ViewOp(x=x, out=out):
+            case ViewStatement(x=x, out=out):
                 self.memory[out.name] = self.memory.get(x.name, x.name)
             case host.FreeBuffer(x=x):
                 for owned in self.owned:
@@ -224,7 +224,7 @@ class Builder:
         return formula if isinstance(formula, Token) else self.first(formula.left)
 
 
-def _stream(tensor: Tensor) -> IterDomain | None:
+def _stream(tensor: TensorNode) -> IterDomain | None:
     return next((d for d in tensor.domains if d.on == "stream" and d.kind != "r"), None)
 
 
@@ -243,10 +243,10 @@ TRANSFERS: dict[str, type[comm.Transfer]] = {
     "Scatter": comm.Scatter,
     "SendRecv": comm.SendRecv,
 }
-V = TypeVar("V", bound=views.ViewOp)
+V = TypeVar("V", bound=views.ViewStatement)
 
 
-class Reader(Builder):
+class DumpReader(Builder):
     """Reads one dump, node by node."""
 
     def __init__(self, dump: Dump, file: str) -> None:
@@ -273,7 +273,7 @@ class Reader(Builder):
         program = Program(name, Phase.HOST, meshes, inputs, outputs, tuple(self.body), streams, sizes.aliases)
         return settled(program, sizes), warnings
 
-    def output(self, tensor: Tensor, warnings: list[Diagnostic]) -> Value | None:
+    def output(self, tensor: TensorNode, warnings: list[Diagnostic]) -> Value | None:
         """The value behind an output. One that lives in a loop only is reported and dropped."""
         if tensor.name in self.scope:
             return self.scope[tensor.name]
@@ -347,7 +347,7 @@ class Reader(Builder):
         out = self.operand(node.out) if node.out.name in self.scope else None
         printed = self.types.type_of(node.out, sliced=self.sliced(node.out), partial=partial)
         target = self.bind(node.out, printed) if out is None else self.temporary(node.out, printed)
-        view: views.ViewOp = views.Reshape(x, target)
+        view: views.ViewStatement = views.Reshape(x, target)
         if node.op == "permute":
             view = views.Permute(x, target, self.order(node))
         elif node.op == "dense":
@@ -357,7 +357,7 @@ class Reader(Builder):
         self.emit(self.inferred(view, node), node.span)
         if out is not None:  # the view is written to memory that exists
             self.same_shape(out, target, node.span)
-            self.emit(ops.Copy(out, target), node.span)
+            self.emit(ops.DenseCopy(out, target), node.span)
         return None
 
     def inferred(self, view: V, node: ViewNode) -> V:
@@ -448,7 +448,7 @@ class Reader(Builder):
         self.same_shape(x, target, node.span)
         self.emit(views.Shard(x, target), node.span)
         if out:
-            self.emit(ops.Copy(out, target), node.span)
+            self.emit(ops.DenseCopy(out, target), node.span)
         return True
 
     def summed(self, node: ComputeNode, x: Value, out: Value) -> int:

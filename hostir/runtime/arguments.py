@@ -25,17 +25,17 @@ from hostir.runtime.sharding import (
 from hostir.runtime.unroll import (
     CALLER,
     NONE,
-    Allocate,
-    Collective,
-    Compute,
-    Copy,
-    Mark,
-    Messages,
+    AllocateOp,
+    CollectiveOp,
+    ComputeOp,
+    CopyOp,
+    MarkOp,
+    MessagesOp,
     Op,
-    Recording,
-    Synchronize,
-    Wait,
-    record,
+    SynchronizeOp,
+    UnrolledProgram,
+    WaitOp,
+    unroll,
 )
 
 # Inputs ---------------------------------------------------------------------------------------------------------------
@@ -108,15 +108,15 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
     for rank, mine in ranks:
         sizes = solve_sizes(program, mine, sizes, rank=rank, device="cpu")
     for rank, mine in odd:
-        tell_copies(record(program, rank, sizes, mine))
+        tell_copies(unroll(program, rank, sizes, mine))
 
 
-def tell_copies(recording: Recording) -> None:
+def tell_copies(unrolled: UnrolledProgram) -> None:
     """Warns, once for each, of inputs that every call copies, as the program needs them dense and they are not."""
-    program = recording.program
-    copies = [op for op in recording.ops if isinstance(op, Compute) and isinstance(op.place.statement, Dense)]
-    for register in dict.fromkeys(op.operands[0] for op in copies if op.operands[0] in recording.inputs):
-        name = program.inputs[recording.inputs.index(register)].name
+    program = unrolled.program
+    copies = [op for op in unrolled.ops if isinstance(op, ComputeOp) and isinstance(op.place.statement, Dense)]
+    for register in dict.fromkeys(op.operands[0] for op in copies if op.operands[0] in unrolled.inputs):
+        name = program.inputs[unrolled.inputs.index(register)].name
         message = f"Every call of @{program.name} copies its input %{name}, which must be dense and is not contiguous."
         warn_once(program.name, message, f"pass {name}.contiguous(), made once, to save the copies")
 
@@ -145,15 +145,15 @@ Key = list[tuple[Any, ...] | None]
 UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # from what is no tensor, or has no memory
 
 
-def homes(recording: Recording) -> tuple[int, ...]:
+def homes(unrolled: UnrolledProgram) -> tuple[int, ...]:
     """For each output the register of the buffer whose place the caller's tensor takes; NONE where it gets a copy.
 
     It takes the place of what the program allocates and returns whole, once, and touches only behind the beginning of
     the call: the caller's stream may have used the tensor before, while nobody has used what is allocated.
     """
-    allocated = {op.out for op in recording.ops if isinstance(op, Allocate)} - _early(recording)
+    allocated = {op.out for op in unrolled.ops if isinstance(op, AllocateOp)} - _early(unrolled)
     found: list[int] = []
-    for register in recording.outputs:
+    for register in unrolled.outputs:
         found.append(register if register in allocated else NONE)
         allocated.discard(register)
     return tuple(found)
@@ -174,28 +174,28 @@ def deliver(given: Sequence[Part], outputs: Sequence[int], registers: Sequence[A
     return tuple(given)
 
 
-def _early(recording: Recording) -> set[int]:
+def _early(unrolled: UnrolledProgram) -> set[int]:
     """Buffers that a stream touches which may not have waited for what the caller's stream did before the call."""
     behind, handles = {CALLER}, set[int]()
     early: set[int] = set()
-    for op in recording.ops:
-        if isinstance(op, Synchronize):
+    for op in unrolled.ops:
+        if isinstance(op, SynchronizeOp):
             behind |= {op.stream} if op.other in behind else set()
-        elif isinstance(op, Wait):
+        elif isinstance(op, WaitOp):
             behind |= {op.stream} if op.handle in handles else set()
         elif op.stream not in behind:
-            early.update(recording.buffers[register] for register in _touched(op))
-        elif isinstance(op, Collective | Messages | Mark):
+            early.update(unrolled.buffers[register] for register in _touched(op))
+        elif isinstance(op, CollectiveOp | MessagesOp | MarkOp):
             handles.add(op.handle)
     return early
 
 
 def _touched(op: Op) -> tuple[int, ...]:
-    if isinstance(op, Compute):
+    if isinstance(op, ComputeOp):
         return op.touches
-    if isinstance(op, Copy | Collective):
+    if isinstance(op, CopyOp | CollectiveOp):
         return op.x, op.out
-    if isinstance(op, Messages):
+    if isinstance(op, MessagesOp):
         return tuple(register for register, _ in chain(op.sends, op.receives))
     return ()
 
@@ -232,10 +232,10 @@ def unwritable(tensors: Iterable[Any]) -> bool:
     return outside and any(isinstance(x, torch.Tensor) and x.is_inference() for x in tensors)
 
 
-def check_out(recording: Recording, given: Sequence[Part], inputs: Sequence[Part], device: torch.device) -> None:
+def check_out(unrolled: UnrolledProgram, given: Sequence[Part], inputs: Sequence[Part], device: torch.device) -> None:
     """Raises HostIRError unless `given` are tensors for this rank's outputs, on a device, apart from all others."""
-    program, rank = recording.program, recording.rank
-    check_given(program, rank, given, expected_parts(program, rank, recording.sizes), device)
+    program, rank = unrolled.program, unrolled.rank
+    check_given(program, rank, given, expected_parts(program, rank, unrolled.sizes), device)
     check_out_apart(program, given, inputs)
 
 

@@ -45,7 +45,7 @@ from hostir.runtime.sharding import assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
 from hostir.runtime.trace import Timeline, Trace
-from hostir.runtime.unroll import NONE, record
+from hostir.runtime.unroll import NONE, unroll
 from hostir.runtime.watchdog import Watchdog
 
 # torch.compile --------------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class Executor:
             if plan is None or key != self._key:
                 plan = self._choose(key, inputs)
             elif self._compare:
-                self._begin(plan.recording.sizes, planned=True)
+                self._begin(plan.unrolled.sizes, planned=True)
             if self._written:
                 self._keep_apart(key, inputs)
             given = None if out is None else self._take(plan, inputs, out)
@@ -347,7 +347,7 @@ class Executor:
             return tuple(None for _ in inputs)
         with self._calls.lock:
             plan = self._choose(look(inputs), inputs, places=True)
-        found = places(plan.recording, plan.memory)
+        found = places(plan.unrolled, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
 
     def _issue(self, plan: CudaPlan, inputs: Sequence[Part], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
@@ -419,7 +419,7 @@ class Executor:
         hint = "HOSTIR_TIMEOUT sets how long it may take"
         busy = []
         if isinstance(plan, CudaPlan):
-            busy = [(op.place.statement.span, f"{plan.recording.describe(op)}: {what}") for op, what in plan.busy()]
+            busy = [(op.place.statement.span, f"{plan.unrolled.describe(op)}: {what}") for op, what in plan.busy()]
         if not busy:
             return error(f"rank {self.rank}: {late}", hint=hint)
         (span, first), *others = busy
@@ -449,7 +449,7 @@ class Executor:
                 self._drop_stale()
             self._tell(plan, time.perf_counter() - began)
         else:
-            self._begin(plan.recording.sizes, planned=True, places=places)
+            self._begin(plan.unrolled.sizes, planned=True, places=places)
         self.plans.keep(tuple(key or ()), plan)
         if plan.memory is not None:
             plan.memory.used = time.monotonic()
@@ -479,26 +479,26 @@ class Executor:
                 self._refuse_shared_queues(sizes)
             refuse_gradients(self.program, inputs)
             check_apart(self.program, self._written, inputs)
-            recording = record(self.program, self.rank, sizes, inputs)
+            unrolled = unroll(self.program, self.rank, sizes, inputs)
         except HostIRError as refusal:
             if self._agreement.refuse(refusal):
                 raise self._blamed(refusal) from refusal.__cause__
             raise
         self._begin(sizes, planned=False, places=places)
         self._agreement.reach(sizes)
-        tell_copies(recording)
+        tell_copies(unrolled)
         with torch.inference_mode(False):  # what a plan holds is for calls in any mode
             if isinstance(machine, GlooMachine):
-                return machine.plan(recording, self.trace)
-            return machine.plan(recording, Timeline(recording, self.trace) if self.trace is not None else None)
+                return machine.plan(unrolled, self.trace)
+            return machine.plan(unrolled, Timeline(unrolled, self.trace) if self.trace is not None else None)
 
     def _tell(self, plan: Plan, seconds: float) -> None:
         """Logs a plan that was made, and why no graph is captured of it."""
         if not LOG.isEnabledFor(logging.INFO):
             return
-        recording, name = plan.recording, self.program.name
-        sizes = "".join(f" {size}={value}" for size, value in sorted(recording.sizes.items()))
-        allocated, symmetric = recording.memory
+        unrolled, name = plan.unrolled, self.program.name
+        sizes = "".join(f" {size}={value}" for size, value in sorted(unrolled.sizes.items()))
+        allocated, symmetric = unrolled.memory
         made = "@%s: planned%s in %.1f ms; a call allocates %d bytes, and %d bytes of symmetric memory stay"
         LOG.info(made, name, f" for{sizes}" if sizes else "", seconds * 1e3, allocated, symmetric)
         if isinstance(plan, CudaPlan) and (self._graphs is None or plan.eager_only):
@@ -517,7 +517,7 @@ class Executor:
         given = sequence_of(out)
         looks, where = look(given), (plan, *addresses((*inputs, *given)))
         if looks is None or looks != self._given or where != self._where or unwritable(given):
-            check_out(plan.recording, given, inputs, self._machine.device)
+            check_out(plan.unrolled, given, inputs, self._machine.device)
             self._given, self._where = looks, where
         return given
 

@@ -42,13 +42,13 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class View:
+class WholeView:
     """Some elements of `parent`: those of `part(parent)`, a strided view, in the shape `shape`.
 
     A piece of a sharded axis is some rows of every rank's part, which no strides express; two steps do.
     """
 
-    parent: Whole | View
+    parent: Whole | WholeView
     part: Callable[[torch.Tensor], torch.Tensor]
     shape: tuple[int, ...]
 
@@ -64,7 +64,7 @@ class View:
         self.parent.put(whole)
 
 
-Handle = Whole | View
+Handle = Whole | WholeView
 
 
 class Reference:
@@ -87,26 +87,26 @@ class Reference:
     def free(self, x: Handle) -> None:
         x.put(torch.full_like(x.get(), float("nan")))
 
-    def select(self, x: Handle, axis: int, index: int) -> View:
+    def select(self, x: Handle, axis: int, index: int) -> WholeView:
         shape = tuple(x.get().shape)
-        return View(x, lambda t: t.select(axis, index), (*shape[:axis], *shape[axis + 1 :]))
+        return WholeView(x, lambda t: t.select(axis, index), (*shape[:axis], *shape[axis + 1 :]))
 
-    def chunk(self, x: Handle, axis: int, outer: int, count: int, index: int) -> View:
+    def chunk(self, x: Handle, axis: int, outer: int, count: int, index: int) -> WholeView:
         shape = tuple(x.get().shape)
         inner = shape[axis] // (outer * count)
         pieces = (outer, count, inner)
-        return View(
+        return WholeView(
             x,
             lambda t: t.unflatten(axis, pieces).select(axis + 1, index),
             (*shape[:axis], outer * inner, *shape[axis + 1 :]),
         )
 
-    def reshape(self, x: Handle, shape: tuple[int, ...]) -> View:
-        return View(x, lambda t: t, shape)
+    def reshape(self, x: Handle, shape: tuple[int, ...]) -> WholeView:
+        return WholeView(x, lambda t: t, shape)
 
-    def permute(self, x: Handle, axes: tuple[int, ...]) -> View:
+    def permute(self, x: Handle, axes: tuple[int, ...]) -> WholeView:
         shape = x.get().shape
-        return View(x, lambda t: t.permute(axes), tuple(shape[axis] for axis in axes))
+        return WholeView(x, lambda t: t.permute(axes), tuple(shape[axis] for axis in axes))
 
     def dense(self, x: Handle) -> Handle:
         return x

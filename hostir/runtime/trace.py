@@ -17,7 +17,7 @@ from hostir.ir.comm_ops import Communication, Message
 from hostir.ir.onesided_ops import Get, Put
 from hostir.ir.op import REGISTRY
 from hostir.ir.tensor_ops import Linear, Matmul
-from hostir.runtime.unroll import CALLER, Allocate, Collective, Messages, Op, Recording, Step, Wait
+from hostir.runtime.unroll import CALLER, AllocateOp, CollectiveOp, MessagesOp, Op, Step, UnrolledProgram, WaitOp
 
 # Traces ---------------------------------------------------------------------------------------------------------------
 # What ran when: a Chrome trace that Perfetto opens, and a picture of the timeline.
@@ -32,7 +32,7 @@ WIDTH, LEFT, RIGHT, TOP, LANE, GAP, BOTTOM = 1200, 190, 24, 64, 20, 10, 44
 CHARACTER = 6.2  # of the text in a bar
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """A statement that ran on one stream of one rank, in round `rounds` of its loops; times in seconds."""
 
     rank: int
@@ -74,15 +74,15 @@ class Trace:
     """
 
     title: str = "hostir"
-    events: list[Event] = field(default_factory=list)
+    events: list[TraceEvent] = field(default_factory=list)
 
     def add(
         self, rank: int, stream: str, statement: str, start: float, end: float, rounds: tuple[int, ...] = ()
     ) -> None:
         """Notes that a statement ran from `start` to `end`, in seconds by a clock that all ranks share."""
-        self.events.append(Event(rank, stream, statement, start, end, rounds))
+        self.events.append(TraceEvent(rank, stream, statement, start, end, rounds))
 
-    def extend(self, events: Iterable[Event]) -> None:
+    def extend(self, events: Iterable[TraceEvent]) -> None:
         self.events.extend(events)
 
     @property
@@ -147,7 +147,7 @@ class Trace:
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
         return "\n".join([head, STYLE, *self._legend(), *body, *grid, *bars, "</svg>"]) + "\n"
 
-    def _bar(self, e: Event, x: float, y: int, scale: float) -> str:
+    def _bar(self, e: TraceEvent, x: float, y: int, scale: float) -> str:
         width = max((e.end - e.start) * scale, 0.75)
         rounds = f", round {', '.join(map(str, e.rounds))}" if e.rounds else ""
         tip = f"{e.statement}\n{_time(e.end - e.start)}{rounds}"
@@ -212,7 +212,7 @@ def _ticks(span: float) -> list[tuple[float, str]]:
 
 def lane_of(op: Op) -> str:
     """The track of a trace that an operation belongs on."""
-    if isinstance(op, Collective | Messages):
+    if isinstance(op, CollectiveOp | MessagesOp):
         return f"communication {op.team}"
     return "caller" if op.stream == CALLER else f"stream {op.stream}"
 
@@ -224,17 +224,17 @@ class Timeline:
     stream that waits for it goes on.
     """
 
-    def __init__(self, recording: Recording, trace: Trace) -> None:
-        self.recording = recording
+    def __init__(self, unrolled: UnrolledProgram, trace: Trace) -> None:
+        self.unrolled = unrolled
         self.trace = trace
         self.spans: list[tuple[Op, torch.cuda.Event, torch.cuda.Event]] = []
         self.flights: dict[int, torch.cuda.Event] = {}  # by handle: where the communication ends
 
     def timed(self, op: Op, step: Step, streams: Sequence[torch.cuda.Stream]) -> Step:
         """The step with events before and after it."""
-        if isinstance(op, Allocate):
+        if isinstance(op, AllocateOp):
             return step
-        if isinstance(op, Wait):
+        if isinstance(op, WaitOp):
             return self.ends(step, self.flights.pop(op.handle, None), streams, op.stream)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.spans.append((op, start, end))
@@ -243,7 +243,7 @@ class Timeline:
             start.record(streams[op.stream])
             step()
 
-        if isinstance(op, Collective | Messages):
+        if isinstance(op, CollectiveOp | MessagesOp):
             self.flights[op.handle] = end
             return begun
         return self.ends(begun, end, streams, op.stream)
@@ -267,5 +267,5 @@ class Timeline:
         now = time.time()
         for op, start, end in self.spans:
             begin, stop = (now + anchor.elapsed_time(event) / 1e3 for event in (start, end))
-            text = self.recording.text(op)
-            self.trace.add(self.recording.rank, lane_of(op), text, begin, stop, op.place.rounds)
+            text = self.unrolled.text(op)
+            self.trace.add(self.unrolled.rank, lane_of(op), text, begin, stop, op.place.rounds)

@@ -43,7 +43,7 @@ def flag_value(call: int, epoch: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class StatementPlace:
     """A statement, and the indices of the loops around it, outermost first."""
 
     statement: Statement
@@ -55,12 +55,12 @@ class Place:
 class Op:
     """One operation. `stream` is the stream that is current where it is issued."""
 
-    place: Place
+    place: StatementPlace
     stream: int
 
 
 @dataclass(frozen=True)
-class Allocate(Op):
+class AllocateOp(Op):
     """`registers[out]` becomes a dense uninitialised tensor, unless the caller's tensor for an output is there."""
 
     out: int
@@ -69,7 +69,7 @@ class Allocate(Op):
 
 
 @dataclass(frozen=True)
-class Symmetric(Op):
+class SymmetricOp(Op):
     """`registers[out]` becomes `rank`'s buffer of those that ranks allocate under one name in one round.
 
     It is dense, belongs to the executor, and is the same in every run with these sizes. Flags are int64.
@@ -84,7 +84,7 @@ class Symmetric(Op):
 
 
 @dataclass(frozen=True)
-class View(Op):
+class ViewOp(Op):
     """`registers[out]` becomes a view of the buffer `x`; `offset` counts elements from the buffer's first.
 
     Where the view is `x[index]`, `index` says so: torch makes such a view in two thirds of the time.
@@ -107,14 +107,14 @@ def index_of(whole: torch.Tensor, view: torch.Tensor) -> int | None:
 
 
 @dataclass(frozen=True)
-class Free(Op):
+class FreeOp(Op):
     """The buffer and all its views go."""
 
     buffer: int
 
 
 @dataclass(frozen=True)
-class Compute(Op):
+class ComputeOp(Op):
     """Kernel `kind` writes `out`.
 
     With `ready`, whose flags and own rows are registers, it computes each block of rows once the flag of that block is
@@ -138,7 +138,7 @@ class Compute(Op):
 
 
 @dataclass(frozen=True)
-class Copy(Op):
+class CopyOp(Op):
     """`out` becomes `x`, without SMs if `sms` is 0, else by a kernel on so many. One may be a peer's memory."""
 
     x: int
@@ -147,7 +147,7 @@ class Copy(Op):
 
 
 @dataclass(frozen=True)
-class Signal(Op):
+class SignalOp(Op):
     """Element `slot` of `flags`, which are those of `peer`, reaches an epoch of this call.
 
     The stream itself sees to that if `sms` is 0, else a kernel on so many.
@@ -161,7 +161,7 @@ class Signal(Op):
 
 
 @dataclass(frozen=True)
-class WaitSignal(Op):
+class WaitSignalOp(Op):
     """The stream waits until element `slot` of this rank's `flags` has reached an epoch of this call."""
 
     flags: int
@@ -170,7 +170,7 @@ class WaitSignal(Op):
 
 
 @dataclass(frozen=True)
-class Barrier(Op):
+class BarrierOp(Op):
     """The stream waits for the ranks of a team, each at its barrier of this number, which counts in every call."""
 
     team: tuple[int, ...]
@@ -178,7 +178,7 @@ class Barrier(Op):
 
 
 @dataclass(frozen=True)
-class Collective(Op):
+class CollectiveOp(Op):
     """A communication of the whole team. `x` and `out` are dense, and the same memory for an allreduce."""
 
     kind: str
@@ -189,7 +189,7 @@ class Collective(Op):
 
 
 @dataclass(frozen=True)
-class Messages(Op):
+class MessagesOp(Op):
     """Pieces to and from other ranks: pairs of a register and a rank.
 
     Where it is `collective`, it is one rank's side of a transfer between meshes, and has its turn among the collectives
@@ -204,35 +204,35 @@ class Messages(Op):
 
 
 @dataclass(frozen=True)
-class Mark(Op):
+class MarkOp(Op):
     """The end, on its own stream, of a communication that stayed within the rank: what other streams wait for."""
 
     handle: int
 
 
 @dataclass(frozen=True)
-class Wait(Op):
+class WaitOp(Op):
     """The stream waits for a communication."""
 
     handle: int
 
 
 @dataclass(frozen=True)
-class Synchronize(Op):
+class SynchronizeOp(Op):
     """The stream waits for all that was issued on the stream `other`."""
 
     other: int
 
 
 @dataclass(frozen=True)
-class Delay(Op):
+class DelayOp(Op):
     """The stream stands still."""
 
     microseconds: int
 
 
 @dataclass(frozen=True)
-class Recording:
+class UnrolledProgram:
     """Operations in the order of issue, and where a call's tensors go and come from.
 
     Fields:
@@ -253,8 +253,8 @@ class Recording:
     @property
     def memory(self) -> tuple[int, int]:
         """Bytes that a run allocates, over all its buffers, and bytes of this rank's symmetric memory."""
-        mine = [op for op in self.ops if isinstance(op, Symmetric) and op.rank == self.rank]
-        return _bytes(op for op in self.ops if isinstance(op, Allocate)), _bytes(mine)
+        mine = [op for op in self.ops if isinstance(op, SymmetricOp) and op.rank == self.rank]
+        return _bytes(op for op in self.ops if isinstance(op, AllocateOp)), _bytes(mine)
 
     def text(self, op: Op) -> str:
         """The statement behind an operation, in one line."""
@@ -271,7 +271,7 @@ class Recording:
         return op.place.statement.fail(f"rank {self.rank}, {self.describe(op)}: {what}")
 
 
-def _bytes(buffers: Iterable[Allocate | Symmetric]) -> int:
+def _bytes(buffers: Iterable[AllocateOp | SymmetricOp]) -> int:
     return sum(prod(op.shape) * op.dtype.itemsize for op in buffers)
 
 
@@ -301,17 +301,17 @@ Step = Callable[[], object]
 
 
 def bind(
-    op: Allocate | View | Compute, registers: list[Any], device: torch.device, kernels: Mapping[str, Kernel]
+    op: AllocateOp | ViewOp | ComputeOp, registers: list[Any], device: torch.device, kernels: Mapping[str, Kernel]
 ) -> Step:
     """The closure that carries out an operation that is the same on every machine."""
-    if isinstance(op, Allocate):
+    if isinstance(op, AllocateOp):
         return _bind_allocate(op, registers, device)
-    if isinstance(op, View):
+    if isinstance(op, ViewOp):
         return _bind_view(op, registers)
     return _bind_compute(op, registers, kernels[op.kind])
 
 
-def _bind_allocate(op: Allocate, registers: list[Any], device: torch.device) -> Step:
+def _bind_allocate(op: AllocateOp, registers: list[Any], device: torch.device) -> Step:
     out, shape, dtype, empty = op.out, op.shape, op.dtype, torch.empty
 
     def step() -> None:
@@ -321,7 +321,7 @@ def _bind_allocate(op: Allocate, registers: list[Any], device: torch.device) -> 
     return step
 
 
-def _bind_view(op: View, registers: list[Any]) -> Step:
+def _bind_view(op: ViewOp, registers: list[Any]) -> Step:
     out, x, shape, stride, offset, index = op.out, op.x, op.shape, op.stride, op.offset, op.index
 
     def item() -> None:
@@ -334,7 +334,7 @@ def _bind_view(op: View, registers: list[Any]) -> Step:
     return strided if index is None else item
 
 
-def _bind_compute(op: Compute, registers: list[Any], kernel: Kernel) -> Step:
+def _bind_compute(op: ComputeOp, registers: list[Any], kernel: Kernel) -> Step:
     out, operands, options = op.out, op.operands, dict(op.options)
     if kernel in REPEATABLE:
         multiply = repeating(kernel, **options)
@@ -354,13 +354,13 @@ def _bind_compute(op: Compute, registers: list[Any], kernel: Kernel) -> Step:
 Extent = tuple[int, int]  # elements of a buffer, from the first to the one behind the last
 
 
-def extents(recording: Recording) -> dict[int, Extent]:
+def extents(unrolled: UnrolledProgram) -> dict[int, Extent]:
     """Those of a program's own buffers, symmetric ones of peers among them, and of views."""
     found: dict[int, Extent] = {}
-    for op in recording.ops:
-        if isinstance(op, Allocate | Symmetric):
+    for op in unrolled.ops:
+        if isinstance(op, AllocateOp | SymmetricOp):
             found[op.out] = 0, prod(op.shape)
-        elif isinstance(op, View):
+        elif isinstance(op, ViewOp):
             last = sum((size - 1) * stride for size, stride in zip(op.shape, op.stride, strict=True))
             found[op.out] = op.offset, op.offset + (last + 1 if prod(op.shape) else 0)
     return found
@@ -375,7 +375,7 @@ def overlap(one: Extent, others: Iterable[Extent]) -> bool:
 # Copies that one kernel carries out -----------------------------------------------------------------------------------
 # Which copies by SMs, with the signals between them, one kernel carries out on CUDA.
 
-HOST = (Allocate, Symmetric, View)  # the device does nothing for these
+HOST = (AllocateOp, SymmetricOp, ViewOp)  # the device does nothing for these
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ class Pushes:
         ops: all of them, in the order of issue.
     """
 
-    copies: tuple[tuple[Copy, Signal | None], ...]
+    copies: tuple[tuple[CopyOp, SignalOp | None], ...]
     ops: tuple[Op, ...]
 
     @property
@@ -397,21 +397,21 @@ class Pushes:
         return self.copies[0][0].sms
 
     @classmethod
-    def of(cls, recording: Recording) -> list[Pushes]:
+    def of(cls, unrolled: UnrolledProgram) -> list[Pushes]:
         """All of a program, each as long as can be."""
-        views = {op.out: op.shape for op in recording.ops if isinstance(op, View)}
-        at = extents(recording)
+        views = {op.out: op.shape for op in unrolled.ops if isinstance(op, ViewOp)}
+        at = extents(unrolled)
         runs: list[_Run] = []
         run: _Run | None = None
-        for op in recording.ops:
+        for op in unrolled.ops:
             if isinstance(op, HOST):
                 continue
-            if isinstance(op, Copy) and op.sms:
+            if isinstance(op, CopyOp) and op.sms:
                 if run is None or not run.takes(op):
-                    run = _Run(recording.buffers, views, at)
+                    run = _Run(unrolled.buffers, views, at)
                     runs.append(run)
                 run.add(op)
-            elif run is not None and isinstance(op, Signal) and run.takes_signal(op):
+            elif run is not None and isinstance(op, SignalOp) and run.takes_signal(op):
                 run.ops.append(op)
             else:
                 run = None
@@ -435,10 +435,10 @@ class _Run:
     read: dict[int, list[Extent]] = field(default_factory=dict)
     written: dict[int, list[Extent]] = field(default_factory=dict)
 
-    def takes(self, op: Copy) -> bool:
+    def takes(self, op: CopyOp) -> bool:
         """Whether a copy is of the same kind as the first, and may run while the others do."""
         first, x, out = self.ops[0], self.buffers[op.x], self.buffers[op.out]
-        assert isinstance(first, Copy)
+        assert isinstance(first, CopyOp)
         alike = op.stream == first.stream and op.sms == first.sms and x == self.buffers[first.x]
         if not alike or self.shapes.get(op.x) != self.shapes.get(first.x):
             return False
@@ -447,23 +447,23 @@ class _Run:
             x in self.written and overlap(self.at[op.x], self.written[x])
         )
 
-    def add(self, op: Copy) -> None:
+    def add(self, op: CopyOp) -> None:
         self.ops.append(op)
         for register, touched in ((op.x, self.read), (op.out, self.written)):
             if register in self.at:  # inputs, which nothing writes, are not
                 touched.setdefault(self.buffers[register], []).append(self.at[register])
 
-    def takes_signal(self, op: Signal) -> bool:
+    def takes_signal(self, op: SignalOp) -> bool:
         """Whether a signal is one of the stream, and right behind a copy."""
-        return not op.sms and isinstance(self.ops[-1], Copy) and self.ops[-1].stream == op.stream
+        return not op.sms and isinstance(self.ops[-1], CopyOp) and self.ops[-1].stream == op.stream
 
 
 def _paired(run: Sequence[Op]) -> Pushes:
     following = [*run[1:], None]
     pairs = [
-        (op, after if isinstance(after, Signal) else None)
+        (op, after if isinstance(after, SignalOp) else None)
         for op, after in zip(run, following, strict=True)
-        if isinstance(op, Copy)
+        if isinstance(op, CopyOp)
     ]
     return Pushes(tuple(pairs), tuple(run))
 
@@ -476,7 +476,7 @@ def room(ops: Sequence[Op], ordered: int, stream: int) -> dict[str, int]:
         ordered: how many of them there were when a statement last ordered a stream.
         stream: its own.
     """
-    spare = any(isinstance(op, Signal) and op.sms for op in ops)
+    spare = any(isinstance(op, SignalOp) and op.sms for op in ops)
     return {"beside": _copying(ops[ordered:], stream), "spare": int(spare)}
 
 
@@ -484,9 +484,9 @@ def _copying(ops: Sequence[Op], stream: int) -> int:
     """On how many SMs the copies go on that come last, where something is issued to their stream; 0 for none."""
     latest = (op for op in reversed(ops) if not isinstance(op, HOST))
     last = next(latest, None)
-    if isinstance(last, Signal) and not last.sms and last.stream == stream:
+    if isinstance(last, SignalOp) and not last.sms and last.stream == stream:
         last = next(latest, None)
-    return last.sms if isinstance(last, Copy) and last.stream == stream else 0
+    return last.sms if isinstance(last, CopyOp) and last.stream == stream else 0
 
 
 # Unrolling ------------------------------------------------------------------------------------------------------------
@@ -498,28 +498,30 @@ def _copying(ops: Sequence[Op], stream: int) -> int:
 COLLECTIVES = ("allgather", "allreduce", "reduce_scatter", "alltoall")
 
 
-def record(program: Program, rank: int, sizes: Mapping[str, int], inputs: Sequence[torch.Tensor | None]) -> Recording:
+def unroll(
+    program: Program, rank: int, sizes: Mapping[str, int], inputs: Sequence[torch.Tensor | None]
+) -> UnrolledProgram:
     """Unrolls a program for this rank and for tensors like `inputs`, of which only shapes, strides and dtypes count.
 
     Raises HostIRError where the program asks for what no machine can do: a stream outside the pool, a view that needs a
     copy, a communication of memory that is not dense or that nothing waits for, a use after free, a peer's memory that
     is not symmetric.
     """
-    recorder = Recorder(program, rank, sizes)
+    recorder = Unroller(program, rank, sizes)
     outputs = interpret(program, recorder, sizes, recorder.take(inputs), recorder)
     return recorder.finish(inputs, outputs)
 
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor while recording: the register of its buffer, and its place in it as a tensor without data."""
+class RegisterView:
+    """A tensor while unrolled: the register of its buffer, and its place in it as a tensor without data."""
 
     buffer: int
     meta: torch.Tensor
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamValue:
     """A stream value, as `current_stream` gives it."""
 
     number: int
@@ -527,7 +529,7 @@ class Stream:
 
 @dataclass
 class Flight:
-    """A communication while recording."""
+    """A communication while unrolled."""
 
     handle: int
     op: Op
@@ -535,7 +537,7 @@ class Flight:
 
 
 @dataclass
-class Recorder(Observer):
+class Unroller(Observer):
     """The machine that takes notes."""
 
     program: Program
@@ -551,7 +553,7 @@ class Recorder(Observer):
     def __post_init__(self) -> None:
         self.metas: dict[int, torch.Tensor] = {}
         self.names: dict[int, str] = {}  # of buffers
-        self.symmetric: dict[int, Symmetric] = {}  # by buffer
+        self.symmetric: dict[int, SymmetricOp] = {}  # by buffer
         self.homes: dict[tuple[str, tuple[int, ...], int], int] = {}  # by name, round and rank: a symmetric buffer
         self.barriers: dict[tuple[int, ...], int] = {}  # of each team: how many there were
         self.views: dict[tuple[Any, ...], int] = {}
@@ -560,12 +562,12 @@ class Recorder(Observer):
         self.alone: Flight | None = None  # the latest message of this rank to itself, in a team of one
 
     def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
-        self.place = Place(statement, rounds)
+        self.place = StatementPlace(statement, rounds)
 
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
         return self.place.statement.fail(message, expected=expected, hint=hint)
 
-    def fail_layout(self, x: Part, message: str, expected: str) -> HostIRError:
+    def fail_layout(self, x: RegisterView, message: str, expected: str) -> HostIRError:
         """An error for how a tensor lies in memory; it names the input, where the tensor is a view of one not dense."""
         if x.buffer > len(self.program.inputs) or self.metas[x.buffer].is_contiguous():
             return self.fail(message, expected=expected, hint="copy it to a buffer of its own first")
@@ -578,9 +580,9 @@ class Recorder(Observer):
             notes=((self.place.statement.span, message),),
         )
 
-    def take(self, inputs: Sequence[torch.Tensor | None]) -> list[Part | None]:
+    def take(self, inputs: Sequence[torch.Tensor | None]) -> list[RegisterView | None]:
         """A part for each input of a call."""
-        parts: list[Part | None] = []
+        parts: list[RegisterView | None] = []
         for value, x in zip(self.program.inputs, inputs, strict=True):
             buffer = self.new_register()
             self.names[buffer] = value.name
@@ -588,7 +590,7 @@ class Recorder(Observer):
         return parts
 
     # The machine protocol -----------------------------------------------------------------------------------------
-    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Part:
+    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> RegisterView:
         name = next((v.name for v in self.place.statement.named), "")
         if not symmetric:
             part = self.buffer(shape, torch_dtype(dtype))
@@ -600,35 +602,37 @@ class Recorder(Observer):
             raise self.fail(f"%{name} had another shape before", expected="one shape on all ranks, in every call")
         return part
 
-    def free(self, x: Part) -> None:
+    def free(self, x: RegisterView) -> None:
         self.check_held(x)
         self.freed.add(x.buffer)
         if x.buffer in self.owned:
-            self.emit(Free, buffer=x.buffer)
+            self.emit(FreeOp, buffer=x.buffer)
 
-    def select(self, x: Part, axis: int, index: int) -> Part:
-        return Part(x.buffer, x.meta.select(axis, index))
+    def select(self, x: RegisterView, axis: int, index: int) -> RegisterView:
+        return RegisterView(x.buffer, x.meta.select(axis, index))
 
-    def chunk(self, x: Part, axis: int, outer: int, count: int, index: int) -> Part:
+    def chunk(self, x: RegisterView, axis: int, outer: int, count: int, index: int) -> RegisterView:
         shape = x.meta.shape
         cut = self.view(x, (*shape[:axis], outer, count, shape[axis] // (outer * count), *shape[axis + 1 :]))
-        piece = Part(x.buffer, cut.meta.select(axis + 1, index))
+        piece = RegisterView(x.buffer, cut.meta.select(axis + 1, index))
         return self.view(piece, (*shape[:axis], shape[axis] // count, *shape[axis + 1 :]))
 
-    def reshape(self, x: Part, shape: tuple[int, ...]) -> Part:
+    def reshape(self, x: RegisterView, shape: tuple[int, ...]) -> RegisterView:
         return self.view(x, shape)
 
-    def permute(self, x: Part, axes: tuple[int, ...]) -> Part:
-        return Part(x.buffer, x.meta.permute(axes))
+    def permute(self, x: RegisterView, axes: tuple[int, ...]) -> RegisterView:
+        return RegisterView(x.buffer, x.meta.permute(axes))
 
-    def dense(self, x: Part) -> Part:
+    def dense(self, x: RegisterView) -> RegisterView:
         if x.meta.is_contiguous():
             return x
         copy = self.buffer(tuple(x.meta.shape), x.meta.dtype)
-        self.emit(Compute, kind="copy", out=copy.buffer, operands=(self.register(x),), options={})
+        self.emit(ComputeOp, kind="copy", out=copy.buffer, operands=(self.register(x),), options={})
         return copy
 
-    def compute(self, kind: str, out: Part, operands: Sequence[Part | None], options: Mapping[str, Any]) -> None:
+    def compute(
+        self, kind: str, out: RegisterView, operands: Sequence[RegisterView | None], options: Mapping[str, Any]
+    ) -> None:
         ready, others = options.get("ready"), {name: x for name, x in options.items() if name != "ready"}
         if isinstance(ready, Ready):
             flags, own = self.at_rank(ready.flags, self.rank), ready.own
@@ -636,9 +640,9 @@ class Recorder(Observer):
             self.check_epoch(ready.epoch)
         registers, target = tuple(map(self.register, operands)), self.register(out)
         sms = room(self.ops, self.ordered, self.stream) if ready else {}
-        self.emit(Compute, kind=kind, out=target, operands=registers, options=others, ready=ready, **sms)
+        self.emit(ComputeOp, kind=kind, out=target, operands=registers, options=others, ready=ready, **sms)
 
-    def communicate(self, exchange: Exchange, x: Part | None, out: Part | None) -> Flight:
+    def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         for part, what in ((x, "sends"), (out, "fills")):
             if part is not None:
                 self.check_dense(part, f"the tensor that {exchange.kind} {what} is not dense")
@@ -647,49 +651,49 @@ class Recorder(Observer):
         if len(exchange.team) == 1 or exchange.kind == "allreduce":
             self.copy_here(x, out)
         if len(exchange.team) == 1:
-            return self.start(Mark)
+            return self.start(MarkOp)
         source = self.register(out if exchange.kind == "allreduce" else x)
-        return self.start(Collective, kind=exchange.kind, team=exchange.team, x=source, out=self.register(out))
+        return self.start(CollectiveOp, kind=exchange.kind, team=exchange.team, x=source, out=self.register(out))
 
     def wait(self, handle: Flight | None) -> None:
         assert handle is not None
         handle.waited = True
         self.follow(handle)
 
-    def current_stream(self) -> Stream:
-        return Stream(self.stream)
+    def current_stream(self) -> StreamValue:
+        return StreamValue(self.stream)
 
-    def set_stream(self, stream: Stream | int) -> None:
+    def set_stream(self, stream: StreamValue | int) -> None:
         self.stream = self.number(stream)
 
-    def synchronize(self, stream: Stream | int) -> None:
+    def synchronize(self, stream: StreamValue | int) -> None:
         other, self.ordered = self.number(stream), len(self.ops)
         if other != self.stream:
-            self.emit(Synchronize, other=other)
+            self.emit(SynchronizeOp, other=other)
 
     def delay(self, microseconds: int) -> None:
-        self.emit(Delay, microseconds=microseconds)
+        self.emit(DelayOp, microseconds=microseconds)
 
-    def copy(self, x: Part, out: Part, source: int, target: int, sms: int = 0) -> None:
+    def copy(self, x: RegisterView, out: RegisterView, source: int, target: int, sms: int = 0) -> None:
         for part in (x, out) if sms else ():
             self.check_dense(part, "SMs copy between dense tensors")
         x = x if source == self.rank else self.at_rank(x, source)
         out = out if target == self.rank and not sms else self.at_rank(out, target)
-        self.emit(Copy, x=self.register(x), out=self.register(out), sms=sms)
+        self.emit(CopyOp, x=self.register(x), out=self.register(out), sms=sms)
 
-    def signal(self, flags: Part, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
+    def signal(self, flags: RegisterView, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
         self.check_epoch(epoch)
-        self.emit(Signal, flags=self.register(self.at_rank(flags, peer)), slot=slot, epoch=epoch, peer=peer, sms=sms)
+        self.emit(SignalOp, flags=self.register(self.at_rank(flags, peer)), slot=slot, epoch=epoch, peer=peer, sms=sms)
 
-    def wait_signal(self, flags: Part, slot: int, epoch: int) -> None:
+    def wait_signal(self, flags: RegisterView, slot: int, epoch: int) -> None:
         self.check_epoch(epoch)
-        self.emit(WaitSignal, flags=self.register(self.at_rank(flags, self.rank)), slot=slot, epoch=epoch)
+        self.emit(WaitSignalOp, flags=self.register(self.at_rank(flags, self.rank)), slot=slot, epoch=epoch)
 
     def barrier(self, team: tuple[int, ...]) -> None:
         number = self.barriers.get(team, 0)
         self.barriers[team], self.ordered = number + 1, len(self.ops)
         if len(team) > 1:
-            self.emit(Barrier, team=team, number=number)
+            self.emit(BarrierOp, team=team, number=number)
 
     # How it takes them --------------------------------------------------------------------------------------------
     def emit(self, op: type[Op], /, **fields: Any) -> Op:
@@ -700,32 +704,34 @@ class Recorder(Observer):
         self.buffers.append(buffer)
         return len(self.buffers) - 1
 
-    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Part:
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> RegisterView:
         buffer = self.new_register()
         self.owned.add(buffer)
-        self.emit(Allocate, out=buffer, shape=shape, dtype=dtype)
+        self.emit(AllocateOp, out=buffer, shape=shape, dtype=dtype)
         return self.whole(buffer, torch.empty(shape, dtype=dtype, device="meta"))
 
-    def home(self, name: str, rounds: tuple[int, ...], rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Part:
+    def home(
+        self, name: str, rounds: tuple[int, ...], rank: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> RegisterView:
         """A rank's symmetric buffer, made known by an operation the first time that this rank names it."""
         place = name, rounds, rank
         if place in self.homes:
-            return Part(self.homes[place], self.metas[self.homes[place]])
+            return RegisterView(self.homes[place], self.metas[self.homes[place]])
         buffer = self.homes[place] = self.new_register()
         self.names[buffer] = name
-        op = Symmetric(self.place, self.stream, buffer, name, rounds, shape, dtype, rank)
+        op = SymmetricOp(self.place, self.stream, buffer, name, rounds, shape, dtype, rank)
         self.symmetric[buffer] = op
         self.ops.append(op)
         return self.whole(buffer, torch.empty(shape, dtype=dtype, device="meta"))
 
-    def at_rank(self, x: Part, rank: int) -> Part:
+    def at_rank(self, x: RegisterView, rank: int) -> RegisterView:
         """The same view of a rank's buffer. Raises for a view of what is not symmetric."""
         own, name = self.symmetric.get(x.buffer), self.names[x.buffer]
         if own is None:
             raise self.fail(f"%{name} is not symmetric", expected="a view of what allocate_symmetric gives")
-        return Part(self.home(own.name, own.rounds, rank, own.shape, own.dtype).buffer, x.meta)
+        return RegisterView(self.home(own.name, own.rounds, rank, own.shape, own.dtype).buffer, x.meta)
 
-    def check_dense(self, x: Part, message: str) -> None:
+    def check_dense(self, x: RegisterView, message: str) -> None:
         if not x.meta.is_contiguous():
             expected = f"the strides of a dense {list(x.meta.shape)}, not {list(x.meta.stride())}"
             raise self.fail_layout(x, message, expected)
@@ -734,14 +740,14 @@ class Recorder(Observer):
         if epoch >= EPOCHS:
             raise self.fail(f"epoch {epoch} of a flag", expected=f"at most {EPOCHS - 1}")
 
-    def whole(self, buffer: int, meta: torch.Tensor) -> Part:
+    def whole(self, buffer: int, meta: torch.Tensor) -> RegisterView:
         """A new buffer, as the tensor that it is."""
         self.buffers[buffer] = buffer
         self.metas[buffer] = meta
         self.views[_key(buffer, meta)] = buffer
-        return Part(buffer, meta)
+        return RegisterView(buffer, meta)
 
-    def register(self, x: Part | None) -> int:
+    def register(self, x: RegisterView | None) -> int:
         """The register of a tensor, made by a View where it has none yet."""
         if x is None:
             return NONE
@@ -751,23 +757,23 @@ class Recorder(Observer):
             self.views[key] = self.new_register(x.buffer)
             _, shape, stride, offset = key
             index = index_of(self.metas[x.buffer], x.meta)
-            self.emit(View, out=self.views[key], x=x.buffer, shape=shape, stride=stride, offset=offset, index=index)
+            self.emit(ViewOp, out=self.views[key], x=x.buffer, shape=shape, stride=stride, offset=offset, index=index)
         return self.views[key]
 
-    def check_held(self, x: Part) -> None:
+    def check_held(self, x: RegisterView) -> None:
         if x.buffer in self.freed:
             raise self.fail("the memory of an operand was freed earlier", hint="free it after its last use, and once")
 
-    def view(self, x: Part, shape: tuple[int, ...]) -> Part:
+    def view(self, x: RegisterView, shape: tuple[int, ...]) -> RegisterView:
         try:
-            return Part(x.buffer, x.meta.view(shape))
+            return RegisterView(x.buffer, x.meta.view(shape))
         except RuntimeError:
             old, strides = list(x.meta.shape), list(x.meta.stride())
             seen = f"shape {old} with strides {strides} cannot be seen as {list(shape)}"
             raise self.fail_layout(x, seen, "memory that lies in the order of the new shape") from None
 
-    def number(self, stream: Stream | int) -> int:
-        if isinstance(stream, Stream):
+    def number(self, stream: StreamValue | int) -> int:
+        if isinstance(stream, StreamValue):
             return stream.number
         if not 0 <= stream < self.program.streams:
             pool = self.program.streams
@@ -785,19 +791,19 @@ class Recorder(Observer):
     def follow(self, handle: Flight) -> None:
         """The current stream goes on after a communication."""
         self.ordered = len(self.ops)
-        if isinstance(handle.op, Mark):
+        if isinstance(handle.op, MarkOp):
             if handle.op.stream == self.stream:
                 return
             self.marked.add(handle.handle)
-        self.emit(Wait, handle=handle.handle)
+        self.emit(WaitOp, handle=handle.handle)
 
-    def copy_here(self, x: Part | None, out: Part | None) -> None:
+    def copy_here(self, x: RegisterView | None, out: RegisterView | None) -> None:
         """A copy between dense tensors of equal size, nothing where they are the same memory."""
         source, target = self.register(self.block(x, 0, 1)), self.register(self.block(out, 0, 1))
         if source != target:
-            self.emit(Compute, kind="copy", out=target, operands=(source,), options={})
+            self.emit(ComputeOp, kind="copy", out=target, operands=(source,), options={})
 
-    def messages(self, exchange: Exchange, x: Part | None, out: Part | None) -> Flight:
+    def messages(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         collective, alone = exchange.kind not in KINDS, len(exchange.team) == 1
         if alone and not collective and self.alone is not None:  # messages run one after another
             self.follow(self.alone)
@@ -812,20 +818,20 @@ class Recorder(Observer):
                 receives.append((self.register(self.block(out, *move.put)), move.source))
         if sends or receives:
             pieces = {"sends": tuple(sends), "receives": tuple(receives)}
-            return self.start(Messages, team=exchange.team, **pieces, collective=collective)
-        flight = self.start(Mark)
+            return self.start(MessagesOp, team=exchange.team, **pieces, collective=collective)
+        flight = self.start(MarkOp)
         if not collective:
             self.alone = flight
         return flight
 
-    def block(self, x: Part | None, index: int, count: int) -> Part:
+    def block(self, x: RegisterView | None, index: int, count: int) -> RegisterView:
         assert x is not None
         size, rest = divmod(x.meta.numel(), count)
         if rest:
             raise self.fail(f"{x.meta.numel()} elements do not divide in {count} blocks")
-        return Part(x.buffer, x.meta.view(-1).narrow(0, index * size, size))
+        return RegisterView(x.buffer, x.meta.view(-1).narrow(0, index * size, size))
 
-    def finish(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[Part | None]) -> Recording:
+    def finish(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[RegisterView | None]) -> UnrolledProgram:
         if flight := next((f for f in self.flights if not f.waited), None):
             raise flight.op.place.statement.fail(
                 "nothing waits for this communication", hint="add 'wait' with its handle before the result is read"
@@ -833,16 +839,16 @@ class Recorder(Observer):
         self.stream = CALLER
         registers = tuple(self.register(self.callers(x)) for x in outputs)
         held = range(1, 1 + len(inputs))
-        ops = tuple(op for op in self.ops if not isinstance(op, Mark) or op.handle in self.marked)
-        return Recording(self.program, self.rank, self.sizes, ops, held, registers, tuple(self.buffers))
+        ops = tuple(op for op in self.ops if not isinstance(op, MarkOp) or op.handle in self.marked)
+        return UnrolledProgram(self.program, self.rank, self.sizes, ops, held, registers, tuple(self.buffers))
 
-    def callers(self, x: Part | None) -> Part | None:
+    def callers(self, x: RegisterView | None) -> RegisterView | None:
         """An output as the caller may own it: of a symmetric buffer, which the next call goes on with, a copy."""
         if x is None or x.buffer not in self.symmetric:
             return x
         self.place = self.symmetric[x.buffer].place
         taken = self.buffer(tuple(x.meta.shape), x.meta.dtype)
-        self.emit(Compute, kind="copy", out=taken.buffer, operands=(self.register(x),), options={})
+        self.emit(ComputeOp, kind="copy", out=taken.buffer, operands=(self.register(x),), options={})
         return taken
 
 

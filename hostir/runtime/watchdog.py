@@ -43,7 +43,7 @@ TRYING = 10.0  # seconds of vain attempts after which that is said
 PAUSE = 0.02  # seconds between two attempts, or looks
 
 
-class Event(NamedTuple):
+class RankEvent(NamedTuple):
     """What happened to a rank: it `failed`, came `back` to calls, is `done`, or `died`; more in words."""
 
     what: str
@@ -99,8 +99,8 @@ class Links:
 
     def __init__(self, store: Any, rank: int, size: int, keepalive: float) -> None:
         self.store, self.rank, self.keepalive = store, rank, keepalive
-        self.events: list[Event] = []
-        self.untold: list[Event] = []  # until this rank is linked
+        self.events: list[RankEvent] = []
+        self.untold: list[RankEvent] = []  # until this rank is linked
         self.links: list[Link] = []
         self.linked = size == 1
         self.vain = 0.0  # when the first attempt to connect failed
@@ -143,9 +143,9 @@ class Links:
                 if ended:
                     self.drop(link, ended)
 
-    def tell(self, what: str, words: str = "") -> Event:
+    def tell(self, what: str, words: str = "") -> RankEvent:
         """Tells all ranks what happened to this one."""
-        event = Event(what, self.rank, words[:LONGEST])
+        event = RankEvent(what, self.rank, words[:LONGEST])
         self.pump()
         with self.changing:
             if self.rank == 0 or (self.linked and not self.links):  # where rank 0 has gone, this one tells itself
@@ -156,7 +156,7 @@ class Links:
                 self.untold.append(event)
         return event
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: RankEvent) -> None:
         """Waits a moment until this rank has heard what it told, and with it all that came before."""
         deadline = time.monotonic() + PATIENCE
         while self.linked and event not in self.events and time.monotonic() < deadline:
@@ -214,9 +214,9 @@ class Links:
     def take(self, link: Link, line: list[Any]) -> None:
         """Takes a line: rank 0 hears first who there is, then what others tell; these hear what all have told."""
         if self.rank:
-            self.events.append(Event(*line))
+            self.events.append(RankEvent(*line))
         elif link.rank >= 0:
-            self.spread(Event(*line))
+            self.spread(RankEvent(*line))
         elif line[0] == self.token:  # which strangers do not have
             link.rank = int(line[1])
             link.send(*self.events)
@@ -229,10 +229,10 @@ class Links:
         self.links.remove(link)
         self.poller.unregister(link.socket)
         link.socket.close()
-        if link.rank >= 0 and Event("done", link.rank) not in self.events:
-            self.spread(Event("died", link.rank, why))
+        if link.rank >= 0 and RankEvent("done", link.rank) not in self.events:
+            self.spread(RankEvent("died", link.rank, why))
 
-    def spread(self, event: Event) -> None:
+    def spread(self, event: RankEvent) -> None:
         """Notes an event, and on rank 0 sends it to all others."""
         self.events.append(event)
         if self.rank == 0:
@@ -318,10 +318,10 @@ class Watchdog:
         self.links = Links(store, rank, size, keepalive)
         self.everyone = set(range(size))
         self.known = 0  # events that were taken in
-        self.died: Event | None = None
+        self.died: RankEvent | None = None
         self.died_at = 0.0
         self.done: set[int] = set()
-        self.first: Event | None = None  # the failure that is not over yet
+        self.first: RankEvent | None = None  # the failure that is not over yet
         self.failed: set[int] = set()  # ranks that have failed since
         self.away: set[int] = set()  # those that have not come to another call since
         self.since = 0.0
@@ -421,7 +421,7 @@ class Watchdog:
             for event in events:
                 self.take(event)
 
-    def take(self, event: Event) -> None:
+    def take(self, event: RankEvent) -> None:
         if event.what == "died":
             self.died, self.died_at = (event, self.clock) if self.died is None else (self.died, self.died_at)
         elif event.what == "done":

@@ -20,7 +20,7 @@ from hostir.ir.host_ops import Allocate, Chunk, Select
 from hostir.ir.op import Lit, Statement, codecs_of
 from hostir.ir.regions import Region, covered
 from hostir.ir.sizes import Size, product
-from hostir.ir.tensor_ops import Permute, Relu, Reshape, ViewOp
+from hostir.ir.tensor_ops import Permute, Relu, Reshape, ViewStatement
 from hostir.ir.types import DTYPES
 from tests.symbolic import Symbol
 
@@ -107,7 +107,7 @@ def of(*shape: Size) -> TensorType:
     return TensorType(DTYPES["f32"], tuple(Axis.of(n) for n in shape), MESH)
 
 
-def view_of(x: Value, out: str, random: Random) -> ViewOp | None:
+def view_of(x: Value, out: str, random: Random) -> ViewStatement | None:
     """A random view, or None where it does not fit."""
     shape = x.tensor.shape
     axis = random.randrange(len(shape)) if shape else 0

@@ -10,7 +10,7 @@ import hostir as hi
 from examples import patterns
 from hostir.choice import cost as simulate
 from hostir.choice import cost as work
-from hostir.choice.cost import EAGER, GRAPH, SMALL, Costs, Gemm, Simulation, Task, Traffic, estimates, tasks_of
+from hostir.choice.cost import EAGER, GRAPH, SMALL, Costs, CostTask, Gemm, Simulation, Traffic, estimates, tasks_of
 from hostir.choice.decision import decide
 from hostir.choice.platforms import H200, named, reference
 from hostir.ir.source import HostIRError
@@ -229,7 +229,7 @@ def test_blocks_smaller_than_a_tile_are_multiplied_together() -> None:
 
 def test_matmuls_of_one_wave_run_together_only_where_both_fit() -> None:
     c = costs()
-    small, large = (Task(0, Gemm(m, 3584, 8192, "bf16")) for m in (512, 8192))
+    small, large = (CostTask(0, Gemm(m, 3584, 8192, "bf16")) for m in (512, 8192))
     left = c.width(small)
     assert c.share(small, left) == left
     assert c.share(small, left * 0.9) == 0.0

@@ -64,9 +64,9 @@ def wrong_kernel() -> Iterator[None]:
 @contextlib.contextmanager
 def lost_copies() -> Iterator[None]:
     """Rank 1 copies nothing."""
-    from hostir.runtime.gloo.onesided import OneSided
+    from hostir.runtime.gloo.onesided import GlooOneSided
 
-    with mock.patch.object(OneSided, "copy", return_value=None):
+    with mock.patch.object(GlooOneSided, "copy", return_value=None):
         yield
 
 

@@ -10,7 +10,7 @@ from hostir.check import check_structure
 from hostir.ir import HostIRError, Program, Statement, parse
 from hostir.ir.op import REGISTRY
 from hostir.nvfuser import print_nvfuser, read_nvfuser
-from hostir.nvfuser.print import Printer
+from hostir.nvfuser.print import DumpPrinter
 from tests.golden import Golden
 from tests.same_names import same_up_to_names
 from tests.statement_examples import ALONE, example_program
@@ -178,6 +178,6 @@ def test_a_product_that_waits_for_flags_is_not_printed_as_one_that_does_not(kind
         f"  %c: f32[8, 8] = allocate\n  {kind} %a, %b -> %c ready %f >= 1 from 0\n}}\n"
     )
     with pytest.raises(HostIRError, match=rf"no spelling for '{kind} \.\.\. ready'"):
-        Printer(program).statement(program.body[-1])
+        DumpPrinter(program).statement(program.body[-1])
     with pytest.raises(HostIRError, match="no spelling for flags"):
         print_nvfuser(program)

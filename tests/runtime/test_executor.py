@@ -257,7 +257,7 @@ def test_a_plan_tells_what_is_being_executed() -> None:
 
     def look(out: torch.Tensor, x: torch.Tensor) -> None:
         (plan,) = executor.plans.values()
-        seen.append([plan.recording.describe(op) for op in plan.in_flight()])
+        seen.append([plan.unrolled.describe(op) for op in plan.in_flight()])
         kernel(out, x)
 
     executor._machine.kernels = {**executor._machine.kernels, "relu": look}

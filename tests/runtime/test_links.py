@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hostir.runtime.watchdog import Event, Links
+from hostir.runtime.watchdog import Links, RankEvent
 
 
 class Store:
@@ -67,7 +67,7 @@ def test_a_rank_whose_connection_ends_has_died_unless_it_was_done(ranks: list[Li
     ranks[1].close()
     ranks[2].close()
     until(ranks[:1], lambda: len(ranks[0].events) == 2)
-    assert set(ranks[0].events) == {Event("done", 1), Event("died", 2, "its process has ended")}
+    assert set(ranks[0].events) == {RankEvent("done", 1), RankEvent("died", 2, "its process has ended")}
 
 
 def test_the_death_of_rank_0_is_noticed_by_all_and_what_it_told_last_arrives(ranks: list[Links]) -> None:
@@ -76,9 +76,9 @@ def test_the_death_of_rank_0_is_noticed_by_all_and_what_it_told_last_arrives(ran
     ranks[0].close()
     until(ranks[1:], lambda: all(len(each.events) == 2 for each in ranks[1:]))
     for each in ranks[1:]:
-        assert each.events == [Event("failed", 0, "why"), Event("died", 0, "its process has ended")]
+        assert each.events == [RankEvent("failed", 0, "why"), RankEvent("died", 0, "its process has ended")]
     ranks[1].tell("back")
-    assert ranks[1].events[-1] == Event("back", 1), "with rank 0 gone it hears itself"
+    assert ranks[1].events[-1] == RankEvent("back", 1), "with rank 0 gone it hears itself"
 
 
 def test_who_connects_later_hears_what_has_happened(store: Store) -> None:
@@ -134,4 +134,4 @@ def test_strangers_are_sent_away(said: bytes, store: Store, ranks: list[Links]) 
             ranks[0].pump()
         assert stranger.recv(10) == b""
     ranks[2].tell("back")
-    until(ranks, lambda: all(each.events == [Event("back", 2)] for each in ranks))
+    until(ranks, lambda: all(each.events == [RankEvent("back", 2)] for each in ranks))

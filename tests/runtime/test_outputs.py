@@ -13,7 +13,7 @@ from hostir.ir.program import Program
 from hostir.runtime.arguments import homes
 from hostir.runtime.executor import Executor
 from hostir.runtime.sharding import random_inputs, shard
-from hostir.runtime.unroll import NONE, record
+from hostir.runtime.unroll import NONE, unroll
 from tests.runtime.small_programs import FORK, JOIN, alone, pipeline, program, said
 
 MACHINES = pytest.mark.parametrize("machine", ["local", "gloo"])
@@ -130,7 +130,7 @@ program @p(%a: f32[8@x, 4]) -> (%c) {
 
 # Where there is no copy -------------------------------------------------------------------------------------------
 def straight(p: Program, *inputs: torch.Tensor) -> list[bool]:
-    return [home != NONE for home in homes(record(p, 0, {}, inputs))]
+    return [home != NONE for home in homes(unroll(p, 0, {}, inputs))]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from hostir.ir import parse
 from hostir.ir.source import HostIRError
-from hostir.runtime.unroll import Compute, Copy, Pushes, Recording, Signal, record
+from hostir.runtime.unroll import ComputeOp, CopyOp, Pushes, SignalOp, UnrolledProgram, unroll
 
 TO_ALL = """for %i in 0..4 {
     put %a -> %mine at (%r + %i) % 4 over x by 8 sms
@@ -16,7 +16,7 @@ TO_ALL = """for %i in 0..4 {
 MATMUL = "matmul %full, %b -> %c ready %there >= 1 from %r"
 
 
-def recorded(*body: str) -> Recording:
+def recorded(*body: str) -> UnrolledProgram:
     lines = "\n".join(f"  {line}" for line in body)
     program = parse(f"""hostir 1
 mesh @mesh [x] = 0 1 2 3
@@ -29,23 +29,23 @@ program @p(%a: f32[4@x, 2, 8], %b: f32[8, 5]) -> (%c) streams 1 {{
 {lines}
 }}
 """)
-    return record(program, 1, {}, [torch.zeros(1, 2, 8), torch.zeros(8, 5)])
+    return unroll(program, 1, {}, [torch.zeros(1, 2, 8), torch.zeros(8, 5)])
 
 
 C = "%c: f32[4, 2, 5] = allocate"
 
 
-def kernels(recording: Recording) -> list[tuple[int, int]]:
+def kernels(unrolled: UnrolledProgram) -> list[tuple[int, int]]:
     """Of each kernel that copies: how many copies, and how many signals."""
-    return [(len(p.copies), sum(s is not None for _, s in p.copies)) for p in Pushes.of(recording)]
+    return [(len(p.copies), sum(s is not None for _, s in p.copies)) for p in Pushes.of(unrolled)]
 
 
-def beside(recording: Recording) -> list[int]:
-    return [op.beside for op in recording.ops if isinstance(op, Compute)]
+def beside(unrolled: UnrolledProgram) -> list[int]:
+    return [op.beside for op in unrolled.ops if isinstance(op, ComputeOp)]
 
 
-def spare(recording: Recording) -> list[int]:
-    return [op.spare for op in recording.ops if isinstance(op, Compute)]
+def spare(unrolled: UnrolledProgram) -> list[int]:
+    return [op.spare for op in unrolled.ops if isinstance(op, ComputeOp)]
 
 
 def test_copies_and_the_signals_between_them_are_one_kernel_that_the_matmul_starts_beside() -> None:
@@ -53,7 +53,7 @@ def test_copies_and_the_signals_between_them_are_one_kernel_that_the_matmul_star
     assert kernels(found) == [(4, 4)]
     (pushes,) = Pushes.of(found)
     assert pushes.sms == 8
-    assert list(pushes.ops) == [op for op in found.ops if isinstance(op, Copy | Signal)]
+    assert list(pushes.ops) == [op for op in found.ops if isinstance(op, CopyOp | SignalOp)]
     assert [signal.peer for _, signal in pushes.copies if signal] == [1, 2, 3, 0]
     assert beside(found) == [8]
 
@@ -97,7 +97,7 @@ program @p(%a: f32[1@x, 8], %b: f32[8, 5]) -> (%c) {{
   {"" if "wait" in between else "wait %done"}
 }}
 """)
-    assert beside(record(program, 0, {}, [torch.zeros(1, 8), torch.zeros(8, 5)]))[-1] == expected
+    assert beside(unroll(program, 0, {}, [torch.zeros(1, 8), torch.zeros(8, 5)]))[-1] == expected
 
 
 def test_a_matmul_leaves_an_sm_to_the_signals_by_kernels_before_it_and_to_no_others() -> None:
@@ -106,7 +106,7 @@ def test_a_matmul_leaves_an_sm_to_the_signals_by_kernels_before_it_and_to_no_oth
     assert spare(recorded(more, plain, C, own, "relu %c -> %c", signal, own, own)) == [0, 0, 1, 1]
     aside = ["set_stream 0", "synchronize %user", signal, "set_stream %user"]
     assert spare(recorded(more, *aside, C, own)) == [1]
-    assert [op.sms for op in recorded(more, signal, plain, C).ops if isinstance(op, Signal)] == [1, 0]
+    assert [op.sms for op in recorded(more, signal, plain, C).ops if isinstance(op, SignalOp)] == [1, 0]
 
 
 def test_a_kernel_copies_only_to_symmetric_memory_whoever_has_it() -> None:

@@ -16,7 +16,7 @@ from hostir.runtime.sharding import Room, amount, random_inputs
 from hostir.runtime.simulated import machine as local
 from hostir.runtime.simulated.machine import rehearse
 from hostir.runtime.simulated.rank import RankMachine
-from hostir.runtime.simulated.tasks import Memory, check_seed
+from hostir.runtime.simulated.tasks import SimulatedMemory, check_seed
 
 LOOP = """hostir 1
 mesh @two [x] = 0 1
@@ -53,7 +53,7 @@ def test_simulated_ranks_allocate_what_is_counted(pattern: Any, strategy: str, m
     inputs = random_inputs(program, {})
     monkeypatch.setattr(RankMachine, "dense", lambda _, x: x)  # which copies nothing that is dense
     allocated: list[torch.Tensor] = []
-    for module, name in ((Memory, "new"), (local, "shard")):
+    for module, name in ((SimulatedMemory, "new"), (local, "shard")):
         monkeypatch.setattr(module, name, keeping(getattr(module, name), allocated))
     rehearse(program, [inputs])
     room, there = Room(program, {}, frees=False), sum(x.numel() * x.element_size() for x in allocated)

@@ -12,36 +12,36 @@ from hostir.runtime.lifetimes import late_streams
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.unroll import (
     CALLER,
-    Barrier,
-    Collective,
-    Compute,
-    Copy,
-    Free,
-    Mark,
-    Messages,
-    Recording,
-    Signal,
-    Symmetric,
-    View,
-    Wait,
-    WaitSignal,
+    BarrierOp,
+    CollectiveOp,
+    ComputeOp,
+    CopyOp,
+    FreeOp,
+    MarkOp,
+    MessagesOp,
+    SignalOp,
+    SymmetricOp,
+    UnrolledProgram,
+    ViewOp,
+    WaitOp,
+    WaitSignalOp,
     message_teams_of,
-    record,
     teams_of,
+    unroll,
 )
 from tests.runtime.small_programs import alone, pipeline, program, said
 
 
-def recording_of(p: Program, rank: int = 0) -> Recording:
+def recording_of(p: Program, rank: int = 0) -> UnrolledProgram:
     parts = [shard(x, v.tensor, rank, {}) for x, v in zip(random_inputs(p, {}), p.inputs, strict=True)]
-    return record(p, rank, {}, parts)
+    return unroll(p, rank, {}, parts)
 
 
 # Recordings -------------------------------------------------------------------------------------------------------
 def test_a_view_is_made_once_however_often_it_is_named() -> None:
     ops = recording_of(pipeline()).ops
-    assert len([op for op in ops if isinstance(op, View)]) == 3 * 4
-    assert len([op for op in ops if isinstance(op, Collective)]) == 4
+    assert len([op for op in ops if isinstance(op, ViewOp)]) == 3 * 4
+    assert len([op for op in ops if isinstance(op, CollectiveOp)]) == 4
 
 
 def test_a_chain_of_views_is_one_view_of_its_buffer() -> None:
@@ -51,7 +51,7 @@ def test_a_chain_of_views_is_one_view_of_its_buffer() -> None:
   %k = reshape %j
   relu %k -> %c"""
     p = alone(body.replace("%k = reshape", "%k: f32[4, 3] = reshape"), "%a: f32[2, 4, 6]")
-    (view,) = (op for op in recording_of(p).ops if isinstance(op, View))
+    (view,) = (op for op in recording_of(p).ops if isinstance(op, ViewOp))
     assert (view.shape, view.stride, view.offset) == ((4, 3), (6, 1), 24 + 3)
     a = torch.randn(2, 4, 6)
     (c,) = Executor(p, machine="gloo")(a)
@@ -67,7 +67,7 @@ def test_an_allreduce_in_place_moves_nothing_and_one_to_another_buffer_copies_fi
     inputs = "%a: f32[4, 6@didx], %b: f32[6@didx, 8]"
     here = program(body.format(out="%x"), inputs, "%x")
     there = program("%c: f32[4, 8] = allocate\n  " + body.format(out="%c"), inputs)
-    kinds = [[op.kind for op in recording_of(p).ops if isinstance(op, Compute)] for p in (here, there)]
+    kinds = [[op.kind for op in recording_of(p).ops if isinstance(op, ComputeOp)] for p in (here, there)]
     assert kinds == [["matmul"], ["matmul", "copy"]]
 
 
@@ -77,12 +77,12 @@ def test_a_message_within_a_rank_is_a_copy_that_other_streams_can_wait_for() -> 
   {waits}wait %h"""
     inputs = "%a: f32[8, 4]"
     same = recording_of(program(body.format(waits=""), inputs), rank=1)
-    assert [type(op) for op in same.ops if isinstance(op, Messages | Mark | Wait)] == [Messages, Wait]
+    assert [type(op) for op in same.ops if isinstance(op, MessagesOp | MarkOp | WaitOp)] == [MessagesOp, WaitOp]
     lonely = program(body.format(waits=""), inputs, mesh="0")
-    assert not [op for op in recording_of(lonely).ops if isinstance(op, Mark | Wait)]
+    assert not [op for op in recording_of(lonely).ops if isinstance(op, MarkOp | WaitOp)]
     there = "%user = current_stream\n  set_stream 0\n  {}\n  set_stream %user\n  synchronize 0"
     elsewhere = program(body.replace("{waits}wait %h", there.format("wait %h")), inputs, mesh="0")
-    assert [type(op) for op in recording_of(elsewhere).ops if isinstance(op, Mark | Wait)] == [Mark, Wait]
+    assert [type(op) for op in recording_of(elsewhere).ops if isinstance(op, MarkOp | WaitOp)] == [MarkOp, WaitOp]
     a = torch.randn(8, 4)
     assert torch.equal(Executor(elsewhere, machine="gloo")(a)[0], a)
 
@@ -151,7 +151,7 @@ def test_messages_go_to_the_ranks_of_their_team_beside_its_collectives() -> None
     p = parse(GRID)
     assert teams_of(p) == ()
     assert message_teams_of(p) == ((0, 1), (2, 3))
-    sent = {rank: [op for op in recording_of(p, rank).ops if isinstance(op, Messages)] for rank in range(4)}
+    sent = {rank: [op for op in recording_of(p, rank).ops if isinstance(op, MessagesOp)] for rank in range(4)}
     peers = {
         rank: [([to for _, to in op.sends], [source for _, source in op.receives]) for op in ops]
         for rank, ops in sent.items()
@@ -165,13 +165,13 @@ def test_messages_go_to_the_ranks_of_their_team_beside_its_collectives() -> None
     assert not any(op.collective for ops in sent.values() for op in ops)
     assert {op.team for op in sent[3]} == {(2, 3)}
     between = program("%c: f32[8@didx, 4] = allocate\n  %h = scatter %a -> %c\n  wait %h", "%a: f32[8, 4]")
-    assert [op.collective for op in recording_of(between, 1).ops if isinstance(op, Messages)] == [True]
+    assert [op.collective for op in recording_of(between, 1).ops if isinstance(op, MessagesOp)] == [True]
 
 
 def test_a_message_to_oneself_keeps_its_place_among_the_messages_of_a_team() -> None:
     body = "%r = rank of %a over didx\n  %c: f32[8@didx] = allocate\n  %h = exchange %a to %r, %c from %r over didx"
     p = program(f"{body}\n  wait %h", "%a: f32[8@didx]")
-    (message,) = (op for op in recording_of(p, 1).ops if isinstance(op, Messages))
+    (message,) = (op for op in recording_of(p, 1).ops if isinstance(op, MessagesOp))
     assert [to for _, to in message.sends] == [source for _, source in message.receives] == [1]
 
 
@@ -188,8 +188,8 @@ def test_messages_of_a_team_of_one_are_copies_one_after_another() -> None:
   wait %h
   free %b"""
     p = alone(body, "%a: f32[4]")
-    kinds = [type(op) for op in recording_of(p).ops if isinstance(op, Compute | Mark | Wait)]
-    assert kinds == [Compute, Mark, Wait, Compute, Wait]
+    kinds = [type(op) for op in recording_of(p).ops if isinstance(op, ComputeOp | MarkOp | WaitOp)]
+    assert kinds == [ComputeOp, MarkOp, WaitOp, ComputeOp, WaitOp]
     a = torch.randn(4)
     assert torch.equal(Executor(p, machine="gloo")(a)[0], a)
 
@@ -213,34 +213,34 @@ ONE_SIDED_INPUTS = "%a: f32[8@didx, 8], %b: f32[8, 5]"
 
 
 def test_one_sided_statements_name_memory_of_this_rank_and_of_peers() -> None:
-    recording = recording_of(program(ONE_SIDED, ONE_SIDED_INPUTS), rank=1)
-    homes = {op.out: (op.name, op.rank) for op in recording.ops if isinstance(op, Symmetric)}
+    unrolled = recording_of(program(ONE_SIDED, ONE_SIDED_INPUTS), rank=1)
+    homes = {op.out: (op.name, op.rank) for op in unrolled.ops if isinstance(op, SymmetricOp)}
     assert sorted(homes.values()) == [("box", 0), ("box", 1), ("f", 0), ("f", 1)]
 
     def home(register: int) -> tuple[str, int] | None:
-        return homes.get(recording.buffers[register])
+        return homes.get(unrolled.buffers[register])
 
-    copies = [(home(op.x), home(op.out)) for op in recording.ops if isinstance(op, Copy)]
+    copies = [(home(op.x), home(op.out)) for op in unrolled.ops if isinstance(op, CopyOp)]
     assert copies == [(None, ("box", 0)), (None, ("box", 1)), (("box", 0), ("box", 1))]
-    (signal,) = (op for op in recording.ops if isinstance(op, Signal))
-    (flags,) = (op for op in recording.ops if isinstance(op, View) and op.out == signal.flags)
+    (signal,) = (op for op in unrolled.ops if isinstance(op, SignalOp))
+    (flags,) = (op for op in unrolled.ops if isinstance(op, ViewOp) and op.out == signal.flags)
     assert (home(signal.flags), flags.offset, signal.slot, signal.epoch, signal.peer) == (("f", 0), 2, 1, 3, 0)
-    (wait,) = (op for op in recording.ops if isinstance(op, WaitSignal))
+    (wait,) = (op for op in unrolled.ops if isinstance(op, WaitSignalOp))
     assert (home(wait.flags), wait.slot, wait.epoch) == (("f", 1), 3, 3)
-    assert [(op.team, op.number) for op in recording.ops if isinstance(op, Barrier)] == [((0, 1), 0), ((0, 1), 1)]
-    (matmul,) = (op for op in recording.ops if isinstance(op, Compute))
+    assert [(op.team, op.number) for op in unrolled.ops if isinstance(op, BarrierOp)] == [((0, 1), 0), ((0, 1), 1)]
+    (matmul,) = (op for op in unrolled.ops if isinstance(op, ComputeOp))
     assert matmul.ready is not None
     assert (home(matmul.ready.flags), matmul.ready.epoch, matmul.ready.first) == (("f", 1), 2, 1)
     assert matmul.options == {}
-    places = {home(op.out): (op.shape, op.stride, op.offset) for op in recording.ops if isinstance(op, View)}
+    places = {home(op.out): (op.shape, op.stride, op.offset) for op in unrolled.ops if isinstance(op, ViewOp)}
     assert places["box", 0] == places["box", 1] == ((4, 8), (8, 1), 32), "the same view at the peer"
 
 
 def test_a_symmetric_buffer_that_is_an_output_is_copied_for_the_caller() -> None:
-    recording = recording_of(program("%s: f32[4, 8] = allocate_symmetric", "%a: f32[4, 8]", outputs="%s"))
-    (buffer,) = (op for op in recording.ops if isinstance(op, Symmetric))
-    (copy,) = (op for op in recording.ops if isinstance(op, Compute))
-    assert (copy.kind, copy.operands, (copy.out,)) == ("copy", (buffer.out,), recording.outputs)
+    unrolled = recording_of(program("%s: f32[4, 8] = allocate_symmetric", "%a: f32[4, 8]", outputs="%s"))
+    (buffer,) = (op for op in unrolled.ops if isinstance(op, SymmetricOp))
+    (copy,) = (op for op in unrolled.ops if isinstance(op, ComputeOp))
+    assert (copy.kind, copy.operands, (copy.out,)) == ("copy", (buffer.out,), unrolled.outputs)
 
 
 @pytest.mark.parametrize(
@@ -321,6 +321,6 @@ def test_a_buffer_freed_before_its_communication_is_waited_for_is_marked() -> No
   free %t
   wait %h
   relu %a -> %c"""
-    recording = recording_of(program(body, "%a: f32[4, 8]"))
-    (free,) = (op for op in recording.ops if isinstance(op, Free))
-    assert late_streams(recording) == {free.buffer: (CALLER,)}
+    unrolled = recording_of(program(body, "%a: f32[4, 8]"))
+    (free,) = (op for op in unrolled.ops if isinstance(op, FreeOp))
+    assert late_streams(unrolled) == {free.buffer: (CALLER,)}

@@ -16,7 +16,7 @@ import torch
 from hostir.ir.source import Diagnostic, HostIRError, error, logger
 from hostir.runtime.cuda.streams import current, own_stream
 from hostir.runtime.kernels.table import Again, Kernel
-from hostir.runtime.unroll import Allocate, Collective, Free, Messages, Recording, Synchronize, View
+from hostir.runtime.unroll import AllocateOp, CollectiveOp, FreeOp, MessagesOp, SynchronizeOp, UnrolledProgram, ViewOp
 from hostir.runtime.watchdog import headline
 
 # Workspaces of cuBLAS -------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ Part = torch.Tensor | None
 Where = tuple[object, ...]  # a plan, and the address of each input and output
 
 
-class Plan(Protocol):
+class Capturable(Protocol):
     """What graphs need of a plan."""
 
     @property
@@ -117,17 +117,17 @@ def is_stale(plan: Any) -> bool:
     return plan.memory is not None and plan.memory.gone
 
 
-HOST_ONLY = (Allocate, Free, View, Synchronize)  # nothing of these is in a graph
+HOST_ONLY = (AllocateOp, FreeOp, ViewOp, SynchronizeOp)  # nothing of these is in a graph
 
 
-def uniform_only(recording: Recording) -> str:
+def uniform_only(unrolled: UnrolledProgram) -> str:
     """Why a rank may not capture this by itself; empty where it may."""
-    if all(isinstance(op, HOST_ONLY) for op in recording.ops):
+    if all(isinstance(op, HOST_ONLY) for op in unrolled.ops):
         return "nothing runs with these sizes, and torch warns of an empty graph"
-    op = next((op for op in recording.ops if isinstance(op, Collective | Messages)), None)
+    op = next((op for op in unrolled.ops if isinstance(op, CollectiveOp | MessagesOp)), None)
     if op is None:
         return ""
-    return f"{recording.describe(op)} goes through NCCL, which all ranks must capture and replay together"
+    return f"{unrolled.describe(op)} goes through NCCL, which all ranks must capture and replay together"
 
 
 class Graphs:
@@ -166,7 +166,7 @@ class Graphs:
         self.launch(graph)
         return True
 
-    def run(self, plan: Plan, where: Where, inputs: Sequence[Part], given: Sequence[Part]) -> None:
+    def run(self, plan: Capturable, where: Where, inputs: Sequence[Part], given: Sequence[Part]) -> None:
         """One run into `given` for which there is no graph yet: eagerly, or captured and launched."""
         graph = self.capture_when_due(plan, where, inputs, given)
         if graph is None:
@@ -190,7 +190,7 @@ class Graphs:
         self.stream = now
 
     def capture_when_due(
-        self, plan: Plan, where: Where, inputs: Sequence[Part], given: Sequence[Part]
+        self, plan: Capturable, where: Where, inputs: Sequence[Part], given: Sequence[Part]
     ) -> torch.cuda.CUDAGraph | None:
         """The new graph of a call that is eager no longer.
 
@@ -207,7 +207,7 @@ class Graphs:
         return self.capture(plan, where, inputs, given) if due else None
 
     def capture(
-        self, plan: Plan, where: Where, inputs: Sequence[Part], given: Sequence[Part]
+        self, plan: Capturable, where: Where, inputs: Sequence[Part], given: Sequence[Part]
     ) -> torch.cuda.CUDAGraph | None:
         """The graph of a run that is recorded, not executed. None after a warning where that fails, once for all."""
         began = time.perf_counter()
@@ -232,7 +232,7 @@ class Graphs:
             LOG.info("@%s: dropped a CUDA graph, as more than %d sets of tensors take turns", self.name, KEPT)
         return graph
 
-    def record(self, plan: Plan, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
+    def record(self, plan: Capturable, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
         with torch.cuda.stream(self.side), _no_garbage():
             graph = torch.cuda.CUDAGraph()
             try:  # of all threads only this one is kept from what a capture forbids

@@ -22,7 +22,7 @@ from hostir.ir.source import HostIRError, error
 from hostir.runtime.arguments import deliver, homes, place
 from hostir.runtime.cuda.graphs import Apart, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
-from hostir.runtime.cuda.onesided import OneSided
+from hostir.runtime.cuda.onesided import CudaOneSided
 from hostir.runtime.cuda.streams import current, workers
 from hostir.runtime.kernels.aten import BY_CUBLAS
 from hostir.runtime.kernels.table import Kernel
@@ -32,21 +32,21 @@ from hostir.runtime.symmetric import Exchange, SymmetricMemory
 from hostir.runtime.trace import Timeline
 from hostir.runtime.unroll import (
     CALLER,
-    Allocate,
-    Collective,
-    Compute,
-    Copy,
-    Delay,
-    Free,
-    Mark,
-    Messages,
+    AllocateOp,
+    CollectiveOp,
+    ComputeOp,
+    CopyOp,
+    DelayOp,
+    FreeOp,
+    MarkOp,
+    MessagesOp,
     Op,
-    Recording,
     Step,
-    Symmetric,
-    Synchronize,
-    View,
-    Wait,
+    SymmetricOp,
+    SynchronizeOp,
+    UnrolledProgram,
+    ViewOp,
+    WaitOp,
     bind,
     message_teams_of,
 )
@@ -56,22 +56,24 @@ from hostir.runtime.watchdog import headline
 # Collectives and messages by NCCL, through torch's process groups.
 
 
-def inlined(recording: Recording) -> frozenset[int]:
+def inlined(unrolled: UnrolledProgram) -> frozenset[int]:
     """The handles of collectives that run on the caller's stream itself: it waits for them at once, and is alone.
 
     That saves the host two events, and the device the way from stream to stream and back.
     """
-    ops = [op for op in recording.ops if not isinstance(op, Allocate | Symmetric | View)]
+    ops = [op for op in unrolled.ops if not isinstance(op, AllocateOp | SymmetricOp | ViewOp)]
     if any(op.stream != CALLER for op in ops):
         return frozenset()
-    waits = [op.handle for op in ops if isinstance(op, Wait)]
+    waits = [op.handle for op in ops if isinstance(op, WaitOp)]
     pairs = pairwise(ops)
-    at_once = (a.handle for a, b in pairs if isinstance(a, Collective) and isinstance(b, Wait) and a.handle == b.handle)
+    at_once = (
+        a.handle for a, b in pairs if isinstance(a, CollectiveOp) and isinstance(b, WaitOp) and a.handle == b.handle
+    )
     return frozenset(handle for handle in at_once if waits.count(handle) == 1)
 
 
 def collective(
-    op: Collective, registers: list[Any], group: Any, members: tuple[int, ...], inline: bool = False
+    op: CollectiveOp, registers: list[Any], group: Any, members: tuple[int, ...], inline: bool = False
 ) -> Step:
     """The closure that starts a collective; its Work goes to the handle's register. `inline`: on the current stream.
 
@@ -111,7 +113,7 @@ def _options(kind: Any, inline: bool) -> Any:
     return options
 
 
-def _block_by_block(op: Collective, registers: list[Any], group: Any, order: list[int], inline: bool) -> Step:
+def _block_by_block(op: CollectiveOp, registers: list[Any], group: Any, order: list[int], inline: bool) -> Step:
     def blocks(register: int) -> list[torch.Tensor]:
         rows = registers[register].view(len(order), -1).unbind(0)
         return [rows[i] for i in order]
@@ -132,7 +134,7 @@ def _block_by_block(op: Collective, registers: list[Any], group: Any, order: lis
     return step
 
 
-def messages(op: Messages, registers: list[Any], group: Any, members: tuple[int, ...], device: torch.device) -> Step:
+def messages(op: MessagesOp, registers: list[Any], group: Any, members: tuple[int, ...], device: torch.device) -> Step:
     """The closure that sends and receives all of an exchange's pieces as one NCCL group."""
     handle = op.handle
     sends = [(register, members.index(rank)) for register, rank in op.sends]
@@ -181,7 +183,7 @@ class CudaMachine:
         self.streams = workers(device, streams)
         self.apart: dict[int, Apart] = {}
 
-    def kernel(self, op: Compute) -> Kernel:
+    def kernel(self, op: ComputeOp) -> Kernel:
         """What carries out a computation on its stream."""
         kernel = self.kernels[op.kind]
         if kernel not in BY_CUBLAS:
@@ -191,9 +193,9 @@ class CudaMachine:
             self.apart[op.stream] = Apart(self.device, priority)
         return self.apart[op.stream].wrapped(kernel)
 
-    def plan(self, recording: Recording, timeline: Timeline | None = None) -> CudaPlan:
-        self.connect([t for t in message_teams_of(recording.program) if t not in self.messages.made])
-        return CudaPlan(self, recording, timeline)
+    def plan(self, unrolled: UnrolledProgram, timeline: Timeline | None = None) -> CudaPlan:
+        self.connect([t for t in message_teams_of(unrolled.program) if t not in self.messages.made])
+        return CudaPlan(self, unrolled, timeline)
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
         """Makes the groups for messages, and all their connections: NCCL else makes each as both hosts get to it."""
@@ -209,36 +211,36 @@ class CudaMachine:
 class CudaPlan:
     """A recording bound to a device: a flat list of closures over one list of registers."""
 
-    def __init__(self, machine: CudaMachine, recording: Recording, timeline: Timeline | None) -> None:
+    def __init__(self, machine: CudaMachine, unrolled: UnrolledProgram, timeline: Timeline | None) -> None:
         self.machine = machine
-        self.recording = recording
+        self.unrolled = unrolled
         self.timeline = timeline
-        self.registers: list[Any] = [None] * len(recording.buffers)
+        self.registers: list[Any] = [None] * len(unrolled.buffers)
         self.streams = [*machine.streams, torch.cuda.default_stream(machine.device)]  # CALLER indexes the last
         self.steps: list[Step] = []
         self.ops: list[Op] = []  # of each step
         self.cursor: Iterator[Step] = iter(self.steps)
         self.current = CALLER
-        self.late = late_streams(recording)
-        self.homes = homes(recording)
-        self.inlined = inlined(recording)
-        self.eager_only = uniform_only(recording)  # why no graph may be captured of its runs; empty where one may
-        self.memory = machine.symmetric.of(recording)
-        self.one_sided: OneSided | None = None
+        self.late = late_streams(unrolled)
+        self.homes = homes(unrolled)
+        self.inlined = inlined(unrolled)
+        self.eager_only = uniform_only(unrolled)  # why no graph may be captured of its runs; empty where one may
+        self.memory = machine.symmetric.of(unrolled)
+        self.one_sided: CudaOneSided | None = None
         if self.memory is not None:
-            self.one_sided = OneSided(
-                *(recording, self.memory, machine.device), self.registers, self.streams, machine.kernels, machine.kernel
+            self.one_sided = CudaOneSided(
+                *(unrolled, self.memory, machine.device), self.registers, self.streams, machine.kernels, machine.kernel
             )
         for step in self.one_sided.opening() if self.one_sided else ():
-            self.append(recording.ops[0], step)
-        for op in recording.ops:
+            self.append(unrolled.ops[0], step)
+        for op in unrolled.ops:
             self.add(op)
         for buffer in sorted(self.late):
-            self.mark(recording.ops[-1], buffer)
+            self.mark(unrolled.ops[-1], buffer)
         if self.current != CALLER:
-            self.append(recording.ops[-1], self.switch(CALLER))
+            self.append(unrolled.ops[-1], self.switch(CALLER))
         for step in self.one_sided.closing() if self.one_sided else ():
-            self.append(recording.ops[-1], step)
+            self.append(unrolled.ops[-1], step)
         self.blank = list(self.registers)  # symmetric buffers and their views last
 
     # Running ------------------------------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ class CudaPlan:
 
         Raises HostIRError naming the statement whose launch raised.
         """
-        registers, held = self.registers, self.recording.inputs
+        registers, held = self.registers, self.unrolled.inputs
         self.streams[CALLER] = current(self.machine.device)
         registers[held.start : held.stop] = inputs
         if given is not None:
@@ -260,13 +262,13 @@ class CudaPlan:
             for step in cursor:
                 step()
             if given is None:
-                return tuple([registers[i] for i in self.recording.outputs])
-            return deliver(given, self.recording.outputs, registers)
+                return tuple([registers[i] for i in self.unrolled.outputs])
+            return deliver(given, self.unrolled.outputs, registers)
         except BaseException as problem:
             self.abandon()
             if not isinstance(problem, Exception):
                 raise
-            raise self.recording.failure(self.in_flight()[0], problem) from problem
+            raise self.unrolled.failure(self.in_flight()[0], problem) from problem
         finally:
             registers[:] = self.blank
 
@@ -286,7 +288,7 @@ class CudaPlan:
         return self.ops[issued - 1 : issued] if issued else []
 
     def describe(self, op: Op) -> str:
-        return self.recording.describe(op)
+        return self.unrolled.describe(op)
 
     def progress(self) -> None:
         """The host never stands still; what the device does, `Executor.synchronize` watches."""
@@ -316,7 +318,7 @@ class CudaPlan:
         """What the device has not finished, and what is known of each. Asks the device: not during a capture."""
         pool = len(self.machine.streams)
         running = {i if i < pool else CALLER for i, stream in enumerate(self.streams) if not stream.query()}
-        flying = [o for o in self.recording.ops if isinstance(o, Collective | Messages) and o.stream in running]
+        flying = [o for o in self.unrolled.ops if isinstance(o, CollectiveOp | MessagesOp) and o.stream in running]
         missing = self.one_sided.missing() if self.one_sided else []
         return [*missing, *((op, "it may be in flight") for op in flying)]
 
@@ -339,9 +341,9 @@ class CudaPlan:
 
     def add(self, op: Op) -> None:
         """Binds one operation, on its stream."""
-        if isinstance(op, Wait) and op.handle in self.inlined:
+        if isinstance(op, WaitOp) and op.handle in self.inlined:
             return  # what follows on the stream does
-        if isinstance(op, Symmetric) or (isinstance(op, View) and self.registers[op.x] is not None):
+        if isinstance(op, SymmetricOp) or (isinstance(op, ViewOp) and self.registers[op.x] is not None):
             self.keep(op)
             return
         if self.one_sided is not None:
@@ -355,7 +357,7 @@ class CudaPlan:
                 if direct := self.one_sided.bind(op):
                     self.append(op, self.timeline.timed(op, direct, self.streams) if self.timeline else direct)
                 return
-        if isinstance(op, View | Free | Synchronize | Mark):  # these do not depend on the current stream
+        if isinstance(op, ViewOp | FreeOp | SynchronizeOp | MarkOp):  # these do not depend on the current stream
             self.append(op, self.bind_anywhere(op))
             return
         self.here(op, self.bind_here(op))
@@ -367,9 +369,9 @@ class CudaPlan:
             self.current = op.stream
         self.append(op, self.timeline.timed(op, step, self.streams) if self.timeline else step)
 
-    def keep(self, op: Symmetric | View) -> None:
+    def keep(self, op: SymmetricOp | ViewOp) -> None:
         """Symmetric buffers are the same in every run, and so are their views."""
-        if isinstance(op, View):
+        if isinstance(op, ViewOp):
             bind(op, self.registers, self.machine.device, self.machine.kernels)()
             return
         assert self.memory is not None
@@ -380,35 +382,35 @@ class CudaPlan:
         return lambda: set_stream(streams[stream])
 
     def bind_anywhere(self, op: Op) -> Step:
-        if isinstance(op, Synchronize):
+        if isinstance(op, SynchronizeOp):
             return self.bind_synchronize(op.stream, op.other)
-        if isinstance(op, Mark):
+        if isinstance(op, MarkOp):
             return self.bind_mark(op)
-        if isinstance(op, Free):
+        if isinstance(op, FreeOp):
             return self.bind_free(op)
-        assert isinstance(op, View)
+        assert isinstance(op, ViewOp)
         return bind(op, self.registers, self.machine.device, self.machine.kernels)
 
     def bind_here(self, op: Op) -> Step:
         registers = self.registers
-        if isinstance(op, Wait):
+        if isinstance(op, WaitOp):
             handle = op.handle
             return lambda: registers[handle].wait()
-        if isinstance(op, Collective):
+        if isinstance(op, CollectiveOp):
             return collective(op, registers, *self.machine.groups.of(op.team), op.handle in self.inlined)
-        if isinstance(op, Messages):
+        if isinstance(op, MessagesOp):
             groups = self.machine.groups if op.collective else self.machine.messages
             return messages(op, registers, *groups.of(op.team), self.machine.device)
-        if isinstance(op, Delay):
+        if isinstance(op, DelayOp):
             return partial(torch.cuda._sleep, op.microseconds * CYCLES)
-        if isinstance(op, Copy):
+        if isinstance(op, CopyOp):
             assert self.one_sided is not None
             return self.one_sided.copy(op)
-        if isinstance(op, Compute) and op.ready is not None:
+        if isinstance(op, ComputeOp) and op.ready is not None:
             assert self.one_sided is not None
             return self.one_sided.compute(op, op.ready)
-        assert isinstance(op, Allocate | Compute)
-        kernels = {op.kind: self.machine.kernel(op)} if isinstance(op, Compute) else {}
+        assert isinstance(op, AllocateOp | ComputeOp)
+        kernels = {op.kind: self.machine.kernel(op)} if isinstance(op, ComputeOp) else {}
         return bind(op, registers, self.machine.device, kernels)
 
     def bind_synchronize(self, stream: int, other: int) -> Step:
@@ -420,7 +422,7 @@ class CudaPlan:
 
         return step
 
-    def bind_mark(self, op: Mark) -> Step:
+    def bind_mark(self, op: MarkOp) -> Step:
         registers, streams, event = self.registers, self.streams, torch.cuda.Event()
 
         def step() -> None:
@@ -429,9 +431,9 @@ class CudaPlan:
 
         return step
 
-    def bind_free(self, op: Free) -> Step:
+    def bind_free(self, op: FreeOp) -> Step:
         registers = self.registers
-        gone = [i for i, buffer in enumerate(self.recording.buffers) if buffer == op.buffer]
+        gone = [i for i, buffer in enumerate(self.unrolled.buffers) if buffer == op.buffer]
         self.mark(op, op.buffer)
 
         def step() -> None:

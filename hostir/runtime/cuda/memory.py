@@ -14,21 +14,21 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from hostir.runtime.symmetric import BARRIERS, Buffer, Offer, Place, SharedMemory, Touch
+from hostir.runtime.symmetric import BARRIERS, BufferInfo, Offer, Place, SharedMemory, Touch
 from hostir.runtime.unroll import (
     CALLER,
-    Allocate,
-    Barrier,
-    Compute,
-    Copy,
+    AllocateOp,
+    BarrierOp,
+    ComputeOp,
+    CopyOp,
     Extent,
     Op,
-    Recording,
-    Signal,
-    Symmetric,
-    Synchronize,
-    View,
-    WaitSignal,
+    SignalOp,
+    SymmetricOp,
+    SynchronizeOp,
+    UnrolledProgram,
+    ViewOp,
+    WaitSignalOp,
     extents,
     overlap,
 )
@@ -54,42 +54,42 @@ NOWHERE = CALLER - 1  # no stream
 FOREVER = 1 << 62  # what a flag holds that nobody has to raise
 
 
-def notes(recording: Recording) -> str:
+def notes(unrolled: UnrolledProgram) -> str:
     """What a rank tells the others: the highest epoch of each flag that it raises, and the barrier it begins with."""
     raised: dict[tuple[int, Slot], int] = {}
-    homes = _homes(recording)
-    for op in recording.ops:
-        if isinstance(op, Signal):
-            key = op.peer, (homes[recording.buffers[op.flags]], op.slot)
+    homes = _homes(unrolled)
+    for op in unrolled.ops:
+        if isinstance(op, SignalOp):
+            key = op.peer, (homes[unrolled.buffers[op.flags]], op.slot)
             raised[key] = max(raised.get(key, 0), op.epoch)
     signals = [[peer, *place, slot, epoch] for (peer, (place, slot)), epoch in raised.items()]
-    return json.dumps({"signals": signals, "opening": _opening(recording)})
+    return json.dumps({"signals": signals, "opening": _opening(unrolled)})
 
 
-def _homes(recording: Recording) -> dict[int, Place]:
+def _homes(unrolled: UnrolledProgram) -> dict[int, Place]:
     """The symmetric buffers, by register."""
-    return {op.out: (op.name, op.rounds) for op in recording.ops if isinstance(op, Symmetric)}
+    return {op.out: (op.name, op.rounds) for op in unrolled.ops if isinstance(op, SymmetricOp)}
 
 
-def _opening(recording: Recording) -> Opening | None:
+def _opening(unrolled: UnrolledProgram) -> Opening | None:
     """The first barrier, where this call touches no peer before it, and what of its own it touches before.
 
     Only the first: what comes before the second of another team, on ranks that are in both, is more than permits say.
     """
-    me, homes, at = recording.rank, _homes(recording), extents(recording)
-    own = {op.out for op in recording.ops if isinstance(op, Symmetric) and op.rank == me}
+    me, homes, at = unrolled.rank, _homes(unrolled), extents(unrolled)
+    own = {op.out for op in unrolled.ops if isinstance(op, SymmetricOp) and op.rank == me}
     theirs = homes.keys() - own
     touched: list[tuple[Place, Extent]] = []
     raised: list[Slot] = []
-    for op in recording.ops:
-        if isinstance(op, Barrier):
+    for op in unrolled.ops:
+        if isinstance(op, BarrierOp):
             return op.team, touched, raised
-        if isinstance(op, Copy) and not theirs.intersection(recording.buffers[r] for r in (op.x, op.out)):
-            mine = (r for r in (op.x, op.out) if recording.buffers[r] in own)
-            touched += [(homes[recording.buffers[r]], at[r]) for r in mine]
-        elif isinstance(op, Signal) and op.peer == me:
-            raised.append((homes[recording.buffers[op.flags]], op.slot))
-        elif not isinstance(op, Allocate | Symmetric | View | Synchronize):
+        if isinstance(op, CopyOp) and not theirs.intersection(unrolled.buffers[r] for r in (op.x, op.out)):
+            mine = (r for r in (op.x, op.out) if unrolled.buffers[r] in own)
+            touched += [(homes[unrolled.buffers[r]], at[r]) for r in mine]
+        elif isinstance(op, SignalOp) and op.peer == me:
+            raised.append((homes[unrolled.buffers[op.flags]], op.slot))
+        elif not isinstance(op, AllocateOp | SymmetricOp | ViewOp | SynchronizeOp):
             return None
     return None
 
@@ -115,9 +115,9 @@ class Handover:
     opening: frozenset[Team] = frozenset()
 
     @classmethod
-    def of(cls, recording: Recording, offers: Sequence[Offer]) -> Handover:
+    def of(cls, unrolled: UnrolledProgram, offers: Sequence[Offer]) -> Handover:
         """That of a rank that has met the others; all ranks find the same pairs and teams."""
-        me = recording.rank
+        me = unrolled.rank
         said = [json.loads(offer.notes) for offer in offers]
         raised: dict[Slot, int] = {}
         raisers: dict[Slot, set[int]] = {}
@@ -127,12 +127,12 @@ class Handover:
                     key = (name, tuple(rounds)), slot
                     raised[key] = max(raised.get(key, 0), epoch)
                     raisers.setdefault(key, set()).add(rank)
-        streams = _streams(recording)
+        streams = _streams(unrolled)
         settled = frozenset(slot for slot, by in raisers.items() if by == {me} and len(streams[slot]) == 1)
         raised = {slot: epoch for slot, epoch in raised.items() if slot not in settled}
         signals = {(rank, peer) for rank, it in enumerate(said) for peer, *_ in it["signals"] if peer != rank}
         pairs, opening = _with_barriers(signals, said, offers)
-        awaited = _awaited(recording)
+        awaited = _awaited(unrolled)
         return cls(
             owners=frozenset(peer for rank, peer in pairs if rank == me),
             users=frozenset(rank for rank, peer in pairs if peer == me),
@@ -174,41 +174,43 @@ def _claims(said: Sequence[dict[str, Any]], touched: Sequence[Touch], team: Team
     return not any(overlap(extent, theirs.get((name, tuple(rounds)), ())) for (name, rounds), extent in own)
 
 
-def prepare(recording: Recording, memory: SharedMemory) -> None:
+def prepare(unrolled: UnrolledProgram, memory: SharedMemory) -> None:
     """Makes a rank's flags ready for its first call: it may raise everyone's, and some of its own nobody has to."""
-    handover = Handover.of(recording, memory.offers)
-    memory.buffers[PERMITS, recording.rank].fill_(len(handover.owners))
+    handover = Handover.of(unrolled, memory.offers)
+    memory.buffers[PERMITS, unrolled.rank].fill_(len(handover.owners))
     for place, slot in handover.settled:
-        memory.buffers[place, recording.rank][slot] = FOREVER
+        memory.buffers[place, unrolled.rank][slot] = FOREVER
 
 
-def waits(recording: Recording) -> Iterator[tuple[Slot, int, Op]]:
+def waits(unrolled: UnrolledProgram) -> Iterator[tuple[Slot, int, Op]]:
     """The flags that a rank waits for: the epoch, and what waits."""
-    homes = _homes(recording)
-    for op in recording.ops:
-        if isinstance(op, WaitSignal):
-            yield (homes[recording.buffers[op.flags]], op.slot), op.epoch, op
-        elif isinstance(op, Compute) and op.ready is not None:
-            place = homes[recording.buffers[op.ready.flags]]
+    homes = _homes(unrolled)
+    for op in unrolled.ops:
+        if isinstance(op, WaitSignalOp):
+            yield (homes[unrolled.buffers[op.flags]], op.slot), op.epoch, op
+        elif isinstance(op, ComputeOp) and op.ready is not None:
+            place = homes[unrolled.buffers[op.ready.flags]]
             yield from (((place, slot), op.ready.epoch, op) for slot in op.ready.awaited)
 
 
-def _streams(recording: Recording) -> dict[Slot, set[int]]:
+def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
     """The streams that raise or wait for each of a rank's own flags."""
-    homes, found = _homes(recording), dict[Slot, set[int]]()
-    for op in recording.ops:
-        if isinstance(op, Signal) and op.peer == recording.rank:
-            found.setdefault((homes[recording.buffers[op.flags]], op.slot), set()).add(op.stream)
-    for slot, _, op in waits(recording):
-        beside = isinstance(op, Compute) and op.beside  # it does not wait for what comes right before it on its stream
+    homes, found = _homes(unrolled), dict[Slot, set[int]]()
+    for op in unrolled.ops:
+        if isinstance(op, SignalOp) and op.peer == unrolled.rank:
+            found.setdefault((homes[unrolled.buffers[op.flags]], op.slot), set()).add(op.stream)
+    for slot, _, op in waits(unrolled):
+        beside = (
+            isinstance(op, ComputeOp) and op.beside
+        )  # it does not wait for what comes right before it on its stream
         found.setdefault(slot, set()).update({op.stream, NOWHERE} if beside else {op.stream})
     return found
 
 
-def _awaited(recording: Recording) -> dict[Slot, int]:
+def _awaited(unrolled: UnrolledProgram) -> dict[Slot, int]:
     """The highest epoch of each flag that a rank waits for."""
     awaited: dict[Slot, int] = {}
-    for slot, epoch, _ in waits(recording):
+    for slot, epoch, _ in waits(unrolled):
         awaited[slot] = max(awaited.get(slot, 0), epoch)
     return awaited
 
@@ -271,19 +273,19 @@ class PeerMemory:
         """Waits for the GPU."""
         torch.cuda.synchronize(self.device)
 
-    def begin(self, recording: Recording, memory: SharedMemory) -> None:
+    def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
         """Puts flags as the first call finds them, on whatever stream it will be."""
         self.handles[memory], self.handle = self.handle, None
-        prepare(recording, memory)
+        prepare(unrolled, memory)
         torch.cuda.synchronize(self.device)
 
-    def hidden(self, recording: Recording) -> tuple[Buffer, ...]:
+    def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
         """The count of permits."""
-        return (Buffer(*PERMITS, (1,), "int64"),)
+        return (BufferInfo(*PERMITS, (1,), "int64"),)
 
-    def notes(self, recording: Recording) -> str:
+    def notes(self, unrolled: UnrolledProgram) -> str:
         """What ranks must know of each other's calls."""
-        return notes(recording)
+        return notes(unrolled)
 
 
 def why_not(device: torch.device) -> str:

@@ -22,20 +22,20 @@ from hostir.runtime.unroll import (
     CALLER,
     FLAGS,
     NONE,
-    Barrier,
-    Compute,
-    Copy,
-    Delay,
+    BarrierOp,
+    ComputeOp,
+    CopyOp,
+    DelayOp,
     Op,
     Pushes,
-    Recording,
-    Signal,
+    SignalOp,
     Step,
-    Symmetric,
-    Synchronize,
-    View,
-    Wait,
-    WaitSignal,
+    SymmetricOp,
+    SynchronizeOp,
+    UnrolledProgram,
+    ViewOp,
+    WaitOp,
+    WaitSignalOp,
     bind,
 )
 
@@ -45,7 +45,7 @@ from hostir.runtime.unroll import (
 Touches = Callable[[Op], bool]  # whether an operation touches a peer's memory
 
 
-def beginning(recording: Recording, peers: Touches) -> tuple[bool, bool]:
+def beginning(unrolled: UnrolledProgram, peers: Touches) -> tuple[bool, bool]:
     """Whether a stream uses flags without having waited for the caller's; and whether permits must be taken at once.
 
     Permits are taken by the first stream that touches a peer, and others that do so wait for it. That is wrong where
@@ -53,9 +53,9 @@ def beginning(recording: Recording, peers: Touches) -> tuple[bool, bool]:
     """
     forked, held, behind = {CALLER}, set[int](), set[int]()  # behind: what comes after the first touch of a peer
     loose = late = others = False
-    sms = any(isinstance(op, Compute) and op.ready is not None for op in recording.ops)
-    for op in recording.ops:
-        if isinstance(op, Synchronize):
+    sms = any(isinstance(op, ComputeOp) and op.ready is not None for op in unrolled.ops)
+    for op in unrolled.ops:
+        if isinstance(op, SynchronizeOp):
             forked |= {op.stream} if op.other in forked else set()
             held |= {op.stream} if op.other in held else set()
             behind |= {op.stream} if op.other in behind else set()
@@ -71,16 +71,16 @@ def beginning(recording: Recording, peers: Touches) -> tuple[bool, bool]:
 
 def uses_flags(op: Op, peers: Touches) -> bool:
     """Whether an operation raises or awaits flags, of this rank or a peer, or needs permits."""
-    return isinstance(op, Signal | WaitSignal) or (isinstance(op, Compute) and op.ready is not None) or peers(op)
+    return isinstance(op, SignalOp | WaitSignalOp) or (isinstance(op, ComputeOp) and op.ready is not None) or peers(op)
 
 
 def _holds(op: Op, sms: bool) -> bool:
     """Whether an operation may hold its stream up: `sms` where a kernel that waits may have taken them all."""
-    if isinstance(op, Compute):
+    if isinstance(op, ComputeOp):
         return op.ready is not None or sms
-    if isinstance(op, Signal):
+    if isinstance(op, SignalOp):
         return sms and op.sms > 0
-    return isinstance(op, Wait | WaitSignal | Barrier) or (sms and isinstance(op, Copy | Delay))
+    return isinstance(op, WaitOp | WaitSignalOp | BarrierOp) or (sms and isinstance(op, CopyOp | DelayOp))
 
 
 # Statements -----------------------------------------------------------------------------------------------------------
@@ -94,11 +94,11 @@ SECONDS_OF_A_LOOK = 1e-6  # of a kernel at a flag
 Issue = Callable[[int], None]  # something that a stream shall do, given its handle
 
 
-class OneSided:
+class CudaOneSided:
     """The one-sided operations of a plan.
 
     Args:
-        recording: of the plan.
+        unrolled: of the plan.
         memory: of all ranks.
         device: this rank's.
         registers, streams: the plan's own lists, whose elements change with every call.
@@ -108,32 +108,32 @@ class OneSided:
 
     def __init__(
         self,
-        recording: Recording,
+        unrolled: UnrolledProgram,
         memory: SharedMemory,
         device: torch.device,
         registers: list[Any],
         streams: Sequence[torch.cuda.Stream],
         kernels: Mapping[str, Kernel],
-        kernel: Callable[[Compute], Kernel],
+        kernel: Callable[[ComputeOp], Kernel],
     ) -> None:
-        self.recording = recording
+        self.unrolled = unrolled
         self.memory = memory
         self.device = device
         self.registers = registers
         self.streams = streams
         self.kernels, self.kernel = kernels, kernel
-        self.rank = recording.rank
-        self.handover = Handover.of(recording, memory.offers)
-        self.owner_of = {op.out: op.rank for op in recording.ops if isinstance(op, Symmetric)}  # by buffer
+        self.rank = unrolled.rank
+        self.handover = Handover.of(unrolled, memory.offers)
+        self.owner_of = {op.out: op.rank for op in unrolled.ops if isinstance(op, SymmetricOp)}  # by buffer
         self.opened: torch.cuda.Event | None = None  # behind the permits, once a stream has waited for them
         self.behind: set[int] = set()  # the streams that come after them
         self.forked = {CALLER}
-        self.stalls: list[tuple[Compute, torch.Tensor, memoryview]] = []  # their bytes are looked at in every call
+        self.stalls: list[tuple[ComputeOp, torch.Tensor, memoryview]] = []  # their bytes are looked at in every call
         self.start = torch.cuda.Event()  # the beginning of the call
-        self.loose, self.early = beginning(recording, self.peers)
+        self.loose, self.early = beginning(unrolled, self.peers)
         self.sent: set[tuple[int, Place, int, int]] = set()
-        self.pushes = {id(op): pushes for pushes in Pushes.of(recording) for op in pushes.ops}
-        self.offsets = {op.out: op.offset for op in recording.ops if isinstance(op, View)}
+        self.pushes = {id(op): pushes for pushes in Pushes.of(unrolled) for op in pushes.ops}
+        self.offsets = {op.out: op.offset for op in unrolled.ops if isinstance(op, ViewOp)}
 
     @cached_property
     def aside(self) -> torch.cuda.Stream:
@@ -145,21 +145,21 @@ class OneSided:
         """Whether an operation needs no current stream, as it is given its own."""
         if id(op) in self.pushes:
             return False
-        return isinstance(op, Signal | WaitSignal | Barrier) or (isinstance(op, Copy) and not self.is_local(op))
+        return isinstance(op, SignalOp | WaitSignalOp | BarrierOp) or (isinstance(op, CopyOp) and not self.is_local(op))
 
-    def is_local(self, op: Copy) -> bool:
+    def is_local(self, op: CopyOp) -> bool:
         """Whether a copy stays on this GPU, where it is a kernel's work."""
         return all(self.owner(register) == self.rank for register in (op.x, op.out))
 
     def owner(self, register: int) -> int:
         """Whose memory a register's is."""
-        return self.owner_of.get(self.recording.buffers[register], self.rank)
+        return self.owner_of.get(self.unrolled.buffers[register], self.rank)
 
     def peers(self, op: Op) -> bool:
         """Whether an operation touches a peer's memory."""
-        if isinstance(op, Copy):
+        if isinstance(op, CopyOp):
             return not self.is_local(op)
-        return isinstance(op, Barrier) or (isinstance(op, Signal) and op.peer != self.rank)
+        return isinstance(op, BarrierOp) or (isinstance(op, SignalOp) and op.peer != self.rank)
 
     def opening(self) -> list[Step]:
         """The beginning of a call, on the caller's stream."""
@@ -175,7 +175,7 @@ class OneSided:
 
         Permits are taken once in a call, by the first stream that touches a peer; others that do so wait for it.
         """
-        if isinstance(op, Synchronize) and op.other in self.forked:
+        if isinstance(op, SynchronizeOp) and op.other in self.forked:
             self.forked.add(op.stream)
         streams, fork = self.streams, list[Step]()
         if uses_flags(op, self.peers) and op.stream not in self.forked:  # else it may be ahead of the call before
@@ -187,33 +187,33 @@ class OneSided:
         if self.opened is not None:
             return [*fork, partial(_after, streams, op.stream, self.opened)]
         self.opened = torch.cuda.Event()
-        others = {o.stream for o in self.recording.ops if self.peers(o)} - {op.stream}
+        others = {o.stream for o in self.unrolled.ops if self.peers(o)} - {op.stream}
         mark = [partial(_record, streams, op.stream, self.opened)] if others else []
         return [*fork, self.on(op.stream, self.permits()), *mark]
 
     def bind(self, op: Op) -> Step | None:
         """What carries out an operation; None where nothing is left to do."""
-        if isinstance(op, Copy):
+        if isinstance(op, CopyOp):
             return self.copy(op)
-        if isinstance(op, Signal | WaitSignal) and self.is_settled(op):
+        if isinstance(op, SignalOp | WaitSignalOp) and self.is_settled(op):
             return None
-        if isinstance(op, Signal):
+        if isinstance(op, SignalOp):
             if self.is_sent(op):
                 return None
             if op.sms:
                 return self.raising(op)
             return self.on(op.stream, in_batches([write(self.flag(self.place(op.flags), op.slot, op.peer), op.epoch)]))
-        if isinstance(op, WaitSignal):
+        if isinstance(op, WaitSignalOp):
             return self.on(op.stream, self.wait(op.flags, op.slot, op.epoch))
-        assert isinstance(op, Barrier)
+        assert isinstance(op, BarrierOp)
         return None if op.number == 0 and op.team in self.handover.opening else self.barrier(op)
 
-    def is_settled(self, op: Signal | WaitSignal) -> bool:
+    def is_settled(self, op: SignalOp | WaitSignalOp) -> bool:
         """Whether a flag says no more than the order of the stream."""
-        mine = isinstance(op, WaitSignal) or op.peer == self.rank
+        mine = isinstance(op, WaitSignalOp) or op.peer == self.rank
         return mine and (self.place(op.flags), op.slot) in self.handover.settled
 
-    def is_sent(self, op: Signal) -> bool:
+    def is_sent(self, op: SignalOp) -> bool:
         """Whether this call has sent the same before: sent again, it might come after the flag is back at 0."""
         signal = op.peer, self.place(op.flags), op.slot, op.epoch
         again = signal in self.sent
@@ -224,7 +224,7 @@ class OneSided:
         streams = self.streams
         return lambda: issue(streams[stream].cuda_stream)
 
-    def copy(self, op: Copy) -> Step:
+    def copy(self, op: CopyOp) -> Step:
         registers, streams, x, out, stream = self.registers, self.streams, op.x, op.out, op.stream
         if not self.is_local(op):
             copy = Copier()
@@ -240,7 +240,7 @@ class OneSided:
     def push(self, pushes: Pushes) -> Step:
         """One kernel for all of these copies and signals."""
         registers, (first, _) = self.registers, pushes.copies[0]
-        source = self.recording.buffers[first.x]
+        source = self.unrolled.buffers[first.x]
         to = registers[first.out]
         pieces = []
         for copy, signal in pushes.copies:
@@ -257,11 +257,11 @@ class OneSided:
         return lambda: kernel(registers[source])
 
     def pusher(self, pieces: Sequence[tuple[int, ...]], size: int, sms: int) -> Callable[[torch.Tensor], None]:
-        from hostir.runtime.kernels.flags import Piece, Push  # which needs Triton
+        from hostir.runtime.kernels.flags import Piece, PushKernel  # which needs Triton
 
-        return Push(self.device, [Piece(*each) for each in pieces], size, sms)
+        return PushKernel(self.device, [Piece(*each) for each in pieces], size, sms)
 
-    def raising(self, op: Signal) -> Step:
+    def raising(self, op: SignalOp) -> Step:
         kernel, streams, stream = self.raiser(self.raised(op), op.epoch), self.streams, op.stream
         return lambda: kernel(streams[stream])
 
@@ -270,14 +270,14 @@ class OneSided:
 
         return Raising(self.device, flag, epoch)
 
-    def raised(self, op: Signal) -> int:
+    def raised(self, op: SignalOp) -> int:
         """The address of the flag that a signal raises; 0 for one that is up."""
         return 0 if self.is_settled(op) else self.flag(self.place(op.flags), op.slot, op.peer)
 
     def wait(self, flags: int, slot: int, epoch: int) -> Issue:
         return in_batches([wait_at_least(self.flag(self.place(flags), slot, self.rank), epoch)])
 
-    def barrier(self, op: Barrier) -> Step:
+    def barrier(self, op: BarrierOp) -> Step:
         """Tells the others that this rank has come, and waits for them."""
         size, place = len(op.team), (BARRIERS, op.team)
         mine, first = op.team.index(self.rank), op.number * size
@@ -289,7 +289,7 @@ class OneSided:
         )
 
     # A matmul that waits ------------------------------------------------------------------------------------------
-    def compute(self, op: Compute, ready: Ready) -> Step:
+    def compute(self, op: ComputeOp, ready: Ready) -> Step:
         """One kernel that looks at the flags; where there is none that can, block after block, each behind a wait.
 
         Where it comes after all of this rank's copies, there is nothing to begin with before the peers' are there too.
@@ -299,7 +299,7 @@ class OneSided:
             return self.whole(op, ready, kernel)
         return self.afterwards(op, ready) if op.beside and ready.own is None else self.blocks(op, ready)
 
-    def whole(self, op: Compute, ready: Ready, kernel: Kernel) -> Step:
+    def whole(self, op: ComputeOp, ready: Ready, kernel: Kernel) -> Step:
         from hostir.runtime.kernels.flags import ReadyFlags  # which needs Triton
 
         stalls = torch.zeros(ready.blocks, 2, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -315,7 +315,7 @@ class OneSided:
         multiply = repeating(waiting)
         return lambda: multiply(registers[out], registers[own], *[registers[x] for x in operands])
 
-    def afterwards(self, op: Compute, ready: Ready) -> Step:
+    def afterwards(self, op: ComputeOp, ready: Ready) -> Step:
         place, stream = self.place(ready.flags), op.stream
         flags = [self.flag(place, block, self.rank) for block in range(ready.blocks)]
         wait = self.on(stream, in_batches([wait_at_least(flag, ready.epoch) for flag in flags]))
@@ -327,7 +327,7 @@ class OneSided:
 
         return step
 
-    def blocks(self, op: Compute, ready: Ready) -> Step:
+    def blocks(self, op: ComputeOp, ready: Ready) -> Step:
         registers, operands, options = self.registers, op.operands, dict(op.options)
         awaited = {b for b in ready.awaited if (self.place(ready.flags), b) not in self.handover.settled}
         issues = [self.wait(ready.flags, b, ready.epoch) if b in awaited else in_batches([]) for b in ready.order]
@@ -355,7 +355,7 @@ class OneSided:
                 stalled = stall_error(stalls.clone(), self.rank, f"%{self.place(op.ready.flags)[0]}")
                 stalls.zero_()
                 if stalled is not None:  # else another thread has just taken it
-                    found += self.recording.failure(op, stalled).diagnostics
+                    found += self.unrolled.failure(op, stalled).diagnostics
         return HostIRError(*found) if found else None
 
     def missing(self) -> list[tuple[Op, str]]:
@@ -366,12 +366,12 @@ class OneSided:
                 if rank == self.rank and buffer.dtype == FLAGS:
                     held[place] = buffer.cpu().view(-1).tolist()
         found: list[tuple[Op, str]] = []
-        for op in self.recording.ops:
-            if isinstance(op, Barrier) and not (op.number == 0 and op.team in self.handover.opening):
+        for op in self.unrolled.ops:
+            if isinstance(op, BarrierOp) and not (op.number == 0 and op.team in self.handover.opening):
                 row = held[BARRIERS, op.team][op.number * len(op.team) :]
                 late = [rank for rank, came in zip(op.team, row, strict=False) if not came and rank != self.rank]
                 found += [(op, f"rank {', '.join(map(str, late))} has not come")] if late else []
-        for (place, slot), epoch, op in waits(self.recording):
+        for (place, slot), epoch, op in waits(self.unrolled):
             if (at := held[place][slot]) < epoch:
                 found.append((op, f"flag %{place[0]}[{slot}] stands at {at}, not at {epoch}"))
         return found
@@ -386,7 +386,7 @@ class OneSided:
     def closing(self) -> list[Step]:
         """The end of a call, on the caller's stream: flags back to 0, permits to the peers that raise them."""
         joins: list[Step] = [
-            partial(_join, self.streams, CALLER, stream, torch.cuda.Event()) for stream in unjoined(self.recording)
+            partial(_join, self.streams, CALLER, stream, torch.cuda.Event()) for stream in unjoined(self.unrolled)
         ]
         late = [wait_at_least(self.slot(slot), epoch) for slot, epoch in self.handover.unseen.items()]
         flags = [*map(self.slot, self.handover.raised), *self.arrivals()]
@@ -403,8 +403,8 @@ class OneSided:
         """The flags that the team of each barrier has raised here."""
         return [
             self.flag((BARRIERS, op.team), op.number * len(op.team) + number, self.rank)
-            for op in self.recording.ops
-            if isinstance(op, Barrier) and not (op.number == 0 and op.team in self.handover.opening)
+            for op in self.unrolled.ops
+            if isinstance(op, BarrierOp) and not (op.number == 0 and op.team in self.handover.opening)
             for number, rank in enumerate(op.team)
             if rank != self.rank
         ]
@@ -418,8 +418,8 @@ class OneSided:
 
     def place(self, register: int) -> Place:
         """The symmetric buffer of a register."""
-        buffer = self.recording.buffers[register]
-        op = next(op for op in self.recording.ops if isinstance(op, Symmetric) and op.out == buffer)
+        buffer = self.unrolled.buffers[register]
+        op = next(op for op in self.unrolled.ops if isinstance(op, SymmetricOp) and op.out == buffer)
         return op.name, op.rounds
 
 

@@ -50,7 +50,7 @@ def _side(name: str) -> list[tuple[str, Any]]:
     return [(f"{name}_{field}", kind) for field, kind in fields]
 
 
-class Rows(ctypes.Structure):
+class Memcpy2D(ctypes.Structure):
     """CUDA_MEMCPY2D."""
 
     _fields_ = (*_side("x"), *_side("out"), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t))
@@ -117,7 +117,7 @@ class Copier:
     """
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[int, int, Rows | int]] | None = None  # by their distance from the first bytes
+        self.pieces: list[tuple[int, int, Memcpy2D | int]] | None = None  # by their distance from the first bytes
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, stream: int) -> None:
         """`out` becomes `x` on a stream, given by its handle; nothing happens where they are the same memory."""
@@ -139,7 +139,7 @@ class Copier:
                 check(code, "a copy")
 
 
-def pieces(out: torch.Tensor, x: torch.Tensor) -> list[tuple[int, int, Rows | int]]:
+def pieces(out: torch.Tensor, x: torch.Tensor) -> list[tuple[int, int, Memcpy2D | int]]:
     """The copies that make `out` equal to `x`: distances in bytes in either, and rows or a number of bytes."""
     size = x.element_size()
     levels = collapse(x.shape, x.stride(), out.stride()) or [(1, 1, 1)]
@@ -160,8 +160,10 @@ def pieces(out: torch.Tensor, x: torch.Tensor) -> list[tuple[int, int, Rows | in
     return [(to, start, _rows(x_pitch * size, out_pitch * size, width, height)) for to, start in where]
 
 
-def _rows(x_pitch: int, out_pitch: int, width: int, height: int) -> Rows:
-    return Rows(x_memory=DEVICE, out_memory=DEVICE, x_pitch=x_pitch, out_pitch=out_pitch, width=width, height=height)
+def _rows(x_pitch: int, out_pitch: int, width: int, height: int) -> Memcpy2D:
+    return Memcpy2D(
+        x_memory=DEVICE, out_memory=DEVICE, x_pitch=x_pitch, out_pitch=out_pitch, width=width, height=height
+    )
 
 
 # Streams --------------------------------------------------------------------------------------------------------------

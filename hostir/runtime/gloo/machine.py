@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from hostir.ir.source import error
 from hostir.runtime.arguments import deliver, homes, place
-from hostir.runtime.gloo.onesided import AbandonedError, Key, Lane, OneSided, SharedFiles, Waits
+from hostir.runtime.gloo.onesided import AbandonedError, GlooOneSided, Key, Lane, SharedFiles, Waits
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.lifetimes import late_streams
 from hostir.runtime.session import Groups
@@ -23,24 +23,24 @@ from hostir.runtime.symmetric import Exchange, SymmetricMemory
 from hostir.runtime.trace import Trace, lane_of
 from hostir.runtime.unroll import (
     CALLER,
-    Allocate,
-    Barrier,
-    Collective,
-    Compute,
-    Copy,
-    Delay,
-    Free,
-    Mark,
-    Messages,
+    AllocateOp,
+    BarrierOp,
+    CollectiveOp,
+    ComputeOp,
+    CopyOp,
+    DelayOp,
+    FreeOp,
+    MarkOp,
+    MessagesOp,
     Op,
-    Recording,
-    Signal,
+    SignalOp,
     Step,
-    Symmetric,
-    Synchronize,
-    View,
-    Wait,
-    WaitSignal,
+    SymmetricOp,
+    SynchronizeOp,
+    UnrolledProgram,
+    ViewOp,
+    WaitOp,
+    WaitSignalOp,
     bind,
     message_teams_of,
 )
@@ -62,7 +62,7 @@ def _blocks(x: torch.Tensor, count: int) -> torch.Tensor:
     return x.view(-1).view(count, -1)
 
 
-def _places(op: Collective, members: Members) -> list[int]:
+def _places(op: CollectiveOp, members: Members) -> list[int]:
     """For each rank of the group, which numbers its ranks in ascending order, its place in the team."""
     return [op.team.index(rank) for rank in members]
 
@@ -88,13 +88,13 @@ def _sum(blocks: torch.Tensor, out: torch.Tensor) -> None:
     out.view(-1).copy_(total)
 
 
-def allgather(op: Collective, registers: list[Any], group: Any, members: Members) -> None:
+def allgather(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
     """Every rank gets all parts."""
     out = registers[op.out]
     _gather(registers[op.x], _blocks(out, len(members)).unbind(0), _places(op, members), group)
 
 
-def allreduce(op: Collective, registers: list[Any], group: Any, members: Members) -> None:
+def allreduce(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
     """Every rank gets the sum, in place."""
     x = registers[op.out]
     parts = x.new_empty(len(members), x.numel())
@@ -102,12 +102,12 @@ def allreduce(op: Collective, registers: list[Any], group: Any, members: Members
     _sum(parts, x)
 
 
-def reduce_scatter(op: Collective, registers: list[Any], group: Any, members: Members) -> None:
+def reduce_scatter(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
     """Each rank gets its block of the sum."""
     _sum(_swap(registers[op.x], _places(op, members), group), registers[op.out])
 
 
-def alltoall(op: Collective, registers: list[Any], group: Any, members: Members) -> None:
+def alltoall(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
     """Each rank sends a block to each rank."""
     _blocks(registers[op.out], len(members)).copy_(_swap(registers[op.x], _places(op, members), group))
 
@@ -115,7 +115,7 @@ def alltoall(op: Collective, registers: list[Any], group: Any, members: Members)
 COLLECTIVES = {f.__name__: f for f in (allgather, allreduce, reduce_scatter, alltoall)}
 
 
-def exchange(op: Messages, registers: list[Any], group: Any, members: Members) -> None:
+def exchange(op: MessagesOp, registers: list[Any], group: Any, members: Members) -> None:
     """Sends and receives pieces."""
     if [rank for _, rank in op.sends] == [members[group.rank()]]:  # an exchange with itself
         registers[op.receives[0][0]].copy_(registers[op.sends[0][0]])
@@ -129,7 +129,7 @@ def exchange(op: Messages, registers: list[Any], group: Any, members: Members) -
 # The machine ----------------------------------------------------------------------------------------------------------
 # Programs on CPU processes: every stream is a thread, every event an event, and gloo carries what ranks exchange.
 #
-# A recording is dealt out to lanes: one for the caller's stream, which the calling thread runs itself, one for each
+# A unrolled is dealt out to lanes: one for the caller's stream, which the calling thread runs itself, one for each
 # worker stream, and one for each team, whose thread executes the team's communications in the order of issue. So the
 # order is the same on every rank, whatever the streams do. A rank's messages within a team have another lane, and
 # another process group, since collectives do not wait for them. Memory and views are made first, in the order of issue,
@@ -158,9 +158,9 @@ class GlooMachine:
         for stream in range(streams):
             self.queue(stream)
 
-    def plan(self, recording: Recording, trace: Trace | None = None) -> GlooPlan:
-        self.messages.prepare(message_teams_of(recording.program))
-        return GlooPlan(self, recording, trace)
+    def plan(self, unrolled: UnrolledProgram, trace: Trace | None = None) -> GlooPlan:
+        self.messages.prepare(message_teams_of(unrolled.program))
+        return GlooPlan(self, unrolled, trace)
 
     def queue(self, key: Key) -> Jobs:
         """The queue of the thread that runs a lane."""
@@ -181,23 +181,23 @@ def _work(jobs: Jobs) -> None:
 class GlooPlan:
     """A recording dealt out to lanes."""
 
-    def __init__(self, machine: GlooMachine, recording: Recording, trace: Trace | None) -> None:
+    def __init__(self, machine: GlooMachine, unrolled: UnrolledProgram, trace: Trace | None) -> None:
         self.machine = machine
-        self.recording = recording
+        self.unrolled = unrolled
         self.trace = trace
-        self.registers: list[Any] = [None] * len(recording.buffers)
-        self.homes = homes(recording)
+        self.registers: list[Any] = [None] * len(unrolled.buffers)
+        self.homes = homes(unrolled)
         self.problem: tuple[Op, BaseException] | None = None
         self.begun = False  # whether what peers see has begun in the latest run
         self.events: list[threading.Event] = []
         self.arrivals: dict[int, threading.Event] = {}  # by handle
-        self.memory = machine.symmetric.of(recording)
-        self.one_sided = OneSided(self)
+        self.memory = machine.symmetric.of(unrolled)
+        self.one_sided = GlooOneSided(self)
         self.host = Lane(CALLER, self.fail)
         self.lanes: dict[Key, Lane] = {CALLER: Lane(CALLER, self.fail)}
-        late = late_streams(recording)
-        for op in recording.ops:
-            if not (isinstance(op, Free) and op.buffer in late):  # what may still be in use is dropped with the run
+        late = late_streams(unrolled)
+        for op in unrolled.ops:
+            if not (isinstance(op, FreeOp) and op.buffer in late):  # what may still be in use is dropped with the run
                 self.deal(op)
         self.blank = list(self.registers)  # symmetric buffers and their views last
         self.workers = [(lane, machine.queue(key)) for key, lane in self.lanes.items() if key != CALLER]
@@ -214,7 +214,7 @@ class GlooPlan:
             raise error(f"this executor cannot run again: {self.machine.broken}", hint="start all ranks anew")
         if self.problem:  # what the run that failed has left
             self.registers[:] = self.blank
-        held = self.recording.inputs
+        held = self.unrolled.inputs
         self.registers[held.start : held.stop] = inputs
         if given is not None:
             place(given, self.homes, self.registers)
@@ -230,9 +230,9 @@ class GlooPlan:
         if self.problem:
             self.refuse(*self.problem)
         if given is None:
-            outputs = tuple([self.registers[i] for i in self.recording.outputs])
+            outputs = tuple([self.registers[i] for i in self.unrolled.outputs])
         else:
-            outputs = deliver(given, self.recording.outputs, self.registers)
+            outputs = deliver(given, self.unrolled.outputs, self.registers)
         self.registers[:] = self.blank
         return outputs
 
@@ -256,10 +256,10 @@ class GlooPlan:
         """Raises what ended the run."""
         shared = self.memory is not None or any(not isinstance(lane.key, int) for lane, _ in self.workers)
         if self.begun and shared:
-            self.machine.broken = f"{self.recording.describe(op)} failed earlier"
+            self.machine.broken = f"{self.unrolled.describe(op)} failed earlier"
         if not isinstance(problem, Exception):
             raise problem
-        raise self.recording.failure(op, problem) from problem
+        raise self.unrolled.failure(op, problem) from problem
 
     def fail(self, op: Op, problem: BaseException) -> None:
         """Notes the first failure, and releases the lanes that wait for what will not come."""
@@ -283,7 +283,7 @@ class GlooPlan:
     def describe(self, op: Op) -> str:
         """An operation in flight, and what it waits for."""
         notes = [lane.notes.get(i) for lane in self.lanes.values() if (i := lane.position) >= 0 and lane.ops[i] is op]
-        return self.recording.describe(op) + "".join(f", which waits for {note()}" for note in notes if note)
+        return self.unrolled.describe(op) + "".join(f", which waits for {note()}" for note in notes if note)
 
     def ailment(self) -> str:
         return ""  # what fails is raised to the caller
@@ -307,48 +307,48 @@ class GlooPlan:
 
     def deal(self, op: Op) -> None:
         lane = self.lane(op.stream)
-        if isinstance(op, Allocate | View | Symmetric):
+        if isinstance(op, AllocateOp | ViewOp | SymmetricOp):
             self.deal_memory(op)
-        elif isinstance(op, Compute) and op.ready is not None:
+        elif isinstance(op, ComputeOp) and op.ready is not None:
             self.one_sided.deal_blocks(op, op.ready, self.machine.kernels[op.kind], lane)
-        elif isinstance(op, Compute):
+        elif isinstance(op, ComputeOp):
             lane.add(op, self.timed(op, bind(op, self.registers, CPU, self.machine.kernels)))
-        elif isinstance(op, Copy | Signal | WaitSignal | Barrier):
+        elif isinstance(op, CopyOp | SignalOp | WaitSignalOp | BarrierOp):
             self.one_sided.deal(op, lane)
-        elif isinstance(op, Free):
+        elif isinstance(op, FreeOp):
             lane.add(op, self.bind_free(op))
-        elif isinstance(op, Mark):
+        elif isinstance(op, MarkOp):
             self.arrivals[op.handle] = self.event()
             lane.add(op, self.arrivals[op.handle].set)
-        elif isinstance(op, Wait):
+        elif isinstance(op, WaitOp):
             lane.add(op, self.waiting(self.arrivals[op.handle]), Waits.LANE)
-        elif isinstance(op, Synchronize):
+        elif isinstance(op, SynchronizeOp):
             reached = self.event()
             self.lane(op.other).add(op, reached.set)
             lane.add(op, self.waiting(reached), Waits.LANE)
-        elif not isinstance(op, Delay):  # threads share cores, not SMs: standing still would help nobody
-            assert isinstance(op, Collective | Messages)
+        elif not isinstance(op, DelayOp):  # threads share cores, not SMs: standing still would help nobody
+            assert isinstance(op, CollectiveOp | MessagesOp)
             self.deal_communication(op, lane)
 
-    def deal_memory(self, op: Allocate | View | Symmetric) -> None:
+    def deal_memory(self, op: AllocateOp | ViewOp | SymmetricOp) -> None:
         """Symmetric buffers are the same in every run, and so are their views; all else is made anew."""
-        if isinstance(op, Symmetric):
+        if isinstance(op, SymmetricOp):
             assert self.memory is not None
             self.registers[op.out] = self.memory.buffer(op)
             return
         step = bind(op, self.registers, CPU, self.machine.kernels)
-        if isinstance(op, View) and self.registers[op.x] is not None:
+        if isinstance(op, ViewOp) and self.registers[op.x] is not None:
             step()
         else:
             self.host.add(op, step)
 
-    def deal_communication(self, op: Collective | Messages, lane: Lane) -> None:
+    def deal_communication(self, op: CollectiveOp | MessagesOp, lane: Lane) -> None:
         """The team's thread starts when the stream gets there, and tells whoever waits."""
         ready, arrived = self.event(), self.event()
         self.arrivals[op.handle] = arrived
-        collective = isinstance(op, Collective) or op.collective
+        collective = isinstance(op, CollectiveOp) or op.collective
         group, members = (self.machine.groups if collective else self.machine.messages).of(op.team)
-        carry: Callable[..., None] = exchange if isinstance(op, Messages) else COLLECTIVES[op.kind]
+        carry: Callable[..., None] = exchange if isinstance(op, MessagesOp) else COLLECTIVES[op.kind]
         lane.add(op, ready.set)
         team = self.lane(members if collective else ("messages", *members))
         team.add(op, self.waiting(ready), Waits.LANE)
@@ -363,8 +363,8 @@ class GlooPlan:
 
         return step
 
-    def bind_free(self, op: Free) -> Step:
-        gone = [i for i, buffer in enumerate(self.recording.buffers) if buffer == op.buffer]
+    def bind_free(self, op: FreeOp) -> Step:
+        gone = [i for i, buffer in enumerate(self.unrolled.buffers) if buffer == op.buffer]
 
         def step() -> None:
             for i in gone:
@@ -389,7 +389,7 @@ class GlooPlan:
         trace = self.trace
         if trace is None:
             return _nothing, _nothing
-        rank, lane, text, rounds = self.recording.rank, lane_of(op), self.recording.text(op), op.place.rounds
+        rank, lane, text, rounds = self.unrolled.rank, lane_of(op), self.unrolled.text(op), op.place.rounds
         begun = [0.0]
 
         def start() -> None:

@@ -19,8 +19,19 @@ import torch
 from hostir.ir.machine import Ready
 from hostir.runtime.kernels.flags import with_rows
 from hostir.runtime.kernels.table import Kernel
-from hostir.runtime.symmetric import Buffer, Offer, SharedMemory
-from hostir.runtime.unroll import EPOCHS, Barrier, Compute, Copy, Op, Recording, Signal, Step, WaitSignal, flag_value
+from hostir.runtime.symmetric import BufferInfo, Offer, SharedMemory
+from hostir.runtime.unroll import (
+    EPOCHS,
+    BarrierOp,
+    ComputeOp,
+    CopyOp,
+    Op,
+    SignalOp,
+    Step,
+    UnrolledProgram,
+    WaitSignalOp,
+    flag_value,
+)
 
 # Threads --------------------------------------------------------------------------------------------------------------
 # What one thread of a CPU process does in a run, and what it stands at.
@@ -131,14 +142,14 @@ class SharedFiles:
     def settle(self) -> None:
         """A call that has returned has ended."""
 
-    def begin(self, recording: Recording, memory: SharedMemory) -> None:
+    def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
         """Nothing is left to do."""
 
-    def hidden(self, recording: Recording) -> tuple[Buffer, ...]:
+    def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
         """Nothing."""
         return ()
 
-    def notes(self, recording: Recording) -> str:
+    def notes(self, unrolled: UnrolledProgram) -> str:
         """Nothing."""
         return ""
 
@@ -170,23 +181,23 @@ SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a flag
 Flags = Any  # a row of flags as numpy sees it: an element is one load or store
 
 
-class Machine(Protocol):
+class SharedMachine(Protocol):
     """What the operations need of a machine: which call it is in, and the memory that ranks share."""
 
     calls: int
     sharing: SharedFiles
 
 
-class Plan(Protocol):
+class LanePlan(Protocol):
     """What they need of the plan that they belong to."""
 
-    recording: Recording
+    unrolled: UnrolledProgram
     registers: list[Any]
     memory: SharedMemory | None
     problem: tuple[Op, BaseException] | None
 
     @property
-    def machine(self) -> Machine:
+    def machine(self) -> SharedMachine:
         """Where it runs."""
 
     def timed(self, op: Op, step: Step) -> Step:
@@ -196,21 +207,21 @@ class Plan(Protocol):
         """Steps that begin and end a bar in the trace."""
 
 
-class OneSided:
+class GlooOneSided:
     """Deals the one-sided operations of a plan to the lanes of its streams."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: LanePlan) -> None:
         self.plan = plan
         self.machine = plan.machine
         self.turn = plan.machine.sharing.turn
         self.registers = plan.registers
 
-    def deal(self, op: Copy | Signal | WaitSignal | Barrier, lane: Lane) -> None:
-        if isinstance(op, Copy):
+    def deal(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: Lane) -> None:
+        if isinstance(op, CopyOp):
             lane.add(op, self.plan.timed(op, partial(self.copy, op)))
-        elif isinstance(op, Signal):
+        elif isinstance(op, SignalOp):
             lane.add(op, partial(self.set, self.flags(op.flags), op.slot, op.epoch))
-        elif isinstance(op, WaitSignal):
+        elif isinstance(op, WaitSignalOp):
             self.deal_wait(op, self.flags(op.flags), op.slot, op.epoch, lane)
         else:
             self.deal_barrier(op, lane)
@@ -226,9 +237,9 @@ class OneSided:
 
         lane.add(op, self.until(reached), Waits.PEER, standing)
 
-    def deal_barrier(self, op: Barrier, lane: Lane) -> None:
+    def deal_barrier(self, op: BarrierOp, lane: Lane) -> None:
         assert self.plan.memory is not None
-        me, team = self.plan.recording.rank, op.team
+        me, team = self.plan.unrolled.rank, op.team
         rows = [self.plan.memory.barriers(team, rank)[op.number].numpy() for rank in team]
         own, place = rows[team.index(me)], team.index(me)
 
@@ -241,7 +252,7 @@ class OneSided:
         lane.add(op, partial(self.come, rows, place))
         lane.add(op, self.until(lambda: not missing()), Waits.PEER, standing)
 
-    def deal_blocks(self, op: Compute, ready: Ready, kernel: Kernel, lane: Lane) -> None:
+    def deal_blocks(self, op: ComputeOp, ready: Ready, kernel: Kernel, lane: Lane) -> None:
         """Block after block, each behind a wait for its flag; in a trace it is one bar."""
         flags, start, end = self.flags(ready.flags), *self.plan.bracket(op)
         lane.add(op, start)
@@ -255,7 +266,7 @@ class OneSided:
         return self.registers[register].numpy()
 
     # Steps --------------------------------------------------------------------------------------------------------
-    def copy(self, op: Copy) -> None:
+    def copy(self, op: CopyOp) -> None:
         out, x = self.registers[op.out], self.registers[op.x]
         if out.data_ptr() != x.data_ptr():  # else the caller made it in its place
             out.copy_(x)
@@ -269,7 +280,7 @@ class OneSided:
             for row in rows:
                 row[place] = flag_value(self.machine.calls, 0)
 
-    def compute(self, op: Compute, ready: Ready, kernel: Kernel, block: int) -> None:
+    def compute(self, op: ComputeOp, ready: Ready, kernel: Kernel, block: int) -> None:
         out, a, *others = self.registers[op.out], *(self.registers[x] for x in op.operands)
         own = self.registers[ready.own] if ready.own is not None and block == ready.first else None
         for out_part, a_part in with_rows(out, a, block, ready.blocks, own):

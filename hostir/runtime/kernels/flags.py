@@ -407,7 +407,7 @@ def _hand_on(table, arrived, batch, pieces, together, MAX_PIECES: tl.constexpr, 
         tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
 
 
-class Push:
+class PushKernel:
     """Copies and flags in one kernel on the current stream. A flag rises once its piece and all before it are there.
 
     Pieces are copied in any order: none may go where another lies or goes.

@@ -219,7 +219,7 @@ _KEPT = 64  # encoded descriptors of one operand, each for another address
 
 
 @dataclass
-class Call:
+class MatmulLaunch:
     """What a launch of the kernel needs besides the tensors, for operands of one layout.
 
     Fields:
@@ -356,7 +356,7 @@ class Call:
 EXACT_RUN = 64  # products of float32 that are summed up at a time
 
 _MOST_CALLS = 4096
-_calls: dict[tuple[object, ...], Call] = {}
+_calls: dict[tuple[object, ...], MatmulLaunch] = {}
 
 
 def matmul(
@@ -476,7 +476,7 @@ def _prepare(
     use_descriptors: bool | None,
     config: Config | None,
     tf32: bool,
-) -> Call | None:
+) -> MatmulLaunch | None:
     """How to launch such a matmul; None where there is nothing to multiply, only a bias or zeros to write."""
     a, b, out, own = matrices
     device = check_device(a=a, b=b, out=out, bias=bias, own=own)
@@ -535,7 +535,7 @@ def _prepare(
     of_a = (rows.a_batch, rows.a_row, a.stride(-1))
     strides = (*of_own, *of_a, *weight.stride(), rows.out_batch, rows.out_row, out.stride(-1))
     halved = config.n // 2 if config.halves else config.n
-    return Call(
+    return MatmulLaunch(
         device=device,
         programs=plan.programs,
         described=described,

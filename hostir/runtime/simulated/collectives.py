@@ -12,7 +12,7 @@ import torch
 from hostir.ir.comm_ops import Recv, Send, SendAndRecv
 from hostir.ir.machine import Exchange, Move
 from hostir.ir.source import Diagnostic, HostIRError, Span, error
-from hostir.runtime.simulated.tasks import Flag, Memory, Task, Views, join, spoil, storage_of
+from hostir.runtime.simulated.tasks import FlagGate, SimulatedMemory, Task, Views, join, spoil, storage_of
 
 # Collectives and transfers --------------------------------------------------------------------------------------------
 # Communications among simulated ranks: which rank's call belongs to which, and what moves.
@@ -29,7 +29,7 @@ class Issue(Protocol):
         """A task that follows nothing yet."""
 
 
-class Part:
+class Side:
     """One rank's side of a communication, which may touch memory at any time between its issue and its end.
 
     `tail` is what comes before it on its stream, `come` is when it has begun on this rank, `give` its end, which writes
@@ -47,7 +47,7 @@ class Part:
         tail: Sequence[Task],
         come: Task,
         task: Issue,
-        earlier: Part | None,
+        earlier: Side | None,
     ) -> None:
         self.exchange, self.x, self.out, self.come = exchange, x, out, come
         reads = (x,) if x is not None and exchange.takes(come.rank) else ()
@@ -59,7 +59,7 @@ class Part:
             self.spoil.follow(self.takes)  # in place
         self.give = task(self._fill, writes=writes).follow([come, *self.takes, self.spoil])
         self.give.since = self.takes[0]
-        self.peers: list[Part] = []
+        self.peers: list[Side] = []
         self.totals: list[torch.Tensor | None] = [None, None]
         if earlier is not None:
             # A team starts in order, and on all machines runs one after another; but nobody may rely on more than that
@@ -79,7 +79,7 @@ class Part:
     def __str__(self) -> str:
         return " to ".join("nothing" if t is None else f"{t.dtype} {list(t.shape)}" for t in (self.x, self.out))
 
-    def agrees(self, other: Part) -> bool:
+    def agrees(self, other: Side) -> bool:
         """Whether two ranks mean the same communication."""
         if self.exchange.kind != other.exchange.kind:
             return False
@@ -137,14 +137,14 @@ def blocks(x: torch.Tensor | None, count: int) -> torch.Tensor:
     return x.view(count, -1)
 
 
-def _fits(move: Move, sides: Mapping[int, Part]) -> bool:
+def _fits(move: Move, sides: Mapping[int, Side]) -> bool:
     x, out = sides[move.source].x, sides[move.target].out
     if x is None or out is None or x.dtype != out.dtype:
         return False
     return x.numel() * move.put[1] == out.numel() * move.take[1]
 
 
-def match(issued: Sequence[Mapping[tuple[int, ...], list[Part]]], note: Callable[[Task], Note]) -> list[Task]:
+def match(issued: Sequence[Mapping[tuple[int, ...], list[Side]]], note: Callable[[Task], Note]) -> list[Task]:
     """Joins the sides of every communication; `issued[rank][team]` are a rank's sides in the order issued.
 
     A team is named by its ranks in ascending order. Returns the tasks of joining. Raises HostIRError where ranks differ
@@ -162,7 +162,7 @@ def match(issued: Sequence[Mapping[tuple[int, ...], list[Part]]], note: Callable
     return joints
 
 
-def _meet(sides: Sequence[Part]) -> list[Task]:
+def _meet(sides: Sequence[Side]) -> list[Task]:
     """Joins the sides of one communication: each ends with what it has got from others, which have begun by then."""
     by_rank = {part.rank: part for part in sides}
     for part in sides:
@@ -182,7 +182,7 @@ def _meet(sides: Sequence[Part]) -> list[Task]:
     return []
 
 
-def _note(where: Note, part: Part) -> Note:
+def _note(where: Note, part: Side) -> Note:
     return where[0], f"{where[1]}, {part}"
 
 
@@ -204,7 +204,7 @@ def disagreement(what: str, team: Sequence[int], number: int, notes: Sequence[No
 KINDS = frozenset(cls.keyword() for cls in (Send, Recv, SendAndRecv))
 
 
-class Message:
+class MessageSide:
     """One rank's message: `come` is when it has begun, `take` reads what it sends, `give` writes what it receives.
 
     It ends when it has done both, as far as it does; the rank's next message in the team begins then.
@@ -217,14 +217,14 @@ class Message:
         out: torch.Tensor | None,
         come: Task,
         task: Issue,
-        earlier: Message | None,
+        earlier: MessageSide | None,
     ) -> None:
         self.x, self.out, self.come = x, out, come
         self.to = next((m.target for m in exchange.moves or () if x is not None and m.source == come.rank), None)
         self.source = next((m.source for m in reversed(exchange.moves or ()) if out is not None), None)
         self.take = None if x is None else task(self._take, reads=(x,)).follow([come])
         self.give = None if out is None else task(self._give, writes=(out,)).follow([come])
-        self.sender: Message | None = None
+        self.sender: MessageSide | None = None
         self.taken: torch.Tensor | None = None
         self.ends[-1].since = self.ends[-1]
         if earlier is not None:
@@ -235,7 +235,7 @@ class Message:
         """After these it has ended."""
         return [task for task in (self.take, self.give) if task is not None]
 
-    def meet(self, sender: Message) -> None:
+    def meet(self, sender: MessageSide) -> None:
         """This message receives what `sender` sends."""
         assert sender.take is not None
         assert self.give is not None
@@ -254,14 +254,14 @@ class Message:
         self.out.view(-1).copy_(self.sender.taken)
 
 
-def pair(issued: Sequence[Sequence[Message]], note: Callable[[Task], Note]) -> None:
+def pair(issued: Sequence[Sequence[MessageSide]], note: Callable[[Task], Note]) -> None:
     """Brings the messages of one team together: the k-th that a rank sends to another meets the k-th received there.
 
     `issued` are each rank's messages in the order issued. Raises HostIRError for one that has no partner, or another
     size or dtype than its partner.
     """
-    sent: dict[tuple[int, int], list[Message]] = {}
-    received: dict[tuple[int, int], list[Message]] = {}
+    sent: dict[tuple[int, int], list[MessageSide]] = {}
+    received: dict[tuple[int, int], list[MessageSide]] = {}
     for message in (message for messages in issued for message in messages):
         if message.to is not None:
             sent.setdefault((message.come.rank, message.to), []).append(message)
@@ -274,7 +274,7 @@ def pair(issued: Sequence[Sequence[Message]], note: Callable[[Task], Note]) -> N
             receiver.meet(sender)
 
 
-def _message_fits(sender: Message, receiver: Message) -> bool:
+def _message_fits(sender: MessageSide, receiver: MessageSide) -> bool:
     x, out = sender.x, receiver.out
     return x is not None and out is not None and x.dtype == out.dtype and x.numel() == out.numel()
 
@@ -282,8 +282,8 @@ def _message_fits(sender: Message, receiver: Message) -> bool:
 def _mismatch(
     ends: tuple[int, int],
     number: int,
-    sender: Message | None,
-    receiver: Message | None,
+    sender: MessageSide | None,
+    receiver: MessageSide | None,
     note: Callable[[Task], Note],
 ) -> HostIRError:
     sides = ((sender, f"rank {ends[0]} sends only {number}"), (receiver, f"rank {ends[1]} receives only {number}"))
@@ -297,7 +297,7 @@ def _mismatch(
     )
 
 
-def _message_note(message: Message, sends: bool, note: Callable[[Task], Note]) -> Note:
+def _message_note(message: MessageSide, sends: bool, note: Callable[[Task], Note]) -> Note:
     span, text = note(message.come)
     tensor = message.x if sends else message.out
     assert tensor is not None
@@ -310,17 +310,17 @@ def _message_note(message: Message, sends: bool, note: Callable[[Task], Note]) -
 Place = tuple[str, tuple[int, ...]]  # where a program allocates: the name that it gives, and the round
 
 
-class Symmetric:
+class SymmetricBuffers:
     """The symmetric buffers of all ranks. What ranks allocate at one place of the program belongs together.
 
     A rank that names a peer's buffer may plan before the peer does; so the first that asks makes it.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: SimulatedMemory) -> None:
         self.memory = memory
         self.buffers: dict[tuple[Place, int], torch.Tensor] = {}
         self.places: dict[int, tuple[Place, int]] = {}  # by storage: where and at which rank
-        self.flags: dict[tuple[int, int], Flag] = {}  # by storage and element
+        self.flags: dict[tuple[int, int], FlagGate] = {}  # by storage and element
         self.allocated: set[tuple[Place, int]] = set()
         self.named: dict[tuple[Place, int], Task] = {}  # the first task that touches it from another rank
 
@@ -339,9 +339,9 @@ class Symmetric:
         peer = self._buffer(place, rank, own.shape, own.dtype)
         return peer.as_strided(view.shape, view.stride(), view.storage_offset())
 
-    def flag(self, flags: torch.Tensor, slot: int) -> Flag:
+    def flag(self, flags: torch.Tensor, slot: int) -> FlagGate:
         """The flag at a slot of a view."""
-        return self.flags.setdefault((storage_of(flags), int(flags[slot].storage_offset())), Flag())
+        return self.flags.setdefault((storage_of(flags), int(flags[slot].storage_offset())), FlagGate())
 
     def touch(self, view: torch.Tensor, rank: int, task: Task) -> None:
         """A task of another rank touches this view of a rank's buffer."""
@@ -366,10 +366,10 @@ class Symmetric:
         return self.buffers[place, rank]
 
 
-Side = tuple[Task, Task]  # of a barrier, on one rank: when it comes, and when it goes on
+BarrierSide = tuple[Task, Task]  # of a barrier, on one rank: when it comes, and when it goes on
 
 
-def meet(issued: Sequence[Mapping[tuple[int, ...], list[Side]]], note: Callable[[Task], Note]) -> list[Task]:
+def meet(issued: Sequence[Mapping[tuple[int, ...], list[BarrierSide]]], note: Callable[[Task], Note]) -> list[Task]:
     """Joins the barriers of all ranks, the n-th of each team with each other; returns the tasks of joining.
 
     Raises HostIRError where the ranks of a team differ in how many they issue.

@@ -21,11 +21,11 @@ from hostir.ir.source import Diagnostic, HostIRError, Span, error
 from hostir.runtime.arguments import check_given, check_out_apart, sequence_of
 from hostir.runtime.kernels.table import Kernel, kernel_table
 from hostir.runtime.sharding import bind_sizes, memory_for, shard, solve_sizes
-from hostir.runtime.simulated.collectives import Symmetric, match, meet, pair
+from hostir.runtime.simulated.collectives import SymmetricBuffers, match, meet, pair
 from hostir.runtime.simulated.rank import Parts, RankMachine
 from hostir.runtime.simulated.tasks import (
-    Flag,
-    Memory,
+    FlagGate,
+    SimulatedMemory,
     Task,
     Watch,
     check_seed,
@@ -55,8 +55,8 @@ class LocalMachine:
         device: torch.device | str = "cpu",
     ) -> None:
         table = kernel_table(kernels, "cpu") if isinstance(kernels, str) else kernels
-        self.memory = Memory(device)
-        self.symmetric = Symmetric(self.memory)
+        self.memory = SimulatedMemory(device)
+        self.symmetric = SymmetricBuffers(self.memory)
         self.ranks = [
             RankMachine(rank, program, table, self.memory, self.symmetric, dtype)
             for rank, program in enumerate(programs)
@@ -172,7 +172,7 @@ class LocalMachine:
         span, where = self.where(task)
         if task.blockers:
             return span, where
-        if isinstance(task.gate, Flag):
+        if isinstance(task.gate, FlagGate):
             return span, f"{where}: no signal reaches epoch {task.epoch[1]}"
         holder = self.ranks[task.rank].processors.holder
         assert holder is not None

@@ -17,14 +17,14 @@ from hostir.ir.types import FLAG, DType
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.sharding import torch_dtype
-from hostir.runtime.simulated.collectives import KINDS, Message, Part, Side, Symmetric
-from hostir.runtime.simulated.tasks import Flag, Memory, Processors, Task, Views, spoil, storage_of
+from hostir.runtime.simulated.collectives import KINDS, BarrierSide, MessageSide, Side, SymmetricBuffers
+from hostir.runtime.simulated.tasks import FlagGate, Processors, SimulatedMemory, Task, Views, spoil, storage_of
 
 Parts = Sequence[torch.Tensor | None]  # of one tensor: what each rank holds
 Team = tuple[int, ...]
 
 
-class Stream:
+class IssueQueue:
     """A queue of one rank. What is issued to it next follows `tail`.
 
     Where copies by SMs came last, with the signals right behind them, `pushing` are these, behind where they begin.
@@ -41,7 +41,7 @@ class Stream:
         self.tail = [*self.tail, *(task for task in others if task not in self.tail)]
 
 
-class WidePart(Part):
+class WidePart(Side):
     """A side of a communication among ranks that compute in float64: sums are not made in f32 either."""
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -60,8 +60,8 @@ class RankMachine(Observer):
         rank: int,
         program: Program,
         kernels: Mapping[str, Kernel],
-        memory: Memory,
-        symmetric: Symmetric,
+        memory: SimulatedMemory,
+        symmetric: SymmetricBuffers,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.rank = rank
@@ -70,14 +70,14 @@ class RankMachine(Observer):
         self.kernels = kernels
         self.memory = memory
         self.symmetric = symmetric
-        self.caller = self.current = Stream("caller")
-        self.pool = [Stream(f"stream {i}") for i in range(program.streams)]
+        self.caller = self.current = IssueQueue("caller")
+        self.pool = [IssueQueue(f"stream {i}") for i in range(program.streams)]
         self.processors = Processors()
         self.tasks: list[Task] = []
         self.steps = 0  # statements so far, taken or passed over
-        self.parts: dict[Team, list[Part]] = {}  # by team, in the order issued
-        self.messages: dict[Team, list[Message]] = {}
-        self.barriers: dict[Team, list[Side]] = {}
+        self.parts: dict[Team, list[Side]] = {}  # by team, in the order issued
+        self.messages: dict[Team, list[MessageSide]] = {}
+        self.barriers: dict[Team, list[BarrierSide]] = {}
         self.inputs: Parts = ()
         self.outputs: list[Parts] = []  # of each call
         self.statement: Statement | None = None
@@ -326,10 +326,10 @@ class RankMachine(Observer):
             self._refuse_overlap(out, (x,))
         if exchange.kind in KINDS:
             messages = self.messages.setdefault(exchange.team, [])
-            messages.append(Message(exchange, x, out, come, task, messages[-1] if messages else None))
+            messages.append(MessageSide(exchange, x, out, come, task, messages[-1] if messages else None))
             return messages[-1].ends
         parts = self.parts.setdefault(tuple(sorted(exchange.team)), [])
-        side = Part if self.dtype is None else WidePart
+        side = Side if self.dtype is None else WidePart
         parts.append(side(exchange, x, out, self.current.tail, come, task, parts[-1] if parts else None))
         return [parts[-1].give]
 
@@ -366,20 +366,20 @@ class RankMachine(Observer):
         come = self.issue(None)
         self.barriers.setdefault(team, []).append((come, self.issue(None)))
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> IssueQueue:
         return self.current
 
-    def set_stream(self, stream: Stream | int) -> None:
+    def set_stream(self, stream: IssueQueue | int) -> None:
         self.current = self._stream(stream)
 
-    def synchronize(self, stream: Stream | int) -> None:
+    def synchronize(self, stream: IssueQueue | int) -> None:
         self.current.wait(self._stream(stream).tail)
 
     def delay(self, microseconds: int) -> None:
         """It orders nothing: the scheduler may already run anything first."""
 
-    def _stream(self, stream: Stream | int) -> Stream:
-        if isinstance(stream, Stream):
+    def _stream(self, stream: IssueQueue | int) -> IssueQueue:
+        if isinstance(stream, IssueQueue):
             return stream
         if not 0 <= stream < len(self.pool):
             hint = f"write 'streams {stream + 1}' behind the program's outputs" if stream > 0 else ""
@@ -394,7 +394,7 @@ class RankMachine(Observer):
             raise self.fail(f"%{name} is not symmetric", expected="a view of what allocate_symmetric gives")
         return there
 
-    def _flag(self, flags: torch.Tensor, slot: int) -> Flag:
+    def _flag(self, flags: torch.Tensor, slot: int) -> FlagGate:
         return self.symmetric.flag(self._at(flags, self.rank), slot)
 
     def _epoch(self, epoch: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from hostir.ir.source import HostIRError, Span, error, user_span
 NAN = float("nan")
 
 
-class Memory:
+class SimulatedMemory:
     """Every buffer of every rank on some device, each a storage of its own."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -176,7 +176,7 @@ class Gate:
         self.parked = []
 
 
-class Flag(Gate):
+class FlagGate(Gate):
     """What signals set. Whoever waits passes while it stands at the epoch or above."""
 
     def __init__(self) -> None:
@@ -353,7 +353,7 @@ def times(ran: Iterable[Task]) -> dict[Task, tuple[float, float]]:
 Where = Callable[[Task], tuple[Span | None, str]]
 
 
-class Access:
+class TaskAccess:
     """A view of a storage that a task reads or writes, and the elements it stands for."""
 
     def __init__(self, task: int, view: torch.Tensor, writes: bool) -> None:
@@ -377,7 +377,7 @@ class Access:
         """A mark for each element of the storage, none set."""
         return torch.zeros(self.extent, dtype=torch.bool, device="cpu")
 
-    def meets(self, other: Access) -> bool:
+    def meets(self, other: TaskAccess) -> bool:
         """Whether both touch a common element of one storage."""
         if self.range.stop <= other.range.start or other.range.stop <= self.range.start:
             return False
@@ -385,7 +385,7 @@ class Access:
         self.of(marks).fill_(True)
         return bool(other.of(marks).any())
 
-    def stands_for(self, other: Access) -> bool:
+    def stands_for(self, other: TaskAccess) -> bool:
         """Whether what races with an access before this one, and does not come before this one, races with this one."""
         return self.place == other.place and (self.writes or not other.writes)
 
@@ -393,14 +393,14 @@ class Access:
 class Watch:
     """One run, task by task. `where` names a task's statement, `memory` the buffers."""
 
-    def __init__(self, tasks: Sequence[Task], memory: Memory, where: Where) -> None:
+    def __init__(self, tasks: Sequence[Task], memory: SimulatedMemory, where: Where) -> None:
         self.tasks = tasks
         self.memory = memory
         self.where = where
         self.number = {task: i for i, task in enumerate(tasks)}
         self.past: dict[int, int] = {}  # of tasks still to run, as far as it is known
         self.sent: dict[int, int] = {}  # of signals: their past and themselves
-        self.accesses: dict[int, list[Access]] = {}  # by storage: all, but for those that a later one stands for
+        self.accesses: dict[int, list[TaskAccess]] = {}  # by storage: all, but for those that a later one stands for
         self.written: dict[int, torch.Tensor] = {}  # by storage: a mark for each element
         self.unwritten: HostIRError | None = None
 
@@ -408,17 +408,17 @@ class Watch:
         """A task runs now. Raises HostIRError where it races with one that ran before."""
         me = self.number[task]
         known = self.past.pop(me, 0) | 1 << me
-        if isinstance(task.gate, Flag):
+        if isinstance(task.gate, FlagGate):
             known |= self.sent[self.number[next(s for s in task.gate.signals if s.epoch >= task.epoch)]]
-        if isinstance(task.turns, Flag):
+        if isinstance(task.turns, FlagGate):
             self._signal(task, known, task.turns.signals)
             self.sent[me] = known
         for view in task.reads:
-            self._access(Access(me, view, writes=False), known)
+            self._access(TaskAccess(me, view, writes=False), known)
         for view in task.writes:
-            self._access(Access(me, view, writes=True), known)
+            self._access(TaskAccess(me, view, writes=True), known)
         for view in task.undefines:
-            self._access(Access(me, view, writes=True), known, defines=False)
+            self._access(TaskAccess(me, view, writes=True), known, defines=False)
         for follower in task.followers:
             number = self.number[follower]
             self.past[number] = self.past.get(number, 0) | known
@@ -428,7 +428,7 @@ class Watch:
         if self.unwritten is not None:
             raise self.unwritten
 
-    def _access(self, access: Access, known: int, defines: bool = True) -> None:
+    def _access(self, access: TaskAccess, known: int, defines: bool = True) -> None:
         left = []
         for other in self.accesses.get(access.storage, ()):
             ordered = known >> other.task & 1
@@ -460,7 +460,7 @@ class Watch:
             notes=(first, second),
         )
 
-    def _race(self, first: Access, second: Access) -> HostIRError:
+    def _race(self, first: TaskAccess, second: TaskAccess) -> HostIRError:
         (span, one), (other_span, other) = self._said(first), self._said(second)
         return error(
             f"race: {one} and {other} touch common elements of {self._buffer(first.storage)}, and nothing orders them",
@@ -469,7 +469,7 @@ class Watch:
             notes=((span, f"{one} {first.does}"), (other_span, f"{other} {second.does}")),
         )
 
-    def _said(self, access: Access) -> tuple[Span | None, str]:
+    def _said(self, access: TaskAccess) -> tuple[Span | None, str]:
         task = self.tasks[access.task]
         span, where = self.where(task)
         if task.statement is None:

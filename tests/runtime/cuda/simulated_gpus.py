@@ -27,12 +27,12 @@ from hostir.runtime.cuda import onesided as cuda_onesided
 from hostir.runtime.cuda import streams
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
 from hostir.runtime.cuda.memory import PERMITS, notes, prepare
-from hostir.runtime.cuda.onesided import OneSided
+from hostir.runtime.cuda.onesided import CudaOneSided
 from hostir.runtime.kernels.flags import with_rows
 from hostir.runtime.kernels.table import Kernel, kernel_table
 from hostir.runtime.session import Groups
-from hostir.runtime.symmetric import Buffer, Offer, SharedMemory
-from hostir.runtime.unroll import Compute, Recording, record
+from hostir.runtime.symmetric import BufferInfo, Offer, SharedMemory
+from hostir.runtime.unroll import ComputeOp, UnrolledProgram, unroll
 
 CPU = torch.device("cpu")
 STEPS = 2_000_000
@@ -71,7 +71,7 @@ class Event:
     def __init__(self, **_: object) -> None:
         self.reached: list[bool] = []
 
-    def record(self, stream: Stream) -> None:
+    def unroll(self, stream: Stream) -> None:
         reached = self.reached = list[bool]()
         stream.add(lambda: reached.append(True))
 
@@ -98,14 +98,14 @@ class Shared:
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
         return {rank: self.memory[rank] for rank in ranks}
 
-    def begin(self, recording: Recording, memory: SharedMemory) -> None:
-        prepare(recording, memory)
+    def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
+        prepare(unrolled, memory)
 
-    def hidden(self, recording: Recording) -> tuple[Buffer, ...]:
-        return (Buffer(*PERMITS, (1,), "int64"),)
+    def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
+        return (BufferInfo(*PERMITS, (1,), "int64"),)
 
-    def notes(self, recording: Recording) -> str:
-        return notes(recording)
+    def notes(self, unrolled: UnrolledProgram) -> str:
+        return notes(unrolled)
 
 
 @dataclass
@@ -182,7 +182,7 @@ class Gpus:
 
         return push
 
-    def whole(self, one_sided: OneSided, op: Compute, ready: Ready, kernel: Kernel) -> Callable[[], None]:
+    def whole(self, one_sided: CudaOneSided, op: ComputeOp, ready: Ready, kernel: Kernel) -> Callable[[], None]:
         """A product that takes blocks of rows in the order in which their flags rise, beside copies if it may."""
         registers, flags = one_sided.registers, one_sided.place(ready.flags)
 
@@ -263,10 +263,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(cuda_onesided, "in_batches", these.in_batches)
-    monkeypatch.setattr(cuda_onesided.OneSided, "ending", lambda _, flags, counts: these.ending(flags, counts))
-    monkeypatch.setattr(cuda_onesided.OneSided, "pusher", lambda _, pieces, size, sms: these.pusher(pieces, size))
-    monkeypatch.setattr(cuda_onesided.OneSided, "raiser", lambda _, flag, epoch: these.raiser(flag, epoch))
-    monkeypatch.setattr(cuda_onesided.OneSided, "whole", lambda *given: these.whole(*given))
+    monkeypatch.setattr(cuda_onesided.CudaOneSided, "ending", lambda _, flags, counts: these.ending(flags, counts))
+    monkeypatch.setattr(cuda_onesided.CudaOneSided, "pusher", lambda _, pieces, size, sms: these.pusher(pieces, size))
+    monkeypatch.setattr(cuda_onesided.CudaOneSided, "raiser", lambda _, flag, epoch: these.raiser(flag, epoch))
+    monkeypatch.setattr(cuda_onesided.CudaOneSided, "whole", lambda *given: these.whole(*given))
     monkeypatch.setattr(cuda_onesided, "Copier", these.copier)
     monkeypatch.setattr(cuda_onesided, "wait_at_least", _wait)
     monkeypatch.setattr(cuda_onesided, "write", _write)
@@ -302,7 +302,7 @@ def plans(
 
     def plan(rank: int) -> None:
         try:
-            made[rank] = machines[rank].plan(record(program, rank, sizes or {}, parts[rank]))
+            made[rank] = machines[rank].plan(unroll(program, rank, sizes or {}, parts[rank]))
         except BaseException as problem:
             problems.append(problem)
             gate.abort()

@@ -10,14 +10,14 @@ from examples import patterns
 from hostir.ir import parse
 from hostir.ir.program import Program
 from hostir.runtime.cuda.onesided import beginning
-from hostir.runtime.unroll import Barrier, Copy, Op, Recording, Signal, Symmetric, record
+from hostir.runtime.unroll import BarrierOp, CopyOp, Op, SignalOp, SymmetricOp, UnrolledProgram, unroll
 
 NEXT = "(%r + 1) % 2 over x"
 MATMUL = "matmul %full, %b -> %c ready %there >= 1 from %r own %a"
 FORK = "set_stream 0   synchronize %user"
 
 
-def recorded(*body: str) -> Recording:
+def recorded(*body: str) -> UnrolledProgram:
     lines = "\n".join(f"  {line}" for line in body)
     program = parse(f"""hostir 1
 mesh @mesh [x] = 0 1
@@ -32,17 +32,17 @@ program @p(%a: f32[2@x, 8], %b: f32[8, 5]) -> (%c) streams 2 {{
 {lines}
 }}
 """)
-    return record(program, 1, {}, [torch.zeros(1, 8), torch.zeros(8, 5)])
+    return unroll(program, 1, {}, [torch.zeros(1, 8), torch.zeros(8, 5)])
 
 
-def early(found: Recording) -> bool:
+def early(found: UnrolledProgram) -> bool:
     """Whether permits are taken at once."""
-    owners = {op.out: op.rank for op in found.ops if isinstance(op, Symmetric)}
+    owners = {op.out: op.rank for op in found.ops if isinstance(op, SymmetricOp)}
 
     def peers(op: Op) -> bool:
-        if isinstance(op, Copy):
+        if isinstance(op, CopyOp):
             return any(owners.get(found.buffers[r], found.rank) != found.rank for r in (op.x, op.out))
-        return isinstance(op, Barrier) or (isinstance(op, Signal) and op.peer != found.rank)
+        return isinstance(op, BarrierOp) or (isinstance(op, SignalOp) and op.peer != found.rank)
 
     return beginning(found, peers)[1]
 
@@ -75,9 +75,9 @@ def test_permits_are_taken_at_once_where_who_takes_them_may_be_held_up(body: lis
     assert early(recorded(*body)) == expected
 
 
-def one_rank(program: Program) -> Recording:
+def one_rank(program: Program) -> UnrolledProgram:
     parts = [torch.empty([n.bind({}) for n in v.tensor.local_shape]) for v in program.inputs]
-    return record(program, 0, {}, parts)
+    return unroll(program, 0, {}, parts)
 
 
 @pytest.mark.parametrize("streams", [1, 2])

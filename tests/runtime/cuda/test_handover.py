@@ -10,7 +10,7 @@ import torch
 import hostir as hi
 from hostir.check import prove
 from hostir.runtime.lifetimes import places
-from hostir.runtime.unroll import record
+from hostir.runtime.unroll import unroll
 from tests.runtime.cuda.simulated_gpus import Gpus, Stream, gpus, plans
 from tests.runtime.cuda.test_onesided import check_calls
 
@@ -124,7 +124,7 @@ def test_plans_for_other_strides_take_turns_with_one_memory(
     dense = [[torch.randn(1, 4)] for _ in range(2)]
     apart = [[torch.randn(1, 8)[:, ::2]] for _ in range(2)]
     both = [
-        (first, first.machine.plan(record(made, rank, {}, apart[rank])))
+        (first, first.machine.plan(unroll(made, rank, {}, apart[rank])))
         for rank, first in enumerate(plans(gpus, made, dense, monkeypatch))
     ]
     assert all(first.memory is second.memory for first, second in both)
@@ -154,4 +154,4 @@ def test_what_is_written_by_others_is_no_place_for_an_input(
 ) -> None:
     inputs = [[torch.randn(1, 4)] for _ in range(2)]
     for plan in plans(gpus, program(body), inputs, monkeypatch):
-        assert places(plan.recording, plan.memory) == (0,)
+        assert places(plan.unrolled, plan.memory) == (0,)

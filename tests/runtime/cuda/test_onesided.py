@@ -222,7 +222,7 @@ fusion @two(%a: f32[8@didx, 8], %b: f32[8, 5]) -> (%c, %d) {
     kernels = {**gpus.kernels(), "copy": lambda *_: pytest.fail("copied")}
     monkeypatch.setattr(Gpus, "kernels", lambda _: kernels)
     ready = plans(gpus, program, inputs, monkeypatch)
-    found = [[plan.registers[r] for r in places(plan.recording, plan.memory)] for plan in ready]
+    found = [[plan.registers[r] for r in places(plan.unrolled, plan.memory)] for plan in ready]
     assert [x[1] for x in found] == [None, None], "b is not copied anywhere"
     outputs = []
     for (a, b), (home, _), plan in zip(inputs, found, ready, strict=True):
@@ -238,7 +238,7 @@ fusion @two(%a: f32[8@didx, 8], %b: f32[8, 5]) -> (%c, %d) {
 def test_what_peers_copy_from_is_no_place_for_an_input(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [[torch.randn(1, 1, 4, 8), torch.randn(8, 5)] for _ in range(2)]
     for plan in plans(gpus, lowered("ring", 2), inputs, monkeypatch):
-        assert places(plan.recording, plan.memory) == (0, 0)
+        assert places(plan.unrolled, plan.memory) == (0, 0)
 
 
 def test_after_a_call_that_failed_midway_no_other_begins(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:

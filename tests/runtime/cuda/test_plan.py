@@ -18,7 +18,7 @@ from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.session import Groups
 from hostir.runtime.sharding import random_inputs, shard
-from hostir.runtime.unroll import record
+from hostir.runtime.unroll import unroll
 from tests.runtime.programs import ag_matmul
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ class Stream:
 
 
 class Event:
-    def record(self, stream: Stream) -> None:
+    def unroll(self, stream: Stream) -> None:
         self.stream = stream.name
 
     def wait(self, stream: Stream) -> None:
@@ -100,7 +100,7 @@ def planned(program: Program, rank: int = 0, messages: bool = False) -> tuple[Cu
     machine = CudaMachine(CPU, program.streams, kernel_table("aten", "cpu"), groups, lambda key, mine: [mine])
     (machine.messages if messages else groups).made = {(0, 1): Group(), (0, 1, 2, 3): Group()}
     parts = [shard(x, v.tensor, rank, {}) for x, v in zip(random_inputs(program, {}), program.inputs, strict=True)]
-    return machine.plan(record(program, rank, {}, parts)), parts
+    return machine.plan(unroll(program, rank, {}, parts)), parts
 
 
 PIPELINE = ag_matmul("0 1", slices=2, m=3, k=8, n=5)
@@ -129,7 +129,7 @@ def test_a_plan_changes_streams_only_where_the_program_does_and_starts_communica
 def test_an_error_leaves_the_callers_stream_current_and_behind_all_workers() -> None:
     plan, parts = planned(parse(PIPELINE))
     plan.machine.kernels = {**plan.machine.kernels, "matmul": lambda *tensors: 1 / 0}
-    plan = plan.machine.plan(plan.recording)
+    plan = plan.machine.plan(plan.unrolled)
     log.clear()
     with pytest.raises(HostIRError, match=r"rank 0, 'matmul %g_i, %b -> %c_i' in round 0: ZeroDivisionError"):
         plan.run(parts)
@@ -138,7 +138,7 @@ def test_an_error_leaves_the_callers_stream_current_and_behind_all_workers() -> 
         ("wait_stream", "caller", "worker 1"),
         ("set", "caller"),
     ]
-    assert [plan.recording.text(op) for op in plan.in_flight()] == ["matmul %g_i, %b -> %c_i"]
+    assert [plan.unrolled.text(op) for op in plan.in_flight()] == ["matmul %g_i, %b -> %c_i"]
 
 
 def test_memory_that_a_worker_may_still_use_is_marked_when_it_is_dropped() -> None:

@@ -20,7 +20,7 @@ from hostir.runtime.gloo.machine import GlooPlan
 from hostir.runtime.gloo.onesided import SharedFiles
 from hostir.runtime.symmetric import ALIGNMENT, SharedMemory, SymmetricMemory
 from hostir.runtime.trace import Trace
-from hostir.runtime.unroll import EPOCHS, FLAGS, Recording, flag_value, record
+from hostir.runtime.unroll import EPOCHS, FLAGS, UnrolledProgram, flag_value, unroll
 from tests.runtime.small_programs import alone, program, said
 
 
@@ -141,7 +141,7 @@ def test_flags_rise_from_call_to_call() -> None:
 
 
 # The memory that processes share ----------------------------------------------------------------------------------
-def met(*recordings: Recording) -> list[SharedMemory | HostIRError | None]:
+def met(*recordings: UnrolledProgram) -> list[SharedMemory | HostIRError | None]:
     """What ranks get that meet with these recordings, each on a thread."""
     results: list[SharedMemory | HostIRError | None] = [None] * len(recordings)
 
@@ -184,9 +184,9 @@ SHARED = """%me = rank of %x over didx
   barrier of %x over didx"""
 
 
-def recordings(body: str = SHARED, ranks: int = 2) -> list[Recording]:
+def recordings(body: str = SHARED, ranks: int = 2) -> list[UnrolledProgram]:
     p = program(body, "%x: f32[4@didx, 3]", "%x")
-    return [record(p, rank, {}, [torch.empty(2, 3)]) for rank in range(ranks)]
+    return [unroll(p, rank, {}, [torch.empty(2, 3)]) for rank in range(ranks)]
 
 
 def test_memory_of_sizes_that_rank_0_has_not_used_longest_goes_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_memory_of_sizes_that_rank_0_has_not_used_longest_goes_on_all_ranks(monk
 
     def use(rank: int, memory: SymmetricMemory) -> None:
         for turn, m in enumerate((1, 2, 4, 4, 3, 7, 100, 1)):
-            held = memory.of(record(p, rank, {"M": m}, [torch.empty(1, m)]))
+            held = memory.of(unroll(p, rank, {"M": m}, [torch.empty(1, m)]))
             assert held is not None
             held.used = turn if rank == 0 else -turn
             held.pinned |= m == 2 and rank == 1

@@ -49,13 +49,13 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Every launch, from the second of its kind on, goes to this one."""
     recorder = Recorder()
-    original = matmul_call.Call._compile
+    original = matmul_call.MatmulLaunch._compile
 
-    def compile(self: matmul_call.Call, *tensors: object) -> None:
+    def compile(self: matmul_call.MatmulLaunch, *tensors: object) -> None:
         original(self, *tensors)
         self.compiled = recorder
 
-    monkeypatch.setattr(matmul_call.Call, "_compile", compile)
+    monkeypatch.setattr(matmul_call.MatmulLaunch, "_compile", compile)
     monkeypatch.setattr(matmul_call, "bind_thread", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(module, "_calls", {})
