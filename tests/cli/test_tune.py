@@ -12,11 +12,11 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir import knobs
-from hostir.__main__ import _combinations, main
+from hostir.__main__ import main
 from hostir.choice import cache
 from hostir.choice.cache import Choice, Entry
 from hostir.choice.decision import candidates, choose
-from hostir.cli.tune import platform_of, table
+from hostir.cli.tune import _combinations, platform_of, table
 from hostir.ir import source as notices
 
 ROOT = Path(__file__).parents[2]
