@@ -24,7 +24,7 @@ from hostir.runtime.simulated.collectives import KINDS
 # A program unrolled for one rank and one set of shapes: what the rank does, as data, in the order of issue.
 #
 # Names, loops, indices and sizes are gone: operations on numbered registers are left, each knowing the statement it
-# came from. `recorder.record` makes them. The machines bind them to closures over one list of registers, and a run is
+# came from. `unroll` makes them. The machines bind them to closures over one list of registers, and a run is
 # those closures called one after another.
 
 CALLER = -1  # the caller's stream; the pool's are 0, 1, ...
