@@ -13,7 +13,6 @@ import pytest
 
 import hostir as hi
 from examples import patterns
-from hostir import __main__ as command_line
 from hostir.__main__ import main
 from hostir.cli import loading as files
 from hostir.ir import format_program
@@ -164,7 +163,7 @@ def test_memory_that_is_not_there_is_one_message(
     def fails(options: object) -> int:
         raise problem
 
-    monkeypatch.setitem(command_line.COMMANDS, "ops", fails)
+    monkeypatch.setattr("hostir.cli.ops.main", fails)
     assert main(["ops"]) == 2
     assert capfd.readouterr().err.splitlines()[0].startswith("error: there is not enough memory")
 
@@ -173,6 +172,6 @@ def test_other_errors_of_python_are_no_lack_of_memory(monkeypatch: pytest.Monkey
     def fails(options: object) -> int:
         raise RuntimeError("something else")
 
-    monkeypatch.setitem(command_line.COMMANDS, "ops", fails)
+    monkeypatch.setattr("hostir.cli.ops.main", fails)
     with pytest.raises(RuntimeError, match="something else"):
         main(["ops"])

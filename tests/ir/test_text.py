@@ -42,7 +42,7 @@ def test_a_statement_is_what_its_operands_are_wherever_it_stands() -> None:
     assert one.span != other.span
     assert one != third
     assert one != "copy %a -> %b"
-    assert repr(one) == "Copy(out=%b: f32[4, 8], x=%a: f32[4@didx, 8])"
+    assert repr(one) == "DenseCopy(out=%b: f32[4, 8], x=%a: f32[4@didx, 8])"
     assert one == ANY
     assert {c.__eq__ for c in REGISTRY.values()} == {Statement.__eq__}
     assert {c.__hash__ for c in REGISTRY.values()} == {Statement.__hash__}

@@ -71,7 +71,7 @@ class Event:
     def __init__(self, **_: object) -> None:
         self.reached: list[bool] = []
 
-    def unroll(self, stream: Stream) -> None:
+    def record(self, stream: Stream) -> None:
         reached = self.reached = list[bool]()
         stream.add(lambda: reached.append(True))
 

@@ -38,7 +38,7 @@ class Stream:
 
 
 class Event:
-    def unroll(self, stream: Stream) -> None:
+    def record(self, stream: Stream) -> None:
         self.stream = stream.name
 
     def wait(self, stream: Stream) -> None:

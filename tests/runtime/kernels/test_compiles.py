@@ -218,7 +218,7 @@ def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flag
         "UNIT": tl.int64,
         "BLOCK": 32 * WARPS * PER_THREAD // 8,
         "ALIGNED": True,
-        "MOST": 4,
+        "MAX_PIECES": 4,
         "GROUPS": 2,
         "DEPENDENTS": True,
     }

@@ -30,7 +30,7 @@ def test_pieces_come_in_batches_of_some_size(monkeypatch: pytest.MonkeyPatch) ->
         assert len(job.push.arrived) == batches
         job.push(job.source)
         job.check(0)
-    monkeypatch.setattr(push, "MOST", 4)
+    monkeypatch.setattr(push, "MAX_PIECES", 4)
     assert len(Job.random(Random(0), "cpu", 9, 2, 0).push.arrived) == 3
     monkeypatch.setattr(push, "BATCH", 1)
     many = Job.random(Random(0), "cpu", 70, 2, 0)
