@@ -24,12 +24,12 @@ import hostir as hi
 from benchmarks.harness import table, write
 from examples import patterns
 from hostir import knobs
+from hostir.check import check_structure
+from hostir.check.alike import alike
+from hostir.check.proof import Analysis, analyse, findings_of, look
+from hostir.check.signature import small_sizes
 from hostir.ir import Program
-from hostir.ir.check import check_structure
-from hostir.ir.check.alike import alike
-from hostir.ir.check.orders import Analysis, analyse, findings_of, look
-from hostir.ir.check.witness import small_sizes
-from hostir.ir.interpret import unrolled
+from hostir.ir.interpret import unrolled_length
 from hostir.lower import STRATEGIES
 from tests.mutants import Mutant
 from tests.mutation import GATHERED, every_mutant, originals, sample, tiny
@@ -51,7 +51,7 @@ def measure(strategy: str, ranks: int) -> dict[str, object]:
     seconds, analysis = best(lambda: look(program))
     order = alike(program, {}, analysis.calls)
     assert order, "ranks are not alike"
-    statements = analysis.calls * unrolled(program.body, {})
+    statements = analysis.calls * unrolled_length(program.body, {})
     whole = best(lambda: analyse(program))[0] if ranks * statements <= ALL else None
     return {
         "strategy": strategy,

@@ -56,9 +56,8 @@ from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import Contraction
 from hostir.ir.types import TensorType
 from hostir.lower import STRATEGIES
-from hostir.runtime import compare
-from hostir.runtime.compare import reductions, relative_error
-from hostir.runtime.reference import reference
+from hostir.runtime import reference as compare
+from hostir.runtime.reference import reductions, reference, relative_error
 from hostir.runtime.sharding import assemble, random_inputs, shard, torch_dtype
 from tests.launch import launch
 from tests.lower.gathered import gathered

@@ -27,10 +27,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness import environment, table, write
+from hostir.runtime.kernels.flags import ReadyFlags, no_stalls, stall_error
 from hostir.runtime.kernels.matmul import matmul
-from hostir.runtime.kernels.ready import ReadyFlags, no_stalls, stall_error
-from hostir.runtime.kernels.tile_choice import choose
-from hostir.runtime.kernels.tiles import Config, candidates
+from hostir.runtime.kernels.tiles import Config, candidates, choose
 
 ROWS = (64, 512, 2048, 4096, 8192, 16384)
 GATHER = ((1792, 4096), (3584, 8192), (6656, 16384))  # (N, K) of 8B, 70B and 405B layers over 8 ranks

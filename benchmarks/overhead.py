@@ -28,7 +28,8 @@ import torch.distributed as dist
 import hostir as hi
 from benchmarks.harness import graphed, table, write
 from examples import patterns
-from hostir.ir import parse, verify
+from hostir.check import verify
+from hostir.ir import parse
 from hostir.runtime.session import Session, session
 
 SLICES, STREAMS = 8, 4

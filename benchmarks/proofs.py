@@ -24,8 +24,8 @@ import hostir as hi
 from benchmarks.harness import table, write
 from examples import patterns
 from hostir import knobs
-from hostir.ir import HostIRError, Program, check, prove
-from hostir.ir.check import forget
+from hostir.check import check, forget, prove
+from hostir.ir import HostIRError, Program
 from hostir.lower.strategies import STRATEGIES
 
 RANKS, SLICES, FIRST, MORE = 8, 8, 256, 100

@@ -17,8 +17,8 @@ from random import Random
 
 import hostir as hi
 from benchmarks.mutation import table
-from hostir.ir.check.orders import analyse
-from hostir.ir.check.repair import longest_chain, repair
+from hostir.check.proof import analyse
+from hostir.check.repair import longest_chain, repair
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from tests.mutants import Mutant, mutants

@@ -39,8 +39,7 @@ import hostir as hi
 from examples import patterns
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
-from hostir.runtime.compare import bound, reductions, relative_error
-from hostir.runtime.reference import reference
+from hostir.runtime.reference import bound, reductions, reference, relative_error
 from hostir.runtime.session import session
 from hostir.runtime.sharding import random_inputs, shard
 from tests.launch import launch

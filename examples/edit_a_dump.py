@@ -32,7 +32,7 @@ BY_HAND = {
     "streams 2": "streams 3",
     "for %s in 0..2": "for %s in 0..3",
     "set_stream %i % 2": "set_stream %i % 3",
-    "%a[%i]": "%a[5 - %i]",
+    "%a_dense[%i]": "%a_dense[5 - %i]",
     "%a_full[%i]": "%a_full[5 - %i]",
     "%c[%i]": "%c[5 - %i]",
 }

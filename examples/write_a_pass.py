@@ -17,8 +17,8 @@ import hostir as hi
 from hostir.ir import Program, Statement
 from hostir.ir.comm_ops import AllGather
 from hostir.ir.host_ops import For, SetStream
+from hostir.ir.op import Lit
 from hostir.ir.sizes import Size
-from hostir.ir.values import Lit
 from hostir.lower import Pass, passes_of, run_passes
 
 

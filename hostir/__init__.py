@@ -48,7 +48,9 @@ _LATER = {
     **dict.fromkeys(("Session", "session"), "hostir.runtime.session"),
     "Trace": "hostir.runtime.trace",
 }
-import_module("hostir.lower")  # the package, before the function below takes the place of its name
+# The packages, before the functions below take the place of their names.
+import_module("hostir.lower")
+import_module("hostir.check")
 __version__ = "0.1.0"
 
 
@@ -127,23 +129,30 @@ def check(
         ranks: how many the caller reckons with; a finding where the program's meshes name others.
         sizes: of symbols, to unroll loops with; those left out get small values that fit.
         calls: how many calls follow each other; unless given, as many as show what any number would.
+
+    Whatever is wrong with the program is a finding, also where a program built in Python holds what none can hold.
+    Raises HostIRError for arguments that are none: no program, sizes or calls that are no numbers.
     """
+    from hostir.check import check as check_program
+    from hostir.check.structure import check_structure
     from hostir.dsl import Fusion
 
-    built = program.program() if isinstance(program, Fusion) else program
-    if not isinstance(built, Program):
-        raise error(f"not a program: {described(program)}", user_span(), expected="a hostir.Fusion or a hostir.Program")
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int)):
         raise error(f"ranks={described(ranks)}", user_span(), expected="an integer")
-    if ranks is not None and ranks != built.ranks:
-        return [
-            Diagnostic(
-                f"@{built.name} is for {built.ranks} ranks, not {described(ranks)}", expected=f"{built.ranks} ranks"
-            )
-        ]
     if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
         raise error(f"calls={described(calls)}", user_span(), expected="an integer of at least 1")
-    return ir.check(built, sizes=built.given_sizes(sizes), calls=calls)
+    try:
+        built = program.program() if isinstance(program, Fusion) else program
+    except HostIRError as unfinished:
+        return list(unfinished.diagnostics)
+    if not isinstance(built, Program):
+        raise error(f"not a program: {described(program)}", user_span(), expected="a hostir.Fusion or a hostir.Program")
+    if structure := check_structure(built):
+        return structure
+    if ranks is not None and ranks != built.ranks:
+        message = f"@{built.name} is for {built.ranks} ranks, not {described(ranks)}"
+        return [Diagnostic(message, expected=f"{built.ranks} ranks")]
+    return check_program(built, sizes=built.given_sizes(sizes), calls=calls)
 
 
 def run(
@@ -175,7 +184,7 @@ def run(
     """
     from hostir.choice import chosen_for
     from hostir.lower.strategies import AUTO, check_strategy
-    from hostir.runtime.whole import run as run_program
+    from hostir.runtime.executor import run as run_program
 
     check_strategy(strategy)
     if isinstance(fusion, Program) and fusion.phase is Phase.HOST:

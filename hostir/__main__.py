@@ -9,28 +9,32 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import itertools
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, TextIO
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn, TextIO
 
 import hostir
 from hostir import knobs
-from hostir.choice.verdict import CALLS
-from hostir.files import write
-from hostir.ir import HostIRError, Phase, Program, prove, verify
-from hostir.ir.printer import VERSION
-from hostir.ir.source import did_you_mean, error
-from hostir.loading import load
-from hostir.lower import AUTO, STRATEGIES, STREAMS, lower, passes_of
-from hostir.runtime.room import lacks_memory, out_of_memory
+from hostir.choice.cache import CALLS
+from hostir.ir.program import VERSION
+from hostir.ir.source import HostIRError, did_you_mean, error
+from hostir.lower import AUTO, STRATEGIES, STREAMS
 
 FORMATS = ("hir", "nvfuser", "dot")
 DEVICES = ("cpu", "cuda")
-REFUSED = "not run: 'hostir check --fix' adds what orders it, where it can; --no-check runs it all the same"
+# What runs each command, loaded when it does: some load torch.
+COMMANDS = {
+    "lower": "hostir.cli.lower:main",
+    "check": "hostir.cli.check:main",
+    "run": "hostir.cli.run:main",
+    "tune": "hostir.cli.tune:tune_main",
+    "explain": "hostir.cli.tune:explain_main",
+    "ops": "hostir.cli.ops:main",
+}
 KERNELS = "auto, triton or aten (default: HOSTIR_KERNELS, or auto)"
 
 
@@ -167,7 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_command(arguments: Sequence[str] | None) -> int:
     try:
         options = _parser().parse_args(arguments)
-        return COMMANDS[options.command](options)
+        module, _, function = COMMANDS[options.command].partition(":")
+        return int(getattr(import_module(module), function)(options))
     except SystemExit:  # of --help and --version
         sys.stdout.flush()
         raise
@@ -176,6 +181,8 @@ def _run_command(arguments: Sequence[str] | None) -> int:
     except knobs.KnobError as wrong:
         return _refused(error(str(wrong)))
     except (MemoryError, RuntimeError) as problem:
+        from hostir.runtime.sharding import lacks_memory, out_of_memory  # loads torch
+
         if not lacks_memory(problem):
             raise
         return _refused(out_of_memory(problem))
@@ -213,195 +220,6 @@ def _drop(stream: TextIO) -> None:
     """Has the rest of what was written there, with which Python would fail at its end, go nowhere."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _load(options: argparse.Namespace) -> tuple[Program, dict[str, int]]:
-    file, colon, name = options.file.rpartition(":")
-    if not colon or "." in name or "/" in name:  # the colon, if any, belongs to a path
-        file, name = options.file, None
-    if colon and name == "":
-        raise error(f"{options.file} names no fusion behind the colon", expected="FILE or FILE:NAME")
-    given: dict[str, str] = {}
-    for item in options.given:
-        key, equals, value = item.partition("=")
-        if not equals or not key or not value:
-            raise error(f"--set {item}", expected="NAME=VALUE")
-        given[key] = value
-    if options.ranks is not None and options.ranks < 1:
-        raise error(f"--ranks {options.ranks}", expected="at least 1")
-    world = os.environ.get("WORLD_SIZE")
-    if world and options.ranks not in (None, int(world)):
-        raise error(f"--ranks {options.ranks} under torchrun with {world} processes", hint="leave --ranks out")
-    program, sizes, told, options.comments = load(
-        file, name=name, form=options.form, given=given, ranks=options.ranks or (int(world) if world else None)
-    )
-    if options.ranks not in (None, program.ranks):
-        hint = "leave --ranks out: a text has its meshes"
-        if file.endswith(".py"):
-            hint = "have a parameter 'ranks' of its function make the mesh, or leave --ranks out"
-        raise error(f"@{program.name} is for {program.ranks} ranks, not {options.ranks}", hint=hint)
-    for diagnostic in told:
-        _say(str(diagnostic).replace("error:", "note:", 1))
-    return program, sizes
-
-
-def _load_to_lower(options: argparse.Namespace) -> tuple[Program, dict[str, int]]:
-    """As `_load`, for commands that lower fusions."""
-    program, sizes = _load(options)
-    if program.phase is Phase.HOST and (options.strategy is not None or options.streams is not None):
-        option = "--streams" if options.strategy is None else "--strategy"
-        raise error(f"@{program.name} is a host program already", hint=f"{option} is for lowering a fusion")
-    if options.strategy == AUTO and options.streams is not None:
-        raise error(f"--streams {options.streams}: '{AUTO}' chooses it too", hint="leave it out, or name a strategy")
-    if program.phase is not Phase.HOST and options.strategy != AUTO:
-        passes_of(**_how(options))  # what is misspelt is wrong usage, and no finding about the program
-    return program, sizes
-
-
-def _say(text: str) -> None:
-    """Tells people something beside the output, once a job."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr)
-
-
-def _how(options: argparse.Namespace) -> dict[str, Any]:
-    """What was said of the lowering."""
-    given = {"strategy": options.strategy, "streams": options.streams}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _lowered(program: Program, sizes: dict[str, int], options: argparse.Namespace) -> Program:
-    """The host program: what the file holds, or the fusion lowered."""
-    if program.phase is Phase.HOST:
-        return program
-    _choose(program, sizes, options)
-    return lower(program, **_how(options))
-
-
-def _choose(program: Program, sizes: dict[str, int], options: argparse.Namespace) -> None:
-    """Replaces the strategy `auto` by what is chosen, and says so."""
-    if options.strategy != AUTO:
-        return
-    from hostir.choice.commands import chosen
-
-    choice = chosen(program, sizes, options)
-    for reason in (*choice.fallbacks, *choice.notes):
-        _say(f"note: {reason}")
-    _say(f"note: {choice}")
-    options.strategy, options.streams = choice.strategy, choice.streams
-    if options.command == "run":
-        options.kernels = choice.kernels
-
-
-def _lower(options: argparse.Namespace) -> int:
-    program, sizes = _load_to_lower(options)
-    if program.phase is Phase.HOST:
-        if options.after or options.all:
-            raise error(
-                f"@{program.name} is a host program already", hint="--after and --all show the passes over a fusion"
-            )
-        return _write(_formatted(program, options.format), options.out)
-    if options.all and options.format == "nvfuser":
-        raise error(
-            "--all begins with the fusion, and nvFuser's form prints host programs", hint="leave one of them out"
-        )
-    _choose(program, sizes, options)
-    stages: list[tuple[str, Program]] = [("fusion", program)]
-    final = lower(program, **_how(options), watch=lambda name, after: stages.append((name, after)))
-    if options.after is not None:
-        names = [p.name for p in passes_of(**_how(options))]
-        if options.after not in names:
-            hint = did_you_mean(options.after, names)
-            raise error(f"unknown pass '{options.after}'", expected=f"one of: {', '.join(names)}", hint=hint)
-        return _write(_formatted(dict(stages)[options.after], options.format), options.out)
-    if options.all:
-        return _write("\n".join(f"// after {n}\n{_formatted(p, options.format)}" for n, p in stages), options.out)
-    return _write(_formatted(final, options.format), options.out)
-
-
-def _formatted(program: Program, form: str) -> str:
-    if form == "nvfuser":
-        from hostir.ir.nvfuser import print_nvfuser
-
-        return print_nvfuser(program)
-    if form == "dot":
-        from hostir.ir.dot import to_dot
-
-        return to_dot(program)
-    return str(program)
-
-
-def _write(text: str, out: str | None) -> int:
-    write(text, out)
-    return 0
-
-
-def _check(options: argparse.Namespace) -> int:
-    from hostir.checking import check_command, print_json  # loads numpy
-
-    try:
-        program, sizes = _load_to_lower(options)
-    except HostIRError as wrong:
-        if options.format == "json":
-            print_json(None, wrong.diagnostics, {})
-        raise
-    return check_command(program, sizes, lambda: _lowered(program, sizes, options), options)
-
-
-def _run(options: argparse.Namespace) -> int:
-    program, sizes = _load_to_lower(options)
-    if program.phase is Phase.HOST:
-        verify(program)
-    host = _lowered(program, sizes, options)
-    if not options.no_check:
-        host.check_sizes(sizes)
-        try:
-            prove(host, sizes)
-        except HostIRError as findings:
-            if all(found.kind for found in findings.diagnostics):
-                findings.add_note(REFUSED)
-            raise
-    from hostir.runtime.command import run_command  # loads torch
-
-    return run_command(program, host, sizes, options)
-
-
-def _tune(options: argparse.Namespace) -> int:
-    from hostir.choice.tune import Case, check_started, tune_command  # loads torch
-
-    check_started(options.file)
-    cases = []
-    for given in _combinations(options.given):
-        options.given = list(given)
-        program, sizes = _load(options)
-        cases.append(Case(" ".join(given) or program.name, program, sizes))
-    return tune_command(cases, options)
-
-
-def _combinations(given: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Every choice of one value for each `--set NAME=VALUE,VALUE,...`."""
-    lists = []
-    for item in given:
-        name, equals, values = item.partition("=")
-        lists.append([f"{name}{equals}{value}" for value in values.split(",")])
-    return itertools.product(*lists)
-
-
-def _explain(options: argparse.Namespace) -> int:
-    from hostir.choice.commands import explain_command
-
-    program, sizes = _load(options)
-    return explain_command(program, sizes, options)
-
-
-def _ops(options: argparse.Namespace) -> int:
-    from hostir.ir.reference import markdown, table
-
-    print(markdown() if options.markdown else table())
-    return 0
-
-
-COMMANDS = {"lower": _lower, "check": _check, "run": _run, "tune": _tune, "explain": _explain, "ops": _ops}
 
 
 if __name__ == "__main__":

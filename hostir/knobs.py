@@ -209,6 +209,16 @@ def scope(**values: object) -> Iterator[None]:
         _scoped.reset(token)
 
 
+def rank() -> str | None:
+    """The number that a launcher such as torchrun gave this process as one of its ranks; None without one."""
+    return os.environ.get("RANK")
+
+
+def speaks() -> bool:
+    """Whether this process says what is said once a job: rank 0, or a process that no launcher has started."""
+    return rank() in (None, "0")
+
+
 class Row(NamedTuple):
     """A knob, in words, for the documentation."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import Communication
+from hostir.ir.comm_ops import Communication, Message, Recv, Send, SendAndRecv
 from hostir.ir.host_ops import (
     Allocate,
     AsPartial,
@@ -23,20 +23,16 @@ from hostir.ir.host_ops import (
     Synchronize,
     Wait,
 )
-from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Copy, If, Rank, Signal, WaitSignal
-from hostir.ir.op import Codec, Phase, Statement, codecs_of
-from hostir.ir.p2p_ops import Message, Recv, Send, SendAndRecv
-from hostir.ir.printer import Printer
-from hostir.ir.program import Names, Program, format_program, rewrite
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, If, PeerCopy, Rank, Signal, WaitSignal
+from hostir.ir.op import ZERO, Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value, codecs_of, expr_values
+from hostir.ir.program import Names, Printer, Program, format_program, rewrite
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import Contraction, TensorOp
+from hostir.ir.tensor_ops import Contraction, TensorOp, ViewStatement
 from hostir.ir.types import FLAG, Kind, TensorType
-from hostir.ir.values import ZERO, Bin, Expr, Lit, Ref, Value, expr_values
-from hostir.ir.view_ops import ViewOp
 
 Block = tuple[Statement, ...]
 ORDERING = (Synchronize, Wait, Barrier, Signal, WaitSignal)
-HOST_ONLY = (ViewOp, Allocate, AllocateSymmetric, CurrentStream, Rank, Delay)  # no stream sees them
+HOST_ONLY = (ViewStatement, Allocate, AllocateSymmetric, CurrentStream, Rank, Delay)  # no stream sees them
 OPERANDS = {Codec.READ: "read", Codec.WRITE: "write", Codec.ALIAS: "view", Codec.FREE: "free", Codec.USE: "use"}
 
 
@@ -135,7 +131,7 @@ def delete(place: Place) -> Iterator[Edit]:
     s, name = place.statement, called(place.statement)
     if place.outside and called(place.outside.statement) == "join":
         return  # that loop goes as a whole
-    if isinstance(s, (*ORDERING, FreeBuffer, SetStream, TensorOp, Copy)) or name in ("fork", "join"):
+    if isinstance(s, (*ORDERING, FreeBuffer, SetStream, TensorOp, PeerCopy)) or name in ("fork", "join"):
         yield f"delete {name}", f"without '{_told(s)}'", place.become()
 
 

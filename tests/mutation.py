@@ -17,15 +17,15 @@ import torch
 
 import hostir as hi
 from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, write_a_pass
-from hostir.ir.check import check, check_structure
-from hostir.ir.check.findings import Finding
-from hostir.ir.check.orders import look
+from hostir.check import check, check_structure
+from hostir.check.findings import Finding
+from hostir.check.proof import look
 from hostir.ir.program import Program, format_program
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.tensor_ops import Contraction
 from hostir.lower import passes_of, run_passes
-from hostir.runtime.local import LocalMachine, rehearse
 from hostir.runtime.sharding import random_inputs
+from hostir.runtime.simulated.machine import LocalMachine, rehearse
 from tests.mutants import Mutant, mutants
 
 ONESIDED = Path(__file__).parent / "cases" / "onesided"

@@ -19,11 +19,10 @@ from typing import Any
 from unittest.mock import patch
 
 import hostir as hi
-from hostir.ir.check.order import Order
-from hostir.ir.check.races import Memory
-from hostir.ir.check.tracer import CALLER, Event, Tracer
+from hostir.check.order import Order, RaceDetector
+from hostir.check.tracer import CALLER, Event, Tracer
 from hostir.ir.program import Program
-from hostir.runtime.local_rank import RankMachine
+from hostir.runtime.simulated.rank import RankMachine
 
 FOLDER = Path(__file__).parent / "cases" / "promises"
 Method = Callable[..., Any]
@@ -186,8 +185,8 @@ def messages_in_turn_with_collectives(collective: Method, self: Tracer, exchange
     return end
 
 
-@promise("7", "copies between ranks need no order with what the peer does", Memory, "_unordered")
-def copies_tell_the_peer(unordered: Method, self: Memory, touch: Any, *rest: Any) -> Iterator[Any]:
+@promise("7", "copies between ranks need no order with what the peer does", RaceDetector, "_unordered")
+def copies_tell_the_peer(unordered: Method, self: RaceDetector, touch: Any, *rest: Any) -> Iterator[Any]:
     return (other for other in unordered(self, touch, *rest) if other.event.rank == touch.event.rank)
 
 

@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import hostir as hi
-from hostir.ir.comm_ops import Communication
+from hostir.ir.comm_ops import Communication, Message
 from hostir.ir.host_ops import For, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, If, WaitSignal
 from hostir.ir.op import Statement
-from hostir.ir.p2p_ops import Message
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import Contraction

@@ -29,12 +29,12 @@ import torch
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.runtime.executor import Executor
-from hostir.runtime.gloo import GlooPlan
-from hostir.runtime.lanes import Key, Waits
-from hostir.runtime.local import rehearse
-from hostir.runtime.plan import CALLER
+from hostir.runtime.gloo.machine import GlooPlan
+from hostir.runtime.gloo.onesided import Key, Waits
 from hostir.runtime.session import session
 from hostir.runtime.sharding import BITS, random_inputs, shard
+from hostir.runtime.simulated.machine import rehearse
+from hostir.runtime.unroll import CALLER
 from tests.launch import forked
 
 CALLS = 6
@@ -130,22 +130,22 @@ class Caller:
         self.inputs: Sequence[torch.Tensor | None] = ()
         self.outputs: Parts = []
         lane = plan.lanes[CALLER]
-        first, last = (lane.ops or plan.recording.ops)[:1], (lane.ops or plan.recording.ops)[-1:]
+        first, last = (lane.ops or plan.unrolled.ops)[:1], (lane.ops or plan.unrolled.ops)[-1:]
         lane.steps[:] = [self.write, *lane.steps, self.read]
         lane.ops[:] = [*first, *lane.ops, *last]
         lane.waits[:] = [Waits.NOTHING, *lane.waits, Waits.NOTHING]
         lane.notes = {i + 1: note for i, note in lane.notes.items()}
 
     def write(self) -> None:
-        held = self.plan.recording.inputs
+        held = self.plan.unrolled.inputs
         for register, x in zip(range(held.start, held.stop), self.inputs, strict=True):
             if x is not None:
                 self.plan.registers[register].copy_(x)
 
     def read(self) -> None:
-        registers, recording = self.plan.registers, self.plan.recording
-        self.outputs = [None if registers[i] is None else registers[i].clone() for i in recording.outputs]
-        for i in (*range(recording.inputs.start, recording.inputs.stop), *recording.outputs):
+        registers, unrolled = self.plan.registers, self.plan.unrolled
+        self.outputs = [None if registers[i] is None else registers[i].clone() for i in unrolled.outputs]
+        for i in (*range(unrolled.inputs.start, unrolled.inputs.stop), *unrolled.outputs):
             if registers[i] is not None:
                 registers[i].fill_(NAN)
 
@@ -163,7 +163,8 @@ class Rank:
         self.wrong = {}
         executor = Executor(case.program, sizes=case.sizes, machine="gloo", check=False, kernels="aten")
         given = [None if x is None else torch.full_like(x, NAN) for x in self.parts(case, 0)]
-        plan = executor._choose(None, given)
+        with executor._calls.lock:
+            plan = executor._choose(None, given)
         assert isinstance(plan, GlooPlan)
         assert executor.watchdog is not None
         executor.watchdog.look_at(plan)

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from hostir.ir.host_ops import For
-from hostir.ir.op import Phase, Statement
+from hostir.ir.op import Phase, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.types import Axis, Factor, Mesh, TensorType
-from hostir.ir.values import Value
 
 
 def same_up_to_names(a: Program, b: Program) -> bool:

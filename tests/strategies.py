@@ -11,10 +11,22 @@ from hypothesis import strategies as st
 import hostir as hi
 from hostir.ir import Axis, HostIRError, Mesh, Phase, Program, Statement, TensorType, Value
 from hostir.ir.comm_ops import Reshard
-from hostir.ir.op import REGISTRY, Codec, FieldPart, OptionalPart, Part, codecs_of, defaults_of, template
+from hostir.ir.op import (
+    REGISTRY,
+    Bin,
+    Codec,
+    Expr,
+    FieldPart,
+    Lit,
+    OptionalPart,
+    Part,
+    Ref,
+    codecs_of,
+    defaults_of,
+    template,
+)
 from hostir.ir.sizes import ONE, Size
 from hostir.ir.types import DTYPES, FLAG, STREAM, Factor, Kind
-from hostir.ir.values import Bin, Expr, Lit, Ref
 
 Draw = Callable[..., Any]
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import hostir as hi
 from hostir.ir import HostIRError, Program
-from hostir.runtime.local import LocalMachine, rehearse
 from hostir.runtime.sharding import random_inputs
+from hostir.runtime.simulated.machine import LocalMachine, rehearse
 
 Draw = Callable[..., Any]
 HEAD = """hostir 1

@@ -8,8 +8,8 @@ import pytest
 
 import hostir as hi
 from hostir import knobs
+from hostir.cli.ops import markdown
 from hostir.ir.op import REGISTRY, Phase
-from hostir.ir.reference import markdown
 from tests import python_interface
 from tests.golden import Golden
 from tests.pages import ROOT, blocks, check_console, check_python

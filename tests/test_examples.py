@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hostir.__main__ import main
-from hostir.loading import load
-from tests.commands_on_ranks import Ended, on_ranks
+from hostir.cli.loading import load
+from tests.cli.commands_on_ranks import Ended, on_ranks
 from tests.pages import ROOT, environment
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -91,7 +91,7 @@ def test_the_command_runs_an_example_on_real_ranks(fusion: str, ended: dict[str,
 
 
 def test_the_fusion_of_ag_matmul_is_for_eight_ranks_unless_said() -> None:
-    program, _, _ = load(str(ROOT / "examples/ag_matmul.py"), name=None, form=None, given={}, ranks=None)
+    program = load(str(ROOT / "examples/ag_matmul.py"), name=None, form=None, given={}, ranks=None).program
     assert str(program).splitlines()[2] == (
         "fusion @ag_matmul(%a: bf16[4, 8@didx, 128, 1024], %b: bf16[1024, 512]) -> (%c) {"
     )

@@ -57,8 +57,13 @@ def test_a_value_is_described_by_its_repr_or_by_what_it_is(value: Any, text: str
     assert described(value) == text
 
 
+@pytest.fixture(autouse=True)
+def _building() -> Iterator[None]:
+    with hi.Fusion("f"):
+        yield
+
+
 def _a() -> hi.Tensor:
-    hi.Fusion("f").__enter__()
     return hi.tensor("a", ["M", 8])
 
 
@@ -93,8 +98,8 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "names of a mesh": lambda v: hi.DeviceMesh([0, 1], v),
     "name of an axis": lambda v: hi.DeviceMesh([0, 1], [v]),
     "shard": lambda v: _a().shard(1, hi.DeviceMesh([0, 1]), v),
-    "dtype": lambda v: (_a(), hi.tensor("x", [1], v)),
-    "shape": lambda v: (_a(), hi.tensor("x", v)),
+    "dtype": lambda v: hi.tensor("x", [1], v),
+    "shape": lambda v: hi.tensor("x", v),
     "output": lambda v: hi.Fusion("f").output(v),
     "lower": hi.lower,
     "strategy": lambda v: hi.lower(_fusion(), v),

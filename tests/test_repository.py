@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LONGEST_FILE = 900
 
 # Joined from parts so that this file passes its own test.
 FOREIGN_PATHS = re.compile("|".join([r"(?<![\w.~-])/(?:work|root)" + "/", re.escape("../" + "shared")]))
@@ -40,14 +39,6 @@ def relative(path: Path) -> str:
 
 def functions_of(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
-
-
-@pytest.mark.parametrize("folder", ["hostir", "tests", "examples", "benchmarks"])
-def test_no_source_file_is_too_long_to_read(folder: str) -> None:
-    lengths = {relative(path): len(lines_of(path)) for path in (ROOT / folder).rglob("*.py")}
-    assert lengths
-    too_long = {name: length for name, length in lengths.items() if length > LONGEST_FILE}
-    assert not too_long, f"over {LONGEST_FILE} lines; split where the structure shows"
 
 
 def test_no_file_names_a_path_outside_the_repository() -> None:

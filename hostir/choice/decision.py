@@ -1,18 +1,19 @@
-"""The choice: the fastest of what was measured on the machine, and without measurements of what is estimated."""
+"""Choose: the fastest of what was measured, else of what is estimated; and compile a fusion by the choice."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from hostir.choice import cache
-from hostir.choice.candidates import SEQUENTIAL, Candidates, candidates, check_ranks, check_sizes, fusion_of
-from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, here
-from hostir.choice.simulate import EAGER, GRAPH, estimate
-from hostir.choice.verdict import (
+from hostir.choice.cache import (
+    ASKED_FOR,
     CALLS,
     ESTIMATED,
     FALLBACK,
@@ -23,13 +24,207 @@ from hostir.choice.verdict import (
     Timing,
     ranked_by,
 )
+from hostir.choice.cost import EAGER, GRAPH, estimates
+from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, here
+from hostir.described import described
 from hostir.ir.comm_ops import Communication
-from hostir.ir.notices import warn_once
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal
+from hostir.ir.op import Phase, Statement
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, check_known, error
+from hostir.ir.sizes import binding
+from hostir.ir.source import HostIRError, Span, check_known, error, logger, warn_once
+from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.knobs import KERNELS
-from hostir.lower import HasProgram, lower
+from hostir.lower import AUTO, STRATEGIES, STREAMS, HasProgram, lower
+from hostir.lower import lower as lower_by
+from hostir.lower.passes import Watcher
+from hostir.lower.pipeline import NOT_OVERLAPPED
+from hostir.lower.strategies import check_strategy
 
+if TYPE_CHECKING:
+    import torch
+
+    from hostir.runtime.executor import Executor
+
+
+# Candidates -----------------------------------------------------------------------------------------------------------
+# The ways to run a fusion on a platform, each with its host program or the reason why it cannot be taken.
+
+STREAM_COUNTS = {"sequential": (1,), "pipeline": (2, 4), "ring": (2, 4), "fused": (1, 2), "push": (1,)}
+ONE_SIDED = (AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal)
+SEQUENTIAL = "sequential"
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What can be taken, with the program of each, and what cannot, with the reasons.
+
+    `whole` says of communications that no candidate overlaps with anything, each as a clause, why.
+    """
+
+    programs: dict[Candidate, Program]
+    impossible: tuple[Impossible, ...]
+    whole: tuple[str, ...] = ()
+
+
+def uses_peers(program: Program) -> bool:
+    """Whether ranks reach into each other's memory."""
+    return any(isinstance(s, ONE_SIDED) for s in program.walk())
+
+
+def candidates(fusion: Program, platform: Platform, kernels: str = "auto", *, all_that_run: bool = False) -> Candidates:
+    """Lowers a fusion in every way.
+
+    Args:
+        fusion: a program in the fusion phase.
+        platform: where it will run.
+        kernels: `aten` or `triton` for these alone, `auto` for what makes sense there.
+        all_that_run: also what runs on the platform but is there for testing, as a measurement may ask for.
+    """
+    programs: dict[Candidate, Program] = {}
+    impossible: list[Impossible] = []
+    for candidate, lowered in _lowered(fusion, platform, kernels):
+        if isinstance(lowered, HostIRError):
+            impossible.append(Impossible(candidate, lowered.diagnostics[0].message))
+            continue
+        refused = _refused(candidate, lowered, programs, platform, all_that_run)
+        if isinstance(refused, Impossible):
+            impossible.append(refused)
+        elif refused:
+            programs[candidate] = lowered
+    return Candidates(programs, tuple(_merged(impossible)), _whole(programs))
+
+
+def _whole(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
+    """What every program but the sequential ones says of the same communication."""
+    said = [left_whole(p) for c, p in programs.items() if c.strategy != SEQUENTIAL]
+    return tuple(clause for place, clause in said[0].items() if all(place in of for of in said)) if said else ()
+
+
+def left_whole(program: Program) -> dict[tuple[str, Span | None], str]:
+    """Why communications are not overlapped, each as a clause, by its kind and where it comes from."""
+    start = f"{NOT_OVERLAPPED}: "
+    left = [s for s in program.walk() if s.note.startswith(start)]
+    return {(s.keyword(), s.span): _clause(s, s.note.removeprefix(start)) for s in left}
+
+
+def _clause(s: Statement, why: str) -> str:
+    place = f" at {s.span}" if s.span else ""
+    return f"the {s.keyword()}{place} is {NOT_OVERLAPPED}: {why}"
+
+
+def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tuple[Candidate, Program | HostIRError]]:
+    """The program of each candidate, or why it does not lower."""
+    for strategy, streams in [(s, n) for s in STRATEGIES for n in STREAM_COUNTS[s]]:
+        program: Program | HostIRError
+        try:
+            program = lower(fusion, strategy, streams)
+        except HostIRError as refusal:
+            program = refusal
+        for each in _kernels(fusion, platform, kernels):
+            yield Candidate(strategy, streams, each), program
+
+
+def _kernels(fusion: Program, platform: Platform, kernels: str) -> Sequence[str]:
+    if kernels != "auto":
+        return (kernels,)
+    contracts = any(isinstance(s, Matmul | Linear) for s in fusion.body)
+    return ("aten", "triton") if platform.computes == "cuda" and contracts else ("aten",)
+
+
+def _refused(
+    candidate: Candidate,
+    program: Program,
+    known: dict[Candidate, Program],
+    platform: Platform,
+    all_that_run: bool,
+) -> Impossible | bool:
+    """Why a candidate cannot be taken; False for one that need not be looked at, True for one that can be taken.
+
+    One that is the same as another need not be, nor one that is slower in any case.
+    """
+    same = [c for c, other in known.items() if c.kernels == candidate.kernels and _same(other, program)]
+    if any(c.strategy == candidate.strategy for c in same):
+        return False
+    if same:
+        return Impossible(candidate, _why_same(candidate, program))
+    if candidate.kernels == "aten" and _signals_by_sms(program):
+        return False  # cuBLAS's matmuls leave no SM to them: they would wait for a wave of tiles
+    if uses_peers(program) and platform.refuses and not (all_that_run and platform.runs_all):
+        return Impossible(candidate, platform.refuses, loud=True)
+    return True
+
+
+def _signals_by_sms(program: Program) -> bool:
+    return any(isinstance(s, Signal) and s.sms for s in program.walk())
+
+
+def _same(a: Program, b: Program) -> bool:
+    return a.body == b.body
+
+
+def _why_same(candidate: Candidate, program: Program) -> str:
+    """Why a strategy comes to the same program as another."""
+    if left := left_whole(program):
+        return next(iter(left.values()))
+    if candidate.strategy == "pipeline":
+        return "no tensor has a Stream axis to slice communications along"
+    return "no communication to overlap"
+
+
+def _merged(found: Sequence[Impossible]) -> Iterator[Impossible]:
+    """One of those that differ in streams or kernels only."""
+    seen: set[tuple[str, str]] = set()
+    for it in found:
+        if (it.candidate.strategy, it.reason) not in seen:
+            seen.add((it.candidate.strategy, it.reason))
+            yield it
+
+
+def fusion_of(given: object) -> Program:
+    """The program of a `hostir.Fusion`, or a program that is a fusion. Raises for anything else."""
+    build = getattr(given, "program", None)
+    program = given if isinstance(given, Program) or not callable(build) or isinstance(given, type) else build()
+    if not isinstance(program, Program):
+        raise error(f"not a fusion: {described(given)}", expected="a hostir.Fusion")
+    if program.phase is not Phase.FUSION:
+        raise error(
+            f"@{program.name} is a host program already",
+            expected="a fusion, of which there is something to choose",
+            hint="run it as it is: hi.Executor(program), or 'hostir run'",
+        )
+    return program
+
+
+def check_ranks(fusion: Program, platform: Platform) -> None:
+    """Raises where there are fewer ranks than the fusion's."""
+    if platform.ranks < fusion.ranks:
+        raise error(
+            f"@{fusion.name} is for {fusion.ranks} ranks, and there are {platform.ranks}",
+            hint="build it for fewer, or take a machine with as many",
+        )
+
+
+def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
+    """Raises unless all sizes are known: a choice is made for sizes."""
+    if missing := sorted(fusion.size_names - sizes.keys()):
+        raise error(
+            f"what is fastest depends on the size '{missing[0]}' of @{fusion.name}, which is not bound",
+            expected=f"every size that it is chosen for: {', '.join(sorted(fusion.size_names))}",
+            hint=binding(missing[0]),
+        )
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise error(
+                f"the size {name}={described(size)} of @{fusion.name}", expected="an integer that is not negative"
+            )
+    fusion.check_sizes(sizes)
+
+
+# Decisions ------------------------------------------------------------------------------------------------------------
+# The choice: the fastest of what was measured on the machine, and without measurements of what is estimated.
+
+LOG = logger(__name__)
 UNMEASURED = "not measured: 'hostir tune' does it"
 
 
@@ -70,6 +265,7 @@ def choose(
         speaks = session.rank == 0
         key = f"choice {next(_rounds.setdefault(session, itertools.count()))}"
         choice = _heard(session.exchange(key, _spoken(decided) if speaks else "")[0])
+    tell(choice)
     if speaks:  # once all have heard, as a warning may be an error
         warn_fallbacks(program, choice)
     return choice
@@ -98,7 +294,7 @@ def decide(
     found = candidates(program, platform, kernels)
     if not found.programs:
         lower(program, SEQUENTIAL)  # which says why, in its own words
-    notes = [f"whole: {why}" for why in found.whole]
+    notes = list(found.whole)
     measured = _measured(program, platform, sizes, kernels, calls)
     if measured is not None:
         timings, impossible = measured
@@ -172,12 +368,10 @@ def _estimate(
     program.check_whole(sizes)
     # Simulated ranks compute in one way, and the machine that they stand for in the best.
     kernels = ("aten", "triton") if platform.machine == SIMULATED else (candidate.kernels,)
-
-    def time(mode: str) -> float:
-        return round(min(estimate(program, sizes, platform.hardware, k, mode) for k in kernels), 1)
-
-    graph = None if platform.computes == "cpu" and platform.machine != SIMULATED else time(GRAPH)
-    return _timing(candidate, program, time(EAGER), graph, calls)
+    ways = [estimates(program, sizes, platform.hardware, k) for k in kernels]
+    eager, graph = (round(min(times[mode] for times in ways), 1) for mode in (EAGER, GRAPH))
+    replays = platform.computes != "cpu" or platform.machine == SIMULATED
+    return _timing(candidate, program, eager, graph if replays else None, calls)
 
 
 def _timing(candidate: Candidate, program: Program, eager: float | None, graph: float | None, calls: str) -> Timing:
@@ -187,11 +381,25 @@ def _timing(candidate: Candidate, program: Program, eager: float | None, graph: 
 
 
 # Telling ----------------------------------------------------------------------------------------------------------
+def tell(choice: Choice) -> None:
+    """Logs a choice, what came near, and what is not possible or not overlapped."""
+    if not LOG.isEnabledFor(logging.INFO):
+        return
+    others = "".join(f"; '{it.candidate}' {it.us:.0f} us" for it in choice.timings[1:3])
+    LOG.info("%s%s", choice, others)
+    for clause in (*choice.fallbacks, *choice.notes):
+        LOG.info("@%s: %s", choice.fusion, clause)
+
+
 def warn_fallbacks(program: Program, choice: Choice) -> None:
     """Warns, once for a fusion and a reason, of what does not run as one might have hoped."""
-    messages = [f"@{choice.fusion} runs '{choice.taken}', {why}" for why in choice.fallbacks]
-    messages += [f"@{choice.fusion} runs '{choice.taken}', {note}" for note in choice.notes if note.startswith("whole")]
-    warn_once(program.digest, messages)
+    hint = "'hostir explain' lists all ways to run it, with their times and what keeps them from being taken"
+    if choice.source == ASKED_FOR:
+        hint = "'pipeline' slices any communication along a Stream axis; 'auto' takes what is fastest"
+    messages = [f"@{choice.fusion} runs '{choice.taken}', as {why}." for why in choice.fallbacks]
+    messages += [f"In @{choice.fusion} {note}." for note in choice.notes if f" is {NOT_OVERLAPPED}: " in note]
+    for message in messages:
+        warn_once(program.digest, message, hint)
 
 
 def _spoken(decided: Callable[[], Choice]) -> str:
@@ -216,3 +424,98 @@ def _heard(text: str) -> Choice:
 def program_of(fusion: Program, choice: Choice) -> Program:
     """The host program that was chosen."""
     return lower(fusion, choice.strategy, choice.streams)
+
+
+# Compilation ----------------------------------------------------------------------------------------------------------
+# From a fusion to what runs it, by the strategy that is asked for or by the one that is chosen.
+
+
+def lower_auto(
+    fusion: HasProgram | Program, streams: int | None, watch: Watcher | None, sizes: Mapping[str, int] | None
+) -> Program:
+    """What `auto` lowers a fusion to, for these sizes."""
+    _refuse_streams(streams)
+    program = fusion_of(fusion)
+    choice = choose(program, sizes=sizes)
+    return lower_by(program, choice.strategy, choice.streams, watch)
+
+
+def compile(
+    fusion: HasProgram | Program,
+    strategy: str = AUTO,
+    *,
+    streams: int | None = None,
+    sizes: Mapping[str, int] | None = None,
+    kernels: str | None = None,
+    machine: str | None = None,
+    calls: str = "out",
+    **options: Any,
+) -> Executor:
+    """An executor of a fusion, which runs as fast as is known: its field `choice` says how, and why so.
+
+    With `auto` the fastest of all strategies is taken: as measured, where `hostir tune` has filled the cache of this
+    machine; else as a cost model estimates. Under torchrun rank 0 decides for all. What does not run as one might have
+    hoped, for the machine or for the sizes, is said in a `hostir.FallbackWarning`, once.
+
+    Args:
+        fusion: a `hostir.Fusion`, or a program in the fusion phase.
+        strategy: `auto`, or one of those of `lower`.
+        streams: as for `lower`; `auto` chooses it too.
+        sizes: of the fusion's symbols: what the choice is made for. Calls may have others, where they follow from the
+            shapes of the inputs.
+        kernels, machine: as for `Executor`; `auto` chooses among kernels as well, unless they are given.
+        calls: how they are made on CUDA, and so which times count: `out` with `out=`, so that programs of one-sided
+            copies are replayed from a CUDA graph; `eager` without; `graph` inside a graph that the caller captures.
+        options: those of `Executor`: `seed`, `trace`, `check`, `timeout`, `graphs`.
+
+    Raises HostIRError for sizes that are not bound where there is something to choose.
+    """
+    from hostir.runtime.executor import Executor
+
+    program = fusion_of(fusion)
+    check_strategy(strategy)
+    given = program.given_sizes(sizes)
+    if strategy == AUTO:
+        _refuse_streams(streams)
+        choice = choose(program, sizes=given, kernels=kernels, machine=machine, calls=calls)
+        host = program_of(program, choice)
+    else:
+        host = lower_by(program, strategy, STREAMS if streams is None else streams)
+        taken = Candidate(strategy, STREAMS if streams is None else streams, KERNELS.get(kernels))
+        notes = tuple(left_whole(host).values()) if strategy != SEQUENTIAL else ()
+        choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine), notes=notes)
+        tell(choice)
+        warn_fallbacks(program, choice)
+    executor = Executor(host, sizes=_unknown_to_inputs(host, given), kernels=choice.kernels, machine=machine, **options)
+    executor.choice = choice
+    return executor
+
+
+def chosen_for(
+    fusion: HasProgram | Program,
+    inputs: Sequence[torch.Tensor],
+    streams: int | None,
+    sizes: Mapping[str, int] | None,
+    kernels: str | None,
+    machine: str | None,
+) -> tuple[Program, str]:
+    """What `auto` lowers a fusion to, and the kernels it takes, for the shapes of whole tensors."""
+    from hostir.runtime.sharding import bind_sizes
+
+    _refuse_streams(streams)
+    program = fusion_of(fusion)
+    choice = choose(
+        program, sizes=bind_sizes(program, inputs, program.given_sizes(sizes)), kernels=kernels, machine=machine
+    )
+    return program_of(program, choice), choice.kernels
+
+
+def _refuse_streams(streams: int | None) -> None:
+    if streams is not None:
+        raise error(f"streams={streams}: 'auto' chooses it too", hint="leave it out, or name a strategy")
+
+
+def _unknown_to_inputs(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes that no input's shape will give: with the others the executor is free."""
+    told = {name for value in program.inputs for name in value.tensor.names}
+    return {name: size for name, size in sizes.items() if name in program.size_names - told}

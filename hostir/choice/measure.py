@@ -22,14 +22,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from hostir.choice.cache import Entry
-from hostir.choice.verdict import Candidate
+from hostir.choice.cache import Candidate, Entry
 from hostir.ir.comm_ops import Communication
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.ir.tensor_ops import Linear, Matmul, TensorOp
-from hostir.runtime.compare import SLACK, reductions, relative_error
 from hostir.runtime.executor import Executor
+from hostir.runtime.reference import SLACK, reductions, relative_error
 from hostir.runtime.session import Session
 from hostir.runtime.sharding import random_inputs, shard, torch_dtype
 

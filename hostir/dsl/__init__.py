@@ -15,7 +15,8 @@ A tensor with a mesh lies exactly as its axes say; one without gets its sharding
 are named after the variable they are assigned to. Mistakes are reported where they are made, at the user's line.
 """
 
-from hostir.dsl.functions import (
+from hostir.dsl.fusion import (
+    Fusion,
     add,
     cast,
     gelu,
@@ -28,10 +29,9 @@ from hostir.dsl.functions import (
     reshard,
     silu,
     sum,
+    tensor,
 )
-from hostir.dsl.fusion import Fusion, tensor
-from hostir.dsl.mesh import DeviceMesh, ParallelType
-from hostir.dsl.tensor import Tensor
+from hostir.dsl.tensor import DeviceMesh, ParallelType, Tensor
 
 __all__ = [
     "DeviceMesh",

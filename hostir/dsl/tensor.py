@@ -1,17 +1,134 @@
-"""A tensor of a fusion, as users annotate it."""
+"""Device meshes, and tensors on them as users annotate them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 from hostir.described import described
-from hostir.dsl.mesh import DeviceMesh, ParallelType
 from hostir.ir.sizes import Size
-from hostir.ir.source import Span, error, user_span
+from hostir.ir.source import Span, did_you_mean, error, user_span
 from hostir.ir.tensor_ops import Add, Matmul, Mul
 from hostir.ir.types import STREAM, Axis, DType, Factor
+
+# Meshes ---------------------------------------------------------------------------------------------------------------
+# Device meshes, as users write them.
+
+NAME = re.compile(r"[A-Za-z_]\w*")  # what may stand in the text as a name
+
+
+class ParallelType(Enum):
+    """What an axis is spread over.
+
+    `DIDx` is the mesh's last axis, its ranks for a mesh in a line; `DIDy` the axis before. `Stream` is no axis of the
+    mesh: it cuts the axis into slices that the `pipeline` strategy runs on several streams, so that one is communicated
+    while another is computed.
+    """
+
+    DIDx = "didx"
+    DIDy = "didy"
+    Stream = STREAM
+
+
+class DeviceMesh:
+    """The ranks that a tensor lies on, in a line or in a grid of named axes.
+
+    Raises HostIRError for a rank that is named twice, rows of different lengths, and names that do not fit.
+
+    Args:
+        devices: ranks: `range(8)`, or rows of equal length such as `[[0, 1, 2, 3], [4, 5, 6, 7]]`; or an array of
+            integers.
+        names: one name for each axis, outermost first; `("didx",)` or `("didy", "didx")` unless given.
+
+    Fields:
+        devices: the ranks in row-major order.
+        shape: the number of ranks along each axis.
+        names: of the axes.
+    """
+
+    def __init__(self, devices: Iterable[Any], names: Sequence[str] | None = None) -> None:
+        span = user_span()
+        rows, self.shape = _grid(devices, span)
+        self.devices: tuple[int, ...] = tuple(d for row in rows for d in row)
+        if any(isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in self.devices):
+            raise error(
+                f"a mesh names devices by rank, not {described(list(self.devices))}", span, expected="integers from 0"
+            )
+        if len(set(self.devices)) != len(self.devices):
+            raise error(
+                f"the mesh names a device twice: {described(list(self.devices))}", span, expected="each device once"
+            )
+        self.names = _names(names, len(self.shape), span)
+
+    def axis_name(self, on: ParallelType | str, span: Span | None) -> str:
+        """The mesh axis that DIDx, DIDy or a name stands for."""
+        if on is ParallelType.DIDx:
+            return self.names[-1]
+        if on is ParallelType.DIDy:
+            if len(self.names) < 2:
+                raise error("DIDy needs a mesh of two axes", span, hint="such as DeviceMesh([[0, 1], [2, 3]])")
+            return self.names[-2]
+        if not isinstance(on, str) or on not in self.names:
+            known = ", ".join(self.names)
+            hint = did_you_mean(on, self.names) if isinstance(on, str) else ""
+            raise error(
+                f"the mesh has no axis {described(on)}", span, expected=f"one of: {known}, or a ParallelType", hint=hint
+            )
+        return on
+
+    def ranks(self, name: str) -> int:
+        """The number of ranks along the axis of this name."""
+        return self.shape[self.names.index(name)]
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{n} {name}" for n, name in zip(self.shape, self.names, strict=True))
+        return f"mesh of {axes}"
+
+
+def _grid(devices: Iterable[Any], span: Span | None) -> tuple[list[list[Any]], tuple[int, ...]]:
+    """The devices in rows, and the mesh's shape."""
+    plain = _plain(devices)
+    lines = [_plain(line) for line in plain] if isinstance(plain, Iterable) else []
+    rows = [list(d) for d in lines if isinstance(d, Iterable)]
+    if any(isinstance(device, Iterable) and not isinstance(device, str) for row in rows for device in row):
+        raise error("a mesh has one or two axes, not more", span, expected="range(8), or [[0, 1], [2, 3]]")
+    if not lines or len(rows) not in (0, len(lines)) or len({len(row) for row in rows}) > 1 or [] in rows:
+        raise error(
+            f"no mesh can be made of {described(devices)}",
+            span,
+            expected="devices in a line or in rows of equal length: range(8), or [[0, 1], [2, 3]]",
+        )
+    return (rows, (len(rows), len(rows[0]))) if rows else ([lines], (len(lines),))
+
+
+def _plain(x: Any) -> Any:
+    """Arrays and tensors as lists and numbers; anything else as it is."""
+    return x.tolist() if hasattr(x, "tolist") and not isinstance(x, type) else x
+
+
+def _names(names: Sequence[str] | None, axes: int, span: Span | None) -> tuple[str, ...]:
+    if names is not None and not isinstance(names, str | list | tuple):
+        expected = "a list of names, such as ['tp', 'dp']"
+        raise error(f"no names of mesh axes: {described(names)}", span, expected=expected)
+    given = (names,) if isinstance(names, str) else tuple(names) if names else ("didy", "didx")[-axes:]
+    for name in given:
+        if not isinstance(name, str) or not NAME.fullmatch(name) or name == STREAM:
+            raise error(
+                f"{described(name)} cannot name a mesh axis",
+                span,
+                expected=f"letters, digits and _, not starting with a digit, and not '{STREAM}'",
+            )
+    if len(given) != axes or len(set(given)) != axes:
+        what = f"the mesh has {axes} axes, not {len(set(given))}: {described(given)}"
+        raise error(what, span, expected="one name an axis")
+    return given
+
+
+# Tensors --------------------------------------------------------------------------------------------------------------
+# A tensor of a fusion, as users annotate it.
 
 Extent = int | str | Size
 NEGATE = "multiply with an input that holds -1, such as hi.tensor('minus', [1], dtype), and add"

@@ -1,12 +1,13 @@
-"""The intermediate representation: types, statements, text and checks. Imports neither torch nor triton."""
+"""The intermediate representation: types, statements and text. Imports neither torch nor triton."""
 
-from hostir.ir.check import check, prove, verify
-from hostir.ir.op import Phase, Statement
+import hostir.ir.comm_ops
+import hostir.ir.host_ops
+import hostir.ir.onesided_ops
+import hostir.ir.tensor_ops  # noqa: F401  the vocabulary registers itself
+from hostir.ir.op import Phase, Statement, Value
 from hostir.ir.program import Program, format_program, format_statement
 from hostir.ir.source import Diagnostic, HostIRError, Span
-from hostir.ir.text import parse
 from hostir.ir.types import Axis, DType, Mesh, TensorType
-from hostir.ir.values import Value
 
 __all__ = [
     "Axis",
@@ -20,10 +21,14 @@ __all__ = [
     "Statement",
     "TensorType",
     "Value",
-    "check",
     "format_program",
     "format_statement",
     "parse",
-    "prove",
-    "verify",
 ]
+
+
+def parse(text: str, file: str = "<text>") -> Program:
+    """Reads a program. Raises HostIRError with file:line:col, a caret and what was expected."""
+    from hostir.ir.parser import read  # lark loads only when a text is read
+
+    return read(text, file)

@@ -1,26 +1,31 @@
-"""The vocabulary of communication: statements that change where a tensor's parts lie, and nothing else.
-
-Seen from all ranks together each is the identity; the types of `x` and `out` say what moves. In a fusion a
-communication defines its result; in a host program it fills a buffer and gives a handle to wait for:
-
-    %h = allgather %x -> %y over didx
-    wait %h
-"""
+"""The vocabulary of communication: collectives and transfers over a mesh axis, and messages between two ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from hostir.ir.layout import Mark, flat_marks, leads
 from hostir.ir.machine import Exchange, Move, meshes_of
-from hostir.ir.op import BOTH, DefineIf, Name, Phase, Read, Statement, Write, statement
+from hostir.ir.onesided_ops import mesh_over, own_rank, peer_of
+from hostir.ir.op import BOTH, Codec, Define, DefineIf, Index, Name, Phase, Read, Statement, Write, statement
 from hostir.ir.sizes import Size, product
 from hostir.ir.source import did_you_mean
-from hostir.ir.types import Mesh, TensorType
+from hostir.ir.types import Kind, Mesh, TensorType
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
+
+
+# Collectives and transfers --------------------------------------------------------------------------------------------
+# The vocabulary of communication: statements that change where a tensor's parts lie, and nothing else.
+#
+# Seen from all ranks together each is the identity; the types of `x` and `out` say what moves. In a fusion a
+# communication defines its result; in a host program it fills a buffer and gives a handle to wait for:
+#
+#     %h = allgather %x -> %y over didx
+#     wait %h
 
 
 @statement
@@ -225,10 +230,20 @@ class Transfer(Communication):
     """A communication between two meshes."""
 
     def exchange(self, rank: int) -> Exchange:
-        source, target = self._meshes
-        team = tuple(sorted({*source.devices, *target.devices}))
-        moves = tuple(m for m in self.moves(source, target) if rank in (m.source, m.target))
-        return Exchange(self.keyword(), team, moves)
+        return self._exchanges.get(rank) or Exchange(self.keyword(), self._team, ())
+
+    @cached_property
+    def _team(self) -> tuple[int, ...]:
+        return tuple(sorted({device for mesh in self._meshes for device in mesh.devices}))
+
+    @cached_property
+    def _exchanges(self) -> dict[int, Exchange]:
+        """By rank what it does, if anything."""
+        moves: dict[int, list[Move]] = {}
+        for move in self.moves(*self._meshes):
+            for rank in {move.source, move.target}:
+                moves.setdefault(rank, []).append(move)
+        return {rank: Exchange(self.keyword(), self._team, tuple(its)) for rank, its in moves.items()}
 
     @property
     def _meshes(self) -> tuple[Mesh, Mesh]:
@@ -339,3 +354,129 @@ class SendRecv(Transfer):
     def moves(self, source: Mesh, target: Mesh) -> tuple[Move, ...]:
         pairs = zip(source.devices, target.devices, strict=True)
         return tuple(Move(s, d, (0, 1), (0, 1)) for s, d in pairs)
+
+
+# Messages between two ranks -------------------------------------------------------------------------------------------
+# The vocabulary of messages between two ranks of one mesh.
+#
+# A rank's messages within a team run one after another, in the order issued, and each ends when both sides have met. So
+# two ranks that both send first wait for each other; `exchange` goes both ways at once:
+#
+#     %h = exchange %mine to (%r + 1) % 8, %theirs from (%r + 7) % 8 over didx
+#     wait %h
+#
+# The k-th send from one rank to another meets the k-th receive there from it. Collectives neither wait for messages of
+# their team nor keep them waiting.
+
+WHOLE = (0, 1)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Message(Statement):
+    """The base of messages."""
+
+    handle: Define
+    over: Name
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh between whose ranks it goes; raises where that has no axis `over`."""
+        return mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
+
+    @property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that it goes between, in ascending order: a message's team has no other."""
+        return tuple(tuple(sorted(team)) for team in self.mesh.teams(self.over))
+
+    def infer(self) -> Kind:
+        return Kind.HANDLE
+
+    def verify(self) -> None:
+        mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
+
+    def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
+        """What this rank sends and receives."""
+        raise AssertionError(type(self).__name__)
+
+    def evaluate(self, frame: Frame) -> None:
+        if not frame.here(self.mesh):
+            return
+        me = own_rank(self, frame)
+        if any(frame.empty(value) for value in self.values(Codec.READ, Codec.WRITE)):
+            return
+        team = tuple(sorted(self.mesh.team(me, self.over)))
+        x, out = (next(self.values(codec), None) for codec in (Codec.READ, Codec.WRITE))
+        exchange = Exchange(self.keyword(), team, self.moves(frame, me))
+        frame[self.handle] = frame.machine.communicate(exchange, frame[x], frame[out])
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class Send(Message):
+    """Sends a tensor to a peer that receives it: `peer` is a place along the mesh axis `over`.
+
+    Example: %h = send %x: f32[8@didx, 32] to 1 over didx
+    """
+
+    syntax = "{handle} = send {x} to {peer} over {over}"
+    x: Read
+    peer: Index
+
+    def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
+        return (Move(me, _other(self, me, peer_of(self, frame, self.x, self.over, self.peer)), WHOLE, WHOLE),)
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class Recv(Message):
+    """Receives a tensor from a peer that sends it: `peer` is a place along the mesh axis `over`.
+
+    Example: %h = recv %y: f32[8@didx, 32] from 0 over didx
+    """
+
+    syntax = "{handle} = recv {out} from {peer} over {over}"
+    out: Write
+    peer: Index
+
+    def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
+        return (Move(_other(self, me, peer_of(self, frame, self.out, self.over, self.peer)), me, WHOLE, WHOLE),)
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class SendAndRecv(Message):
+    """Sends to one peer and receives from another, both at once: the step of a ring.
+
+    Where both are this rank itself, as on a ring of one, it copies.
+
+    Example: %h = exchange %x: f32[8@didx, 32] to (%r + 1) % 8, %y: f32[8@didx, 32] from (%r + 7) % 8 over didx
+    """
+
+    syntax = "{handle} = exchange {x} to {to}, {out} from {source} over {over}"
+    x: Read
+    to: Index
+    out: Write
+    source: Index
+
+    def verify(self) -> None:
+        super().verify()
+        if self.x.tensor.mesh != self.out.tensor.mesh:
+            raise self.fail(f"{self.x} and {self.out} lie on different meshes", expected="one mesh")
+
+    def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
+        to = peer_of(self, frame, self.x, self.over, self.to)
+        source = peer_of(self, frame, self.out, self.over, self.source)
+        if to == me and source == me:
+            return (Move(me, me, WHOLE, WHOLE),)
+        return Move(me, _other(self, me, to), WHOLE, WHOLE), Move(_other(self, me, source), me, WHOLE, WHOLE)
+
+
+def _other(op: Message, me: int, peer: int) -> int:
+    """The peer; raises where it is this rank, whose own next message would have to meet this one."""
+    if peer == me:
+        raise op.fail(
+            f"rank {me} would wait for itself: its messages run one after another",
+            expected="a peer that is another rank",
+            hint="copy, where the data stay on the rank",
+        )
+    return peer

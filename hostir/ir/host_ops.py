@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hostir.ir.layout import refine
 from hostir.ir.op import Body, Define, Extent, Free, Index, Int, Name, Phase, Statement, StreamRef, Use, statement
 from hostir.ir.sizes import Division, Size, product
+from hostir.ir.tensor_ops import ViewStatement
 from hostir.ir.types import Axis, Kind, TensorType
-from hostir.ir.view_ops import ViewOp
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
@@ -56,7 +56,7 @@ class FreeBuffer(Statement):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class Select(ViewOp):
+class Select(ViewStatement):
     """The view at one index of an axis, the first unless said; the axis goes away. The axis is not sharded.
 
     Example: %y: f32[8@didx, 32] = select %x: f32[4, 8@didx, 32][%i]
@@ -89,7 +89,7 @@ class Select(ViewOp):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class Chunk(ViewOp):
+class Chunk(ViewStatement):
     """The view of one of `count` equal pieces of an axis, counted within each rank's part; the axis stays.
 
     Example: %y: f32[16, 8@didx] = chunk %x: f32[16, 32@didx][%i of 4] axis 1
@@ -149,7 +149,7 @@ class Chunk(ViewOp):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class AsPartial(ViewOp):
+class AsPartial(ViewStatement):
     """The same buffer holding, for now, each rank's partial sum: what an in-place allreduce starts from.
 
     Example: %p: f32[16, 32] partial(didx) = as_partial %x: f32[16, 32] over didx
@@ -174,7 +174,7 @@ class AsPartial(ViewOp):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class Dense(ViewOp):
+class Dense(ViewStatement):
     """The same elements in dense memory: `x` itself where it is dense at run time, else a copy of it.
 
     `x` is an input, or a view of one: only the caller knows the strides of those. A copy is made on the current stream

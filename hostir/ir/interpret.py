@@ -34,7 +34,7 @@ def interpret(
     `inputs` are this rank's parts (or whole tensors, where the machine's rank is None), None where it holds none.
     Raises HostIRError at the loop that makes the program longer than `MOST` statements.
     """
-    unrolled(program.body, sizes)
+    unrolled_length(program.body, sizes)
     frame = frames(machine, sizes)
     for value, handle in zip(program.inputs, inputs, strict=True):
         frame[value] = handle
@@ -42,14 +42,14 @@ def interpret(
     return tuple(frame[value] for value in program.outputs)
 
 
-def unrolled(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> int:
+def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> int:
     """How many statements a body is with its loops unrolled, each round being one more."""
     total = 0
     for statement in body:
         if not isinstance(statement, For):
-            total += 1 + sum(unrolled(inner, sizes) for inner in statement.bodies)
+            total += 1 + sum(unrolled_length(inner, sizes) for inner in statement.bodies)
             continue
-        total += statement.count.bind(sizes) * (1 + unrolled(statement.body, sizes))
+        total += statement.count.bind(sizes) * (1 + unrolled_length(statement.body, sizes))
         if total > MOST:
             raise statement.fail(
                 f"with this loop the program has {total} statements and rounds to go through",

@@ -9,8 +9,7 @@ from hostir.ir.sizes import ONE, Size
 from hostir.ir.types import Axis, DType, Factor, Mesh, TensorType
 
 if TYPE_CHECKING:
-    from hostir.ir.op import Statement
-    from hostir.ir.values import Value
+    from hostir.ir.op import Statement, Value
 
 MEET = "bring both to one sharding: 'reshard' does in a fusion, a communication in a host program"
 Mark = tuple[str, Size, int]  # mesh axis, elements' blocks outside it, number of ranks

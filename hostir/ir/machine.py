@@ -13,8 +13,8 @@ from functools import cached_property
 from operator import add, floordiv, mod, mul, sub
 from typing import Any, Protocol, cast
 
+from hostir.ir.op import Bin, Expr, Lit, Value
 from hostir.ir.types import DType, Kind, Mesh, TensorType, bind_shape
-from hostir.ir.values import Bin, Expr, Lit, Value
 
 ARITHMETIC: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv, "%": mod}
 Handle = Any  # what a machine stands for a tensor, a stream or a communication in flight
@@ -154,7 +154,7 @@ class Frame:
     def here(self, *meshes: Mesh | None) -> bool:
         """Whether this rank belongs to any of the meshes."""
         rank = self.machine.rank
-        return rank is None or any(mesh is None or rank in mesh.devices for mesh in meshes)
+        return rank is None or any(mesh is None or rank in mesh.places for mesh in meshes)
 
     def shape(self, type: TensorType) -> tuple[int, ...]:
         """The shape that this machine gives a tensor: one rank's part, or the whole."""

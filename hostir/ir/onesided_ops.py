@@ -17,16 +17,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hostir.ir.op import Body, Define, Index, Int, Name, Read, Statement, Use, Write, statement
+from hostir.ir.op import Body, Define, Index, Int, Name, Read, Statement, Use, Value, Write, statement
 from hostir.ir.source import did_you_mean
 from hostir.ir.types import FLAG, Kind, Mesh, TensorType
-from hostir.ir.values import Value
 
 OUTSIDE = -1  # the place of a rank on a mesh to which it does not belong
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
-    from hostir.ir.values import Expr
+    from hostir.ir.op import Expr
 
 
 def mesh_over(op: Statement, x: Value, over: str) -> Mesh:
@@ -135,7 +134,7 @@ class If(Statement):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Copy(Statement):
+class PeerCopy(Statement):
     """The base of copies between this rank and a peer, on the current stream."""
 
     x: Read
@@ -177,7 +176,7 @@ class Copy(Statement):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class Get(Copy):
+class Get(PeerCopy):
     """Copies a peer's part of a symmetric buffer into memory of this rank, on the current stream.
 
     `peer` is a place along the mesh axis `over`; `x` names the view there.
@@ -194,7 +193,7 @@ class Get(Copy):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class Put(Copy):
+class Put(PeerCopy):
     """Copies memory of this rank into a peer's part of a symmetric buffer, on the current stream.
 
     `peer` is a place along the mesh axis `over`; `out` names the view there. The peer may read it behind a signal or a

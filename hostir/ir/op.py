@@ -1,15 +1,4 @@
-"""What a statement is: a frozen dataclass whose fields, syntax template and methods drive everything else.
-
-A statement class declares
-- its fields, each annotated with the codec that says how it is written and what it does (reads, writes, defines);
-- `syntax`, the template that printer and grammar are both made from: literal words, `{field}`, `<? optional ?>`;
-- `infer`, the type of its result, where the operands give it;
-- `evaluate`, its meaning on the machine protocol;
-- a docstring that ends with an example, which the tests parse, print, check and run.
-
-The idea of one declarative string for both directions is xDSL's `assembly_format`; that of registering codecs by
-annotation is ours.
-"""
+"""The statement: a frozen dataclass whose fields, syntax template and methods drive everything else."""
 
 from __future__ import annotations
 
@@ -22,11 +11,107 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, g
 
 from hostir.ir.sizes import Division, Size
 from hostir.ir.source import HostIRError, Span, error
-from hostir.ir.types import Type
-from hostir.ir.values import Expr, Value, expr_values, rename_expr
+from hostir.ir.types import TensorType, Type
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
+
+
+# Values and index expressions: what the fields of statements hold -----------------------------------------------------
+# Values and index expressions: what the fields of statements hold.
+
+
+@dataclass(frozen=True)
+class Value:
+    """A name and its type. Equal names in one program are one value; the span is where it was defined."""
+
+    name: str
+    type: Type
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def tensor(self) -> TensorType:
+        if not isinstance(self.type, TensorType):
+            raise error(f"%{self.name} is a {self.type}, not a tensor", self.span, expected="a tensor")
+        return self.type
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __str__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclass(frozen=True)
+class Lit:
+    """An integer in an index expression."""
+
+    value: int
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A loop index, or a stream, in an index expression."""
+
+    value: Value
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True)
+class Bin:
+    """`left op right` on indices; op is one of + - * / %, of which / rounds down."""
+
+    op: str
+    left: Expr
+    right: Expr
+
+    def __str__(self) -> str:
+        return f"{_operand(self.left)} {self.op} {_operand(self.right)}"
+
+
+Expr = Lit | Ref | Bin
+ZERO = Lit(0)
+
+
+def _operand(expr: Expr) -> str:
+    return f"({expr})" if isinstance(expr, Bin) else str(expr)
+
+
+def expr_values(expr: Expr) -> Iterator[Value]:
+    """The values an expression uses."""
+    if isinstance(expr, Ref):
+        yield expr.value
+    elif isinstance(expr, Bin):
+        yield from expr_values(expr.left)
+        yield from expr_values(expr.right)
+
+
+def rename_expr(expr: Expr, names: dict[str, Value]) -> Expr:
+    """The expression with every value replaced whose name is in `names`."""
+    if isinstance(expr, Ref):
+        return Ref(names.get(expr.value.name, expr.value))
+    if isinstance(expr, Bin):
+        return Bin(expr.op, rename_expr(expr.left, names), rename_expr(expr.right, names))
+    return expr
+
+
+# Statements -----------------------------------------------------------------------------------------------------------
+# What a statement is: a frozen dataclass whose fields, syntax template and methods drive everything else.
+#
+# A statement class declares
+# - its fields, each annotated with the codec that says how it is written and what it does (reads, writes, defines);
+# - `syntax`, the template that printer and grammar are both made from: literal words, `{field}`, `<? optional ?>`;
+# - `infer`, the type of its result, where the operands give it;
+# - `evaluate`, its meaning on the machine protocol;
+# - a docstring that ends with an example, which the tests parse, print, check and run.
+#
+# The idea of one declarative string for both directions is xDSL's `assembly_format`; that of registering codecs by
+# annotation is ours.
 
 
 class Phase(Enum):
@@ -181,6 +266,7 @@ class Statement:
         return replace(self, **changes)
 
     @classmethod
+    @cache
     def keyword(cls) -> str:
         """The word that names the statement in the text."""
         words = re.findall(r"[a-z_]+", re.sub(r"<\?.*?\?>|\{\w+\}", "", cls.syntax))

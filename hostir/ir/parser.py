@@ -1,27 +1,185 @@
-"""Turns the parse tree of a text into a program: resolves names and infers the types that the text leaves out."""
+"""Read programs from text: a Lark grammar generated from the statements, names resolved, types inferred."""
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
-from lark import Token, Tree
+from lark import Lark, Token, Tree
+from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
-from hostir.ir.grammar import grammar, tree_of
-from hostir.ir.op import VALUE_CODECS, Codec, OptionalPart, Part, Phase, Statement, codecs_of, defaults_of, template
-from hostir.ir.printer import VERSION
-from hostir.ir.program import Program
+from hostir.ir.op import (
+    REGISTRY,
+    VALUE_CODECS,
+    Bin,
+    Codec,
+    Expr,
+    FieldPart,
+    Lit,
+    OptionalPart,
+    Part,
+    Phase,
+    Ref,
+    Statement,
+    Value,
+    codecs_of,
+    defaults_of,
+    template,
+)
+from hostir.ir.program import VERSION, Program
 from hostir.ir.sizes import DIGITS, Size
-from hostir.ir.source import WIDEST, Span, did_you_mean, error
+from hostir.ir.source import WIDEST, HostIRError, Span, did_you_mean, error
 from hostir.ir.types import DTYPES, FLAG, STREAM, Axis, Factor, Kind, Mesh, TensorType, Type
-from hostir.ir.values import Bin, Expr, Lit, Ref, Value
+
+# The grammar ----------------------------------------------------------------------------------------------------------
+# The Lark grammar, generated from the registry, and what is said where a text does not follow it.
+
+BASE = r"""
+start: _HOSTIR INT mesh* head
+mesh: _MESH AT "[" NAME ("," NAME)* "]" "=" (row | grid)
+grid: ("(" row ")")+
+row: INT+
+head: PHASE AT "(" [params] ")" "->" "(" [names] ")" [_STREAMS INT] block
+params: binder ("," binder)*
+names: VALUE ("," VALUE)*
+binder: VALUE [":" type]
+type: NAME "[" [axis ("," axis)*] "]" [partial] [place]
+partial: _PARTIAL "(" NAME ("," NAME)* ")"
+place: AUTO | _ON AT
+axis: factor | "(" factor+ ")"
+factor: size [AT]
+size: (INT | NAME) ((STAR | SLASH) (INT | NAME))*
+?expr: product ((PLUS | MINUS) product)*
+?product: atom ((STAR | SLASH | PERCENT) atom)*
+?atom: INT | VALUE | "(" expr ")"
+ints: "(" [INT ("," INT)*] ")"
+block: "{" _statement* "}"
+
+VALUE: /%[A-Za-z_]\w*/
+AT: /@[A-Za-z_]\w*/
+NAME: /[A-Za-z_]\w*/
+INT: /\d+/
+PHASE.3: /(fusion|program)(?![\w.])/
+AUTO.3: /auto(?![\w.])/
+STAR: "*"
+SLASH: "/"
+PERCENT: "%"
+PLUS: "+"
+MINUS: "-"
+COMMENT.9: /\/\/[^\n]*/
+%ignore COMMENT
+%ignore /\s+/
+"""
+
+FRAGMENT = {
+    Codec.STREAM: "expr",
+    Codec.INDEX: "expr",
+    Codec.SIZE: "size",
+    Codec.INT: "INT",
+    Codec.INTS: "ints",
+    Codec.NAME: "NAME",
+    Codec.BLOCK: "block",
+} | dict.fromkeys(VALUE_CODECS, "VALUE")
+
+
+@cache
+def grammar() -> tuple[str, dict[str, tuple[type[Statement], Phase]]]:
+    """The grammar's text, and the statement and phase behind each of its rules."""
+    words = {"hostir", "mesh", "streams", "partial", "on"}
+    rules: dict[str, tuple[type[Statement], Phase]] = {}
+    lines: list[str] = []
+
+    def piece(part: Part, cls: type[Statement], leads: bool) -> str:
+        if isinstance(part, FieldPart):
+            codec = codecs_of(cls)[part.name]
+            return "binder" if leads and codec in (Codec.DEFINE, Codec.WRITE) else FRAGMENT[codec]
+        if isinstance(part, OptionalPart):
+            return "[" + " ".join(piece(p, cls, False) for p in part.parts) + "]"
+        tokens = re.findall(r"\w+|->|\.\.|[^\s\w]", part)
+        words.update(t for t in tokens if t.isidentifier())
+        return " ".join(f"_{t.upper()}" if t.isidentifier() else f'"{t}"' for t in tokens)
+
+    for keyword, cls in REGISTRY.items():
+        phase_of = {cls.form(phase): phase for phase in Phase if phase in cls.phases}  # equal forms make one rule
+        for form, phase in phase_of.items():
+            rule = f"{keyword}_{phase.name.lower()}"
+            rules[rule] = (cls, phase)
+            lines.append(f"{rule}: " + " ".join(piece(p, cls, i == 0) for i, p in enumerate(template(form))))
+    terminals = [f"_{w.upper()}.2: /{w}(?![\\w.])/" for w in sorted(words)]
+    return "\n".join([BASE, "_statement: " + " | ".join(rules), *lines, *terminals]), rules
+
+
+@cache
+def _lark() -> Lark:
+    return Lark(grammar()[0], parser="lalr", maybe_placeholders=True, propagate_positions=True)
+
+
+def tree_of(text: str, file: str) -> Tree[Token]:
+    """The parse tree of a text. Raises HostIRError at the first word that does not belong there."""
+    try:
+        return _lark().parse(text)
+    except UnexpectedInput as unexpected:
+        raise _syntax_error(unexpected, text, file) from None
+
+
+def _syntax_error(unexpected: UnexpectedInput, text: str, file: str) -> HostIRError:
+    lines = text.split("\n")
+    expects = _expected(unexpected)
+    if isinstance(unexpected, UnexpectedToken) and unexpected.token.type == "$END":
+        last = len(text.rstrip().split("\n"))
+        span = Span(file, last, len(lines[last - 1].rstrip()) + 1, 1, lines[last - 1])
+        return error("the text ends too early", span, expected=_one_of(expects))
+    line, column = unexpected.line, unexpected.column
+    source = lines[line - 1]
+    word = (re.match(r"[%@]?\w+|\S", source[column - 1 :]) or [source[column - 1 : column]])[0]
+    span = Span(file, line, column, len(word), source)
+    starts = {f"_{k.upper()}" for k in REGISTRY} & set(expects)
+    if len(starts) > 3:
+        if word in REGISTRY:
+            return error(f"'{word}' does not stand alone: it defines a value", span, hint=f"write '%x = {word} ...'")
+        hint = did_you_mean(word, REGISTRY)
+        return error(f"unknown statement '{word}'", span, expected="a statement or '}'", hint=hint)
+    near = did_you_mean(word, [_spell(e).strip("'") for e in expects])
+    return error(f"unexpected '{word}'", span, expected=_one_of(expects), hint=near)
+
+
+def _expected(unexpected: UnexpectedInput) -> list[str]:
+    """The terminals that could stand where the text went wrong."""
+    if isinstance(unexpected, UnexpectedToken):
+        return sorted(unexpected.accepts or unexpected.expected)
+    return sorted(unexpected.allowed or ()) if isinstance(unexpected, UnexpectedCharacters) else []
+
+
+def _spell(terminal: str) -> str:
+    """How a terminal is called in a message."""
+    named = {
+        "VALUE": "a %name",
+        "AT": "a @name",
+        "NAME": "a name",
+        "INT": "an integer",
+        "PHASE": "'fusion' or 'program'",
+    }
+    if terminal in named:
+        return named[terminal]
+    pattern = next((t.pattern.value for t in _lark().terminals if t.name == terminal), terminal)
+    return "'" + re.sub(r"\(\?!.*|\\", "", pattern) + "'"
+
+
+def _one_of(terminals: list[str]) -> str:
+    spelled = [_spell(t) for t in terminals]
+    return spelled[0] if len(spelled) == 1 else "one of: " + ", ".join(spelled) if spelled else ""
+
+
+# From a parse tree to a program ---------------------------------------------------------------------------------------
+# Turns the parse tree of a text into a program: resolves names and infers the types that the text leaves out.
 
 DEEPEST = 64  # blocks within each other, and operators in one index expression
 
 
 def read(text: str, file: str) -> Program:
     """Parses and resolves a text."""
-    return Reader(text, file).program(tree_of(text, file))
+    return TreeReader(text, file).program(tree_of(text, file))
 
 
 def _parts(tree: Tree[Token]) -> list[Any]:
@@ -40,7 +198,7 @@ def _spelled(form: str) -> str:
     return re.sub(r"\{(\w+)\}", r"%\1", re.sub(r"<\?.*?\?>", "", form))
 
 
-class Reader:
+class TreeReader:
     """Turns a parse tree into a program: resolves names in their scopes and infers the types the text leaves out."""
 
     def __init__(self, text: str, file: str) -> None:

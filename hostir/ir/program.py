@@ -1,20 +1,205 @@
-"""A program: plain immutable data, in one of two phases."""
+"""A program: plain immutable data, in one of two phases; how it prints, and what it divides sizes by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from math import lcm
+from typing import TYPE_CHECKING, Any
 
 from hostir.described import described
-from hostir.ir.divisions import divisions_of, misfits
-from hostir.ir.op import Codec, Phase, Statement, codecs_of
-from hostir.ir.printer import INDENT, VERSION, Printer
+from hostir.ir.op import Codec, FieldPart, OptionalPart, Phase, Statement, Value, codecs_of, defaults_of, template
 from hostir.ir.sizes import DIGITS, Division, Size, binding
 from hostir.ir.source import Diagnostic, HostIRError, did_you_mean, error, user_span
 from hostir.ir.types import Mesh, TensorType
-from hostir.ir.values import Value
+
+if TYPE_CHECKING:
+    from hostir.ir.op import Value
+
+
+# Printing -------------------------------------------------------------------------------------------------------------
+# The printer, made from the statements' own templates.
+
+VERSION = 1  # of the text
+INDENT = "  "
+
+
+class Printer:
+    """Prints statements of one program: it knows the phase and which mesh goes without saying."""
+
+    def __init__(self, phase: Phase, meshes: tuple[Mesh, ...], *, notes: bool = False) -> None:
+        self.phase = phase
+        self.default: Mesh | None = meshes[0] if meshes else None
+        self.notes = notes
+
+    def type(self, type: TensorType) -> str:
+        partial = f" partial({', '.join(type.partial)})" if type.partial else ""
+        text = str(TensorType(type.dtype, type.axes)) + partial
+        if type.mesh is None:
+            return text + " auto"
+        return text if type.mesh == self.default else f"{text} on @{type.mesh.name}"
+
+    def binder(self, value: Value, typed: bool) -> str:
+        if not typed or not isinstance(value.type, TensorType):
+            return str(value)
+        return f"{value}: {self.type(value.type)}"
+
+    def block(self, body: Iterable[Statement], depth: int) -> list[str]:
+        return [line for s in body for line in self.lines(s, depth)]
+
+    def lines(self, s: Statement, depth: int) -> list[str]:
+        pad = INDENT * depth
+        blocks = [getattr(s, n) for n, c in codecs_of(type(s)).items() if c is Codec.BLOCK]
+        note = f"  // {s.note}" if self.notes and s.note else ""
+        text = self.fill(template(s.form(self.phase)), s)
+        if not blocks:
+            return [pad + text + note]
+        inner = blocks[0]
+        if len(inner) <= 2 and not any(x.defines(self.phase) or x.bodies for x in inner) and not self.notes_in(inner):
+            short = "   ".join(self.lines(x, 0)[0] for x in inner)
+            return [f"{pad}{text} {{ {short} }}{note}" if short else f"{pad}{text} {{ }}{note}"]
+        return [f"{pad}{text} {{{note}", *self.block(inner, depth + 1), pad + "}"]
+
+    def notes_in(self, body: Iterable[Statement]) -> bool:
+        return self.notes and any(s.note for s in body)
+
+    def fill(self, parts: tuple[Any, ...], s: Statement) -> str:
+        codecs, defaults, text = codecs_of(type(s)), defaults_of(type(s)), ""
+        for i, part in enumerate(parts):
+            if isinstance(part, str):
+                text += part
+            elif isinstance(part, OptionalPart):
+                if getattr(s, part.field) != defaults[part.field]:
+                    text += self.fill(part.parts, s)
+            else:
+                text += self.show(codecs[part.name], part, s, leads=i == 0)
+        return text.rstrip()
+
+    def show(self, codec: Codec, part: FieldPart, s: Statement, leads: bool) -> str:
+        got = getattr(s, part.name)
+        if codec is Codec.BLOCK:
+            return ""
+        if isinstance(got, Value) and leads:
+            return self.binder(got, typed=declares_type(type(s), self.phase) or _other_than_inferred(s, got))
+        if codec is Codec.INTS:
+            return f"({', '.join(map(str, got))})"
+        return str(got)
+
+
+def _other_than_inferred(s: Statement, defined: Value) -> bool:
+    """Whether a type must stand in the text because reading it back would give another."""
+    try:
+        return defined.type != s.infer()
+    except HostIRError:
+        return True
+
+
+def declares_type(cls: type[Statement], phase: Phase) -> bool:
+    """Whether the text always gives the type of what it defines: in a fusion, and where the operands do not give it."""
+    return phase is Phase.FUSION or cls.infer is Statement.infer
+
+
+# Divisions of sizes ---------------------------------------------------------------------------------------------------
+# What a program divides sizes by, so that they must be multiples of it: the one place that finds and says so.
+
+
+def divisions_of(inputs: Iterable[Value], statements: Iterable[Statement]) -> tuple[Division, ...]:
+    """Every division of a program, those first that say most about it.
+
+    A split by a Stream axis of a fusion is none: it only asks a strategy for slices.
+    """
+    statements = tuple(statements)
+    values = [v for v in (*inputs, *(v for s in statements for v in s.named)) if isinstance(v.type, TensorType)]
+    every = [d for v in values for d in _sharding(v)]
+    every += [d for s in statements for d in s.divisions()]
+    every += [d for v in values for d in _axes(v)]
+    every += [d for s in statements for d in _written(s)]
+    return tuple(dict.fromkeys(d for d in every if not d.size.whole))
+
+
+def _sharding(value: Value) -> Iterator[Division]:
+    for factor, local, over in _factors(value):
+        if over and factor.whole:
+            yield Division(local, f"{value} is{over}", value.span)
+
+
+def _axes(value: Value) -> Iterator[Division]:
+    for factor, local, over in _factors(value):
+        yield Division(local, f"{value} has an axis of {factor}{over and ','}{over}", value.span)
+
+
+def _factors(value: Value) -> Iterator[tuple[Size, Size, str]]:
+    """The parts of axes, whole and on one rank, and over how many ranks they lie if over any."""
+    type = value.tensor.host()
+    for axis in type.axes:
+        for factor in axis.factors:
+            local = type.local_factor(factor)
+            over = "" if local == factor.extent else f" sharded over {factor.extent / local} ranks"
+            yield factor.extent, local, over
+
+
+def _written(s: Statement) -> Iterator[Division]:
+    for name, codec in codecs_of(type(s)).items():
+        if codec is Codec.SIZE:
+            size: Size = getattr(s, name)
+            yield Division(size, f"'{s.keyword()}' has {name} {size}", s.span)
+
+
+def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int]) -> list[Diagnostic]:
+    """Which sizes, as far as they are bound, are no multiples of what divides them."""
+    alike: dict[tuple[Size, Size], list[Division]] = {}
+    for division in divisions:
+        alike.setdefault(_apart(division.size), []).append(division)
+    wrong = []
+    for (dividend, divisor), of in alike.items():
+        names = sorted(dividend.names | divisor.names)
+        if not names or not all(sizes.get(name, 0) > 0 for name in names):
+            continue
+        multiple = divisor * lcm(*(division.size.den for division in of))
+        if dividend.bind(sizes) % multiple.bind(sizes):
+            bound = ", ".join(f"{name}={sizes[name]}" for name in names)
+            wrong.append(_refusal(program, bound, dividend, multiple, of, sizes))
+    return wrong
+
+
+def _apart(size: Size) -> tuple[Size, Size]:
+    """The dividend, without a factor that cannot help, and the symbols of the divisor."""
+    above = tuple((name, power) for name, power in size.symbols if power > 0)
+    below = tuple((name, -power) for name, power in size.symbols if power < 0)
+    return Size(size.num if below else 1, 1, above), Size(1, 1, below)
+
+
+def _refusal(
+    program: str, bound: str, dividend: Size, multiple: Size, of: Sequence[Division], sizes: Mapping[str, int]
+) -> Diagnostic:
+    (first, *others) = _telling(of)
+    meant = f"{multiple}" if multiple.value is not None else f"{multiple} = {multiple.bind(sizes)}"
+    why = " and ".join(division.why for division in (first, *others))
+    expected = ""
+    if multiple.value is not None and dividend.symbols == ((name := min(dividend.names), 1),):
+        low = sizes[name] // multiple.value * multiple.value
+        near = [f"{name}={n}" for n in (low, low + multiple.value) if n]
+        expected = f"such as {' or '.join(near)}"
+    return Diagnostic(
+        f"{bound} does not fit @{program}: {dividend} must be a multiple of {meant}, because {why}",
+        first.span,
+        expected=expected,
+        notes=tuple((division.span, division.why) for division in others),
+    )
+
+
+def _telling(of: Sequence[Division]) -> list[Division]:
+    """Those that together ask for as much as all: none of which another asks for a multiple."""
+    kept: list[Division] = []
+    for division in of:
+        if all(other.size.den % division.size.den for other in kept):
+            kept = [other for other in kept if division.size.den % other.size.den] + [division]
+    return kept
+
+
+# Programs -------------------------------------------------------------------------------------------------------------
+# A program: plain immutable data, in one of two phases.
 
 
 @dataclass(frozen=True)
@@ -92,7 +277,7 @@ class Program:
 
     def given_sizes(self, given: Mapping[str, int] | None) -> dict[str, int]:
         """Sizes as a caller gives them, of some symbols or all. Raises for an unknown name and for what is no size."""
-        if not given:
+        if given is None:
             return {}
         if not isinstance(given, Mapping):
             raise error(f"sizes={described(given)}", user_span(), expected="a dictionary such as {'M': 4096}")

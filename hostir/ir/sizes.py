@@ -142,7 +142,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str, span: Span | None) -> Size:
-    if len(text) > LONGEST:
+    if len(text) > LONGEST and not text.isdecimal():
         raise error(f"a size of {len(text)} characters", span, expected=f"at most {LONGEST}")
     result, operator, rest = ONE, "*", text
     while True:

@@ -1,17 +1,24 @@
-"""Where things stand in a source, and how a mistake is told: file:line:col, a caret, what was expected, what to do."""
+"""Diagnostics: where things stand in a source, how a mistake is told, and what is said once or logged."""
 
 from __future__ import annotations
 
 import linecache
+import logging
 import os
 import re
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 from hostir.described import described, shortened
 from hostir.described import did_you_mean as did_you_mean  # messages are made with both
+from hostir.knobs import rank, speaks
+
+# Spans and diagnostics ------------------------------------------------------------------------------------------------
+# Where things stand in a source, and how a mistake is told: file:line:col, a caret, what was expected, what to do.
 
 WIDEST = 160  # characters: of a longer line, messages show a part
 LONGEST_WORD, LONGEST_TEXT = 240, 2000  # characters, likewise
@@ -164,3 +171,52 @@ def check_known(what: str, value: object, known: Iterable[str]) -> None:
     if not isinstance(value, str) or value not in words:
         expected = f"one of: {', '.join(words)}"
         raise error(f"unknown {what} {described(value)}", expected=expected, hint=did_you_mean(value, words))
+
+
+# Logging --------------------------------------------------------------------------------------------------------------
+# Records of what is decided, made and let go, in standard `logging` below the logger `hostir`.
+#
+# They are silent until a program asks for them: `logging.getLogger("hostir").setLevel(logging.INFO)`, with a handler.
+# No call of an executor that runs a plan or replays a graph which is there already makes any.
+
+logging.getLogger("hostir").addHandler(logging.NullHandler())
+
+
+class Logger(logging.LoggerAdapter[logging.Logger]):
+    """The logger of a module; its records begin with the rank in a job of several."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        number = rank()
+        return (msg if number is None else f"rank {number}: {msg}"), kwargs
+
+
+def logger(module: str) -> Logger:
+    """The logger of a module, given its `__name__`."""
+    return Logger(logging.getLogger(module), {})
+
+
+# Notices --------------------------------------------------------------------------------------------------------------
+# What a user should know of a job that runs all the same: said once.
+
+
+class FallbackWarning(UserWarning):
+    """Something runs otherwise than was hoped, and slower."""
+
+
+_told: set[tuple[str, str]] = set()
+
+
+def warn_once(key: str, message: str, hint: str = "", category: type[Warning] = FallbackWarning) -> None:
+    """Warns of a message once for a key, on rank 0 only, at the line of the user's call."""
+    if not speaks() or (key, message) in _told:
+        return
+    _told.add((key, message))
+    warnings.warn(str(Diagnostic(message, hint=hint, level="warning")), category, stacklevel=_depth())
+
+
+def _depth() -> int:
+    """How many frames up the user's code is, for a warning raised by the caller."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "hostir":
+        depth, frame = depth + 1, frame.f_back
+    return depth

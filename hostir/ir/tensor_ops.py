@@ -1,9 +1,4 @@
-"""The vocabulary of computations on sharded tensors. Host programs use the same statements as fusions.
-
-In a fusion a computation defines its result (`%c: bf16[8, 4] = matmul %a, %b`); in a host program it writes a buffer
-that exists (`matmul %a, %b -> %c`). `Map` says how each operand's axes relate to the result's; sharding propagation,
-slicing and type inference all read it.
-"""
+"""The vocabulary of computations on sharded tensors, and of views. Fusions and host programs share it."""
 
 from __future__ import annotations
 
@@ -12,21 +7,27 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hostir.ir.layout import join
+from hostir.described import described
+from hostir.ir.layout import flat_marks, join, leads
 from hostir.ir.machine import Ready, meshes_of
 from hostir.ir.onesided_ops import epoch_of, flags_of, slot_of
 from hostir.ir.op import (
     BOTH,
     VALUE_CODECS,
+    ZERO,
+    Alias,
     Codec,
+    Define,
     Index,
     Int,
+    Ints,
     Name,
     Phase,
     Read,
     ReadIf,
     Statement,
     UseIf,
+    Value,
     Write,
     codecs_of,
     statement,
@@ -34,10 +35,17 @@ from hostir.ir.op import (
 from hostir.ir.sizes import Division, Size, product
 from hostir.ir.source import did_you_mean
 from hostir.ir.types import DTYPES, DType, TensorType
-from hostir.ir.values import ZERO, Value
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
+
+
+# Computations ---------------------------------------------------------------------------------------------------------
+# The vocabulary of computations on sharded tensors. Host programs use the same statements as fusions.
+#
+# In a fusion a computation defines its result (`%c: bf16[8, 4] = matmul %a, %b`); in a host program it writes a buffer
+# that exists (`matmul %a, %b -> %c`). `Map` says how each operand's axes relate to the result's; sharding propagation,
+# slicing and type inference all read it.
 
 CONTRACTED = -1  # in a Map: the axis is summed away
 ALONE = -2  # in a Map: the axis has extent one and is spread over the result's axis
@@ -369,7 +377,7 @@ class Silu(Unary):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class Copy(Unary):
+class DenseCopy(Unary):
     """The same elements in a dense buffer: what the lowering inserts where a layout does not serve.
 
     Example: %y: f32[16, 32] = copy %x: f32[16, 32]
@@ -419,3 +427,132 @@ class Sum(Unary):
     def maps(self) -> tuple[Map, ...]:
         axes = range(len(self.x.tensor.axes))
         return (tuple(CONTRACTED if i == self.axis else i - (i > self.axis) for i in axes),)
+
+
+# Views ----------------------------------------------------------------------------------------------------------------
+# The vocabulary of views: statements whose result is the same memory seen another way. Both phases have them.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ViewStatement(Statement):
+    """A statement whose result is the same memory seen another way."""
+
+    phases: ClassVar[frozenset[Phase]] = BOTH
+
+    x: Alias
+    out: Define
+
+    def view(self, frame: Frame, x: Any) -> Any:
+        """The machine's view of `x`."""
+        raise AssertionError(type(self).__name__)
+
+    def evaluate(self, frame: Frame) -> None:
+        if frame.here(self.out.tensor.mesh):
+            frame[self.out] = self.view(frame, frame[self.x])
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class Reshape(ViewStatement):
+    """The same elements in another shape; each rank's part must stay its own.
+
+    Example: %y: f32[8@didx, 4, 32] = reshape %x: f32[32@didx, 32]
+    """
+
+    syntax = "{out} = reshape {x}"
+
+    def verify(self) -> None:
+        old, new = self.x.tensor, self.out.tensor
+        if old.dtype != new.dtype:
+            raise self.fail(f"reshape cannot change {old.dtype} to {new.dtype}", hint="use cast")
+        if product(old.shape) != product(new.shape):
+            raise self.fail(f"{self.x} has {product(old.shape)} elements, {self.out} has {product(new.shape)}")
+
+    def verify_layout(self) -> None:
+        old, new = self.x.tensor, self.out.tensor
+        if old.mesh and new.mesh and flat_marks(old) != flat_marks(new):
+            raise self.fail(
+                f"reshape would move elements between ranks: {old} to {new}",
+                expected="every sharded axis to keep the elements of each rank",
+                hint="change the sharding first, or split the sharded axis so that its outer part is the mesh's size",
+            )
+
+    def view(self, frame: Frame, x: Any) -> Any:
+        return frame.machine.reshape(x, frame.shape(self.out.tensor))
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class Permute(ViewStatement):
+    """The axes in another order: axis `i` of the result is axis `axes[i]` of `x`.
+
+    Example: %y: f32[32, 16] = permute %x: f32[16, 32] (1, 0)
+    """
+
+    syntax = "{out} = permute {x} {axes}"
+    axes: Ints
+
+    def infer(self) -> TensorType:
+        type = self.x.tensor
+        if sorted(self.axes) != list(range(len(type.axes))):
+            raise self.fail(
+                f"{described(self.axes)} is not an order of the {len(type.axes)} axes of {self.x}",
+                expected=f"each of {tuple(range(len(type.axes)))} once",
+            )
+        return type.with_axes(type.axes[i] for i in self.axes)
+
+    def verify(self) -> None:
+        self.infer()
+
+    def view(self, frame: Frame, x: Any) -> Any:
+        return frame.machine.permute(x, self.axes)
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class Shard(ViewStatement):
+    """Each rank's own block of a tensor that every rank holds whole: no communication.
+
+    Example: %y: f32[8@didx, 32] = shard %x: f32[8, 32]
+    """
+
+    syntax = "{out} = shard {x}"
+
+    def _moved(self) -> list[tuple[int, str]]:
+        """The axes that become sharded, each with its mesh axis."""
+        pairs = zip(self.x.tensor.axes, self.out.tensor.host().axes, strict=True)
+        return [(k, mark) for k, (old, new) in enumerate(pairs) for mark in new.marks if mark not in old.marks]
+
+    def verify(self) -> None:
+        old, new = self.x.tensor, self.out.tensor
+        for value in (self.x, self.out):
+            if value.tensor.mesh is None:
+                raise self.fail(
+                    f"{value} is 'auto': it lies on no mesh yet, whose ranks could have blocks of it",
+                    expected="both types of a shard written out",
+                    hint=f"take 'auto' off the type of {value}",
+                )
+        if (
+            len(old.axes) != len(new.axes)
+            or old.dtype != new.dtype
+            or old.mesh != new.mesh
+            or old.partial != new.partial
+        ):
+            raise self.fail(f"shard keeps everything but the sharding: {old} to {new}")
+        marks = [mark for _, mark in self._moved()]
+        if not marks or new.with_axes(a.without(*marks) for a in new.axes).host() != old.host():
+            raise self.fail(f"shard only spreads axes that every rank holds whole: {old} to {new}")
+        for k, mark in self._moved():
+            if not leads(new, mark, [new.host().axes[k]]):
+                raise self.fail(
+                    f"the blocks of a rank lie apart in {new.axes[k]}",
+                    hint="reshape first, so that the blocks over the ranks are an axis of their own",
+                )
+
+    def view(self, frame: Frame, x: Any) -> Any:
+        mesh, rank = self.out.tensor.mesh, frame.machine.rank
+        if rank is None or mesh is None:
+            return x
+        for k, mark in self._moved():
+            x = frame.machine.chunk(x, k, 1, mesh.size(mark), frame.place(mesh, mark))
+        return x

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 
 from hostir.ir.sizes import ONE, Size, product
@@ -44,21 +44,33 @@ class Mesh:
     def size(self, axis: str) -> int:
         return self.shape[self.axes.index(axis)]
 
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Where in `devices` each device stands."""
+        return {device: place for place, device in enumerate(self.devices)}
+
     def coordinate(self, device: int, axis: str) -> int:
         """Where a device stands on a mesh axis."""
         k = self.axes.index(axis)
-        return self.devices.index(device) // prod(self.shape[k + 1 :]) % self.shape[k]
+        return self.places[device] // prod(self.shape[k + 1 :]) % self.shape[k]
 
-    @lru_cache(maxsize=1 << 12)  # noqa: B019  # meshes are few, and asked again and again
     def team(self, device: int, axis: str) -> tuple[int, ...]:
         """The devices that differ from `device` only along `axis`, in order: the members of a collective over it."""
-        k = self.axes.index(axis)
-        stride = prod(self.shape[k + 1 :])
-        first = self.devices.index(device) - self.coordinate(device, axis) * stride
-        return tuple(self.devices[first + i * stride] for i in range(self.shape[k]))
+        return self._teams[axis][device]
 
     def teams(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        return tuple(dict.fromkeys(self.team(device, axis) for device in self.devices))
+        return tuple(dict.fromkeys(self._teams[axis].values()))
+
+    @cached_property
+    def _teams(self) -> dict[str, dict[int, tuple[int, ...]]]:
+        """By axis and device: its team, one tuple for all its members."""
+        found: dict[str, dict[int, tuple[int, ...]]] = {}
+        for k, axis in enumerate(self.axes):
+            stride, block = prod(self.shape[k + 1 :]), prod(self.shape[k:])
+            firsts = (start + i for start in range(0, len(self.devices), block) for i in range(stride))
+            teams = [self.devices[first : first + block : stride] for first in firsts]
+            found[axis] = {device: team for team in teams for device in team}
+        return found
 
     def __str__(self) -> str:
         if len(self.shape) == 1:

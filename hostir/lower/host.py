@@ -1,18 +1,214 @@
-"""The host program of a fusion while it is built: statements outside loops, and the buffers of all."""
+"""Host programs under construction: streams, buffers, places, names, and layouts of communications in memory."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from hostir.ir import Phase, Program, Statement, TensorType, Value
-from hostir.ir.comm_ops import AllReduce, Communication
-from hostir.ir.host_ops import Allocate, AsPartial
-from hostir.ir.op import Codec
-from hostir.ir.program import Names
-from hostir.ir.view_ops import ViewOp
-from hostir.lower.scope import Scope
-from hostir.lower.sharding import result_of
+from hostir.ir.comm_ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Communication,
+    Gather,
+    ReduceScatter,
+    Scatter,
+    SendRecv,
+)
+from hostir.ir.host_ops import Allocate, AsPartial, CurrentStream, Wait
+from hostir.ir.layout import leads
+from hostir.ir.onesided_ops import Barrier, Rank
+from hostir.ir.op import Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value
+from hostir.ir.program import Names, Program
+from hostir.ir.sizes import Size
+from hostir.ir.tensor_ops import DenseCopy, Permute, Reshape, ViewStatement
+from hostir.ir.types import Axis, Factor, Kind, TensorType
+from hostir.lower.propagate import keeps_dense, result_of, splits_only
+
+# Layouts --------------------------------------------------------------------------------------------------------------
+# How a communication lies in memory: what it moves must be outermost in dense buffers.
+#
+# Where an operand does not lie so, the ranks' axis is split off and brought to the front: as a view where that moves
+# nothing in memory, else by way of a dense buffer and a copy.
+
+
+@dataclass(frozen=True)
+class Front:
+    """How to see a tensor so that what a communication moves is outermost: split axes, then their order."""
+
+    split: TensorType
+    order: tuple[int, ...]
+
+    @property
+    def type(self) -> TensorType:
+        return self.split.with_axes(self.split.axes[i] for i in self.order)
+
+
+def isolate(type: TensorType, mark: str) -> tuple[Axis, ...]:
+    """The axes with the factor on `mark` as an axis of exactly the ranks, and its neighbours as axes of their own."""
+    assert type.mesh
+    ranks = Size(type.mesh.size(mark))
+    axes: list[Axis] = []
+    for axis in type.host().axes:
+        if mark not in axis.marks:
+            axes.append(axis)
+            continue
+        for factor in axis.factors:
+            if factor.on != mark:
+                axes.append(Axis((factor,)))
+                continue
+            axes.append(Axis((Factor(ranks, mark),)))
+            if factor.extent != ranks:
+                axes.append(Axis.of(factor.extent / ranks))
+    return tuple(axes)
+
+
+def fronts(s: Communication, x: TensorType, out: TensorType) -> tuple[Front, Front] | None:
+    """How to see both sides, or None where they serve as they are."""
+    if isinstance(s, (AllReduce, Broadcast, SendRecv)):
+        return None
+    if isinstance(s, AllToAll):
+        return _exchange(s.over, x, out)
+    sharded = x if isinstance(s, (AllGather, Gather)) else out
+    assert isinstance(s, (AllGather, ReduceScatter, Gather, Scatter))
+    assert sharded.mesh
+    mark = (
+        s.over if isinstance(s, (AllGather, ReduceScatter)) else next(m for a in sharded.host().axes for m in a.marks)
+    )
+    if leads(sharded, mark):
+        return None
+    axes = isolate(sharded, mark)
+    at = next(i for i, a in enumerate(axes) if mark in a.marks)
+    order = (at, *(i for i in range(len(axes)) if i != at))
+    bare = tuple(a.without(mark) for a in axes)
+    left, right = (axes, bare) if sharded is x else (bare, axes)
+    return Front(x.with_axes(left), order), Front(out.with_axes(right), order)
+
+
+def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
+    """`[.., A@m, .., B, ..]` as `[D, A@m, rest]`, and `[.., A, .., B@m, ..]` as `[D@m, A, rest]`."""
+    a = x.axis_on(mark)
+    assert a is not None
+    axes = isolate(out, mark)
+    ranks = next(i for i, axis in enumerate(axes) if axis.marks == (mark,))
+    before = out.axis_on(mark)
+    assert before is not None
+    from_a = a if a < before else a + len(axes) - len(out.axes)
+    order = (ranks, from_a, *(i for i in range(len(axes)) if i not in (ranks, from_a)))
+    left = tuple(x.axes[a] if i == from_a else axis.without(mark) for i, axis in enumerate(axes))
+    return Front(x.with_axes(left), order), Front(out.with_axes(axes), order)
+
+
+# Ranks that meet ------------------------------------------------------------------------------------------------------
+# What the ranks of a host program need to meet: streams, places and barriers, each stated once.
+
+
+class Peers:
+    """Adds to the top level of a host program what statements between ranks stand on."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.places: dict[tuple[str, str], Ref] = {}
+        self.met: set[tuple[str, str]] = set()
+        self.user = Ref(Value(host.names.fresh("user"), Kind.STREAM))
+        host.body.append(CurrentStream(self.user.value))
+
+    def place(self, s: AllGather) -> Ref:
+        """This rank's place among those of an allgather."""
+        key = s.mesh.name, s.over
+        if key not in self.places:
+            place = self.places[key] = Ref(Value(self.host.names.fresh("r"), Kind.INDEX))
+            self.host.body.append(Rank(place.value, self.host.values[s.x.name], s.over, span=s.span))
+        return self.places[key]
+
+    def past(self, s: AllGather, buffer: Value) -> list[Statement]:
+        """A barrier behind the call before, where there is none yet: then nobody reads what that call left."""
+        key = s.mesh.name, s.over
+        if key in self.met:
+            return []
+        self.met.add(key)
+        note = f"all ranks are done with what the call before left in {buffer}"
+        return [Barrier(buffer, s.over, span=s.span, note=note)]
+
+    def index(self, wish: str) -> Ref:
+        """The index of a loop; its name is free again behind the loop."""
+        index = Ref(Value(self.host.names.fresh(wish), Kind.INDEX))
+        self.host.names.taken.discard(index.value.name)
+        return index
+
+
+def modulo(expr: Expr, ranks: int) -> Expr:
+    """The place, or the stream, at which a count arrives that goes round."""
+    return Bin("%", expr, Lit(ranks))
+
+
+# Scopes ---------------------------------------------------------------------------------------------------------------
+# A place that host statements are written to, with what is needed to write them: names, scratch buffers, layouts.
+
+
+class Scope:
+    """The program's top level, or the body of a loop."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.body: list[Statement] = []
+        self.dense: set[str] = set()  # values whose parts lie in one piece
+
+    @abstractmethod
+    def scratch(self, wish: str, type: TensorType, like: Value) -> Value:
+        """A dense buffer."""
+
+    def view(self, s: ViewStatement) -> Value:
+        """Adds a view, with a copy before a reshape that strides cannot express; of dense parts it is mostly dense."""
+        if isinstance(s, Reshape) and s.x.name not in self.dense and not splits_only(s):
+            dense = self.scratch(f"{s.x.name}_dense", s.x.tensor, s.x)
+            note = f"copy: {s.x} does not lie in one piece, as a reshape that merges axes needs it to"
+            self.body.append(DenseCopy(out=dense, x=s.x, span=s.span, note=note))
+            s = replace(s, x=dense)
+        self.body.append(s)
+        if s.x.name in self.dense and keeps_dense(s):
+            self.dense.add(s.out.name)
+        return s.out
+
+    def see(self, value: Value, front: Front) -> Value:
+        """The value with what a communication moves brought to the front."""
+        if front.split.axes != value.tensor.axes:
+            split = Value(self.names.fresh(f"{value.name}_split"), front.split, value.span)
+            value = self.view(Reshape(value, split, span=value.span))
+        if front.order != tuple(range(len(front.order))):
+            turned = Value(self.names.fresh(f"{value.name}_front"), front.type, value.span)
+            value = self.view(Permute(value, turned, front.order, span=value.span))
+        return value
+
+    def communicate(self, s: Communication) -> None:
+        """A communication with the layout it needs, and the wait for it."""
+        x, out = s.x, s.out
+        if seen := fronts(s, x.tensor, out.tensor):
+            x, out = self.see(x, seen[0]), self.see(out, seen[1])
+        x = self.packed(x, s)
+        target = out if out.name in self.dense else self.scratch(f"{s.out.name}_packed", out.tensor, out)
+        handle = Value(self.names.fresh(f"{s.out.name}_ready"), Kind.HANDLE, s.span)
+        self.body += [replace(s, x=x, out=target, handle=handle), Wait(handle, span=s.span)]
+        if target is not out:
+            self.body.append(DenseCopy(out=out, x=target, span=s.span, note=_why(s, s.out)))
+
+    def packed(self, x: Value, s: Communication) -> Value:
+        """What a communication sends, seen as `x`, in one piece."""
+        if x.name in self.dense:
+            return x
+        dense = self.scratch(f"{s.x.name}_packed", x.tensor, x)
+        self.body.append(DenseCopy(out=dense, x=x, span=s.span, note=_why(s, s.x)))
+        return dense
+
+
+def _why(s: Communication, operand: Value) -> str:
+    return f"copy: {s.keyword()} moves dense buffers, and {operand} does not lie so"
+
+
+# The program ----------------------------------------------------------------------------------------------------------
+# The host program of a fusion while it is built: statements outside loops, and the buffers of all.
 
 
 class Host(Scope):
@@ -32,10 +228,10 @@ class Host(Scope):
     def whole(self, s: Statement) -> None:
         """A statement outside any loop: its result is a buffer of its own, or a view."""
         out = result_of(s)
-        if isinstance(s, ViewOp):
+        if isinstance(s, ViewStatement):
             self.values[out.name] = replace(out, type=out.tensor.host())
             moved = s.rename(self.values)
-            assert isinstance(moved, ViewOp)
+            assert isinstance(moved, ViewStatement)
             self.view(moved)
             return
         self.destination(out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,8 +9,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from hostir import knobs
-from hostir.ir import HostIRError, Phase, Program, parse, prove, verify
-from hostir.ir.source import UNCHECKED, error
+from hostir.check import prove, verify
+from hostir.ir import parse
+from hostir.ir.op import Phase
+from hostir.ir.program import Program
+from hostir.ir.source import UNCHECKED, HostIRError, error, warn_once
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def _proved(program: Program) -> Program:
         if any(found.kind != UNCHECKED for found in findings.diagnostics):
             raise
         for found in findings.diagnostics:
-            warnings.warn(f"{found.message} ({found.hint})", RuntimeWarning, stacklevel=4)
+            warn_once(program.name, found.message, found.hint, RuntimeWarning)
         return program
 
 

@@ -4,16 +4,212 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
-from hostir.ir import Program, TensorType, Value
 from hostir.ir.comm_ops import Communication, Reshard
-from hostir.ir.layout import refine
-from hostir.ir.op import Codec, Statement
-from hostir.ir.tensor_ops import Binary, Sum, TensorOp, Unary
-from hostir.ir.types import STREAM, Axis, Factor, Mesh
-from hostir.ir.view_ops import Shard, ViewOp
+from hostir.ir.layout import flat_marks, is_multiple, place_marks, refine
+from hostir.ir.op import Codec, Statement, Value
+from hostir.ir.program import Program
+from hostir.ir.sizes import Size
+from hostir.ir.tensor_ops import (
+    CONTRACTED,
+    Binary,
+    Linear,
+    Matmul,
+    Permute,
+    Reshape,
+    Shard,
+    Sum,
+    TensorOp,
+    Unary,
+    ViewStatement,
+)
+from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
 from hostir.lower.passes import Pass
-from hostir.lower.sharding import choose, choose_view, result_of, stream_place
+
+# Which part of a computation each rank does ---------------------------------------------------------------------------
+# Which part of a computation each rank does: the choice that propagation and explicit resharding share.
+
+
+@dataclass(frozen=True)
+class OperandShardings:
+    """The types that the operands must have for a computation without communication, and what it then gives."""
+
+    operands: tuple[TensorType, ...]
+    result: TensorType
+
+
+def choose(op: TensorOp, types: Sequence[TensorType], wanted: TensorType) -> OperandShardings:
+    """Chooses for each mesh axis what to spread over it.
+
+    In this order: a contraction whose operands are all sharded there stays where it is (a partial sum); what an
+    annotated result asks for; the weight's rows or columns; an axis of the left side; else nothing, and sharded
+    operands are gathered.
+    """
+    mesh = wanted.mesh or next(t.mesh for t in types if t.mesh)
+    maps, (dtype, shape) = op.maps(), op.result()
+    here = [t if t.mesh == mesh else _replicated(t, mesh) for t in types]
+    contracting = [i for i, m in enumerate(maps) if CONTRACTED in m]
+    homes = {mark: _home(op, mark, here, maps, contracting, wanted) for mark in mesh.axes}
+    for j, size in enumerate(shape):
+        _thin_out(mesh, j, size, homes, here, maps, wanted)
+    layouts = [_layout(mesh, j, size, homes, here, maps, wanted) for j, size in enumerate(shape)]
+    inner = _contracted_layout(mesh, homes, here, maps, contracting)
+    operands = tuple(
+        replace(
+            t,
+            mesh=mesh,
+            partial=(),
+            axes=tuple(
+                layouts[to] if to >= 0 else inner if to == CONTRACTED and inner else Axis.of(axis.extent)
+                for axis, to in zip(t.axes, m, strict=True)
+            ),
+        )
+        for t, m in zip(types, maps, strict=True)
+    )
+    partial = tuple(sorted(mark for mark, home in homes.items() if home == CONTRACTED))
+    return OperandShardings(operands, TensorType(dtype, tuple(layouts), mesh, partial))
+
+
+def _replicated(type: TensorType, mesh: Mesh) -> TensorType:
+    return TensorType(type.dtype, tuple(Axis.of(s) for s in type.shape), mesh)
+
+
+def _home(
+    op: TensorOp,
+    mark: str,
+    types: Sequence[TensorType],
+    maps: Sequence[tuple[int, ...]],
+    contracting: Sequence[int],
+    wanted: TensorType,
+) -> int | None:
+    """The axis of the result that lies on this mesh axis, CONTRACTED for a partial sum, or None."""
+    at = [m[k] if (k := t.axis_on(mark)) is not None else None for t, m in zip(types, maps, strict=True)]
+    if contracting and all(at[i] == CONTRACTED for i in contracting):
+        return CONTRACTED
+    if wanted.mesh is not None:
+        return wanted.axis_on(mark)
+    first = (1, 0, 2) if isinstance(op, (Matmul, Linear)) else range(len(at))
+    return next((to for i in first if i < len(at) and (to := at[i]) is not None and to >= 0), None)
+
+
+def _thin_out(
+    mesh: Mesh,
+    axis: int,
+    size: Size,
+    homes: dict[str, int | None],
+    types: Sequence[TensorType],
+    maps: Sequence[tuple[int, ...]],
+    wanted: TensorType,
+) -> None:
+    """Takes mesh axes from an axis of the result that is too short for all that the operands would put there."""
+    marks = [mark for mark in mesh.axes if homes[mark] == axis]
+    while marks and _as_found(axis, set(marks), types, maps, wanted) is None:
+        if size.divisible_by(prod(mesh.size(mark) for mark in marks)):
+            return
+        homes[marks.pop()] = None
+
+
+def _layout(
+    mesh: Mesh,
+    axis: int,
+    size: Size,
+    homes: dict[str, int | None],
+    types: Sequence[TensorType],
+    maps: Sequence[tuple[int, ...]],
+    wanted: TensorType,
+) -> Axis:
+    """How an axis of the result lies: as annotated, as in an operand, or in plain blocks."""
+    marks = {mark for mark, home in homes.items() if home == axis}
+    return _as_found(axis, marks, types, maps, wanted) or _blocks(mesh, size, marks)
+
+
+def _as_found(
+    axis: int, marks: set[str], types: Sequence[TensorType], maps: Sequence[tuple[int, ...]], wanted: TensorType
+) -> Axis | None:
+    """An axis with just these marks in the annotation or in an operand."""
+    candidates = [wanted.axes[axis]] if wanted.mesh else []
+    candidates += [t.axes[k] for t, m in zip(types, maps, strict=True) for k, to in enumerate(m) if to == axis]
+    return next((a.without(STREAM) for a in candidates if set(a.without(STREAM).marks) == marks), None)
+
+
+def _blocks(mesh: Mesh, size: Size, marks: set[str]) -> Axis:
+    names = [m for m in mesh.axes if m in marks]
+    if not names:
+        return Axis.of(size)
+    outer = [Factor(Size(mesh.size(m)), m) for m in names[:-1]]
+    rest = size
+    for factor in outer:
+        rest = rest / factor.extent
+    return Axis((*outer, Factor(rest, names[-1])))
+
+
+def _contracted_layout(
+    mesh: Mesh,
+    homes: dict[str, int | None],
+    types: Sequence[TensorType],
+    maps: Sequence[tuple[int, ...]],
+    contracting: Sequence[int],
+) -> Axis | None:
+    marks = {mark for mark, home in homes.items() if home == CONTRACTED}
+    axes = [types[i].axes[maps[i].index(CONTRACTED)] for i in contracting]
+    found = next((a.without(STREAM) for a in axes if set(a.marks) - {STREAM} == marks), None)
+    return found or (_blocks(mesh, axes[0].extent, marks) if axes else None)
+
+
+def choose_view(op: ViewStatement, x: TensorType, wanted: TensorType) -> OperandShardings:
+    """A view keeps its elements on their ranks: what cannot be expressed in the new shape is gathered first."""
+    mesh = wanted.mesh or x.mesh
+    assert mesh is not None
+    source = replace(x.host(), mesh=mesh, partial=()) if x.mesh == mesh else _replicated(x, mesh)
+    if isinstance(op, Permute):
+        return OperandShardings((source,), source.with_axes(source.axes[i] for i in op.axes))
+    assert isinstance(op, Reshape)
+    shape = wanted.shape
+    while (axes := place_marks(shape, flat_marks(source))) is None:
+        last = flat_marks(source)[-1][0]
+        source = source.with_axes(a.without(last) for a in source.axes)
+    return OperandShardings((source,), source.with_axes(axes))
+
+
+def result_of(s: Statement) -> Value:
+    """What a statement of a fusion defines: in this phase every one defines a tensor."""
+    assert isinstance(s, (TensorOp, ViewStatement, Communication, Reshard))
+    return s.out
+
+
+def stream_place(axis: Axis) -> tuple[Size, Size] | None:
+    """The extent outside an axis's Stream part, and that of the part."""
+    outer = Size()
+    for factor in axis.factors:
+        if factor.on == STREAM:
+            return outer, factor.extent
+        outer = outer * factor.extent
+    return None
+
+
+def keeps_dense(s: Statement) -> bool:
+    """Whether a view of a dense part is dense: a reshape, or a permute that only moves axes of which a rank has one."""
+    if not isinstance(s, Permute):
+        return isinstance(s, Reshape)
+    local = s.x.tensor.local_shape
+    long = [i for i in s.axes if not local[i].is_one]
+    return long == sorted(long)
+
+
+def splits_only(s: Reshape) -> bool:
+    """Whether every axis of the result lies within one of the operand's, so that any strides can express it."""
+    inside = [size for size in s.out.tensor.local_shape if not size.is_one]
+    for rest in s.x.tensor.local_shape:
+        while inside and not rest.is_one and is_multiple(rest, inside[0]):
+            rest = rest / inside.pop(0)
+        if not rest.is_one:
+            return False
+    return True
+
+
+# The pass -------------------------------------------------------------------------------------------------------------
+# Pass `propagate`: gives every tensor a sharding, from the annotated inputs on.
 
 
 @dataclass(frozen=True)
@@ -94,7 +290,7 @@ def _spread(s: Statement, declared: TensorType, wish: TensorType | None) -> Tens
         return replace(declared, mesh=s.x.tensor.mesh)
     if isinstance(s, (Communication, Shard)):
         raise s.fail(f"the type of {s.out} must say where it lies", hint=f"{s.keyword()} is there to choose that")
-    if isinstance(s, ViewOp):
+    if isinstance(s, ViewStatement):
         given = choose_view(s, s.x.tensor, declared).result
     else:
         assert isinstance(s, TensorOp)

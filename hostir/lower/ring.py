@@ -10,22 +10,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from hostir.ir import Program, Statement, TensorType, Value
 from hostir.ir.comm_ops import AllGather
 from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put
-from hostir.ir.op import Codec
+from hostir.ir.op import Bin, Codec, Expr, Lit, Statement, Value
+from hostir.ir.program import Program
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import Copy, TensorOp
-from hostir.ir.types import Axis
-from hostir.ir.values import Bin, Expr, Lit
-from hostir.lower.gathers import Gathers, reads_rows, shard_place, torn, with_block_axes
-from hostir.lower.host import Host
-from hostir.lower.interleave import schedule
+from hostir.ir.tensor_ops import DenseCopy, TensorOp
+from hostir.ir.types import Axis, TensorType
+from hostir.lower.host import Host, Peers, modulo
 from hostir.lower.passes import Pass
-from hostir.lower.peers import Peers, modulo
-from hostir.lower.sharding import result_of
-from hostir.lower.slicing import Group, operand_places, result_place, why_not
+from hostir.lower.pipeline import SlicedGroup, operand_places, result_place, schedule, why_not
+from hostir.lower.propagate import result_of
+from hostir.lower.transfers import Gathers, reads_rows, shard_place, torn, with_block_axes
 
 FIRST = Lit(0)  # the worker on which the shards are made ready, before it takes its turns
 
@@ -38,15 +35,17 @@ class Ring(Pass):
     streams: int = 4
 
     def run(self, program: Program) -> Program:
-        gathers = Gathers.of(program)
+        gathers = Gathers.of(program, self.name)
         in_turn = _in_turn(program, gathers.rows)
-        gathers = gathers.only(in_turn.__contains__, "each matmul of these rows needs what a later allgather brings")
+        gathers = gathers.only(
+            in_turn.__contains__, "every matmul of these rows also needs what a later allgather brings"
+        )
         blocked, rows = with_block_axes(gathers.told(program, self.name), gathers.rows, torn)
         groups = _groups(blocked, rows)
         host = Host(blocked)
         peers = Peers(host) if groups else None
         for step in schedule(blocked.body, groups):
-            if isinstance(step, Group) and peers:
+            if isinstance(step, SlicedGroup) and peers:
                 Turns(host, peers, step).build(self.streams)
             elif isinstance(step, Statement):
                 host.whole(step)
@@ -59,13 +58,13 @@ def _pool(s: AllGather, streams: int) -> int:
 
 
 # What a turn computes ---------------------------------------------------------------------------------------------
-def _groups(program: Program, gathers: Sequence[AllGather]) -> list[Group]:
+def _groups(program: Program, gathers: Sequence[AllGather]) -> list[SlicedGroup]:
     """For each allgather, the computations that can run on the rows of one shard."""
     after = _after(program, gathers)
-    groups: list[Group] = []
+    groups: list[SlicedGroup] = []
     taken: set[str] = set()
     for n, gather in enumerate(gathers):
-        group = Group([gather], {gather.out.name: shard_place(gather)})
+        group = SlicedGroup([gather], {gather.out.name: shard_place(gather)})
         made = {gather.out.name}
         late = {name for name, latest in after.items() if latest >= n}
         for s in program.body:
@@ -102,7 +101,7 @@ def _after(program: Program, gathers: Sequence[AllGather]) -> dict[str, int]:
     return after
 
 
-def _joins(s: TensorOp, group: Group, made: Collection[str], late: Collection[str]) -> bool:
+def _joins(s: TensorOp, group: SlicedGroup, made: Collection[str], late: Collection[str]) -> bool:
     """Whether a computation can run shard by shard on what the group makes; its places are then known.
 
     What else it reads must not depend on this or a later allgather: groups run in the order of their allgathers.
@@ -130,7 +129,7 @@ class Turns:
     every rank, and what is computed from them has the same bits.
     """
 
-    def __init__(self, host: Host, peers: Peers, group: Group) -> None:
+    def __init__(self, host: Host, peers: Peers, group: SlicedGroup) -> None:
         gather = group.statements[0]
         assert isinstance(gather, AllGather)
         self.host, self.peers, self.group, self.gather = host, peers, group, gather
@@ -155,7 +154,7 @@ class Turns:
             body.append(For(worker.value, Size(pool - 1), fork))
         body.append(SetStream(self.peers.user))
         if self.wanted:
-            body.append(Copy(out=own, x=shared, span=s.span, note=f"copy: {s.out} is wanted whole"))
+            body.append(DenseCopy(out=own, x=shared, span=s.span, note=f"copy: {s.out} is wanted whole"))
         body += self.turn(self.peers.place(s), "own", own)
         turn = self.peers.index("i")
         theirs = (SetStream(modulo(turn, pool)), *self.theirs(shared, turn))

@@ -6,20 +6,16 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hostir.described import described
-from hostir.ir import Phase, Program
+from hostir.ir.op import Phase
+from hostir.ir.program import Program
 from hostir.ir.source import check_known, error, user_span
-from hostir.lower.communicate import Communicate
-from hostir.lower.dense import MakeDense
-from hostir.lower.fused import Fused
-from hostir.lower.interleave import Pipeline, Sequential
-from hostir.lower.memory import FreeBuffers, Tidy
+from hostir.lower.finish import AssignStreams, FreeBuffers, MakeDense, Stagger, Tidy
 from hostir.lower.passes import Pass, Watcher, run_passes
+from hostir.lower.pipeline import Pipeline, Sequential
 from hostir.lower.propagate import Propagate
-from hostir.lower.push import Pushed
-from hostir.lower.reshard import MakeReshards
+from hostir.lower.reshard import Communicate, MakeReshards
 from hostir.lower.ring import Ring
-from hostir.lower.stagger import Stagger
-from hostir.lower.streams import AssignStreams
+from hostir.lower.transfers import Fused, Pushed
 
 # By name: what makes the pass of a strategy, for a number of worker streams.
 STRATEGIES: dict[str, Callable[[int], Pass]] = {

@@ -1,44 +1,150 @@
-"""What runs host programs: under torchrun on this rank's real machine, elsewhere on simulated ranks."""
+"""Execute host programs: under torchrun on this rank's real machine, elsewhere on simulated ranks."""
 
 from __future__ import annotations
 
+import logging
 import os
-import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
+from hostir.check import prove, verify
 from hostir.described import described
-from hostir.ir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, check_known, error, user_span
+from hostir.ir.source import Diagnostic, HostIRError, check_known, error, logger, user_span
 from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
-from hostir.runtime.agreement import Agreement
-from hostir.runtime.calls import is_running
-from hostir.runtime.cuda import CudaMachine, CudaPlan
-from hostir.runtime.dynamo import untraced
-from hostir.runtime.gloo import GlooMachine, GlooPlan
-from hostir.runtime.graphs import Graphs, Where, is_stale
-from hostir.runtime.inplace import places
-from hostir.runtime.inputs import check_apart, check_local, refuse_gradients, sizes_of, tell_copies, written_inputs
+from hostir.runtime.arguments import (
+    Key,
+    addresses,
+    check_apart,
+    check_local,
+    check_out,
+    look,
+    refuse_gradients,
+    sequence_of,
+    sizes_of,
+    tell_copies,
+    unwritable,
+    written_inputs,
+)
+from hostir.runtime.cuda.graphs import Graphs, Where, is_stale
+from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
+from hostir.runtime.cuda.streams import queues
+from hostir.runtime.gloo.machine import GlooMachine, GlooPlan
 from hostir.runtime.kernels.table import kernel_table
-from hostir.runtime.local import run_local
-from hostir.runtime.outputs import Key, addresses, check_out, look, sequence_of, unwritable
-from hostir.runtime.plan import NONE
-from hostir.runtime.plans import Plan, Plans
-from hostir.runtime.recorder import record
-from hostir.runtime.session import Groups, Session, forked_from, joined, launched
-from hostir.runtime.sharding import bind_sizes
-from hostir.runtime.streams import queues
-from hostir.runtime.tasks import check_seed
-from hostir.runtime.timeline import Timeline
-from hostir.runtime.trace import Trace
+from hostir.runtime.lifetimes import places
+from hostir.runtime.session import Agreement, Groups, Session, forked_from, is_running, joined, launched
+from hostir.runtime.sharding import assemble, bind_sizes, shard
+from hostir.runtime.simulated.machine import run_local
+from hostir.runtime.simulated.tasks import check_seed
+from hostir.runtime.trace import Timeline, Trace
+from hostir.runtime.unroll import NONE, unroll
 from hostir.runtime.watchdog import Watchdog
 
+# torch.compile --------------------------------------------------------------------------------------------------------
+# Keeps Dynamo, the tracer of torch.compile, out of executors: they run what hostir has compiled already.
+#
+# `torch.compiler.disable` does so too, with a wrapper that costs each call some 2 us, and by importing all of
+# torch.compile. Here the code itself is marked, which costs calls nothing.
+
+F = TypeVar("F", bound=Callable[..., Any])
+WHY = "an executor runs a program that hostir has compiled"
+
+
+def untraced(function: F) -> F:
+    """A function at which Dynamo breaks its graph: it compiles neither that nor anything that it calls."""
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=True, _torchdynamo_disable_msg=WHY)
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+# The plans of an executor, and what the device says of those that are not the latest.
+
+Plan = CudaPlan | GlooPlan
+KEPT = 128  # plans: where shapes never repeat, they must not pile up
+
+
+class Plans(dict[tuple[Any, ...], Plan]):
+    """Plans by how their inputs look, the latest used last.
+
+    A kernel that waits for a peer may give up long after its call was made, when other plans run, or when its own has
+    gone. So each call asks its own plan and one of all, in turn. All are asked when another plan is made, which takes
+    longer than that, and one that made room stays at hand until the device is done with it and another is made.
+
+    Fields:
+        captured: those that graphs of the caller's use: they stay, since their tables must.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captured: set[CudaPlan] = set()
+        self.leaving: list[tuple[CudaPlan, torch.cuda.Event]] = []  # made room; each with what comes behind its calls
+        self.unsaid: list[Diagnostic] = []  # reported, and not raised so far
+        self.turns: Iterator[CudaPlan] = iter(())
+
+    def keep(self, key: tuple[Any, ...], plan: Plan) -> None:
+        """Adds the plan that runs next; what was not used longest leaves where there are too many."""
+        self[key] = plan
+        if len(self) > KEPT:
+            oldest = self.pop(next(iter(self)))
+            if isinstance(oldest, CudaPlan) and oldest.reports:
+                self.leaving.append((oldest, oldest.behind()))
+
+    def sweep(self) -> None:
+        """After another was made, or refused: asks all, and drops those that the device is done with.
+
+        Those are leaving ones, and all whose symmetric memory has gone, for which the device was waited for. Asks for
+        events, so it must not be called in a capture.
+        """
+        stay = [(plan, behind) for plan, behind in self.leaving if not (behind.query() or is_stale(plan))]
+        heard = _diagnostics(plan.problem() for plan in self.everyone())
+        self.unsaid = [*dict.fromkeys([*self.unsaid, *heard])]
+        for key in [key for key, plan in self.items() if is_stale(plan)]:
+            del self[key]
+        self.leaving, self.turns = stay, iter(())
+
+    def look(self, plan: CudaPlan) -> HostIRError | None:
+        """What is reported of the plan that runs next, of the one whose turn it is, and was of all that have gone."""
+        said = plan.problem()
+        other = next(self.turns, None)
+        if other is None:
+            if len(self) > 1 or self.captured or self.leaving:
+                self.turns = iter(self.everyone())
+        elif said is None:
+            said = other.problem()
+        return None if said is None and not self.unsaid else self.said([said])
+
+    def problem(self) -> HostIRError | None:
+        """What the device has reported by now of any of them."""
+        return self.said(plan.problem() for plan in self.everyone())
+
+    def said(self, problems: Iterable[HostIRError | None]) -> HostIRError | None:
+        """These, and what is unsaid, as one."""
+        found, self.unsaid = dict.fromkeys([*self.unsaid, *_diagnostics(problems)]), []
+        return HostIRError(*found) if found else None  # a broken machine says the same of all plans
+
+    def everyone(self) -> list[CudaPlan]:
+        """Each plan that the device may report something of."""
+        plans = [*self.values(), *self.captured, *(plan for plan, _ in self.leaving)]
+        return list(dict.fromkeys(plan for plan in plans if isinstance(plan, CudaPlan)))
+
+
+def _diagnostics(problems: Iterable[HostIRError | None]) -> list[Diagnostic]:
+    return [each for problem in problems if problem is not None for each in problem.diagnostics]
+
+
+# Executors ------------------------------------------------------------------------------------------------------------
+# What runs host programs: under torchrun on this rank's real machine, elsewhere on simulated ranks.
+
+LOG = logger(__name__)
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
 Part = torch.Tensor | None
 LOWER = "a fusion: lower it first, hi.lower(fusion)"
@@ -141,7 +247,7 @@ class Executor:
             self.machine = "local"
             return
         self._machine = self._join(machine)
-        self._lock = self._agreement.calls.lock
+        self._calls = self._agreement.calls
         self._compare = self._agreement.compare
         self.machine = self._machine.name
         self._process = os.getpid()
@@ -175,9 +281,11 @@ class Executor:
         return GlooMachine(self.program.streams, table, groups, exchange)
 
     def _make_graphs(self) -> Graphs:
-        graphs = Graphs(self._machine.device, self.program.name)
-        if self.session is not None:
-            self.session.graphs.add(graphs)
+        name = self.program.name
+        if self.session is None:
+            return Graphs(self._machine.device, name)
+        graphs = Graphs(self._machine.device, name, partial(self.session.first, f"no graphs of @{name}"))
+        self.session.graphs.add(graphs)
         return graphs
 
     # Running ------------------------------------------------------------------------------------------------------
@@ -204,7 +312,7 @@ class Executor:
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
             return tuple(parts)
-        with self._lock:
+        with self._calls.lock:
             if self.watchdog is not None and self.watchdog.disturbed:
                 self.watchdog.come_back()
             key = look(inputs)
@@ -212,7 +320,7 @@ class Executor:
             if plan is None or key != self._key:
                 plan = self._choose(key, inputs)
             elif self._compare:
-                self._begin(plan.recording.sizes, planned=True)
+                self._begin(plan.unrolled.sizes, planned=True)
             if self._written:
                 self._keep_apart(key, inputs)
             given = None if out is None else self._take(plan, inputs, out)
@@ -237,9 +345,9 @@ class Executor:
         """
         if self.machine == "local":
             return tuple(None for _ in inputs)
-        with self._lock:
+        with self._calls.lock:
             plan = self._choose(look(inputs), inputs, places=True)
-        found = places(plan.recording, plan.memory)
+        found = places(plan.unrolled, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
 
     def _issue(self, plan: CudaPlan, inputs: Sequence[Part], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
@@ -311,7 +419,7 @@ class Executor:
         hint = "HOSTIR_TIMEOUT sets how long it may take"
         busy = []
         if isinstance(plan, CudaPlan):
-            busy = [(op.place.statement.span, f"{plan.recording.describe(op)}: {what}") for op, what in plan.busy()]
+            busy = [(op.place.statement.span, f"{plan.unrolled.describe(op)}: {what}") for op, what in plan.busy()]
         if not busy:
             return error(f"rank {self.rank}: {late}", hint=hint)
         (span, first), *others = busy
@@ -334,12 +442,14 @@ class Executor:
         plan = self.plans.pop(tuple(key), None) if key is not None else None
         if plan is None:
             self._refuse_in_capture()
+            began = time.perf_counter()
             try:
                 plan = self._make(inputs, places)
             finally:
                 self._drop_stale()
+            self._tell(plan, time.perf_counter() - began)
         else:
-            self._begin(plan.recording.sizes, planned=True, places=places)
+            self._begin(plan.unrolled.sizes, planned=True, places=places)
         self.plans.keep(tuple(key or ()), plan)
         if plan.memory is not None:
             plan.memory.used = time.monotonic()
@@ -369,24 +479,35 @@ class Executor:
                 self._refuse_shared_queues(sizes)
             refuse_gradients(self.program, inputs)
             check_apart(self.program, self._written, inputs)
-            recording = record(self.program, self.rank, sizes, inputs)
+            unrolled = unroll(self.program, self.rank, sizes, inputs)
         except HostIRError as refusal:
             if self._agreement.refuse(refusal):
                 raise self._blamed(refusal) from refusal.__cause__
             raise
         self._begin(sizes, planned=False, places=places)
         self._agreement.reach(sizes)
-        if self.rank == 0:
-            tell_copies(recording)
+        tell_copies(unrolled)
         with torch.inference_mode(False):  # what a plan holds is for calls in any mode
             if isinstance(machine, GlooMachine):
-                return machine.plan(recording, self.trace)
-            return machine.plan(recording, Timeline(recording, self.trace) if self.trace is not None else None)
+                return machine.plan(unrolled, self.trace)
+            return machine.plan(unrolled, Timeline(unrolled, self.trace) if self.trace is not None else None)
+
+    def _tell(self, plan: Plan, seconds: float) -> None:
+        """Logs a plan that was made, and why no graph is captured of it."""
+        if not LOG.isEnabledFor(logging.INFO):
+            return
+        unrolled, name = plan.unrolled, self.program.name
+        sizes = "".join(f" {size}={value}" for size, value in sorted(unrolled.sizes.items()))
+        allocated, symmetric = unrolled.memory
+        made = "@%s: planned%s in %.1f ms; a call allocates %d bytes, and %d bytes of symmetric memory stay"
+        LOG.info(made, name, f" for{sizes}" if sizes else "", seconds * 1e3, allocated, symmetric)
+        if isinstance(plan, CudaPlan) and (self._graphs is None or plan.eager_only):
+            LOG.info("@%s: no CUDA graph is captured: %s", name, plan.eager_only or self.graph_refusal)
 
     def _refuse_shared_queues(self, sizes: Mapping[str, int]) -> None:
         """Refuses what would stand still since the device has fewer queues than the program has streams."""
         if self.machine == "cuda" and self.program.streams >= queues():  # the caller's stream needs one as well
-            from hostir.ir.check.orders import shared_queues
+            from hostir.check.proof import shared_queues
 
             if stuck := shared_queues(self.program, sizes):
                 raise HostIRError(*stuck)
@@ -396,7 +517,7 @@ class Executor:
         given = sequence_of(out)
         looks, where = look(given), (plan, *addresses((*inputs, *given)))
         if looks is None or looks != self._given or where != self._where or unwritable(given):
-            check_out(plan.recording, given, inputs, self._machine.device)
+            check_out(plan.unrolled, given, inputs, self._machine.device)
             self._given, self._where = looks, where
         return given
 
@@ -415,7 +536,41 @@ def _forked() -> None:
     """In a child of a fork: the next call of an executor looks for a plan, and then at the process that it is in."""
     for executor in _with_threads:
         executor._key, executor._plan = None, None
-        executor._lock = threading.RLock()  # a thread of the parent may have had it
+    for calls in {executor._calls for executor in _with_threads}:
+        calls.unlock()
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+# Whole tensors --------------------------------------------------------------------------------------------------------
+# Running a program on whole tensors, wherever its ranks are.
+
+
+def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    """Runs a host program once on whole tensors and returns whole tensors, on every machine.
+
+    Under torchrun every rank gives the same inputs and gets the same outputs: each takes its parts, and at the end the
+    ranks send each other theirs. For tests and small runs. `options` are those of Executor.
+    """
+    executor = Executor(program, **options)
+    sizes = bind_sizes(program, inputs, executor.sizes)
+    executor.sizes = sizes
+    if executor.machine == "local":
+        outputs = executor(*inputs)
+    else:
+        check_apart(program, written_inputs(program), inputs)  # of which the parts are copies
+        parts = executor(
+            *[shard(x, v.tensor, executor.rank, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
+        )
+        outputs = tuple(zip(*everyones(parts, executor.session), strict=True))
+    return tuple(assemble(parts, v.tensor, sizes) for v, parts in zip(program.outputs, outputs, strict=True))
+
+
+def everyones(parts: Sequence[Part], joined: Session | None) -> list[Sequence[Part]]:
+    """The parts of each rank of a job, on all of them."""
+    if joined is None:
+        return [parts]
+    gathered: list[Any] = [None] * joined.size
+    dist.all_gather_object(gathered, [None if x is None else x.cpu() for x in parts])
+    return [[None if x is None else x.to(joined.device) for x in theirs] for theirs in gathered]

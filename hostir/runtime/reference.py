@@ -1,24 +1,29 @@
-"""The meaning of a program: its statements one after another, at once, on whole tensors.
-
-Here a sharded axis is an axis, a partial sum is the sum, and every communication copies. Nothing is fast, and nothing
-depends on ranks, streams or order, so that all other machines can be held against it.
-"""
+"""The meaning of a program on whole tensors, and how far a result may be from it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite, sqrt
 from typing import Any
 
 import torch
 
+from hostir.ir.comm_ops import AllReduce, Message, ReduceScatter
 from hostir.ir.interpret import interpret
 from hostir.ir.machine import Exchange
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Rank, Signal, WaitSignal
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.ir.types import DType
 from hostir.runtime.kernels.aten import KERNELS
 from hostir.runtime.sharding import bind_sizes, torch_dtype
+
+# The meaning ----------------------------------------------------------------------------------------------------------
+# The meaning of a program: its statements one after another, at once, on whole tensors.
+#
+# Here a sharded axis is an axis, a partial sum is the sum, and every communication copies. Nothing is fast, and nothing
+# depends on ranks, streams or order, so that all other machines can be held against it.
 
 
 class Whole:
@@ -37,13 +42,13 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class View:
+class WholeView:
     """Some elements of `parent`: those of `part(parent)`, a strided view, in the shape `shape`.
 
     A piece of a sharded axis is some rows of every rank's part, which no strides express; two steps do.
     """
 
-    parent: Whole | View
+    parent: Whole | WholeView
     part: Callable[[torch.Tensor], torch.Tensor]
     shape: tuple[int, ...]
 
@@ -59,7 +64,7 @@ class View:
         self.parent.put(whole)
 
 
-Handle = Whole | View
+Handle = Whole | WholeView
 
 
 class Reference:
@@ -82,26 +87,26 @@ class Reference:
     def free(self, x: Handle) -> None:
         x.put(torch.full_like(x.get(), float("nan")))
 
-    def select(self, x: Handle, axis: int, index: int) -> View:
+    def select(self, x: Handle, axis: int, index: int) -> WholeView:
         shape = tuple(x.get().shape)
-        return View(x, lambda t: t.select(axis, index), (*shape[:axis], *shape[axis + 1 :]))
+        return WholeView(x, lambda t: t.select(axis, index), (*shape[:axis], *shape[axis + 1 :]))
 
-    def chunk(self, x: Handle, axis: int, outer: int, count: int, index: int) -> View:
+    def chunk(self, x: Handle, axis: int, outer: int, count: int, index: int) -> WholeView:
         shape = tuple(x.get().shape)
         inner = shape[axis] // (outer * count)
         pieces = (outer, count, inner)
-        return View(
+        return WholeView(
             x,
             lambda t: t.unflatten(axis, pieces).select(axis + 1, index),
             (*shape[:axis], outer * inner, *shape[axis + 1 :]),
         )
 
-    def reshape(self, x: Handle, shape: tuple[int, ...]) -> View:
-        return View(x, lambda t: t, shape)
+    def reshape(self, x: Handle, shape: tuple[int, ...]) -> WholeView:
+        return WholeView(x, lambda t: t, shape)
 
-    def permute(self, x: Handle, axes: tuple[int, ...]) -> View:
+    def permute(self, x: Handle, axes: tuple[int, ...]) -> WholeView:
         shape = x.get().shape
-        return View(x, lambda t: t.permute(axes), tuple(shape[axis] for axis in axes))
+        return WholeView(x, lambda t: t.permute(axes), tuple(shape[axis] for axis in axes))
 
     def dense(self, x: Handle) -> Handle:
         return x
@@ -165,3 +170,98 @@ def reference(
     device = inputs[0].device if inputs else "cpu"
     outputs = interpret(program, Reference(dtype, device), bound, handles)
     return tuple(x.get().clone() for x in outputs if x is not None)
+
+
+# The bound ------------------------------------------------------------------------------------------------------------
+# How far a result may be from the unsharded reference, and how far it is.
+#
+# The reference is computed in float64. A result passes when its error is at most 1.1 times that of the unsharded torch
+# computation in the program's own dtypes, on the same inputs, times what sums over ranks add. A sum over R ranks rounds
+# to the dtype each partial sum, and rounding errors are independent and add up in squares: where the sum itself is made
+# in f32, as on the CPU, it adds 1 to the square. NCCL's ring also rounds every sum of the first j partial sums, of size
+# sqrt(j/R), which makes it (R + 1) / 2. Half a unit of f32 is added for another order of summation, and, as a few
+# elements are no statistics, what the roundings of n elements may be off by chance: 1/sqrt(n) of a unit or two.
+#
+# An output of partial sums is compared as their sum in float64, not rounded again. Where they nearly cancel, what
+# rounded them is large beside it, and no bound would hold that still finds mistakes. For that alone up to one output in
+# ten of a single element is called a mismatch, up to one in 40 of 4 elements; of 16, none in 1,800.
+#
+# A host program of single ranks has no unsharded meaning. What it does on simulated ranks in program order stands for
+# it, in float64 and in the program's own dtypes (see `hostir.cli.run`), with its sums over ranks, made in f32.
+
+SLACK = 1.1
+NAMES_RANKS = (AllocateSymmetric, Barrier, Get, Put, Rank, Signal, WaitSignal, Message)
+CHANCE = 1.5  # units in the last place, by which one element's roundings may differ
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Errors relative to the reference's norm: of one output, and the most it may have."""
+
+    output: str
+    error: float
+    bound: float
+
+    @property
+    def good(self) -> bool:
+        return isfinite(self.error) and self.error <= self.bound
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.good else "MISMATCH"
+        return f"%{self.output}: error {self.error:.2e}, at most {self.bound:.2e} allowed: {verdict}"
+
+
+def of_single_ranks(source: Program) -> bool:
+    """Whether single ranks do different things in a program, so that whole tensors say nothing of what it computes.
+
+    What a fusion computes does not depend on ranks, however it is lowered.
+    """
+    return any(isinstance(statement, NAMES_RANKS) for statement in source.walk())
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """`|got - expected| / |expected|` in the Frobenius norm; NaN anywhere gives NaN."""
+    difference = torch.linalg.vector_norm(got.to(expected.dtype) - expected)
+    norm = torch.linalg.vector_norm(expected)
+    return float(difference / norm) if norm else float(difference)
+
+
+def reductions(program: Program, *, ring: bool = False) -> float:
+    """What the sums over ranks of a host program add to the square of the error, relative to one rounding.
+
+    `ring`: they are made by NCCL, in the dtype, hop by hop.
+    """
+    sums = [s for s in program.walk() if isinstance(s, (AllReduce, ReduceScatter))]
+    return sum((s.mesh.size(s.over) + 1) / 2 if ring else 1 for s in sums)
+
+
+def bound(plain: torch.Tensor, expected: torch.Tensor, sums: float, dtype: torch.dtype | None = None) -> float:
+    """The largest error that a result may have: `plain` is the unsharded computation in the program's own dtypes.
+
+    `dtype` is the result's; None: that of `plain`, which a sum of partial sums need not have.
+    """
+    chance = CHANCE * torch.finfo(dtype or plain.dtype).eps / sqrt(max(plain.numel(), 1))
+    slack = chance + torch.finfo(torch.float32).eps / 2
+    return (SLACK * relative_error(plain, expected) + slack) * sqrt(1 + sums)
+
+
+def compare(
+    program: Program,
+    got: Sequence[torch.Tensor],
+    plain: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    *,
+    ring: bool = False,
+    summed: bool = False,
+) -> list[Comparison]:
+    """One comparison an output of a host program, on whole tensors, sums of partial sums unrounded.
+
+    `ring` as for `reductions`; `summed`: `plain` has rounded the sums over ranks too, as on a CPU.
+    """
+    sums = reductions(program, ring=ring)
+    if summed:
+        sums = (1 + sums) / (1 + reductions(program)) - 1
+    return [
+        Comparison(v.name, relative_error(g, e), bound(p, e, sums, torch_dtype(v.tensor.dtype)))
+        for v, g, p, e in zip(program.outputs, got, plain, expected, strict=True)
+    ]

@@ -1,27 +1,22 @@
-"""This process as one rank of a torchrun job: its device, its process groups, its watchdog.
-
-    with hi.session():      # or nothing: the first executor opens one until the process ends
-        outputs = Executor(program)(a_local, b)
-
-A process group that the program has initialised itself is used and left as it is.
-"""
+"""Sessions: this process as one rank of a job, what ranks agree on, and the order of their calls."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import itertools
+import json
 import os
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -29,15 +24,226 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from hostir.ir.source import HostIRError, did_you_mean, error
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, did_you_mean, error, logger
 from hostir.knobs import KEEPALIVE, TIMEOUT
-from hostir.runtime.calls import ALIKE, PAGE, Calls
-from hostir.runtime.graphs import Graphs
-from hostir.runtime.watchdog import Watchdog
+from hostir.runtime.cuda.graphs import Graphs
+from hostir.runtime.unroll import teams_of
+from hostir.runtime.watchdog import Watchdog, headline
+
+# Calls ----------------------------------------------------------------------------------------------------------------
+# The calls of executors by a team of ranks: one at a time on each rank, and the same in the same order on all.
+#
+# Executors share their team's process groups, which match what comes from each rank by its order alone. So the rank
+# that gets first to the team's n-th call says in the team's store what it is, and every other holds its own against
+# that. It waits for nobody: ranks may be calls apart. Threads of a rank take turns, in the order of the ranks that came
+# first.
+
+SLOTS = 512  # of the store: no rank is as many calls ahead of another
+ALIKE = "the same calls, in the same order, on every rank"
+PAGE = "docs/calls.md says what the ranks of a job must do alike"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What ranks compare of a call; `executor` is the number of its executor's first call, None before that."""
+
+    program: str
+    digest: str
+    executor: int | None
+    sizes: tuple[tuple[str, int], ...]
+    kernels: str
+    places: bool = False
+    refusal: str = ""
+
+    @staticmethod
+    def of(text: str) -> Call:
+        fields = json.loads(text)
+        return Call(**{**fields, "sizes": tuple(map(tuple, fields["sizes"]))})
+
+    def is_by(self, other: Call) -> bool:
+        """Whether the other is a call of the same executor, made or refused."""
+        return (self.digest, self.executor) == (other.digest, other.executor)
+
+    @lru_cache(maxsize=1024)  # noqa: B019  # the same few, again and again
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def told(by_rank: Mapping[int, Call]) -> str:
+    """Calls of several ranks that differ, in the words of who made them: equal ones together."""
+    groups: dict[str, list[int]] = {}
+    for rank, call in by_rank.items():
+        groups.setdefault(str(call), []).append(rank)
+    calls = [Call.of(text) for text in groups]
+
+    def differ(name: str) -> bool:
+        return any(getattr(call, name) != getattr(calls[0], name) for call in calls)
+
+    parts: list[str] = []
+    for call, ranks in zip(calls, groups.values(), strict=True):
+        what = f"@{call.program}" if not parts or differ("program") or not call.sizes else ""
+        if differ("places"):
+            what = f"the places of {what}" if call.places else what
+        bound = ", ".join(f"{name}={size}" for name, size in call.sizes)
+        words = [what, f"with {bound}" if bound else ""]
+        words += [f"(its text has digest {call.digest})"] if differ("digest") and not differ("program") else []
+        words += [f"with kernels {call.kernels}"] if differ("kernels") else []
+        if differ("executor") and not differ("digest"):
+            known = call.executor is not None
+            words.append(f"by the executor first called in call {call.executor}" if known else "by a new executor")
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        verb = "" if parts else "calls " if len(ranks) == 1 else "call "
+        parts.append(f"{who} {verb}{' '.join(filter(None, words))}")
+    return ", ".join(parts)
+
+
+class Calls:
+    """The calls of one team, as one of its ranks makes them.
+
+    Args:
+        store: a store that the ranks share; None for a rank alone.
+        rank, ranks: this rank, and all of the team.
+        timeout: seconds to wait for what another rank or thread must do first.
+
+    Fields:
+        lock: held by the thread whose call runs.
+        number: of the next call.
+    """
+
+    def __init__(self, store: Any = None, rank: int = 0, ranks: Sequence[int] = (0,), timeout: float = 0.0) -> None:
+        self.store = store
+        self.rank = rank
+        self.others = [other for other in ranks if other != rank]
+        self.timeout = timeout
+        self.unlock()
+        self.number = 0
+        self.slots = [""] * SLOTS
+        self.users: dict[str, weakref.WeakSet[threading.Thread]] = defaultdict(weakref.WeakSet)  # by digest
+
+    def unlock(self) -> None:
+        """Begins with locks that no thread holds: in a child of a fork, whose parent's threads may have held them."""
+        self.lock = threading.RLock()
+        self.moved = threading.Condition(self.lock)
+
+    def made(self, digest: str) -> None:
+        """Notes that this thread has made an executor of a program, and may call it."""
+        with self.lock:
+            self.users[digest].add(threading.current_thread())
+
+    def begin(self, asked: Callable[[], Call], *, planned: bool) -> None:
+        """Goes on where every rank that has got here makes the same call; the caller has the lock.
+
+        `asked` gives the call, anew after other threads have had their turn: where one of them may be about to make the
+        call that comes next, this one waits for it.
+
+        Raises HostIRError, naming both calls, where they differ. It has the field `running` where the rank that came
+        first had `planned`, and so may be in the midst of its call.
+        """
+        if not self.others:
+            return
+        deadline = time.monotonic() + self.timeout
+        while True:
+            call = asked()
+            self.users[call.digest].add(threading.current_thread())
+            mine = str(call)
+            first, running, text = self._say(mine, planned)
+            if text == mine:
+                return self._move()
+            theirs = Call.of(text)
+            if theirs.refusal and call.is_by(theirs):
+                self._move()
+                what = f"rank {self.rank} does not run @{call.program}, because rank {first} does not"
+                raise error(f"{what}: {theirs.refusal}")
+            if not self._comes(theirs, deadline):
+                self._move()
+                said = told({first: theirs, self.rank: call})
+                refused = error(f"the calls of the ranks do not line up: {said}", expected=ALIKE, hint=PAGE)
+                refused.running = running  # type: ignore[attr-defined]
+                raise refused
+
+    def refuse(self, asked: Callable[[], Call]) -> bool:
+        """Says that this rank does not make a call, when its turn has come; the caller has the lock.
+
+        `asked` gives the call, as for `begin`. Returns whether another rank may be in the midst of it.
+        """
+        if not self.others:
+            return False
+        deadline = time.monotonic() + self.timeout
+        while True:
+            call = asked()
+            _, running, text = self._say(str(call), planned=False)
+            theirs = Call.of(text)
+            if call.is_by(theirs) or not self._comes(theirs, deadline):
+                self._move()
+                return running
+
+    def _say(self, mine: str, planned: bool) -> tuple[int, bool, str]:
+        """What the first rank there has said of the next call, which rank that is, and whether it had planned it."""
+        slot = self.number % SLOTS
+        try:
+            if self.number % (SLOTS // 2) == 0:
+                self._keep_up()
+            word = f"{self.number} {self.rank} {int(planned)} {mine}"
+            said = self.store.compare_set(f"call/{slot}", self.slots[slot], word).decode()
+        except dist.DistError as problem:
+            raise error(f"rank {self.rank} cannot reach the other ranks: {problem}") from problem
+        _, first, running, text = said.split(" ", 3)
+        self.said = said
+        return int(first), running == "1", text
+
+    def _move(self) -> None:
+        """The next call is another."""
+        self.slots[self.number % SLOTS] = self.said
+        self.number += 1
+        self.moved.notify_all()
+
+    def _comes(self, call: Call, deadline: float) -> bool:
+        """Lets other threads call, where one of them may be about to make this call; whether one did call."""
+        left = deadline - time.monotonic()
+        return self._may_come(call) and left > 0 and self._moves(left)
+
+    def _moves(self, seconds: float) -> bool:
+        """Lets other threads call; whether one did within so many seconds."""
+        number = self.number
+        return self.moved.wait_for(lambda: self.number != number, seconds)
+
+    def _may_come(self, call: Call) -> bool:
+        """Whether a thread other than this one uses executors of the program, or may be about to make one."""
+        users = self.users.get(call.digest) or [thread for thread in threading.enumerate() if not thread.daemon]
+        return any(thread.is_alive() and thread is not threading.current_thread() for thread in users)
+
+    def _keep_up(self) -> None:
+        """Waits until every rank has read the slots that come next, half of all."""
+        turn = self.number // (SLOTS // 2)
+        self.store.set(f"turn/{self.rank}", str(turn))
+        deadline = time.monotonic() + self.timeout
+        for other in self.others if turn > 1 else ():
+            while not self.store.check([f"turn/{other}"]) or int(self.store.get(f"turn/{other}")) < turn - 1:
+                if time.monotonic() > deadline:
+                    late = f"rank {self.rank} is {SLOTS // 2} calls ahead of rank {other}, which does not follow"
+                    raise error(late, expected=ALIKE, hint=PAGE)
+                time.sleep(0.005)
+
+
+def is_running(refused: HostIRError) -> bool:
+    """Whether a rank may be in the midst of a call that another refused."""
+    return getattr(refused, "running", False)
+
+
+# Sessions -------------------------------------------------------------------------------------------------------------
+# This process as one rank of a torchrun job: its device, its process groups, its watchdog.
+#
+#     with hi.session():      # or nothing: the first executor opens one until the process ends
+#         outputs = Executor(program)(a_local, b)
+#
+# A process group that the program has initialised itself is used and left as it is.
 
 # NVLink multicast stays off, in NCCL and in symmetric memory; each library reads its variable when it starts.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+LOG = logger(__name__)
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+SOON, LATER = 5e-5, 5e-3  # seconds between looks at what the other ranks gave: they mostly come together
 PARTING = 10.0  # seconds that destroying the process groups may take
 
 _current: Session | None = None
@@ -138,6 +344,8 @@ class Session:
         self.calls = Calls(self.store, self.rank, range(self.size), timeout)
         self.graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()  # of the executors that live
         self.watchdog = Watchdog(self.store, self.rank, self.size, timeout, KEEPALIVE.get())
+        whose = "hostir's own" if self.owner else "the program's"
+        LOG.info("joined a job of %d ranks on %s, in %s process group", self.size, device, whose)
 
     def tell(self, key: str, mine: str) -> str:
         """Gives this rank's part of an exchange without waiting for the others'; returns where the store has it.
@@ -164,7 +372,7 @@ class Session:
 
     def _exchange(self, key: str, mine: str, timeout: float | None, where: str) -> list[str]:
         place = self.tell(key, mine)
-        deadline = time.monotonic() + (timeout or self.timeout)
+        deadline, pause = time.monotonic() + (timeout or self.timeout), SOON
         keys = [f"{place}/{rank}" for rank in range(self.size)]
         while not self.store.check(keys):
             if time.monotonic() > deadline:
@@ -174,8 +382,15 @@ class Session:
                     expected=ALIKE,
                     hint=f"{PAGE}; HOSTIR_TIMEOUT sets how long one may wait for the others",
                 )
-            time.sleep(0.005)
+            time.sleep(pause)
+            pause = min(2 * pause, LATER)
         return [self.store.get(k).decode() for k in keys]
+
+    def first(self, what: str) -> bool:
+        """Whether no rank of the job has asked this before: who says what need be said only once."""
+        with contextlib.suppress(RuntimeError):  # the store may have gone
+            return bool(self.store.add(f"said/{what}", 1) == 1)
+        return True
 
     def close(self, done: bool, timeout: float | None = None) -> None:
         """Leaves the job. A rank that is `done` waits for the others; one that failed does not."""
@@ -195,6 +410,7 @@ class Session:
             _say_who_initialises(_torchs_own)
         if self.owner and done:
             _destroy()
+        LOG.info("left the job, %s", "done" if done else "after a failure")
 
 
 _torchs_own = dist.init_process_group
@@ -221,8 +437,8 @@ def _destroy() -> None:
     over.join(PARTING)
     if over.is_alive():
         print(
-            "hostir: the process groups could not be destroyed, probably for a CUDA graph that is still alive; "
-            "leaving them. Delete the graphs before the session ends.",
+            "warning: The process groups could not be destroyed, probably because a CUDA graph is still alive.\n"
+            "  hint: delete the graphs before the session ends",
             file=sys.stderr,
             flush=True,
         )
@@ -396,3 +612,85 @@ def _part(store: Any, what: str, number: int) -> Any:
     """What of a store is for this session only: a launcher keeps its store when it starts ranks that failed again."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "job"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"hostir/{'/'.join(job)}/{what}/{number}", store)
+
+
+# Agreements -----------------------------------------------------------------------------------------------------------
+# What the ranks of an executor tell each other before they run something.
+
+_turns = itertools.count()
+
+
+class Agreement:
+    """Ranks go on together or not at all: they compare what they are about to run for the first time.
+
+    With `compare`, also each call. Without a session there is nobody to agree with.
+    """
+
+    def __init__(self, session: Session | None, program: Program, kernels: str, compare: bool) -> None:
+        self.session = session
+        self.calls = session.calls if session is not None else Calls()
+        self.compare = compare and session is not None
+        self.call = Call(program.name, program.digest if session is not None else "", None, (), kernels)
+        self.calls.made(self.call.digest)
+        self.program = program
+        self.agreed: set[tuple[tuple[str, int], ...]] = set()  # sizes
+
+    def begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
+        """Raises where ranks that have got to this call make another; the caller has the lock of the calls."""
+        if not self.compare:
+            return
+        try:
+            self.calls.begin(lambda: self.of(sizes, places), planned=planned)
+        except HostIRError as refused:
+            self._tell(refused, self.calls.number - 1)
+            raise
+
+    def refuse(self, refusal: HostIRError) -> bool:
+        """Lets ranks that are about to compare what they run know that this one does not.
+
+        Returns whether one is known to be in the midst of it.
+        """
+        running = self.compare and self.calls.refuse(lambda: replace(self.call, refusal=headline(refusal)))
+        self._tell(refusal, self.calls.number - 1)
+        return running
+
+    def reach(self, sizes: Mapping[str, int]) -> None:
+        """Raises on every rank where one refuses, or where programs, sizes or kernels differ."""
+        bound = tuple(sorted(sizes.items()))
+        if self.session is None or bound in self.agreed:
+            return
+        where = f"the call of @{self.program.name}" + "".join(f", {name}={size}" for name, size in bound)
+        number, key = self._meeting(self.calls.number - 1)
+        given = [Call.of(text) for text in self.session.exchange(key, str(self.of(sizes)), where=where)]
+        what = f"rank {self.session.rank} does not run @{self.program.name}"
+        if (refused := next((rank for rank, it in enumerate(given) if it.refusal), None)) is not None:
+            raise error(f"{what}, because rank {refused} does not: {given[refused].refusal}")
+        if any(it != given[0] for it in given):
+            said = told(dict(enumerate(given)))
+            raise error(f"{what}: {said}", expected=ALIKE, hint=PAGE)
+        if self.call.executor is None:
+            self.call = replace(self.call, executor=number)
+        self.agreed.add(bound)
+        self.session.groups.prepare(teams_of(self.program))
+
+    def exchange(self, what: str, mine: str) -> list[str]:
+        """What every rank gives of something else that they agree on."""
+        if self.session is None:
+            return [mine]
+        key = f"executor {self.call.executor} of {self.call.digest}, {what}"
+        return self.session.exchange(key, mine, where=f"@{self.program.name}, {what}")
+
+    def of(self, sizes: Mapping[str, int], places: bool = False) -> Call:
+        """A call of the executor with these sizes."""
+        return replace(self.call, sizes=tuple(sorted(sizes.items())), places=places)
+
+    def _tell(self, refusal: HostIRError, number: int) -> None:
+        if self.session is not None:
+            self.session.tell(self._meeting(number)[1], str(replace(self.call, refusal=headline(refusal))))
+
+    def _meeting(self, number: int) -> tuple[int, str]:
+        """Where ranks meet at a call: by its number, or where calls are not counted by how often they have met."""
+        if self.compare:
+            return number, f"call {number}"
+        number = next(_turns)
+        return number, f"agreement {number}"

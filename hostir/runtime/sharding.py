@@ -1,22 +1,97 @@
-"""Between whole tensors and the parts that ranks hold; and the sizes that a call's tensors give to symbols."""
+"""Between whole tensors and the parts that ranks hold: shapes, sizes, and the bytes that a program takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import product
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from hostir.described import described
-from hostir.ir.op import Codec
+from hostir.ir.host_ops import Allocate, For, FreeBuffer
+from hostir.ir.onesided_ops import AllocateSymmetric
+from hostir.ir.op import Codec, Statement, Value
 from hostir.ir.program import Program
+from hostir.ir.regions import Region
 from hostir.ir.sizes import Size
-from hostir.ir.source import error
+from hostir.ir.source import HostIRError, error
 from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.ir.types import FLAG, DType, Factor, Mesh, TensorType, bind_shape
-from hostir.ir.values import Value
-from hostir.runtime.tasks import check_seed
-from hostir.runtime.tensors import without_plain_memory
+from hostir.runtime.simulated.tasks import check_seed
+
+# Tensors that cannot be used ------------------------------------------------------------------------------------------
+# What a caller gives that is no tensor, or none whose memory hostir can use as it is.
+
+
+class Odd(NamedTuple):
+    """What a tensor is, and what to do."""
+
+    what: str
+    hint: str
+
+
+def without_plain_memory(x: torch.Tensor) -> Odd | None:
+    """What a tensor is whose elements do not lie in memory as shape and strides say; None for all others."""
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a wrapper of other tensors
+        hint = "pass what this rank has of it, .to_local()" if hasattr(x, "to_local") else "pass a plain one"
+        return Odd(f"a {type(x).__name__}", hint)
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return Odd("a tensor of torch.func", "call outside torch.vmap and its like")
+    if torch.nn.parameter.is_lazy(x):
+        return Odd("a parameter without a shape", "initialize it first")
+    if x.is_nested:
+        return Odd("a nested tensor", "pass a plain one")
+    if x.layout is not torch.strided:
+        return Odd(f"of layout {x.layout}", "pass it .to_dense()")
+    if x.is_neg():
+        return Odd("a view that negates its memory", "pass it .resolve_neg()")
+    if x._is_zerotensor():
+        return Odd("zeros without memory", "pass its .clone()")
+    return None
+
+
+def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two plain tensors of one device have a byte in common."""
+    (low, high), (bottom, top) = _stretch(x), _stretch(y)
+    if high <= bottom or top <= low:
+        return False
+    start = min(low, bottom)
+    return _bytes_of(x, low - start).meets(_bytes_of(y, bottom - start))
+
+
+def overlaps_itself(x: torch.Tensor) -> bool:
+    """Whether elements may have memory in common: unless each step leads past all that the shorter ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach and x.numel():
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _stretch(x: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and behind its last; of one without elements, none between."""
+    start = x.data_ptr()
+    if not x.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.element_size()
+
+
+def _bytes_of(x: torch.Tensor, offset: int) -> Region:
+    axes = [(size, stride * x.element_size()) for size, stride in zip(x.shape, x.stride(), strict=True) if stride]
+    shape, strides = zip(*axes, (x.element_size(), 1), strict=True)
+    return Region.of(offset, shape, strides)
+
+
+# Parts and sizes ------------------------------------------------------------------------------------------------------
+# Between whole tensors and the parts that ranks hold; and the sizes that a call's tensors give to symbols.
 
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, FLAG.name: torch.int32}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -296,3 +371,119 @@ def _scales(program: Program, sizes: Mapping[str, int]) -> dict[str, float]:
         if len(sources) == 1 and target is not None and root(target.name) != root(sources[0].name):
             origin[root(target.name)] = root(sources[0].name)
     return scales
+
+
+# Bytes ----------------------------------------------------------------------------------------------------------------
+# How much memory a program takes, and what is said where there is less.
+
+SMALLER = "choose smaller sizes, or fewer ranks"
+SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "Storage size calculation overflowed")
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
+
+
+class Room:
+    """The bytes that a host program takes for some sizes: those of its whole inputs, and those that ranks hold.
+
+    Ranks hold their parts of inputs and the buffers that are not freed yet. Simulated ranks (`frees=False`) keep all
+    buffers, and inputs twice: as the caller gives them, and as the call finds them. What `dense` copies is not counted:
+    only the caller knows whether it does.
+    """
+
+    def __init__(self, program: Program, sizes: Mapping[str, int], *, frees: bool = True) -> None:
+        self.sizes = sizes
+        self.frees = frees
+        self.inputs = sum(prod(bind_shape(v.tensor.shape, sizes)) * v.tensor.dtype.bytes for v in program.inputs)
+        meshes = [mesh.devices for mesh in program.meshes]
+        of_meshes = cache(lambda mine: self._of_rank(program, mine))  # ranks of the same meshes hold as much
+        self.ranks = [of_meshes(tuple(rank in devices for devices in meshes)) for rank in range(program.ranks)]
+        self.name = program.name
+
+    def check(self, total: int, there: int, where: str, has: str, whole: str = "") -> None:
+        """Raises where `total` bytes are more than are `there`; `has` says what those are."""
+        if total <= there:
+            return
+        raise error(
+            f"@{self.name} takes {amount(total)} {where}: {amount(max(self.ranks, default=0))} a rank, "
+            f"and {amount(self.inputs)} for whole inputs{whole}",
+            expected=f"at most {amount(there)}, {has}",
+            hint=SMALLER,
+        )
+
+    def _of_rank(self, program: Program, mine: tuple[bool, ...]) -> int:
+        meshes = {mesh.name for mesh, belongs in zip(program.meshes, mine, strict=True) if belongs}
+        inputs = sum(self._part(v, meshes) for v in program.inputs)
+        return inputs * (1 if self.frees else 2) + self._most(program.body, meshes)[0]
+
+    def _part(self, value: Value, meshes: set[str]) -> int:
+        type = value.tensor
+        if type.mesh is not None and type.mesh.name not in meshes:
+            return 0
+        return prod(bind_shape(type.local_shape, self.sizes)) * type.dtype.bytes
+
+    def _most(self, body: tuple[Statement, ...], meshes: set[str]) -> tuple[int, int]:
+        """The most bytes of buffers that a body has at once, and those that it leaves."""
+        most = now = 0
+        for s in body:
+            if isinstance(s, Allocate | AllocateSymmetric):
+                now += self._part(s.out, meshes)
+            elif isinstance(s, FreeBuffer) and self.frees:
+                now -= self._part(s.x, meshes)
+            for inner in s.bodies:
+                rounds = s.count.bind(self.sizes) if isinstance(s, For) else 1
+                inside, left = self._most(inner, meshes)
+                most = max(most, now + left * (rounds - 1) + inside)
+                now += left * rounds
+            most = max(most, now)
+        return most, now
+
+
+def of_host() -> int:
+    """The bytes of memory that this host or container has."""
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits()])
+
+
+def free_here() -> int:
+    """The bytes of memory that are left on this host, with what it can swap out."""
+    try:
+        rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        left = sum(int(rows[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
+    except (OSError, KeyError, ValueError):
+        left = of_host()
+    return min([left, *_limits()])
+
+
+def _limits() -> Iterator[int]:
+    for file in LIMITS:
+        with suppress(OSError, ValueError):  # a word instead of a number: there is none
+            yield int(Path(file).read_text())
+
+
+def amount(bytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if bytes < 1024 or unit == "TiB":
+            break
+        bytes /= 1024
+    return f"{bytes:.{0 if unit == 'bytes' else 1}f} {unit}"
+
+
+def lacks_memory(problem: BaseException) -> bool:
+    """Whether Python or torch could not allocate."""
+    return isinstance(problem, MemoryError) or any(sign in str(problem) for sign in SIGNS)
+
+
+def out_of_memory(problem: BaseException, what: str = "it") -> HostIRError:
+    """The diagnostic for what `lacks_memory`."""
+    said = f": {str(problem).splitlines()[0]}" if str(problem) else ""
+    return error(f"there is not enough memory for {what}{said}", hint=SMALLER)
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Has a HostIRError raised where the block cannot allocate."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as problem:
+        if not lacks_memory(problem):
+            raise
+        raise out_of_memory(problem, what) from problem

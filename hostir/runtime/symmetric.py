@@ -25,9 +25,8 @@ from hostir.ir.onesided_ops import Barrier as BarrierStatement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span, error
 from hostir.ir.types import FLAG
-from hostir.runtime.extents import extents
-from hostir.runtime.plan import FLAGS, Barrier, Copy, Recording, Symmetric
 from hostir.runtime.sharding import TORCH
+from hostir.runtime.unroll import FLAGS, BarrierOp, CopyOp, SymmetricOp, UnrolledProgram, extents
 
 KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of an executor, unless the latest alone takes more
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
@@ -40,7 +39,7 @@ Touch = tuple[str, tuple[int, ...], int, int, int]  # the same, and from which e
 
 
 @dataclass(frozen=True)
-class Buffer:
+class BufferInfo:
     """One buffer of a rank, as it describes it to the others."""
 
     name: str
@@ -90,7 +89,7 @@ class Offer:
     host: str = ""
     name: str = ""
     path: str = ""
-    buffers: tuple[Buffer, ...] = ()
+    buffers: tuple[BufferInfo, ...] = ()
     uses: tuple[Use, ...] = ()
     reads: tuple[Use, ...] = ()
     touches: tuple[Touch, ...] = ()
@@ -106,7 +105,7 @@ class Offer:
     @classmethod
     def read(cls, text: str) -> Offer:
         it = json.loads(text)
-        buffers = [Buffer(b["name"], tuple(b["rounds"]), tuple(b["shape"]), b["dtype"]) for b in it.pop("buffers")]
+        buffers = [BufferInfo(b["name"], tuple(b["rounds"]), tuple(b["shape"]), b["dtype"]) for b in it.pop("buffers")]
         uses, reads = (
             tuple((name, tuple(rounds), rank) for name, rounds, rank in it.pop(k)) for k in ("uses", "reads")
         )
@@ -134,14 +133,14 @@ class Sharing(Protocol):
     def settle(self) -> None:
         """Waits until nothing that this rank has issued uses any memory."""
 
-    def begin(self, recording: Recording, memory: SharedMemory) -> None:
+    def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
         """Makes this rank's memory ready for the first call, before any peer touches it."""
 
-    def hidden(self, recording: Recording) -> tuple[Buffer, ...]:
+    def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
         """What it keeps of its own among the buffers."""
 
-    def notes(self, recording: Recording) -> str:
-        """What it tells the other ranks of its recording."""
+    def notes(self, unrolled: UnrolledProgram) -> str:
+        """What it tells the other ranks of its unrolled."""
 
 
 def shares_memory(program: Program) -> bool:
@@ -172,7 +171,7 @@ class SharedMemory:
                 self.buffers[buffer.place, rank] = buffer.of(memory[at : at + buffer.bytes])
                 at += buffer.bytes
 
-    def buffer(self, op: Symmetric) -> torch.Tensor:
+    def buffer(self, op: SymmetricOp) -> torch.Tensor:
         """A symmetric buffer of some rank."""
         return self.buffers[(op.name, op.rounds), op.rank]
 
@@ -197,32 +196,32 @@ class SymmetricMemory:
         self.met: dict[Sizes, SharedMemory] = {}
         self.meetings = 0
 
-    def of(self, recording: Recording) -> SharedMemory | None:
+    def of(self, unrolled: UnrolledProgram) -> SharedMemory | None:
         """The memory for a recording's sizes; ranks meet where there is none yet. None where the program needs none.
 
         Raises HostIRError on every rank where they cannot share memory, or disagree on what they share.
         """
-        if not shares_memory(recording.program):
+        if not shares_memory(unrolled.program):
             return None
-        key = tuple(sorted(recording.sizes.items()))
+        key = tuple(sorted(unrolled.sizes.items()))
         if key not in self.met:
-            self.met[key] = self.meet(recording)
+            self.met[key] = self.meet(unrolled)
         return self.met[key]
 
-    def meet(self, recording: Recording) -> SharedMemory:
+    def meet(self, unrolled: UnrolledProgram) -> SharedMemory:
         """Makes this rank's memory, and maps that of the ranks that it has to do with."""
         self.meetings += 1
         with contextlib.ExitStack() as until_all_have_mapped:
-            offer = self.offer(recording, until_all_have_mapped)
+            offer = self.offer(unrolled, until_all_have_mapped)
             offers = [Offer.read(text) for text in self.tell("symmetric memory", json.dumps(asdict(offer)))]
-            if refused := judge(offers, recording.program):
+            if refused := judge(offers, unrolled.program):
                 raise refused
             drops = set(offers[0].drops).difference(*(offer.pinned for offer in offers))
             if drops:
                 self.sharing.settle()
             if refused := _refusal(self.tell("symmetric memory, made", self.reserve(offers))):
                 raise refused
-            memory, why = self.map(recording, offers)
+            memory, why = self.map(unrolled, offers)
             if refused := _refusal(self.tell("symmetric memory, mapped", why)):
                 raise refused
         for sizes in drops:  # since it said that its memory is made, no rank has used theirs
@@ -230,16 +229,16 @@ class SymmetricMemory:
         assert memory is not None
         return memory
 
-    def offer(self, recording: Recording, until_all_have_mapped: contextlib.ExitStack) -> Offer:
-        buffers, uses, reads = _needs(recording)
-        buffers += self.sharing.hidden(recording)
+    def offer(self, unrolled: UnrolledProgram, until_all_have_mapped: contextlib.ExitStack) -> Offer:
+        buffers, uses, reads = _needs(unrolled)
+        buffers += self.sharing.hidden(unrolled)
         size = Offer(buffers=buffers).bytes
         try:
             path = until_all_have_mapped.enter_context(self.sharing.offering(size))
             where = _host(), os.uname().nodename, path
-            notes, drops = self.sharing.notes(recording), self.surplus(size)
+            notes, drops = self.sharing.notes(unrolled), self.surplus(size)
             pinned = tuple(sizes for sizes, memory in self.met.items() if memory.pinned)
-            return Offer(*where, buffers, uses, reads, _touches(recording), notes, drops, pinned)
+            return Offer(*where, buffers, uses, reads, _touches(unrolled), notes, drops, pinned)
         except (OSError, RuntimeError) as problem:
             return Offer(refusal=str(problem))
 
@@ -261,7 +260,7 @@ class SymmetricMemory:
             return str(problem)
         return ""
 
-    def map(self, recording: Recording, offers: Sequence[Offer]) -> tuple[SharedMemory | None, str]:
+    def map(self, unrolled: UnrolledProgram, offers: Sequence[Offer]) -> tuple[SharedMemory | None, str]:
         """The memory of this rank, as its first call finds it, and of its peers; or why there is none.
 
         Its peers are the ranks whose memory it names, and those that name its own.
@@ -275,39 +274,39 @@ class SymmetricMemory:
         for (_, rank), buffer in memory.buffers.items():
             if rank == self.rank and buffer.is_floating_point():
                 buffer.fill_(float("nan"))
-        self.sharing.begin(recording, memory)
+        self.sharing.begin(unrolled, memory)
         return memory, ""
 
     def tell(self, what: str, mine: str) -> list[str]:
         return self.exchange(f"{what} {self.meetings}", mine)
 
 
-def _needs(recording: Recording) -> tuple[tuple[Buffer, ...], tuple[Use, ...], tuple[Use, ...]]:
+def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[Use, ...], tuple[Use, ...]]:
     """What lies in this rank's memory, what it names at its peers, and what of that it reads."""
-    rank, buffers, uses = recording.rank, [], []
+    rank, buffers, uses = unrolled.rank, [], []
     theirs: dict[int, Use] = {}  # by register
     barriers: dict[tuple[int, ...], int] = {}
-    for op in recording.ops:
-        if isinstance(op, Barrier):
+    for op in unrolled.ops:
+        if isinstance(op, BarrierOp):
             barriers[op.team] = op.number + 1
-        elif isinstance(op, Symmetric) and op.rank == rank:
-            buffers.append(Buffer(op.name, op.rounds, op.shape, str(op.dtype).removeprefix("torch.")))
-        elif isinstance(op, Symmetric):
+        elif isinstance(op, SymmetricOp) and op.rank == rank:
+            buffers.append(BufferInfo(op.name, op.rounds, op.shape, str(op.dtype).removeprefix("torch.")))
+        elif isinstance(op, SymmetricOp):
             theirs[op.out] = op.name, op.rounds, op.rank
     for team, count in barriers.items():
-        buffers.append(Buffer(BARRIERS, team, (count, len(team)), "int64"))
+        buffers.append(BufferInfo(BARRIERS, team, (count, len(team)), "int64"))
         uses += [(BARRIERS, team, peer) for peer in team if peer != rank]
-    sources = (theirs.get(recording.buffers[op.x]) for op in recording.ops if isinstance(op, Copy))
+    sources = (theirs.get(unrolled.buffers[op.x]) for op in unrolled.ops if isinstance(op, CopyOp))
     return tuple(buffers), (*theirs.values(), *uses), tuple({use for use in sources if use})
 
 
-def _touches(recording: Recording) -> tuple[Touch, ...]:
+def _touches(unrolled: UnrolledProgram) -> tuple[Touch, ...]:
     """What of its peers' buffers a rank copies from or to."""
-    theirs = {op.out: op for op in recording.ops if isinstance(op, Symmetric) and op.rank != recording.rank}
-    at, found = extents(recording), dict[Touch, None]()
-    for op in recording.ops:
-        for register in (op.x, op.out) if isinstance(op, Copy) else ():
-            if (it := theirs.get(recording.buffers[register])) is not None:
+    theirs = {op.out: op for op in unrolled.ops if isinstance(op, SymmetricOp) and op.rank != unrolled.rank}
+    at, found = extents(unrolled), dict[Touch, None]()
+    for op in unrolled.ops:
+        for register in (op.x, op.out) if isinstance(op, CopyOp) else ():
+            if (it := theirs.get(unrolled.buffers[register])) is not None:
                 found[it.name, it.rounds, it.rank, *at[register]] = None
     return tuple(found)
 
@@ -330,7 +329,7 @@ def judge(offers: Sequence[Offer], program: Program) -> HostIRError | None:
             notes=((None, there),),
         )
     held = {(buffer.place, rank): buffer for rank, offer in enumerate(offers) for buffer in offer.buffers}
-    first: dict[Place, tuple[int, Buffer]] = {}
+    first: dict[Place, tuple[int, BufferInfo]] = {}
     for (place, rank), buffer in held.items():
         other, expected = first.setdefault(place, (rank, buffer))
         if buffer != expected:
@@ -342,7 +341,7 @@ def judge(offers: Sequence[Offer], program: Program) -> HostIRError | None:
     return None
 
 
-def _different(program: Program, buffer: Buffer, one: tuple[int, str], other: tuple[int, str]) -> HostIRError:
+def _different(program: Program, buffer: BufferInfo, one: tuple[int, str], other: tuple[int, str]) -> HostIRError:
     if buffer.name == BARRIERS:
         return _missing(program, BARRIERS, one[0], other[0])
     return error(

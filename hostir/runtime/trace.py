@@ -1,20 +1,26 @@
-"""What ran when: a Chrome trace that Perfetto opens, and a picture of the timeline."""
+"""Trace what ran when: for Perfetto, as a picture, and on CUDA from events."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from hostir.ir.comm_ops import Communication
+import torch
+
+from hostir.ir.comm_ops import Communication, Message
 from hostir.ir.onesided_ops import Get, Put
 from hostir.ir.op import REGISTRY
-from hostir.ir.p2p_ops import Message
 from hostir.ir.tensor_ops import Linear, Matmul
+from hostir.runtime.unroll import CALLER, AllocateOp, CollectiveOp, MessagesOp, Op, Step, UnrolledProgram, WaitOp
+
+# Traces ---------------------------------------------------------------------------------------------------------------
+# What ran when: a Chrome trace that Perfetto opens, and a picture of the timeline.
 
 COMMUNICATION = "communication"  # kinds of events, and the lane that communications run in
 MATMUL = "matmul"
@@ -26,7 +32,7 @@ WIDTH, LEFT, RIGHT, TOP, LANE, GAP, BOTTOM = 1200, 190, 24, 64, 20, 10, 44
 CHARACTER = 6.2  # of the text in a bar
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """A statement that ran on one stream of one rank, in round `rounds` of its loops; times in seconds."""
 
     rank: int
@@ -68,15 +74,15 @@ class Trace:
     """
 
     title: str = "hostir"
-    events: list[Event] = field(default_factory=list)
+    events: list[TraceEvent] = field(default_factory=list)
 
     def add(
         self, rank: int, stream: str, statement: str, start: float, end: float, rounds: tuple[int, ...] = ()
     ) -> None:
         """Notes that a statement ran from `start` to `end`, in seconds by a clock that all ranks share."""
-        self.events.append(Event(rank, stream, statement, start, end, rounds))
+        self.events.append(TraceEvent(rank, stream, statement, start, end, rounds))
 
-    def extend(self, events: Iterable[Event]) -> None:
+    def extend(self, events: Iterable[TraceEvent]) -> None:
         self.events.extend(events)
 
     @property
@@ -141,7 +147,7 @@ class Trace:
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
         return "\n".join([head, STYLE, *self._legend(), *body, *grid, *bars, "</svg>"]) + "\n"
 
-    def _bar(self, e: Event, x: float, y: int, scale: float) -> str:
+    def _bar(self, e: TraceEvent, x: float, y: int, scale: float) -> str:
         width = max((e.end - e.start) * scale, 0.75)
         rounds = f", round {', '.join(map(str, e.rounds))}" if e.rounds else ""
         tip = f"{e.statement}\n{_time(e.end - e.start)}{rounds}"
@@ -198,3 +204,68 @@ def _ticks(span: float) -> list[tuple[float, str]]:
     factor, unit = _unit(span)
     step = next(m * 10.0**e for e in range(-9, 12) for m in (1, 2, 5) if span * factor <= m * 10.0**e * 10)
     return [(i * step / factor, f"{i * step:g} {unit}") for i in range(int(span * factor / step) + 1)]
+
+
+# Times on CUDA --------------------------------------------------------------------------------------------------------
+# Times of a run's operations on CUDA, from events on their streams, brought to the clock that all ranks share.
+
+
+def lane_of(op: Op) -> str:
+    """The track of a trace that an operation belongs on."""
+    if isinstance(op, CollectiveOp | MessagesOp):
+        return f"communication {op.team}"
+    return "caller" if op.stream == CALLER else f"stream {op.stream}"
+
+
+class Timeline:
+    """Events around the operations of one plan; `collect` turns those of the latest run into events of a trace.
+
+    A communication lasts from where it could start, the end of the earlier work on its stream, to where the first
+    stream that waits for it goes on.
+    """
+
+    def __init__(self, unrolled: UnrolledProgram, trace: Trace) -> None:
+        self.unrolled = unrolled
+        self.trace = trace
+        self.spans: list[tuple[Op, torch.cuda.Event, torch.cuda.Event]] = []
+        self.flights: dict[int, torch.cuda.Event] = {}  # by handle: where the communication ends
+
+    def timed(self, op: Op, step: Step, streams: Sequence[torch.cuda.Stream]) -> Step:
+        """The step with events before and after it."""
+        if isinstance(op, AllocateOp):
+            return step
+        if isinstance(op, WaitOp):
+            return self.ends(step, self.flights.pop(op.handle, None), streams, op.stream)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.spans.append((op, start, end))
+
+        def begun() -> None:
+            start.record(streams[op.stream])
+            step()
+
+        if isinstance(op, CollectiveOp | MessagesOp):
+            self.flights[op.handle] = end
+            return begun
+        return self.ends(begun, end, streams, op.stream)
+
+    def ends(self, step: Step, end: torch.cuda.Event | None, streams: Sequence[torch.cuda.Stream], stream: int) -> Step:
+        if end is None:  # a second stream that waits for the same communication
+            return step
+
+        def ended() -> None:
+            step()
+            end.record(streams[stream])
+
+        return ended
+
+    def collect(self) -> None:
+        """Adds the latest run to the trace. Waits for the device."""
+        torch.cuda.synchronize()
+        anchor = torch.cuda.Event(enable_timing=True)
+        anchor.record()
+        anchor.synchronize()
+        now = time.time()
+        for op, start, end in self.spans:
+            begin, stop = (now + anchor.elapsed_time(event) / 1e3 for event in (start, end))
+            text = self.unrolled.text(op)
+            self.trace.add(self.unrolled.rank, lane_of(op), text, begin, stop, op.place.rounds)

@@ -8,7 +8,7 @@ import torch
 import hostir as hi
 from benchmarks.arrivals import WAYS, Way, options, report, text
 from benchmarks.scores import Row
-from hostir.runtime.local import run_local
+from hostir.runtime.simulated.machine import run_local
 
 ROW = Row("8B", 32, 6, 8)
 

@@ -17,9 +17,8 @@ from benchmarks.differential import CELLS, Result, fits, multiple_of, several
 from hostir.ir import program as programs
 from hostir.ir.sizes import Division
 from hostir.ir.source import Diagnostic
-from hostir.runtime import local
-from hostir.runtime.kernels.kernel import Kernel
-from hostir.runtime.kernels.table import kernel_table
+from hostir.runtime.kernels.table import Kernel, kernel_table
+from hostir.runtime.simulated import machine as local
 
 SEED = 17
 CASES = 400  # numbers, of which some have nothing to overlap

@@ -15,17 +15,16 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir.choice import cache, measure
-from hostir.choice.candidates import candidates
-from hostir.choice.decision import choose
+from hostir.choice.cache import Candidate
+from hostir.choice.decision import candidates, choose
 from hostir.choice.platforms import here
-from hostir.choice.verdict import Candidate
 from hostir.ir.source import HostIRError, error
-from hostir.runtime import gloo
 from hostir.runtime.executor import Executor
-from hostir.runtime.plan import Recording
+from hostir.runtime.gloo import machine as gloo
 from hostir.runtime.session import joined, session
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.trace import Trace
+from hostir.runtime.unroll import UnrolledProgram
 
 RANK = int(os.environ["RANK"])
 CASES: dict[str, Callable[[], None]] = {}
@@ -121,10 +120,10 @@ def what_ranks_refuse_in_their_first_call_is_not_timed() -> None:
     programs = {Candidate(s, 2, "aten"): hi.lower(program, s, 2) for s in ("sequential", "ring", "fused")}
     honest = gloo.GlooMachine.plan
 
-    def dishonest(self: gloo.GlooMachine, recording: Recording, trace: Trace | None = None) -> gloo.GlooPlan:
-        if " get " in str(recording.program):
+    def dishonest(self: gloo.GlooMachine, unrolled: UnrolledProgram, trace: Trace | None = None) -> gloo.GlooPlan:
+        if " get " in str(unrolled.program):
             raise error("no memory to share")
-        return honest(self, recording, trace)
+        return honest(self, unrolled, trace)
 
     with mock.patch.object(gloo.GlooMachine, "plan", dishonest):
         entries = measure.measure(programs, {}, job, runs=1)

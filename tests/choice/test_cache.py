@@ -14,9 +14,8 @@ import pytest
 
 from hostir import knobs
 from hostir.choice import cache
-from hostir.choice.cache import CacheWarning, Entry
-from hostir.choice.verdict import Candidate
-from hostir.ir import notices
+from hostir.choice.cache import CacheWarning, Candidate, Entry
+from hostir.ir import source as notices
 from hostir.ir.source import HostIRError
 
 KEY = {"fusion": "abc", "sizes": {"M": 8}, "ranks": 2, "versions": {"torch": "2.11"}}
@@ -95,7 +94,7 @@ def changed(**changes: object) -> str:
 def test_a_file_that_cannot_be_used_is_ignored_once_and_loudly(damage: Callable[[], str]) -> None:
     path = cache.write(KEY, "p", ENTRIES)
     path.write_text(damage())
-    with pytest.warns(CacheWarning, match=r"is ignored: .*'hostir tune' writes it anew"):
+    with pytest.warns(CacheWarning, match=r"are ignored: .*\.\n  hint: 'hostir tune' writes them anew"):
         assert cache.read(KEY) == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -10,10 +10,9 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.choice import platforms
-from hostir.choice.candidates import candidates, uses_peers
-from hostir.choice.hardware import CPU, H200
-from hostir.choice.platforms import FOR_TESTING, Platform, reference
-from hostir.choice.verdict import Candidate
+from hostir.choice.cache import Candidate
+from hostir.choice.decision import candidates, uses_peers
+from hostir.choice.platforms import CPU, FOR_TESTING, H200, Platform, reference
 
 H200X4 = reference(H200, 4)
 GPUS = Platform("cuda", "NVIDIA H200", 4, "nvlink", (("torch", "2.11"),), H200)
@@ -54,8 +53,8 @@ def test_without_a_stream_axis_there_is_no_pipeline() -> None:
 
 def test_what_a_lowering_refuses_is_the_reason() -> None:
     found = reasons(patterns.row_parallel())
-    assert "it is no allgather of rows" in found["ring"]
-    assert "it is no allgather of rows" in found["fused"]
+    assert "handles only allgathers of rows" in found["ring"]
+    assert "handles only allgathers of rows" in found["fused"]
     assert strategies(patterns.row_parallel()) == {"sequential", "pipeline"}
 
 
@@ -71,7 +70,7 @@ def test_what_communicates_nothing_runs_one_way() -> None:
 def test_what_lowering_leaves_whole_in_every_way_is_told() -> None:
     found = candidates(patterns.mlp().program(), H200X4)
     fused = next(p for c, p in found.programs.items() if c.strategy == "fused")
-    assert any(s.note.startswith("whole: ") for s in fused.walk())
+    assert any(s.note.startswith("not overlapped: ") for s in fused.walk())
     assert found.whole == ()  # the pipeline overlaps them
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +15,10 @@ import hostir as hi
 from examples import patterns
 from hostir import knobs
 from hostir.choice import cache
-from hostir.choice.cache import Entry
-from hostir.choice.candidates import Candidates, candidates
-from hostir.choice.decision import UNMEASURED, _estimated, choose, decide
-from hostir.choice.hardware import CPU, H200
-from hostir.choice.platforms import FOR_TESTING, Platform, reference
-from hostir.choice.verdict import Candidate, Choice, Impossible, Timing, ranked_by
-from hostir.ir import notices
+from hostir.choice.cache import Candidate, Choice, Entry, Impossible, Timing, ranked_by
+from hostir.choice.decision import UNMEASURED, Candidates, _estimated, candidates, choose, decide
+from hostir.choice.platforms import CPU, FOR_TESTING, H200, Platform, reference
+from hostir.ir import source as notices
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from tests.choice.fusions import weight_gathered_whole
@@ -117,7 +115,7 @@ def test_what_failed_when_it_was_measured_is_not_possible_and_is_said_loudly() -
     cache.write(cache.key_of(program, {}, GPUS), program.name, entries)
     choice = decide(program, GPUS, {})
     assert choice.strategy == "sequential"
-    assert choice.fallbacks == ("fused: it gives another result",)
+    assert choice.fallbacks == ("fused is not possible here: it gives another result",)
 
 
 def test_on_a_cpu_the_reasons_are_a_warning_once_for_a_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +124,7 @@ def test_on_a_cpu_the_reasons_are_a_warning_once_for_a_fusion(monkeypatch: pytes
     with pytest.warns(hi.FallbackWarning, match="runs '.*for testing") as told:
         choice = choose(fusion, machine="gloo")
     assert len(told) == len(choice.fallbacks) == 1
-    assert choice.fallbacks[0].startswith("ring, fused, push: ")
+    assert choice.fallbacks[0].startswith("ring, fused and push are not possible here: ")
     assert all(Path(one.filename) == Path(__file__) for one in told)  # the user's line, not ours
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -154,9 +152,9 @@ def test_sizes_that_are_not_bound_are_asked_for() -> None:
     assert choose(symbolic(), sizes={"M": 1 << 16, "K": 1 << 12}).strategy in ("sequential", "ring", "fused", "push")
 
 
-@pytest.mark.parametrize("size", [0, -4, 2.5, True, "8"])
+@pytest.mark.parametrize("size", [-4, 2.5, True, "8"])
 def test_a_size_that_is_none_is_refused(size: object) -> None:
-    with pytest.raises(HostIRError, match="expected: a positive integer"):
+    with pytest.raises(HostIRError, match="expected: an integer from 0"):
         choose(symbolic(), sizes={"M": size, "K": 8})
 
 
@@ -185,7 +183,9 @@ def test_a_host_program_and_what_is_no_fusion_are_refused() -> None:
         choose("a text")
 
 
-@pytest.mark.parametrize(("option", "said"), [({"machine": "tpu"}, "unknown machine"), ({"calls": "fast"}, "calls=")])
+@pytest.mark.parametrize(
+    ("option", "said"), [({"machine": "tpu"}, "unknown machine"), ({"calls": "fast"}, "unknown kind of calls")]
+)
 def test_bad_options_are_refused(option: dict[str, str], said: str) -> None:
     with pytest.raises(HostIRError, match=said):
         choose(patterns.mlp(), **option)
@@ -218,9 +218,24 @@ def test_a_strategy_that_is_asked_for_is_taken() -> None:
 
 
 def test_what_an_asked_for_strategy_leaves_whole_is_a_warning() -> None:
-    with pytest.warns(hi.FallbackWarning, match="runs 'fused, 4 streams, auto', whole: "):
+    with pytest.warns(hi.FallbackWarning) as told:
         executor = hi.compile(patterns.mlp(), "fused")
+    hi.compile(patterns.mlp(), "fused")  # a second warning would be an error
+    (said,) = told
+    first, hint = str(said.message).splitlines()
+    place = r"the reduce_scatter at .*patterns.py:\d+:\d+"
+    why = "fused handles only allgathers of rows"
+    assert re.fullmatch(rf"warning: In @mlp {place} is not overlapped: {why}\.", first)
+    assert hint.startswith("  hint: 'pipeline' slices any communication")
+    assert Path(said.filename) == Path(__file__)
     assert executor.choice.notes
+
+
+def test_of_several_ranks_one_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hi.compile(patterns.mlp(), "fused", machine="local")
 
 
 def test_streams_and_auto_do_not_go_together() -> None:

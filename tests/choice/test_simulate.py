@@ -8,20 +8,23 @@ import pytest
 
 import hostir as hi
 from examples import patterns
-from hostir.choice import simulate, work
-from hostir.choice.hardware import H200, named
-from hostir.choice.simulate import EAGER, GRAPH, SMALL, Costs, estimate
-from hostir.choice.work import Gemm, Task, Traffic, tasks_of
+from hostir.choice import cost as simulate
+from hostir.choice import cost as work
+from hostir.choice.cost import EAGER, GRAPH, SMALL, Costs, CostTask, Gemm, Simulation, Traffic, estimates, tasks_of
+from hostir.choice.decision import decide
+from hostir.choice.platforms import H200, named, reference
 from hostir.ir.source import HostIRError
-from hostir.runtime.kernels import split as kernels_split
-from hostir.runtime.kernels import tile_choice, tiles
+from hostir.runtime.kernels import matmul_kernel as kernels_split
+from hostir.runtime.kernels import tiles
+from hostir.runtime.kernels import tiles as tile_choice
+from tests.counting import calls_of
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: bf16[2@didx, 1024, 4096], %b: bf16[4096, 4096]) -> (%c) "
 
 
 def took(body: str, mode: str = GRAPH) -> float:
     streams = "streams 2 " if "set_stream" in body else ""
-    return estimate(hi.parse(f"{HEAD}{streams}{{\n{body}\n}}\n"), {}, H200, "aten", mode)
+    return estimates(hi.parse(f"{HEAD}{streams}{{\n{body}\n}}\n"), {}, H200)[mode]
 
 
 BUFFERS = """
@@ -126,7 +129,7 @@ def test_a_matmul_leaves_an_sm_to_signals_by_kernels() -> None:
 
 def test_fused_on_two_streams_is_faster_where_copies_take_longest() -> None:
     fusion = patterns.allgather_matmul(ranks=8, S=1, M=2048, N=1792, K=4096, dtype="bf16")
-    one, two = (estimate(hi.lower(fusion, "fused", streams), {}, H200, "triton") for streams in (1, 2))
+    one, two = (estimates(hi.lower(fusion, "fused", streams), {}, H200, "triton")[GRAPH] for streams in (1, 2))
     assert 0.8 < two / one < 0.98
 
 
@@ -226,7 +229,7 @@ def test_blocks_smaller_than_a_tile_are_multiplied_together() -> None:
 
 def test_matmuls_of_one_wave_run_together_only_where_both_fit() -> None:
     c = costs()
-    small, large = (Task(0, Gemm(m, 3584, 8192, "bf16")) for m in (512, 8192))
+    small, large = (CostTask(0, Gemm(m, 3584, 8192, "bf16")) for m in (512, 8192))
     left = c.width(small)
     assert c.share(small, left) == left
     assert c.share(small, left * 0.9) == 0.0
@@ -242,7 +245,7 @@ def test_every_rank_has_its_tasks_and_meets_the_others() -> None:
 def test_more_bytes_and_more_work_take_longer() -> None:
     def of(m: int, strategy: str) -> float:
         fusion = patterns.allgather_matmul(ranks=8, S=2, M=m, N=1792, K=4096, dtype="bf16")
-        return estimate(hi.lower(fusion, strategy), {}, H200, "triton")
+        return estimates(hi.lower(fusion, strategy), {}, H200, "triton")[GRAPH]
 
     for strategy in ("sequential", "pipeline", "ring", "fused", "push"):
         times = [of(m, strategy) for m in (2048, 4096, 8192, 16384)]
@@ -254,7 +257,8 @@ def test_symbols_are_bound_by_sizes() -> None:
     text = "hostir 1\nmesh @m [didx] = 0 1\nprogram @p(%a: bf16[M, 64], %b: bf16[64, 64]) -> (%c) {\n"
     text += "  %c: bf16[M, 64] = allocate\n  matmul %a, %b -> %c\n}\n"
     program = hi.parse(text)
-    assert estimate(program, {"M": 1 << 20}, H200) > 10 * estimate(program, {"M": 128}, H200)
+    many, few = (estimates(program, {"M": m}, H200)[GRAPH] for m in (1 << 20, 128))
+    assert many > 10 * few
 
 
 def test_machines_are_named_with_or_without_ranks() -> None:
@@ -280,3 +284,18 @@ fusion @rows(%a: bf16[M@didx, 4096], %b: bf16[4096, 1792]) -> (%c) {
         return sum(isinstance(task.what, Traffic) for task in tasks_of(program, {"M": 2 * rows}))
 
     assert [copies(rows) - copies(4096) for rows in (1, 63, 64)] == [2, 2, 0]  # one a rank
+
+
+def test_tiles_are_reckoned_by_waves_not_one_by_one() -> None:
+    fusion = patterns.allgather_matmul(ranks=2, S=1, M=1 << 17, K=256, N=8192, dtype="bf16")
+    program = hi.lower(fusion, "fused")
+    estimates(program, {}, H200, "triton")  # loads what is loaded when it is first used
+    tiles = 2 * (1 << 17) // 128 * (8192 // 256)  # a look at each, on both ranks
+    assert calls_of(lambda: estimates(program, {}, H200, "triton")) < tiles
+
+
+def test_a_candidate_is_looked_at_once_for_all_ways_of_calling_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, run = [], Simulation.run
+    monkeypatch.setattr(Simulation, "run", lambda each: runs.append(each) or run(each))
+    choice = decide(patterns.allgather_matmul().program(), reference(H200, 4), {})
+    assert len(runs) == len(choice.timings)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.ir.text import parse
 from hostir.runtime.executor import Executor
 from tests.runtime.programs import ag_matmul
 

@@ -11,8 +11,8 @@ from random import Random
 
 import torch
 
+from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.ir.text import parse
 
 ROWS = (1, 3, 16, 33, 64, 100, 129, 160, 256, 512)  # of one rank in one slice: no block divides most of them
 MOST_ROWS = 2048

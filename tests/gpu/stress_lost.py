@@ -88,7 +88,7 @@ def lose(unit: Unit, case: Case, form: str) -> None:
     if unit.device.type == "cuda":
         import torch
 
-        from hostir.runtime.cuda import CudaPlan
+        from hostir.runtime.cuda.machine import CudaPlan
 
         torch.cuda._sleep(100_000_000)  # about 50 ms: the device is not through with what is now issued
         for plan in [] if case.replayed else unit.executor.plans.values():

@@ -13,7 +13,7 @@ import torch
 
 import hostir as hi
 from hostir.ir.types import bind_shape
-from hostir.runtime.cuda import CudaPlan
+from hostir.runtime.cuda.machine import CudaPlan
 from hostir.runtime.executor import Executor
 from hostir.runtime.sharding import TORCH, random_inputs, shard
 from tests.gpu.stress_cases import Config, differing, products_of, share_of_allowed

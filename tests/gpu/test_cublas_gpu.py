@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from hostir.runtime import cuda
+from hostir.runtime.cuda import machine as cuda
 from hostir.runtime.executor import Executor
 from tests.gpu.one_device import NAN, alone
 
@@ -94,5 +94,7 @@ def test_graphs_captured_on_one_stream_and_replayed_at_once_do_not_take_each_oth
 ) -> None:
     assert wrong(capture, stream) == 0
     monkeypatch.setattr(cuda, "BY_CUBLAS", ())
-    nothing = "nothing is wrong without streams of their own: try other shapes, or do without hostir/runtime/cublas.py"
+    nothing = (
+        "nothing is wrong without streams of their own: try other shapes, or do without hostir/runtime/cuda/graphs.py"
+    )
     assert wrong(capture, stream) > 0, nothing

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hostir.ir import parse
 from hostir.ir.source import HostIRError
-from hostir.ir.text import parse
 from hostir.runtime import symmetric
+from hostir.runtime.cuda.streams import queues
 from hostir.runtime.executor import Executor
-from hostir.runtime.streams import queues
 from hostir.runtime.trace import Trace
 from tests.gpu.one_device import NAN, SLEEP, alone, close, inputs_of, pipeline, poison, slowed
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hostir.ir.text import parse
+from hostir.ir import parse
 from hostir.runtime.executor import Executor
 from tests.gpu.one_device import NAN, SLEEP, alone, close, inputs_of, pipeline, slowed
 

@@ -9,10 +9,10 @@ import threading
 import pytest
 import torch
 
-from hostir.runtime.kernels import aten, workspace
+from hostir.runtime.kernels import aten
+from hostir.runtime.kernels import matmul as workspace
 from hostir.runtime.kernels.layout import rows
-from hostir.runtime.kernels.matmul import matmul, matmul_reference
-from hostir.runtime.kernels.operands import DTYPES
+from hostir.runtime.kernels.matmul import DTYPES, matmul, matmul_reference
 from hostir.runtime.kernels.reduce import reduce_sum
 from hostir.runtime.kernels.tiles import Config, candidates
 from tests.runtime.kernels.checking import (

@@ -7,9 +7,8 @@ from random import Random
 import pytest
 import torch
 
+from hostir.runtime.kernels.flags import Piece, PushKernel, ReadyFlags, no_stalls, stall_error
 from hostir.runtime.kernels.matmul import matmul
-from hostir.runtime.kernels.push import Piece, Push
-from hostir.runtime.kernels.ready import ReadyFlags, no_stalls, stall_error
 from tests.runtime.kernels.pushing import Job
 
 CUDA = torch.device("cuda", 0)
@@ -42,7 +41,7 @@ def test_a_matmul_that_starts_beside_the_copies_takes_blocks_as_they_come(
     size = height * K * 2
     order = [(1 + i) % blocks for i in range(blocks)]
     pieces = [Piece(i * size, a.data_ptr() + i * size, flags.data_ptr() + 8 * i, 1) for i in order]
-    push = Push(CUDA, pieces, size, sms=16)
+    push = PushKernel(CUDA, pieces, size, sms=16)
     ready = ReadyFlags(flags, 1, stalls, first=1, beside=16)
 
     def both() -> None:

@@ -8,9 +8,8 @@ import math
 import pytest
 import torch
 
-from hostir.runtime.kernels.matmul import matmul
-from hostir.runtime.kernels.operands import DTYPES
-from hostir.runtime.kernels.ready import ReadyFlags, no_stalls, stall_error
+from hostir.runtime.kernels.flags import ReadyFlags, no_stalls, stall_error
+from hostir.runtime.kernels.matmul import DTYPES, matmul
 from hostir.runtime.kernels.tiles import Config, candidates
 from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled
 

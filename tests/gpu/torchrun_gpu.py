@@ -34,8 +34,8 @@ import hostir as hi
 from hostir.ir.program import Program
 from hostir.ir.types import DTYPES
 from hostir.runtime import symmetric
-from hostir.runtime.compare import relative_error
 from hostir.runtime.executor import Executor
+from hostir.runtime.reference import relative_error
 from hostir.runtime.session import joined, session
 from hostir.runtime.sharding import random_inputs, shard
 from tests.runtime import torchrun_programs as programs

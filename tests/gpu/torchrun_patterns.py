@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 import hostir as hi
-from hostir.runtime.command import copies
-from hostir.runtime.compare import bound, reductions
-from hostir.runtime.reference import reference
+from hostir.cli.run import copies
+from hostir.runtime.reference import bound, reductions, reference
 from hostir.runtime.session import Session, session
 from hostir.runtime.sharding import random_inputs, shard
 

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import hostir as hi
-from hostir.runtime.local import rehearse
 from hostir.runtime.session import Session, session
 from hostir.runtime.sharding import random_inputs, shard
+from hostir.runtime.simulated.machine import rehearse
 
 NAN = float("nan")
 CLOSE = 2e-2  # of an output's largest element; what is stale or undefined is off by far more

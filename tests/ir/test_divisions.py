@@ -11,7 +11,7 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir.__main__ import main
-from hostir.ir.check import check, prove
+from hostir.check import check, prove
 from hostir.lower import STRATEGIES
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs

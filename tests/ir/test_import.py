@@ -50,11 +50,11 @@ from types import ModuleType
 class Checks(ModuleType):
     check = prove = verify = None
 
-sys.modules["hostir.ir.check"] = Checks("hostir.ir.check")
-from hostir.ir.text import parse
+sys.modules["hostir.check"] = Checks("hostir.check")
+from hostir.ir import parse
 from hostir.ir.op import REGISTRY
 assert str(parse(sys.argv[1])) == sys.argv[1]
-assert not [name for name in sys.modules if name.startswith("hostir.ir.check.")]
+assert not [name for name in sys.modules if name.startswith("hostir.check.")]
 print(*sorted(REGISTRY))
 """
     text = """hostir 1

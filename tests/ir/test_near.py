@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from hostir.ir.check.near import Near
-from hostir.ir.check.regions import Region
+from hostir.ir.regions import Near, Region
 
 
 def region(random: Random) -> Region:
@@ -24,3 +23,22 @@ def test_the_index_finds_what_a_look_at_all_regions_finds(seed: int) -> None:
     for n, one in enumerate(known):
         assert near.meeting(one) == [m for m in range(n) if known[m].meets(one)]
         near.add(one, n)
+
+
+def test_columns_of_a_matrix_are_not_held_against_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    meets = Region.meets
+
+    def counted(one: Region, other: Region) -> bool:
+        nonlocal looks
+        looks += 1
+        return meets(one, other)
+
+    monkeypatch.setattr(Region, "meets", counted)
+    near: Near[int] = Near()
+    for n in range(100):
+        column = Region.of(8 * n, (50, 8), (800, 1))
+        assert near.meeting(column) == []
+        near.add(column, n)
+    assert looks <= 200  # neighbours
+    assert near.meeting(Region.of(800 + 12, (8,), (1,))) == [1, 2]

@@ -7,8 +7,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from hostir.ir.check.regions import Region, covered
-from hostir.ir.check.views import Buffer, View, dense, rows_of, strides_in
+from hostir.check.tracer import Buffer, View, dense, rows_of, strides_in
+from hostir.ir.regions import Region, covered
 
 SHAPES = {
     24: [(24,), (4, 6), (6, 4), (2, 3, 4), (3, 8), (2, 2, 6)],

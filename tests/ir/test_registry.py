@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import hostir as hi
-from hostir.ir import HostIRError, Phase, Statement, verify
+from hostir.check import verify
+from hostir.ir import HostIRError, Phase, Statement
 from hostir.ir.op import REGISTRY
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs

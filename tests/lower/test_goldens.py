@@ -11,8 +11,7 @@ import hostir as hi
 from examples import patterns
 from examples.patterns import PATTERNS
 from hostir.lower import STRATEGIES
-from hostir.runtime.compare import compare
-from hostir.runtime.reference import reference
+from hostir.runtime.reference import compare, reference
 from hostir.runtime.sharding import random_inputs
 from tests.golden import Golden
 from tests.runtime.whole import run_whole

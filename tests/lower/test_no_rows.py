@@ -10,13 +10,12 @@ import torch
 
 import hostir as hi
 from hostir.__main__ import main
+from hostir.check.tracer import Tracer
 from hostir.ir import Program
-from hostir.ir.check.tracer import Tracer
 from hostir.runtime.executor import Executor
-from hostir.runtime.plan import Allocate, Compute, View
-from hostir.runtime.recorder import record
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs, shard
+from hostir.runtime.unroll import AllocateOp, ComputeOp, ViewOp, unroll
 from tests.runtime.small_programs import alone
 from tests.runtime.whole import run_whole
 from tests.symbolic import PATTERNS, lowered
@@ -73,7 +72,7 @@ def test_nothing_is_issued_for_tensors_without_elements_but_what_keeps_ranks_tog
             continue
         for _, p in lowered(pattern, 2):
             parts = [shard(x, v.tensor, 0, {"M": 0}) for x, v in zip(random_inputs(p, {"M": 0}), p.inputs, strict=True)]
-            issued = {type(op).__name__ for op in record(p, 0, {"M": 0}, parts).ops}
+            issued = {type(op).__name__ for op in unroll(p, 0, {"M": 0}, parts).ops}
             together = {"Symmetric", "Signal", "WaitSignal", "Barrier", "Synchronize", "Delay"}
             assert issued <= {"Allocate", "Free", *together}, p
 
@@ -100,13 +99,13 @@ def test_results_without_rows_go_where_the_caller_says() -> None:
 
 
 def test_a_graph_of_nothing_is_not_captured() -> None:
-    from hostir.runtime.graphs import uniform_only
+    from hostir.runtime.cuda.graphs import uniform_only
 
     p = alone("%c: f32[M, 8] = allocate\n  relu %a -> %c", "%a: f32[M, 8]")
-    nothing, something = (record(p, 0, {"M": m}, [torch.randn(m, 8)]) for m in (0, 2))
-    assert all(isinstance(op, Allocate | View) for op in nothing.ops)
+    nothing, something = (unroll(p, 0, {"M": m}, [torch.randn(m, 8)]) for m in (0, 2))
+    assert all(isinstance(op, AllocateOp | ViewOp) for op in nothing.ops)
     assert "nothing runs with these sizes" in uniform_only(nothing)
-    assert any(isinstance(op, Compute) for op in something.ops)
+    assert any(isinstance(op, ComputeOp) for op in something.ops)
     assert uniform_only(something) == ""
 
 

@@ -12,7 +12,8 @@ import hostir as hi
 from examples import patterns
 from hostir import knobs
 from hostir.__main__ import main
-from hostir.ir import HostIRError, Phase, Program, verify
+from hostir.check import verify
+from hostir.ir import HostIRError, Phase, Program
 from hostir.ir.comm_ops import Communication, Reshard
 from hostir.ir.host_ops import Allocate, FreeBuffer
 from hostir.ir.source import UNCHECKED, Diagnostic

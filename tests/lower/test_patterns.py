@@ -13,8 +13,7 @@ from examples import patterns
 from hostir.ir import HostIRError, Program, Statement
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import For, Synchronize, Wait
-from hostir.runtime.compare import compare
-from hostir.runtime.reference import reference
+from hostir.runtime.reference import compare, reference
 from hostir.runtime.sharding import random_inputs
 from tests.runtime.whole import run_whole
 

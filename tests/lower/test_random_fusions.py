@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 import hostir as hi
 from hostir.ir import HostIRError, Program
 from hostir.lower import STRATEGIES
-from hostir.runtime import compare
-from hostir.runtime.compare import reductions, relative_error
-from hostir.runtime.local import rehearse
-from hostir.runtime.reference import reference
+from hostir.runtime import reference as compare
+from hostir.runtime.reference import reductions, reference, relative_error
 from hostir.runtime.sharding import assemble, bind_sizes, random_inputs
+from hostir.runtime.simulated.machine import rehearse
 from tests.strategies import Drawn, fusions
 
 FUSIONS = 300  # for each number of ranks; fewer than half may be refused

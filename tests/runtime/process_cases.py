@@ -19,8 +19,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from hostir.ir import parse
 from hostir.ir.source import HostIRError
-from hostir.ir.text import parse
 from hostir.runtime import watchdog
 from hostir.runtime.executor import Executor
 from hostir.runtime.session import joined

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from hostir.ir import parse
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
-from hostir.ir.text import parse
 
 FORK = "%user = current_stream\n  for %s in 0..2 { set_stream %s   synchronize %user }"
 JOIN = "set_stream %user\n  for %s in 0..2 { synchronize %s }"

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hostir.ir.op import REGISTRY
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import TensorOp
-from hostir.runtime.kernels import aten, launch
+from hostir.runtime.kernels import aten
+from hostir.runtime.kernels import layout as launch
 from hostir.runtime.kernels.aten import KERNELS
 from hostir.runtime.kernels.table import kernel_table
 from tests.runtime.kernels.checking import (

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from examples import patterns
+from hostir.cli.run import rehearsed
 from hostir.lower import STRATEGIES, lower
 from hostir.runtime.executor import Executor
-from hostir.runtime.kernels.workspace import workspace
-from hostir.runtime.local import run_calls
+from hostir.runtime.kernels.matmul import workspace
 from hostir.runtime.reference import reference
-from hostir.runtime.rehearsal import rehearsed
 from hostir.runtime.sharding import random_inputs
+from hostir.runtime.simulated.machine import run_calls
 from tests.runtime.small_programs import BESIDE, alone
 
 SIZES = {"ranks": 2, "S": 1, "M": 16, "K": 12, "N": 8}

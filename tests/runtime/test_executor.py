@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from hostir.runtime.executor import Executor
-from hostir.runtime.gloo import GlooPlan
-from hostir.runtime.plans import KEPT
+from hostir.runtime.executor import KEPT, Executor, run
+from hostir.runtime.gloo.machine import GlooPlan
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.trace import Trace
-from hostir.runtime.whole import run
 from tests.runtime.small_programs import FORK, JOIN, alone, pipeline, said
 
 SQUARE = """%c: f32[4, 5] = allocate
@@ -218,7 +216,8 @@ def test_inputs_that_do_not_fit_are_refused(inputs: Sequence[torch.Tensor], mess
         (lambda: Executor(pipeline(2), machine="gloo"), "@p runs on 2 ranks, and there are 1"),
         (lambda: Executor(None), "not a host program: None"),
         (lambda: Executor(alone(SQUARE), machine="cloud"), "unknown machine 'cloud'"),
-        (lambda: Executor(alone(SQUARE), sizes={"M": 3}, machine="gloo")(*2 * [torch.ones(4, 8)]), "%b has shape"),
+        (lambda: Executor(alone(SQUARE), machine="gloo")(*2 * [torch.ones(4, 8)]), "%b has shape"),
+        (lambda: Executor(alone(SQUARE), sizes={"M": 3}, machine="gloo"), "@p has no size 'M'"),
     ],
 )
 def test_executors_that_cannot_be_are_refused(make: Callable[[], Executor], message: str) -> None:
@@ -258,7 +257,7 @@ def test_a_plan_tells_what_is_being_executed() -> None:
 
     def look(out: torch.Tensor, x: torch.Tensor) -> None:
         (plan,) = executor.plans.values()
-        seen.append([plan.recording.describe(op) for op in plan.in_flight()])
+        seen.append([plan.unrolled.describe(op) for op in plan.in_flight()])
         kernel(out, x)
 
     executor._machine.kernels = {**executor._machine.kernels, "relu": look}

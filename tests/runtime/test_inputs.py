@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from hostir.ir.program import Program
+from hostir.runtime import arguments as inputs
 from hostir.runtime import executor as executors
-from hostir.runtime import inputs
-from hostir.runtime.executor import Executor
-from hostir.runtime.tensors import share_memory
-from hostir.runtime.whole import run
-from tests.runtime import fake_graphs
+from hostir.runtime.executor import Executor, run
+from hostir.runtime.sharding import share_memory
+from tests.runtime.cuda import fake_graphs
 from tests.runtime.small_programs import alone, program, said
 
 TWO = "%a: f32[4, 8], %b: f32[4, 8]"

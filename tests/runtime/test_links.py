@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hostir.runtime.links import Event, Links
+from hostir.runtime.watchdog import Links, RankEvent
 
 
 class Store:
@@ -67,7 +67,7 @@ def test_a_rank_whose_connection_ends_has_died_unless_it_was_done(ranks: list[Li
     ranks[1].close()
     ranks[2].close()
     until(ranks[:1], lambda: len(ranks[0].events) == 2)
-    assert set(ranks[0].events) == {Event("done", 1), Event("died", 2, "its process has ended")}
+    assert set(ranks[0].events) == {RankEvent("done", 1), RankEvent("died", 2, "its process has ended")}
 
 
 def test_the_death_of_rank_0_is_noticed_by_all_and_what_it_told_last_arrives(ranks: list[Links]) -> None:
@@ -76,9 +76,9 @@ def test_the_death_of_rank_0_is_noticed_by_all_and_what_it_told_last_arrives(ran
     ranks[0].close()
     until(ranks[1:], lambda: all(len(each.events) == 2 for each in ranks[1:]))
     for each in ranks[1:]:
-        assert each.events == [Event("failed", 0, "why"), Event("died", 0, "its process has ended")]
+        assert each.events == [RankEvent("failed", 0, "why"), RankEvent("died", 0, "its process has ended")]
     ranks[1].tell("back")
-    assert ranks[1].events[-1] == Event("back", 1), "with rank 0 gone it hears itself"
+    assert ranks[1].events[-1] == RankEvent("back", 1), "with rank 0 gone it hears itself"
 
 
 def test_who_connects_later_hears_what_has_happened(store: Store) -> None:
@@ -110,7 +110,7 @@ def test_the_kernel_probes_hosts_as_long_as_the_knob_says(ranks: list[Links]) ->
 def test_a_rank_that_cannot_connect_says_so_once(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hostir.runtime.links.TRYING", 0.05)
+    monkeypatch.setattr("hostir.runtime.watchdog.TRYING", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     store.set("links", json.dumps([["127.0.0.1"], port, "token"]))
@@ -120,7 +120,7 @@ def test_a_rank_that_cannot_connect_says_so_once(
         lost.connect()
         time.sleep(0.01)
     said = capsys.readouterr().err
-    assert said.count("rank 1 cannot connect to rank 0 at 127.0.0.1") == 1
+    assert said.count("Rank 1 cannot connect to rank 0 at 127.0.0.1") == 1
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\n\n", b'["guess", 1]\n', b"7\n", b"\xff\n", b"", b"[]\n{}\n"])
@@ -134,4 +134,4 @@ def test_strangers_are_sent_away(said: bytes, store: Store, ranks: list[Links]) 
             ranks[0].pump()
         assert stranger.recv(10) == b""
     ranks[2].tell("back")
-    until(ranks, lambda: all(each.events == [Event("back", 2)] for each in ranks))
+    until(ranks, lambda: all(each.events == [RankEvent("back", 2)] for each in ranks))

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.ir.text import parse
+from hostir.runtime.arguments import homes
 from hostir.runtime.executor import Executor
-from hostir.runtime.outputs import homes
-from hostir.runtime.plan import NONE
-from hostir.runtime.recorder import record
 from hostir.runtime.sharding import random_inputs, shard
+from hostir.runtime.unroll import NONE, unroll
 from tests.runtime.small_programs import FORK, JOIN, alone, pipeline, program, said
 
 MACHINES = pytest.mark.parametrize("machine", ["local", "gloo"])
@@ -131,7 +130,7 @@ program @p(%a: f32[8@x, 4]) -> (%c) {
 
 # Where there is no copy -------------------------------------------------------------------------------------------
 def straight(p: Program, *inputs: torch.Tensor) -> list[bool]:
-    return [home != NONE for home in homes(record(p, 0, {}, inputs))]
+    return [home != NONE for home in homes(unroll(p, 0, {}, inputs))]
 
 
 @pytest.mark.parametrize(

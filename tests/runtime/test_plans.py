@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from hostir.ir.source import HostIRError, error
-from hostir.runtime import cuda, plans
-from hostir.runtime.cuda import CudaPlan
+from hostir.runtime import executor as plans
+from hostir.runtime.cuda import machine as cuda
+from hostir.runtime.cuda.machine import CudaPlan
 from hostir.runtime.executor import Executor
-from tests.runtime import fake_graphs
-from tests.runtime.fake_graphs import Device, Event, Stream
+from tests.runtime.cuda import fake_graphs
+from tests.runtime.cuda.fake_graphs import Device, Event, Stream
 from tests.runtime.small_programs import alone, said
 
 RELU = alone("%c: f32[M] = allocate\n  relu %a -> %c", "%a: f32[M]")

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import hostir as hi
-from hostir.ir.check import forget, orders
+from hostir.check import forget
+from hostir.check import proof as orders
 from hostir.ir.program import Program
-from hostir.runtime.executor import Executor
-from hostir.runtime.whole import run
-from tests.runtime import fake_graphs
+from hostir.runtime.executor import Executor, run
+from tests.runtime.cuda import fake_graphs
 from tests.runtime.small_programs import alone, program, said
 
 TURNS = """%user = current_stream

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hostir.ir import parse
 from hostir.ir.source import HostIRError
-from hostir.ir.text import parse
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs
 from tests.runtime.programs import AG_MATMUL, GRID, ROW_PARALLEL, TRANSFERS

@@ -11,12 +11,12 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir.__main__ import main
-from hostir.runtime import command, local
-from hostir.runtime.local import rehearse
-from hostir.runtime.local_memory import Memory
-from hostir.runtime.room import Room, amount
-from hostir.runtime.sharding import random_inputs
-from hostir.runtime.tasks import check_seed
+from hostir.cli import run as command
+from hostir.runtime.sharding import Room, amount, random_inputs
+from hostir.runtime.simulated import machine as local
+from hostir.runtime.simulated.machine import rehearse
+from hostir.runtime.simulated.rank import RankMachine
+from hostir.runtime.simulated.tasks import SimulatedMemory, check_seed
 
 LOOP = """hostir 1
 mesh @two [x] = 0 1
@@ -51,11 +51,13 @@ def test_simulated_ranks_allocate_what_is_counted(pattern: Any, strategy: str, m
     except hi.HostIRError:
         pytest.skip(f"{strategy} has nothing to do here")
     inputs = random_inputs(program, {})
+    monkeypatch.setattr(RankMachine, "dense", lambda _, x: x)  # which copies nothing that is dense
     allocated: list[torch.Tensor] = []
-    for module, name in ((Memory, "new"), (local, "shard")):
+    for module, name in ((SimulatedMemory, "new"), (local, "shard")):
         monkeypatch.setattr(module, name, keeping(getattr(module, name), allocated))
     rehearse(program, [inputs])
-    assert sum(Room(program, {}, frees=False).ranks) == sum(x.numel() * x.element_size() for x in allocated)
+    room, there = Room(program, {}, frees=False), sum(x.numel() * x.element_size() for x in allocated)
+    assert sum(room.ranks) <= there <= sum(room.ranks) + room.inputs, "`dense` may copy, or not"
 
 
 def keeping(make: Callable[..., torch.Tensor], made: list[torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from hostir.runtime.session import Session
 from tests.launch import free_port, launch
 from tests.runtime.test_torchrun import ROOT, SCRIPT, environment
 
@@ -120,3 +123,25 @@ def test_executors_of_programs_with_messages_share_what_messages_need(tmp_path: 
     ended = launch(2, str(script), env=environment(PYTHONPATH=str(ROOT)), timeout=100)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("no more than one") == 2
+
+
+def test_a_rank_that_comes_a_little_later_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store(dict[str, bytes]):
+        """One in which rank 1 has its part of an exchange at the fourth look."""
+
+        looks = 0
+
+        def set(self, key: str, value: str) -> None:
+            self[key] = value.encode()
+
+        def check(self, keys: list[str]) -> bool:
+            self.looks += 1
+            if self.looks == 4:
+                self["what/1/1"] = b"theirs"
+            return self.keys() >= set(keys)
+
+    rank, pauses = object.__new__(Session), list[float]()
+    rank.store, rank.told, rank.rank, rank.size, rank.timeout = Store(), Counter(), 0, 2, 30.0
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert rank.exchange("what", "mine") == ["mine", "theirs"]
+    assert sum(pauses) < 1e-3

@@ -7,8 +7,8 @@ from math import prod
 import pytest
 import torch
 
+from hostir.ir import parse
 from hostir.ir.source import HostIRError
-from hostir.ir.text import parse
 from hostir.ir.types import DTYPES, Mesh, TensorType
 from hostir.runtime.sharding import assemble, bind_sizes, check_shape, random_inputs, shard, torch_dtype
 

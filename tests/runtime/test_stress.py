@@ -19,7 +19,7 @@ from tests.gpu import stress_units
 from tests.gpu.stress_lost import CASES, Case, Ended
 from tests.gpu.stress_units import Delays
 from tests.launch import launch
-from tests.runtime.simulated_gpus import Gpus, Stream, gpus, plans
+from tests.runtime.cuda.simulated_gpus import Gpus, Stream, gpus, plans
 from tests.runtime.test_torchrun import ROOT, environment
 
 __all__ = ["gpus"]  # a fixture

@@ -58,7 +58,11 @@ ODD: list[tuple[Callable[[], object], str, str]] = [
         "hint: initialize it first",
     ),
     (lambda: torch.Tensor, "is <class 'torch.Tensor'>", "expected: a tensor f32[4, 8]"),
-    (lambda: np.zeros((4, 8), np.float32), "is of type numpy.ndarray", "expected: a tensor f32[4, 8]"),
+    (
+        lambda: np.zeros((4, 8), np.float32),
+        "is a numpy.ndarray of shape [4, 8], float32",
+        "expected: a tensor f32[4, 8]",
+    ),
     (lambda: "ones", "is 'ones'", "expected: a tensor f32[4, 8]"),
 ]
 

@@ -28,6 +28,7 @@ TWO = [
     "shapes_and_executors_alternate",
     "sizes_leave_room_for_others",
     "what_is_told_again_is_another_exchange",
+    "what_a_session_and_its_plans_log_begins_with_the_rank",
     "a_symmetric_output_is_the_callers",
     "results_go_where_the_caller_says",
     "inputs_of_any_strides",

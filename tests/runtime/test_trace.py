@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hostir.ir.text import parse
+from hostir.ir import parse
 from hostir.runtime.sharding import random_inputs
-from hostir.runtime.trace import COLORS, Event, Trace
+from hostir.runtime.trace import COLORS, Trace, TraceEvent
 from tests.runtime.programs import AG_MATMUL, TRANSFERS
 from tests.runtime.whole import run_whole
 
@@ -88,7 +88,7 @@ def test_the_picture_is_well_formed_and_shows_every_event(trace: Trace, tmp_path
     ("span", "last"), [(1e-6, "1 us"), (0.95e-3, "900 us"), (1e-3, "1 ms"), (0.13, "120 ms"), (7.3, "7 s")]
 )
 def test_the_time_axis_has_round_marks(span: float, last: str, tmp_path: Path) -> None:
-    trace = Trace(events=[Event(0, "caller", "relu %x -> %y", 5.0, 5.0 + span)])
+    trace = Trace(events=[TraceEvent(0, "caller", "relu %x -> %y", 5.0, 5.0 + span)])
     trace.to_svg(tmp_path / "trace.svg")
     texts = [t.text for t in ElementTree.parse(tmp_path / "trace.svg").getroot().iter() if t.get("class") == "time"]
     assert texts[0] == f"0 {last.split()[1]}"
@@ -99,7 +99,7 @@ def test_the_time_axis_has_round_marks(span: float, last: str, tmp_path: Path) -
 def test_streams_are_ordered_by_number(tmp_path: Path) -> None:
     lanes = ["communication", *(f"stream {i}" for i in (10, 2, 0)), "caller"]
     trace = Trace()
-    trace.extend(Event(1, lane, "relu %x -> %y", 0, 1e-6) for lane in lanes)
+    trace.extend(TraceEvent(1, lane, "relu %x -> %y", 0, 1e-6) for lane in lanes)
     assert trace.lanes == {1: ["caller", "stream 0", "stream 2", "stream 10", "communication"]}
 
 

@@ -6,6 +6,7 @@ holds NaN until it is written; results are compared with the same computation on
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -17,18 +18,17 @@ from pathlib import Path
 import torch
 
 from examples import patterns
+from hostir.ir import parse
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
-from hostir.ir.text import parse
 from hostir.ir.types import DTYPES
 from hostir.runtime import kernels, symmetric
-from hostir.runtime.executor import Executor
-from hostir.runtime.local import rehearse
+from hostir.runtime.executor import Executor, run
 from hostir.runtime.reference import reference
 from hostir.runtime.session import joined, session
 from hostir.runtime.sharding import TORCH, random_inputs, shard
+from hostir.runtime.simulated.machine import rehearse
 from hostir.runtime.trace import Trace
-from hostir.runtime.whole import run
 from tests import symbolic
 from tests.runtime import torchrun_programs as programs
 from tests.runtime.torchrun_programs import RANKS, SIZE
@@ -150,6 +150,25 @@ def many_calls_back_to_back() -> None:
 def what_is_told_again_is_another_exchange() -> None:
     for turn in range(3):
         assert joined().exchange("a test", f"{RANK} {turn}") == [f"{rank} {turn}" for rank in range(SIZE)]
+
+
+@case
+def what_a_session_and_its_plans_log_begins_with_the_rank() -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hostir").addHandler(handler)
+    logging.getLogger("hostir").setLevel(logging.INFO)
+    program = programs.ag_matmul(dtype="f32")
+    a, b = random_inputs(program, {"M": 3})
+    part = shard(a, program.inputs[0].tensor, RANK, {"M": 3})
+    executor = Executor(program)
+    for _ in range(3):
+        executor(part, b)
+    planned = [text for text in told if text.startswith(f"rank {RANK}: @{program.name}: planned for M=3 in ")]
+    assert len(planned) == 1, told
+    assert all(text.startswith(f"rank {RANK}: ") for text in told)
+    logging.getLogger("hostir").removeHandler(handler)
 
 
 @case
@@ -320,7 +339,7 @@ def inputs_of_any_strides() -> None:
         warnings.simplefilter("always")
         check_patterns([(48, layout) for layout in layouts])
     texts = [str(w.message) for w in told]
-    assert all(text.startswith("Every call of @") and RANK == 0 for text in texts)
+    assert all("Every call of @" in text and RANK == 0 for text in texts)
     assert len(texts) == len(set(texts))
     assert bool(texts) == (RANK == 0)
 

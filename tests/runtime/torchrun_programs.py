@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.ir.text import parse
 from tests.runtime import programs
 
 SIZE = int(os.environ["WORLD_SIZE"])

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hostir.ir.program import Program
-from hostir.runtime.local import run_local
 from hostir.runtime.sharding import assemble, bind_sizes
+from hostir.runtime.simulated.machine import run_local
 
 
 def run_whole(

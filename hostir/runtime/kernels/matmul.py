@@ -1,33 +1,362 @@
-"""A persistent Triton matmul that reads and writes strided views in place.
-
-Each program walks over tiles of the output, grouped so that neighbours share operands in L2 (the grouped ordering and
-the persistent loop are those of Triton's tutorials); the last tiles may be split among several programs each, and those
-of rows that come first among two (hostir.runtime.kernels.split). On Hopper and later, tiles move through TMA
-descriptors; storing a large tile in two halves halves the staging buffer, which frees shared memory for one more
-pipeline stage. Where the memory does not obey TMA's rules, masked loads through pointers serve any strides.
-
-The rows of the first operand may still be on their way when the kernel starts: hostir.runtime.kernels.ready.
-"""
+"""A persistent Triton matmul that reads and writes strided views in place: the host side."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hostir.runtime.kernels.kernel import Again
-from hostir.runtime.kernels.launch import INTERPRETED, check_device, limits
-from hostir.runtime.kernels.layout import rows_or_copy
-from hostir.runtime.kernels.matmul_call import Call, Matrices
-from hostir.runtime.kernels.operands import Described, Rows, check, check_own, describe, own_strides, place_own, rows_of
-from hostir.runtime.kernels.ready import ReadyFlags, block_rows
-from hostir.runtime.kernels.split import schedule
-from hostir.runtime.kernels.tile_choice import choose
-from hostir.runtime.kernels.tiles import FEWEST_APART, INTERPRETER, Ahead, Config, in_blocks
+from hostir.runtime.kernels.flags import ReadyFlags, block_rows, with_rows
+from hostir.runtime.kernels.layout import (
+    INTERPRETED,
+    Compiled,
+    bind_thread,
+    check_device,
+    collapse,
+    descriptor_strides,
+    launching,
+    limits,
+    rows_or_copy,
+)
+from hostir.runtime.kernels.matmul_kernel import matmul_kernel, schedule
+from hostir.runtime.kernels.table import Again
+from hostir.runtime.kernels.tiles import FEWEST_APART, INTERPRETER, Ahead, Config, choose, in_blocks
+
+if TYPE_CHECKING:
+    from hostir.runtime.kernels.flags import ReadyFlags
+
+
+# Operands -------------------------------------------------------------------------------------------------------------
+# The operands of a matmul: what fits together, the rows they are walked by, and how TMA sees them.
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The leading axes of `a` and `out` as `batches` times `M` rows, with the strides of either in both."""
+
+    batches: int
+    M: int
+    a_batch: int
+    a_row: int
+    out_batch: int
+    out_row: int
+
+    def in_batches(self, height: int) -> Rows:
+        """A single batch as batches of `height` rows."""
+        return replace(
+            self,
+            batches=self.M // height,
+            M=height,
+            a_batch=height * self.a_row,
+            out_batch=height * self.out_row,
+        )
+
+
+def check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool) -> None:
+    """Raise TypeError or ValueError unless dtypes and shapes make a matmul."""
+    dtypes = {name: t.dtype for name, t in (("a", a), ("b", b), ("out", out), ("bias", bias)) if t is not None}
+    if a.dtype not in DTYPES or set(dtypes.values()) != {a.dtype}:
+        found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"matmul expects one dtype of {', '.join(map(str, DTYPES))}; got {found}")
+    if b.ndim != 2:
+        raise ValueError(f"matmul expects b to have 2 axes, got shape {list(b.shape)}")
+    N, K = b.shape if transpose_b else reversed(b.shape)
+    wanted = f"[..., {K}] @ {'transposed ' if transpose_b else ''}{list(b.shape)}"
+    if a.ndim == 0 or a.shape[-1] != K:
+        raise ValueError(f"matmul expects {wanted}, got a of shape {list(a.shape)}")
+    if out.shape != (*a.shape[:-1], N):
+        raise ValueError(f"{wanted} gives {[*a.shape[:-1], N]}, but out has shape {list(out.shape)}")
+    if bias is not None and bias.shape != (N,):
+        raise ValueError(f"matmul expects a bias of shape {[N]}, got {list(bias.shape)}")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"out overlaps itself: shape {list(out.shape)}, strides {list(out.stride())}")
+
+
+def check_own(own: torch.Tensor, a: torch.Tensor, block: int | None) -> None:
+    """Raise TypeError or ValueError unless `own` can be the rows of one block of `a`."""
+    if own.dtype != a.dtype:
+        raise TypeError(f"expected own rows of {a.dtype}, as the others, got {own.dtype}")
+    if block is None:
+        raise ValueError("own rows are those of a block: expected flags for blocks too")
+    if own.shape[-1:] != a.shape[-1:] or own.shape[:-1].numel() != block:
+        raise ValueError(f"expected own rows {[block, a.shape[-1]]}, got shape {list(own.shape)}")
+
+
+def place_own(own: torch.Tensor, a: torch.Tensor, ready: ReadyFlags) -> None:
+    """Copy own rows to where block `first` of `a` is, on the current stream."""
+    for place, rows in with_rows(a, a, ready.first, len(ready.flags), own):
+        place.copy_(rows)
+
+
+def own_strides(own: torch.Tensor, rows: Rows) -> tuple[int, int, int]:
+    """From batch to batch, from row to row and from column to column of own rows, whose leading axes merge."""
+    row, column = rows_or_copy(own).stride()
+    return rows.M * row, row, column
+
+
+def rows_of(a: torch.Tensor, out: torch.Tensor) -> Rows:
+    """The leading axes of `a` and `out`, as few batches as there can be; ValueError where they do not merge."""
+    levels = collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])
+    if len(levels) > 2:
+        raise ValueError(
+            f"the leading axes of a (shape {list(a.shape)}, strides {list(a.stride())}) and out (strides "
+            f"{list(out.stride())}) do not merge into [batch, rows]; make both contiguous, or multiply slice by slice"
+        )
+    single = (1, 0, 0)
+    (batches, a_batch, out_batch), (M, a_row, out_row) = (single, single, *levels)[-2:]
+    return Rows(batches, M, a_batch, a_row, out_batch, out_row)
+
+
+@dataclass(frozen=True)
+class Described:
+    """A matrix, or a batch of them, that obeys TMA's rules; `transposed` when the descriptor sees it transposed."""
+
+    shape: list[int]
+    strides: list[int]
+    transposed: bool = False
+
+    def descriptor(self, tensor: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
+        """A descriptor of `tensor`, which lies as the one that was described, for tiles of shape `block`."""
+        rows, columns = reversed(block) if self.transposed else block
+        leading = [1] * (len(self.shape) - 2)
+        return TensorDescriptor(tensor, self.shape, self.strides, [*leading, rows, columns])
+
+
+def describe(
+    a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, own: torch.Tensor | None, rows: Rows
+) -> list[Described] | str:
+    """How TMA sees `a`, `weight` `[K, N]`, `out` and `own`, or why it cannot."""
+    K, N = weight.shape
+    transposed = isinstance(descriptor_strides(weight, weight.shape, weight.stride()), str)
+    seen = weight.t() if transposed else weight
+    single = rows.batches == 1
+    leading = (rows.batches, rows.M)[single:]
+    matrices = {
+        "a": (a, (*leading, K), (*(rows.a_batch, rows.a_row)[single:], a.stride(-1))),
+        "b": (seen, seen.shape, seen.stride()),
+        "out": (out, (*leading, N), (*(rows.out_batch, rows.out_row)[single:], out.stride(-1))),
+    }
+    if own is not None:
+        mine = (own.shape[:-1].numel() // rows.M, rows.M)[single:] if rows.M else (0,)
+        matrices["own"] = (own, (*mine, K), own_strides(own, rows)[single:])
+    described = []
+    for name, (tensor, shape, strides) in matrices.items():
+        legal = descriptor_strides(tensor, shape, strides) if 0 not in shape else "it holds nothing"
+        if not isinstance(legal, str) and name == "out" and N * tensor.element_size() % 16:
+            # Seen on an H200: the last 16 bytes of a row are written whole, over what may be someone else's memory.
+            legal = f"its rows of {N} elements end within 16 bytes"
+        if isinstance(legal, str):
+            return f"{name} (shape {list(tensor.shape)}, strides {list(tensor.stride())}): {legal}"
+        described.append(Described(list(shape), legal, transposed and name == "b"))
+    return described
+
+
+# Workspaces -----------------------------------------------------------------------------------------------------------
+# Memory in which the programs of one launch meet: sums of parts, and a ticket for each tile that is split.
+
+_CAPTURED_TICKETS = 1 << 18  # for all graphs of a device; a launch takes about as many as there are multiprocessors
+_LINE = 32  # tickets of a line of cache: the first of a launch lies on a boundary, as Triton compiled for
+
+_lock = threading.Lock()
+_by_stream: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+_for_graphs: dict[torch.device, list[torch.Tensor]] = {}
+
+
+def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sums` of float32 and `tickets` of int32, all 0, for one launch on the current stream, which leaves tickets at 0.
+
+    `stream` is the handle of the current stream, 0 on a CPU.
+
+    Launches on one stream follow each other, so they share memory, which is kept. A captured launch may be replayed on
+    any stream, beside any other: its sums come from the memory of its graph, and its tickets belong to it for ever.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _sums(device, sums), _captured(device, tickets)
+    key = device, stream
+    found = _by_stream.get(key)
+    if found is not None and len(found[0]) >= sums and len(found[1]) >= tickets:
+        return found
+    with _lock:
+        if device.type == "cuda" and device not in _for_graphs:
+            _for_graphs[device] = [torch.zeros(_CAPTURED_TICKETS, dtype=torch.int32, device=device)]
+            torch.cuda.current_stream(device).synchronize()
+        if found is not None:
+            sums, tickets = max(sums, len(found[0])), max(tickets, len(found[1]))
+        made = _sums(device, sums), torch.zeros(tickets, dtype=torch.int32, device=device)
+        _by_stream[key] = made
+    return made
+
+
+def _sums(device: torch.device, sums: int) -> torch.Tensor:
+    return torch.empty(sums, dtype=torch.float32, device=device)
+
+
+def _captured(device: torch.device, tickets: int) -> torch.Tensor:
+    """Tickets that no other launch uses. Without any left, or before the first launch, the graph zeroes its own."""
+    tickets = -(-tickets // _LINE) * _LINE
+    with _lock:
+        left = _for_graphs.get(device)
+        if left is None or len(left[0]) < tickets:
+            return torch.zeros(tickets, dtype=torch.int32, device=device)
+        taken, left[0] = left[0][:tickets], left[0][tickets:]
+    return taken
+
+
+# Prepared calls -------------------------------------------------------------------------------------------------------
+# A matmul whose layout has been looked at: launched again and again, it costs the host little.
+
+Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # a, b, out, own
+
+_KEPT = 64  # encoded descriptors of one operand, each for another address
+
+
+@dataclass
+class MatmulLaunch:
+    """What a launch of the kernel needs besides the tensors, for operands of one layout.
+
+    Fields:
+        programs: of the grid.
+        described: how TMA sees a, b, out and, if they are apart, own rows; None: they are passed as pointers.
+        blocks: what of these a descriptor moves at a time.
+        block: rows of a block, with flags.
+        schedule: tiles before the last ones that are split, these, and parts of each; None where no tile is split.
+        sums, tickets: what split tiles need of `workspace`.
+        copies_own: own rows go to their place among those of a first, and are not passed.
+        sizes: the arguments of the kernel from `early` to the last stride.
+        constants, options: the kernel's constants, in its order, and how to compile it.
+    """
+
+    device: torch.device
+    programs: int
+    described: Sequence[Described] | None
+    blocks: Sequence[tuple[int, int]]
+    bias_step: int
+    block: int | None
+    schedule: tuple[int, int, int] | None
+    sums: int
+    tickets: int
+    copies_own: bool
+    sizes: tuple[int, ...]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
+    compiled: Compiled | None = field(default=None, init=False)
+    _rest: tuple[Any, ...] = field(init=False)
+    _encoded: tuple[dict[int, Sequence[Any]], ...] = field(default_factory=lambda: ({}, {}, {}, {}), init=False)
+
+    def __post_init__(self) -> None:
+        self._rest = (*self.sizes, *self.constants.values())
+
+    def launch(self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None) -> Again | None:
+        """Launch for these tensors, on the current stream. None if the kernel had to be compiled; else what launches
+        it once more for the same addresses, on the stream that is current then."""
+        if self.compiled is None:
+            self._compile(matrices, bias, ready)
+            return None
+        if torch.cuda.current_device() != self.device.index:
+            with launching(self.device):
+                return self.launch(matrices, bias, ready)
+        bind_thread(self.device)
+        given = self._arguments(self.compiled, matrices, bias, ready)
+        self._start(self.compiled, given)
+        return partial(self._again, self.compiled, given)
+
+    def _again(self, compiled: Compiled, given: Sequence[Any]) -> None:
+        if torch.cuda.current_device() == self.device.index:
+            bind_thread(self.device)
+            self._start(compiled, given)
+            return
+        with launching(self.device):
+            self._again(compiled, given)
+
+    def _compile(self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None) -> None:
+        """Launch as Triton does, which compiles if need be. The interpreter knows no other way."""
+        operands: list[Any] = list(matrices)
+        if self.described is not None:
+            operands = [t if t is None else self._descriptor(number, t) for number, t in enumerate(matrices)]
+        waits: Sequence[Any] = [None] * 7
+        if ready is not None:
+            waits = (ready.flags, ready.stalls, ready.epoch, ready.first, len(ready.flags), self.block, ready.looks)
+        split: Sequence[Any] = [None] * 5
+        with launching(self.device):
+            if not INTERPRETED:
+                bind_thread(self.device)
+            if self.schedule is not None:
+                stream = 0 if INTERPRETED else torch.cuda.current_stream(self.device).cuda_stream
+                split = (*self.schedule, *workspace(self.device, stream, self.sums, self.tickets))
+            arguments = (*operands, bias, self.bias_step, *waits, *split, *self.sizes)
+            kernel = matmul_kernel[(self.programs,)](*arguments, **self.constants, **self.options)
+        if not INTERPRETED:
+            self.compiled = Compiled(kernel)
+
+    def _start(self, compiled: Compiled, given: Sequence[Any]) -> None:
+        stream = compiled.stream(self.device.index)
+        split: Sequence[Any] = (None, None, None, None, None)
+        if self.schedule is not None:
+            # Held until the kernel is launched: nothing launched before it can get this memory.
+            sums, tickets = workspace(self.device, stream, self.sums, self.tickets)
+            split = (*self.schedule, sums.data_ptr(), tickets.data_ptr())
+        compiled.launch(self.programs, stream, (*given, *split, *self._rest))
+
+    def _arguments(
+        self, compiled: Compiled, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None
+    ) -> Sequence[Any]:
+        """Those that depend on tensors, as addresses."""
+        a, b, out, own = matrices
+        operands: Sequence[Any]
+        if self.described is not None:
+            of_a, of_b, of_out, of_own = self._encoded
+            operands = (
+                *(of_a.get(a.data_ptr()) or self._encode(compiled, 0, a)),
+                *(of_b.get(b.data_ptr()) or self._encode(compiled, 1, b)),
+                *(of_out.get(out.data_ptr()) or self._encode(compiled, 2, out)),
+                *((None,) if own is None else of_own.get(own.data_ptr()) or self._encode(compiled, 3, own)),
+            )
+        else:
+            operands = (a.data_ptr(), b.data_ptr(), out.data_ptr(), None if own is None else own.data_ptr())
+        waits: Sequence[Any] = (None, None, None, None, None, None, None)
+        if ready is not None:
+            flags = ready.flags
+            waits = (
+                *(flags.data_ptr(), ready.stalls.data_ptr(), ready.epoch),
+                *(ready.first, len(flags), self.block, ready.looks),
+            )
+        return (*operands, None if bias is None else bias.data_ptr(), self.bias_step, *waits)
+
+    def _descriptor(self, number: int, tensor: torch.Tensor) -> Any:
+        assert self.described is not None
+        return self.described[number].descriptor(tensor, self.blocks[number])
+
+    def _encode(self, compiled: Compiled, number: int, tensor: torch.Tensor) -> Sequence[Any]:
+        kept = self._encoded[number]
+        if len(kept) >= _KEPT:
+            kept.clear()
+        made = kept[tensor.data_ptr()] = compiled.encoded(number, self._descriptor(number, tensor))
+        return made
+
+
+# The matmul -----------------------------------------------------------------------------------------------------------
+# A persistent Triton matmul that reads and writes strided views in place.
+#
+# Each program walks over tiles of the output, grouped so that neighbours share operands in L2 (the grouped ordering and
+# the persistent loop are those of Triton's tutorials); the last tiles may be split among several programs each, and
+# those of rows that come first among two (hostir.runtime.kernels.matmul_kernel). On Hopper and later, tiles move
+# through TMA descriptors; storing a large tile in two halves halves the staging buffer, which frees shared memory for
+# one more pipeline stage. Where the memory does not obey TMA's rules, masked loads through pointers serve any strides.
+#
+# The rows of the first operand may still be on their way when the kernel starts: hostir.runtime.kernels.flags.
 
 EXACT_RUN = 64  # products of float32 that are summed up at a time
 
 _MOST_CALLS = 4096
-_calls: dict[tuple[object, ...], Call] = {}
+_calls: dict[tuple[object, ...], MatmulLaunch] = {}
 
 
 def matmul(
@@ -147,7 +476,7 @@ def _prepare(
     use_descriptors: bool | None,
     config: Config | None,
     tf32: bool,
-) -> Call | None:
+) -> MatmulLaunch | None:
     """How to launch such a matmul; None where there is nothing to multiply, only a bias or zeros to write."""
     a, b, out, own = matrices
     device = check_device(a=a, b=b, out=out, bias=bias, own=own)
@@ -206,7 +535,7 @@ def _prepare(
     of_a = (rows.a_batch, rows.a_row, a.stride(-1))
     strides = (*of_own, *of_a, *weight.stride(), rows.out_batch, rows.out_row, out.stride(-1))
     halved = config.n // 2 if config.halves else config.n
-    return Call(
+    return MatmulLaunch(
         device=device,
         programs=plan.programs,
         described=described,

@@ -8,9 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from hostir.runtime.kernels.launch import check_device, launching
-from hostir.runtime.kernels.layout import collapse
-from hostir.runtime.kernels.numerics import from_float32, to_float32
+from hostir.runtime.kernels.layout import check_device, collapse, launching
+from hostir.runtime.kernels.matmul_kernel import from_float32, to_float32
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

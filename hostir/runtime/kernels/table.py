@@ -1,22 +1,55 @@
-"""Which kernel computes what: one table for each policy and device."""
+"""The table of kernels: which one computes what, for each policy and device."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hostir.ir.source import did_you_mean, error
 from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.blocks import with_all_rows
-from hostir.runtime.kernels.kernel import Again, Kernel
+from hostir.runtime.kernels.flags import with_all_rows
 from hostir.runtime.kernels.layout import collapse
 
 if TYPE_CHECKING:
-    from hostir.runtime.kernels.ready import ReadyFlags
+    from hostir.runtime.kernels.flags import ReadyFlags
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+# What a kernel is, and how one that an operation of a plan calls again and again costs the host little.
+
+Again = Callable[[], None]
+Kernel = Callable[..., Again | None]  # f(out, *operands, **options)
+
+KEPT = 64  # sets of addresses
+
+
+def repeating(kernel: Kernel, **options: Any) -> Callable[..., None]:
+    """A kernel for one operation, which is given tensors of the same layouts in every call.
+
+    A kernel may return what does the same again for such tensors at the same addresses, on the stream that is current
+    then; it holds none of them. Where they lie where they have lain before, that is all that is called.
+    """
+    known: dict[tuple[int, ...], Again] = {}
+
+    def call(*tensors: torch.Tensor | None) -> None:
+        where = tuple([0 if x is None else x.data_ptr() for x in tensors])
+        again = known.get(where)
+        if again is not None:
+            again()
+        elif (again := kernel(*tensors, **options)) is not None:
+            if len(known) >= KEPT:
+                known.clear()
+            known[where] = again
+
+    return call
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+# Which kernel computes what: one table for each policy and device.
 
 POLICIES = ("auto", "triton", "aten")
 
@@ -164,7 +197,7 @@ def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
 
 def _triton_kernels(device_type: str) -> dict[str, Kernel]:
     try:  # only here: where nobody asks for Triton, it need not be installed
-        from hostir.runtime.kernels.launch import INTERPRETED
+        from hostir.runtime.kernels.layout import INTERPRETED
         from hostir.runtime.kernels.reduce import reduce_sum
     except ImportError as problem:
         hint = f"pip install triton, or {ATEN}"

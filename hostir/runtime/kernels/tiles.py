@@ -1,12 +1,17 @@
-"""The tiles that a matmul may run with."""
+"""Tiles of a matmul: those that may run, and an estimate of what each takes."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from hostir.runtime.kernels.split import MOST_PARTS
+from hostir.runtime.kernels.matmul_kernel import MIN_STEPS, MOST_PARTS, Schedule, schedule
+
+# Tiles ----------------------------------------------------------------------------------------------------------------
+# The tiles that a matmul may run with.
 
 
 @dataclass(frozen=True)
@@ -139,3 +144,174 @@ class Ahead:
             return cls()
         blocks, of_block = min(tile.early, batches * M // block), block // M * -(-M // tile.m) * -(-N // tile.n)
         return cls(blocks, blocks * of_block, max(blocks, apart) * of_block)
+
+
+# The choice -----------------------------------------------------------------------------------------------------------
+# Which tile a matmul runs with, by an estimate of what each takes.
+
+# What a tile costs besides its arithmetic (filling the pipeline, storing), in multiply-adds of the fastest tile.
+_FIXED_COST = 256 * 128 * 256
+# What a tile that is split costs besides, as seen on an H200: to begin anew and to meet (3 us), to read what each part
+# has left (2 us), and to leave it, for each element of a warp (3 us of a tile of 128 x 256 with 8).
+_MEETING_COST, _PART_COST, _SUM_COST = 9e6, 6e6, 2160
+# What a multiprocessor multiplies and adds in a second, of 390 T/s over 132.
+_SPEED = 390e12 / 132
+# As a copy engine of a peer sends blocks one after another: the first is there after so long and what its bytes take at
+# so many a second, each other one after a pause and its bytes.
+_FIRST, _PAUSE, _BYTES = 15e-6 * _SPEED, 2.5e-6 * _SPEED, 390e9 / _SPEED
+# What it multiplies and adds while all of them read a byte of a right side that the L2 does not hold, at 4.3 TB/s.
+_WORK_OF_A_BYTE_READ = _SPEED / 4.3e12
+_IN_L2 = 32 << 20  # beside rows and results, of 50 MiB
+EARLY_WAVES = 2  # of parts of early tiles: beyond, all multiprocessors are busy anyway
+FINE_WAVES = 8  # beyond, it matters little how many of the last tiles are split
+_WORTH = 1.01  # times as long, as estimated, a tile may take that is simpler
+SPLIT_STEP = 9  # numbers of tiles that are split are tried in steps
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    sms: int,
+    *,
+    batch: int = 1,
+    block: int | None = None,
+    apart: bool = False,
+    descriptors: bool = True,
+    tf32: bool = False,
+    shared_memory: int = 227 << 10,
+) -> Config:
+    """The tile for `batch` products `[M, K] @ [K, N]` on `sms` multiprocessors with `shared_memory` bytes each.
+
+    Where the rows come in blocks of `block`, tiles keep apart as `in_blocks` says, or always where `apart`.
+
+    Estimates the time of each candidate, and takes the least. Of rows that are there, the tiles of the last wave are
+    whole or split: all of them where the wave is thin; of a thick one as many as leave a program for each of two parts.
+    Tiles of one wave alone are never split: that never paid. Of rows that come as over NVLink, the tiles of the first
+    blocks may be split, and any number of the last tiles.
+
+    Raises ValueError when no candidate fits into the shared memory.
+    """
+    fitting = [
+        tile
+        for tile in candidates(dtype, descriptors=descriptors, tf32=tf32)
+        if tile.shared_memory(dtype.itemsize, descriptors=descriptors) <= shared_memory
+    ]
+    if not fitting:
+        raise ValueError(f"no {dtype} matmul tile fits into {shared_memory} bytes of shared memory")
+    if block is None:
+        tried = [split for tile in fitting for split in _of_the_last_wave(tile, _tiles(tile, batch, M, N), sms)]
+        return min(tried, key=lambda tile: _alone(tile, batch, M, N, K, sms))
+    found = dict[Config, tuple[float, float]]()
+    for tile in fitting:
+        batches, rows = in_blocks(batch, M, block, tile.m, apart)
+        walks = [tile]
+        if dtype != torch.float32:  # whose sums of two loops registers do not hold
+            walks += _with_early_blocks(tile, batches, rows, N, K, block, sms)
+        for walk in walks:
+            found |= _fed(walk, batches, rows, N, K, dtype.itemsize, sms, block, apart)
+    return min(found, key=lambda tile: _preferred(tile, *found[tile]))
+
+
+def _preferred(tile: Config, estimate: float, arithmetic: float) -> tuple[float, float, int, int]:
+    """By what tiles are chosen. Of equals, the one with more early blocks was the faster on H200s."""
+    return estimate * (_WORTH if tile.split or tile.early else 1), arithmetic, -tile.early, tile.split
+
+
+def _of_the_last_wave(tile: Config, tiles: int, sms: int) -> Iterator[Config]:
+    """The tile with the last wave of `tiles` whole, and split if there is another."""
+    yield tile
+    last = tiles % sms
+    if last and tiles > sms:
+        yield replace(tile, split=last) if 2 * last <= sms else replace(tile, split=sms - last, parts=2)
+
+
+def _with_early_blocks(tile: Config, batches: int, M: int, N: int, K: int, block: int, sms: int) -> Iterator[Config]:
+    """The tile with one, two and more early blocks, while these are no more than a wave or two."""
+    if -(-K // tile.k) < 2 * MIN_STEPS:
+        return
+    for blocks in range(1, batches * M // block):
+        early = Ahead.of(replace(tile, early=blocks), batches, M, N, block, False).early
+        if not early or 2 * early > EARLY_WAVES * sms:
+            return
+        yield replace(tile, early=blocks)
+
+
+def _split_counts(tiles: int, of_block: int, ahead: Ahead, sms: int) -> Iterator[tuple[int, int]]:
+    """How many of the last tiles may be split, and in how many parts each; as many as there are programs for."""
+    units = tiles + ahead.early
+    if tiles <= sms:
+        return
+    last = units % sms
+    for parts in (2,) if ahead.early else (2, 4, MOST_PARTS):  # registers do not hold both
+        most = min(sms // parts, tiles - ahead.tiles)
+        steps = range(SPLIT_STEP, most + 1, SPLIT_STEP) if units <= FINE_WAVES * sms else ()
+        for split in sorted({*steps, last, sms - last, of_block}):
+            if 0 < split <= most:
+                yield split, parts
+
+
+def _tiles(tile: Config, batches: int, M: int, N: int) -> int:
+    return batches * -(-M // tile.m) * -(-N // tile.n)
+
+
+def _whole(tile: Config, K: int, rate: float) -> float:
+    """What a tile takes that is not split."""
+    return -(-K // tile.k) * tile.m * tile.n * tile.k / rate + _FIXED_COST
+
+
+def _part(tile: Config, parts: int, whole: float) -> float:
+    """What the last program of a tile that is split takes, if a tile takes `whole`. Of two it reads what one left."""
+    read = 1 if parts == 2 else parts
+    return whole / parts + _MEETING_COST + read * _PART_COST + tile.m * tile.n / tile.warps * _SUM_COST
+
+
+def _alone(tile: Config, batches: int, M: int, N: int, K: int, sms: int) -> float:
+    """What all rows take that are there, in multiply-adds of one multiprocessor with the fastest tile."""
+    plan = schedule(_tiles(tile, batches, M, N), -(-K // tile.k), sms, tile.split, tile.parts)
+    whole = _whole(tile, K, tile.rate)
+    return -(-plan.whole // plan.programs) * whole + (_part(tile, plan.parts, whole) if plan.parts else 0)
+
+
+def _fed(
+    tile: Config, batches: int, M: int, N: int, K: int, itemsize: int, sms: int, block: int, apart: bool
+) -> dict[Config, tuple[float, float]]:
+    """The same where rows come in blocks, the first at once and the others one after another, for all ways to split.
+
+    The tiles of each block read all of the right side anew, if the L2 does not keep it from one block to the next.
+    Where that takes longer than all else, what else takes comes second.
+    """
+    tiles, steps, blocks = _tiles(tile, batches, M, N), -(-K // tile.k), max(1, batches * M // block)
+    ahead = Ahead.of(tile, batches, M, N, block, apart)
+    units = tiles + ahead.early
+    comes = [0.0, *(_FIRST + i * (_PAUSE + block * K * itemsize / _BYTES) for i in range(1, blocks))]
+    whole = _whole(tile, K, tile.fed or tile.rate)
+    half, programs = _part(tile, 2, whole), min(sms, units)
+    plans: dict[int, list[Schedule]] = {units: [Schedule(programs, units)]}  # by how many come before the split ones
+    for split, parts in _split_counts(tiles, tiles // blocks, ahead, sms):
+        plan = schedule(units, steps, sms, split, parts)
+        if plan.parts and plan.programs == programs:  # others would leave multiprocessors without work
+            plans.setdefault(plan.whole, []).append(plan)
+    right = N * K * itemsize
+    reading = (min(blocks, batches * -(-M // tile.m)) if right > _IN_L2 else 0) * right * _WORK_OF_A_BYTE_READ
+    found, free = dict[Config, tuple[float, float]](), [0.0] * programs
+    for number in range(units + 1):
+        for plan in plans.get(number, ()):
+            took, left, part = list(free), units - number, _part(tile, plan.parts, whole) if plan.parts else 0.0
+            for turn in range(left * plan.parts):
+                there = comes[(number - ahead.early + turn % left) * blocks // tiles]
+                program = (number + turn) % programs
+                took[program] = max(took[program], there) + part
+            walk = replace(tile, split=left, parts=plan.parts or tile.parts)
+            found[walk] = max(*took, reading), max(took)
+        if number == units:
+            break
+        if number < 2 * ahead.early:
+            there, takes = comes[number * blocks // (2 * tiles)], half
+        else:
+            there, takes = comes[(number - ahead.early) * blocks // tiles], whole
+        program = number % programs
+        free[program] = max(free[program], there) + takes
+    return found

@@ -1,4 +1,4 @@
-# error: 'fused' cannot overlap allreduce with a matmul: it is no allgather of rows
+# error: 'fused' cannot overlap the allreduce: fused handles only allgathers of rows
 # expected: an allgather of the rows of a matmul's left side
 # hint: use 'pipeline', which slices any communication along a Stream axis, or 'sequential'
 lower examples/patterns.py:row_parallel --strategy fused

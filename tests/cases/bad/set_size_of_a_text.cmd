@@ -1,3 +1,3 @@
 # error: --set N=-1: not a size
-# expected: a positive integer
+# expected: an integer from 0
 run tests/cases/bad/run_size_not_bound.hir --set N=-1

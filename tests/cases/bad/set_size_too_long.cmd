@@ -1,3 +1,3 @@
 # error: --set N=1000000000000000000000: not a size
-# expected: a positive integer of at most 18 digits
+# expected: an integer from 0, of at most 18 digits
 run tests/cases/bad/run_size_not_bound.hir --set N=1000000000000000000000

@@ -7,7 +7,7 @@ from random import Random
 
 import torch
 
-from hostir.runtime.kernels.push import Piece, Push
+from hostir.runtime.kernels.flags import Piece, PushKernel
 
 GUARD = 64  # bytes around each target that must stay as they are
 
@@ -21,7 +21,7 @@ class Job:
     offsets: list[int]
     flags: torch.Tensor
     size: int
-    push: Push
+    push: PushKernel
 
     @classmethod
     def random(cls, random: Random, device: str, pieces: int, size: int, shift: int, sms: int = 3) -> Job:
@@ -35,7 +35,7 @@ class Job:
             Piece(offset, target.data_ptr() + GUARD + shift, flags.data_ptr() + 8 * i if i % 4 != 3 else 0, i + 1)
             for i, (offset, target) in enumerate(zip(offsets, targets, strict=True))
         ]
-        push = Push(torch.device(device, 0) if device == "cuda" else torch.device(device), told, size, sms)
+        push = PushKernel(torch.device(device, 0) if device == "cuda" else torch.device(device), told, size, sms)
         return cls(source, targets, offsets, flags, size, push)
 
     def check(self, shift: int) -> None:

@@ -10,11 +10,10 @@ from functools import partial
 import pytest
 import torch
 
-from hostir.runtime import plan
+from hostir.runtime import unroll as plan
 from hostir.runtime.kernels import table
-from hostir.runtime.kernels.kernel import KEPT, repeating
-from hostir.runtime.kernels.table import kernel_table
-from hostir.runtime.plan import CALLER, Compute, Place, bind
+from hostir.runtime.kernels.table import KEPT, kernel_table, repeating
+from hostir.runtime.unroll import CALLER, ComputeOp, StatementPlace, bind
 from tests.runtime.small_programs import alone
 
 
@@ -77,7 +76,7 @@ def test_an_operation_keeps_what_its_kernel_returns_where_that_is_repeatable(
     kernel = Adding()
     monkeypatch.setattr(plan, "REPEATABLE", (kernel,) if repeatable else ())
     (*_, statement) = alone("%c: f32[4, 5] = allocate\n  matmul %a, %b -> %c").body
-    op = Compute(Place(statement, ()), CALLER, "matmul", 1, (2,), {"by": 3})
+    op = ComputeOp(StatementPlace(statement, ()), CALLER, "matmul", 1, (2,), {"by": 3})
     step = bind(op, [None, torch.zeros(4), torch.zeros(4)], torch.device("cpu"), {"matmul": kernel})
     for _ in range(3):
         step()

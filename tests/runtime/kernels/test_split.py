@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels.split import MIN_STEPS, MOST_PARTS, Schedule, first_step, schedule
+from hostir.runtime.kernels.matmul_kernel import MIN_STEPS, MOST_PARTS, Schedule, first_step, schedule
 
 SHAPES = {
     "tiles": st.integers(1, 700),

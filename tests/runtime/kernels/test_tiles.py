@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels.split import schedule
-from hostir.runtime.kernels.tile_choice import choose
-from hostir.runtime.kernels.tiles import Ahead, Config, in_blocks
+from hostir.runtime.kernels.matmul_kernel import schedule
+from hostir.runtime.kernels.tiles import Ahead, Config, choose, in_blocks
 
 EXTENTS = st.integers(1, 1 << 17)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

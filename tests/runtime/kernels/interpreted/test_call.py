@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hostir.runtime.kernels import matmul as matmul_call
 from hostir.runtime.kernels import matmul as module
-from hostir.runtime.kernels import matmul_call
+from hostir.runtime.kernels.flags import ReadyFlags, no_stalls
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import matmul, multiply
 from hostir.runtime.kernels.matmul_kernel import matmul_kernel
-from hostir.runtime.kernels.ready import ReadyFlags, no_stalls
 from hostir.runtime.kernels.tiles import Config
 from tests.runtime.kernels.checking import filled
 
@@ -49,13 +49,13 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Every launch, from the second of its kind on, goes to this one."""
     recorder = Recorder()
-    original = matmul_call.Call._compile
+    original = matmul_call.MatmulLaunch._compile
 
-    def compile(self: matmul_call.Call, *tensors: object) -> None:
+    def compile(self: matmul_call.MatmulLaunch, *tensors: object) -> None:
         original(self, *tensors)
         self.compiled = recorder
 
-    monkeypatch.setattr(matmul_call.Call, "_compile", compile)
+    monkeypatch.setattr(matmul_call.MatmulLaunch, "_compile", compile)
     monkeypatch.setattr(matmul_call, "bind_thread", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(module, "_calls", {})

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels.matmul import matmul
-from hostir.runtime.kernels.operands import DTYPES
+from hostir.runtime.kernels.matmul import DTYPES, matmul
 from hostir.runtime.kernels.tiles import Config
 from tests.runtime.kernels.checking import check_matmul, embedded, filled
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import triton.runtime.interpreter as interpreter
 
-from hostir.runtime.kernels import push
-from hostir.runtime.kernels.push import Piece, Push
+from hostir.runtime.kernels import flags as push
+from hostir.runtime.kernels.flags import Piece, PushKernel
 from tests.runtime.kernels.pushing import Job
 
 
@@ -63,7 +63,7 @@ def test_what_is_in_its_place_is_not_copied_and_its_flag_rises() -> None:
     before, other = source.clone(), torch.zeros(32)
     here = Piece(128, source.data_ptr() + 128, flag.data_ptr(), 3)
     there = Piece(128, other.data_ptr(), flag.data_ptr() + 8, 4)
-    Push(torch.device("cpu"), [here, there], 128, sms=2)(source)
+    PushKernel(torch.device("cpu"), [here, there], 128, sms=2)(source)
     assert torch.equal(source, before)
     assert torch.equal(other, source[32:])
     assert flag.tolist() == [3, 4]
@@ -71,7 +71,7 @@ def test_what_is_in_its_place_is_not_copied_and_its_flag_rises() -> None:
 
 def test_one_kernel_serves_sources_that_lie_differently() -> None:
     target = torch.zeros(40, dtype=torch.int16)
-    kernel = Push(torch.device("cpu"), [Piece(0, target.data_ptr())], 80, sms=2)
+    kernel = PushKernel(torch.device("cpu"), [Piece(0, target.data_ptr())], 80, sms=2)
     memory = torch.arange(64, dtype=torch.int16)
     for start in (0, 8, 3, 4):
         source = memory[start : start + 40]
@@ -86,4 +86,4 @@ def test_programs_are_as_many_groups_as_have_a_batch_at_most() -> None:
 
 def test_more_multiprocessors_than_there_are_are_all() -> None:
     target = torch.zeros(8)
-    assert Push(torch.device("cpu"), [Piece(0, target.data_ptr())], 32, sms=10**12).sms == 3
+    assert PushKernel(torch.device("cpu"), [Piece(0, target.data_ptr())], 32, sms=10**12).sms == 3

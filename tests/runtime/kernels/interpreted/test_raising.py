@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from hostir.runtime.kernels.raising import Raising
+from hostir.runtime.kernels.flags import Raising
 
 
 def test_a_kernel_sets_one_flag_to_its_epoch_and_leaves_the_others():

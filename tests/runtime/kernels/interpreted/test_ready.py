@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels import matmul as matmul_module
-from hostir.runtime.kernels.matmul import _calls, matmul
-from hostir.runtime.kernels.operands import DTYPES
-from hostir.runtime.kernels.ready import ReadyFlags, no_stalls, stall_error
+from hostir.runtime.kernels.flags import ReadyFlags, no_stalls, stall_error
+from hostir.runtime.kernels.matmul import DTYPES, _calls, matmul
 from hostir.runtime.kernels.tiles import Config
 from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled, multiprocessors
 from tests.runtime.kernels.checking import parts as parts_of_tiles

@@ -12,11 +12,10 @@ import triton.runtime.interpreter as interpreter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels import workspace
-from hostir.runtime.kernels.matmul import matmul
-from hostir.runtime.kernels.operands import DTYPES
-from hostir.runtime.kernels.ready import ReadyFlags, no_stalls
-from hostir.runtime.kernels.split import MIN_STEPS
+from hostir.runtime.kernels import matmul as workspace
+from hostir.runtime.kernels.flags import ReadyFlags, no_stalls
+from hostir.runtime.kernels.matmul import DTYPES, matmul
+from hostir.runtime.kernels.matmul_kernel import MIN_STEPS
 from hostir.runtime.kernels.tiles import Config
 from tests.runtime.kernels.checking import check_matmul, embedded, filled, multiprocessors, parts
 

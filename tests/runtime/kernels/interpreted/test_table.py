@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-import hostir.ir.text as text
+import hostir.ir as text
 from hostir.ir.source import HostIRError
-from hostir.runtime.kernels.ready import ReadyFlags, block_rows, no_stalls
+from hostir.runtime.kernels.flags import ReadyFlags, block_rows, no_stalls
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs

@@ -1,0 +1,89 @@
+"""Checks of whole programs: their structure, and of host programs the orders between all that they do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+from hostir.check.signature import Signature, forget_forms
+from hostir.check.structure import check_structure, verify
+from hostir.ir.op import Phase
+from hostir.ir.program import Program
+from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
+
+
+def check(
+    program: Program, *, settled: bool = False, sizes: Mapping[str, int] | None = None, calls: int | None = None
+) -> list[Diagnostic]:
+    """Every finding, in program order, warnings last; empty for a program that is right in every legal schedule.
+
+    That a program could not be looked at for races is an error, of kind `unchecked`.
+
+    Args:
+        program: of either phase. Only host programs whose structure is sound are looked at for races, deadlocks and
+            misuse of memory.
+        settled: as for `check_structure`.
+        sizes: of symbols; those left out get small values.
+        calls: how many calls follow each other; unless given, as many as show what any number would.
+    """
+    found = check_structure(program, settled=settled)
+    if found:
+        return found
+    return _orders(program, sizes, calls)
+
+
+def _orders(program: Program, sizes: Mapping[str, int] | None, calls: int | None = None) -> list[Diagnostic]:
+    """Findings about a program of sound structure."""
+    if program.phase is not Phase.HOST:
+        return program.misfits(sizes or {})
+    from hostir.check.proof import look  # loads numpy
+
+    return look(program, sizes, calls).findings
+
+
+def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
+    """The program itself, or a HostIRError with all that `check` finds wrong with it. Warnings pass.
+
+    What could not be looked at is not proved, and refused like what is wrong. A proof is remembered for all sizes that
+    it holds for (`hostir.check.signature`): for others of them this takes some 100 us.
+
+    Args:
+        program: of either phase.
+        sizes: of symbols; those left out get small values.
+    """
+    verify(program)
+    if program.phase is not Phase.HOST:
+        return program
+    known = _signature(program)
+    bound = {name: value for name, value in (sizes or {}).items() if name in known.names}
+    program.check_whole(bound)
+    if bound.keys() != known.names:
+        from hostir.check.signature import small_sizes
+
+        bound = small_sizes(program, bound) or bound
+    key = known.of(bound)
+    if key in known.proved:
+        return program
+    if errors := [found for found in _orders(program, bound) if found.level == "error"]:
+        raise HostIRError(*(_refused(found) if found.kind == UNCHECKED else found for found in errors))
+    known.proved.add(key)
+    return program
+
+
+@lru_cache(maxsize=256)
+def _signature(program: Program) -> Signature:
+    return Signature(program)
+
+
+def forget() -> None:
+    """Forgets what was proved: for tests and benchmarks."""
+    _signature.cache_clear()
+    forget_forms()
+
+
+def _refused(unchecked: Diagnostic) -> Diagnostic:
+    return replace(unchecked, hint=f"{unchecked.hint}; or run it unproved: check=False, --no-check")
+
+
+__all__ = ["check", "check_structure", "forget", "prove", "verify"]

@@ -1,0 +1,354 @@
+"""Ranks that are alike: one is looked at, and stands for all.
+
+On most programs each rank does what its neighbour does, only one place further on: its peers are the neighbour's next
+ones, and so are the rows and flags that belong to ranks. Then a race, a deadlock or a read of nothing on any rank is
+one on rank 0 too, where it is enough to look. docs/memory-model.md has the argument.
+
+Rank 0 is traced with indices that know their value on every rank. Whatever would make ranks differ, a condition or an
+epoch say, is refused (`UnlikeError`), and then every rank has to be walked.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hostir.check.deadlocks import Lanes, together
+from hostir.check.order import Clock, Order, Trouble
+from hostir.check.tracer import Access, Event, Flag, Kernel, Tracer
+from hostir.ir.machine import ARITHMETIC, Frame
+from hostir.ir.program import Program
+from hostir.ir.regions import Dims, Region
+from hostir.ir.source import HostIRError
+from hostir.ir.types import Mesh
+
+T = TypeVar("T")
+
+
+class UnlikeError(Exception):
+    """Ranks do different things."""
+
+
+class PerRank:
+    """An integer that each rank has a value of its own for. Asked for one answer, it gives what holds on all ranks."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, numbers: bytes) -> None:
+        self.numbers = numbers
+
+    @staticmethod
+    def of(values: Any) -> PerRank:
+        return PerRank(np.asarray(values, dtype=np.int64).tobytes())
+
+    @property
+    def values(self) -> Any:
+        return np.frombuffer(self.numbers, dtype=np.int64)
+
+    def __str__(self) -> str:
+        raise UnlikeError
+
+    def __hash__(self) -> int:
+        raise UnlikeError
+
+
+def _plain(number: Any) -> Any:
+    return number.numbers if isinstance(number, PerRank) else number
+
+
+def _spread(number: Any) -> Any:
+    return np.frombuffer(number, dtype=np.int64) if isinstance(number, bytes) else number
+
+
+@lru_cache(maxsize=1 << 14)
+def _computed(compute: Callable[[Any, Any], Any], a: bytes | int, b: bytes | int) -> PerRank | int:
+    """Loops come to the same few numbers again and again."""
+    if compute in (operator.floordiv, operator.mod) and not np.all(_spread(b)):
+        raise ZeroDivisionError
+    found = compute(_spread(a), _spread(b))
+    return int(found[0]) if (found == found[0]).all() else PerRank.of(found)
+
+
+@lru_cache(maxsize=1 << 14)
+def _compared(compare: Callable[[Any, Any], Any], a: bytes, b: bytes | int) -> bool:
+    found = compare(_spread(a), _spread(b))
+    if found.all() or not found.any():
+        return bool(found.all())
+    raise UnlikeError
+
+
+def _binary(compute: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    """An operation of numbers of every rank, and the same with its sides exchanged."""
+    return (
+        lambda a, b: _computed(compute, _plain(a), _plain(b)),
+        lambda b, a: _computed(compute, _plain(a), _plain(b)),
+    )
+
+
+def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], bool]:
+    return lambda a, b: _compared(compare, a.numbers, _plain(b))
+
+
+for operation in ARITHMETIC.values():
+    here, there = _binary(operation)
+    setattr(PerRank, f"__{operation.__name__}__", here)
+    setattr(PerRank, f"__r{operation.__name__}__", there)
+for operation in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
+    setattr(PerRank, f"__{operation.__name__}__", _comparison(operation))
+
+
+class _Frame(Frame):
+    """The run of a program on all ranks at once."""
+
+    def place(self, mesh: Mesh, over: str) -> int:
+        place: Any = PerRank.of(range(mesh.size(over)))
+        return place  # type: ignore[no-any-return]
+
+    def member(self, team: tuple[int, ...], place: Any) -> int:
+        """Rank 0's peer, where every rank's is as far from itself. The team has all ranks, in order."""
+        if not isinstance(place, PerRank):
+            raise UnlikeError
+        return _distance(place.numbers)
+
+
+@lru_cache(maxsize=1 << 12)
+def _distance(numbers: bytes) -> int:
+    """Return the distance from each rank to its peer; raise where it differs from rank to rank."""
+    values = np.frombuffer(numbers, dtype=np.int64)
+    if ((values - values[0] - np.arange(len(values))) % len(values)).any():
+        raise UnlikeError
+    return int(values[0])
+
+
+class _Tracer(Tracer):
+    frame = _Frame
+
+
+def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | None:
+    """The order of a program as rank 0 sees it, which stands for all; None where ranks differ."""
+    ranks = tuple(range(program.ranks))
+    if len(ranks) == 1 or any(mesh.devices != ranks or len(mesh.shape) > 1 for mesh in program.meshes):
+        return None
+    tracer = _Tracer(0, program, sizes)
+    try:
+        for _ in range(calls):
+            tracer.call()
+        if tracer.problems:
+            return None
+        return Alike(tracer, len(ranks))
+    except (UnlikeError, HostIRError):
+        return None
+
+
+class Alike(Order):
+    """The order of rank 0's events, and of what other ranks do to its memory and its flags.
+
+    Each of the latter is a copy of what rank 0 does to that of another. The clock of the copy is that of the original
+    as seen from there: what rank 0 knows of rank 2, rank 3 knows of rank 5.
+    """
+
+    def __init__(self, tracer: Tracer, count: int) -> None:
+        self.count = count
+        sides = [side for sides in tracer.collectives.values() for side in sides]
+        if tracer.messages or any(side.exchange.moves is not None for side in sides):
+            raise UnlikeError
+        _Rotation(tracer, count).check()
+        kinds = dict.fromkeys(event.lane[1:] for event in tracer.events if event.lane is not None)
+        self.width = len(kinds)  # lanes of a rank
+        tracer.events += [copy for event in tracer.events for copy in self._at_rank_0(event)]
+        tracer.signals = [self._signal(flag, tracer.events) for flag in tracer.signals]
+        for flag in tracer.waits:
+            flag.slot = _at(flag.slot, 0)
+        super().__init__([tracer])
+        self.lanes = {(rank, *kind): rank * self.width + n for rank in range(count) for n, kind in enumerate(kinds)}
+
+    def _at_rank_0(self, event: Event) -> Iterator[Event]:
+        """Leaves an event what it does to rank 0's memory; yields the copies that stand for what others do there."""
+        far = [access for access in event.accesses if access.rank > 0]
+        event.accesses = [_access(access, 0) for access in event.accesses if access.rank < 0]
+        for access in far:
+            rank = self.count - access.rank
+            yield self.copy(event, rank, [_access(replace(access, rank=-1), rank)])
+
+    def _signal(self, flag: Flag, events: list[Event]) -> Flag:
+        """The signal to rank 0 that is sent as rank 0 sends this one."""
+        rank = -flag.rank % self.count
+        event = flag.event
+        if rank:
+            event = self.copy(event, rank, [])
+            events.append(event)
+        return Flag(event, 0, flag.flags, _at(flag.slot, rank), flag.epoch)
+
+    def copy(self, event: Event, rank: int, accesses: Sequence[Access] = ()) -> Event:
+        """Copy an event of rank 0 as the same event of another rank."""
+        lane = event.lane and (rank, *event.lane[1:])
+        ends = [((rank, *lane[1:]), tick) for lane, tick in event.ends]
+        seen = lambda clock: self.seen_from(clock, rank)  # noqa: E731
+        made = Event(rank, event.call, event.verb, event.statement, event.rounds, event.stream, event.number)
+        made.lane, made.tick, made.ends, made.seen = lane, event.tick, ends, seen
+        made.after, made.accesses = [event], [*accesses]
+        return made
+
+    def seen_from(self, clock: Clock, rank: int) -> Clock:
+        """The clock of a rank's event, given that of the same of rank 0."""
+        turned = len(clock) - rank * self.width
+        return np.concatenate((clock[turned:], clock[:turned]))
+
+    # What is asked of all ranks is asked of rank 0, and seen from everywhere.
+    def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
+        return [issued[0].get(team, [])]
+
+    def _moment(self, after: list[Event]) -> Event:
+        moment = super()._moment(after)
+        moment.seen = lambda clock: np.tile(clock.reshape(self.count, self.width).max(axis=0), self.count)
+        return moment
+
+    def stuck(self) -> Iterator[Trouble]:
+        """A kernel that may be in a ring of kernels that hold each other up; where there is none, there is no ring."""
+        import networkx as nx
+
+        lanes, kernels = Lanes(self), self.ranks[0].kernels
+        graph: Any = nx.DiGraph()
+        for kernel in kernels:
+            for rank in range(self.count):
+                other = self._kernel(kernel, rank, lanes) if rank else kernel
+                for holder in kernels:
+                    if (other is holder or together(self, other, holder)) and lanes.any_held(other, holder):
+                        graph.add_edge(kernel, holder)
+        for knot in nx.strongly_connected_components(graph):
+            first = min(knot, key=kernels.index)
+            if len(knot) > 1 or graph.has_edge(first, first):
+                yield Trouble("SMs held", [first.start])
+                return
+
+    def _kernel(self, kernel: Kernel, rank: int, lanes: Lanes) -> Kernel:
+        """The same kernel on another rank."""
+        other = Kernel(self.copy(kernel.start, rank), self.copy(kernel.end, rank))
+        self.clocks[other.start] = self.seen_from(self.clocks[kernel.start], rank)
+        lanes.latest[other] = self.seen_from(lanes.latest[kernel], rank)
+        return other
+
+
+def _at(number: Any, rank: int) -> int:
+    """The value of a number on a rank."""
+    return int(number.values[rank]) if isinstance(number, PerRank) else int(number)
+
+
+def _differs(number: object) -> bool:
+    """Whether a number differs from rank to rank."""
+    return isinstance(number, PerRank)
+
+
+def _access(access: Access, rank: int) -> Access:
+    """An access as a rank makes it."""
+    if not _differs(access.region.offset):
+        return access
+    return replace(access, region=Region(_at(access.region.offset, rank), access.region.dims))
+
+
+# Memory that goes round with the ranks --------------------------------------------------------------------------------
+class _Rotation:
+    """Map the addresses of each rank's buffers to those that the next rank uses in the same way.
+
+    It is the same address, or one whose digit of weight `step` is one higher, modulo the number of ranks. So all
+    regions correspond, and overlap on every rank as they do on rank 0.
+    """
+
+    def __init__(self, tracer: Tracer, count: int) -> None:
+        self.tracer = tracer
+        self.count = count
+        self.steps: dict[str, int] = {}  # by buffer; those that are not here do not go round
+        self.blocks: set[int] = set()  # accesses of kernels' blocks, which go round among themselves
+
+    def check(self) -> None:
+        """Raises UnlikeError unless it is so."""
+        awaited = {id(flag) for kernel in self.tracer.kernels for flag in kernel.waits}
+        accesses = [access for event in self.tracer.events for access in event.accesses]
+        flags = [flag for flag in (*self.tracer.signals, *self.tracer.waits) if id(flag) not in awaited]
+        addresses: list[tuple[str, Any]] = [(access.buffer.name, access.region.offset) for access in accesses]
+        addresses += [(flag.flags, flag.slot) for flag in flags]
+        for name, address in addresses:
+            if _differs(address):
+                self._need(name, _step(address.numbers))
+        for kernel in self.tracer.kernels:
+            self._kernel(kernel)
+        for access in accesses:
+            step = self.steps.get(access.buffer.name)
+            if step is not None and id(access) not in self.blocks:
+                self._region(access.region, step)
+        for flag in flags:
+            if _differs(flag.epoch[1]) or (not _differs(flag.slot) and flag.flags in self.steps):
+                raise UnlikeError
+
+    def _need(self, buffer: str, step: int) -> None:
+        if self.steps.setdefault(buffer, step) != step:
+            raise UnlikeError
+
+    def _region(self, region: Region, step: int) -> None:
+        fits = _one_place if _differs(region.offset) else _all_places
+        if not fits(_at(region.offset, 0), region.dims, step, self.count):
+            raise UnlikeError
+
+    def _kernel(self, kernel: Kernel) -> None:
+        """Check that the blocks of a kernel, and the rows they touch, rotate with its flags."""
+        step = self.steps.get(kernel.waits[0].flags) if kernel.waits else None
+        if step is None:
+            return
+        n = len(kernel.waits)
+        if n % (step * self.count) or [flag.slot for flag in kernel.waits] != [*range(n)]:
+            raise UnlikeError
+        for same in zip(*(flag.event.accesses for flag in kernel.waits), strict=True):
+            offsets = [access.region.offset for access in same]
+            rows = offsets[1] - offsets[0]
+            if not rows and all(offset is offsets[0] or offset == offsets[0] for offset in offsets):
+                continue  # what every block reads
+            if _differs(rows) or rows <= 0:
+                raise UnlikeError
+            self._need(same[0].buffer.name, rows * step)
+            for i, access in enumerate(same):
+                place = offsets[i] // (rows * step) % self.count
+                if offsets[i] != offsets[0] + i * rows or place != i // step % self.count:
+                    raise UnlikeError
+                if not _one_place(offsets[i], access.region.dims, rows * step, self.count):
+                    raise UnlikeError
+                self.blocks.add(id(access))
+
+
+@lru_cache(maxsize=1 << 12)
+def _step(numbers: bytes) -> int:
+    """The weight of the digit in which the addresses of all ranks differ; raises unless it goes up with the ranks."""
+    values = np.frombuffer(numbers, dtype=np.int64)
+    low, n = int(values.argmin()), len(values)
+    step = int(values[(low + 1) % n] - values[low])
+    if (values != values[low] + step * ((np.arange(n) - low) % n)).any() or values[low] // step % n:
+        raise UnlikeError
+    return step
+
+
+@lru_cache(maxsize=1 << 16)
+def _one_place(offset: int, dims: Dims, step: int, count: int) -> bool:
+    """Whether all elements of a region have the same digit."""
+    inner = sum((n - 1) * s for n, s in dims if s < step)
+    return offset % step + inner < step and all(s < step or s % (step * count) == 0 for _, s in dims)
+
+
+@lru_cache(maxsize=1 << 16)
+def _all_places(offset: int, dims: Dims, step: int, count: int) -> bool:
+    """Whether a region stays the same when the digit of all its elements goes one up, modulo the number of ranks."""
+    if offset // step % count:
+        return False
+    across, inner = 0, offset % step
+    for n, s in dims:
+        if s % (step * count) == 0:
+            continue
+        if s <= step < n * s and step % s == 0 and n * s % (step * count) == 0:
+            across += 1
+            inner += step - s
+        else:
+            inner += (n - 1) * s
+    return across == 1 and inner < step

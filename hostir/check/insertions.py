@@ -1,0 +1,647 @@
+"""Statements that might repair a finding, and the places where they would stand."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from hostir.check.findings import Finding
+from hostir.check.order import Order
+from hostir.check.tracer import CALLER, Event, Flag
+from hostir.ir.host_ops import Allocate, CurrentStream, Dense, For, FreeBuffer, SetStream, Synchronize, Wait
+from hostir.ir.machine import Frame
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, If, PeerCopy, Rank, Signal, WaitSignal
+from hostir.ir.op import Bin, Expr, Lit, Phase, Ref, Statement, Value, expr_values, rename_expr
+from hostir.ir.program import Names, Program
+from hostir.ir.sizes import Size
+from hostir.ir.source import HostIRError
+from hostir.ir.tensor_ops import Contraction, ViewStatement
+from hostir.ir.types import FLAG, Kind, TensorType
+
+# Places in a program --------------------------------------------------------------------------------------------------
+# Edits of host programs by place, and what holds at a place: the names in scope, the stream that is current.
+
+Place = tuple[int, ...]  # an index into the program's body, an index into the body of what stands there, ...
+Block = tuple[Statement, ...]
+
+
+def on_host(s: Statement) -> bool:
+    """Whether no stream sees it."""
+    return isinstance(s, (ViewStatement, Allocate, AllocateSymmetric, Rank)) and not isinstance(s, Dense)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Puts statements in front of what stands at a place, or in place of the `drop` first that stand there."""
+
+    place: Place
+    new: Block = ()
+    drop: int = 0
+
+
+Edits = tuple[Edit, ...]
+
+
+def edited(program: Program, edits: Iterable[Edit]) -> Program:
+    """The program with some edits, whose places are those of the program as it is; what they leave empty goes too."""
+    body = program.body
+    for edit in sorted(edits, key=lambda e: e.place, reverse=True):  # the last first: it moves no other
+        body = _spliced(body, edit.place, edit)
+    return program.with_body(body)
+
+
+def _spliced(body: Block, place: Place, edit: Edit) -> Block:
+    at, *inner = place
+    if not inner:
+        return (*body[:at], *edit.new, *body[at + edit.drop :])
+    outer = body[at]
+    assert isinstance(outer, (For, If))
+    inside = _spliced(outer.body, tuple(inner), edit)
+    return (*body[:at], *([replace(outer, body=inside)] if inside else []), *body[at + 1 :])
+
+
+def without(body: Block, gone: Sequence[Statement]) -> Block:
+    """A body without these very statements, and without the loops and conditions that this leaves empty."""
+    kept: list[Statement] = []
+    for s in body:
+        if any(s is g for g in gone):
+            continue
+        if not isinstance(s, (For, If)) or (inner := without(s.body, gone)) == s.body:
+            kept.append(s)
+        elif inner:
+            kept.append(replace(s, body=inner))
+    return tuple(kept)
+
+
+class Outline:
+    """The statements of a host program with their places."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.statements = list(_placed(program.body, ()))
+        self.places = {id(s): place for place, s in self.statements}
+        self.user = callers_stream(program)
+
+    def place(self, s: Statement) -> Place:
+        return self.places[id(s)]
+
+    def block(self, place: Place) -> Block:
+        """The block that a place is in."""
+        body = self.program.body
+        for at in place[:-1]:
+            body = body[at].bodies[0]
+        return body
+
+    def end(self, place: Place) -> Place:
+        """Behind the last statement of the block that a place is in."""
+        return (*place[:-1], len(self.block(place)))
+
+    def setter(self, place: Place) -> SetStream | None:
+        """The last `set_stream` above a place."""
+        above = [s for at, s in self.statements if at < place and isinstance(s, SetStream)]
+        return above[-1] if above else None
+
+    def stream(self, place: Place) -> Expr | None:
+        """The stream that is current at a place, as the text above it says; None where that cannot be written."""
+        setter = self.setter(place)
+        if setter is not None:
+            return setter.stream if self.knows(place, setter.stream) else None
+        return Ref(self.user) if self.user else None
+
+    def knows(self, place: Place, stream: Expr) -> bool:
+        """Whether all names of a stream are in scope at a place."""
+        scope = self.scope(place)
+        return all(scope.get(v.name) == v for v in expr_values(stream))
+
+    def scope(self, place: Place) -> dict[str, Value]:
+        """What is in scope at a place."""
+        found = {v.name: v for v in self.program.inputs}
+        body = self.program.body
+        for at in place[:-1]:
+            outer = body[at]
+            found |= _defined(body[:at]) | ({outer.index.name: outer.index} if isinstance(outer, For) else {})
+            body = outer.bodies[0]
+        return found | _defined(body[: place[-1]])
+
+    def all_of(self, *kinds: type[Statement]) -> Iterator[tuple[Place, Statement]]:
+        return ((place, s) for place, s in self.statements if isinstance(s, kinds))
+
+    # What is put in ---------------------------------------------------------------------------------------------------
+    def fork(self, place: Place, source: Ref | Lit) -> Block:
+        """Every other worker waits for a stream; then the stream that is current goes on to be it."""
+        index, count = self._index(place), self.program.streams
+        worker: Expr = Ref(index)
+        if isinstance(source, Lit):
+            count, next = count - 1, Bin("+", worker, Lit(source.value + 1))
+            if source.value < count:
+                worker = Bin("%", next, Lit(count + 1)) if source.value else next
+        body = (SetStream(stream=worker), Synchronize(stream=source))
+        return (self._for_all(index, body, count), *self._back(place)) if count else ()
+
+    def join(self, place: Place) -> Block:
+        """The current stream waits for every worker."""
+        index = self._index(place)
+        return (self._for_all(index, (Synchronize(stream=Ref(index)),), self.program.streams),)
+
+    def at_callers(self, place: Place) -> Block:
+        """What makes the caller's stream current at a place of the program's own block, if anything is needed."""
+        if len(place) > 1 or self.user is None:
+            return ()
+        setter = self.setter(place)
+        return () if setter is None or setter.stream == Ref(self.user) else (SetStream(stream=Ref(self.user)),)
+
+    def ends(self) -> list[Place]:
+        """Places at the end of the program: in front of barriers and frees that close it, of the frees, of nothing."""
+        body = self.program.body
+        found = [len(body)]
+        for closing in (FreeBuffer, (FreeBuffer, Barrier, SetStream)):
+            at = len(body)
+            while at and isinstance(body[at - 1], closing):
+                at -= 1
+            found.append(at)
+        return [(at,) for at in dict.fromkeys(found)]
+
+    def _for_all(self, index: Value, body: Block, count: int) -> For:
+        return For(index=index, count=Size.of(count), body=body)
+
+    def _index(self, place: Place) -> Value:
+        scope, name = self.scope(place), "s"
+        while name in scope:
+            name += "s"
+        return Value(name, Kind.INDEX)
+
+    def _back(self, place: Place) -> Block:
+        current = self.stream(place)
+        return () if current is None or resets(self.block(place)[place[-1] :]) else (SetStream(stream=current),)
+
+
+def resets(body: Block) -> bool:
+    """Whether a body sets the stream before a stream sees anything of it."""
+    first = next((s for s in body if not on_host(s)), None)
+    return isinstance(first, SetStream) or (isinstance(first, For) and resets(first.body))
+
+
+def callers_stream(program: Program) -> Value | None:
+    """The value that holds the caller's stream: that of a `current_stream` above every `set_stream`, if any."""
+    for s in program.body:
+        if isinstance(s, CurrentStream):
+            return s.out
+        if isinstance(s, (SetStream, For, If)):
+            break
+    return None
+
+
+def with_callers_stream(program: Program) -> Program:
+    """The program with a value that holds the caller's stream."""
+    if callers_stream(program) is not None:
+        return program
+    return program.with_body((CurrentStream(out=Value(Names.of(program).fresh("user"), Kind.STREAM)), *program.body))
+
+
+def _defined(body: Block) -> dict[str, Value]:
+    return {v.name: v for s in body if not isinstance(s, For) and (v := s.defines(Phase.HOST))}
+
+
+def _placed(body: Block, outside: Place) -> Iterator[tuple[Place, Statement]]:
+    for at, s in enumerate(body):
+        yield (*outside, at), s
+        for inner in s.bodies:
+            yield from _placed(inner, (*outside, at))
+
+
+# Signals and waits that are missing -----------------------------------------------------------------------------------
+# Signals, waits for them, and kernels' `ready` that are missing, with the index expressions that each needs.
+#
+# A flag can be put back without knowing what it is for. Waits without a signal, and signals without a wait, say which
+# epochs of which flags are missing, and on which ranks. A statement that is put in has to send, or wait for, just those
+# over all ranks and rounds. Its expressions are tried from the program's text and the indices in scope, and those that
+# fit are kept.
+
+Raised = tuple[int, int, int]  # rank, slot, epoch
+Numbers = tuple[int, ...]
+MAX_SUGGESTIONS = 40  # suggestions of one kind
+
+
+class MissingFlags:
+    """Signals and waits of one call that lack their counterpart, and edits that add it."""
+
+    def __init__(self, outline: Outline, order: Order) -> None:
+        self.outline = outline
+        self.order = order
+        made = (s.out for s in outline.program.walk() if isinstance(s, AllocateSymmetric))
+        self.flags = [v for v in made if v.tensor.dtype == FLAG]
+        heard = {id(signal) for signal in order.partners.values()}
+        self.sent = _by_name(flag for rank in order.ranks for flag in rank.signals)
+        self.unsent = _by_name(wait for rank in order.ranks for wait in rank.waits if not order.enough(wait))
+        self.unheard = _by_name(f for rank in order.ranks for f in rank.signals if id(f.event) not in heard)
+
+    def signals(self, waiting: Event) -> Iterator[Edits]:
+        """One statement that sends of a flag what is waited for and nobody sends; best behind copies to the peer."""
+        flags = next((f for f in self.flags if f.name in self.unsent and _names(waiting.statement, f)), None)
+        if flags is None:
+            return
+        missing, sent = self.unsent[flags.name], self.sent.get(flags.name, set())
+        found: list[tuple[bool, int, int, Edits]] = []
+        for place, before in self._behind():
+            frames, slots, epochs = self._ways(place, flags, missing)
+            for peer, over in self._peers(place, flags):
+                ranks = _peers_of(peer, over, flags, frames)
+                for (slot, s), (epoch, e) in product(slots.items(), epochs.items()):
+                    raised = set(zip(ranks, slot, epoch, strict=False))
+                    if len(raised) == len(frames) and missing <= raised and not raised & sent:
+                        signal = Signal(flags=flags, slot=s, epoch=e, peer=peer, over=over)
+                        copied = isinstance(before, PeerCopy) and before.peer == peer
+                        found.append((not copied, len(raised), len(found), (Edit(place, (signal,)),)))
+        yield from (edits for *_, edits in sorted(found, key=lambda f: f[:3])[:MAX_SUGGESTIONS])
+
+    def waits(self, users: Sequence[Statement]) -> Iterator[Edits]:
+        """A wait, in front of a statement or of what it stands in, for signals that nobody waits for yet."""
+        found: list[tuple[int, int, Edits]] = []
+        for flags in (f for f in self.flags if f.name in self.unheard):
+            for place in self._in_front(users):
+                frames, slots, epochs = self._ways(place, flags, self.unheard[flags.name])
+                for (slot, s), (epoch, e) in product(slots.items(), epochs.items()):
+                    heard = {(_rank(f), *which) for f, *which in zip(frames, slot, epoch, strict=True)}
+                    if heard and len(heard) == len(frames) and heard <= self.unheard[flags.name]:
+                        wait = WaitSignal(flags=flags, slot=s, epoch=e)
+                        found.append((-len(heard), len(found), (Edit(place, (wait,)),)))
+        yield from (edits for *_, edits in sorted(found, key=lambda f: f[:2])[:MAX_SUGGESTIONS])
+
+    def kernels(self, users: Sequence[Statement]) -> Iterator[Edits]:
+        """A product takes its rows as flags say that nobody waits for; one block may be of rows that lie elsewhere."""
+        for s in (s for s in users if isinstance(s, Contraction) and s.ready is None):
+            place = self.outline.place(s)
+            owns = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType) and v != s.a]
+            for flags in (f for f in self.flags if f.name in self.unheard):
+                unheard = {(rank, epoch) for rank, _, epoch in self.unheard[flags.name]}
+                frames, slots, epochs = self._ways(place, flags, self.unheard[flags.name])
+                for epoch, e in epochs.items():
+                    heard = {(_rank(f), which) for f, which in zip(frames, epoch, strict=True)}
+                    if len(heard) == len(frames) and heard <= unheard:
+                        for first, own in product(slots.values(), (None, *owns)):
+                            yield from _ready(s, place, flags, e, first, own)
+
+    # Places -----------------------------------------------------------------------------------------------------------
+    def _behind(self) -> Iterator[tuple[Place, Statement]]:
+        """The places behind what a stream sees."""
+        for at, s in self.outline.statements:
+            if not (on_host(s) or isinstance(s, (CurrentStream, SetStream, For, If))):
+                yield (*at[:-1], at[-1] + 1), s
+
+    def _in_front(self, users: Sequence[Statement]) -> list[Place]:
+        """The places in front of statements and of all that they stand in, and within conditions before them."""
+        found: dict[Place, None] = {}
+        for s in users:
+            place = self.outline.place(s)
+            for depth in range(len(place), 0, -1):
+                found[place[:depth]] = None
+                for n, other in enumerate(self.outline.block(place[:depth])[: place[depth - 1]]):
+                    if isinstance(other, If):
+                        found[(*place[: depth - 1], n, len(other.body))] = None
+        return list(found)
+
+    def _frames(self, place: Place, flags: Value) -> list[Frame]:
+        """The values of all indices, each time that a rank comes to a place in one call."""
+        found: list[Frame] = []
+        for rank in self.order.ranks:
+            frame = Frame(rank, rank.sizes)
+            if frame.here(flags.tensor.mesh):
+                for s in self.outline.program.walk():
+                    if isinstance(s, Rank):
+                        s.evaluate(frame)
+                found += _comes(self.outline.program.body, place, frame)
+        return found
+
+    # Expressions ------------------------------------------------------------------------------------------------------
+    def _ways(
+        self, place: Place, flags: Value, missing: set[Raised]
+    ) -> tuple[list[Frame], dict[Numbers, Expr], dict[Numbers, Expr]]:
+        """Each time that ranks come to a place; the slots and the epochs that expressions may come to there."""
+        frames = self._frames(place, flags)
+        slots = self._numbers(self._slots(place, flags), place, frames)
+        return frames, slots, self._numbers(self._epochs(flags, missing), place, frames)
+
+    def _numbers(self, exprs: Iterable[Expr], place: Place, frames: Sequence[Frame]) -> dict[Numbers, Expr]:
+        """The first expression for each sequence of values that one has there; names out of scope are replaced."""
+        found: dict[Numbers, Expr] = {}
+        indices = self._indices(place)
+        for expr in exprs:
+            strange = {v.name for v in expr_values(expr)} - {v.name for v in indices}
+            for index in indices if len(strange) == 1 else () if strange else [None]:
+                known = expr if index is None else rename_expr(expr, dict.fromkeys(strange, index))
+                try:
+                    found.setdefault(tuple(frame.index(known) for frame in frames), known)
+                except ZeroDivisionError:
+                    continue
+        return found
+
+    def _indices(self, place: Place) -> list[Value]:
+        return [v for v in self.outline.scope(place).values() if v.type is Kind.INDEX]
+
+    def _slots(self, place: Place, flags: Value) -> Iterator[Expr]:
+        """Expressions for a slot of a row of flags: those of the text, each index, a block of several indices."""
+        yield from (s.slot for s in self._told(flags) if not isinstance(s, Contraction))
+        count, indices = flags.tensor.shape[0].bind(self.order.ranks[0].sizes), self._indices(place)
+        yield from (Lit(n) for n in range(min(count, 2)))
+        for v in indices:
+            yield Ref(v)
+            for n in (n for n in range(2, count + 1) if count % n == 0):
+                yield Bin("%", Ref(v), Lit(n))
+                yield from (Bin("+", Bin("*", Ref(v), Lit(n)), Ref(w)) for w in indices if w != v and n < count)
+
+    def _epochs(self, flags: Value, missing: set[Raised]) -> Iterator[Expr]:
+        """Expressions for an epoch of a flag: those of the text, the missing ones, a loop's round."""
+        yield from (s.epoch for s in self._told(flags))
+        yield from (Lit(epoch) for epoch in sorted({epoch for _, _, epoch in missing}))
+        rounds = {s.index: None for s in self.outline.program.walk() if isinstance(s, For)}
+        yield from (Bin("+", Ref(v), Lit(1)) for v in rounds)
+
+    def _told(self, flags: Value) -> list[Signal | WaitSignal | Contraction]:
+        """The statements that name flags, those that name these first."""
+        found = [s for s in self.outline.program.walk() if isinstance(s, (Signal, WaitSignal, Contraction))]
+        return sorted(
+            (s for s in found if not isinstance(s, Contraction) or s.ready), key=lambda s: not _names(s, flags)
+        )
+
+    def _peers(self, place: Place, flags: Value) -> Iterator[tuple[Expr, str]]:
+        """How a peer may be written, and the axis that it stands on: as in the text, and all others next to a rank."""
+        mesh = flags.tensor.mesh
+        known = {v.name for v in self._indices(place)}
+        told: list[tuple[Expr, str]] = [
+            (s.peer, s.over) for s in self.outline.program.walk() if isinstance(s, (PeerCopy, Signal))
+        ]
+        for s in self.outline.program.walk():
+            if isinstance(s, Rank) and mesh and s.over in mesh.axes:
+                n = mesh.size(s.over)
+                told.append((Ref(s.out), s.over))
+                told += [(Bin("%", Bin("+", Ref(s.out), Lit(k)), Lit(n)), s.over) for k in range(1, n)]
+        for peer, over in dict.fromkeys(told):
+            if mesh and over in mesh.axes and {v.name for v in expr_values(peer)} <= known:
+                yield peer, over
+
+
+def _names(s: Statement | None, flags: Value) -> bool:
+    return flags in (getattr(s, "flags", None), getattr(s, "ready", None))
+
+
+def _ready(s: Contraction, place: Place, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Iterator[Edits]:
+    """The product with flags that it waits for, where its operands allow that."""
+    try:
+        changed = replace(s, ready=flags, epoch=epoch, first=first, own=own)
+        changed.verify()
+    except HostIRError:
+        return
+    yield (Edit(place, (changed,), drop=1),)
+
+
+def _by_name(flags: Iterable[Flag]) -> dict[str, set[Raised]]:
+    """Which flags of which ranks reach which epochs in the first call."""
+    found: dict[str, set[Raised]] = {}
+    for flag in flags:
+        if flag.epoch[0] == 0:
+            found.setdefault(flag.flags, set()).add((flag.rank, flag.slot, flag.epoch[1]))
+    return found
+
+
+def _peers_of(peer: Expr, over: str, flags: Value, frames: Sequence[Frame]) -> list[int]:
+    """The ranks that a peer is each time; none where there is no such place once."""
+    found: list[int] = []
+    for frame in frames:
+        team = flags.tensor.mesh.team(_rank(frame), over) if flags.tensor.mesh else ()
+        if not 0 <= (at := frame.index(peer)) < len(team):
+            return []
+        found.append(team[at])
+    return found
+
+
+def _rank(frame: Frame) -> int:
+    assert frame.machine.rank is not None
+    return frame.machine.rank
+
+
+def _comes(body: Block, place: Place, frame: Frame) -> Iterator[Frame]:
+    """The frame each time that its rank comes to a place."""
+    at, *inner = place
+    if not inner:
+        yield Frame(frame.machine, frame.sizes, dict(frame.handles))
+        return
+    outer = body[at]
+    if isinstance(outer, For):
+        for index in outer.rounds(frame):
+            outer.begin(frame, index)
+            yield from _comes(outer.body, tuple(inner), frame)
+    elif isinstance(outer, If) and outer.holds(frame):
+        yield from _comes(outer.body, tuple(inner), frame)
+
+
+# Insertions -----------------------------------------------------------------------------------------------------------
+# What might repair a finding: places for a synchronize, a fork, a join, a wait, a free or a barrier.
+#
+# They are suggestions: whether one repairs anything is for the checker to say, and which is best for a search.
+
+REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
+
+
+def for_handles(outline: Outline) -> Iterator[Edits]:
+    """Waits for a handle that nobody waits for, the first in program order: at any place of its block behind it."""
+    for place, s in outline.statements:
+        handle = s.defines(Phase.HOST)
+        if handle is None or handle.type is not Kind.HANDLE:
+            continue
+        behind = outline.block(place)[place[-1] + 1 :]
+        if not any(isinstance(x, Wait) and x.handle == handle for x in behind):
+            yield from _waits(handle, place, behind)
+            return
+
+
+def _waits(handle: Value, place: Place, behind: tuple[Statement, ...]) -> Iterator[Edits]:
+    for n, s in enumerate((None, *behind), place[-1] + 1):
+        if s is None or not (on_host(s) or isinstance(s, Wait)):
+            yield (Edit((*place[:-1], n), (Wait(handle=handle),)),)
+
+
+def for_leaks(outline: Outline, names: Container[str]) -> Edits:
+    """Frees for all buffers that nobody frees: where the block ends that allocates them."""
+    ends: dict[Place, list[Statement]] = {}
+    for place, s in outline.all_of(Allocate):
+        value = s.defines(Phase.HOST)
+        freed = any(isinstance(x, FreeBuffer) and x.x == value for x in outline.block(place))
+        if value is not None and value.name in names and not freed:
+            ends.setdefault(outline.end(place), []).append(FreeBuffer(x=value))
+    return tuple(Edit(end, (*outline.at_callers(end), *frees)) for end, frees in ends.items())
+
+
+class Suggestions:
+    """Edits that may repair a finding about two events that nothing orders, or a signal that nobody sends."""
+
+    def __init__(self, outline: Outline, order: Order) -> None:
+        self.outline = outline
+        self.order = order
+
+    def of(self, found: Finding) -> Iterator[Edits]:
+        if found.kind == "nobody sends":
+            yield from self._unsent(found.events[0])
+            return
+        if found.kind == "SMs held":  # by a kernel of the next call; one of this call would better be issued later
+            yield from self._joins()
+            return
+        first, second = found.events[:2]
+        if first.rank != second.rank:
+            yield from self._flags(first, second)
+            yield from self._barriers(first, second)
+        elif _issued(first) > _issued(second):
+            first, second = second, first
+        yield from self._frees(first, second)
+        yield from self._handles(first, second)
+        yield from self._forks(second)
+        yield from self._joins()
+        yield from self._synchronizes(first, second)
+
+    # Between streams --------------------------------------------------------------------------------------------------
+    def _synchronizes(self, first: Event, second: Event) -> Iterator[Edits]:
+        """The stream of the second waits for that of the first."""
+        for place in self._spots(second):
+            for stream in self._streams(first, place):
+                yield (Edit(place, (Synchronize(stream=stream),)),)
+        if second.statement is not None and self.outline.program.streams:
+            place = self.outline.place(second.statement)
+            yield (Edit(place, self.outline.join(place)),)
+
+    def _spots(self, second: Event) -> list[Place]:
+        """Where the stream of an event may wait: in front of it, and wherever above a stream becomes current.
+
+        What closes the program counts too, and barriers and signals: they pass on what their stream waited for.
+        """
+        outline = self.outline
+        told = [place for place, _ in outline.all_of(Barrier, Signal)]
+        if second.statement is None:
+            return [*outline.ends(), *told]
+        here = outline.place(second.statement)
+        set_here = [(*at[:-1], at[-1] + 1) for at, _ in outline.all_of(SetStream) if at < here]
+        return list(dict.fromkeys([here, *set_here, *told]))
+
+    def _streams(self, event: Event, place: Place) -> list[Expr]:
+        """How the streams that know of an event's end may be written at a place."""
+        outline = self.outline
+        lanes = {event.stream, *(str(lane[1]) for lane, _ in event.ends if len(lane) == 2)}
+        found: list[Expr] = [Ref(outline.user)] if outline.user and (CALLER in lanes or lanes == {event.stream}) else []
+        set_to = [s.stream for _, s in outline.all_of(SetStream) if isinstance(s, SetStream)]
+        found += [s for s in set_to if not (isinstance(s, Ref) and s.value.type is Kind.STREAM)]
+        found += [Lit(int(lane.split()[1])) for lane in sorted(lanes) if lane.startswith("stream ")]
+        return [stream for stream in dict.fromkeys(found) if outline.knows(place, stream)]
+
+    def _forks(self, second: Event) -> Iterator[Edits]:
+        """Every worker waits for the caller's stream, or one that has waited for others, in front of the second's loop.
+
+        Or in front of the first loop.
+        """
+        if not self.outline.program.streams:
+            return
+        outline, here = self.outline, second.statement
+        spots = [n for n, s in enumerate(outline.program.body) if isinstance(s, (For, SetStream))][:1]
+        spots += [outline.place(here)[0]] if here is not None else []
+        for at in dict.fromkeys(spots):
+            if outline.user and outline.user.name in outline.scope((at,)):
+                yield (Edit((at,), outline.fork((at,), Ref(outline.user))),)
+            for worker in self._told():
+                yield (Edit((at,), outline.fork((at,), Lit(worker))),)
+
+    def _told(self) -> list[int]:
+        """The workers that barriers, signals and communication told of other ranks."""
+        told = {e.stream for e in self.order.events if isinstance(e.statement, (Barrier, Wait, WaitSignal))}
+        return sorted(int(stream.split()[1]) for stream in told if stream != CALLER)
+
+    def _joins(self) -> Iterator[Edits]:
+        """The caller's stream waits for every worker at the end."""
+        if not self.outline.program.streams:
+            return
+        for end in self.outline.ends():
+            yield (Edit(end, (*self.outline.at_callers(end), *self.outline.join(end))),)
+
+    # Handles and frees ------------------------------------------------------------------------------------------------
+    def _handles(self, first: Event, second: Event) -> Iterator[Edits]:
+        """The wait for a communication moves in front of what uses its memory, or right behind the communication."""
+        s, outline = first.statement, self.outline
+        handle = s.defines(Phase.HOST) if s is not None else None
+        if s is None or handle is None or handle.type is not Kind.HANDLE:
+            return
+        place = outline.place(s)
+        behind = enumerate(outline.block(place)[place[-1] + 1 :], place[-1] + 1)
+        wait = next(((*place[:-1], n) for n, x in behind if isinstance(x, Wait) and x.handle == handle), None)
+        if wait is None:
+            return
+        targets = [(*place[:-1], place[-1] + 1)]
+        if second.statement is not None:
+            user = outline.place(second.statement)[: len(place)]
+            targets += [user] if user[:-1] == place[:-1] and user > place else []
+        for target in targets:
+            yield Edit(wait, drop=1), Edit(target, (Wait(handle=handle),))
+
+    def _frees(self, first: Event, second: Event) -> Iterator[Edits]:
+        """A free moves to the end of its block."""
+        for s in (first.statement, second.statement):
+            if isinstance(s, FreeBuffer):
+                place = self.outline.place(s)
+                end = self.outline.end(place)
+                yield Edit(place, drop=1), Edit(end, (*self.outline.at_callers(end), s))
+
+    # Between ranks ----------------------------------------------------------------------------------------------------
+    def _barriers(self, first: Event, second: Event) -> Iterator[Edits]:
+        """All ranks meet between the two, or where a loop around them or the program begins or ends."""
+        outline, told = self.outline, [s for s in (first.statement, second.statement) if s is not None]
+        over = dict.fromkeys((s.remote, s.over) for s in told if isinstance(s, PeerCopy))
+        for x, axis in over:
+            for place in self._meetings(told):
+                if (operand := self._on_mesh_of(x, place)) is not None:
+                    yield (Edit(place, (Barrier(x=operand, over=axis),)),)
+            for end in outline.ends():
+                operand = self._on_mesh_of(x, end)
+                on = outline.at_callers(end)
+                if operand is not None and outline.program.streams:
+                    yield (Edit(end, (*on, *outline.join(end), Barrier(x=operand, over=axis))),)
+
+    def _meetings(self, told: list[Statement]) -> list[Place]:
+        outline = self.outline
+        found: list[Place] = []
+        for s in reversed(told):
+            place = outline.place(s)
+            found += [place, (*place[:-1], place[-1] + 1)]
+            for depth in range(len(place) - 1, 0, -1):
+                loop = place[:depth]
+                found += [(*loop, 0), outline.end((*loop, 0)), loop, (*loop[:-1], loop[-1] + 1)]
+        return list(dict.fromkeys([*found, *self._starts(), *outline.ends()]))
+
+    def _starts(self) -> list[Place]:
+        """In front of the first statement that a stream sees."""
+        body = self.outline.program.body
+        return [(next((n for n, s in enumerate(body) if not (on_host(s) or isinstance(s, CurrentStream))), 0),)]
+
+    def _on_mesh_of(self, x: Value, place: Place) -> Value | None:
+        """A value in scope that lies on the mesh of another: an input where there is one."""
+        same = [v for v in self.outline.program.inputs if v.tensor.mesh == x.tensor.mesh]
+        return same[0] if same else self.outline.scope(place).get(x.name)
+
+    def _flags(self, first: Event, second: Event) -> Iterator[Edits]:
+        """Either side waits for a flag that is raised already, and nobody waits for."""
+        users = [event.statement for event in (second, first) if event.statement is not None]
+        missing = MissingFlags(self.outline, self.order)
+        yield from missing.waits(users)
+        yield from missing.kernels(users)
+
+    def _unsent(self, waiting: Event) -> Iterator[Edits]:
+        """The signal that nobody sends; or in place of the wait for it a barrier, or nothing."""
+        yield from MissingFlags(self.outline, self.order).signals(waiting)
+        s = waiting.statement
+        if not isinstance(s, WaitSignal):
+            return
+        place, x = self.outline.place(s), s.flags
+        mesh, operand = x.tensor.mesh, self._on_mesh_of(x, place)
+        yield (Edit(place, drop=1),)
+        for axis in mesh.axes if mesh and operand else ():
+            yield (Edit(place, (Barrier(x=operand or x, over=axis),), drop=1),)
+
+
+def _issued(event: Event) -> tuple[int, int]:
+    """When its rank issued an event."""
+    return event.call, event.number

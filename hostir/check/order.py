@@ -1,0 +1,421 @@
+"""Order what ranks do: happens-before over all ranks by vector clocks, and the accesses that nothing orders."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hostir.check.tracer import Access, Buffer, Event, Flag, Lane, Side, Tracer
+from hostir.ir.machine import Move
+from hostir.ir.regions import Near, Region, covered
+
+# Happens-before -------------------------------------------------------------------------------------------------------
+# What comes before what, over all ranks: joins what ranks issued apart, and runs through it with vector clocks.
+#
+# Every lane (a stream of a rank, a team's collectives on a rank, ...) counts its events. An event's clock holds, for
+# each lane, how many of its events come before: the maximum over the events that it follows. So whether A comes before
+# B is one look-up (Mattern 1989), and no closure of the relation is ever made. What is never reached waits in a circle.
+
+Clock = Any  # an array, by lane
+T = TypeVar("T")
+
+
+@dataclass
+class Trouble:
+    """What is wrong about how ranks meet, before anything is known of memory."""
+
+    kind: str
+    events: list[Event | None]
+    detail: str = ""
+
+
+@dataclass
+class Order:
+    """The events of all ranks with the edges between ranks. `troubles` are what stood in the way of making them."""
+
+    ranks: Sequence[Tracer]
+    events: list[Event] = field(default_factory=list)
+    lanes: dict[Lane, int] = field(default_factory=dict)
+    # Of signals; where kernels wait, also of the begin of all that is `lasting`.
+    clocks: dict[Event, Clock] = field(default_factory=dict)
+    troubles: list[Trouble] = field(default_factory=list)
+    sent: dict[tuple[int, str, int], list[Flag]] = field(default_factory=dict)  # the signals of each flag
+    needs: dict[Event, Clock] = field(default_factory=dict)  # of signals: `clocks`, and what may hold them up besides
+    partners: dict[Event, Event] = field(default_factory=dict)  # of a wait for a flag: the signal that ends it
+
+    def __post_init__(self) -> None:
+        self.events = [event for rank in self.ranks for event in rank.events]
+        for event in self.events:
+            if event.lane is not None:
+                self.lanes.setdefault(event.lane, len(self.lanes))
+        self._join_collectives()
+        self._join_messages()
+        self._join_barriers()
+        self._join_flags()
+
+    # Edges between ranks ----------------------------------------------------------------------------------------------
+    def _moment(self, after: list[Event]) -> Event:
+        """A moment after all of these: it saves an edge from each of them to each that follows."""
+        first = after[0]
+        moment = Event(first.rank, first.call, "meets", first.statement, first.rounds, first.stream, after=after)
+        self.events.append(moment)
+        return moment
+
+    def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
+        """What each rank of a team has issued to it."""
+        return [issued[rank].get(team, []) if rank < len(issued) else [] for rank in team]
+
+    def _join_collectives(self) -> None:
+        for team in dict.fromkeys(team for rank in self.ranks for team in rank.collectives):
+            for sides in zip_longest(*self._of_each(team, [rank.collectives for rank in self.ranks])):
+                if not _agree(sides):
+                    events = [side.begin if side else None for side in sides]
+                    self.troubles.append(Trouble("collectives differ", events, " ".join(map(str, team))))
+                    break
+                self._join_sides(sides)
+
+    def _join_sides(self, sides: Sequence[Side]) -> None:
+        """Each side ends when those have begun that it hears from; it may be held up by those who hear from it."""
+        if sides[0].exchange.moves is None:
+            come = self._moment([side.begin for side in sides])
+            for side in sides:
+                side.end.after.append(come)
+            return
+        of = {side.begin.rank: side for side in sides}
+        for move in {move for side in sides for move in side.exchange.moves or () if move.source != move.target}:
+            of[move.target].end.after.append(of[move.source].begin)
+            of[move.source].end.held.append(of[move.target].begin)
+
+    def _join_messages(self) -> None:
+        posted: dict[tuple[tuple[int, ...], int, int], tuple[list[Side], list[Side]]] = {}
+        for rank in self.ranks:
+            for team, sides in rank.messages.items():
+                for side in sides:
+                    for move in side.exchange.moves or ():
+                        ends = posted.setdefault((team, move.source, move.target), ([], []))
+                        for end, here in enumerate((move.source, move.target)):
+                            if here == rank.rank:
+                                ends[end].append(side)
+        for sends, receives in posted.values():
+            for send, receive in zip_longest(sends, receives):
+                if send is None or receive is None:
+                    self.troubles.append(Trouble("message without partner", [(send or receive).begin]))
+                elif _content(send, "x") != _content(receive, "out"):
+                    self.troubles.append(Trouble("messages differ", [send.begin, receive.begin]))
+                else:
+                    send.take.held.append(receive.begin)
+                    receive.give.after += [send.begin, send.take]
+
+    def _join_barriers(self) -> None:
+        for team in dict.fromkeys(team for rank in self.ranks for team in rank.barriers):
+            for barriers in zip_longest(*self._of_each(team, [rank.barriers for rank in self.ranks])):
+                if None in barriers:
+                    self.troubles.append(Trouble("barriers differ", list(barriers), " ".join(map(str, team))))
+                    break
+                if earlier := [before for barrier in barriers for before in barrier.after]:
+                    come = self._moment(earlier)
+                    for barrier in barriers:
+                        barrier.after.append(come)
+
+    def _join_flags(self) -> None:
+        for flag in (flag for rank in self.ranks for flag in rank.signals):
+            self.sent.setdefault(flag.place, []).append(flag)
+        for wait in (wait for rank in self.ranks for wait in rank.waits):
+            enough = self.enough(wait)
+            if not enough:
+                self.troubles.append(Trouble("nobody sends", [wait.event], f"{wait.epoch[1]}"))
+                continue
+            self.partners[wait.event] = enough[0].event
+            wait.event.after.append(enough[0].event)
+
+    def enough(self, wait: Flag) -> list[Flag]:
+        """The signals of a flag that end a wait, in the order of their epochs."""
+        same = [f for f in self.sent.get(wait.place, ()) if f.epoch >= wait.epoch and f.epoch[0] == wait.epoch[0]]
+        return sorted(same, key=lambda f: (f.epoch, f.event.rank, f.event.number))
+
+    # Clocks -----------------------------------------------------------------------------------------------------------
+    def run(self, visit: Callable[[Event, Clock], None]) -> list[Event]:
+        """Goes through all events, each behind those that it follows; returns those that are never reached."""
+        keep = {flag.event for rank in self.ranks for flag in rank.signals}
+        if not any(rank.kernels for rank in self.ranks):
+            return self._walk(visit, keep, self.clocks)
+        begins = {begin for rank in self.ranks for begin, _ in rank.lasting()}
+        left = self._walk(visit, keep | begins, self.clocks)
+        self.needs = self.clocks
+        if any(event.held for event in self.events):
+            self.needs = {}
+            self._walk(lambda event, clock: None, keep, self.needs, held=True)
+        return left
+
+    def _walk(
+        self, visit: Callable[[Event, Clock], None], keep: Set[Event], kept: dict[Event, Clock], held: bool = False
+    ) -> list[Event]:
+        """One way through all events. Clocks know of what may hold an event up only if `held`."""
+        waiting = {event: len(event.after) + len(event.held) for event in self.events}
+        followers = self.followers()
+        clocks: dict[Event, Clock] = {}
+        needed = {event: len(after) for event, after in followers.items()}
+        ready = deque(event for event, n in waiting.items() if not n)
+        zero = np.zeros(len(self.lanes), dtype=np.int32)
+        while ready:
+            event = ready.popleft()
+            known = [*event.after, *event.held] if held else event.after
+            clock = _clock(event, known, clocks, zero, self.lanes)
+            visit(event, clock)
+            del waiting[event]
+            for before in (*event.after, *event.held):
+                needed[before] -= 1
+                if not needed[before]:
+                    del clocks[before]
+            if event in followers:
+                clocks[event] = clock
+            if event in keep:
+                kept[event] = clock
+            for follower in followers.get(event, ()):
+                waiting[follower] -= 1
+                if not waiting[follower]:
+                    ready.append(follower)
+        return list(waiting)
+
+    def followers(self) -> dict[Event, list[Event]]:
+        """For each event those that directly follow it, or may be held up by it."""
+        found: dict[Event, list[Event]] = {}
+        for event in self.events:
+            for before in (*event.after, *event.held):
+                found.setdefault(before, []).append(event)
+        return found
+
+    def known(self, event: Event, clock: Clock) -> bool:
+        """Whether an event has ended for whoever has this clock."""
+        return any(clock[self.lanes[lane]] >= tick for lane, tick in event.ends)
+
+
+def _clock(
+    event: Event, after: Sequence[Event], clocks: dict[Event, Clock], zero: Clock, lanes: dict[Lane, int]
+) -> Clock:
+    if not after:
+        clock = zero
+    elif len(after) == 1:
+        clock = clocks[after[0]]
+    else:
+        clock = np.maximum(clocks[after[0]], clocks[after[1]])
+        for before in after[2:]:
+            np.maximum(clock, clocks[before], out=clock)
+    if event.seen is not None:
+        clock = event.seen(clock)
+    if event.lane is not None:
+        clock = clock.copy() if len(after) < 2 else clock
+        clock[lanes[event.lane]] = event.tick
+    return clock
+
+
+def _agree(sides: Sequence[Side | None]) -> bool:
+    """Whether all ranks of a team mean the same collective."""
+    first = sides[0]
+    if first is None or None in sides:
+        return False
+    every = [side for side in sides if side is not None]
+    if any(side.exchange.kind != first.exchange.kind for side in every):
+        return False
+    if any(side.exchange.moves is None for side in every):
+        return len({(side.exchange.team, *_form(side)) for side in every}) == 1
+    of = {side.begin.rank: side for side in every}
+    meant = {rank: frozenset(side.exchange.moves or ()) for rank, side in of.items()}
+    moves = {move for its in meant.values() for move in its}
+    both = all(move in meant[move.source] and move in meant[move.target] for move in moves)
+    return both and all(_fits(move, of[move.source], of[move.target]) for move in moves)
+
+
+def _fits(move: Move, source: Side, target: Side) -> bool:
+    """Whether the ends of a move mean as many elements of one dtype."""
+    (taken, dtype), (given, other) = _content(source, "x"), _content(target, "out")
+    return dtype == other and 0 < taken * move.put[1] == given * move.take[1]
+
+
+def _content(side: Side, which: str) -> tuple[int, object]:
+    """How many elements a side sends or receives, and of what dtype."""
+    view = side.x if which == "x" else side.out
+    return prod(view.shape) if view else 0, _dtype(side, which)
+
+
+def _form(side: Side) -> tuple[object, ...]:
+    """The shapes of what a side reads and writes, then the dtypes."""
+    return (*(v and v.shape for v in (side.x, side.out)), _dtype(side, "x"), _dtype(side, "out"))
+
+
+def _dtype(side: Side, which: str) -> object:
+    value = getattr(side.begin.statement, which, None)
+    return value.tensor.dtype if value is not None else None
+
+
+# Races ----------------------------------------------------------------------------------------------------------------
+# Who touches which memory without being ordered: races, use of what was freed, reads of what nobody wrote.
+#
+# Events come in an order that respects what comes before what, so an earlier access is ordered before a later one or
+# not at all. For each buffer the accesses that a later one could still race with are kept, by region (the idea of
+# FastTrack, Flanagan and Freund 2009: after an ordered write, what came before it need not be looked at again).
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """An event and one of its accesses."""
+
+    event: Event
+    access: Access
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Two accesses to a common element that nothing orders, as issued; `first` is None where there is but one.
+
+    Of an `unwritten` one, `first` has left undefined what `second` reads.
+    """
+
+    kind: str  # race, use after free, unwritten
+    buffer: Buffer
+    first: Touch | None
+    second: Touch
+
+
+@dataclass(eq=False, slots=True)
+class AccessGroup:
+    """The accesses to one region of a buffer; `near` are the groups of those that meet it, itself among them."""
+
+    reads: list[Touch] = field(default_factory=list)
+    writes: list[Touch] = field(default_factory=list)
+    near: list[AccessGroup] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class History:
+    """The accesses to one buffer so far."""
+
+    groups: dict[Region, AccessGroup] = field(default_factory=dict)
+    near: Near[AccessGroup] = field(default_factory=Near)
+    written: dict[Region, None] = field(default_factory=dict)  # at some time
+    undefined: dict[Region, tuple[Touch, list[Region]]] = field(default_factory=dict)  # and what was written since
+    freed: Touch | None = None
+
+    def group(self, region: Region) -> AccessGroup:
+        """The accesses to a region."""
+        group = self.groups.get(region)
+        if group is None:
+            group = self.groups[region] = AccessGroup()
+            group.near = [*self.near.meeting(region), group]
+            for other in group.near[:-1]:
+                other.near.append(group)
+            self.near.add(region, group)
+        return group
+
+    def add(self, touch: Touch, clean: bool) -> None:
+        """Keeps an access; `clean` if it is ordered after all others that it could race with."""
+        group, access = self.groups[touch.access.region], touch.access
+        if access.writes:
+            if clean:
+                group.reads, group.writes = [], []
+            if access.does == "undefines":
+                self._undefine(touch)
+            elif access.does == "writes":
+                self._define(access.region)
+            group.writes.append(touch)
+            return
+        if touch.event.lane is not None:
+            group.reads = [t for t in group.reads if t.event.lane != touch.event.lane]
+        group.reads.append(touch)
+
+    def _undefine(self, touch: Touch) -> None:
+        if touch.event.verb != "allocates":  # of what is new nothing was written before
+            self.undefined[touch.access.region] = touch, []
+
+    def _define(self, region: Region) -> None:
+        self.written[region] = None
+        for gone, (_, since) in list(self.undefined.items()):
+            if gone.meets(region):
+                since.append(region)
+                if covered(gone, since):
+                    del self.undefined[gone]
+
+    def unwritten(self, region: Region) -> Iterator[Touch | None]:
+        """Why a region may not be read: who left some of it undefined, or None where nobody has written it."""
+        if not self.undefined and region in self.written:
+            return
+        gaps = ((gone, *gap) for gone, gap in self.undefined.items() if gone.meets(region))
+        left = [touch for gone, touch, since in gaps if not covered(region, since, within=gone)]
+        if not left and not covered(region, self.written):
+            yield None
+        yield from left
+
+
+class RaceDetector:
+    """Looks at what events do to memory, one event after another.
+
+    `conflicts` holds one conflict for each pair of statements and each buffer, with the number of times it was met.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.histories: dict[Buffer, History] = {}
+        self.conflicts: dict[tuple[object, ...], tuple[Conflict, int]] = {}
+        self.raced: set[Buffer] = set()
+        self.unsure: list[tuple[Touch, Buffer, History, Touch | None]] = []  # reads of nothing so far, and why
+
+    def visit(self, event: Event, clock: Clock) -> None:
+        for access in event.accesses:
+            buffer = self._buffer(access)
+            history = self.histories.setdefault(buffer, History())
+            touch = Touch(event, access)
+            found = list(self._unordered(touch, history, clock))
+            for other in found:
+                if _told_of_the_writer(other, touch):
+                    continue
+                self.raced.add(buffer)
+                self._note(Conflict("race", buffer, *_as_issued(other, touch)))
+            if history.freed and self.order.known(history.freed.event, clock):
+                self._note(Conflict("use after free", buffer, history.freed, touch))
+            if not access.writes:
+                self.unsure += [(touch, buffer, history, why) for why in history.unwritten(access.region)]
+            if access.does == "frees":
+                history.freed = touch
+            history.add(touch, clean=not found)
+
+    def _buffer(self, access: Access) -> Buffer:
+        if access.rank < 0:
+            return access.buffer
+        return self.order.ranks[access.rank].kept.get(access.buffer.name, access.buffer)
+
+    def _unordered(self, touch: Touch, history: History, clock: Clock) -> Iterator[Touch]:
+        group, known = history.group(touch.access.region), self.order.known
+        for near in group.near:
+            for other in (*near.writes, *near.reads) if touch.access.writes else near.writes:
+                if other.event is not touch.event and not known(other.event, clock):
+                    yield other
+
+    def finish(self) -> None:
+        """Once all events have come: of reads of nothing, those of buffers in which no race explains it."""
+        for touch, buffer, history, why in self.unsure:
+            if buffer not in self.raced or (why is None and not covered(touch.access.region, history.written)):
+                self._note(Conflict("unwritten", buffer, why, touch))
+
+    def _note(self, conflict: Conflict) -> None:
+        sides = frozenset(id(t.event.statement) for t in (conflict.first, conflict.second) if t)
+        own = conflict.buffer.rank == conflict.second.event.rank
+        first, times = self.conflicts.setdefault((conflict.kind, conflict.buffer.name, sides, own), (conflict, 0))
+        self.conflicts[conflict.kind, conflict.buffer.name, sides, own] = first, times + 1
+
+
+def _told_of_the_writer(a: Touch, b: Touch) -> bool:
+    """A read that is not behind an allocation, which needs no finding of its own: either whoever wrote what it reads is
+    not behind the allocation, or the read is not behind the writer, or nobody wrote it."""
+    return any(one.event.verb == "allocates" and not other.access.writes for one, other in ((a, b), (b, a)))
+
+
+def _as_issued(a: Touch, b: Touch) -> tuple[Touch, Touch]:
+    """Two accesses in the order in which their ranks issue them."""
+    first = (a.event.call, a.event.number) <= (b.event.call, b.event.number)
+    return (a, b) if first else (b, a)

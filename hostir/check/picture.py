@@ -1,0 +1,669 @@
+"""Draw the orders of a program: `hostir check FILE --graph OUT.svg`."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from html import escape
+from itertools import pairwise, permutations
+from textwrap import wrap
+from typing import Any, Literal
+
+from hostir.check.findings import Finding
+from hostir.check.order import Order
+from hostir.check.proof import Analysis
+from hostir.check.tracer import CALLER, Event
+from hostir.ir.comm_ops import Communication, Message
+from hostir.ir.host_ops import Allocate, FreeBuffer, Synchronize
+from hostir.ir.onesided_ops import Barrier, PeerCopy
+from hostir.ir.program import Program, format_statement
+
+# The scene ------------------------------------------------------------------------------------------------------------
+# What a picture of an analysis shows: statements as boxes in lanes and columns, and what orders them.
+#
+# Columns are the depth in happens-before: a box stands right of all that comes before it, and sides of one
+# communication stand above each other. Arrows within a rank also stand for chains through what is left out; arrows from
+# rank to rank only for those through ranks that are left out.
+
+COMMUNICATION, COMPUTATION, OTHER = "communication", "computation", "other"  # kinds of boxes; the first is a lane, too
+CIRCLES = ("deadlock", "SMs held")  # findings whose events wait for each other all around
+EARLY = ("begins", "moves")  # of a communication's events, those that need not have met other ranks
+MERGED = (FreeBuffer, Synchronize)  # statements that share a box with those of the kind that they follow
+Way = Literal["order", "ranks", "meets"]  # of an arrow: within a rank, to another, between sides of a communication
+Tie = tuple[int, ...]  # events that happen together
+
+
+@dataclass(eq=False)
+class Box:
+    """A statement of one rank in one round and call, several like it in a row, or the caller's. `last` is included."""
+
+    rank: int
+    lane: str
+    kind: str
+    word: str
+    operands: str
+    title: str
+    rounds: list[tuple[int, ...]]
+    events: list[Event] = field(default_factory=list)
+    first: int = 0
+    last: int = 0
+    row: int = 0
+
+    @property
+    def place(self) -> str:
+        """The rounds."""
+        ends = dict.fromkeys((*self.rounds[:1], *self.rounds[-1:]))
+        return f"[{' to '.join(map(_list, ends))}] " if ends else ""
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """`source` comes before `target`; the columns are those of the events that say so. `back`: it closes a circle."""
+
+    source: Box
+    target: Box
+    leaves: int
+    enters: int
+    way: Way
+    back: bool = False
+
+
+@dataclass(frozen=True)
+class FindingMark:
+    """A finding in the picture: its boxes, the pairs that are in conflict, and the arrows that make a circle."""
+
+    number: int
+    finding: Finding
+    boxes: tuple[Box, ...]
+    pairs: tuple[tuple[Box, Box], ...]
+    circle: tuple[Arrow, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is drawn."""
+
+    boxes: Sequence[Box]
+    arrows: Sequence[Arrow]
+    marks: Sequence[FindingMark]
+
+    @property
+    def columns(self) -> int:
+        return 1 + max((box.last for box in self.boxes), default=-1)
+
+    @property
+    def lanes(self) -> dict[tuple[int, str], int]:
+        """How many rows each lane has, by rank and name, from the top."""
+        rows: dict[tuple[int, str], int] = {}
+        for box in sorted(self.boxes, key=_place):
+            rows[box.rank, box.lane] = max(rows.get((box.rank, box.lane), 0), box.row + 1)
+        return rows
+
+
+def boxes_of(program: Program, order: Order, ranks: Iterable[int], calls: int, named: Set[Event]) -> list[Box]:
+    """The boxes of some ranks in the first calls, as issued. Allocations have one where a finding names them."""
+    found: dict[tuple[object, ...], Box] = {}
+    for event in (e for rank in ranks for e in order.ranks[rank].events):
+        if event.call >= calls or (event.verb == "allocates" and event not in named):
+            continue
+        what = id(event.statement) if event.statement else event.verb == "writes"
+        key = (event.rank, event.call, what, event.rounds)
+        if key not in found:
+            found[key] = _box(program, event, calls)
+        found[key].events.append(event)
+    return list(found.values())
+
+
+def _box(program: Program, event: Event, calls: int) -> Box:
+    rounds, s = event.rounds, event.statement
+    where = f"rank {event.rank}, {event.stream}" + (f", round {_list(rounds)}" if rounds else "")
+    where += f", call {event.call + 1}"
+    if s is None:
+        enters, turn = event.verb == "writes", f" {event.call + 1}" if calls > 1 else ""
+        does = "the caller writes the inputs" if enters else "the caller reads the outputs, then overwrites all"
+        values = ", ".join(map(str, program.inputs if enters else program.outputs))
+        head = f"call{turn} begins" if enters else f"call{turn} ends"
+        return Box(event.rank, "caller", OTHER, head, values, f"{does}\n{where}", [])
+    text = format_statement(s, program)
+    moves = isinstance(s, Communication | Message)
+    lane = COMMUNICATION if moves else "caller" if event.stream == CALLER else event.stream
+    kind = (
+        COMMUNICATION if moves or isinstance(s, PeerCopy) else COMPUTATION if event.sms and not event.small else OTHER
+    )
+    operands = text.split(s.keyword(), 1)[1].split(" over ")[0].replace("->", "→").strip()
+    if isinstance(s, Allocate):
+        operands = f"{s.out}"
+    return Box(event.rank, lane, kind, s.keyword(), operands, f"{text}\n{where}", [rounds] if rounds else [])
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -> Scene:
+    """Puts boxes into columns and rows, with arrows for what orders them and marks for numbered findings."""
+    if not boxes:
+        return Scene((), (), ())
+    events = [event for box in boxes for event in box.events]
+    owner_of = {event: box for box in boxes for event in box.events}
+    owners = [owner_of[event] for event in events]
+    graph = _between(order, events, held=any(finding.kind in CIRCLES for finding in findings.values()))
+    early = [n for n, event in enumerate(events) if event.verb in EARLY]  # where ranks differ, no edge leads on
+    met = [n for n, event in enumerate(events) if event.verb not in EARLY]
+    graph.add_edges_from((n, m) for n in early for m in met if owners[m] is owners[n])
+    back = _closing(graph, owners)
+    graph.remove_edges_from(back)
+    columns = _columns(graph, owners)
+    for box in boxes:
+        at = [columns[n] for n, event in enumerate(events) if owners[n] is box and event.verb not in EARLY]
+        box.first, box.last = min(at), max(at)
+    _stack(boxes)
+    arrows = _arrows(graph, back, owners, columns, _barriers(events, columns))
+    marks = _marks(findings, owner_of, arrows)
+    circle = {(arrow.source, arrow.target) for mark in marks for arrow in mark.circle}
+    return Scene(boxes, [a for a in arrows if (a.target, a.source) not in circle], marks)
+
+
+def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
+    """A graph of events by place in `shown`: an edge wherever a chain leads from one to another past the rest.
+
+    What may hold an event up is in it only if `held`: nobody may rely on it, but it closes circles.
+    """
+    import networkx as nx
+
+    last = max(event.call for event in shown)
+    events = [event for event in order.events if event.call <= last]
+    number = {event: n for n, event in enumerate(events)}
+    bit = {number[event]: 1 << n for n, event in enumerate(shown)}
+    whole = nx.DiGraph()
+    whole.add_nodes_from(range(len(events)))
+    for n, event in enumerate(events):
+        whole.add_edges_from((number[before], n) for before in (*event.after, *(event.held if held else ())))
+    ranks = {event.rank for event in shown}
+    outside = [event.rank not in ranks or event.verb == "meets" for event in events]
+    seen = [0] * len(events)  # for each event, as bits: which of those shown lead to it past the rest
+    near = [0] * len(events)  # the same, through other ranks only
+    groups = nx.condensation(whole)
+    for group in nx.topological_sort(groups):
+        members, stable = sorted(groups.nodes[group]["members"]), False
+        while not stable:
+            before = [(seen[n], near[n]) for n in members]
+            for n in members:
+                for other in whole.predecessors(n):
+                    seen[n] |= bit.get(other, seen[other])
+                    near[n] |= bit.get(other, near[other] if outside[other] else 0)
+            stable = before == [(seen[n], near[n]) for n in members]
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(shown)))
+    for n, event in enumerate(shown):
+        for m, other in enumerate(shown):
+            leads = seen if other.rank == event.rank else near
+            if leads[number[event]] >> m & 1 and m != n:
+                graph.add_edge(m, n)
+    return graph
+
+
+def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
+    """The edges that close circles: all within one that lead to another rank, or to what was issued earlier."""
+    import networkx as nx
+
+    found: list[tuple[int, int]] = []
+    for circle in nx.strongly_connected_components(graph):
+        inner = graph.subgraph(circle).edges
+        found += [
+            (a, b) for a, b in inner if owners[a].rank != owners[b].rank or (a > b and owners[a] is not owners[b])
+        ]
+    return sorted(found)
+
+
+def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
+    """The longest way to each event, in boxes."""
+    import networkx as nx
+
+    columns: dict[int, int] = {}
+    for n in nx.lexicographical_topological_sort(graph):
+        before = graph.predecessors(n)
+        columns[n] = max((columns[m] + (not _beside(owners[m], owners[n])) for m in before), default=0)
+    return columns
+
+
+def _beside(a: Box, b: Box) -> bool:
+    """Whether two boxes are one, or sides of one communication: ranks order each other's only where these meet."""
+    if a is b or a.rank == b.rank or not a.lane == b.lane == COMMUNICATION:
+        return a is b
+    return a.word == b.word or all(isinstance(box.events[0].statement, Message) for box in (a, b))
+
+
+def _stack(boxes: Iterable[Box]) -> None:
+    """Gives each box the first row of its lane in which its columns are free."""
+    ends: dict[tuple[int, str], list[int]] = {}
+    for box in sorted(boxes, key=lambda box: box.first):
+        rows = ends.setdefault((box.rank, box.lane), [])
+        box.row = next((row for row, end in enumerate(rows) if end < box.first), len(rows))
+        rows[box.row : box.row + 1] = [box.last]
+
+
+def _arrows(
+    graph: Any, back: Sequence[tuple[int, int]], owners: Sequence[Box], columns: Mapping[int, int], ties: Iterable[Tie]
+) -> list[Arrow]:
+    """An arrow for each pair of boxes that an edge joins which no others imply; ties in place of those they explain."""
+    import networkx as nx
+
+    found: dict[tuple[Box, Box], Arrow] = {}
+    tied = {(owners[a].rank, b) for sides in ties for a, b in permutations(sides, 2)}
+    for a, b in (step for sides in ties for step in pairwise(sides)):
+        found[owners[a], owners[b]] = Arrow(owners[a], owners[b], columns[a], columns[b], "meets")
+    for edges, closes in ((sorted(nx.transitive_reduction(graph).edges), False), (back, True)):
+        for a, b in edges:
+            source, target = owners[a], owners[b]
+            if source is target or (source.rank, b) in tied:
+                continue
+            level = not closes and columns[a] == columns[b]
+            way: Way = "meets" if level else "ranks" if source.rank != target.rank else "order"
+            leaves, enters = (max(columns[n], owners[n].first) for n in (a, b))
+            found.setdefault((source, target), Arrow(source, target, leaves, enters, way, closes))
+    return list(found.values())
+
+
+def _barriers(events: Sequence[Event], columns: Mapping[int, int]) -> list[Tie]:
+    """The sides of each barrier, in the order of ranks, where they stand above each other."""
+    sides: dict[tuple[Event, int], list[int]] = {}
+    for n, event in enumerate(events):
+        for come in event.after if isinstance(event.statement, Barrier) else ():
+            if come.verb == "meets":
+                sides.setdefault((come, columns[n]), []).append(n)
+    return [tuple(side) for side in sides.values()]
+
+
+def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: Sequence[Arrow]) -> list[FindingMark]:
+    marks = []
+    for number, finding in findings.items():
+        boxes = tuple(dict.fromkeys(owner[event] for event in finding.events if event in owner))
+        pairs, circle = list(pairwise(boxes)), list[Arrow]()
+        if finding.kind in CIRCLES:
+            pairs, circle = _around(boxes, arrows)
+        if boxes:
+            marks.append(FindingMark(number, finding, boxes, tuple(pairs), tuple(circle)))
+    return marks
+
+
+def _around(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> tuple[list[tuple[Box, Box]], list[Arrow]]:
+    """The arrows that lead from each box of a circle to the next, and the pairs between which there are none."""
+    import networkx as nx
+
+    graph = nx.DiGraph()
+    graph.add_nodes_from(boxes)
+    for arrow in arrows:
+        graph.add_edge(arrow.source, arrow.target, arrow=arrow)
+    apart, circle = [], []
+    for a, b in zip(boxes, (*boxes[1:], *boxes[:1]), strict=True):
+        if not nx.has_path(graph, a, b):
+            apart.append((a, b))
+            continue
+        circle += [graph.edges[step]["arrow"] for step in pairwise(nx.shortest_path(graph, a, b))]
+    return apart, circle
+
+
+def nearby(boxes: Iterable[Box], centre: Set[Event], reach: int) -> list[Box]:
+    """The boxes outside loops, and those at most `reach` rounds of an outermost loop away from where the events are."""
+    rounds = {event.rounds[0] for event in centre if event.rounds} or {0}
+    return [box for box in boxes if not box.rounds or min(abs(box.rounds[0][0] - r) for r in rounds) <= reach]
+
+
+def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
+    """At most so many boxes: those that their rank issues next to where the events are."""
+    first: dict[int, int] = {}  # box of a rank
+    turns = [first.setdefault(box.rank, n) for n, box in enumerate(boxes)]
+    places = [n - turns[n] for n, box in enumerate(boxes) if not centre.isdisjoint(box.events)] or [0]
+    far = [min(abs(n - turn - place) for place in places) for n, turn in enumerate(turns)]
+    chosen = sorted(range(len(boxes)), key=lambda n: (far[n], n))[:most]
+    return [boxes[n] for n in sorted(chosen)]
+
+
+def merged(boxes: Iterable[Box], centre: Set[Event]) -> list[Box]:
+    """The boxes, with one for all that a stream frees or waits for in a row, where no finding tells them apart."""
+    found: list[Box] = []
+    for box in boxes:
+        before = found[-1] if found else box
+        if before is box or not _alike(before, box) or not centre.isdisjoint((*before.events, *box.events)):
+            found.append(replace(box))
+            continue
+        operands = ", ".join(dict.fromkeys([*before.operands.split(", "), box.operands]))
+        title, rounds = f"{before.title}\n{box.title}", list(dict.fromkeys((*before.rounds, *box.rounds)))
+        events = [*before.events, *box.events]
+        found[-1] = replace(before, operands=operands, title=title, rounds=rounds, events=events)
+    return found
+
+
+def _alike(a: Box, b: Box) -> bool:
+    one, other = a.events[0], b.events[0]
+    same = (a.rank, a.lane, a.word, one.call) == (b.rank, b.lane, b.word, other.call)
+    return same and isinstance(one.statement, MERGED)
+
+
+def _place(box: Box) -> tuple[int, bool, bool, int]:
+    """Sorts lanes: of each rank the caller's stream, the pool in order, communications."""
+    number = box.lane.removeprefix("stream ")
+    return box.rank, box.lane == COMMUNICATION, box.lane != "caller", int(number) if number.isdigit() else 0
+
+
+# The drawing ----------------------------------------------------------------------------------------------------------
+# A picture of the orders of a program: `hostir check FILE --graph OUT.svg`.
+#
+# Rows are the streams of each rank and its communications; a box stands right of all that comes before it. Arrows say
+# what comes before what, without those that others imply. What is in conflict is red.
+
+MOST_BOXES, FEWEST_BOXES, MOST_RANKS, MOST_FINDINGS = 150, 16, 8, 4  # that are drawn
+MOST_TOLD = 12  # findings in words
+
+# In pixels.
+NARROWEST, WIDE, WIDEST = 800, 1200, 1600  # beyond the second rounds are left out, beyond the last statements
+LEFT, RIGHT, TOP, BOTTOM = 122, 16, 90, 16
+HEIGHT, CHANNEL, GAP, GUTTER, LINE = 30, 16, 20, 18, 17
+HEAD, REST, WORDS = 6.5, 5.9, 6.1  # of a character: in a box's first line, in its second, in running text
+LONGEST = (22, 18, 15, 12)  # of a box's second line, in characters: the first with which all fits
+
+FILLS = {COMMUNICATION: ("#fbeee5", "#e07b39"), COMPUTATION: ("#e8eff8", "#3f6fb5"), OTHER: ("#f6f8fa", "#9aa5b1")}
+MEANINGS = {"order": "comes before", "ranks": "comes before, on another rank", "meets": "start together"}
+INK = {"order": "#8c959f", "ranks": "#8250df", "meets": "#8250df", "red": "#cf222e"}
+STYLE = """<style>
+text { font: 12px system-ui, "DejaVu Sans", sans-serif; fill: #24292f }
+.title { font-size: 16px; font-weight: 600 }
+.rank { font-weight: 600 }
+.lane { fill: #57606a; text-anchor: end; font-size: 11px }
+.head { text-anchor: middle; font-size: 10.5px }
+.rest { fill: #57606a; text-anchor: middle; font-size: 9px }
+.pill { fill: #cf222e; text-anchor: middle; font-size: 10.5px; font-weight: 600 }
+.quiet { fill: #57606a; font-size: 11px }
+.finding { font-size: 11px }
+.group { fill: #f3f5f7 }
+.arrow { fill: none; stroke-width: 1.2 }
+.conflict { fill: none; stroke: #cf222e; stroke-width: 1.6; stroke-dasharray: 5 3 }
+</style>
+<rect width="100%" height="100%" fill="#fff"/>"""
+
+Point = tuple[float, float]
+Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def draw(program: Program, analysis: Analysis) -> str:
+    """The picture as SVG. The ranks, rounds and calls that findings name are drawn; what is left out is told."""
+    title = f"@{program.name}: {_count(len(analysis.findings), 'finding') or 'no findings'}"
+    told = [f"{name} = {value}" for name, value in sorted((analysis.sizes or {}).items())]
+    if analysis.order is None:
+        return _Page(title, told, Scene((), (), ()), analysis).text()
+    scene, left_out = _choose(program, analysis, analysis.order)
+    return _Page(title, told + left_out, scene, analysis).text()
+
+
+def _choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, list[str]]:
+    """As many rounds as fit, and what is left out, in words."""
+    numbered = {n: f for n, f in enumerate(analysis.findings, 1) if isinstance(f, Finding) and f.events}
+    stuck = {n: f for n, f in numbered.items() if f.kind == "deadlock"}  # what else is found may come of it
+    findings = dict(list((stuck or numbered).items())[:MOST_FINDINGS])
+    centre = {event for f in findings.values() for event in f.events}
+    calls = 1 + max((event.call for event in centre), default=0)
+    ranks = _ranks(program, {event.rank for event in centre})
+    boxes = boxes_of(program, order, ranks, calls, centre)
+    rounds = sorted({box.rounds[0][0] for box in boxes if box.rounds})
+
+    def near(reach: int) -> list[Box]:
+        return merged(nearby(boxes, centre, reach), centre)
+
+    def scene(some: Sequence[Box]) -> Scene:
+        return stage(order, some, findings)
+
+    def too_much(reach: int) -> bool:
+        some = near(reach)
+        return len(some) > MOST_BOXES or _width(scene(some), LONGEST[-1]) > WIDE
+
+    found = near(max(0, bisect_left(range(1 + max(rounds, default=0)), True, key=too_much) - 1))
+    kept = {turn[0] for box in found for turn in box.rounds}
+    most = MOST_BOXES
+    chosen = scene(closest(found, centre, most))
+    while most > FEWEST_BOXES and _width(chosen, LONGEST[-1]) > WIDEST:
+        most -= most // 4
+        chosen = scene(closest(found, centre, most))
+    left_out = [
+        f"{_spans('call', range(1, calls + 1))} of {order.ranks[0].turn}",
+        _ranks_left_out(program, order, ranks),
+        _told(_spans("round", [n for n in rounds if n not in kept]), "of loops not drawn"),
+        _told(_count(len(found) - len(chosen.boxes), "statement"), "farther off not drawn"),
+        _told(_count(len(numbered) - len(findings), "finding"), "more not marked"),
+    ]
+    return chosen, [told for told in left_out if told]
+
+
+def _ranks(program: Program, named: set[int]) -> list[int]:
+    """The ranks that findings name, and one more."""
+    others = [rank for rank in range(program.ranks) if rank not in named]
+    return sorted({*sorted(named)[:MOST_RANKS], *others[: 1 if named else 2]})
+
+
+def _ranks_left_out(program: Program, order: Order, ranks: Sequence[int]) -> str:
+    def issued(rank: int) -> list[object]:
+        return [(id(e.statement), e.rounds, e.verb, e.stream) for e in order.ranks[rank].events]
+
+    others = [rank for rank in range(program.ranks) if rank not in ranks]
+    known = [issued(rank) for rank in ranks]
+    alike = all(issued(rank) in known for rank in others)
+    return _told(_spans("rank", others), "alike, not drawn" if alike else "not drawn")
+
+
+def _told(what: str, how: str) -> str:
+    return what and f"{what} {how}"
+
+
+def _spans(what: str, numbers: Sequence[int]) -> str:
+    """Ascending numbers in words: ranks 0, 2 to 7. Empty where there are none."""
+    spans: list[list[int]] = []
+    for n in numbers:
+        if spans and n == spans[-1][-1] + 1:
+            spans[-1][1:] = [n]
+        else:
+            spans.append([n])
+    told = ", ".join(" to ".join(map(str, span)) for span in spans)
+    return told and f"{what}{'s' if len(numbers) > 1 else ''} {told}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}" if number else ""
+
+
+def _clip(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def _widths(scene: Scene, longest: int) -> list[float]:
+    """The width of each column, its gutter included."""
+    widths = [0.0] * scene.columns
+    for box in scene.boxes:
+        text = max(len(box.word) * HEAD, len(_clip(box.place + box.operands, longest)) * REST) + 10
+        widths[box.last] = max(widths[box.last], text)
+    return [width + GUTTER for width in widths]
+
+
+def _width(scene: Scene, longest: int) -> float:
+    return LEFT + sum(_widths(scene, longest)) + RIGHT
+
+
+class _Page:
+    """Lays out a scene, and writes it from the back to the front: lanes, arrows, boxes, what is red."""
+
+    def __init__(self, title: str, told: list[str], scene: Scene, analysis: Analysis) -> None:
+        self.title, self.scene, self.findings = title, scene, analysis.findings
+        self.longest = next((n for n in LONGEST if _width(scene, n) <= WIDE), LONGEST[-1])
+        widths = _widths(scene, self.longest)
+        self.columns = [(LEFT + sum(widths[:n]), LEFT + sum(widths[: n + 1]) - GUTTER) for n in range(len(widths))]
+        self.width = max(NARROWEST, _width(scene, self.longest))
+        self.told = self._wrapped("; ".join(told)) or [""]
+        self.top = LINE * (len(self.told) - 1)
+        self.rows: dict[tuple[int, str], float] = {}
+        self.bottom = float(TOP + self.top)
+        for (rank, lane), rows in scene.lanes.items():
+            self.bottom += GAP if self.rows and (rank, "caller") == (rank, lane) else 0
+            self.rows[rank, lane] = self.bottom
+            self.bottom += rows * (HEIGHT + CHANNEL)
+        self.red = {box for mark in scene.marks for box in mark.boxes}
+        self.circle = {arrow for mark in scene.marks for arrow in mark.circle}
+        self.taken = [self.place(box) for box in scene.boxes]  # where no words may stand
+
+    def place(self, box: Box) -> Rectangle:
+        y = self.rows[box.rank, box.lane] + box.row * (HEIGHT + CHANNEL) + CHANNEL / 2
+        return self.columns[box.first][0], y, self.columns[box.last][1], y + HEIGHT
+
+    def text(self) -> str:
+        words = self._words()
+        height = self.bottom + BOTTOM + LINE * len(words) + BOTTOM
+        box = f'viewBox="0 0 {self.width:g} {height:g}" width="{self.width:g}" height="{height:g}"'
+        parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {box}>', STYLE, *_heads(), *self._top(), *self._lanes()]
+        calm = [arrow for arrow in self.scene.arrows if arrow not in self.circle]
+        parts += dict.fromkeys(self._arrow(arrow, INK[arrow.way]) for arrow in calm)
+        parts += [self._arrow(arrow, INK["red"]) for arrow in self.scene.arrows if arrow in self.circle]
+        parts += [_path(self._way(a, b), "conflict") for mark in self.scene.marks for a, b in mark.pairs]
+        parts += [self._box(box) for box in self.scene.boxes]
+        parts += [self._label(mark) for mark in self.scene.marks]
+        for n, (style, line) in enumerate(words):
+            parts.append(f'<text class="{style}" x="16" y="{self.bottom + BOTTOM + LINE * (n + 1):g}">{line}</text>')
+        return "\n".join([*parts, "</svg>"]) + "\n"
+
+    def _top(self) -> list[str]:
+        drawn = [f'<text class="title" x="16" y="30">{escape(self.title)}</text>']
+        for n, line in enumerate(self.told):
+            drawn.append(f'<text class="quiet" x="16" y="{50 + LINE * n}">{escape(line)}</text>')
+        x, y = 16, 72 + self.top
+        for kind, (fill, line) in FILLS.items():
+            drawn.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="2" fill="{fill}" stroke="{line}"/>')
+            drawn.append(f'<text class="quiet" x="{x + 18}" y="{y}">{kind}</text>')
+            x += 42 + round(len(kind) * WORDS)
+        for way, meaning in MEANINGS.items():
+            drawn.append(_path(f"M{x} {y - 4}h18", "arrow", INK[way], "" if way == "meets" else way))
+            drawn.append(f'<text class="quiet" x="{x + 26}" y="{y}">{meaning}</text>')
+            x += 50 + round(len(meaning) * WORDS)
+        return drawn
+
+    def _lanes(self) -> Iterable[str]:
+        for (rank, lane), rows in self.scene.lanes.items():
+            y, height = self.rows[rank, lane], rows * (HEIGHT + CHANNEL)
+            span = self.width - LEFT + 6 - RIGHT
+            yield f'<rect class="group" x="{LEFT - 6}" y="{y + 2:g}" width="{span:g}" height="{height - 4}" rx="3"/>'
+            yield f'<text class="lane" x="{LEFT - 14}" y="{y + height / 2 + 4:g}">{lane}</text>'
+            if lane == next(name for r, name in self.rows if r == rank):
+                yield f'<text class="rank" x="16" y="{y + height / 2 + 4:g}">rank {rank}</text>'
+
+    def _box(self, box: Box) -> str:
+        left, top, right, bottom = self.place(box)
+        fill, line = ("#ffebe9", INK["red"]) if box in self.red else FILLS[box.kind]
+        size = f'width="{right - left:g}" height="{bottom - top:g}"'
+        colors = f'fill="{fill}" stroke="{line}" stroke-width="{2 if box in self.red else 1}"'
+        x, room = (left + right) / 2, max(self.longest, int((right - left - 10) / REST))
+        rest = escape(_clip(box.place + box.operands, room))
+        head = f'<text class="head" x="{x:g}" y="{top + 13:g}">{escape(box.word)}</text>'
+        tail = f'<text class="rest" x="{x:g}" y="{top + 24:g}">{rest}</text>'
+        kind = "box red" if box in self.red else "box"
+        frame = f'<rect class="{kind}" x="{left:g}" y="{top:g}" {size} rx="3" {colors}/>'
+        return f"<g><title>{escape(box.title)}</title>{frame}{head}{tail}</g>"
+
+    # Lines ------------------------------------------------------------------------------------------------------------
+    def _arrow(self, arrow: Arrow, color: str) -> str:
+        head = "red" if color == INK["red"] else arrow.way
+        if arrow.way == "meets":
+            return _path(self._tie(arrow), "arrow", color)
+        return _path(self._step(arrow), "arrow", color, head)
+
+    def _tie(self, arrow: Arrow) -> str:
+        """Straight up or down, between sides of one communication."""
+        x = sum(self.columns[arrow.enters]) / 2
+        upper, lower = sorted((self.place(arrow.source), self.place(arrow.target)), key=lambda place: place[1])
+        return f"M{x:g} {upper[3]:g}V{lower[1]:g}"
+
+    def _step(self, arrow: Arrow) -> str:
+        """From the right end of a box to the left end of another."""
+        source, target = self.place(arrow.source), self.place(arrow.target)
+        leaves, enters = self.columns[arrow.leaves][1], self.columns[arrow.enters][0]
+        if source[1] == target[1] and arrow.enters == arrow.leaves + 1:
+            return f"M{leaves:g} {(source[1] + source[3]) / 2:g}H{enters - 1:g}"
+        if arrow.back:
+            return _curve((source[0] + source[2]) / 2, source, (target[0] + target[2]) / 2, target)
+        return _curve(leaves - 9, source, enters + 9, target)
+
+    def _way(self, a: Box, b: Box) -> str:
+        first, second = self.place(a), self.place(b)
+        return _curve((first[0] + first[2]) / 2, first, (second[0] + second[2]) / 2, second)
+
+    # Words ------------------------------------------------------------------------------------------------------------
+    def _label(self, mark: FindingMark) -> str:
+        """What is in conflict, in short, where it hides as little as may be."""
+        about = f" on %{mark.finding.buffer}" if mark.finding.buffer else ""
+        text = f"{mark.number}: {mark.finding.kind}{about}"
+        half = len(text) * (HEAD + 0.7) / 2 + 6
+        inside = [(min(max(x, LEFT + half), self.width - RIGHT - half), y) for x, y in self._spots(mark)]
+        x, y = min(inside, key=lambda spot: self._hidden(_pill(spot, half)))
+        self.taken.append(_pill((x, y), half))
+        frame = f'x="{x - half:g}" y="{y - 8:g}" width="{2 * half:g}" height="16" rx="8"'
+        words = f'<text class="pill" x="{x:g}" y="{y + 4:g}">{escape(text)}</text>'
+        return f'<g><rect {frame} fill="#fff" stroke="{INK["red"]}"/>{words}</g>'
+
+    def _spots(self, mark: FindingMark) -> list[Point]:
+        """Along the first line of a mark, then around its last box."""
+        spots: list[Point] = []
+        for a, b in [*mark.pairs, *((arrow.source, arrow.target) for arrow in mark.circle)][:4]:
+            (l0, t0, r0, _), (l1, t1, r1, _) = self.place(a), self.place(b)
+            for t in (0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8):
+                y = t0 - 9 if t0 == t1 else t0 * (1 - t) + t1 * t + HEIGHT / 2
+                spots.append(((l0 + r0) / 2 * (1 - t) + (l1 + r1) / 2 * t, y))
+        left, top, right, bottom = self.place(mark.boxes[-1])
+        return [*spots, ((left + right) / 2, bottom + 9), ((left + right) / 2, top - 9)]
+
+    def _hidden(self, area: Rectangle) -> float:
+        """How much of what is taken lies below an area."""
+        left, top, right, bottom = area
+        shared = (
+            max(0.0, min(right, r) - max(left, x)) * max(0.0, min(bottom, b) - max(top, y)) for x, y, r, b in self.taken
+        )
+        return sum(shared)
+
+    def _words(self) -> list[tuple[str, str]]:
+        """The findings, line by line."""
+        lines = []
+        for number, found in enumerate(self.findings[:MOST_TOLD], 1):
+            at = f"line {found.span.line}: " if found.span else ""
+            level = "warning: " if found.level == "warning" else ""
+            told = {"finding": f"{number}. {at}{level}{found.message}", "quiet": found.hint and f"hint: {found.hint}"}
+            for style, text in told.items():
+                lines += [(style, escape(line)) for line in self._wrapped(text)]
+        if len(self.findings) > MOST_TOLD:
+            lines.append(("quiet", f"and {len(self.findings) - MOST_TOLD} more"))
+        return lines
+
+    def _wrapped(self, text: str) -> list[str]:
+        return wrap(text, int((self.width - 32) / WORDS))
+
+
+def _curve(x0: float, a: Rectangle, x1: float, b: Rectangle) -> str:
+    """From a box to another above or below it; over its neighbours where both are in one row."""
+    if a[1] == b[1]:
+        return f"M{x0:g} {a[1]:g}C{x0:g} {a[1] - 13:g} {x1:g} {b[1] - 13:g} {x1:g} {b[1] - 1:g}"
+    down = a[1] < b[1]
+    y0, y1 = (a[3], b[1] - 1) if down else (a[1], b[3] + 1)
+    middle = (y0 + y1) / 2
+    return f"M{x0:g} {y0:g}C{x0:g} {middle:g} {x1:g} {middle:g} {x1:g} {y1:g}"
+
+
+def _path(way: str, style: str, color: str = "", head: str = "") -> str:
+    ink = f' stroke="{color}"' if color else ""
+    end = f' marker-end="url(#{head})"' if head else ""
+    return f'<path class="{style}" d="{way}"{ink}{end}/>'
+
+
+def _heads() -> Iterable[str]:
+    for name in ("order", "ranks", "red"):
+        shape = f'<path d="M0 0L6 3L0 6Z" fill="{INK[name]}"/>'
+        size = 'viewBox="0 0 6 6" refX="5.4" refY="3" markerWidth="6" markerHeight="6"'
+        yield f'<marker id="{name}" {size} markerUnits="userSpaceOnUse" orient="auto">{shape}</marker>'
+
+
+def _pill(spot: Point, half: float) -> Rectangle:
+    x, y = spot
+    return x - half, y - 8, x + half, y + 8

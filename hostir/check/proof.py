@@ -1,0 +1,176 @@
+"""Proves a host program free of races, deadlocks and misuse of memory, or says where it is not.
+
+Loops are unrolled for given sizes; symbols that are not bound get small ones. Every rank is traced, through as many
+calls as asked; what ranks issue is joined; then one walk with vector clocks looks at all accesses to memory. The rules
+are those of docs/memory-model.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hostir.check.alike import Alike, alike
+from hostir.check.deadlocks import calls_needed, circles, flags_out_of_order, kernels_in_the_way
+from hostir.check.findings import Finding, Words
+from hostir.check.order import Conflict, Order, RaceDetector
+from hostir.check.signature import small_sizes
+from hostir.check.tracer import Buffer, Event, Tracer
+from hostir.ir.interpret import unrolled_length
+from hostir.ir.program import Program
+from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
+
+MAX_STATEMENTS = 500_000  # statements, over all ranks and calls: about a minute
+MOST_CALLS = 32  # that are looked at
+JOIN = "have the kernel's stream 'synchronize' the others first"
+VALUES = "give values: --set NAME=VALUE"
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Findings of a check, the order that it looked at, if it got so far, and the sizes and calls it looked at."""
+
+    findings: list[Diagnostic]
+    order: Order | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    calls: int = 2
+
+
+def look(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
+    """Looks at one rank where that stands for all and is right; at all ranks otherwise."""
+    if misfits := program.misfits(sizes or {}):
+        return Analysis(misfits)
+    bound, number = small_sizes(program, sizes or {}), calls or 2
+    try:
+        length = unrolled_length(program.body, bound) if bound is not None else 0
+    except HostIRError as too_long:
+        return Analysis(list(too_long.diagnostics), None, bound or {}, number)
+    if bound is None or number * length > MAX_STATEMENTS:
+        return analyse(program, sizes, calls)
+    order = alike(program, bound, number)
+    if order is None:
+        return analyse(program, sizes, calls)
+    found = findings_of(program, order)
+    more = not found and not calls and calls_needed(order, program.ranks) > number
+    unsure = any(f.kind == "SMs held" for f in found)
+    if more or unsure or (found and _statements(program, bound, number) <= MAX_STATEMENTS):
+        return analyse(program, sizes, calls)
+    return Analysis(found, None, bound, number)
+
+
+def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
+    """Traces all ranks of a host program whose structure is sound, and looks at all orders.
+
+    Unless it is said how many calls follow each other, it looks at as many as show what any number would.
+    """
+    if misfits := program.misfits(sizes or {}):
+        return Analysis(misfits)
+    bound, number = small_sizes(program, sizes or {}), calls or 2
+    if bound is None:
+        names = ", ".join(sorted(program.size_names))
+        return Analysis([_unchecked(program, f"no small values of {names} make all its sizes whole", VALUES)])
+    while True:
+        statements = _statements(program, bound, number)
+        if statements > MAX_STATEMENTS:
+            total = f"{statements} statements over all ranks and {number} calls"
+            why = f"it comes to {total}, and {MAX_STATEMENTS} is the most"
+            return Analysis([_unchecked(program, why, "check fewer rounds, ranks or calls")], sizes=bound, calls=number)
+        analysis = _walked(program, bound, number)
+        if calls or analysis.order is None or any(found.level == "error" for found in analysis.findings):
+            return analysis
+        needed = calls_needed(analysis.order, program.ranks)
+        if needed <= number:
+            return analysis
+        if needed > MOST_CALLS:
+            why = (
+                f"what needs SMs in a call may still wait {number - 1} calls later, beside a kernel that waits as well"
+            )
+            return Analysis([_unchecked(program, why, JOIN)], sizes=bound, calls=number)
+        number = needed
+
+
+def _walked(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
+    """Walk so many calls of all ranks."""
+    tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
+    try:
+        for tracer in tracers:
+            for _ in range(calls):
+                tracer.call()
+    except HostIRError as refused:
+        return Analysis(list(refused.diagnostics), None, sizes, calls)
+    if problems := {key: problem for tracer in tracers for key, problem in tracer.problems.items()}:
+        return Analysis(sorted(problems.values(), key=_in_program_order), None, sizes, calls)
+    order = Order(tracers)
+    return Analysis(findings_of(program, order), order, sizes, calls)
+
+
+def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic]:
+    """Deadlocks of a program that is right otherwise, on a device whose streams share queues.
+
+    Behind a wait, such a queue keeps back all that was issued to it later, on whichever stream.
+    """
+    tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
+    for tracer in tracers:
+        tracer.call()
+        last: Event | None = None
+        for event in tracer.events:
+            if last is not None and event.lane is not None:
+                event.after.append(last)
+            if event.verb == "waits":
+                last = event
+    order = Order(tracers)
+    left = order.run(lambda event, clock: None)
+    circle = [replace(trouble, kind="queues shared") for trouble in circles(order, left)]
+    return list(Words(program).troubles(circle))
+
+
+def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
+    return program.ranks * calls * unrolled_length(program.body, sizes)
+
+
+def findings_of(program: Program, order: Order) -> list[Diagnostic]:
+    """Findings about an order, errors first."""
+    words = Words(program)
+    if order.troubles:
+        return list(words.troubles(order.troubles))
+    memory = RaceDetector(order)
+    left = order.run(memory.visit)
+    found: list[Finding] = list(words.troubles([*circles(order, left), *flags_out_of_order(order)]))
+    if not left:
+        memory.finish()
+        found += words.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
+        found += words.leaks(_leaked(order.ranks))
+    found += [words.conflict(c, times) for c, times in _telling(memory.conflicts.values())]
+    return sorted(found, key=_in_program_order)
+
+
+def _telling(conflicts: Iterable[tuple[Conflict, int]]) -> list[tuple[Conflict, int]]:
+    """The conflicts; those with an `allocate` only where no other tells which order between two streams is missing."""
+    every = list(conflicts)
+    streams = {(id(c.second.event.statement), c.first.event.stream) for c, _ in every if c.first and not _of_new(c)}
+    return [(c, n) for c, n in every if not (_of_new(c) and _sides(c) in streams)]
+
+
+def _of_new(conflict: Conflict) -> bool:
+    return conflict.first is not None and conflict.first.event.verb == "allocates"
+
+
+def _sides(conflict: Conflict) -> tuple[int, str]:
+    return id(conflict.second.event.statement), conflict.first.event.stream if conflict.first else ""
+
+
+def _leaked(tracers: Sequence[Tracer]) -> list[Buffer]:
+    """Buffers that are neither freed nor outputs."""
+    gone = {buffer for t in tracers for buffer in t.freed}
+    gone |= {view.buffer for t in tracers for outputs in t.outputs for view in outputs if view}
+    return [buffer for t in tracers for buffer in t.buffers if buffer not in gone]
+
+
+def _in_program_order(found: Diagnostic) -> tuple[bool, int, int]:
+    """Errors first, each group by where it stands in the text."""
+    return found.level != "error", found.span.line if found.span else 0, found.span.column if found.span else 0
+
+
+def _unchecked(program: Program, why: str, hint: str) -> Diagnostic:
+    """Not proved is an error to those who ask for a proof; `prove` lets it pass with a warning."""
+    return Diagnostic(f"@{program.name} was not checked for races: {why}", hint=hint, kind=UNCHECKED)

@@ -1,0 +1,336 @@
+"""Signatures of sizes: a proof of a program for some sizes holds for all others of the same signature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import pairwise
+from itertools import product as product_of
+from math import lcm
+from typing import Any
+
+from hostir.ir.comm_ops import Collective, Communication, Message
+from hostir.ir.host_ops import (
+    Allocate,
+    AsPartial,
+    Chunk,
+    CurrentStream,
+    Delay,
+    Dense,
+    For,
+    FreeBuffer,
+    Select,
+    SetStream,
+    Synchronize,
+    Wait,
+)
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, If, PeerCopy, Rank, Signal, WaitSignal
+from hostir.ir.op import Codec, Statement, Value, codecs_of
+from hostir.ir.program import Program
+from hostir.ir.sizes import ONE, Size, product
+from hostir.ir.source import HostIRError
+from hostir.ir.tensor_ops import Contraction, Permute, Reshape, Shard, TensorOp, ViewStatement
+from hostir.ir.types import FLAG, TensorType
+
+# Signatures -----------------------------------------------------------------------------------------------------------
+# Signatures of sizes: a proof of a program for some sizes holds for all others of the same signature.
+#
+# What the checker finds follows from which statements run on which rank, from which accesses meet or cover others, and
+# from what fails on the way: a view that needs a copy, an index outside its axis, ranks that disagree about a size.
+# None of it needs the sizes themselves. Take each axis of a buffer as the interval from 0 to 1, and an element as a
+# cell of that cube: by its position, whatever the extents.
+#
+# - `select` takes the i-th of n equal slabs of an axis, `chunk` the i-th of n pieces: n has to be the same.
+# - A reshape, and the rows of a product that waits, take axes with extents e1, .., ek for one axis, at the position
+#   (i1 + (i2 + .. (ik-1 + u) / ek-1 ..) / e2) / e1, u being that in the innermost; and split one so. All extents
+#   but the innermost have to be the same: the innermost only says how fine the cells are. A reshape falls apart into
+#   groups of axes between which products of the old and of the new extents are equal as formulas.
+# - Everything else takes whole tensors, or has their axes in another order.
+#
+# So with these numbers the same, each view is the same part of its buffer's cube, and with every division exact its
+# boundaries lie between cells. Two parts meet, or some cover another, as sets; and whether sets made of whole cells do
+# so does not depend on how fine the cells are. Whether a view exists and is dense follows from strides, which are
+# formulas, too, as does whether a statement writes the very view that it reads: where these say so, it is so for all
+# sizes. Where they do not, two axes are one stretch of memory, or two views one, only if some axes happen to have
+# extent 1, and then it counts of every extent whether it is 1. How many rounds a loop has and how many flags there are
+# is the same, so the same statements run. Sizes that ranks compare, of messages, and of collectives where one of them
+# is within an `if`, need to be equal in the same places.
+#
+# Where a statement does not fit this form, all sizes of the program count as they are.
+
+Shape = tuple[Size, ...]
+Key = tuple[Any, ...]
+# Statements that take tensors whole, besides views and those that compute.
+WHOLE = (
+    *(Allocate, AllocateSymmetric, FreeBuffer, CurrentStream, SetStream, Synchronize, Wait, Delay, For),
+    *(If, Rank, Signal, WaitSignal, Barrier, Communication, Message, PeerCopy),
+)
+
+
+class Signature:
+    """Of a host program whose structure is sound. `of` gives the same for sizes that one proof is good for.
+
+    Programs that differ in sizes alone share their proofs, be they symbols or numbers.
+
+    Fields:
+        names: the symbols of the program.
+        proved: for which signatures programs of this form were found right.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.names = program.size_names
+        walk = _Walk(program)
+        extents = [n for v in values_of(program) for n in v.tensor.local_shape]
+        self.exact = walk.exact if walk.fits else list(sizes_of(program))
+        self.extents = extents if walk.by_chance else []
+        self.compared = [shapes if len(set(shapes)) > 1 else [] for shapes in walk.compared]
+        self.proved = _proved((*_form(program), walk.fits, walk.by_chance, tuple(walk.groups)))
+
+    def of(self, sizes: Mapping[str, int]) -> Key:
+        """The signature of sizes for all symbols; of those that a division does not fit, they and the program."""
+        alone = (self.program, *sorted(sizes.items()))
+        if min(sizes.values(), default=1) < 1:
+            return alone
+        try:
+            for division in self.program.divisions:
+                division.size.bind(sizes)
+            exact = [size.bind(sizes) for size in self.exact]
+            ones = [size.bind(sizes) == 1 for size in self.extents]
+            compared = [[tuple([n.bind(sizes) for n in shape]) for shape in shapes] for shapes in self.compared]
+        except HostIRError:
+            return alone
+        same = [tuple(map(shapes.index, shapes)) for shapes in compared]
+        return tuple(exact), tuple(ones), tuple(same)
+
+
+class _Walk:
+    """Collects from a program what a signature consists of."""
+
+    def __init__(self, program: Program) -> None:
+        self.exact: list[Size] = []
+        self.messages: list[Shape] = []  # element counts
+        self.groups: list[tuple[int, int]] = []  # where those of each reshape end
+        self.collectives: list[Shape] = []
+        self.transfers: list[Shape] = []  # element counts
+        self.branched = False  # whether ranks may issue collectives or transfers in different orders
+        self.symmetric: dict[str, Shape] = {}
+        self.strides: dict[str, Shape] = {v.name: _packed(v.tensor.local_shape) for v in program.inputs}
+        self.buffers: dict[str, str] = {v.name: v.name for v in program.inputs}  # by the name of a value
+        self.by_chance = False  # whether a view may exist, be dense, or be another view, for some sizes only
+        self.fits = True
+        self.body(program.body, branch=False)
+
+    @property
+    def compared(self) -> tuple[list[Shape], ...]:
+        """The shapes that ranks compare."""
+        return (self.messages, *((self.collectives, self.transfers) if self.branched else ()))
+
+    def body(self, body: tuple[Statement, ...], branch: bool) -> None:
+        for s in body:
+            self.statement(s, branch)
+            for inner in s.bodies:
+                self.body(inner, branch or isinstance(s, If))
+
+    def statement(self, s: Statement, branch: bool) -> None:
+        self.exact += [getattr(s, name) for name, codec in codecs_of(type(s)).items() if codec is Codec.SIZE]
+        for value in s.named:
+            if isinstance(value.type, TensorType) and value.type.dtype == FLAG:
+                self.exact += value.type.shape
+        if isinstance(s, ViewStatement):
+            self.view(s)
+        elif isinstance(s, Contraction) and s.ready is not None:
+            self.in_blocks(s, s.ready)
+        elif isinstance(s, (Message, Communication)):
+            moved = list(s.values(Codec.READ, Codec.WRITE))
+            self.moved(s, [x.tensor.local_shape for x in moved])
+            self.branched |= branch and isinstance(s, Communication)
+            self.by_chance |= not all(map(self.dense, moved))
+        elif isinstance(s, PeerCopy) and s.multiprocessors:
+            self.by_chance |= not (self.dense(s.x) and self.dense(s.out))
+        elif isinstance(s, (Allocate, AllocateSymmetric)):
+            shape = s.out.tensor.local_shape
+            self.strides[s.out.name], self.buffers[s.out.name] = _packed(shape), s.out.name
+            self.fits &= isinstance(s, Allocate) or self.symmetric.setdefault(s.out.name, shape) == shape
+        for x, out in product_of(s.values(Codec.READ), s.values(Codec.WRITE)):
+            one = self.buffers[x.name] == self.buffers[out.name]
+            self.by_chance |= one and self.strides[x.name] != self.strides[out.name]
+        self.fits &= _is_known(s)
+
+    def moved(self, s: Statement, shapes: list[Shape]) -> None:
+        """Note the sizes that ranks compare: shapes of collectives, numbers of elements of all else."""
+        if isinstance(s, Collective):
+            self.collectives += shapes
+        else:
+            (self.messages if isinstance(s, Message) else self.transfers).extend((product(n),) for n in shapes)
+
+    def dense(self, x: Value) -> bool:
+        """Whether a tensor is dense whatever the sizes are."""
+        pairs = zip(x.tensor.local_shape, self.strides[x.name], _packed(x.tensor.local_shape), strict=True)
+        return all(extent.is_one or stride == packed for extent, stride, packed in pairs)
+
+    def view(self, s: ViewStatement) -> None:
+        shape, strides = s.x.tensor.local_shape, self.strides[s.x.name]
+        if isinstance(s, Select):
+            self.exact.append(shape[s.axis])
+            strides = strides[: s.axis] + strides[s.axis + 1 :]
+        elif isinstance(s, Permute):
+            strides = tuple(strides[axis] for axis in s.axes)
+        elif isinstance(s, Reshape):
+            strides = self.regrouped(shape, strides, s.out.tensor.local_shape)
+        elif isinstance(s, Dense):
+            strides = _packed(shape)
+        elif not isinstance(s, (Chunk, Shard, AsPartial)):
+            strides, self.fits = _packed(s.out.tensor.local_shape), False
+        buffer = s.out.name if isinstance(s, Dense) else self.buffers[s.x.name]
+        self.strides[s.out.name], self.buffers[s.out.name] = strides, buffer
+
+    def regrouped(self, old: Shape, strides: Shape, new: Shape) -> Shape:
+        """Axes that merge or split: the extents that say where count. Returns the strides that they have then."""
+        found: list[Size] = []
+        i = j = 0
+        for end, until in _groups(old, new):
+            self.groups.append((end, until))
+            before, after = old[i:end], new[j:until]
+            if before == after:
+                found += strides[i:end]
+            else:
+                self.exact += [*before[:-1], *after[:-1]]
+                self.by_chance |= not _nested(before, strides[i:end])
+                inner = next((s for n, s in zip(before[::-1], strides[i:end][::-1], strict=True) if not n.is_one), ONE)
+                found += [inner * step for step in _packed(after)]
+            i, j = end, until
+        self.fits &= product(old) == product(new)
+        return tuple(found)
+
+    def in_blocks(self, s: Contraction, ready: Value) -> None:
+        """The rows of a product that waits: leading axes that merge, cut into a block for each flag."""
+        blocks = ready.tensor.shape[0]
+        a, out = s.a.tensor.local_shape, s.out.tensor.local_shape
+        rows = [product(shape[:-1]) / blocks for shape in (a, out)]
+        if s.own is not None:
+            rows.append(product(s.own.tensor.local_shape[:-1]))
+        for x in (s.a, s.out, s.own):
+            if x is not None:
+                leading = x.tensor.local_shape[:-1]
+                self.exact += leading[:-1]
+                self.by_chance |= not _nested(leading, self.strides[x.name][:-1])
+        self.fits &= len(set(rows)) == 1
+
+
+def _packed(shape: Shape) -> Shape:
+    """The strides of a dense tensor."""
+    return tuple(product(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _nested(shape: Shape, strides: Shape) -> bool:
+    """Whether axes are one stretch of memory whatever the sizes are."""
+    axes = [(n, s) for n, s in zip(shape, strides, strict=True) if not n.is_one]
+    return all(outer == n * s for (_, outer), (n, s) in pairwise(axes))
+
+
+def _groups(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
+    """Where the groups of axes end that merge or split together: as few axes in each as formulas tell."""
+    start = 0
+    for i in range(1, len(old)):
+        outer = product(old[:i])
+        end = next((j for j in range(start, len(new) + 1) if product(new[:j]) == outer), None)
+        if end is not None:
+            yield i, end
+            start = end
+    yield len(old), len(new)
+
+
+def _is_known(s: Statement) -> bool:
+    """Whether a statement takes its tensors as the signature reckons: others may do anything to them."""
+    if isinstance(s, TensorOp):
+        return type(s).evaluate is TensorOp.evaluate
+    return isinstance(s, (ViewStatement, *WHOLE))
+
+
+def values_of(program: Program) -> Iterator[Value]:
+    """Every tensor that a program names."""
+    for value in (*program.inputs, *(v for s in program.walk() for v in s.named)):
+        if isinstance(value.type, TensorType):
+            yield value
+
+
+def sizes_of(program: Program) -> Iterator[Size]:
+    """Every size in a program that must be whole."""
+    for value in values_of(program):
+        yield from value.tensor.shape
+        yield from value.tensor.local_shape
+    for s in program.walk():
+        yield from (getattr(s, f) for f, c in codecs_of(type(s)).items() if c is Codec.SIZE)
+
+
+# The form of a program: all of it but its sizes, its name and its places in a text --------------------------------
+@lru_cache(maxsize=256)
+def _proved(form: Key) -> set[Key]:
+    """What was proved of programs of a form."""
+    return set()
+
+
+def forget_forms() -> None:
+    """Signatures made from here on know of no proof."""
+    _proved.cache_clear()
+
+
+def _form(program: Program) -> Key:
+    ends = (tuple(_form_of_value(v) for v in values) for values in (program.inputs, program.outputs))
+    return (*ends, program.meshes, program.streams, tuple(map(_form_of_statement, program.body)))
+
+
+def _form_of_value(value: Value) -> Key:
+    if not isinstance(value.type, TensorType):
+        return value.name, value.type
+    type = value.type
+    return value.name, type.dtype, type.mesh, type.partial, tuple(axis.marks for axis in type.axes)
+
+
+def _form_of_statement(s: Statement) -> Key:
+    found: list[Any] = [type(s)]
+    for name, codec in codecs_of(type(s)).items():
+        it = getattr(s, name)
+        if codec is Codec.BLOCK:
+            it = tuple(map(_form_of_statement, it))
+        elif isinstance(it, Value):
+            it = _form_of_value(it)
+        found.append(None if codec is Codec.SIZE else it)
+    return tuple(found)
+
+
+# Small sizes that stand for all ---------------------------------------------------------------------------------------
+# Small sizes that stand for all: values for the symbols of a program with which everything in it is whole.
+#
+# What the orders of a program depend on is how often its loops go round. So a symbol that counts rounds gets more of
+# them than there are streams, where that can be, and the others get the least that divides.
+
+TRIES = 4096
+
+
+def small_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int] | None:
+    """A value for every symbol of a program, or None where no small ones are found."""
+    bound = {name: value for name, value in given.items() if name in program.size_names}
+    free = sorted(program.size_names - bound.keys())
+    if not free:
+        return bound
+    sizes = [division.size for division in program.divisions]
+    rounds = {n for s in program.walk() if isinstance(s, For) for n in s.count.names}
+    least = lcm(*(size.den for size in sizes), *(n for mesh in program.meshes for n in mesh.shape))
+    many = 2 * program.streams + 1
+    counts = [least * -(-many // least), many, 3, 2, 1]
+    extents = [least, 2 * least, 4 * least, least**2, least * many, 1]
+    choices = [counts if name in rounds else extents for name in free]
+    for _, values in zip(range(TRIES), product_of(*choices), strict=False):
+        candidate = bound | dict(zip(free, values, strict=True))
+        if _whole(sizes, candidate):
+            return candidate
+    return None
+
+
+def _whole(sizes: list[Size], values: Mapping[str, int]) -> bool:
+    try:
+        return all(size.bind(values) for size in sizes)
+    except HostIRError:
+        return False

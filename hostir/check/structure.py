@@ -1,0 +1,472 @@
+"""Check structure: names, scopes, phases, types, and the buffers behind names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import lru_cache
+from math import prod
+
+from hostir.described import described
+from hostir.ir.comm_ops import Reshard
+from hostir.ir.host_ops import Allocate, Dense, FreeBuffer
+from hostir.ir.onesided_ops import AllocateSymmetric, PeerCopy
+from hostir.ir.op import (
+    VALUE_CODECS,
+    Bin,
+    Codec,
+    Expr,
+    Lit,
+    Phase,
+    Ref,
+    Statement,
+    Value,
+    codecs_of,
+    defaults_of,
+    expr_values,
+)
+from hostir.ir.program import Program
+from hostir.ir.sizes import Size
+from hostir.ir.source import Diagnostic, HostIRError, did_you_mean
+from hostir.ir.tensor_ops import TensorOp, ViewStatement
+from hostir.ir.types import DTYPES, FLAG, STREAM, Axis, Factor, Kind, Mesh, TensorType
+
+# What programs are made of --------------------------------------------------------------------------------------------
+# Whether a program is made of what programs are made of. A text always is; one built in Python need not be.
+
+KNOWN = "_well_formed"
+
+
+def malformed(program: Program) -> Iterator[Diagnostic]:
+    """Each field of the program and of its statements that holds what it cannot hold."""
+    parts: dict[str, tuple[bool, str]] = {
+        "name": (isinstance(program.name, str), "a name"),
+        "phase": (isinstance(program.phase, Phase), "a Phase"),
+        "meshes": (bool(program.meshes) and _all(program.meshes, _is_mesh), "meshes, at least one"),
+        "inputs": (_all(program.inputs, _is_value), "values"),
+        "outputs": (_all(program.outputs, _is_value), "values"),
+        "body": (isinstance(program.body, tuple), "statements"),
+        "streams": (_is_int(program.streams), "an integer from 0"),
+        "aliases": (isinstance(program.aliases, tuple), "pairs of names"),
+    }
+    for name, (holds, expected) in parts.items():
+        if not holds:
+            yield Diagnostic(f"the program has as its {name} {described(getattr(program, name))}", expected=expected)
+            return
+    yield from _block(program.body)
+
+
+def _block(body: tuple[object, ...]) -> Iterator[Diagnostic]:
+    for s in body:
+        if not isinstance(s, Statement):
+            yield Diagnostic(f"{described(s)} stands among the statements", expected="statements")
+            continue
+        for name, codec in codecs_of(type(s)).items():
+            held = getattr(s, name)
+            left_out = held is None and defaults_of(type(s)).get(name, Codec) is None
+            if not left_out and not _holds(codec, held):
+                what = f"'{s.keyword()}' has as its {name} {described(held)}"
+                yield Diagnostic(what, s.span, expected=codec.value)
+            elif codec is Codec.BLOCK:
+                yield from _block(held)
+
+
+def _holds(codec: Codec, held: object) -> bool:
+    """Whether a field of this codec may hold this."""
+    if codec in VALUE_CODECS:
+        return _is_value(held)
+    if codec in (Codec.STREAM, Codec.INDEX):
+        return _is_expr(held)
+    if codec is Codec.SIZE:
+        return _is_size(held)
+    if codec is Codec.INT:
+        return _is_int(held)
+    if codec is Codec.INTS:
+        return _all(held, _is_int)
+    return isinstance(held, tuple if codec is Codec.BLOCK else str)
+
+
+def _all(held: object, is_one: object) -> bool:
+    assert callable(is_one)
+    return isinstance(held, tuple) and all(map(is_one, held))
+
+
+def _is_int(held: object) -> bool:
+    return isinstance(held, int) and not isinstance(held, bool) and held >= 0
+
+
+def _is_name(held: object) -> bool:
+    return isinstance(held, str)
+
+
+def _is_expr(held: object) -> bool:
+    if isinstance(held, Bin):
+        return held.op in ("+", "-", "*", "/", "%") and _is_expr(held.left) and _is_expr(held.right)
+    return _is_value(held.value) if isinstance(held, Ref) else isinstance(held, Lit) and _is_int(held.value)
+
+
+def _is_size(held: object) -> bool:
+    """Whether it is a size, and whole where it has no symbols."""
+    if not isinstance(held, Size) or not (_is_int(held.num) and _is_int(held.den) and held.num and held.den):
+        return False
+    return held.den == 1 or bool(held.symbols)
+
+
+def _is_value(held: object) -> bool:
+    if not isinstance(held, Value) or not isinstance(held.name, str):
+        return False
+    return isinstance(held.type, Kind) or (isinstance(held.type, TensorType) and _is_tensor_type(held.type))
+
+
+def _is_tensor_type(held: TensorType) -> bool:
+    """Worked out once for each type, and kept with it as a cached property would be: many statements share it."""
+    if KNOWN not in vars(held):
+        vars(held)[KNOWN] = _is_sound(held)
+    return bool(vars(held)[KNOWN])
+
+
+def _is_sound(held: TensorType) -> bool:
+    if held.dtype not in (*DTYPES.values(), FLAG):
+        return False
+    if not (held.mesh is None or _is_mesh(held.mesh)) or not _all(held.axes, _is_axis):
+        return False
+    if not _all(held.partial, _is_name):
+        return False
+    marks = [mark for axis in held.axes for mark in axis.marks if mark != STREAM] + list(held.partial)
+    known = held.mesh.axes if held.mesh else ()
+    return len(set(marks)) == len(marks) and all(mark in known for mark in marks)
+
+
+def _is_axis(held: object) -> bool:
+    return isinstance(held, Axis) and bool(held.factors) and _all(held.factors, _is_factor)
+
+
+def _is_factor(held: object) -> bool:
+    return isinstance(held, Factor) and _is_size(held.extent) and (held.on is None or isinstance(held.on, str))
+
+
+def _is_mesh(held: object) -> bool:
+    if not isinstance(held, Mesh) or not isinstance(held.name, str) or not _all(held.axes, _is_name):
+        return False
+    if not _all(held.shape, _is_int) or not _all(held.devices, _is_int) or not held.devices:
+        return False
+    fits = len(held.axes) == len(held.shape) in (1, 2) and prod(held.shape) == len(held.devices)
+    return fits and len(set(held.devices)) == len(held.devices)
+
+
+# Index expressions ----------------------------------------------------------------------------------------------------
+# What is known of index expressions whatever the loops' indices are.
+
+_UNIT = Lit(1)
+
+
+def constant(expr: Expr) -> int | None:
+    """Its value, where that follows from literals alone."""
+    terms = _terms(expr)
+    return terms.get(_UNIT, 0) if terms.keys() <= {_UNIT} else None
+
+
+def divisions_by_zero(expr: Expr) -> Iterator[Bin]:
+    """The parts of an expression that divide by a literal zero."""
+    if isinstance(expr, Bin):
+        if expr.op in "/%" and constant(expr.right) == 0:
+            yield expr
+        yield from divisions_by_zero(expr.left)
+        yield from divisions_by_zero(expr.right)
+
+
+def _terms(expr: Expr) -> dict[Expr, int]:
+    """The expression as a sum: the factor of each part that is not a sum itself. A constant is that of the unit."""
+    if isinstance(expr, Lit):
+        return {_UNIT: expr.value} if expr.value else {}
+    if isinstance(expr, Bin):
+        left, right = _terms(expr.left), _terms(expr.right)
+        if expr.op in "+-":
+            sign = 1 if expr.op == "+" else -1
+            total = {part: left.get(part, 0) + sign * right.get(part, 0) for part in {**left, **right}}
+            return {part: factor for part, factor in total.items() if factor}
+        for one, other in ((left, right), (right, left)):
+            if expr.op == "*" and one.keys() <= {_UNIT}:
+                times = one.get(_UNIT, 0)
+                return {part: factor * times for part, factor in other.items() if times}
+    return {expr: 1}
+
+
+# Buffers --------------------------------------------------------------------------------------------------------------
+# Names of buffers in the text of a host program: what may be freed, reached by peers, and given to the caller.
+
+
+class Buffers:
+    """The buffer behind each value. Fed with statements in program order, by whoever walks the program.
+
+    What holds on every rank and in every round is decided here; what depends on them, on the unrolled program.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.inputs = {v.name for v in program.inputs}
+        self.roots = {name: name for name in self.inputs}  # by the name of a value: that of its buffer
+        self.written: set[str] = set()
+        self.densed: dict[str, Value] = {}  # by input: what may be that memory, or a copy of it
+        self.symmetric: set[str] = set()
+
+    def see(self, s: Statement) -> Iterator[Diagnostic]:
+        """Takes note of a statement; yields findings about memory that is not the program's to free."""
+        for value in s.values(Codec.WRITE):
+            if root := self.roots.get(value.name):
+                self.written.add(root)
+                yield from self._both(s, value, root)
+        if isinstance(s, FreeBuffer) and (root := self.roots.get(s.x.name)):
+            yield from self._free(s, root)
+        if isinstance(s, (Allocate, AllocateSymmetric)) and isinstance(s.out.type, TensorType):
+            self.roots[s.out.name] = s.out.name
+            self.written.discard(s.out.name)
+            (self.symmetric.add if isinstance(s, AllocateSymmetric) else self.symmetric.discard)(s.out.name)
+        if isinstance(s, ViewStatement) and (root := self.roots.get(s.x.name)):
+            self.roots[s.out.name] = root
+            if isinstance(s, Dense):
+                yield from self._dense(s, root)
+
+    def _dense(self, s: Dense, root: str) -> Iterator[Diagnostic]:
+        """Findings about what is made dense: an input that nothing writes."""
+        self.densed.setdefault(root, s.out)
+        if root not in self.inputs:
+            yield Diagnostic(
+                f"{_told(s.x, root)} is no input",
+                s.span,
+                expected="an input, or a view of one: of all other memory the strides are known",
+                hint="copy it to a buffer, if it is not dense",
+            )
+        elif root in self.written:
+            yield from self._both(s, s.x, root)
+
+    def _both(self, s: Statement, value: Value, root: str) -> Iterator[Diagnostic]:
+        if root in self.densed:
+            yield Diagnostic(
+                f"{_told(value, root)} is written, and {self.densed[root]} may be its memory or a copy of it",
+                s.span,
+                expected="an input that nothing writes, as it is made dense",
+                hint="copy the input to a buffer instead, and write there",
+            )
+
+    def _free(self, s: FreeBuffer, root: str) -> Iterator[Diagnostic]:
+        view = "" if s.x.name == root else "a view of "
+        if root in self.inputs:
+            yield Diagnostic(
+                f"{s.x} is {view}an input: an input is the caller's to free", s.span, hint="take this line out"
+            )
+        elif root in self.symmetric:
+            yield Diagnostic(
+                f"{s.x} is {view}a symmetric buffer: it lasts from call to call", s.span, hint="take this line out"
+            )
+
+    def reach(self, s: Statement) -> Iterator[Diagnostic]:
+        """Findings about a sound statement that names memory of a peer which the peer has not laid open."""
+        if not isinstance(s, PeerCopy) or (root := self.roots.get(s.remote.name)) is None:
+            return
+        if root not in self.symmetric:
+            yield Diagnostic(
+                f"{s.keyword()} cannot reach {_told(s.remote, root)} at a peer",
+                s.span,
+                expected="a buffer of allocate_symmetric, or a view of one",
+            )
+
+    def unwritten_outputs(self, outputs: Collection[Value]) -> Iterator[Diagnostic]:
+        """Findings about outputs that no statement writes."""
+        for value in dict.fromkeys(outputs):
+            root = self.roots.get(value.name)
+            if root is not None and root not in self.written | self.inputs:
+                yield Diagnostic(
+                    f"the output {_told(value, root)} is never written",
+                    value.span,
+                    expected="a statement that writes it",
+                )
+
+
+def _told(value: Value, root: str) -> str:
+    return f"{value}" if value.name == root else f"{value}, a view of %{root},"
+
+
+# Structure ------------------------------------------------------------------------------------------------------------
+# Structure: names, scopes, phases and types. What every program must satisfy first of all.
+
+MOST_STREAMS = 1024  # in the pool of a rank; few devices tell more than a hundred apart
+MOST_RANKS = 65536
+
+
+def check_structure(program: Program, *, settled: bool = False) -> list[Diagnostic]:
+    """Every structural finding, in program order; empty for a sound program.
+
+    `settled` asks more of a fusion: that its shardings are propagated and every change of sharding explicit, so that
+    each declared type is what the statement gives. Host programs are always held to that.
+    """
+    if found := list(malformed(program)):
+        return found
+    checker = _Checker(program, settled or program.phase is Phase.HOST)
+    try:
+        for finding in checker.run():
+            found.append(finding)  # what was found before an error counts as well
+    except HostIRError as wrong:
+        found += wrong.diagnostics
+    if found:
+        return found
+    # Asked last, and of a sound program only: a statement that is wrong may be the one that meant to write the output.
+    return list(checker.buffers.unwritten_outputs(program.outputs)) if program.phase is Phase.HOST else []
+
+
+def verify(program: Program, *, settled: bool = False) -> Program:
+    """The program itself, or a HostIRError with all findings about its structure."""
+    _verify(program, settled or program.phase is Phase.HOST)
+    return program
+
+
+@lru_cache(maxsize=256)
+def _verify(program: Program, settled: bool) -> None:
+    """Once for equal programs, as strategies begin with the same passes. What raises is not kept: spans may differ."""
+    if found := check_structure(program, settled=settled):
+        raise HostIRError(*found)
+
+
+class _Checker:
+    def __init__(self, program: Program, settled: bool) -> None:
+        self.program = program
+        self.phase = program.phase
+        self.settled = settled
+        self.scope: dict[str, Value] = {}
+        self.buffers = Buffers(program)
+
+    def run(self) -> Iterator[Diagnostic]:
+        yield from self.limits()
+        for value in self.program.inputs:
+            yield from self.define(value, None)
+            yield from self.data(value, "input")
+        yield from self.block(self.program.body)
+        for value in self.program.outputs:
+            yield from self.known(value, None)
+            yield from self.data(value, "output")
+
+    def limits(self) -> Iterator[Diagnostic]:
+        if self.program.streams > MOST_STREAMS:
+            yield Diagnostic(
+                f"@{self.program.name} has a pool of {self.program.streams} streams", expected=f"at most {MOST_STREAMS}"
+            )
+        for mesh in self.program.meshes:
+            if (device := max(mesh.devices)) >= MOST_RANKS:
+                yield Diagnostic(f"mesh @{mesh.name} names device {device}", expected=f"devices below {MOST_RANKS}")
+
+    def data(self, value: Value, role: str) -> Iterator[Diagnostic]:
+        if _holds_flags(value):
+            yield Diagnostic(
+                f"the {role} {value} holds flags",
+                value.span,
+                expected="numbers: flags are what a program's own ranks tell each other",
+            )
+
+    def block(self, body: tuple[Statement, ...], around: Statement | None = None) -> Iterator[Diagnostic]:
+        """Statements in order; `around` is the innermost loop or condition."""
+        for s in body:
+            if self.phase not in s.phases:
+                yield Diagnostic(f"'{s.keyword()}' does not belong to a {self.phase.value}", s.span)
+                continue
+            found = [d for v in s.uses(self.phase) for d in self.known(v, s)]
+            found = found or list(self.flags(s)) or list(self.typed(s))
+            yield from found
+            yield from self.indices(s)
+            if isinstance(s, Reshard) and self.settled:
+                yield Diagnostic("a reshard is left after communications were chosen", s.span)
+            if around and isinstance(s, AllocateSymmetric):
+                yield Diagnostic(
+                    f"{s.out} lasts from call to call: it cannot be allocated in a block",
+                    s.span,
+                    hint=f"allocate it in front of the '{around.keyword()}'",
+                )
+            if self.phase is Phase.HOST:
+                yield from self.buffers.see(s)
+                if not found:
+                    yield from self.buffers.reach(s)
+            outer = dict(self.scope)
+            if defined := s.defines(self.phase):
+                yield from self.define(defined, s)
+            for inner in s.bodies:
+                yield from self.block(inner, s)
+            if s.bodies:
+                self.scope = outer
+
+    def define(self, value: Value, s: Statement | None) -> Iterator[Diagnostic]:
+        if value.name in self.scope:
+            yield Diagnostic(f"{value} is defined twice", s.span if s else value.span, hint="give it another name")
+        self.scope[value.name] = value
+
+    def known(self, value: Value, s: Statement | None) -> Iterator[Diagnostic]:
+        span = s.span if s else value.span
+        if value.name not in self.scope:
+            hint = did_you_mean(f"{value}", [f"%{name}" for name in self.scope])
+            yield Diagnostic(f"{value} is not defined here", span, hint=hint)
+        elif self.scope[value.name] != value:
+            yield Diagnostic(f"{value} is used as {value.type} but defined as {self.scope[value.name].type}", span)
+
+    def flags(self, s: Statement) -> Iterator[Diagnostic]:
+        """Flags are signalled and waited for; no statement reads, writes or views them."""
+        if isinstance(s, Allocate) and _holds_flags(s.out):
+            yield Diagnostic(f"no peer can signal {s.out}", s.span, hint=f"{s.out}: {s.out.type} = allocate_symmetric")
+        for value in dict.fromkeys(s.values(Codec.READ, Codec.WRITE, Codec.ALIAS)):
+            if _holds_flags(value):
+                yield Diagnostic(
+                    f"{value} holds flags, which {s.keyword()} cannot use",
+                    s.span,
+                    expected="numbers: flags are for signal, wait_signal and the 'ready' of a matmul or linear",
+                )
+
+    def typed(self, s: Statement) -> Iterator[Diagnostic]:
+        try:
+            s.verify()
+            if self.settled:
+                s.verify_layout()
+            expected = s.infer() if self.settled or not isinstance(s, TensorOp) else None
+        except HostIRError as wrong:
+            yield from wrong.diagnostics
+            return
+        result = s.out if isinstance(s, (TensorOp, ViewStatement)) else s.defines(self.phase)
+        if result is None:
+            return
+        if isinstance(s, TensorOp) and (found := list(self.computed(s))):
+            yield from found
+            return
+        declared = result.type
+        if isinstance(expected, TensorType) and isinstance(declared, TensorType):
+            if self.settled and not _agree(expected, declared):
+                yield Diagnostic(
+                    f"{result} is declared {declared}, but {s.keyword()} gives {expected}",
+                    s.span,
+                    expected=str(expected),
+                )
+        elif isinstance(expected, Kind) and expected is not declared:
+            yield Diagnostic(f"{result} is a {declared}, but {s.keyword()} gives a {expected}", s.span)
+
+    def computed(self, s: TensorOp) -> Iterator[Diagnostic]:
+        dtype, shape = s.result()
+        declared = s.out.tensor
+        if declared.dtype != dtype or declared.shape != shape:
+            gives = f"{dtype}[{', '.join(map(str, shape))}]"
+            yield Diagnostic(f"{s.out} is {declared}, but {s.keyword()} gives {gives}", s.span, expected=gives)
+
+    def indices(self, s: Statement) -> Iterator[Diagnostic]:
+        for name, codec in codecs_of(type(s)).items():
+            if codec not in (Codec.STREAM, Codec.INDEX):
+                continue
+            expr = getattr(s, name)
+            for division in divisions_by_zero(expr):
+                yield Diagnostic(f"'{division}' divides by zero", s.span, expected="a divisor of at least 1")
+            if codec is Codec.STREAM and isinstance(expr, Ref):
+                continue
+            for value in expr_values(expr):
+                if value.type is Kind.STREAM:
+                    yield Diagnostic(f"{value} is a stream", s.span, expected="an index")
+
+
+def _holds_flags(value: Value) -> bool:
+    return isinstance(value.type, TensorType) and value.type.dtype == FLAG
+
+
+def _agree(a: TensorType, b: TensorType) -> bool:
+    """Equal up to Stream marks and normal form."""
+    same_mesh = a.mesh is None or b.mesh is None or a.mesh == b.mesh
+    return same_mesh and a.host().axes == b.host().axes and a.dtype == b.dtype and a.partial == b.partial

@@ -1,0 +1,587 @@
+"""Trace what each rank issues: events on strided views of memory, with the edges that hold within the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, ClassVar, Literal
+
+from hostir.ir.host_ops import Allocate, Dense
+from hostir.ir.interpret import Observer, interpret
+from hostir.ir.machine import Exchange, Frame, Ready
+from hostir.ir.onesided_ops import AllocateSymmetric
+from hostir.ir.op import Codec, Phase, Statement, Value
+from hostir.ir.program import Program
+from hostir.ir.regions import Region
+from hostir.ir.source import Diagnostic, HostIRError, Span, error
+from hostir.ir.types import DType, bind_shape
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+# Memory as the checker sees it: buffers of ranks, strided views of them, and what events do to them.
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """A piece of one rank's memory; `persists` where it is the caller's, or symmetric: the program need not free it."""
+
+    rank: int
+    name: str
+    elements: int
+    value: Value | None = None
+    persists: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided view of a buffer, in elements."""
+
+    buffer: Buffer
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def region(self) -> Region:
+        return Region.of(self.offset, self.shape, self.strides)
+
+    @property
+    def dense(self) -> bool:
+        """Whether its elements lie side by side, in order."""
+        pairs = zip(self.shape, self.strides, packed(self.shape), strict=True)
+        return 0 in self.shape or all(n == 1 or s == p for n, s, p in pairs)
+
+    def equals(self, other: View) -> bool:
+        """Whether each of its elements is that of the other with the same indices."""
+        if self.buffer is not other.buffer or self.offset != other.offset or self.shape != other.shape:
+            return False
+        return all(n == 1 or s == t for n, s, t in zip(self.shape, self.strides, other.strides, strict=True))
+
+
+Does = Literal["reads", "writes", "undefines", "frees"]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One access to memory: to this rank's `buffer`, or to that of the same name of a peer, `rank`.
+
+    What is undefined may not be read until something writes it.
+    """
+
+    buffer: Buffer
+    region: Region
+    does: Does
+    rank: int = -1
+
+    @property
+    def writes(self) -> bool:
+        """Whether the bytes may differ afterwards, so that every other access needs an order with this one."""
+        return self.does != "reads"
+
+
+def access(view: View, does: Does, rank: int = -1) -> Access:
+    """An access to a view; `rank` says whose, where it may be a peer's."""
+    peer = rank if rank not in (-1, view.buffer.rank) else -1
+    return Access(view.buffer, view.region, does, peer)
+
+
+def whole(buffer: Buffer, does: Does) -> Access:
+    """An access to all of this rank's buffer."""
+    return Access(buffer, Region.of(0, (buffer.elements,), (1,)), does)
+
+
+def packed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def dense(buffer: Buffer, shape: tuple[int, ...]) -> View:
+    """The view of a whole buffer."""
+    return View(buffer, 0, shape, packed(shape))
+
+
+def rows_of(x: View, block: int, blocks: int) -> View:
+    """One of `blocks` equal blocks of the rows of `x`, its leading axes flattened, which have one stride."""
+    rows = prod(x.shape[:-1])
+    strides = strides_in(x, (rows, *x.shape[-1:]))
+    assert strides is not None
+    count = rows // blocks
+    return View(x.buffer, x.offset + block * count * strides[0], (count, *x.shape[-1:]), strides)
+
+
+def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides with which a view has another shape, or None where only a copy can have it."""
+    if 0 in x.shape:
+        return packed(shape)
+    merged = [[n, s] for n, s in zip(x.shape, x.strides, strict=True) if n != 1]
+    for i in range(len(merged) - 1, 0, -1):
+        if merged[i - 1][1] == merged[i][0] * merged[i][1]:
+            merged[i - 1 : i + 1] = [[merged[i - 1][0] * merged[i][0], merged[i][1]]]
+    strides: list[int] = []
+    for n in reversed(shape):
+        if n == 1:
+            strides.append(1)
+            continue
+        while merged and merged[-1][0] == 1:
+            merged.pop()
+        if not merged or merged[-1][0] % n:
+            return None
+        strides.append(merged[-1][1])
+        merged[-1] = [merged[-1][0] // n, merged[-1][1] * n]
+    return tuple(reversed(strides))
+
+
+# The tracer -----------------------------------------------------------------------------------------------------------
+# What each rank issues, as events with the edges that hold within the rank: a machine that executes nothing.
+#
+# The tracer is a `hostir.ir.machine.Machine`. Statements tell it what they read and write by evaluating themselves on
+# it, as they do on every machine; its tensors are regions of buffers.
+
+CALLER = "caller's stream"
+Lane = tuple[object, ...]  # what keeps its events in order: (rank, stream) and the like
+Ends = list[tuple[Lane, int]]  # whoever has seen one of these ticks knows that an event has ended
+
+
+@dataclass(eq=False, slots=True, repr=False)  # its events all lead to each other
+class Event:
+    """Something that happens at one moment of one rank.
+
+    Fields:
+        number: how much its rank had issued before it.
+        lane, tick: its place in what orders it, None where nothing does but its edges.
+        ends: what tells others that it is over; by default its own tick.
+        after: the events that come before it.
+        held: what may hold it up besides, on some machine or at some size. It counts for deadlocks; nobody may rely
+            on it.
+        verb: what it does, for messages; `statement` is None for what the caller does.
+        sms: whether it needs SMs.
+        small: whether it needs but the one that a kernel which waits leaves to what was issued before it in its call.
+        seen: makes its clock of that of what it follows; None where the two are the same.
+    """
+
+    rank: int
+    call: int
+    verb: str
+    statement: Statement | None
+    rounds: tuple[int, ...]
+    stream: str
+    number: int = 0
+    lane: Lane | None = None
+    tick: int = 0
+    after: list[Event] = field(default_factory=list)
+    held: list[Event] = field(default_factory=list)
+    ends: Ends = field(default_factory=list)
+    accesses: list[Access] = field(default_factory=list)
+    sms: bool = False
+    small: bool = False
+    seen: Callable[[Any], Any] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Side:
+    """One rank's side of a communication or message. `take` reads `x` and `give` writes `out`: one event, or two."""
+
+    exchange: Exchange
+    x: View | None
+    out: View | None
+    begin: Event
+    take: Event
+    give: Event
+    end: Event
+
+
+@dataclass(eq=False, slots=True)
+class Flag:
+    """A signal sent, or a wait for one, of the flag `slot` of the symmetric buffer `flags` at `rank`."""
+
+    event: Event
+    rank: int
+    flags: str
+    slot: int
+    epoch: tuple[int, int]  # call, epoch
+
+    @property
+    def place(self) -> tuple[int, str, int]:
+        return self.rank, self.flags, self.slot
+
+
+@dataclass(eq=False, slots=True)
+class Pushing:
+    """Copies by SMs, and the signals right behind them, that came last on a stream.
+
+    Fields:
+        begin: of the first, behind all that came before.
+        last: a copy or a signal; they come one after the other.
+    """
+
+    begin: Event
+    last: Event
+    signalled: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Kernel:
+    """A product that waits for flags while it holds the SMs. `beside`: the last of the copies that it starts beside."""
+
+    start: Event
+    end: Event
+    beside: Event | None = None
+    waits: list[Flag] = field(default_factory=list)
+
+
+class Tracer(Observer):
+    """One rank. After `call`s, `events` holds what it issued, and the rest what must be matched with other ranks."""
+
+    frame: ClassVar[type[Frame]] = Frame
+
+    def __init__(self, rank: int, program: Program, sizes: Mapping[str, int]) -> None:
+        self.rank: int = rank
+        self.program = program
+        self.sizes = sizes
+        self.events: list[Event] = []
+        self.tails: dict[Lane, Event] = {}
+        self.pushing: dict[str, Pushing] = {}  # by stream
+        self.current = CALLER
+        self.turn = 0  # which call
+        self.statement: Statement | None = None
+        self.rounds: tuple[int, ...] = ()
+        self.inputs = [self._input(v) for v in program.inputs]
+        self.copies: list[View] = []  # of inputs, that a call has made
+        self.buffers: list[Buffer] = []  # that the program allocated
+        self.kept: dict[str, Buffer] = {}  # symmetric buffers, from the first call on
+        self.collectives: dict[tuple[int, ...], list[Side]] = {}  # by team
+        self.messages: dict[tuple[int, ...], list[Side]] = {}
+        self.barriers: dict[tuple[int, ...], list[Event]] = {}
+        self.signals: list[Flag] = []
+        self.waits: list[Flag] = []
+        self.kernels: list[Kernel] = []
+        self.outputs: list[list[View | None]] = []  # of each call
+        self.problems: dict[tuple[int, str], Diagnostic] = {}  # by statement and message: misuse, in the order issued
+        self.freed: dict[Buffer, Statement] = {}
+        self.flying: dict[Event, Statement] = {}  # communications that nobody has waited for so far
+        self.waited: dict[Event, Statement] = {}
+
+    def _input(self, value: Value) -> View | None:
+        mesh = value.tensor.mesh
+        if mesh is not None and self.rank not in mesh.places:
+            return None
+        shape = bind_shape(value.tensor.local_shape, self.sizes)
+        return dense(Buffer(self.rank, value.name, prod(shape), value, persists=True), shape)
+
+    def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
+        self.statement, self.rounds = statement, rounds
+
+    def call(self) -> None:
+        """One call: inputs arrive on the caller's stream; at its end outputs are read there, and all is overwritten."""
+        self.current, self.statement, self.rounds = CALLER, None, ()
+        self.step("writes", [access(x, "writes") for x in self.inputs if x])
+        handles = interpret(self.program, self, self.sizes, self.inputs, self, self.frame)
+        outputs: list[View | None] = [h for h in handles if h is None or isinstance(h, View)]
+        self.outputs.append(outputs)
+        for statement in self.flying.values():
+            self.statement, handle = statement, statement.defines(Phase.HOST)
+            self.refuse(f"{handle} is never waited for", hint=f"add 'wait {handle}' before its result is used")
+        self.flying.clear()
+        self.statement, self.rounds, self.current = None, (), CALLER
+        for value, x in zip(self.program.outputs, outputs, strict=True):
+            if x is not None and (freed := self.freed.get(x.buffer)):
+                named = f"{value}" if value.name == x.buffer.name else f"{value}, a view of %{x.buffer.name},"
+                self.refuse(f"the output {named} was freed", freed.span)
+        self.step("reads", [access(x, "reads") for x in outputs if x])
+        self.step("overwrites", [access(x, "undefines") for x in (*self.inputs, *self.copies, *outputs) if x])
+        self.copies.clear()
+        self.turn += 1
+
+    def lasting(self) -> Iterator[tuple[Event, Event]]:
+        """The begin and the end of what may hold SMs until other ranks come: kernels that wait, communication."""
+        yield from ((kernel.start, kernel.end) for kernel in self.kernels)
+        for sides in (*self.collectives.values(), *self.messages.values()):
+            yield from ((side.begin, side.end) for side in sides)
+
+    # Events ---------------------------------------------------------------------------------------------------------
+    def event(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
+        """An event on no lane, of the current statement."""
+        made = Event(self.rank, self.turn, verb, self.statement, self.rounds, self.current, len(self.events))
+        made.accesses = [a for a in accesses if not a.region.empty]
+        made.after, made.sms = list(after), sms
+        self.events.append(made)
+        return made
+
+    def tail(self, *lane: object) -> list[Event]:
+        """The last event of a lane, if any."""
+        found = self.tails.get((self.rank, *lane))
+        return [found] if found else []
+
+    def issued(self, stream: str) -> list[Event]:
+        """What comes after all that was issued to a stream comes after these."""
+        return self.tail(stream) + ([self.pushing[stream].last] if stream in self.pushing else [])
+
+    def follow(self, event: Event, *lane: object) -> Event:
+        """Puts an event at the end of a lane."""
+        key = (self.rank, *lane)
+        before = self.tails.get(key)
+        if before is not None:
+            event.after.append(before)
+        event.lane, event.tick = key, before.tick + 1 if before else 1
+        event.ends.append((key, event.tick))
+        self.tails[key] = event
+        return event
+
+    def step(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
+        """An event on the current stream."""
+        pushing = self.pushing.pop(self.current, None)
+        behind = [*after, pushing.last] if pushing else after
+        return self.follow(self.event(verb, accesses, behind, sms), self.current)
+
+    def push(self, verb: str, accesses: list[Access]) -> Event:
+        """A copy by SMs, or a signal right behind one, beside which a kernel that waits may start."""
+        pushing = self.pushing.get(self.current)
+        if pushing is None:
+            begin = self.step("begins", [])
+            pushing = self.pushing[self.current] = Pushing(begin, begin)
+        made = self.follow(self.event(verb, accesses, [pushing.last], sms=bool(accesses)), "pushes", self.current)
+        pushing.last, pushing.signalled = made, not accesses
+        return made
+
+    def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
+        span = self.statement.span if self.statement else None
+        return error(f"rank {self.rank}: {message}", span, expected=expected, hint=hint)
+
+    # Misuse that the order of issue shows ----------------------------------------------------------------------------
+    def refuse(
+        self,
+        message: str,
+        at: Span | None = None,
+        *,
+        expected: str = "",
+        hint: str = "",
+        notes: tuple[tuple[Span | None, str], ...] = (),
+    ) -> None:
+        """Notes what is wrong with the current statement, once for all its rounds."""
+        span = at or (self.statement.span if self.statement else None)
+        self.problems.setdefault((id(self.statement), message), Diagnostic(message, span, expected, hint, notes))
+
+    def use(self, out: View | None, *reads: View | None) -> None:
+        """The current statement writes one view and reads others: none of them may have been freed."""
+        s, read = self.statement, [x for x in reads if x is not None]
+        if s is None or not self.freed:
+            return
+        for value, x in (*zip(s.values(Codec.READ), read, strict=False), (next(s.values(Codec.WRITE), None), out)):
+            if x is not None and value is not None and (freed := self.freed.get(x.buffer)):
+                name = x.buffer.name
+                what = "it was freed" if value.name == name else f"%{name} was freed, of which it is a view"
+                self.refuse(f"{value} is used after {what}", notes=((freed.span, "freed here"),))
+
+    def overwrite(self, out: View | None, *reads: View | None) -> None:
+        """The current statement writes one view and reads others: none of them may overlap it."""
+        s = self.statement
+        read = [x for x in reads if x is not None]
+        if s is None or out is None or all(x.buffer is not out.buffer for x in read):
+            return
+        result = next(s.values(Codec.WRITE))
+        for n, (value, x) in enumerate(zip(s.values(Codec.READ), read, strict=True)):
+            if x.buffer is not out.buffer or not x.region.meets(out.region):
+                continue
+            if x.equals(out) and s.in_place(n):
+                continue
+            both = "" if value == result else f" {value}, and both are memory of %{x.buffer.name}"
+            self.refuse(
+                f"{s.keyword()} writes {result} while it reads{both or ' it'}",
+                expected="memory that none of the operands lies in; only elementwise statements and allreduce may "
+                "write the very view that they read",
+                hint="allocate a buffer for the result",
+            )
+            return
+
+    # What statements ask for: the methods of `hostir.ir.machine.Machine` --------------------------------------------
+    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> View:
+        value = self.statement.out if isinstance(self.statement, (Allocate, AllocateSymmetric)) else None
+        name = value.name if value else "buffer"
+        if not symmetric:
+            self.buffers.append(buffer := Buffer(self.rank, name, prod(shape), value))
+            # On its stream, as whoever had this memory before may still use it there. It leaves copies by SMs alone.
+            self.follow(self.event("allocates", [whole(buffer, "undefines")]), self.current)
+            return dense(buffer, shape)
+        return dense(self.kept.setdefault(name, Buffer(self.rank, name, prod(shape), value, persists=True)), shape)
+
+    def free(self, x: View) -> None:
+        if (before := self.freed.get(x.buffer)) is not None:
+            first = ((before.span, "first here"),)
+            self.refuse(f"%{x.buffer.name} is freed twice", hint="free it once", notes=first)
+            return
+        assert self.statement is not None
+        self.freed[x.buffer] = self.statement
+        self.step("frees", [whole(x.buffer, "frees")])
+
+    def select(self, x: View, axis: int, index: int) -> View:
+        shape = x.shape[:axis] + x.shape[axis + 1 :]
+        strides = x.strides[:axis] + x.strides[axis + 1 :]
+        return View(x.buffer, x.offset + index * x.strides[axis], shape, strides)
+
+    def chunk(self, x: View, axis: int, outer: int, count: int, index: int) -> View:
+        extent = x.shape[axis] // count
+        shape = (*x.shape[:axis], extent, *x.shape[axis + 1 :])
+        return View(x.buffer, x.offset + index * extent * x.strides[axis], shape, x.strides)
+
+    def reshape(self, x: View, shape: tuple[int, ...]) -> View:
+        strides = strides_in(x, shape)
+        if strides is None:
+            layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
+            raise self.fail(f"no view of {layout} has shape {list(shape)}", hint="copy it first")
+        return View(x.buffer, x.offset, shape, strides)
+
+    def permute(self, x: View, axes: tuple[int, ...]) -> View:
+        return View(x.buffer, x.offset, tuple(x.shape[a] for a in axes), tuple(x.strides[a] for a in axes))
+
+    def dense(self, x: View) -> View:
+        """A copy that the caller overwrites at the end, like the input: no order does for one of the two alone."""
+        assert isinstance(self.statement, Dense)
+        value = self.statement.out
+        copy = dense(Buffer(self.rank, value.name, prod(x.shape), value, persists=True), x.shape)
+        self.step("copies", [access(x, "reads"), access(copy, "writes")], sms=True)
+        self.copies.append(copy)
+        return copy
+
+    def compute(self, kind: str, out: View, operands: Sequence[View | None], options: Mapping[str, Any]) -> None:
+        ready = options.get("ready")
+        own = ready.own if isinstance(ready, Ready) else None
+        self.use(out, *operands, own)
+        self.overwrite(out, *operands, own)
+        if isinstance(ready, Ready):
+            self._waiting(out, operands, ready)
+            return
+        reads = [access(x, "reads") for x in operands if x is not None]
+        self.step("runs", [*reads, access(out, "writes")], sms=True)
+
+    def _waiting(self, out: View, operands: Sequence[View | None], ready: Ready) -> None:
+        pushing = self.pushing.pop(self.current, None)  # it starts beside these copies, and ends after them
+        start = self.step("starts", [], sms=True)
+        kernel = Kernel(start, start, pushing.last if pushing else None)
+        blocks = []
+        a, *others = [x for x in operands if x is not None]
+        for x in (a, out, *([ready.own] if ready.own else [])):
+            if strides_in(x, (prod(x.shape[:-1]), *x.shape[-1:])) is None:
+                layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
+                raise self.fail(f"rows of {layout}", expected="rows with one stride", hint="copy it first")
+        for i in range(ready.blocks):
+            own = ready.own if ready.own is not None and i == ready.first else None
+            rows = rows_of(a, i, ready.blocks)
+            reads = [access(x, "reads") for x in (*others, *([] if own is None else [own]))]
+            left = access(rows, "reads" if own is None else "undefines")
+            accesses = [*reads, left, access(rows_of(out, i, ready.blocks), "writes")]
+            block = self.event(f"runs block {i}", accesses, [start])
+            if own is None:
+                kernel.waits.append(Flag(block, self.rank, ready.flags.buffer.name, i, (self.turn, ready.epoch)))
+            blocks.append(block)
+        kernel.end = self.step("ends", [], after=[*blocks, *([pushing.last] if pushing else [])])
+        for block in blocks:
+            block.ends.append((kernel.end.lane or (), kernel.end.tick))
+        self.waits += kernel.waits
+        self.kernels.append(kernel)
+
+    def communicate(self, exchange: Exchange, x: View | None, out: View | None) -> Event:
+        for does, tensor in (("reads", x), ("writes", out)):
+            if tensor is not None and not tensor.dense:
+                layout = f"shape {list(tensor.shape)} with strides {list(tensor.strides)}"
+                raise self.fail(f"it {does} {layout}", expected="a dense tensor", hint="copy it first")
+        reads = [access(x, "reads")] if x and exchange.takes(self.rank) else []
+        writes = [access(out, "writes")] if out and exchange.gives(self.rank) else []
+        self.use(out if writes else None, x if reads else None)
+        if reads and writes:
+            self.overwrite(out, x)
+        message = exchange.kind in ("send", "recv", "exchange")
+        end = (self._message if message else self._collective)(exchange, x, out, reads, writes)
+        assert self.statement is not None
+        self.flying[end] = self.statement
+        return end
+
+    def _collective(
+        self, exchange: Exchange, x: View | None, out: View | None, reads: list[Access], writes: list[Access]
+    ) -> Event:
+        """Memory is used from when the stream gets there, whoever else has come: the own part needs nobody."""
+        team = tuple(sorted(exchange.team))
+        sides = self.collectives.setdefault(team, [])
+        moves = self.event("moves", [*reads, *writes], self.issued(self.current))
+        begin = self.event("begins", [], self.issued(self.current), sms=True)
+        begin.held += [side.end for side in sides[-1:]]
+        end = self.event("ends", [], [moves, self.follow(begin, "team", team)])
+        moves.ends = end.ends
+        sides.append(Side(exchange, x, out, begin, moves, moves, end))
+        return end
+
+    def _message(
+        self, exchange: Exchange, x: View | None, out: View | None, reads: list[Access], writes: list[Access]
+    ) -> Event:
+        team = exchange.team
+        begin = self.event("begins", [], [*self.issued(self.current), *self.tail("messages", team)])
+        take = self.follow(self.event("reads", reads, [begin], sms=True), "sends", team)
+        give = self.follow(self.event("writes", writes, [begin], sms=True), "receives", team)
+        end = self.follow(self.event("ends", [], [take, give]), "messages", team)
+        self.messages.setdefault(team, []).append(Side(exchange, x, out, begin, take, give, end))
+        return end
+
+    def wait(self, handle: Event) -> None:
+        assert self.statement is not None
+        if handle in self.waited:
+            name = next(self.statement.values(Codec.USE))
+            first = ((self.waited[handle].span, "first here"),)
+            self.refuse(f"{name} is waited for twice", hint="wait for it once", notes=first)
+            return
+        self.flying.pop(handle)
+        self.waited[handle] = self.statement
+        known = self.step("waits", [], after=[handle])
+        if handle.lane is None:  # nothing but those who wait for it sees it end
+            handle.ends.append((known.lane or (), known.tick))
+
+    def current_stream(self) -> str:
+        return self.current
+
+    def set_stream(self, stream: str | int) -> None:
+        self.current = self._stream(stream)
+
+    def synchronize(self, stream: str | int) -> None:
+        self.step("waits", [], after=self.issued(self._stream(stream)))
+
+    def delay(self, microseconds: int) -> None:
+        """It orders nothing."""
+
+    def copy(self, x: View, out: View, source: int, target: int, sms: int = 0) -> None:
+        if source == target and x.buffer is out.buffer and not x.equals(out) and x.region.meets(out.region):
+            message = f"it copies a part of %{x.buffer.name} to another that overlaps it, on one rank"
+            raise self.fail(message, expected="parts of one rank that have nothing in common, or are one view")
+        if sms and not (x.dense and out.dense):
+            raise self.fail("SMs copy between dense tensors", hint="copy to a buffer first, or leave out 'by ... sms'")
+        self.use(out, x)
+        accesses = [access(x, "reads", source), access(out, "writes", target)]
+        if sms:
+            self.push("copies", accesses)
+        else:
+            self.step("copies", accesses, sms=source == target)
+
+    def signal(self, flags: View, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
+        pushing = self.pushing.get(self.current)
+        alone = sms > 0 or pushing is None or pushing.signalled
+        sent = self.step("signals", [], sms=sms > 0) if alone else self.push("signals", [])
+        sent.small = sms > 0
+        self.signals.append(Flag(sent, peer, flags.buffer.name, slot, (self.turn, epoch)))
+
+    def wait_signal(self, flags: View, slot: int, epoch: int) -> None:
+        waits = self.step("waits", [])
+        self.waits.append(Flag(waits, self.rank, flags.buffer.name, slot, (self.turn, epoch)))
+
+    def barrier(self, team: tuple[int, ...]) -> None:
+        self.barriers.setdefault(team, []).append(self.step("waits", []))
+
+    def _stream(self, stream: str | int) -> str:
+        if isinstance(stream, str):
+            return stream
+        if not 0 <= stream < self.program.streams:
+            hint = f"write 'streams {stream + 1}' behind the program's outputs" if stream > 0 else ""
+            raise self.fail(
+                f"there is no stream {stream}", expected=f"an index below {self.program.streams}", hint=hint
+            )
+        return f"stream {stream}"

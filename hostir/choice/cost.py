@@ -1,0 +1,740 @@
+"""The cost model: how long a host program would take."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import ceil, inf, log2, prod
+from typing import Any
+
+import numpy as np
+
+from hostir.choice.platforms import Hardware, Tile
+from hostir.ir.interpret import interpret
+from hostir.ir.machine import Exchange, Handle, Ready
+from hostir.ir.program import Program
+from hostir.ir.types import DTYPES, DType
+
+# Tasks of each rank ---------------------------------------------------------------------------------------------------
+# What each rank of a host program has to do, as data: tasks, what each takes, and what each waits for.
+#
+# Made by walking the program's own text on a machine that computes nothing, once a rank. So a cost model needs to know
+# nothing of strategies: whatever the statements say is what it sees.
+
+CALLER = -1  # the caller's stream
+CONTRACTIONS = ("matmul", "linear")
+
+
+# What a task takes ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Nothing:
+    """A stream waits for something else."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """The stream stands still for a fixed time; with `kind`, that of a signal.
+
+    A `signal` is the stream's own, `kernel` one by a kernel, and one that a kernel `raised` which copies takes no time.
+    """
+
+    microseconds: float = 0.0
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A matmul `[m, k] @ [k, n]`."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A computation that is bound by memory: `bytes` read and written."""
+
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CostTransfer:
+    """A communication of a team: `bytes` of the whole tensor that is gathered, summed or exchanged."""
+
+    kind: str
+    bytes: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Copying:
+    """A copy between this rank and `peer`: by a copy engine, or on `sms` by a kernel, of which it may be the first."""
+
+    bytes: int
+    peer: int
+    out: bool
+    sms: int = 0
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A barrier."""
+
+    ranks: int
+
+
+What = Nothing | Pause | Gemm | Traffic | CostTransfer | Copying | Meeting
+
+
+@dataclass(eq=False)
+class CostTask:
+    """Something that a rank does on one of its streams.
+
+    Fields:
+        after: the task before it on its lane, which ends before it begins.
+        joins: those of other lanes that do.
+        partners: every rank's task of the same collective or barrier, itself among them; they begin together.
+        blocks: of a matmul that waits while it runs, for each block of rows in its order the signal it waits for.
+        apart: its blocks share no tile.
+        beside: on how many SMs the copies run beside which it starts; 0 for none.
+        spare: how many SMs it leaves to signals.
+        launches: how often the host issues something up to it, by the kind of what is issued.
+    """
+
+    rank: int
+    what: What
+    after: list[CostTask] = field(default_factory=list)
+    joins: list[CostTask] = field(default_factory=list)
+    partners: list[CostTask] = field(default_factory=list)
+    blocks: list[CostTask | None] = field(default_factory=list)
+    apart: bool = False
+    beside: int = 0
+    spare: int = 0
+    launches: Mapping[str, int] = field(default_factory=dict)
+
+
+# Recording --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class CostTensor:
+    """A tensor, of which only the shape matters; `symmetric` numbers the symmetric ones in the order of allocation."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    symmetric: int = -1
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.bytes
+
+
+Flags = dict[tuple[int, int, int], list[tuple[int, CostTask]]]  # by rank, buffer and slot: epochs with their signals
+FEWEST_APART = 64  # own rows that a Triton matmul reads where they are; fewer it copies (hostir.runtime.kernels.tiles)
+Waits = list[
+    tuple[CostTask, int | None, tuple[int, int, int], int]
+]  # who waits, for which block, for what flag and epoch
+
+
+@dataclass
+class Shared:
+    """What the ranks meet in."""
+
+    flags: Flags = field(default_factory=dict)
+    waits: Waits = field(default_factory=list)
+    meetings: dict[tuple[Any, ...], list[CostTask]] = field(default_factory=dict)
+
+
+class CostMachine:
+    """One rank, as the machine that the interpreter speaks to."""
+
+    def __init__(self, rank: int, shared: Shared) -> None:
+        self.rank: int | None = rank
+        self.me = rank
+        self.shared = shared
+        self.tasks: list[CostTask] = []
+        self.last: dict[Any, CostTask] = {}  # by stream, and by team for communications
+        self.counts: dict[Any, int] = {}
+        self.stream = CALLER
+        self.symmetric = 0
+        self.launched: dict[str, int] = {}
+        self.pushing: list[CostTask] = []  # what a kernel copies and raises, if it was issued last
+        self.spare = 0  # SMs that a matmul which waits leaves to signals before it
+
+    def issue(self, what: What, *joins: CostTask | None, lane: Any = None, launch: str = "") -> CostTask:
+        """A task behind what its lane, the current stream unless said, has done so far, and behind what it joins."""
+        lane = self.stream if lane is None else lane
+        self.launched[launch] = self.launched.get(launch, 0) + 1
+        after = [self.last[lane]] if lane in self.last else []
+        others = [t for t in joins if t is not None and t not in after]
+        task = CostTask(self.me, what, after, others, launches=dict(self.launched))
+        self.launched.clear()
+        self.tasks.append(task)
+        self.last[lane] = task
+        self.pushing = []
+        return task
+
+    def push(self, what: What) -> CostTask:
+        """A copy by SMs, or a signal behind one: part of the kernel that was issued last, or of a new one."""
+        behind = self.pushing
+        task = self.issue(what, launch="" if behind else "push")
+        self.pushing = [*behind, task]
+        return task
+
+    def launch(self, kind: str) -> None:
+        """The host does something that no stream sees."""
+        self.launched[kind] = self.launched.get(kind, 0) + 1
+
+    def number(self, key: Any) -> int:
+        self.counts[key] = self.counts.get(key, 0) + 1
+        return self.counts[key]
+
+    def meet(self, task: CostTask, *key: Any) -> None:
+        partners = self.shared.meetings.setdefault(key, [])
+        partners.append(task)
+        task.partners = partners
+
+    def close(self) -> None:
+        """What ends a call that used symmetric memory: a kernel that puts its flags back."""
+        if self.symmetric:
+            self.issue(Traffic(0), lane=CALLER, launch="compute")
+
+    # The machine protocol -------------------------------------------------------------------------------------------
+    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> CostTensor:
+        if not symmetric:
+            self.launch("allocate")
+            return CostTensor(shape, dtype)
+        self.symmetric += 1
+        return CostTensor(shape, dtype, self.symmetric)
+
+    def free(self, x: Handle) -> None:
+        self.launch("view")
+
+    def select(self, x: CostTensor, axis: int, index: int) -> CostTensor:
+        self.launch("view")
+        return CostTensor((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype, x.symmetric)
+
+    def chunk(self, x: CostTensor, axis: int, outer: int, count: int, index: int) -> CostTensor:
+        self.launch("view")
+        shape = (*x.shape[:axis], x.shape[axis] // count, *x.shape[axis + 1 :])
+        return CostTensor(shape, x.dtype, x.symmetric)
+
+    def reshape(self, x: CostTensor, shape: tuple[int, ...]) -> CostTensor:
+        self.launch("view")
+        return CostTensor(shape, x.dtype, x.symmetric)
+
+    def permute(self, x: CostTensor, axes: tuple[int, ...]) -> CostTensor:
+        self.launch("view")
+        return CostTensor(tuple(x.shape[i] for i in axes), x.dtype, x.symmetric)
+
+    def dense(self, x: CostTensor) -> CostTensor:
+        return x  # callers' tensors are, as far as anyone knows before they come
+
+    def compute(
+        self, kind: str, out: CostTensor, operands: Sequence[CostTensor | None], options: Mapping[str, Any]
+    ) -> None:
+        read = [x for x in operands if x is not None]
+        if kind not in CONTRACTIONS:
+            self.issue(Traffic(out.bytes + sum(x.bytes for x in read)), launch="compute")
+            return
+        k = read[0].shape[-1]
+        ready: Ready | None = options.get("ready")
+        beside = self.pushing if ready else []
+        if ready and ready.own is not None and prod(ready.own.shape[:-1]) < FEWEST_APART:
+            self.issue(Traffic(2 * ready.own.bytes), launch="compute")
+        task = self.issue(Gemm(prod(out.shape[:-1]), out.shape[-1], k, out.dtype.name), launch="matmul")
+        if ready is None:
+            return
+        if beside and beside[-1] in task.after:
+            first = beside[0]
+            assert isinstance(first.what, Copying)
+            task.beside, task.after, task.joins = first.what.sms, [*first.after], [*first.joins]
+        task.blocks, task.spare = [None] * ready.blocks, self.spare
+        task.apart = ready.own is not None and prod(ready.own.shape[:-1]) >= FEWEST_APART
+        for turn, slot in enumerate(ready.order):
+            if slot == ready.first and ready.own is not None:
+                continue
+            self.shared.waits.append((task, turn, (self.me, ready.flags.symmetric, slot), ready.epoch))
+
+    def communicate(self, exchange: Exchange, x: CostTensor | None, out: CostTensor | None) -> CostTask:
+        whole = max(b.bytes for b in (x, out) if b is not None) if (x or out) else 0
+        if exchange.moves is not None:
+            whole = sum(_sent(move.take[1], x) for move in exchange.moves if move.source == self.me) or whole
+        lane = ("team", exchange.team, exchange.moves is None)
+        before = self.last.get(self.stream)
+        task = self.issue(
+            CostTransfer(exchange.kind, whole, len(exchange.team)), before, lane=lane, launch="communicate"
+        )
+        if exchange.moves is None:
+            self.meet(task, "communication", exchange.team, self.number(lane))
+        return task
+
+    def wait(self, handle: CostTask) -> None:
+        self.issue(Nothing(), handle, launch="wait")
+
+    def copy(self, x: CostTensor, out: CostTensor, source: int, target: int, sms: int = 0) -> None:
+        if sms:
+            self.push(Copying(x.bytes, target, source == self.me, sms, first=not self.pushing))
+            return
+        if source == target:  # by a kernel
+            self.issue(Traffic(2 * x.bytes), launch="compute")
+            return
+        peer = target if source == self.me else source
+        self.issue(Copying(x.bytes, peer, out=source == self.me), launch="copy")
+
+    def signal(self, flags: CostTensor, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
+        if sms:
+            task = self.issue(Pause(kind="kernel"), launch="push")
+            if task.after and isinstance(task.after[0].what, Nothing):
+                # What it takes is counted from the end of what its stream waits for.
+                task.after = [*task.after[0].after, *task.after[0].joins]
+            self.spare = 1
+        elif self.pushing:
+            task = self.push(Pause(kind="raised"))
+        else:
+            task = self.issue(Pause(kind="signal"), launch="signal")
+        self.shared.flags.setdefault((peer, flags.symmetric, slot), []).append((epoch, task))
+
+    def wait_signal(self, flags: CostTensor, slot: int, epoch: int) -> None:
+        task = self.issue(Nothing(), launch="signal")
+        self.shared.waits.append((task, None, (self.me, flags.symmetric, slot), epoch))
+
+    def barrier(self, team: tuple[int, ...]) -> None:
+        task = self.issue(Meeting(len(team)), launch="barrier")
+        self.meet(task, "barrier", team, self.number(("barrier", team)))
+
+    def current_stream(self) -> int:
+        return self.stream
+
+    def set_stream(self, stream: int) -> None:
+        self.launch("stream")
+        self.stream = stream
+
+    def synchronize(self, stream: int) -> None:
+        self.issue(Nothing(), self.last.get(stream), launch="synchronize")
+
+    def delay(self, microseconds: int) -> None:
+        self.issue(Pause(float(microseconds)), launch="delay")
+
+
+def _sent(pieces: int, x: CostTensor | None) -> int:
+    return 0 if x is None else x.bytes // pieces
+
+
+def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[CostTask]:
+    """Every rank's tasks, each rank's in the order of issue. Raises HostIRError where sizes do not fit the program."""
+    shared, tasks = Shared(), []
+    for rank in range(program.ranks):
+        recorder = CostMachine(rank, shared)
+        inputs = [_input(recorder, v.tensor, sizes) for v in program.inputs]
+        interpret(program, recorder, sizes, inputs)
+        recorder.close()
+        tasks += recorder.tasks
+    for waiter, turn, flag, epoch in shared.waits:
+        sent = [task for number, task in shared.flags.get(flag, ()) if number >= epoch]
+        if not sent:
+            continue
+        if turn is None or (sent[0].rank == waiter.rank and not waiter.beside):  # there before it begins
+            waiter.after.append(sent[0])
+        else:
+            waiter.blocks[turn] = sent[0]
+    return tasks
+
+
+def _input(recorder: CostMachine, type: Any, sizes: Mapping[str, int]) -> CostTensor | None:
+    if type.mesh is not None and recorder.me not in type.mesh.devices:
+        return None
+    return CostTensor(tuple(n.bind(sizes) for n in type.local_shape), type.dtype)
+
+
+def flops(tasks: Sequence[CostTask]) -> float:
+    """Floating point operations of the busiest rank."""
+    total: dict[int, float] = {}
+    for task in tasks:
+        if isinstance(task.what, Gemm):
+            total[task.rank] = total.get(task.rank, 0.0) + 2.0 * task.what.m * task.what.n * task.what.k
+    return max(total.values(), default=0.0)
+
+
+# Simulation on a clock ------------------------------------------------------------------------------------------------
+# How long a host program would take: all ranks' tasks run on a clock, with what they share.
+#
+# A fluid model, advanced from one end of a task to the next. Matmuls of one rank share its SMs; a collective takes some
+# of them; copies of one rank share its link in either direction; collectives of a team run one after another; what
+# waits for another stream goes on a little later than that. A matmul that waits while it runs is looked at tile by
+# tile: each SM takes every n-th tile in the order of the blocks, and begins it when the SM is free and the block is
+# there.
+
+EPSILON = 1e-9
+COOL = 0.2e12  # floating point operations of a call that power does not limit yet
+SLOWEST = 0.81  # of the peak, however long a call computes
+SPARE = 0.5  # how far SMs that a matmul's last wave leaves help another one, as both want the L2
+SMALL = 3.0  # microseconds of a kernel that moves little
+MOST_PARTS = 8  # of a tile that is split, as in hostir/runtime/kernels/matmul_kernel.py, which needs Triton
+EARLY_WAVES, SPLIT_STEP, FINE_WAVES = 2, 9, 8  # as in hostir/runtime/kernels/tiles.py
+STARTED = 0.4  # what is left of a look where a matmul has started beside the copies
+GRAPH, EAGER = "graph", "eager"
+
+
+def estimates(
+    program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten"
+) -> Mapping[str, float]:
+    """Microseconds that a call would take: `graph` as replayed from a CUDA graph, `eager` with what the host takes.
+
+    Of calls in a row each takes the time of the device or, where longer, of the host.
+    """
+    tasks = tasks_of(program, sizes)
+    costs = Costs(hardware, kernels, flops(tasks))
+    device = Simulation(tasks, costs).run()
+    return {GRAPH: device, EAGER: max(device, costs.host(tasks) - hardware.ahead)}
+
+
+class Costs:
+    """What each task takes alone, for one program: the peak depends on how much there is to compute."""
+
+    def __init__(self, hardware: Hardware, kernels: str, work: float) -> None:
+        self.hardware = hardware
+        self.in_triton = kernels == "triton"
+        self.family = hardware.kernels["triton" if self.in_triton else "aten"]
+        doublings = max(0.0, log2(work / COOL)) if work else 0.0
+        self.slower = max(1 - hardware.throttle * doublings, SLOWEST)
+
+    def launch(self, kind: str) -> float:
+        """Microseconds of the host to issue something."""
+        return self.hardware.launch.get("triton matmul" if self.in_triton and kind == "matmul" else kind, 0.0)
+
+    def host(self, tasks: Sequence[CostTask]) -> float:
+        """Microseconds of the host to issue a call, on the rank with most to issue."""
+        took: dict[int, float] = {}
+        for task in tasks:
+            each = sum(n * self.launch(kind) for kind, n in task.launches.items())
+            if task.blocks and self.in_triton:
+                each += self.launch("flags")
+            elif task.blocks and not task.beside:  # one matmul a block, behind a wait
+                each += (len(task.blocks) - 1) * self.launch("matmul") + len(task.blocks) * self.launch("signal")
+            took[task.rank] = took.get(task.rank, self.launch("call")) + each
+        return max(took.values(), default=0.0)
+
+    def alone(self, task: CostTask) -> float:
+        """Microseconds with the machine to itself."""
+        what, h = task.what, self.hardware
+        if isinstance(what, Gemm):
+            return self.gemm(what)
+        if isinstance(what, Traffic):
+            return SMALL + what.bytes / h.memory / 1e3
+        if isinstance(what, CostTransfer):
+            return self.transfer(what) if what.ranks > 1 else 0.0
+        if isinstance(what, Copying):
+            return self.copying(what, task.rank)
+        if isinstance(what, Meeting):
+            return h.barrier if what.ranks > 1 else 0.0
+        if isinstance(what, Pause):
+            return {"signal": h.signal, "kernel": h.teller}.get(what.kind, what.microseconds)
+        return 0.0
+
+    def copying(self, what: Copying, rank: int) -> float:
+        """A kernel that copies begins once, whatever it copies."""
+        h = self.hardware
+        if not what.sms:
+            return h.copy + what.bytes / h.link / 1e3
+        rate = h.memory / 2 if what.peer == rank else min(h.stores * what.sms, h.link)
+        return h.push * what.first + what.bytes / rate / 1e3
+
+    def transfer(self, what: CostTransfer) -> float:
+        """Of two protocols, one with the lower latency and one with the higher rate, the faster."""
+        steps = 2 if what.kind == "allreduce" else 1
+        moved = steps * what.bytes * (what.ranks - 0.5) / what.ranks
+        h, rate = self.hardware, self.hardware.rates.get(what.kind, self.hardware.link)
+        return min(h.collective + moved / rate / 1e3, h.quick + moved / (rate / 3) / 1e3)
+
+    def gemm(self, what: Gemm) -> float:
+        """With the fastest of the family's tiles, but no faster than memory."""
+        tile = self.fastest(what)
+        return self.family.start + max(self.waves(what, tile, self.hardware.sms), self.streaming(what))
+
+    @lru_cache(maxsize=1 << 10)  # noqa: B019  # the matmuls of a program are few, and asked for at every step
+    def fastest(self, what: Gemm) -> Tile:
+        """The tile that a kernel takes for a matmul."""
+        return min(self.family.tiles, key=lambda tile: self.waves(what, tile, self.hardware.sms))
+
+    @lru_cache(maxsize=1 << 10)  # noqa: B019
+    def waves(self, what: Gemm, tile: Tile, sms: int) -> float:
+        """Microseconds of all tiles, one at a time on each SM, but for those that are split."""
+        took, tiles = self.tile(what, tile), self.tiles(what, tile)
+
+        def time(left: int, part: float) -> float:
+            full, more = divmod(tiles - left, max(sms, 1))
+            return full * took + max(took if more else 0.0, part)
+
+        return min(time(left, part) for left, _, part in self.splits(tile, tiles, max(sms, 1), took))
+
+    def splits(self, tile: Tile, tiles: int, sms: int, took: float) -> Iterator[tuple[int, int, float]]:
+        """How a kernel may split the last tiles: of how many it makes how many parts, and microseconds of a part.
+
+        None of them; those of a thin last wave; or of a thick one as many as leave an SM for every part.
+        """
+        yield 0, 0, 0.0
+        last = tiles % sms
+        if self.family.split is None or not last or tiles <= sms:
+            return
+        for left in dict.fromkeys((last, min(last, sms - last))):
+            parts = min((sms - last + left) // left, MOST_PARTS)
+            if parts >= 2:
+                yield left, parts, self.part(tile, took, parts)
+
+    def part(self, tile: Tile, took: float, parts: int) -> float:
+        """Microseconds of a part of a tile that takes so many whole."""
+        assert self.family.split is not None
+        once, each, elements = self.family.split
+        read = each * (1 if parts == 2 else parts)
+        return took / parts + once + read + elements * tile.rows * tile.columns / (128 * 256)
+
+    def streaming(self, what: Gemm) -> float:
+        """Microseconds in which memory gives a matmul its operands and takes its result."""
+        moved = (what.m * what.k + what.k * what.n + what.m * what.n) * DTYPES[what.dtype].bytes
+        return moved / self.hardware.memory / 1e3
+
+    def tiles(self, what: Gemm, tile: Tile) -> int:
+        return ceil(what.m / tile.rows) * ceil(what.n / tile.columns)
+
+    def tile(self, what: Gemm, tile: Tile) -> float:
+        """Microseconds of one tile on one SM."""
+        peak = self.family.peak[what.dtype] * self.slower * tile.share
+        return self.family.each + 2.0 * tile.rows * tile.columns * what.k / (peak * 1e6 / self.hardware.sms)
+
+    def beside(self, task: CostTask, kind: str) -> float:
+        """The rate at which a computation goes on beside a collective, 1 being alone."""
+        left = self.hardware.sms - self.family.beside.get(kind, 0)
+        if not isinstance(task.what, Gemm):
+            return left / self.hardware.sms
+        tile = self.fastest(task.what)  # it was chosen without knowing of this
+        fewer = self.family.start + max(self.waves(task.what, tile, left), self.streaming(task.what))
+        return self.alone(task) / fewer
+
+    def width(self, task: CostTask) -> float:
+        """The share of the SMs, or of the memory's rate, that a computation can fill."""
+        if not isinstance(task.what, Gemm):
+            return 1.0
+        sms, tile = self.hardware.sms, self.fastest(task.what)
+        busy = self.tiles(task.what, tile) * self.tile(task.what, tile)
+        filled = busy / (sms * self.waves(task.what, tile, sms))
+        return min(1.0, max(filled, self.streaming(task.what) / self.alone(task)))
+
+    def share(self, task: CostTask, left: float) -> float:
+        """What a computation takes of the SMs that are left. A matmul of one wave ends no sooner with some of them."""
+        what, width = task.what, self.width(task)
+        if width <= left + EPSILON:
+            return width
+        waits = isinstance(what, Gemm) and self.tiles(what, self.fastest(what)) <= self.hardware.sms
+        return 0.0 if waits else SPARE * left
+
+    def arriving(
+        self,
+        what: Gemm,
+        start: float,
+        arrivals: Sequence[float],
+        beside: int = 0,
+        apart: bool = False,
+        spare: int = 0,
+    ) -> float:
+        """When a matmul ends whose blocks of rows arrive one after another, in its order.
+
+        The Triton kernel is one that waits tile by tile, on the SMs that copies `beside` it leave, less those that it
+        is to `spare`. Of the others there is one a block, behind the other; behind copies by SMs only one, when all
+        blocks are there. Blocks that are `apart` share no tile.
+        """
+        rows = max(what.m // len(arrivals), 1)
+        if not self.in_triton and beside:
+            return max(start, *arrivals) + self.hardware.edge + self.hardware.turn + self.gemm(what)
+        if not self.in_triton:
+            for number, arrival in enumerate(arrivals):
+                start = max(start, arrival) + (self.hardware.turn if number else 0.0) + self.gemm(replace(what, m=rows))
+            return start
+        slower = self.hardware.pushed if beside else 1.0
+        tiles = [replace(tile, share=(tile.fed or tile.share) * slower) for tile in self.family.tiles]
+        sms = self.hardware.sms - beside - spare
+        look = self.hardware.look * (STARTED if beside else 1.0)
+        start += self.family.start
+        return min(self.fed(what, tile, rows, start, arrivals, sms, look, apart) for tile in tiles)
+
+    def fed(
+        self,
+        what: Gemm,
+        tile: Tile,
+        rows: int,
+        start: float,
+        arrivals: Sequence[float],
+        sms: int,
+        look: float,
+        apart: bool,
+    ) -> float:
+        """When a kernel ends that walks through blocks of rows with one kind of tile."""
+        if rows < tile.rows and not apart:  # blocks that would fill tiles badly stay together
+            rows, arrivals = what.m, [max(arrivals)]
+        each = self.tiles(replace(what, m=rows), tile)
+        at_once = min(len(arrivals), sms / each)  # blocks, each of which reads all of B
+        took = max(self.tile(what, tile), at_once * self.streaming(replace(what, m=rows)))
+        tiles = each * len(arrivals)
+
+        def ends(early: int, left: int, parts: int) -> float:
+            half, part = (self.part(tile, took, n) if some else 0.0 for some, n in ((early, 2), (left, parts)))
+            halves, last = np.arange(2 * early * each) // 2, np.tile(np.arange(tiles - left, tiles), parts)
+            units = np.concatenate([halves, np.arange(early * each, tiles - left), last])
+            times = np.repeat([half, took, part], [len(halves), len(units) - len(halves) - len(last), len(last)])
+            ready = (np.asarray(arrivals) + look)[units // each]
+            free = np.full(sms, start + look)
+            for turn in range(0, len(units), sms):  # one unit for each SM, the last time perhaps for some
+                now = free[: len(units) - turn]
+                np.maximum(now, ready[turn : turn + sms], out=now)
+                now += times[turn : turn + sms]
+            return float(free.max())
+
+        return min(ends(*way) for way in [(0, 0, 0), *self.ways(each, len(arrivals), sms, what.dtype)])
+
+    def ways(self, each: int, blocks: int, sms: int, dtype: str) -> Iterator[tuple[int, int, int]]:
+        """Of how many of the first blocks, of `each` tiles, a kernel may split all tiles in two, and how many of
+        the last tiles in how many parts: a coarser choice than that of hostir/runtime/kernels/tiles.py."""
+        if self.family.split is None:
+            return
+        tiles = each * blocks
+        step, some = (SPLIT_STEP, (2, 4, MOST_PARTS)) if tiles <= FINE_WAVES * sms else (sms, (2,))
+        early_most = 0 if dtype == "f32" else min(blocks - 1, EARLY_WAVES * sms // (2 * each))
+        for early in range(early_most + 1):
+            last = (tiles + early * each) % sms
+            for parts in (2,) if early else some:
+                most = min(sms // parts, tiles - max(early, 1) * each) if tiles > sms else 0
+                counts = {0, *range(step, most + 1, step), last, sms - last, each}
+                yield from ((early, count, parts) for count in counts if count <= most)
+
+
+class Activity:
+    """What is under way: one task, or the tasks of a collective on all its ranks."""
+
+    def __init__(self, tasks: list[CostTask], left: float, since: float) -> None:
+        self.tasks, self.left, self.since = tasks, left, since
+        self.rate = 1.0
+
+    @property
+    def task(self) -> CostTask:
+        return self.tasks[0]
+
+
+class Simulation:
+    """One call of a program, from the moment it is issued."""
+
+    def __init__(self, tasks: Sequence[CostTask], costs: Costs) -> None:
+        self.costs = costs
+        self.now = 0.0
+        self.ended: dict[CostTask, float] = {}
+        self.followers: dict[CostTask, list[tuple[CostTask, float]]] = {}  # each with what passes in between
+        self.missing = {task: len(task.after) + len(task.joins) for task in tasks}
+        self.active: list[Activity] = []
+        self.arrived: dict[int, int] = {}  # of a collective: how many ranks have come
+        self.earliest = dict.fromkeys(tasks, 0.0)
+        for task in tasks:
+            for before in task.after:
+                self.followers.setdefault(before, []).append((task, 0.0))
+            for other in task.joins:
+                self.followers.setdefault(other, []).append((task, costs.hardware.edge))
+        self.later: list[tuple[float, int, CostTask]] = []
+        self.order = {task: n for n, task in enumerate(tasks)}
+        for task in [t for t in tasks if not self.missing[t]]:
+            self._free(task)
+
+    def run(self) -> float:
+        """Microseconds until the last rank is done."""
+        while self.active or self.later:
+            self._rates()
+            step = min((a.left / a.rate for a in self.active if a.rate > 0), default=inf)
+            if self.later:
+                step = min(step, self.later[0][0] - self.now)
+            assert step < inf, "tasks wait for each other"
+            self.now += step
+            for a in self.active:
+                a.left -= step * a.rate if a.rate > 0 else 0.0
+            while self.later and self.later[0][0] <= self.now + EPSILON:
+                self._begin(heapq.heappop(self.later)[2])
+            over = [a for a in self.active if a.left <= EPSILON]
+            self.active = [a for a in self.active if a.left > EPSILON]
+            for a in over:
+                for task in a.tasks:
+                    self._end(task)
+        return self.now
+
+    def _free(self, task: CostTask) -> None:
+        """All that a task waits for is there, or will be by a time that is known."""
+        if self.earliest[task] > self.now:
+            heapq.heappush(self.later, (self.earliest[task], self.order[task], task))
+        else:
+            self._begin(task)
+
+    def _begin(self, task: CostTask) -> None:
+        partners = task.partners or [task]
+        here = self.arrived[id(partners)] = self.arrived.get(id(partners), 0) + 1
+        if here < len(partners):
+            return
+        if isinstance(task.what, Nothing):
+            self._end(task)
+            return
+        waits = [signal for signal in task.blocks if signal is not None]
+        activity = Activity(list(partners), inf if waits else self.costs.alone(task), self.now)
+        self.active.append(activity)
+        if waits:
+            self._settle(activity)
+
+    def _end(self, task: CostTask) -> None:
+        self.ended[task] = self.now
+        for follower, pause in self.followers.get(task, ()):
+            self.earliest[follower] = max(self.earliest[follower], self.now + pause)
+            self.missing[follower] -= 1
+            if not self.missing[follower]:
+                self._free(follower)
+        if isinstance(task.what, Pause) and task.what.kind:
+            for a in self.active:
+                if task in a.task.blocks:
+                    self._settle(a)
+
+    def _settle(self, a: Activity) -> None:
+        """Says when a matmul ends that waits for blocks, once the last of them is there."""
+        if any(signal is not None and signal not in self.ended for signal in a.task.blocks):
+            return
+        task, what = a.task, a.task.what
+        assert isinstance(what, Gemm)
+        arrivals = [0.0 if signal is None else self.ended[signal] for signal in task.blocks]
+        end = self.costs.arriving(what, a.since, arrivals, task.beside, task.apart, task.spare)
+        a.left = max(end - self.now, 0.0)
+
+    # Who gets how much ---------------------------------------------------------------------------------------------
+    def _rates(self) -> None:
+        """What is under way goes on at these rates until something begins or ends.
+
+        Computations and copies that began first are served first, as the device's own queues do: what is left over
+        goes to the next.
+        """
+        busy: dict[int, str] = {}  # the collective that runs on a rank
+        free: dict[int, float] = {}  # the share of a rank's SMs that is left
+        queues: dict[tuple[int, bool], list[Activity]] = {}
+        for a in self.active:
+            if isinstance(a.task.what, CostTransfer):
+                busy |= {task.rank: a.task.what.kind for task in a.tasks}
+        for a in self.active:
+            a.rate = 0.0 if a.left == inf else 1.0
+            if isinstance(a.task.what, Gemm | Traffic) and not a.task.blocks:
+                left, width = free.get(a.task.rank, 1.0), self.costs.width(a.task)
+                share = self.costs.share(a.task, left)
+                free[a.task.rank] = left - share
+                a.rate = share / width
+                if a.task.rank in busy:
+                    a.rate *= self.costs.beside(a.task, busy[a.task.rank])
+            elif isinstance(a.task.what, Copying):
+                queues.setdefault((a.task.rank, a.task.what.out), []).append(a)
+        for queue in queues.values():
+            queue[0].rate = self.costs.hardware.crowd if len(queue) > 1 else 1.0
+            for a in queue[1:]:
+                a.rate = 0.0
+        for a in self.active:
+            if isinstance(a.task.what, CostTransfer) and any(task.rank in free for task in a.tasks):
+                a.rate = self.costs.hardware.hidden.get(a.task.what.kind, 1.0)

@@ -1,0 +1,1 @@
+"""The command line: one file a subcommand, and the programs that it reads from files."""

@@ -1,0 +1,186 @@
+"""The language reference, from the registry: `hostir ops` prints `table()`, docs/language.md holds `markdown()`."""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from dataclasses import dataclass
+
+from hostir.ir.comm_ops import Communication, Message, Reshard
+from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, PeerCopy, Signal, WaitSignal
+from hostir.ir.op import (
+    REGISTRY,
+    VALUE_CODECS,
+    Codec,
+    OptionalPart,
+    Part,
+    Phase,
+    Statement,
+    codecs_of,
+    defaults_of,
+    template,
+)
+from hostir.ir.program import declares_type
+from hostir.ir.tensor_ops import TensorOp, ViewStatement
+from hostir.ir.types import DTYPES
+
+SECTIONS: tuple[tuple[str, tuple[type[Statement], ...]], ...] = (
+    ("Computations", (TensorOp,)),
+    ("Views", (ViewStatement,)),
+    ("Communications", (Communication, Reshard)),
+    ("Messages", (Message,)),
+    ("One-sided communication", (AllocateSymmetric, PeerCopy, Signal, WaitSignal, Barrier)),
+    ("Buffers, streams, loops and conditions", (Statement,)),
+)
+
+PAGE = f"""# The language
+
+<!-- Made by `hostir ops --markdown > docs/language.md`. Change the statements' docstrings, not this page. -->
+
+Everything that hostir lowers, checks and runs is a program with this text. `hostir.parse(str(program)) == program`, and
+equal programs print the same bytes up to comments. `//` starts a comment that ends with the line: `print` and `hostir
+lower` write what passes have to say there, and reading drops it. White space means nothing.
+
+```hir
+hostir 1
+mesh @mesh [didx] = 0 1 2 3
+mesh @grid [dp, tp] = (0 1) (2 3)
+program @example(%a: bf16[4@didx, M], %b: bf16[4@dp, (2@tp 16)] on @grid) -> (%c) streams 2 {{
+  %c: bf16[4, M] = allocate
+  %h = allgather %a -> %c over didx   // a handle: the communication is in flight
+  wait %h
+}}
+```
+
+| part | meaning |
+|---|---|
+| `hostir 1` | the version of the text |
+| `mesh @grid [dp, tp] = (0 1) (2 3)` | devices in a line or a grid: teams of `tp` are its rows, of `dp` its columns |
+| `fusion @name` | a tensor program, before lowering: every statement defines a value |
+| `program @name` | a host program, after lowering: statements write buffers and run on streams |
+| `(%a: ...) -> (%c)` | inputs with their types, and outputs |
+| `streams 2` | the size of the pool of worker streams, `0` and `1`; left out, there is only the caller's stream |
+
+**Types.** `bf16[8@didx, 128, 64]` is the whole tensor, with its first axis in equal blocks over the mesh axis `didx`.
+Dtypes: {", ".join(f"`{name}`" for name in DTYPES)}.
+
+| type | meaning |
+|---|---|
+| `f32[M, 64]` | replicated: every rank holds all of it |
+| `f32[4096@didx, 64]` | contiguous blocks of rows, one a rank |
+| `f32[(4@dp 1024@tp), 64]` | one axis of 4096 as the product of its parts, outermost first |
+| `f32[(4@stream 1024), 64]` | in a fusion: sliced in 4 by the pipeline |
+| `f32[M, 64] partial(didx)` | each rank holds one term of a sum over the ranks of `didx` |
+| `f32[M, 64] on @grid` | on another mesh than the first |
+| `f32[M, 64] auto` | in a fusion: where it lies is still to be found |
+| `flag[8]` | in a program: a row of flags on every rank, which peers signal and streams wait for |
+
+**Sizes** are products and quotients of integers and names: `4096`, `M`, `M*K/8`. Names are bound when the program runs,
+by the shapes of its inputs or by `--set M=4096`. A size that is cut in equal parts, over ranks or in pieces, must be a
+multiple of their number; that is looked at before anything runs. **Indices** are integers, loop indices, this rank's
+place on the mesh (`%r = rank of %x over didx`), and `+ - * / %` on them, `/` rounding down.
+
+A fusion gives the type of every result, a program only where it does not follow from the operands. In the syntax below
+`%x` is a value, `<x>` something else, and `(...)?` may be left out. In the examples every operand carries the type that
+it was defined with. What orders statements is told in [memory-model.md](memory-model.md), how to add one in
+[extending.md](extending.md).
+"""
+
+
+@dataclass(frozen=True)
+class ReferenceEntry:
+    """One statement, in words: its text in each phase, what it does, an example, and its fields by what they are."""
+
+    keyword: str
+    forms: tuple[tuple[str, str], ...]
+    doc: str
+    example: str
+    fields: tuple[tuple[str, str], ...]
+
+    @property
+    def summary(self) -> str:
+        """The first paragraph of the docstring, on one line."""
+        return " ".join(self.doc.split("\n\n")[0].split())
+
+
+def entry(cls: type[Statement]) -> ReferenceEntry:
+    """What the reference says of a statement class."""
+    doc, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
+    forms: dict[str, list[str]] = {}
+    for phase in (p for p in Phase if p in cls.phases):
+        forms.setdefault(_syntax(cls, phase), []).append(phase.value)
+    written = tuple((", ".join(phases), text) for text, phases in forms.items())
+    return ReferenceEntry(cls.keyword(), written, doc.strip(), example.strip(), tuple(_fields(cls).items()))
+
+
+def sections() -> dict[str, list[ReferenceEntry]]:
+    """Every statement, under the heading of the first kind that it is of."""
+    found: dict[str, list[ReferenceEntry]] = {title: [] for title, _ in SECTIONS}
+    for cls in REGISTRY.values():
+        title = next(title for title, bases in SECTIONS if issubclass(cls, bases))
+        found[title].append(entry(cls))
+    return found
+
+
+def table() -> str:
+    """The statements with one line each, for a terminal: as a program writes them, or else as a fusion does."""
+    every = [e for entries in sections().values() for e in entries]
+    width = max(len(e.forms[-1][1]) for e in every)
+    blocks = [
+        "\n".join([title, *(f"  {e.forms[-1][1]:{width}}  {e.summary}" for e in entries)])
+        for title, entries in sections().items()
+    ]
+    return "\n\n".join(blocks)
+
+
+def markdown() -> str:
+    """The reference as a page."""
+    parts = [PAGE]
+    for title, entries in sections().items():
+        parts += [f"## {title}\n", *(_markdown(e) for e in entries)]
+    return "\n".join(parts).rstrip()
+
+
+def _markdown(e: ReferenceEntry) -> str:
+    width = max(len(text) for _, text in e.forms)
+    forms = "\n".join(f"{text:{width}}  // {phase}" for phase, text in e.forms)
+    fields = "".join(f"- {names}: {what}\n" for what, names in e.fields)
+    return f"### `{e.keyword}`\n\n{e.doc}\n\n```text\n{forms}\n```\n\n{fields}\nExample: `{e.example}`\n"
+
+
+def _syntax(cls: type[Statement], phase: Phase) -> str:
+    """A template as people read it: `%out: <type> = cast %x to <dtype>`."""
+    codecs = codecs_of(cls)
+
+    def spell(part: Part, leads: bool) -> str:
+        if isinstance(part, str):
+            return part
+        if isinstance(part, OptionalPart):
+            inner = "".join(spell(p, leads=False) for p in part.parts)
+            return f" ({inner.lstrip()})?" if inner.startswith(" ") else f"({inner})?"
+        if codecs[part.name] is Codec.BLOCK:
+            return "{ ... }"
+        if codecs[part.name] not in VALUE_CODECS:
+            return f"<{part.name}>"
+        typed = leads and part.name != "handle" and declares_type(cls, phase)
+        return f"%{part.name}: <type>" if typed else f"%{part.name}"
+
+    return "".join(spell(part, leads=i == 0) for i, part in enumerate(template(cls.form(phase)))).strip()
+
+
+def _fields(cls: type[Statement]) -> dict[str, str]:
+    """The names of the fields of each kind, by what they are; with the default where one may be left out."""
+    optional = {part.field for part in template(cls.syntax) if isinstance(part, OptionalPart)}
+    found: dict[str, str] = {}
+    for name, codec in sorted(codecs_of(cls).items(), key=lambda field: field[0] in optional):
+        default = defaults_of(cls).get(name)
+        aside = "" if name not in optional else " (may be left out)" if default is None else f" ({default} unless said)"
+        before = found.get(codec.value)
+        found[codec.value] = f"{before}, `{name}`{aside}" if before else f"`{name}`{aside}"
+    return found
+
+
+def main(options: Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    print(markdown() if options.markdown else table())
+    return 0

@@ -1,0 +1,277 @@
+"""Run `hostir tune` and `hostir explain`, and choose for `--strategy auto`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hostir.choice import cache
+from hostir.choice.cache import Choice, Timing
+from hostir.choice.decision import SEQUENTIAL, candidates, check_ranks, check_sizes, choose, decide, fusion_of
+from hostir.choice.measure import PATIENCE, Progress, measure, steps
+from hostir.choice.platforms import REFERENCE, Platform, here, named, reference
+from hostir.cli.loading import load_named
+from hostir.ir.program import Program
+from hostir.ir.source import FallbackWarning, HostIRError, error
+from hostir.knobs import KERNELS
+from hostir.runtime.session import Session, launched, session
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+# What people read of a choice: aligned tables, in plain text.
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need to be; what looks like a number stands right."""
+    widths = [max(len(line[i]) for line in (headers, *rows)) for i in range(len(headers))]
+    return "\n".join(_line(line, widths) for line in (headers, *rows))
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [cell.rjust(w) if _number(cell) else cell.ljust(w) for cell, w in zip(cells, widths, strict=True)]
+    return ("  " + "  ".join(padded)).rstrip()
+
+
+def _number(cell: str) -> bool:
+    return cell.replace(".", "").isdecimal() or cell == "-" or cell.endswith(("us", "%", " by", "streams"))
+
+
+def describe(choice: Choice) -> str:
+    """All of a choice: what was taken, the times of the candidates, and why the others were not possible."""
+    parts = [f"{choice}"]
+    if choice.timings:
+        parts += ["", _times(choice)]
+    if choice.impossible:
+        rows = [[it.candidate.strategy, it.candidate.kernels, it.reason] for it in choice.impossible]
+        parts += ["", "not possible:", *(_line(row, _widths(rows)) for row in rows)]
+    if choice.notes:
+        parts += ["", *(f"note: {note}" for note in choice.notes)]
+    return "\n".join(parts)
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+
+def _times(choice: Choice) -> str:
+    best = choice.timings[0].us
+    headers = ["strategy", "streams", "kernels", "us", "slower by", "graph us", "eager us"]
+    return table(headers, [_row(timing, best) for timing in choice.timings])
+
+
+def _row(timing: Timing, best: float) -> list[str]:
+    c = timing.candidate
+    streams = str(c.streams) if c.on_streams else "-"
+    slower = f"{timing.us / best - 1:.0%}" if timing.us > best > 0 else "-"
+    return [c.strategy, streams, c.kernels, _us(timing.us), slower, _us(timing.graph), _us(timing.eager)]
+
+
+def _us(time: float | None) -> str:
+    return "-" if time is None else f"{time:.1f}" if time < 100 else f"{time:.0f}"
+
+
+# Explaining a choice --------------------------------------------------------------------------------------------------
+# What the command line says of choices: `hostir explain`, and `--strategy auto` of the other commands.
+
+
+def explain_command(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
+    """Prints the choice for a fusion; returns the exit code."""
+    fusion = fusion_of(program)
+    check_sizes(fusion, dict(sizes))
+    if options.machine is not None and options.device is not None:
+        raise error("--machine names another machine, and --device this one's", hint="leave one of them out")
+    platform = platform_of(fusion, options.device, options.machine)
+    check_ranks(fusion, platform)
+    choice = decide(fusion, platform, sizes, KERNELS.get(options.kernels), options.calls)
+    if _speaks():
+        print(json.dumps(choice.to_json(), indent=1) if options.json else describe(choice))
+    return 0
+
+
+def chosen(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Choice:
+    """What `--strategy auto` takes: for `run` on the ranks that will run it, else as `explain` would say.
+
+    The caller tells of fallbacks, so they are not warned of.
+    """
+    if options.command == "run":
+        machine = {"cpu": "gloo", "cuda": "cuda", None: None}[options.device] if _launched() else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            return choose(fusion, sizes=sizes, kernels=options.kernels, machine=machine)
+    check_sizes(fusion, dict(sizes))
+    platform = platform_of(fusion)
+    check_ranks(fusion, platform)
+    return decide(fusion, platform, sizes, KERNELS.get())
+
+
+def platform_of(fusion: Program, device: str | None = None, machine: str | None = None) -> Platform:
+    """The machine that was named; else this one, if it has the GPUs or was asked for; else a known one."""
+    if machine is not None:
+        hardware, ranks = named(machine)
+        return reference(hardware, ranks or fusion.ranks)
+    if _launched():
+        from hostir.runtime.session import joined
+
+        return here("cuda" if joined(device).device.type == "cuda" else "gloo", fusion.ranks)
+    if device is None and not _has_gpus(fusion.ranks):
+        return reference(REFERENCE, fusion.ranks)
+    return here("gloo" if device == "cpu" else "cuda", fusion.ranks)
+
+
+def _has_gpus(count: int) -> bool:
+    import torch
+
+    return torch.cuda.device_count() >= count
+
+
+def _launched() -> bool:
+    from hostir.runtime.session import launched
+
+    return launched()
+
+
+def _speaks() -> bool:
+    """Whether this process speaks for all."""
+    from hostir.runtime.session import joined
+
+    return not _launched() or joined().rank == 0
+
+
+# Measuring all candidates ---------------------------------------------------------------------------------------------
+# `hostir tune`: measures every candidate on the ranks of this job, and keeps the times for later choices.
+
+Begin = Callable[[str, int], Progress]  # a case, by its label and how many steps it has
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fusion with its sizes; `label` says what was set."""
+
+    label: str
+    fusion: Program
+    sizes: Mapping[str, int]
+
+
+def check_started(command: str) -> None:
+    """Raises outside torchrun, where there are no ranks to measure."""
+    if not launched():
+        raise error(
+            "'hostir tune' measures real ranks, and this process is alone",
+            expected="to be started by torchrun, one process a GPU",
+            hint=f"torchrun --nproc-per-node 8 -m hostir tune {command}",
+        )
+
+
+def tune_command(cases: Sequence[Case], options: Namespace) -> int:
+    """Measures each case that the cache does not hold yet, and prints what is fastest; returns the exit code."""
+    if options.runs is not None and options.runs < 1:
+        raise error(f"--runs {options.runs}", expected="at least 1")
+    for case in cases:
+        check_sizes(fusion_of(case.fusion), dict(case.sizes))
+    with session(options.device) as job:
+        assert job is not None
+        with _progress(job) as begin:
+            rows = [_tune(case, job, options, begin) for case in cases]
+        if job.rank == 0:
+            print(table(["sizes", "strategy", "streams", "kernels", "us", "sequential us", "times"], rows))
+            print(f"kept in {cache.folder()}")
+    return 0
+
+
+def _tune(case: Case, job: Session, options: Namespace, begin: Begin) -> list[str]:
+    """Measures a case unless the cache holds all of it, and gives its row of the table, which is rank 0's to print."""
+    kernels = KERNELS.get(options.kernels)
+    platform = here("cuda" if job.device.type == "cuda" else "gloo", job.size)
+    check_ranks(case.fusion, platform)
+    key = cache.key_of(case.fusion, case.sizes, platform)
+    found = candidates(case.fusion, platform, kernels, all_that_run=True)
+    known = {} if options.again else cache.read(key)
+    missing = any(c not in known or known[c].digest != p.digest for c, p in found.programs.items())
+    measures = _from_rank_0(job, "measure" if missing else "") == "measure"
+    if measures:
+        progress = begin(case.label, steps(len(found.programs)))
+        entries = measure(found.programs, case.sizes, job, runs=options.runs, progress=progress)
+        _keep(job, key, case.fusion.name, entries)
+    if job.rank:
+        return []
+    choice = decide(case.fusion, platform, case.sizes, kernels)
+    return _measured_row(case, choice, "measured now" if measures else "in the cache")
+
+
+def _measured_row(case: Case, choice: Choice, when: str) -> list[str]:
+    plain = next((f"{t.us:.1f}" for t in choice.timings if t.candidate.strategy == SEQUENTIAL), "-")
+    streams = str(choice.streams) if choice.streams > 1 else "-"
+    return [case.label, choice.strategy, streams, choice.kernels, f"{choice.timings[0].us:.1f}", plain, when]
+
+
+def _keep(job: Session, key: Mapping[str, Any], name: str, entries: cache.Entries) -> None:
+    """Rank 0 writes. All ranks end where it cannot."""
+    problem = ""
+    if job.rank == 0:
+        try:
+            cache.write(key, name, entries)
+        except HostIRError as refusal:
+            problem = refusal.diagnostics[0].message
+    if said := _from_rank_0(job, problem):
+        raise error(said, hint="HOSTIR_CACHE names another folder")
+
+
+def _from_rank_0(job: Session, mine: str) -> str:
+    return job.exchange(f"tune {next(_turns)}", mine, PATIENCE)[0]
+
+
+_turns = itertools.count()
+
+
+@contextlib.contextmanager
+def _progress(job: Session) -> Iterator[Begin]:
+    """A bar on rank 0, where somebody is watching."""
+    if job.rank or not sys.stderr.isatty():
+        yield lambda label, total: lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+
+        def begin(label: str, total: int) -> Progress:
+            task = bar.add_task(label, total=total)
+
+            def step(doing: str) -> None:
+                bar.update(task, advance=1, description=f"{label}: {doing}")
+
+            return step
+
+        yield begin
+
+
+def tune_main(options: Namespace) -> int:
+    """Runs `hostir tune`; returns its exit code."""
+    check_started(options.file)
+    cases = []
+    for given in _combinations(options.given):
+        options.given = list(given)
+        program, sizes = load_named(options)
+        cases.append(Case(" ".join(given) or program.name, program, sizes))
+    return tune_command(cases, options)
+
+
+def _combinations(given: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Every choice of one value for each `--set NAME=VALUE,VALUE,...`."""
+    lists = []
+    for item in given:
+        name, equals, values = item.partition("=")
+        lists.append([f"{name}{equals}{value}" for value in values.split(",")])
+    return itertools.product(*lists)
+
+
+def explain_main(options: Namespace) -> int:
+    """Runs `hostir explain`; returns its exit code."""
+    program, sizes = load_named(options)
+    return explain_command(program, sizes, options)

@@ -1,0 +1,195 @@
+"""Regions: sets of elements that strided views touch. Exact, whatever the views."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+# Regions --------------------------------------------------------------------------------------------------------------
+# Sets of elements that strided views touch: whether two meet, whether some cover another. Exact, whatever the views.
+#
+# Views of dense buffers by index, piece, permutation and reshape are lattices whose strides nest: a step along one axis
+# leads past all that the axes inside it reach. Two such sets are compared axis by axis from the outermost in.
+
+Dims = tuple[tuple[int, int], ...]  # extent and stride, outermost first
+
+
+@dataclass(frozen=True)
+class Region:
+    """The elements `offset + i0 * stride0 + i1 * stride1 + ...` of a buffer. Equal sets are equal regions."""
+
+    offset: int
+    dims: Dims
+
+    @staticmethod
+    def of(offset: int, shape: Sequence[int], strides: Sequence[int]) -> Region:
+        """The region of a view, in elements."""
+        pairs = sorted(((n, s) for n, s in zip(shape, strides, strict=True) if n != 1), key=lambda d: -d[1])
+        dims: list[tuple[int, int]] = []
+        for n, s in pairs:
+            if dims and dims[-1][1] == n * s:
+                dims[-1] = (dims[-1][0] * n, s)
+            else:
+                dims.append((n, s))
+        return Region(offset, tuple(dims))
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no elements."""
+        return any(n == 0 for n, _ in self.dims)
+
+    @cached_property
+    def last(self) -> int:
+        """The highest element."""
+        return self.offset + _span(self.dims)
+
+    @property
+    def dense(self) -> bool:
+        """Whether it has no gaps."""
+        return _dense(self.dims)
+
+    def meets(self, other: Region) -> bool:
+        """Whether the two have an element in common."""
+        if self.offset > other.last or other.offset > self.last:  # most pairs
+            return False
+        return self == other or _meet(self.offset, self.dims, other.offset, other.dims)
+
+
+def _span(dims: Dims) -> int:
+    return sum((n - 1) * s for n, s in dims)
+
+
+@lru_cache(maxsize=1 << 16)
+def _meet(a: int, dims: Dims, b: int, others: Dims) -> bool:
+    if a > b + _span(others) or b > a + _span(dims):
+        return False
+    if (dims or others) and (not dims or (others and others[0][1] > dims[0][1])):
+        a, dims, b, others = b, others, a, dims
+    if not dims or (_dense(dims) and _dense(others)):
+        return True  # their stretches meet, and have no gaps
+    (n, s), inner = dims[0], dims[1:]
+    m, t = others[0] if others else (1, s)
+    if t == s:
+        return _meet_in_step(a, n, inner, b, m, others[1:], s)
+    if s % t == 0 and m * t > s:
+        per = s // t  # of the others' steps make one of ours
+        whole, rest = divmod(m, per)
+        if rest and _meet(a, dims, b + whole * s, ((rest, t), *others[1:])):
+            return True
+        return _meet(a, dims, b, ((whole, s), (per, t), *others[1:]))
+    first = max(0, -((a + _span(inner) - b) // s))
+    last = min(n - 1, (b + _span(others) - a) // s)
+    return any(_meet(a + i * s, inner, b, others) for i in range(first, last + 1))
+
+
+def _dense(dims: Dims) -> bool:
+    return not dims or (len(dims) == 1 and dims[0][1] == 1)
+
+
+def _meet_in_step(a: int, n: int, inner: Dims, b: int, m: int, other: Dims, s: int) -> bool:
+    """Two sets with the same outermost stride: what counts is how many steps apart they are."""
+    gap = b - a
+    for steps in range(-((_span(inner) - gap) // s), (gap + _span(other)) // s + 1):
+        if max(0, steps) <= min(n - 1, m - 1 + steps) and _meet(a + steps * s, inner, b, other):
+            return True
+    return False
+
+
+@lru_cache(maxsize=256)
+def _runs(region: Region) -> Any:
+    """The stretches of neighbouring elements, as rows of [first, behind the last], ascending."""
+    dims, length = region.dims, 1
+    if dims and dims[-1][1] == 1:
+        dims, length = dims[:-1], dims[-1][0]
+    starts = np.array([region.offset], dtype=np.int64)
+    for n, s in dims:
+        starts = (starts[:, None] + np.arange(n, dtype=np.int64) * s).reshape(-1)
+    return np.stack([starts, starts + length], axis=1)
+
+
+def covered(region: Region, by: Iterable[Region], within: Region | None = None) -> bool:
+    """Whether every element of a region, or those of it within another, lies in one of the others."""
+    near = [r for r in dict.fromkeys(by) if r.offset <= region.last and region.offset <= r.last]
+    if any(r == region or (_dense(r.dims) and r.offset <= region.offset and region.last <= r.last) for r in near):
+        return True
+    mine = _runs(region) if within is None else _common(_runs(region), _runs(within))
+    if not near or not len(mine):
+        return not len(mine)
+    runs = np.concatenate([_runs(r) for r in near])
+    runs = runs[np.argsort(runs[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(runs[:, 1])
+    fresh = np.concatenate([[True], runs[1:, 0] > reach[:-1]])  # where a stretch begins that nothing before it touches
+    starts, ends = runs[fresh, 0], np.append(reach[:-1][fresh[1:]], reach[-1])
+    at = np.searchsorted(starts, mine[:, 0], side="right") - 1
+    return bool(np.all((at >= 0) & (mine[:, 1] <= ends[at])))
+
+
+def _common(runs: Any, others: Any) -> Any:
+    """The stretches that two lists of stretches share."""
+    first = np.searchsorted(others[:, 1], runs[:, 0], side="right")
+    count = np.maximum(np.searchsorted(others[:, 0], runs[:, 1], side="left") - first, 0)
+    mine = np.repeat(np.arange(len(runs)), count)
+    nth = np.arange(len(mine)) - np.repeat(np.cumsum(count) - count, count)
+    other = others[first[mine] + nth]
+    return np.stack([np.maximum(runs[mine, 0], other[:, 0]), np.minimum(runs[mine, 1], other[:, 1])], axis=1)
+
+
+# Finding the regions that meet another --------------------------------------------------------------------------------
+# Finds the regions of a buffer that meet another one without looking at all of them.
+
+T = TypeVar("T")
+
+
+class Near(Generic[T]):
+    """Regions of one buffer, each with something that belongs to it.
+
+    They are sorted by offset within classes of their extent, each twice as long as the one before. So of a class none
+    that begins further before a region than the longest of it reaches the region.
+
+    Regions with gaps lie in each other's gaps, as the columns of a matrix do. Those of one outermost stride are classes
+    of their own, in which offsets and extents are taken modulo the stride.
+    """
+
+    def __init__(self) -> None:
+        self.classes: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by stride and extent: offset and number
+        self.items: list[tuple[Region, T]] = []
+
+    def add(self, region: Region, item: T) -> None:
+        stride = 0 if region.dense else region.dims[0][1]
+        places = self.classes.setdefault((stride, _extent(region, stride).bit_length()), [])
+        insort(places, (region.offset % stride if stride else region.offset, len(self.items)))
+        self.items.append((region, item))
+
+    def meeting(self, region: Region) -> list[T]:
+        """What belongs to the regions that have an element in common with this one, as added."""
+        found: list[int] = []
+        for (stride, bits), places in self.classes.items():
+            earliest = region.offset - (1 << bits) + 1
+            for first, last in _stretches(earliest, region.offset + _extent(region, stride), stride):
+                found += [
+                    n for _, n in places[bisect_left(places, (first,)) : bisect_right(places, (last, len(self.items)))]
+                ]
+        return [self.items[n][1] for n in sorted(found) if self.items[n][0].meets(region)]
+
+
+def _extent(region: Region, stride: int) -> int:
+    """How far a region reaches behind its offset; unless the stride is 0, modulo that."""
+    return sum((n - 1) * s for n, s in region.dims if not stride or s % stride)
+
+
+def _stretches(first: int, last: int, stride: int) -> Iterator[tuple[int, int]]:
+    """The integers from the first to the last; unless the stride is 0, modulo that."""
+    if not stride:
+        yield first, last
+    elif last - first + 1 >= stride:
+        yield 0, stride - 1
+    elif first % stride <= last % stride:
+        yield first % stride, last % stride
+    else:
+        yield 0, last % stride
+        yield first % stride, stride - 1

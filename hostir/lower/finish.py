@@ -1,0 +1,261 @@
+"""Passes that finish a host program: `streams`, `stagger`, `free`, `tidy` and `dense`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from hostir.ir.comm_ops import Communication
+from hostir.ir.host_ops import Allocate, CurrentStream, Delay, Dense, For, FreeBuffer, SetStream, Synchronize, Wait
+from hostir.ir.onesided_ops import Put, Rank
+from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Value
+from hostir.ir.program import Names, Program, rewrite
+from hostir.ir.sizes import ONE, Size
+from hostir.ir.tensor_ops import DenseCopy, Reshape, TensorOp, ViewStatement
+from hostir.ir.types import Kind
+from hostir.lower.passes import Pass
+from hostir.lower.propagate import splits_only
+
+# Rounds on worker streams ---------------------------------------------------------------------------------------------
+# Pass `streams`: gives the rounds of every top-level loop to worker streams in turn.
+
+
+@dataclass(frozen=True)
+class AssignStreams(Pass):
+    """Workers fork from the caller's stream before a loop, and the caller's stream joins them after it.
+
+    The two loops of synchronisation stand apart from the work: nvFuser found that a fork inside the working loop costs
+    the overlap (its pull request 4217), and that leaving it out is a race (3913).
+    """
+
+    name = "streams"
+    streams: int = 4
+
+    def run(self, program: Program) -> Program:
+        loops = [s for s in program.body if isinstance(s, For)]
+        if not loops or any(isinstance(s, CurrentStream) for s in program.body):
+            return program  # of a strategy that sees to streams itself
+        names = Names.of(program)
+        user = Value(names.fresh("user"), Kind.STREAM)
+        pool = max(self._pool(loop) for loop in loops)
+        body: list[Statement] = [CurrentStream(user)]
+        for s in program.body:
+            body += self._around(s, user, names) if isinstance(s, For) else [s]
+        return replace(program, body=tuple(body), streams=pool)
+
+    def _pool(self, loop: For) -> int:
+        """No more streams than slices."""
+        slices = loop.count.value
+        return min(self.streams, slices) if slices else self.streams
+
+    def _around(self, loop: For, user: Value, names: Names) -> list[Statement]:
+        pool = self._pool(loop)
+        index = Value(names.fresh("s"), Kind.INDEX)
+        names.taken.discard(index.name)  # a loop's index is gone after it
+        worker, each = Ref(index), Size(pool)
+        turn = Bin("%", Ref(loop.index), Lit(pool))
+        return [
+            For(index, each, (SetStream(worker), Synchronize(Ref(user)))),
+            replace(loop, body=(SetStream(turn), *loop.body)),
+            SetStream(Ref(user)),
+            For(index, each, (Synchronize(worker),)),
+        ]
+
+
+# Communications before computations -----------------------------------------------------------------------------------
+# Pass `stagger`: lets communications take their SMs before computations take them all.
+
+
+@dataclass(frozen=True)
+class Stagger(Pass):
+    """Keeps a round's computation from starting before the communication that it should hide has its SMs.
+
+    NCCL's kernels and a matmul that fills the device do not share SMs: whichever starts first keeps the other waiting
+    for a wave of tiles. So the first computation of a round starts a little late; and where communications come only
+    after computations, the next round's computation starts after this round's, when the communication is ready too.
+    """
+
+    name = "stagger"
+    microseconds: int = 5
+
+    def run(self, program: Program) -> Program:
+        return program.with_body(self._loop(s) if isinstance(s, For) else s for s in program.body)
+
+    def _loop(self, loop: For) -> For:
+        turn = loop.body[0].stream if loop.body and isinstance(loop.body[0], SetStream) else None
+        if not isinstance(turn, Bin) or turn.right == Lit(1) or loop.count == ONE:
+            return loop  # one stream, or one round: nothing runs beside anything
+        if not any(isinstance(s, Communication) for s in loop.body):
+            return loop
+        return replace(loop, body=tuple(self._staggered(loop, turn)))
+
+    def _staggered(self, loop: For, turn: Bin) -> Iterator[Statement]:
+        computed = communicated = False
+        for s in loop.body:
+            if isinstance(s, TensorOp) and not isinstance(s, DenseCopy) and not computed:
+                computed = True
+                yield Delay(self.microseconds, span=s.span)
+            if isinstance(s, Communication) and computed and not communicated:
+                yield from _next_after(turn, loop)
+            communicated |= isinstance(s, Communication)
+            yield s
+
+
+def _next_after(turn: Bin, loop: For) -> Iterator[Statement]:
+    """The next round's stream waits for what this round has issued so far."""
+    following: Expr = Bin("%", Bin("+", Ref(loop.index), Lit(1)), turn.right)
+    yield SetStream(following)
+    yield Synchronize(turn)
+    yield SetStream(turn)
+
+
+# Buffers --------------------------------------------------------------------------------------------------------------
+# Passes `free` and `tidy`: buffers end after their last use, and what nobody uses goes.
+
+
+@dataclass(frozen=True)
+class FreeBuffers(Pass):
+    """Frees every buffer that no output looks at after the last statement that touches it, on the caller's stream."""
+
+    name = "free"
+
+    def run(self, program: Program) -> Program:
+        roots = _roots(program)
+        kept = {roots.get(v.name, v.name) for v in program.outputs}
+        buffers = {s.out.name: s.out for s in program.body if isinstance(s, Allocate) and s.out.name not in kept}
+        last: dict[str, int] = {}
+        flying: dict[str, Communication] = {}  # a communication touches its buffers until it is waited for
+        for n, s in enumerate(program.body):
+            if isinstance(s, Communication) and s.handle:
+                flying[s.handle.name] = s
+            for name in _touched(flying[s.handle.name] if isinstance(s, Wait) else s):
+                last[roots.get(name, name)] = n
+        settled = _settled(program.body)
+        after: dict[int, list[Value]] = {}
+        for name, value in buffers.items():
+            after.setdefault(settled.index(True, last.get(name, 0)), []).append(value)
+        body: list[Statement] = []
+        for n, s in enumerate(program.body):
+            body += [s, *(FreeBuffer(v) for v in after.get(n, ()))]
+        return program.with_body(body)
+
+
+def _roots(program: Program) -> dict[str, str]:
+    """For every view, the buffer or input it looks at."""
+    roots: dict[str, str] = {}
+    for s in program.walk():
+        if isinstance(s, ViewStatement):
+            roots[s.out.name] = roots.get(s.x.name, s.x.name)
+    return roots
+
+
+def _touched(s: Statement) -> Iterable[str]:
+    for v in s.values(Codec.READ, Codec.WRITE, Codec.ALIAS):
+        yield v.name
+    for body in s.bodies:
+        for inner in body:
+            yield from _touched(inner)
+
+
+def _settled(body: tuple[Statement, ...]) -> list[bool]:
+    """For each place in the body, whether behind it the caller's stream is current and has joined all workers."""
+    settled: list[bool] = []
+    away = flying = False
+    for s in body:
+        inner = _kinds(s)
+        if isinstance(s, SetStream) or SetStream in inner:
+            away = not (isinstance(s, SetStream) and isinstance(s.stream, Ref))
+        if not away and inner == {Synchronize}:
+            flying = False
+        flying |= away and not inner <= {SetStream, Synchronize}
+        settled.append(not away and not flying)
+    return settled
+
+
+def _kinds(s: Statement) -> set[type[Statement]]:
+    """The kinds of statements that it is or holds."""
+    return {type(inner) for body in s.bodies for inner in body} or {type(s)}
+
+
+@dataclass(frozen=True)
+class Tidy(Pass):
+    """Drops views that nobody uses, and takes the same view once."""
+
+    name = "tidy"
+
+    def run(self, program: Program) -> Program:
+        body, renamed = _once(program.body, {})
+        program = replace(program, body=body, outputs=tuple(renamed.get(v.name, v) for v in program.outputs))
+        while True:
+            used = {v.name for s in program.walk() for v in s.uses(program.phase)} | {v.name for v in program.outputs}
+            kept = rewrite(program.body, partial(_unless_idle, used))
+            if kept == program.body:
+                return program
+            program = program.with_body(kept)
+
+
+def _unless_idle(used: set[str], s: Statement) -> tuple[Statement, ...]:
+    return () if isinstance(s, (ViewStatement, CurrentStream)) and s.out.name not in used else (s,)
+
+
+def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[tuple[Statement, ...], dict[str, Value]]:
+    """The body with repeated views taken once, and the names that went with their replacements."""
+    seen, renamed, kept = dict(outer), dict[str, Value](), list[Statement]()
+    for s in body:
+        s = s.rename(renamed)
+        if isinstance(s, For):
+            inner, _ = _once(s.body, seen)
+            s = replace(s, body=inner)
+        if isinstance(s, ViewStatement):
+            key = replace(s, out=replace(s.out, name="_"))
+            if key in seen:
+                renamed[s.out.name] = seen[key]
+                continue
+            seen[key] = s.out
+        kept.append(s)
+    return tuple(kept), renamed
+
+
+# Dense inputs ---------------------------------------------------------------------------------------------------------
+# Pass `dense`: what must lie in one piece, and is read from an input, whose strides only the caller knows.
+
+
+@dataclass(frozen=True)
+class MakeDense(Pass):
+    """Begins with `dense` for each input that a communication or a copy to a peer reads, or a reshape that merges."""
+
+    name = "dense"
+
+    def run(self, program: Program) -> Program:
+        needed, names = dict(_needed(program)), Names.of(program)
+        made = {
+            v.name: Value(names.fresh(f"{v.name}_dense"), v.type, v.span) for v in program.inputs if v.name in needed
+        }
+        first = [
+            Dense(v, made[v.name], span=needed[v.name].span, note=f"{needed[v.name].keyword()} needs dense memory")
+            for v in program.inputs
+            if v.name in made
+        ]
+        return program.with_body([*first, *(s if isinstance(s, Rank) else s.rename(made) for s in program.body)])
+
+
+def _needed(program: Program) -> Iterator[tuple[str, Statement]]:
+    """The inputs of which something must be dense, each with a statement that says so."""
+    roots = {v.name: v.name for v in program.inputs}  # by the name of a view: its input
+    own: set[str] = set()  # this rank's places
+    for s in program.walk():
+        if isinstance(s, Rank):
+            own.add(s.out.name)
+        if isinstance(s, ViewStatement) and s.x.name in roots:
+            roots[s.out.name] = roots[s.x.name]
+        needs = isinstance(s, Communication) or (isinstance(s, Put) and not _stays(s, own))
+        needs |= isinstance(s, Reshape) and not splits_only(s)
+        x = s.x if isinstance(s, (Communication, Put, Reshape)) else None
+        if needs and x is not None and x.name in roots:
+            yield roots[x.name], s
+
+
+def _stays(s: Put, own: set[str]) -> bool:
+    """Whether it copies within the rank, by a kernel that takes any strides."""
+    return not s.multiprocessors and isinstance(s.peer, Ref) and s.peer.value.name in own

@@ -1,0 +1,403 @@
+"""Passes `fused` and `push`: each rank sends its shard to all, and one matmul takes each block of rows as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from hostir.ir.comm_ops import AllGather, Collective, Communication
+from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
+from hostir.ir.onesided_ops import AllocateSymmetric, Put, Signal, WaitSignal
+from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Value
+from hostir.ir.program import Names, Program
+from hostir.ir.sizes import ONE, Size, product
+from hostir.ir.tensor_ops import Contraction, DenseCopy, Linear, Matmul, Reshape, Shard, ViewStatement
+from hostir.ir.types import FLAG, Axis, TensorType
+from hostir.lower.host import Host, Peers, isolate, modulo
+from hostir.lower.passes import Pass
+from hostir.lower.pipeline import SlicePlace, told
+from hostir.lower.propagate import result_of
+
+# Allgathers that bring rows to matmuls --------------------------------------------------------------------------------
+# Which allgathers bring rows to matmuls, and how the ranks' shards lie in them: what `ring` and `fused` share.
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """The allgathers whose rows matmuls read, and by its result why each other communication stays whole."""
+
+    rows: tuple[AllGather, ...]
+    reasons: Mapping[str, str]
+
+    @staticmethod
+    def of(program: Program, strategy: str) -> Gathers:
+        moves = [s for s in program.body if isinstance(s, Communication) and not _lone(s)]
+        reasons = {s.out.name: why for s in moves if (why := _why_whole(s, program, strategy))}
+        rows = [s for s in moves if isinstance(s, AllGather) and s.out.name not in reasons]
+        return Gathers(tuple(rows), reasons)
+
+    def only(self, fits: Callable[[AllGather], bool], why_not: str) -> Gathers:
+        """The same with those that do not fit among the reasons."""
+        out = {s.out.name: why_not for s in self.rows if not fits(s)}
+        return Gathers(tuple(s for s in self.rows if s.out.name not in out), {**self.reasons, **out})
+
+    def told(self, program: Program, strategy: str) -> Program:
+        """The program with the reasons in its notes; raises where there are communications and none brings rows."""
+        if self.rows or not self.reasons:
+            return told(program, self.reasons)
+        s = next(s for s in program.body if result_of(s).name in self.reasons)
+        raise s.fail(
+            f"'{strategy}' cannot overlap the {s.keyword()}: {self.reasons[result_of(s).name]}",
+            expected="an allgather of the rows of a matmul's left side",
+            hint="use 'pipeline', which slices any communication along a Stream axis, or 'sequential'",
+        )
+
+
+def _lone(s: Communication) -> bool:
+    """Whether it is among ranks that are alone: it hides nothing, and needs no reason."""
+    return isinstance(s, Collective) and s.mesh.size(s.over) == 1
+
+
+def _why_whole(s: Communication, program: Program, strategy: str) -> str:
+    if not isinstance(s, AllGather):
+        return f"{strategy} handles only allgathers of rows"
+    if not any(reads_rows(user, s.out) for user in program.body):
+        return f"no matmul has {s.out} as its left side"
+    if first_matmul(program, s) is None:
+        return f"every matmul with {s.out} as its left side needs it for its right side too"
+    if s.x.tensor.axis_on(s.over) == len(s.x.tensor.axes) - 1:
+        return f"it gathers the axis that the matmul sums over, of which every row of {s.out} needs all"
+    return ""
+
+
+def reads_rows(s: Statement, rows: Value) -> bool:
+    """Whether a matmul reads a tensor as its left side, and as nothing else."""
+    reads = [v.name for v in s.values(Codec.READ, Codec.ALIAS)]
+    return isinstance(s, (Matmul, Linear)) and s.a.name == rows.name and reads.count(rows.name) == 1
+
+
+def first_matmul(program: Program, s: AllGather) -> Statement | None:
+    """The first matmul that reads the rows, and nothing else that needs them."""
+    after = computed_from(program, s.out)
+    found = (user for user in program.body if reads_rows(user, s.out))
+    return next((u for u in found if not any(v.name in after for v in u.values(Codec.READ))), None)
+
+
+def computed_from(program: Program, value: Value) -> set[str]:
+    """What is computed from a value, and from that in turn."""
+    found: set[str] = set()
+    for s in program.body:
+        if any(v.name == value.name or v.name in found for v in s.values(Codec.READ, Codec.ALIAS)):
+            found.add(result_of(s).name)
+    return found
+
+
+def wanted_otherwise(program: Program, rows: Value) -> bool:
+    """Whether a tensor is read by anything but the matmuls whose left side it is, or is an output."""
+    users = [s for s in program.body if any(v.name == rows.name for v in s.values(Codec.READ, Codec.ALIAS))]
+    return rows in program.outputs or not all(reads_rows(s, rows) for s in users)
+
+
+# How the shards lie -----------------------------------------------------------------------------------------------
+def shard_place(s: AllGather) -> SlicePlace:
+    """The place of one rank's shard in what is gathered."""
+    k = s.x.tensor.axis_on(s.over)
+    assert k is not None
+    factors = s.x.tensor.host().axes[k].factors
+    at = next(n for n, factor in enumerate(factors) if factor.on == s.over)
+    return SlicePlace(k, product([f.extent for f in factors[:at]]), Size(s.mesh.size(s.over)))
+
+
+def long_axes(s: AllGather) -> list[int]:
+    """The axes outside that of the shards of which a rank has more than one element."""
+    k = shard_place(s).axis
+    return [j for j, size in enumerate(s.x.tensor.local_shape[:k]) if not size.is_one]
+
+
+def torn(s: AllGather) -> bool:
+    """Whether a shard lies in several blocks of one axis."""
+    return not shard_place(s).blocks_outside(s.out.tensor).is_one
+
+
+def block_axes(s: AllGather) -> tuple[Axis, ...]:
+    """The axes of what is gathered as `[blocks, ranks, ..., K]`: `ranks` is an axis of its own, with one before it."""
+    axes = isolate(s.x.tensor, s.over)
+    at = next(n for n, axis in enumerate(axes) if s.over in axis.marks)
+    blocks = Axis(tuple(f for axis in axes[:at] for f in axis.factors)).normal()
+    return (blocks, *axes[at:])
+
+
+def with_block_axes(
+    program: Program, gathers: Sequence[AllGather], wanted: Callable[[AllGather], bool]
+) -> tuple[Program, list[AllGather]]:
+    """The program with block axes in those allgathers that want them, and in their matmuls; and these allgathers."""
+    names = Names.of(program)
+    known = {s.out.name for s in gathers}
+    rows: dict[str, Value] = {}  # by what was gathered: the same with block axes
+    body: list[Statement] = []
+    anew: list[AllGather] = []
+    for s in program.body:
+        if isinstance(s, AllGather) and s.out.name in known:
+            if not wanted(s):
+                anew.append(s)
+                body.append(s)
+                continue
+            axes = block_axes(s)
+            shard = _like(s.x, axes, names)
+            full = rows[s.out.name] = _like(s.out, tuple(a.without(s.over) for a in axes), names)
+            anew.append(replace(s, x=shard, out=full))
+            body += [Reshape(s.x, shard, span=s.span), anew[-1]]
+            if wanted_otherwise(program, s.out):
+                body.append(Reshape(full, s.out, span=s.span))
+        elif isinstance(s, (Matmul, Linear)) and s.a.name in rows and reads_rows(s, s.a):
+            a = rows[s.a.name]
+            out = _like(s.out, (*a.tensor.axes[:-1], s.out.tensor.axes[-1]), names)
+            body += [replace(s, a=a, out=out), Reshape(out, s.out, span=s.span)]
+        else:
+            body.append(s)
+    return program.with_body(body), anew
+
+
+def _like(value: Value, axes: tuple[Axis, ...], names: Names) -> Value:
+    return Value(names.fresh(f"{value.name}_blocks"), value.tensor.host().with_axes(axes), value.span)
+
+
+# By copy engines ------------------------------------------------------------------------------------------------------
+# Pass `fused`: each rank pushes its shard to all, and one matmul takes each block of rows as it comes.
+#
+# The schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et al.,
+# 2024), the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The copies are left to the copy engines.
+#
+# With two streams and more than one copy, the signals behind the copies go to the other stream, where a kernel raises
+# each. Between two copies of one stream, a signal by the stream itself would keep the second waiting.
+
+COPIER = Lit(0)  # the worker that copies
+TELLER = Lit(1)  # the worker whose kernels raise the flags behind the copies, if it is another
+THERE = Lit(1)  # the epoch of a block that is there
+
+
+def _in_blocks(s: AllGather) -> bool:
+    """Whether the rows of a rank are equal blocks one after another, with a piece of each rank's shard in each."""
+    outside = [block_axes(s)[0]] if _needs_block_axes(s) else [s.x.tensor.host().axes[j] for j in long_axes(s)]
+    return all(len(axis.factors) == 1 for axis in outside)
+
+
+def _needs_block_axes(s: AllGather) -> bool:
+    return torn(s) or len(long_axes(s)) > 1
+
+
+def _matmuls_first(program: Program, gathers: Sequence[AllGather]) -> Program:
+    """The statements in such an order that the first to need gathered rows is a matmul, which can wait for them."""
+    for gather in gathers:
+        matmul, body = first_matmul(program, gather), program.body
+        assert matmul
+        start, end = body.index(gather) + 1, body.index(matmul)
+        needed = {v.name for v in matmul.values(Codec.READ)}
+        for s in reversed(body[start:end]):
+            needed |= {v.name for v in s.values(Codec.READ, Codec.ALIAS)} if result_of(s).name in needed else set()
+        before = [s for s in body[start:end] if result_of(s).name in needed]
+        after = [s for s in body[start:end] if result_of(s).name not in needed]
+        program = program.with_body([*body[:start], *before, matmul, *after, *body[end + 1 :]])
+    return program
+
+
+class ShardPush:
+    """One allgather: the copies of the own shard to the others, and the matmul that waits for theirs."""
+
+    def __init__(self, host: Host, peers: Peers, gather: AllGather, streams: int) -> None:
+        self.host, self.peers, self.gather = host, peers, gather
+        self.ranks = gather.mesh.size(gather.over)
+        self.place = peers.place(gather)
+        self.axis = next(iter(long_axes(gather)), None)  # where a rank's rows fall into blocks with a shard in each
+        self.blocks = ONE if self.axis is None else gather.x.tensor.local_shape[self.axis]
+        self.workers = self.workers_of(streams)
+        x = host.packed(host.values[gather.x.name], gather)
+        self.full, self.whole = self.buffers()
+        count = Axis.of(self.blocks * self.ranks)
+        flags = TensorType(FLAG, (count,), gather.mesh)
+        self.flags = Value(host.names.fresh(f"{gather.out.name}_there"), flags, gather.span)
+        host.body.append(AllocateSymmetric(self.flags, span=gather.span))
+        self.block = peers.index("s")
+        self.views, self.shard, self.mine = self.views_of(x)
+        self.copies()
+
+    def workers_of(self, streams: int) -> int:
+        """How many worker streams it takes: a second one where a copy comes after another."""
+        return 2 if streams > 1 and (self.ranks > 2 or self.axis is not None) else 1
+
+    @property
+    def copies_own(self) -> bool:
+        """Whether this rank's rows go to the buffer too: a matmul takes one block of them as they lie, others do not.
+
+        A matmul that reads what else is gathered waits for all of it before it starts.
+        """
+        users = self.host.users.get(self.gather.out.name, [])
+        if self.axis is not None or self.whole is not None or len(users) != 1:
+            return True
+        operands = {v.name for v in users[0].values(Codec.READ)} - {self.gather.out.name}
+        return any(isinstance(s, AllGather) and s.out.name in operands for s in self.host.program.body)
+
+    def buffers(self) -> tuple[Value, Value | None]:
+        """The symmetric buffer that all ranks fill; and where the rows are wanted whole, one for a copy of it.
+
+        What is wanted by others than the matmul must stay as it is when the next call's copies come.
+        """
+        s, host = self.gather, self.host
+        whole = host.destination(s.out) if wanted_otherwise(host.program, s.out) else None
+        name = host.names.fresh(f"{s.out.name}_shared") if whole else s.out.name
+        full = Value(name, s.out.tensor.host(), s.span)
+        host.values.setdefault(s.out.name, full)
+        host.body.append(AllocateSymmetric(full, span=s.span))
+        return full, whole
+
+    def copies(self) -> None:
+        """The own shard to the own buffer; and on a worker to each peer's, just before its matmul comes to it."""
+        s, body, turn = self.gather, self.host.body, self.peers.index("i")
+        before = modulo(Bin("+", self.place, Bin("-", Lit(self.ranks - 1), turn)), self.ranks)
+        copy, signal = self.push(before, "to the rank that multiplies these rows next")
+        theirs: tuple[Statement, ...] = copy, signal
+        if self.workers > 1:
+            note = "by a kernel: the next copy need not wait for it"
+            raised = replace(signal, sms=1, note=note)
+            theirs = SetStream(COPIER), copy, SetStream(TELLER), Synchronize(COPIER), raised
+        body += [SetStream(COPIER), Synchronize(self.peers.user)]
+        body += self.views if self.axis is None else ()
+        if self.copies_own:
+            # A copy within a GPU needs SMs, so it must come before the matmul that holds them.
+            mine = self.each(self.push(self.place, "the matmul begins with these rows"))
+            body += [SetStream(self.peers.user), *mine, SetStream(COPIER)]
+        body += self.peers.past(s, self.full)
+        body += self.each([For(turn.value, Size(self.ranks - 1), theirs, span=s.span)])
+        body.append(SetStream(self.peers.user))
+
+    def push(self, to: Expr, note: str) -> tuple[Put, Signal]:
+        """One block of the own shard to a rank, and the signal behind it."""
+        slot = self.place if self.axis is None else Bin("+", Bin("*", self.block, Lit(self.ranks)), self.place)
+        copy = Put(self.shard, self.mine, to, self.gather.over, span=self.gather.span, note=note)
+        return copy, Signal(self.flags, slot, THERE, to, self.gather.over, span=self.gather.span)
+
+    def each(self, done: Iterable[Statement]) -> list[Statement]:
+        """The same for each block of the own shard."""
+        if self.axis is None:
+            return [*done]
+        return [For(self.block.value, self.blocks, (*self.views, *done), span=self.gather.span)]
+
+    def views_of(self, x: Value) -> tuple[list[ViewStatement], Value, Value]:
+        """The own shard and its place in the buffer: of one block of the rows, where a shard lies in several."""
+        views: list[ViewStatement] = []
+        full, span = self.full, self.gather.span
+        if self.axis is not None:
+            x, full = (self.one_of(v, self.block, views) for v in (x, full))
+        mine = Value(self.host.names.fresh("mine"), x.tensor, span)
+        views.append(Shard(full, mine, span=span))
+        return views, x, mine
+
+    def one_of(self, value: Value, block: Ref, views: list[ViewStatement]) -> Value:
+        """A view of one block of the rows, added to `views`."""
+        axes, k = value.tensor.axes, self.axis
+        assert k is not None
+        name = self.host.names.fresh(f"{value.name}_{block.value.name}")
+        if axes[k].marks:
+            rest = Axis(tuple(replace(f, extent=f.extent / self.blocks) for f in axes[k].factors))
+            out = Value(name, value.tensor.with_axes(rest if i == k else a for i, a in enumerate(axes)), value.span)
+            views.append(Chunk(value, out, block, self.blocks, k, span=self.gather.span))
+        else:
+            out = Value(name, value.tensor.with_axes(a for i, a in enumerate(axes) if i != k), value.span)
+            views.append(Select(value, out, block, k, span=self.gather.span))
+        return out
+
+    def multiply(self, s: Contraction) -> None:
+        """The matmul that waits for the blocks: the copies have ended behind it, and others find the rows there."""
+        self.host.destination(s.out)
+        moved = s.rename(self.host.values)
+        assert isinstance(moved, Contraction)
+        note = "own rows first, each other block when it is there"
+        own = None if self.copies_own else self.shard
+        waits = replace(moved, a=self.full, ready=self.flags, epoch=THERE, first=self.place, own=own, note=note)
+        self.host.body.append(waits)
+        self.settle()
+
+    def arrive(self) -> None:
+        """The caller's stream waits for the blocks, where something other than a matmul needs them first."""
+        block = self.peers.index("i")
+        self.host.body.append(For(block.value, self.blocks * self.ranks, (WaitSignal(self.flags, block, THERE),)))
+        self.settle()
+
+    def settle(self) -> None:
+        """Once all blocks are there: this rank's copies have ended too, and the rows go where they are wanted whole."""
+        body, span = self.host.body, self.gather.span
+        body.append(Synchronize(TELLER if self.workers > 1 else COPIER))  # the teller's last signal follows all copies
+        if self.whole:
+            body.append(DenseCopy(out=self.whole, x=self.full, span=span, note=f"copy: {self.whole} is wanted whole"))
+
+
+@dataclass(frozen=True)
+class Fused(Pass):
+    """Copies to all peers instead of an allgather of rows, and a matmul that waits for each block of them."""
+
+    name = "fused"
+    pushes: ClassVar[type[ShardPush]] = ShardPush
+    streams: int = 4
+
+    def run(self, program: Program) -> Program:
+        why_not = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
+        gathers = Gathers.of(program, self.name).only(_in_blocks, why_not)
+        blocked, rows = with_block_axes(gathers.told(program, self.name), gathers.rows, _needs_block_axes)
+        host = Host(_matmuls_first(blocked, rows))
+        peers = Peers(host) if rows else None
+        flying: dict[str, ShardPush] = {}  # by the gathered tensor: the copies that the caller's stream has not joined
+        workers = 0
+        for s in host.program.body:
+            if peers and isinstance(s, AllGather) and s in rows:
+                push = flying[s.out.name] = self.pushes(host, peers, s, self.streams)
+                workers = max(workers, push.workers)
+                continue
+            pushes = [flying.pop(v.name) for v in s.values(Codec.READ, Codec.ALIAS) if v.name in flying]
+            if len(pushes) == 1 and isinstance(s, Contraction) and reads_rows(s, pushes[0].gather.out):
+                pushes[0].multiply(s)
+                continue
+            for push in pushes:
+                push.arrive()
+            host.whole(s)
+        return host.finished(workers)
+
+
+# By SMs ---------------------------------------------------------------------------------------------------------------
+# Pass `push`: as `fused`, with copies by a few SMs of the rank that has the rows, in one kernel before the matmul.
+#
+# For few rows: a kernel begins to write to peers, and raises flags behind, in less time than copy engines take to
+# begin. The matmul behind it starts while it copies. Kernels that store to peers are how low-latency collectives work
+# in NCCL (its LL protocols) and in the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
+
+SMS = 16  # that copy: fewer do not fill the links, more leave too few to the matmul
+
+
+class KernelPush(ShardPush):
+    """One allgather: the copies to all ranks, this one first, are on the caller's stream, before the matmul."""
+
+    copies_own = True  # the same few SMs copy to all
+
+    def workers_of(self, streams: int) -> int:
+        return 0
+
+    def copies(self) -> None:
+        body, turn = self.host.body, self.peers.index("i")
+        body += self.peers.past(self.gather, self.full)
+        body += self.views if self.axis is None else ()
+        before = modulo(Bin("+", self.place, Bin("-", Lit(self.ranks), turn)), self.ranks)
+        copy, signal = self.push(before, "to itself, then to the rank that multiplies these rows next")
+        body += self.each([For(turn.value, Size(self.ranks), (replace(copy, sms=SMS), signal), span=self.gather.span)])
+
+    def settle(self) -> None:
+        if self.whole:
+            note = f"copy: {self.whole} is wanted whole"
+            self.host.body.append(DenseCopy(out=self.whole, x=self.full, span=self.gather.span, note=note))
+
+
+@dataclass(frozen=True)
+class Pushed(Fused):
+    """Copies by SMs to all peers instead of an allgather of rows, and a matmul that starts beside them."""
+
+    name = "push"
+    pushes: ClassVar[type[ShardPush]] = KernelPush

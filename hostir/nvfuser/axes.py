@@ -1,0 +1,685 @@
+"""Axes and types of a dump: which logical axes its printed IterDomains make up, and what lies on devices."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, islice
+from itertools import product as product_of
+
+from hostir.ir import tensor_ops as ops
+from hostir.ir.host_ops import Chunk, For
+from hostir.ir.op import Phase, Statement, Value
+from hostir.ir.program import Program, rewrite
+from hostir.ir.sizes import ONE, Size, product
+from hostir.ir.source import Span, error
+from hostir.ir.tensor_ops import CONTRACTED, Binary, TensorOp, ViewStatement
+from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
+from hostir.nvfuser.parse import (
+    CommunicationNode,
+    ComputeNode,
+    Devices,
+    Dump,
+    IterDomain,
+    LoopNode,
+    Node,
+    TensorNode,
+    ViewNode,
+)
+
+# From printed axes to logical ones ------------------------------------------------------------------------------------
+# From printed axes of an nvFuser dump to ours: which IterDomains make one logical axis, and which sizes are equal.
+
+
+@dataclass(frozen=True)
+class LogicalAxis:
+    """A logical axis: one IterDomain, or those that it was split into, outermost first."""
+
+    domains: tuple[IterDomain, ...]
+
+    @property
+    def first(self) -> IterDomain:
+        """The outermost IterDomain."""
+        return self.domains[0]
+
+    @cached_property
+    def extent(self) -> Size:
+        """The extent of the logical axis."""
+        return product(d.extent.size for d in self.domains)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the axis was summed away."""
+        return self.first.kind == "r"
+
+    @property
+    def device(self) -> str:
+        """x or y where the whole axis is a device axis, else empty."""
+        return self.first.on if len(self.domains) == 1 and self.first.on in ("x", "y") else ""
+
+
+def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = False) -> list[tuple[LogicalAxis, ...]]:
+    """The ways to read the printed axes of a tensor as logical axes, the likeliest first.
+
+    nvFuser prints the axes of the loop domain. An axis of extent ceilDiv(N, D) is the inner part of a split of N, and
+    its outer part is an axis of extent D to the left: beside it, or anywhere, where it is on devices or streams, which
+    nvFuser moves to the front. Where N is a number, nvFuser prints the quotient, and an axis on devices or streams may
+    be the outer part of any axis of known extent to the right, or an axis of its own. What an rfactor or a reshape
+    gives (marked `rf`) is not split.
+
+    Args:
+        tensor: the tensor as printed.
+        alone: x or y, where such an axis is no part of a split, as it holds the parts of a partial sum.
+        split: whether a device axis is rather a part of a split than an axis of its own.
+    """
+    domains = tensor.domains
+    parallel = [(d.kind, d.on) for d in domains if d.on]
+    if len(set(parallel)) < len(parallel):
+        return [tuple(LogicalAxis((d,)) for d in domains)]  # no layout, which is said where its type is asked for
+    outer = {k for k, d in enumerate(domains) if not d.rfactor and (d.kind == "r" or d.on not in alone)}
+    splits = list(islice(_splits(domains, outer, 0, ()), _MOST_SPLITS))
+    splits.sort(key=lambda parts: _unlikelihood(domains, parts, split))
+    missing = _missing(domains, splits[0])
+    likely = [parts for parts in splits if _missing(domains, parts) == missing][:_MOST_READINGS]
+    return [_grouped(domains, parts) for parts in likely]
+
+
+_MOST_SPLITS = 512  # that are tried for one tensor: real ones have a few
+_MOST_READINGS = 48
+Split = tuple[tuple[int, ...], ...]  # for each printed axis, the places of its outer parts, outermost first
+
+
+def _splits(domains: Sequence[IterDomain], outer: Collection[int], place: int, split: Split) -> Iterator[Split]:
+    """Every way to give the axes from `place` on their outer parts, which are among `outer`."""
+    if place == len(domains):
+        yield split
+        return
+    taken = {k for outers in split for k in outers}
+    free = [k for k, outers in enumerate(split) if k in outer and k not in taken and not outers]
+    for outers in _outer_parts(domains, place, free):
+        yield from _splits(domains, outer, place + 1, (*split, outers))
+
+
+def _outer_parts(domains: Sequence[IterDomain], place: int, free: Collection[int]) -> Iterator[tuple[int, ...]]:
+    """The outer parts that an axis may have among the free axes to its left; none comes last."""
+    inner = domains[place]
+    same = [k for k in free if domains[k].kind == inner.kind]
+    if inner.extent.splits and not inner.rfactor:
+        yield from _chains(domains, inner.extent.splits, place, same)
+    elif not inner.on and not inner.rfactor and inner.extent.size.value is not None:
+        folded = [k for k in same if domains[k].on and domains[k].extent.size.value is not None]
+        for count in range(len(folded), 0, -1):
+            yield from combinations(sorted(folded, key=lambda k: domains[k].number), count)
+    yield ()
+
+
+def _chains(
+    domains: Sequence[IterDomain], extents: Sequence[Size], right: int, free: Collection[int]
+) -> Iterator[tuple[int, ...]]:
+    """Axes of these extents, the last one left of `right`: beside it, or on devices or streams."""
+    if not extents:
+        yield ()
+        return
+    for k in free:
+        if domains[k].extent.size == extents[-1] and (domains[k].on or k == right - 1):
+            for outers in _chains(domains, extents[:-1], k, [other for other in free if other != k]):
+                yield (*outers, k)
+
+
+def _missing(domains: Sequence[IterDomain], split: Split) -> int:
+    """The number of splits whose outer parts are not there, as where one index of them was selected."""
+    return sum(bool(d.extent.splits) and not outers for d, outers in zip(domains, split, strict=True))
+
+
+def _unlikelihood(domains: Sequence[IterDomain], split: Split, split_devices: bool) -> tuple[int, ...]:
+    """What speaks against a reading, the weightiest first.
+
+    nvFuser numbers the two parts of a split one after the other, and behind all axes that were there before.
+    """
+    numbers = [d.number for d in domains]
+    inner_of = {outer: inner for inner, outers in enumerate(split) for outer in outers}
+    against = 0
+    if numbers != sorted(numbers):
+        for k, domain in enumerate(domains):
+            if domain.on and domain.number + 1 in numbers[k + 1 :]:
+                against += inner_of.get(k) != numbers.index(domain.number + 1)
+    order = [domains[outer].number for outers in split for outer in outers]
+    return (
+        _missing(domains, split),
+        against,
+        sum((split_devices or d.on == "stream") != (k in inner_of) for k, d in enumerate(domains) if d.on),
+        sum(a > b for a, b in combinations(order, 2)),
+        sum(inner - outer for outer, inner in inner_of.items()),
+    )
+
+
+def _grouped(domains: Sequence[IterDomain], split: Split) -> tuple[LogicalAxis, ...]:
+    taken = {outer for outers in split for outer in outers}
+    return tuple(
+        LogicalAxis((*(domains[k] for k in outers), domains[place]))
+        for place, outers in enumerate(split)
+        if place not in taken
+    )
+
+
+class Sizes:
+    """Sizes that a dump forces to be equal, though it names them differently: a union-find over products of symbols."""
+
+    def __init__(self, symbols: Iterable[str]) -> None:
+        self.order = {name: k for k, name in enumerate(symbols)}
+        self.known: dict[str, Size] = {}  # what a symbol stands for, in symbols that stand for themselves
+
+    def resolve(self, size: Size) -> Size:
+        result = Size(size.num, size.den)
+        for name, power in size.symbols:
+            meaning = self.known.get(name, Size(symbols=((name, 1),)))
+            for _ in range(abs(power)):
+                result = result * meaning if power > 0 else result / meaning
+        return result
+
+    def equal(self, a: Size, b: Size) -> bool:
+        """Makes two sizes equal, by giving a meaning to the symbol that appeared last; False where they cannot be."""
+        ratio = self.resolve(a) / self.resolve(b)
+        free = [(self.order[name], name, power) for name, power in ratio.symbols if abs(power) == 1]
+        if not ratio.symbols:
+            return ratio.is_one
+        if not free:
+            return True
+        _, name, power = max(free)
+        symbol = Size(symbols=((name, 1),))
+        meaning = symbol / ratio if power == 1 else symbol * ratio
+        if not meaning.symbols and meaning.den != 1:
+            return False
+        self.known[name] = meaning
+        self.known = {n: self.resolve(m) for n, m in self.known.items()}
+        return True
+
+    def settle(self, type: TensorType) -> TensorType:
+        """The type in symbols that stand for themselves, its axes in normal form."""
+        return replace(type, axes=tuple(self._axis(axis) for axis in type.axes))
+
+    def _axis(self, axis: Axis) -> Axis:
+        return Axis(tuple(Factor(self.resolve(f.extent), f.on) for f in axis.factors)).normal()
+
+    @property
+    def aliases(self) -> tuple[tuple[str, str], ...]:
+        """Each symbol that is another size, with that size, in the order in which they first appear."""
+        return tuple((name, str(self.known[name])) for name in self.order if name in self.known)
+
+
+# Sizes that must be equal ---------------------------------------------------------------------------------------------
+# The sizes that statements force to be equal, and the program in which equal sizes have one name.
+
+Place = tuple[Size, object, int]  # a size, the tensor that has it, and in which axis
+
+
+def equate(sizes: Sizes, pairs: Iterable[tuple[Place, Place]], span: Span | None) -> None:
+    """Makes the sizes of each pair equal; raises where they cannot be."""
+    for (a, a_name, a_axis), (b, b_name, b_axis) in pairs:
+        if not sizes.equal(a, b):
+            a, b = sizes.resolve(a), sizes.resolve(b)
+            message = f"sizes do not fit: {a_name} has {a} in axis {a_axis}, {b_name} has {b} in axis {b_axis}"
+            raise error(message, span, expected="equal sizes")
+
+
+def pairwise(a: TensorType, a_name: object, b: TensorType, b_name: object) -> Iterator[tuple[Place, Place]]:
+    """The axes of two tensors of one shape. Unequal numbers of axes are left to the checks of the program."""
+    if len(a.axes) == len(b.axes):
+        for k, (one, other) in enumerate(zip(a.shape, b.shape, strict=True)):
+            yield (one, a_name, k), (other, b_name, k)
+
+
+def computed(s: TensorOp) -> Iterator[tuple[Place, Place]]:
+    """The sizes that a computation forces to be equal: those that its maps bring together."""
+    shape = s.out.tensor.shape
+    contracted: list[Place] = []
+    for operand, map in zip(s.operands, maps_of(s), strict=True):
+        if len(map) != len(operand.tensor.axes) or max(map, default=0) >= len(shape):
+            continue
+        for k, (size, to) in enumerate(zip(operand.tensor.shape, map, strict=True)):
+            if to == CONTRACTED:
+                contracted.append((size, operand, k))
+            elif not (isinstance(s, Binary) and size.is_one):
+                yield (size, operand, k), (shape[to], s.out, to)
+    for place in contracted[1:]:
+        yield contracted[0], place
+
+
+def maps_of(s: TensorOp) -> tuple[tuple[int, ...], ...]:
+    """The maps of a computation whose sizes may still have several names."""
+    if not isinstance(s, Binary):
+        return s.maps()
+    axes = range(len(s.out.tensor.axes))  # its own maps ask for sizes that are known to align
+    return tuple(tuple(axes[len(axes) - len(v.tensor.axes) :]) for v in s.operands)
+
+
+def settled(program: Program, sizes: Sizes) -> Program:
+    """The same program in symbols that stand for themselves; what views give is inferred anew."""
+    env = {v.name: _settle(v, sizes) for v in program.inputs}
+    for s in program.walk():
+        defined = s.defines(Phase.HOST)
+        if defined is None:
+            continue
+        env[defined.name] = _settle(defined, sizes)
+        if isinstance(s, ViewStatement) and isinstance(type := _sized(s.rename(env), sizes).infer(), TensorType):
+            env[defined.name] = replace(defined, type=type)
+    body = rewrite((s.rename(env) for s in program.body), lambda s: [_sized(s, sizes)])
+    return replace(
+        program,
+        inputs=tuple(env[v.name] for v in program.inputs),
+        outputs=tuple(env[v.name] for v in program.outputs),
+        body=body,
+    )
+
+
+def _settle(value: Value, sizes: Sizes) -> Value:
+    if not isinstance(value.type, TensorType):
+        return value
+    type = sizes.settle(value.type)
+    for factor in (f for axis in type.axes for f in axis.factors):
+        part = type.local_factor(factor)
+        if not part.symbols and part.den != 1:
+            where = f" over {factor.on}" if factor.on else ""
+            raise error(f"{value.name} has an axis of {factor.extent}{where}, which does not divide", value.span)
+    return replace(value, type=type)
+
+
+def _sized(s: Statement, sizes: Sizes) -> Statement:
+    """A statement with its own sizes settled."""
+    return replace(s, count=sizes.resolve(s.count)) if isinstance(s, (For, Chunk)) else s
+
+
+# The reading that fits all statements ---------------------------------------------------------------------------------
+# Which logical axes the printed axes of each tensor make up: those with which its statements fit.
+#
+# Where extents are numbers, a printed tensor may be read in several ways (`nvfuser_layout.readings`). A statement fits
+# some of them: a weight has two axes, an allreduce keeps the shape, a piece has the axes of the whole. Readings that
+# some statement leaves no room for are dropped until nothing changes. If several are left then, the first tensor that
+# is printed takes its likeliest, and so on.
+
+UNARY: dict[str, type[ops.Unary]] = {"relu": ops.Relu, "gelu": ops.Gelu, "silu": ops.Silu, "copy": ops.DenseCopy}
+BINARY: dict[str, type[ops.Binary]] = {"add": ops.Add, "mul": ops.Mul}
+REDUCING = ("Allreduce", "ReduceScatter")
+BETWEEN_RANKS = ("Allgather", *REDUCING, "AllToAll")
+
+
+def operation(node: ComputeNode, out: Value, operands: Iterable[Value]) -> ops.TensorOp:
+    """The statement of a computation other than a sum, whose axis has to be found first."""
+    first, *rest = operands
+    if node.op == "matmul":
+        return ops.Matmul(out, first, rest[0])
+    if node.op == "linear":
+        return ops.Linear(out, first, *rest)
+    if node.op in BINARY:
+        return BINARY[node.op](out, first, rest[0])
+    return ops.Cast(out, first, node.dtype) if node.op == "cast" else UNARY[node.op](out, first)
+
+
+def _splits_devices(dump: Dump) -> bool:
+    """Whether device axes come from splits.
+
+    nvFuser either splits axes for streams and devices, and takes slices with ShardByStream or says nothing of them, or
+    it has an axis of its own for each, and takes slices with a select.
+    """
+    views = [node for node in dump.walk() if isinstance(node, ViewNode)]
+    cut = {(n.out if n.op == "chunk" else n.x).name for n in views if n.op in ("select", "chunk")}
+    return any(d.on == "stream" for t in dump.tensors() if t.name not in cut for d in t.domains)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read a tensor: its logical axes, and those among them that were not summed away."""
+
+    groups: tuple[LogicalAxis, ...]
+    axes: tuple[LogicalAxis, ...]  # without those on devices that hold the parts of a partial sum
+    kept: tuple[LogicalAxis, ...]
+
+    @cached_property
+    def sliced(self) -> bool:
+        return any(d.on == STREAM for group in self.kept for d in group.domains)
+
+
+Readings = dict[TensorNode, list[Reading]]
+Chosen = dict[TensorNode, Reading]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a statement asks of the readings of two tensors."""
+
+    tensors: tuple[TensorNode, ...]
+    fits: Callable[[Reading, Reading], bool]
+
+    def fitting(self, left: Readings) -> list[Chosen]:
+        """The readings that fit each other."""
+        a, b = self.tensors
+        pairs = product_of(left[a], left[b]) if a != b else zip(left[a], left[a], strict=True)
+        return [{a: one, b: other} for one, other in pairs if self.fits(one, other)]
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A computation brings axes together: those lie on the same devices, and what is sliced in a loop alike."""
+
+    node: ComputeNode
+    looped: bool
+
+    @property
+    def tensors(self) -> tuple[TensorNode, ...]:
+        return self.node.tensors
+
+    def fitting(self, left: Readings) -> list[Chosen]:
+        """The readings of all its tensors that fit each other."""
+        tensors = tuple(dict.fromkeys(self.node.tensors))
+        found: list[Chosen] = []
+        for ranks in product_of(*(dict.fromkeys(len(r.kept) for r in left[tensor]) for tensor in tensors)):
+            rank = dict(zip(tensors, ranks, strict=True))
+            meeting = self.meeting(rank)
+            chosen: list[Chosen] = [{}] if meeting is not None else []
+            for tensor in tensors:
+                room = [reading for reading in left[tensor] if len(reading.kept) == rank[tensor]]
+                pairs = [pair for pair in meeting or () if pair[0][0] == tensor or pair[1][0] == tensor]
+                longer = ({**choice, tensor: reading} for choice in chosen for reading in room)
+                chosen = [choice for choice in longer if all(self.meet(choice, *pair) for pair in pairs)]
+            found += chosen
+        return found
+
+    def meeting(
+        self, rank: Mapping[TensorNode, int]
+    ) -> list[tuple[tuple[TensorNode, int], tuple[TensorNode, int]]] | None:
+        """The axes that come together, two and two, for so many axes of each tensor; None where these do not fit."""
+        values = {
+            Value(f"T{n}", TensorType(tensor.dtype, tuple(Axis.of(f"i{n}_{k}") for k in range(rank[tensor])))): tensor
+            for n, tensor in enumerate(self.node.tensors)
+        }
+        *operands, out = values
+        statement = operation(self.node, out, operands)
+        maps = maps_of(statement)
+        if [len(map) for map in maps] != [len(value.tensor.axes) for value in operands]:
+            return None
+        if {to for map in maps for to in map if to != ops.CONTRACTED} != set(range(len(out.tensor.axes))):
+            return None
+        of: dict[object, TensorNode] = dict(list(values.items()))
+        return [((of[a], j), (of[b], k)) for (_, a, j), (_, b, k) in computed(statement)]
+
+    def meet(self, chosen: Chosen, a: tuple[TensorNode, int], b: tuple[TensorNode, int]) -> bool:
+        if a[0] not in chosen or b[0] not in chosen:
+            return True
+        one, other = chosen[a[0]], chosen[b[0]]
+        if self.node.op in BINARY and one.kept[a[1]].extent.is_one:
+            return True
+        moving = () if self.looped and one.sliced and other.sliced else (STREAM,)
+        return _alike([one.kept[a[1]]], [other.kept[b[1]]], moving)
+
+
+class Axes:
+    """Chooses a reading for each tensor of a dump.
+
+    Args:
+        dump: the dump.
+        parts: by the name of a tensor, the device axes, x or y, that hold the parts of a partial sum.
+        over: the device axis along which the team of a communication lies.
+    """
+
+    def __init__(
+        self, dump: Dump, parts: Mapping[str, Collection[str]], over: Callable[[CommunicationNode], str]
+    ) -> None:
+        self.parts = parts
+        self.over = over
+        self.split = _splits_devices(dump)
+        self.left = {tensor: self._readings(tensor) for tensor in (*dump.tensors(), *dump.outputs)}
+        if any(len(found) > 1 for found in self.left.values()):
+            self._choose([*self._prints(), *self._rules(dump.body, looped=False)])
+
+    def groups(self, tensor: TensorNode) -> tuple[LogicalAxis, ...]:
+        """The logical axes of a printed tensor, those included that hold the parts of a partial sum."""
+        return self.left[tensor][0].groups
+
+    def _readings(self, tensor: TensorNode) -> list[Reading]:
+        parts, found = self.parts.get(tensor.name, ()), []
+        for groups in readings(tensor, parts, split=self.split):
+            axes = tuple(g for g in groups if g.reduced or not (g.device and (g.device in parts or g.first.rfactor)))
+            found.append(Reading(groups, axes, tuple(g for g in axes if not g.reduced)))
+        return found
+
+    # Choosing ----------------------------------------------------------------------------------------------------
+    def _choose(self, rules: Iterable[Rule | Computation]) -> None:
+        """A rule that fits no readings at all stands for a mistake, which is told where the statement is read."""
+        rules = [rule for rule in rules if rule.fitting(self.left)]
+        self.left = _pruned(self.left, rules, self.left) or self.left
+        for tensor in self.left:
+            found = self.left[tensor]
+            trials = (_pruned({**self.left, tensor: [reading]}, rules, [tensor]) for reading in found)
+            if len(found) > 1:
+                self.left = next((left for left in trials if left), {**self.left, tensor: found[:1]})
+
+    # Rules -------------------------------------------------------------------------------------------------------
+    def _prints(self) -> Iterator[Rule]:
+        """A tensor that is printed with an axis that was summed away, and elsewhere without, is one tensor."""
+        first: dict[str, TensorNode] = {}
+        for tensor in self.left:
+            if first.setdefault(tensor.name, tensor) is not tensor:
+                yield Rule((first[tensor.name], tensor), lambda a, b: _alike(a.kept, b.kept))
+
+    def _rules(self, body: Iterable[Node], *, looped: bool) -> Iterator[Rule | Computation]:
+        for node in body:
+            match node:
+                case LoopNode():
+                    yield from self._rules(node.body, looped=True)
+                case ComputeNode(op="sum"):
+                    yield Rule(node.tensors, lambda x, out: _alike(x.kept, out.axes))
+                case ComputeNode(op="copy"):
+                    yield Rule(node.tensors, lambda x, out: _alike(x.kept, out.kept))
+                case ComputeNode():
+                    yield Computation(node, looped)
+                case ViewNode(op="select"):
+                    yield _selection(node)
+                case ViewNode(op="chunk"):
+                    yield Rule(node.tensors, lambda x, out: _alike(x.kept, out.kept, (STREAM,)))
+                case ViewNode(op="as_partial" | "dense"):
+                    yield Rule(node.tensors, lambda x, out: _alike(x.kept, out.kept))
+                case ViewNode(op="permute"):
+                    yield Rule(node.tensors, lambda x, out: len(x.kept) == len(out.kept))
+                case CommunicationNode():
+                    yield self._communication(node)
+
+    def _communication(self, node: CommunicationNode) -> Rule:
+        """A communication keeps the shape; along a team only what lies on its devices moves."""
+        if node.type.text not in BETWEEN_RANKS:
+            return Rule(node.tensors, lambda x, out: _alike(x.kept, out.kept))
+        over = self.over(node)
+
+        def fits(x: Reading, out: Reading) -> bool:
+            rest = [g for g in x.groups if g.device != over and g in x.kept]
+            if node.type.text in REDUCING:  # either x is a partial sum, or an input that holds summands side by side
+                return len(rest) < len(x.groups) and _alike(rest, out.kept, (STREAM, over))
+            return _alike(x.kept, out.kept, (STREAM, over))
+
+        return Rule(node.tensors, fits)
+
+
+def _selection(node: ViewNode) -> Rule:
+    """A select takes one axis away, which is not split."""
+
+    def fits(x: Reading, out: Reading) -> bool:
+        rest = [g for g in x.kept if not (node.axis and [d.number for d in g.domains] == [node.axis.number])]
+        return len(rest) == len(x.kept) - 1 and _alike(rest, out.kept)
+
+    return Rule(node.tensors, fits)
+
+
+def _alike(a: Sequence[LogicalAxis], b: Sequence[LogicalAxis], moving: Collection[str] | None = None) -> bool:
+    """Whether these axes may have equal extents and, if given what is moving, lie on the same devices otherwise."""
+    return len(a) == len(b) and all(
+        (bool((ratio := one.extent / other.extent).symbols) or ratio.is_one)
+        and (moving is None or _marks(one, moving) == _marks(other, moving))
+        for one, other in zip(a, b, strict=True)
+    )
+
+
+def _marks(group: LogicalAxis, without: Collection[str]) -> list[str]:
+    return [d.on for d in group.domains if d.on and d.on not in without]
+
+
+def _pruned(left: Readings, rules: Sequence[Rule | Computation], changed: Collection[TensorNode]) -> Readings | None:
+    """The readings that every rule leaves room for, after those of some tensors changed; None where one leaves none."""
+    left, of = dict(left), defaultdict(list)
+    for n, rule in enumerate(rules):
+        for tensor in dict.fromkeys(rule.tensors):
+            of[tensor].append(n)
+    todo = dict.fromkeys(n for tensor in changed for n in of[tensor])
+    while todo:
+        rule = rules[next(iter(todo))]
+        del todo[next(iter(todo))]
+        fitting = rule.fitting(left)
+        if not fitting:
+            return None
+        for tensor in fitting[0]:
+            room = [r for r in left[tensor] if any(choice[tensor] is r for choice in fitting)]
+            if len(room) < len(left[tensor]):
+                left[tensor] = room
+                todo |= dict.fromkeys(of[tensor])
+    return left
+
+
+# Types ----------------------------------------------------------------------------------------------------------------
+# The types behind the printed tensors of an nvFuser dump: meshes, what lies on devices, what is a partial sum.
+
+
+class Types:
+    """Gives printed tensors their types, and notes in `sizes` what these force to be equal."""
+
+    def __init__(self, dump: Dump) -> None:
+        self.sizes = Sizes(dump.symbols)
+        self.meshes: dict[Devices | None, Mesh] = {}
+        printed = [t.devices for t in dump.tensors() if t.devices]
+        for devices in dict.fromkeys(printed or [_unprinted_devices(dump)]):
+            self.meshes[devices] = _mesh(devices, len(self.meshes))
+        self.meshes[None] = next(iter(self.meshes.values()))
+        self.partials = self._partials(dump)
+        letters = {axis: letter for mesh in self.meshes.values() for letter, axis in _letters(mesh).items()}
+        parts = {name: {letters[mark] for mark in marks} for name, marks in self.partials.items()}
+        self.axes = Axes(dump, parts, lambda node: letters[self.over(node)])
+
+    def mesh(self, tensor: TensorNode) -> Mesh:
+        return self.meshes[tensor.devices]
+
+    def mark(self, on: str, mesh: Mesh, span: Span) -> str:
+        """The mesh axis that is deviceIdx.x or deviceIdx.y."""
+        axes = _letters(mesh)
+        if on not in axes:
+            expected = "deviceIdx.x" if on == "y" else "deviceIdx.x or deviceIdx.y"
+            raise error(f"a mesh of {len(axes)} axes has no such axis", span, expected=expected)
+        return axes[on]
+
+    def logical(
+        self, tensor: TensorNode, partial: Collection[str] | None = None
+    ) -> tuple[list[LogicalAxis], tuple[str, ...]]:
+        """The logical axes, reduced ones included, and the mesh axes over which the tensor is a partial sum.
+
+        nvFuser prints a partial sum with one more axis, on the devices that hold its parts: `partial` says over which
+        mesh axes. Where it is None, the axis that a matmul leaves (marked `rf`) counts, and one that is reduced later.
+        """
+        mesh, kept, over = self.mesh(tensor), [], []
+        for group in self.axes.groups(tensor):
+            first = group.first
+            mark = self.mark(first.on, mesh, first.span) if group.device and not group.reduced else ""
+            known = self.partials.get(tensor.name, ()) if partial is None else partial
+            if mark and (mark in known or (partial is None and first.rfactor)):
+                self.devices_fit(first, mesh)
+                over.append(mark)
+            else:
+                kept.append(group)
+        return kept, tuple(sorted(over))
+
+    def type_of(self, tensor: TensorNode, *, sliced: bool, partial: Collection[str] | None = None) -> TensorType:
+        """The type of a printed tensor. Where it is `sliced`, it holds one round's slice of its Stream axis."""
+        mesh = self.mesh(tensor)
+        kept, over = self.logical(tensor, partial)
+        axes = tuple(self.axis(group, mesh, sliced) for group in kept if not group.reduced)
+        if len(streams := [d for group in kept for d in group.domains if d.on == "stream"]) > 1:
+            raise error(f"{tensor.name} has {len(streams)} streamIdx axes", streams[1].span, expected="at most one")
+        marks = [*over, *(m for axis in axes for m in axis.marks)]
+        if twice := next((m for m in marks if marks.count(m) > 1), None):
+            expected = "each mesh axis at most once"
+            raise error(f"two axes of {tensor.name} lie on {twice}", tensor.span, expected=expected)
+        return TensorType(tensor.dtype, axes, mesh, over)
+
+    def axis(self, group: LogicalAxis, mesh: Mesh, sliced: bool) -> Axis:
+        factors = []
+        for domain in group.domains:
+            on = self.mark(domain.on, mesh, domain.span) if domain.on in ("x", "y") else None
+            if on:
+                self.devices_fit(domain, mesh)
+            factors.append(Factor(ONE if sliced and domain.on == "stream" else domain.extent.size, on))
+        return Axis(tuple(factors)).normal()
+
+    def devices_fit(self, domain: IterDomain, mesh: Mesh) -> None:
+        """A device axis has as many entries as its mesh axis has devices."""
+        devices = mesh.size(self.mark(domain.on, mesh, domain.span))
+        if not self.sizes.equal(domain.extent.size, Size(devices)):
+            message = f"{devices} devices cannot hold an axis of {domain.extent.size}, one entry each"
+            raise error(message, domain.span, expected=f"an extent of {devices}")
+
+    def over(self, node: CommunicationNode) -> str:
+        """The mesh axis along which the team of a collective lies."""
+        mesh = self.mesh(node.x)
+        along = [axis for axis in reversed(mesh.axes) if node.team in mesh.teams(axis)]
+        if not along:
+            teams = ", ".join(f"({' '.join(map(str, team))})" for axis in mesh.axes for team in mesh.teams(axis)[:1])
+            given = " ".join(map(str, node.team))
+            raise error(f"the team ({given}) is no row or column of the mesh", node.span, expected=f"such as {teams}")
+        used = {self.mark(d.on, mesh, d.span) for t in node.tensors for d in t.domains if d.on in ("x", "y")}
+        return next((axis for axis in along if axis in used), along[0])
+
+    def _partials(self, dump: Dump) -> dict[str, set[str]]:
+        """The tensors that hold partial sums, with the mesh axes: what leads to a reducing communication, backwards.
+
+        Inputs, and their views and copies, do not: a device axis of theirs holds summands side by side.
+        """
+        nodes = [n for n in dump.walk() if isinstance(n, (ViewNode, ComputeNode, CommunicationNode))]
+        found: dict[str, set[str]] = {}
+        given = {t.name for t in dump.inputs}
+        for node in nodes:
+            if _same_elements(node) and node.tensors[0].name in given:
+                given.add(node.out.name)
+        for node in reversed(nodes):
+            if isinstance(node, CommunicationNode) and node.type.text in REDUCING:
+                found.setdefault(node.x.name, set()).add(self.over(node))
+            elif _same_elements(node) and node.out.name in found:
+                marks = found[node.out.name]
+                if isinstance(node, ViewNode) and node.over:
+                    marks = marks - {self.mark(node.over, self.mesh(node.x), node.span)}
+                found.setdefault(node.tensors[0].name, set()).update(marks)
+        return {name: marks for name, marks in found.items() if name not in given}
+
+
+def _same_elements(node: ViewNode | ComputeNode | CommunicationNode) -> bool:
+    return isinstance(node, ViewNode) or (isinstance(node, ComputeNode) and node.op in ("copy", "cast"))
+
+
+def _mesh(devices: Devices, index: int) -> Mesh:
+    rows = devices.rows
+    name = f"mesh_{index}" if index else "mesh"
+    flat = tuple(d for row in rows for d in row)
+    if devices.grid:
+        return Mesh(name, ("didy", "didx"), (len(rows), len(rows[0])), flat)
+    return Mesh(name, ("didx",), (len(flat),), flat)
+
+
+def _letters(mesh: Mesh) -> dict[str, str]:
+    """The axes of a mesh by their letter in deviceIdx."""
+    return dict(zip(("x", "y"), reversed(mesh.axes), strict=False))
+
+
+def _unprinted_devices(dump: Dump) -> Devices:
+    """Where a dump prints no mesh: the first team that communicates, else as many devices as a device axis is long."""
+    teams = [n.team for n in dump.walk() if isinstance(n, CommunicationNode)]
+    device_axes = [d for t in dump.tensors() for d in t.domains if d.on in ("x", "y")]
+    lengths = [n for d in device_axes if (n := d.extent.size.value) is not None]
+    if not teams and lengths and lengths[0] > 1 << 16:
+        message = f"a device axis of {lengths[0]}, and no mesh is printed"
+        raise error(message, device_axes[0].span, hint="add (DeviceMesh{..})")
+    return Devices((teams[0] if teams else tuple(range(lengths[0] if lengths else 1)),), False)

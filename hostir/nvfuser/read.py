@@ -1,0 +1,546 @@
+"""Turn the nodes of a dump into a host program: scopes, views, streams, sizes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from hostir.ir import comm_ops as comm
+from hostir.ir import host_ops as host
+from hostir.ir import tensor_ops as ops
+from hostir.ir import tensor_ops as views
+from hostir.ir.op import Bin, Expr, Lit, Phase, Ref, Statement, Value
+from hostir.ir.program import Names, Program
+from hostir.ir.sizes import Size
+from hostir.ir.source import Diagnostic, Span, did_you_mean, error
+from hostir.ir.tensor_ops import ViewStatement
+from hostir.ir.types import Kind, TensorType, Type
+from hostir.nvfuser.axes import REDUCING, Types, computed, equate, maps_of, operation, pairwise, settled
+from hostir.nvfuser.parse import (
+    AllocateNode,
+    CommunicationNode,
+    ComputeNode,
+    DeallocateNode,
+    DelayNode,
+    Dump,
+    Formula,
+    IterDomain,
+    LoopNode,
+    Node,
+    StreamNode,
+    TensorNode,
+    Token,
+    ViewNode,
+    WaitNode,
+    walk,
+)
+
+# The program so far ---------------------------------------------------------------------------------------------------
+# What reading an nvFuser dump keeps: scopes of names, the statements so far, and what streams and indices mean.
+
+STREAMS = 4  # nvFuser's default number of streams
+
+
+class Builder:
+    """Builds a program statement by statement.
+
+    A tensor's name may be bound anew; every binding becomes a value with a name of its own.
+    """
+
+    def __init__(self, dump: Dump) -> None:
+        self.types = Types(dump)
+        self.names = Names()
+        self.scope: dict[str, Value] = {}  # T4, Communication 7, Stream 0 and index i0, as printed
+        self.body: list[Statement] = []
+        self.loops: dict[Value, Size] = {}  # those around this statement: each index, and how many rounds there are
+        self.whole: set[str] = set()  # the values that hold all slices of their Stream axis
+        self.owned: list[dict[str, Value]] = [{}]  # for each block around this statement, the buffers not freed yet
+        self.memory: dict[str, str] = {}  # the buffer behind a view
+        self.pool = STREAMS if dump.streams is None else dump.streams
+        self.uses_pool = dump.streams is not None
+        self.lone_streams: dict[str, int] = {}
+
+    # Names and scopes --------------------------------------------------------------------------------------------
+    def define(self, key: str, name: str, type: Type, span: Span) -> Value:
+        self.scope[key] = Value(self.names.fresh(name), type, span)
+        return self.scope[key]
+
+    def bind(self, tensor: TensorNode, type: TensorType) -> Value:
+        value = self.define(tensor.name, tensor.name, type, tensor.span)
+        if not self.loops or (_stream(tensor) and not self.sliced(tensor)):
+            self.whole.add(value.name)
+        return value
+
+    def tensor(self, tensor: TensorNode) -> Value:
+        if tensor.name not in self.scope:
+            known = [n for n in self.scope if n.startswith("T")]
+            hint = did_you_mean(tensor.name, known)
+            expected = f"one of: {', '.join(known) or 'none'}"
+            raise error(f"{tensor.name} does not exist here", tensor.span, expected=expected, hint=hint)
+        return self.scope[tensor.name]
+
+    def operand(self, tensor: TensorNode) -> Value:
+        """What a tensor stands for in a statement: in a loop, the round's slice of one that was there before it."""
+        value = self.tensor(tensor)
+        cut = self.cut(tensor, value) if self.loops else None
+        return self.slice(value, *cut, tensor) if cut else value
+
+    def slice(self, whole: Value, axis: int, count: Size, tensor: TensorNode) -> Value:
+        """This round's of so many slices of an axis, where the value has all of them."""
+        if whole.name not in self.whole:
+            return whole
+        index = self.loop_over(count)
+        if index is None:
+            message = f"{tensor.name} is meant in {count} slices, and no loop around this has {count} rounds"
+            raise error(message, tensor.span, hint="ShardByStream says which slice is meant")
+        key = f"slice {index.name} of axis {axis} of {whole.name}"
+        if key not in self.scope:
+            chunk = host.Chunk(whole, self.temporary(tensor, whole.tensor), Ref(index), count, axis)
+            chunk = replace(chunk, span=tensor.span)
+            chunk = replace(chunk, out=replace(chunk.out, type=chunk.infer()))
+            self.emit(chunk, tensor.span)
+            self.scope[key] = chunk.out
+        return self.scope[key]
+
+    def cut(self, tensor: TensorNode, x: Value) -> tuple[int, Size] | None:
+        """The axis of `x` that has a Stream axis in it, as a tensor is printed, and the number of slices."""
+        kept = [group for group in self.types.logical(tensor, x.tensor.partial)[0] if not group.reduced]
+        for axis, group in enumerate(kept):
+            for k, domain in enumerate(group.domains):
+                if domain.on == "stream":
+                    if not all(outer.on for outer in group.domains[:k]):
+                        message = f"the slices of axis {axis} of {tensor.name} are not contiguous"
+                        raise error(message, domain.span, expected="the streamIdx axis outside of all but device axes")
+                    return axis, domain.extent.size
+        return None
+
+    def destination(self, tensor: TensorNode) -> Value:
+        """What a statement writes: memory that the tensor already stands for, or else new memory."""
+        return self.operand(tensor) if tensor.name in self.scope else self.allocate(tensor)
+
+    def allocate(self, tensor: TensorNode) -> Value:
+        value = self.bind(tensor, self.type_of(tensor))
+        self.emit(host.Allocate(value), tensor.span)
+        return value
+
+    def temporary(self, near: TensorNode, type: TensorType) -> Value:
+        return Value(self.names.fresh(near.name), type, near.span)
+
+    def type_of(self, tensor: TensorNode) -> TensorType:
+        return self.types.type_of(tensor, sliced=self.sliced(tensor))
+
+    def sliced(self, tensor: TensorNode) -> bool:
+        """Whether what is made here is one round's slice: in a loop with as many rounds as the tensor has slices."""
+        stream = _stream(tensor)
+        return stream is not None and self.loop_over(stream.extent.size) is not None
+
+    def loop_over(self, slices: Size) -> Value | None:
+        """The index of the innermost loop around this with as many rounds."""
+        resolve = self.types.sizes.resolve
+        return next((i for i in reversed(self.loops) if resolve(self.loops[i]) == resolve(slices)), None)
+
+    def emit(self, statement: Statement, span: Span | None) -> None:
+        self.body.append(replace(statement, span=span))
+        match statement:
+            case host.Allocate(out=out):
+                self.owned[-1][out.name] = out
+            case ViewStatement(x=x, out=out):
+                self.memory[out.name] = self.memory.get(x.name, x.name)
+            case host.FreeBuffer(x=x):
+                for owned in self.owned:
+                    owned.pop(self.memory.get(x.name, x.name), None)
+
+    def free_the_rest(self, kept: Iterable[Value] = ()) -> None:
+        """Ends a block: its buffers are freed but for what is kept. nvFuser frees what a dump does not deallocate."""
+        names = {self.memory.get(value.name, value.name) for value in kept}
+        for name, value in self.owned[-1].copy().items():
+            if name not in names:
+                self.emit(host.FreeBuffer(value), value.span)
+        self.owned.pop()
+
+    def same_shape(self, a: Value, b: Value, span: Span) -> None:
+        equate(self.types.sizes, pairwise(a.tensor, a, b.tensor, b), span)
+
+    # Streams and indices -----------------------------------------------------------------------------------------
+    def stream_node(self, node: StreamNode) -> None:
+        if node.verb == "get":
+            if not isinstance(node.stream, Token):
+                raise error("the current stream needs a name", node.span, expected="such as Stream 0")
+            value = self.define(f"Stream {node.stream.text}", "stream", Kind.STREAM, node.span)
+            self.emit(host.CurrentStream(value), node.span)
+            return
+        stream = self.stream(node.stream)
+        self.emit(host.SetStream(stream) if node.verb == "set" else host.Synchronize(stream), node.span)
+
+    def stream(self, formula: Formula) -> Expr:
+        """A stream: one that was got, or a member of the pool by index.
+
+        In nvFuser every index has a stream of its own; the pool has so many, and an index beyond it begins again at 0.
+        One that was made elsewhere, `Stream 0x1f`, becomes one more member of the pool.
+        """
+        if isinstance(formula, Token):
+            if (got := self.scope.get(f"Stream {formula.text}")) is not None:
+                return Ref(got)
+            if formula.text[:2].lower() == "0x":
+                self.uses_pool = True
+                return Lit(self.pool + self.lone_streams.setdefault(formula.text, len(self.lone_streams)))
+        self.uses_pool = True
+        index = self.index(formula)
+        if isinstance(index, Lit):
+            return Lit(index.value % self.pool)
+        return index if self.in_pool(index) else Bin("%", index, Lit(self.pool))
+
+    def in_pool(self, index: Expr) -> bool:
+        """Whether an index is known to stay inside the pool."""
+        if isinstance(index, Ref):
+            rounds = self.loops[index.value].value
+            return rounds is not None and rounds <= self.pool
+        right = index.right if isinstance(index, Bin) and index.op == "%" else None
+        return isinstance(right, Lit) and right.value <= self.pool
+
+    def index(self, formula: Formula) -> Expr:
+        if not isinstance(formula, Token):
+            left, right = self.index(formula.left), self.index(formula.right)
+            if formula.op in "/%" and right == Lit(0):
+                raise error("an index is divided by zero", self.first(formula).span)
+            return Bin(formula.op, left, right)
+        if formula.text.isdecimal():
+            return Lit(int(formula.text))
+        if formula.text == "numberOfStreams":
+            return Lit(self.pool)
+        found = self.scope.get(f"index {formula.text}")
+        if found is None:
+            known = [n.removeprefix("index ") for n in self.scope if n.startswith("index ")]
+            hint = "an index that is not a loop's, such as a rank, has no meaning here: every rank runs one program"
+            message, expected = f"'{formula.text}' is no loop index here", f"one of: {', '.join(known) or 'none'}"
+            raise error(message, formula.span, expected=expected, hint=did_you_mean(formula.text, known) or hint)
+        return Ref(found)
+
+    def first(self, formula: Formula) -> Token:
+        return formula if isinstance(formula, Token) else self.first(formula.left)
+
+
+def _stream(tensor: TensorNode) -> IterDomain | None:
+    return next((d for d in tensor.domains if d.on == "stream" and d.kind != "r"), None)
+
+
+# Statements -----------------------------------------------------------------------------------------------------------
+# Turns the nodes of an nvFuser dump into a host program: scopes, views, streams, and the sizes that must be equal.
+
+COLLECTIVES: dict[str, type[comm.Collective]] = {
+    "Allgather": comm.AllGather,
+    "Allreduce": comm.AllReduce,
+    "ReduceScatter": comm.ReduceScatter,
+    "AllToAll": comm.AllToAll,
+}
+TRANSFERS: dict[str, type[comm.Transfer]] = {
+    "Broadcast": comm.Broadcast,
+    "Gather": comm.Gather,
+    "Scatter": comm.Scatter,
+    "SendRecv": comm.SendRecv,
+}
+V = TypeVar("V", bound=views.ViewStatement)
+
+
+class DumpReader(Builder):
+    """Reads one dump, node by node."""
+
+    def __init__(self, dump: Dump, file: str) -> None:
+        super().__init__(dump)
+        self.dump = dump
+        self.file = file
+        self.selected: dict[str, host.Select] = {}  # by the name of the view
+        self.transfers: dict[tuple[str, str, str], set[str]] = {}  # the roots of each transfer so far
+        self.merged: set[str] = set()  # communications that another one stands for
+        self.uses = Counter(t.name for t in (*dump.tensors(), *dump.outputs))
+
+    def program(self) -> tuple[Program, list[Diagnostic]]:
+        inputs = tuple(self.bind(t, self.types.type_of(t, sliced=False)) for t in self.dump.inputs)
+        for node in self.dump.body:
+            self.node(node)
+        warnings: list[Diagnostic] = []
+        outputs = tuple(v for t in self.dump.outputs if (v := self.output(t, warnings)))
+        self.free_the_rest(outputs)
+        streams = (self.pool if self.uses_pool else 0) + len(self.lone_streams)
+        meshes = tuple(dict.fromkeys(self.types.meshes.values()))
+        name = re.sub(r"\W+", "_", Path(self.file).stem, flags=re.ASCII).strip("_") or "dump"
+        name = name if name[0].isalpha() else f"dump_{name}"
+        sizes = self.types.sizes
+        program = Program(name, Phase.HOST, meshes, inputs, outputs, tuple(self.body), streams, sizes.aliases)
+        return settled(program, sizes), warnings
+
+    def output(self, tensor: TensorNode, warnings: list[Diagnostic]) -> Value | None:
+        """The value behind an output. One that lives in a loop only is reported and dropped."""
+        if tensor.name in self.scope:
+            return self.scope[tensor.name]
+        if not any(tensor.name == t.name for n in self.dump.walk() for t in n.tensors):
+            hint = "drop it from the list of outputs"
+            raise error(f"the output {tensor.name} is never computed", tensor.span, hint=hint)
+        message = f"the output {tensor.name} exists in the rounds of a loop only, so it is dropped"
+        hint = "nvFuser lists views that a loop makes among the outputs; list the tensor that they show to keep it"
+        warnings.append(Diagnostic(message, tensor.span, hint=hint, level="warning"))
+        return None
+
+    # Statements --------------------------------------------------------------------------------------------------
+    def node(self, node: Node) -> None:
+        match node:
+            case LoopNode():
+                self.loop(node)
+            case StreamNode():
+                self.stream_node(node)
+            case AllocateNode(out=out):
+                if node.always or out.name not in self.scope:
+                    self.allocate(out)
+            case DeallocateNode(x=x):
+                self.emit(host.FreeBuffer(self.tensor(x)), node.span)
+            case ViewNode():
+                self.view(node)
+            case ComputeNode():
+                self.compute(node)
+            case CommunicationNode():
+                self.communication(node)
+            case DelayNode(microseconds=microseconds):
+                self.emit(host.Delay(microseconds), node.span)
+            case WaitNode(number=number):
+                self.wait(number, node.span)
+
+    def loop(self, node: LoopNode) -> None:
+        if not self.loops:
+            self.allocate_ahead(node)
+        outer, body = dict(self.scope), self.body
+        name = node.index.text.replace(".", "_")
+        index = self.define(f"index {node.index.text}", name, Kind.INDEX, node.index.span)
+        self.loops[index] = node.count.size
+        self.body = []
+        self.owned.append({})
+        for inner in node.body:
+            self.node(inner)
+        self.free_the_rest()
+        del self.loops[index]
+        loop = host.For(index, node.count.size, tuple(self.body))
+        self.scope, self.body = outer, body
+        self.emit(loop, node.span)
+
+    def allocate_ahead(self, loop: LoopNode) -> None:
+        """Allocates what is written in a loop slice by slice and used outside it, where the dump has no ALLOCATE."""
+        inside = list(walk(loop.body))
+        uses = Counter(t.name for node in inside for t in node.tensors)
+        made = {node.out.name for node in inside if isinstance(node, (AllocateNode, ViewNode))}
+        for node in inside:
+            if isinstance(node, (ComputeNode, CommunicationNode)) and node.out.name not in {*made, *self.scope}:
+                sliced = any(d.on == "stream" and d.kind != "r" for d in node.out.domains)
+                if sliced and self.uses[node.out.name] > uses[node.out.name]:
+                    self.allocate(node.out)
+
+    def view(self, node: ViewNode) -> None:
+        if node.op == "select":
+            return self.select(node, self.tensor(node.x))
+        if node.op == "chunk":
+            return self.chunk(node, self.tensor(node.x))
+        x = self.operand(node.x)
+        over = self.types.mark(node.over, self.types.mesh(node.x), node.span) if node.over else ""
+        partial = (*x.tensor.partial, over)
+        out = self.operand(node.out) if node.out.name in self.scope else None
+        printed = self.types.type_of(node.out, sliced=self.sliced(node.out), partial=partial)
+        target = self.bind(node.out, printed) if out is None else self.temporary(node.out, printed)
+        view: views.ViewStatement = views.Reshape(x, target)
+        if node.op == "permute":
+            view = views.Permute(x, target, self.order(node))
+        elif node.op == "dense":
+            view = host.Dense(x, target)
+        elif over:
+            view = host.AsPartial(x, target, over)
+        self.emit(self.inferred(view, node), node.span)
+        if out is not None:  # the view is written to memory that exists
+            self.same_shape(out, target, node.span)
+            self.emit(ops.DenseCopy(out, target), node.span)
+        return None
+
+    def inferred(self, view: V, node: ViewNode) -> V:
+        """The view with the type that follows from its operand, which must have the printed shape."""
+        printed, name = view.out.tensor, node.out.name
+        view = replace(view, span=node.span)
+        type = view.infer()
+        if not isinstance(type, TensorType):
+            return view
+        if len(type.axes) != len(printed.axes):
+            message = f"{name} is printed with {len(printed.axes)} axes, but {view.keyword()} gives {len(type.axes)}"
+            raise error(message, node.out.span)
+        pairs = pairwise(type, f"{view.keyword()} of {node.x.name}", printed, name)
+        equate(self.types.sizes, pairs, node.span)
+        out = replace(view.out, type=type)
+        if self.scope.get(name) == view.out:
+            self.scope[name] = out
+        return replace(view, out=out)
+
+    def select(self, node: ViewNode, x: Value) -> None:
+        assert node.axis is not None
+        assert node.index is not None
+        kept = [g for g in self.types.logical(node.x, x.tensor.partial)[0] if not g.reduced]
+        axis = next((k for k, g in enumerate(kept) if node.axis.number in [d.number for d in g.domains]), None)
+        if axis is None or len(kept[axis].domains) > 1:
+            raise error(f"the selected axis is not one of the axes of {node.x.name}", node.axis.span)
+        index = self.index(node.index)
+        before = self.scope.get(node.out.name)
+        old = self.selected.get(before.name) if before else None
+        if old and (old.x, old.axis, old.index) == (x, axis, index):
+            return  # nvFuser repeats selects
+        printed = self.types.type_of(node.out, sliced=self.sliced(node.out), partial=x.tensor.partial)
+        view = self.inferred(host.Select(x, self.bind(node.out, printed), index, axis), node)
+        self.selected[view.out.name] = view
+        self.emit(view, node.span)
+
+    def chunk(self, node: ViewNode, x: Value) -> None:
+        assert node.index is not None
+        cut = self.cut(node.out, x) or self.cut(node.x, x)
+        if cut is None:
+            raise error(f"neither {node.x.name} nor {node.out.name} has a streamIdx axis", node.span)
+        axis, count = cut
+        printed = self.types.type_of(node.out, sliced=True, partial=x.tensor.partial)
+        view = host.Chunk(x, self.bind(node.out, printed), self.index(node.index), count, axis)
+        self.whole.discard(view.out.name)
+        self.emit(self.inferred(view, node), node.span)
+
+    def order(self, node: ViewNode) -> tuple[int, ...]:
+        """The order of a permute: nvFuser numbers the axes of the result in the order of the operand's axes."""
+        numbers = [min(d.number for d in g.domains) for g in self.types.logical(node.out)[0] if not g.reduced]
+        return tuple(sorted(numbers).index(n) for n in numbers)
+
+    # Computations ------------------------------------------------------------------------------------------------
+    def compute(self, node: ComputeNode) -> None:
+        if node.op == "copy" and self.shards(node):
+            return
+        out = self.destination(node.out)
+        statement = self.computation(node, out, [self.tensor(t) for t in node.operands])
+        cut = self.cut(node.out, out) if self.loops else None
+        if cut:
+            statement = self.computation(node, out, self.slices(node, statement, *cut))
+        equate(self.types.sizes, computed(statement), node.span)
+        self.emit(statement, node.span)
+
+    def computation(self, node: ComputeNode, out: Value, operands: Sequence[Value]) -> ops.TensorOp:
+        if node.op == "sum":
+            return ops.Sum(out, operands[0], self.summed(node, operands[0], out))
+        return operation(node, out, operands)
+
+    def slices(self, node: ComputeNode, whole: ops.TensorOp, axis: int, count: Size) -> list[Value]:
+        """The operands that give one slice of a result: of one with an axis that becomes the sliced one, its slice."""
+        found = []
+        for tensor, value, map in zip(node.operands, whole.operands, maps_of(whole), strict=True):
+            sliced = [k for k, to in enumerate(map[: len(value.tensor.axes)]) if to == axis]
+            spread = sliced and value.tensor.shape[sliced[0]].is_one
+            found.append(self.slice(value, sliced[0], count, tensor) if sliced and not spread else value)
+        return found
+
+    def shards(self, node: ComputeNode) -> bool:
+        """A Set whose result lies on devices where the operand does not takes each rank's own block."""
+        x = self.tensor(node.operands[0])
+        out = self.operand(node.out) if node.out.name in self.scope else None
+        type = out.tensor if out else self.type_of(node.out)
+        if type.mesh != x.tensor.mesh or not _marks(type) - _marks(x.tensor):
+            return False
+        x = self.operand(node.operands[0])
+        target = self.temporary(node.out, type) if out else self.bind(node.out, type)
+        self.same_shape(x, target, node.span)
+        self.emit(views.Shard(x, target), node.span)
+        if out:
+            self.emit(ops.DenseCopy(out, target), node.span)
+        return True
+
+    def summed(self, node: ComputeNode, x: Value, out: Value) -> int:
+        """The axis that a reduction sums: the reduced one among the printed axes of its result."""
+        kept, _ = self.types.logical(node.out, out.tensor.partial)
+        reduced = [k for k, group in enumerate(kept) if group.reduced]
+        if len(reduced) != 1 or len(kept) != len(x.tensor.axes):
+            expected = (
+                f"the {len(x.tensor.axes)} axes of {node.operands[0].name} in {node.out.name}, one of them reduced"
+            )
+            raise error(f"this reduction sums {len(reduced)} axes", node.span, expected=expected)
+        axis = self.types.axis(kept[reduced[0]], self.types.mesh(node.out), sliced=self.sliced(node.out))
+        summand = ((x.tensor.shape[reduced[0]], x, reduced[0]), (axis.extent, node.out.name, reduced[0]))
+        equate(self.types.sizes, [summand], node.span)
+        return reduced[0]
+
+    # Communications ----------------------------------------------------------------------------------------------
+    def communication(self, node: CommunicationNode) -> None:
+        kind, x = node.type.text, self.operand(node.x)
+        key = f"Communication {node.number}"
+        if kind in TRANSFERS:
+            out = self.destination(node.out)
+            part = self.merges(node, x, out)
+            self.same_shape(x, out, node.span)
+            if not part:
+                handle = self.define(key, f"h{node.number}", Kind.HANDLE, node.span)
+                self.emit(TRANSFERS[kind](x, out, handle), node.span)
+            return
+        if kind not in COLLECTIVES:
+            known = (*COLLECTIVES, *TRANSFERS)
+            hint = "reduce to every rank (Allreduce)" if kind == "Reduce" else did_you_mean(kind, known)
+            message = f"a communication of type {kind} has no meaning here"
+            raise error(message, node.type.span, expected=f"one of: {', '.join(known)}", hint=hint)
+        over = self.types.over(node)
+        if kind in REDUCING and over not in x.tensor.partial:
+            x = self.summand(x, over, node)
+        out = self.destination(node.out)
+        self.same_shape(x, out, node.span)
+        handle = self.define(key, f"h{node.number}", Kind.HANDLE, node.span)
+        self.emit(COLLECTIVES[kind](x, out, handle, over), node.span)
+
+    def summand(self, x: Value, over: str, node: CommunicationNode) -> Value:
+        """A tensor whose device axis holds summands side by side, as the partial sum that we reduce."""
+        axis = x.tensor.axis_on(over)
+        if axis is None:
+            hint = "a reducing communication starts from a tensor with one axis on the devices of its team"
+            raise error(f"{node.x.name} holds nothing to sum over {over}", node.x.span, hint=hint)
+        axes = tuple(a for k, a in enumerate(x.tensor.axes) if k != axis)
+        type = replace(x.tensor, axes=axes, partial=tuple(sorted((*x.tensor.partial, over))))
+        sum = self.temporary(node.x, type)
+        self.emit(host.Allocate(sum), node.span)
+        self.emit(ops.Sum(sum, x, axis), node.span)
+        return sum
+
+    def merges(self, node: CommunicationNode, x: Value, out: Value) -> bool:
+        """Checks the root of a transfer, and says whether it is part of one that was issued.
+
+        nvFuser issues one Gather for each receiver, one SendRecv for each pair of devices; one of ours stands for all.
+        """
+        kind, source, target = node.type.text, self.types.mesh(node.x), self.types.mesh(node.out)
+        common = [d for d in source.devices if d in target.devices]
+        roots = {
+            "Broadcast": source.devices[:1],
+            "Scatter": tuple([*common, *source.devices][:1]),
+            "Gather": target.devices,
+            "SendRecv": source.devices,
+        }[kind]
+        if not set(node.team) <= {*source.devices, *target.devices}:
+            raise error("the team has devices that neither mesh has", node.span)
+        if node.root is None:
+            return False
+        digits = node.root.text if isinstance(node.root, Token) and node.root.text.isdecimal() else ""
+        root = int(digits) if digits else -1
+        if root not in roots and not (0 <= root < len(node.team) and node.team[root] in roots):
+            hint = "a root that changes from round to round, as in nvFuser's broadcast pipelines, has no meaning here"
+            expected = f"root={' or '.join(map(str, roots))}"
+            raise error(f"{kind} from this root has no meaning here", node.span, expected=expected, hint=hint)
+        seen = self.transfers.setdefault((kind, x.name, out.name), set())
+        part = bool(seen) and digits not in seen and kind in ("Gather", "SendRecv")
+        seen.add(digits)
+        if part:
+            self.merged.add(node.number)
+        return part
+
+    def wait(self, number: str, span: Span) -> None:
+        handle = self.scope.get(f"Communication {number}")
+        if handle is not None:
+            self.emit(host.Wait(handle), span)
+        elif number not in self.merged:
+            hint = "a communication is waited for in the round that starts it"
+            raise error(f"Communication {number} is not in flight here", span, hint=hint)
+
+
+def _marks(type: TensorType) -> set[str]:
+    return {mark for axis in type.axes for mark in axis.marks}

@@ -1,0 +1,315 @@
+"""Check the tensors that a caller gives, as inputs or for outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from hostir.described import described
+from hostir.ir.host_ops import Dense
+from hostir.ir.op import Codec, Phase, Value
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, error, warn_once
+from hostir.ir.types import bind_shape
+from hostir.runtime.sharding import (
+    bind_sizes,
+    overlaps_itself,
+    share_memory,
+    solve_sizes,
+    torch_dtype,
+    without_plain_memory,
+)
+from hostir.runtime.unroll import (
+    CALLER,
+    NONE,
+    AllocateOp,
+    CollectiveOp,
+    ComputeOp,
+    CopyOp,
+    MarkOp,
+    MessagesOp,
+    Op,
+    SynchronizeOp,
+    UnrolledProgram,
+    WaitOp,
+    unroll,
+)
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+# What a caller gives as inputs: without gradients, and apart in memory where a program writes one of them.
+
+
+def written_inputs(program: Program) -> frozenset[str]:
+    """The names of the inputs that a program writes, as they are or through views."""
+    inputs = {value.name: value.name for value in program.inputs}
+    written: set[str] = set()
+    for s in program.walk():
+        seen = next((inputs.get(x.name) for x in s.values(Codec.ALIAS)), None)
+        if (made := s.defines(Phase.HOST)) is not None:
+            inputs.pop(made.name, None)
+            if seen is not None:
+                inputs[made.name] = seen
+        written.update(inputs[x.name] for x in s.values(Codec.WRITE) if x.name in inputs)
+    return frozenset(written)
+
+
+def check_apart(program: Program, written: Collection[str], inputs: Sequence[Any]) -> None:
+    """Raises HostIRError where one of the inputs `written` shares memory with another of the same rank, or with itself.
+
+    The program was proved right for inputs apart from each other. What is no tensor with memory passes: others say so.
+    """
+    pairs = list(zip(program.inputs, inputs, strict=False))
+    held = [(v, x) for v, x in pairs if isinstance(x, torch.Tensor) and without_plain_memory(x) is None]
+    for value, x in held:
+        if value.name in written and overlaps_itself(x):
+            raise error(
+                f"elements of input {value}, which @{program.name} writes, share memory",
+                value.span,
+                expected=f"memory for each element, not strides {list(x.stride())} for shape {list(x.shape)}",
+                hint=f"pass {value.name}.clone(memory_format=torch.contiguous_format)",
+            )
+        for other, y in held if value.name in written else ():
+            if other is not value and share_memory(x, y):
+                raise error(
+                    f"input {value}, which @{program.name} writes, shares memory with input {other}",
+                    value.span,
+                    expected="inputs apart in memory, where one of them is written",
+                    hint=f"pass {other.name}.clone()",
+                )
+
+
+def refuse_gradients(program: Program, inputs: Sequence[Any]) -> None:
+    """Autograd knows nothing of what an executor computes, so that gradients would silently be lost."""
+    if not torch.is_grad_enabled():
+        return
+    for value, x in zip(program.inputs, inputs, strict=False):
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            raise error(
+                f"input {value} requires gradients, which do not pass through a program",
+                value.span,
+                hint=f"pass {value.name}.detach(), or call under torch.no_grad()",
+            )
+
+
+def check_local(program: Program, written: Collection[str], inputs: Sequence[Any], sizes: Mapping[str, int]) -> None:
+    """Refuses what a real rank would: simulated ranks compute with dense copies, and without gradients."""
+    parts = [x if isinstance(x, list | tuple) else [x] for x in inputs]
+    ranks = list(enumerate(zip(*parts, strict=False)))
+    for _, mine in ranks:
+        refuse_gradients(program, mine)
+        if written:
+            check_apart(program, written, mine)
+    odd = [(rank, mine) for rank, mine in ranks if any(_not_dense(x) for x in mine)]
+    if not odd or len(ranks) != program.ranks or not all(isinstance(x, list | tuple) for x in inputs):
+        return  # of whole tensors every rank gets a dense part
+    for rank, mine in ranks:
+        sizes = solve_sizes(program, mine, sizes, rank=rank, device="cpu")
+    for rank, mine in odd:
+        tell_copies(unroll(program, rank, sizes, mine))
+
+
+def tell_copies(unrolled: UnrolledProgram) -> None:
+    """Warns, once for each, of inputs that every call copies, as the program needs them dense and they are not."""
+    program = unrolled.program
+    copies = [op for op in unrolled.ops if isinstance(op, ComputeOp) and isinstance(op.place.statement, Dense)]
+    for register in dict.fromkeys(op.operands[0] for op in copies if op.operands[0] in unrolled.inputs):
+        name = program.inputs[unrolled.inputs.index(register)].name
+        message = f"Every call of @{program.name} copies its input %{name}, which must be dense and is not contiguous."
+        warn_once(program.name, message, f"pass {name}.contiguous(), made once, to save the copies")
+
+
+def sizes_of(program: Program, inputs: Sequence[Any], given: Mapping[str, int]) -> Mapping[str, int] | None:
+    """The sizes of a call of the local machine; None where inputs are neither all whole nor all in parts."""
+    if all(isinstance(x, torch.Tensor) for x in inputs):
+        return bind_sizes(program, inputs, given, device="cpu")
+    if not all(isinstance(x, list | tuple) and len(x) == program.ranks for x in inputs):
+        return None  # which is said where they are taken apart
+    for rank, mine in enumerate(zip(*inputs, strict=True)):
+        given = solve_sizes(program, mine, given, rank=rank, device="cpu")
+    program.check_sizes(dict(given))
+    return given
+
+
+def _not_dense(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and without_plain_memory(x) is None and not x.is_contiguous()
+
+
+# Outputs --------------------------------------------------------------------------------------------------------------
+# What a caller gives: how its tensors look, what those for outputs must be, and where a program writes into them.
+
+Part = torch.Tensor | None
+Key = list[tuple[Any, ...] | None]
+UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # from what is no tensor, or has no memory
+
+
+def homes(unrolled: UnrolledProgram) -> tuple[int, ...]:
+    """For each output the register of the buffer whose place the caller's tensor takes; NONE where it gets a copy.
+
+    It takes the place of what the program allocates and returns whole, once, and touches only behind the beginning of
+    the call: the caller's stream may have used the tensor before, while nobody has used what is allocated.
+    """
+    allocated = {op.out for op in unrolled.ops if isinstance(op, AllocateOp)} - _early(unrolled)
+    found: list[int] = []
+    for register in unrolled.outputs:
+        found.append(register if register in allocated else NONE)
+        allocated.discard(register)
+    return tuple(found)
+
+
+def place(given: Sequence[Part], homes: Sequence[int], registers: list[Any]) -> None:
+    """Before a run: puts the caller's tensors where the program would have allocated its outputs."""
+    for home, x in zip(homes, given, strict=True):
+        if home != NONE:
+            registers[home] = x
+
+
+def deliver(given: Sequence[Part], outputs: Sequence[int], registers: Sequence[Any]) -> tuple[Part, ...]:
+    """After a run, on the caller's stream: copies what lies elsewhere, and gives the caller's tensors back."""
+    for register, x in zip(outputs, given, strict=True):
+        if x is not None and x is not registers[register]:
+            x.copy_(registers[register])
+    return tuple(given)
+
+
+def _early(unrolled: UnrolledProgram) -> set[int]:
+    """Buffers that a stream touches which may not have waited for what the caller's stream did before the call."""
+    behind, handles = {CALLER}, set[int]()
+    early: set[int] = set()
+    for op in unrolled.ops:
+        if isinstance(op, SynchronizeOp):
+            behind |= {op.stream} if op.other in behind else set()
+        elif isinstance(op, WaitOp):
+            behind |= {op.stream} if op.handle in handles else set()
+        elif op.stream not in behind:
+            early.update(unrolled.buffers[register] for register in _touched(op))
+        elif isinstance(op, CollectiveOp | MessagesOp | MarkOp):
+            handles.add(op.handle)
+    return early
+
+
+def _touched(op: Op) -> tuple[int, ...]:
+    if isinstance(op, ComputeOp):
+        return op.touches
+    if isinstance(op, CopyOp | CollectiveOp):
+        return op.x, op.out
+    if isinstance(op, MessagesOp):
+        return tuple(register for register, _ in chain(op.sends, op.receives))
+    return ()
+
+
+# What the caller gives --------------------------------------------------------------------------------------------
+def look(tensors: Sequence[Any]) -> Key | None:
+    """What of tensors decides how a program runs on them; None where one is none that a call takes."""
+    grad, functorch = torch.is_grad_enabled(), torch._C._functorch
+    try:
+        within = functorch.peek_interpreter_stack() is not None  # torch.vmap and its like
+        if within and any(x is not None and functorch.is_functorch_wrapped_tensor(x) for x in tensors):
+            return None
+        return [None if x is None else _look(x, grad) for x in tensors]
+    except UNREADABLE:
+        return None
+
+
+def _look(x: torch.Tensor, grad: bool) -> tuple[Any, ...]:
+    wraps = x.__class__.__torch_dispatch__
+    return x.shape, x.stride(), x.dtype, x.device, wraps, x.is_neg() or x._is_zerotensor(), grad and x.requires_grad
+
+
+def addresses(tensors: Iterable[Any]) -> tuple[int, ...]:
+    """Where tensors lie; nothing where one is no tensor or has no memory, which their check will say."""
+    try:
+        return tuple([0 if x is None else x.data_ptr() for x in tensors])
+    except UNREADABLE:
+        return ()
+
+
+def unwritable(tensors: Iterable[Any]) -> bool:
+    """Whether torch refuses to write one here: it was made in inference mode, and this is outside."""
+    outside = not torch.is_inference_mode_enabled()
+    return outside and any(isinstance(x, torch.Tensor) and x.is_inference() for x in tensors)
+
+
+def check_out(unrolled: UnrolledProgram, given: Sequence[Part], inputs: Sequence[Part], device: torch.device) -> None:
+    """Raises HostIRError unless `given` are tensors for this rank's outputs, on a device, apart from all others."""
+    program, rank = unrolled.program, unrolled.rank
+    check_given(program, rank, given, expected_parts(program, rank, unrolled.sizes), device)
+    check_out_apart(program, given, inputs)
+
+
+def expected_parts(program: Program, rank: int, sizes: Mapping[str, int]) -> list[Part]:
+    """A tensor without data like each output that a rank holds, None for the others."""
+    held = [v.tensor.mesh is None or rank in v.tensor.mesh.devices for v in program.outputs]
+    return [_like(v, sizes) if here else None for v, here in zip(program.outputs, held, strict=True)]
+
+
+def _like(value: Value, sizes: Mapping[str, int]) -> torch.Tensor:
+    shape = bind_shape(value.tensor.local_shape, sizes)
+    return torch.empty(shape, dtype=torch_dtype(value.tensor.dtype), device="meta")
+
+
+def sequence_of(out: Any) -> tuple[Any, ...]:
+    """What a caller gives as `out=`: one tensor, or as many as there are outputs."""
+    if isinstance(out, torch.Tensor):
+        return (out,)
+    if not isinstance(out, list | tuple):
+        raise error(f"out= is {described(out)}", expected="a tensor, or a list or tuple of tensors")
+    return tuple(out)
+
+
+def check_given(
+    program: Program, rank: int, given: Sequence[Part], expected: Sequence[Part], device: torch.device
+) -> None:
+    """Raises HostIRError unless `given` are one rank's tensors for the outputs, like those `expected`, on a device."""
+    if len(given) != len(program.outputs):
+        names = ", ".join(map(str, program.outputs))
+        raise error(f"out= of @{program.name} has {len(given)} tensors", expected=f"{len(program.outputs)}: {names}")
+    for value, x, like in zip(program.outputs, given, expected, strict=True):
+        if like is not None:
+            _check(value, rank, x, like, device)
+        elif x is not None:
+            raise error(f"out= for {value} on rank {rank}, which holds none of it", value.span, expected="None for it")
+
+
+def _check(value: Value, rank: int, x: Part, like: torch.Tensor, device: torch.device) -> None:
+    def fail(what: str, expected: str, hint: str = "") -> HostIRError:
+        return error(f"out= for {value} of rank {rank} {what}", value.span, expected=expected, hint=hint)
+
+    if not isinstance(x, torch.Tensor):
+        raise fail(f"is {described(x)}", f"a tensor {value.tensor}")
+    if odd := without_plain_memory(x):
+        raise fail(f"is {odd.what}", f"a dense tensor {value.tensor}", odd.hint)
+    if x.shape != like.shape:
+        raise fail(f"has shape {list(x.shape)}", f"{list(like.shape)}")
+    if x.dtype != like.dtype:
+        raise fail(f"has dtype {x.dtype}", f"{like.dtype}")
+    if x.device.type != device.type or device.index not in (None, x.device.index):
+        raise fail(f"is on {x.device}", f"{device}")
+    if not x.is_contiguous():
+        raise fail(f"has strides {list(x.stride())}", f"a contiguous tensor of shape {list(x.shape)}")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise fail("requires gradients", "a tensor that does not", "detach it, or call under torch.no_grad()")
+    if unwritable([x]):
+        hint = "call under torch.inference_mode(), or make it outside"
+        raise fail("was made in inference mode", "a tensor that torch writes outside it, too", hint)
+
+
+def check_out_apart(program: Program, given: Sequence[Part], inputs: Sequence[Part]) -> None:
+    """Raises HostIRError where a tensor for an output shares memory with an input, or with another such tensor.
+
+    `given` and `inputs` are those of one rank, or of several one after another.
+    """
+    others = [(f"input {value}", x) for value, x in _held(program.inputs, inputs)]
+    for value, x in _held(program.outputs, given):
+        for other, y in others:
+            if share_memory(x, y):
+                raise error(
+                    f"out= for {value} shares memory with {other}", value.span, hint="give it memory of its own"
+                )
+        others.append((f"that for {value}", x))
+
+
+def _held(values: Sequence[Value], tensors: Sequence[Part]) -> Iterator[tuple[Value, torch.Tensor]]:
+    return ((values[i % len(values)], x) for i, x in enumerate(tensors) if x is not None)

@@ -1,0 +1,1 @@
+"""Ranks as processes with a CUDA device each."""

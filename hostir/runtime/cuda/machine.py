@@ -1,0 +1,453 @@
+"""Run programs on one CUDA device a rank: CUDA streams and events, NCCL, and a host that never waits."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
+
+from hostir.ir.source import HostIRError, error
+from hostir.runtime.arguments import deliver, homes, place
+from hostir.runtime.cuda.graphs import Apart, uniform_only
+from hostir.runtime.cuda.memory import PeerMemory
+from hostir.runtime.cuda.onesided import CudaOneSided
+from hostir.runtime.cuda.streams import current, workers
+from hostir.runtime.kernels.aten import BY_CUBLAS
+from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.lifetimes import late_streams
+from hostir.runtime.session import Groups
+from hostir.runtime.symmetric import Exchange, SymmetricMemory
+from hostir.runtime.trace import Timeline
+from hostir.runtime.unroll import (
+    CALLER,
+    AllocateOp,
+    CollectiveOp,
+    ComputeOp,
+    CopyOp,
+    DelayOp,
+    FreeOp,
+    MarkOp,
+    MessagesOp,
+    Op,
+    Step,
+    SymmetricOp,
+    SynchronizeOp,
+    UnrolledProgram,
+    ViewOp,
+    WaitOp,
+    bind,
+    message_teams_of,
+)
+from hostir.runtime.watchdog import headline
+
+# NCCL -----------------------------------------------------------------------------------------------------------------
+# Collectives and messages by NCCL, through torch's process groups.
+
+
+def inlined(unrolled: UnrolledProgram) -> frozenset[int]:
+    """The handles of collectives that run on the caller's stream itself: it waits for them at once, and is alone.
+
+    That saves the host two events, and the device the way from stream to stream and back.
+    """
+    ops = [op for op in unrolled.ops if not isinstance(op, AllocateOp | SymmetricOp | ViewOp)]
+    if any(op.stream != CALLER for op in ops):
+        return frozenset()
+    waits = [op.handle for op in ops if isinstance(op, WaitOp)]
+    pairs = pairwise(ops)
+    at_once = (
+        a.handle for a, b in pairs if isinstance(a, CollectiveOp) and isinstance(b, WaitOp) and a.handle == b.handle
+    )
+    return frozenset(handle for handle in at_once if waits.count(handle) == 1)
+
+
+def collective(
+    op: CollectiveOp, registers: list[Any], group: Any, members: tuple[int, ...], inline: bool = False
+) -> Step:
+    """The closure that starts a collective; its Work goes to the handle's register. `inline`: on the current stream.
+
+    A group numbers its ranks in ascending order. A team in another order takes the calls that name every block.
+    """
+    x, out, handle = op.x, op.out, op.handle
+    order = [op.team.index(rank) for rank in members]
+    if op.kind == "allreduce":
+        options = _options(AllreduceOptions, inline)
+
+        def allreduce() -> None:
+            registers[handle] = group.allreduce([registers[out]], options)
+
+        return allreduce
+    if order != sorted(order):
+        return _block_by_block(op, registers, group, order, inline)
+    if op.kind == "alltoall":
+        options = _options(AllToAllOptions, inline)
+
+        def alltoall() -> None:
+            registers[handle] = group.alltoall_base(registers[out], registers[x], [], [], options)
+
+        return alltoall
+    gather = op.kind == "allgather"
+    call = group._allgather_base if gather else group._reduce_scatter_base
+    options = _options(AllgatherOptions if gather else ReduceScatterOptions, inline)
+
+    def base() -> None:
+        registers[handle] = call(registers[out], registers[x], options)
+
+    return base
+
+
+def _options(kind: Any, inline: bool) -> Any:
+    options = kind()
+    options.asyncOp = not inline  # else NCCL runs on the current stream, in the way of what follows
+    return options
+
+
+def _block_by_block(op: CollectiveOp, registers: list[Any], group: Any, order: list[int], inline: bool) -> Step:
+    def blocks(register: int) -> list[torch.Tensor]:
+        rows = registers[register].view(len(order), -1).unbind(0)
+        return [rows[i] for i in order]
+
+    def flat(register: int) -> torch.Tensor:
+        return registers[register].view(-1)
+
+    def step() -> None:
+        if op.kind == "allgather":
+            work = group.allgather([blocks(op.out)], [flat(op.x)], _options(AllgatherOptions, inline))
+        elif op.kind == "reduce_scatter":
+            options = _options(ReduceScatterOptions, inline)
+            work = group.reduce_scatter([flat(op.out)], [blocks(op.x)], options)
+        else:
+            work = group.alltoall(blocks(op.out), blocks(op.x), _options(AllToAllOptions, inline))
+        registers[op.handle] = work
+
+    return step
+
+
+def messages(op: MessagesOp, registers: list[Any], group: Any, members: tuple[int, ...], device: torch.device) -> Step:
+    """The closure that sends and receives all of an exchange's pieces as one NCCL group."""
+    handle = op.handle
+    sends = [(register, members.index(rank)) for register, rank in op.sends]
+    receives = [(register, members.index(rank)) for register, rank in op.receives]
+
+    def step() -> None:
+        group._start_coalescing(device)
+        for register, peer in sends:
+            group.send([registers[register]], peer, 0)
+        for register, peer in receives:
+            group.recv([registers[register]], peer, 0)
+        registers[handle] = group._end_coalescing(device)
+
+    return step
+
+
+# The machine ----------------------------------------------------------------------------------------------------------
+# Programs on one CUDA device a rank: CUDA streams and events, NCCL, and a host that never waits.
+#
+# A run issues everything and returns; the caller's stream is the one current when the call is made. All of it may be
+# captured into a CUDA graph: memory comes from torch's allocator, events carry no times, nothing asks the device
+# anything.
+
+CYCLES = 2000  # of a clock near 2 GHz in a microsecond
+_latest: dict[torch.device, torch.cuda.Stream] = {}  # the stream of the latest call with symmetric memory
+
+
+class CudaMachine:
+    """A device, its pool of worker streams, and the process groups of this rank's teams.
+
+    Those for a rank's own messages are apart from those for collectives: NCCL runs all that one group is given in
+    order, and collectives do not wait for messages.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self, device: torch.device, streams: int, kernels: Mapping[str, Kernel], groups: Groups, exchange: Exchange
+    ) -> None:
+        self.device = device
+        self.kernels = kernels
+        self.groups = groups
+        self.broken = ""
+        self.symmetric = SymmetricMemory(groups.rank, exchange, PeerMemory(device, groups.rank))
+        self.messages = groups.messages
+        self.streams = workers(device, streams)
+        self.apart: dict[int, Apart] = {}
+
+    def kernel(self, op: ComputeOp) -> Kernel:
+        """What carries out a computation on its stream."""
+        kernel = self.kernels[op.kind]
+        if kernel not in BY_CUBLAS:
+            return kernel
+        if op.stream not in self.apart:
+            priority = 0 if op.stream == CALLER else self.streams[op.stream].priority
+            self.apart[op.stream] = Apart(self.device, priority)
+        return self.apart[op.stream].wrapped(kernel)
+
+    def plan(self, unrolled: UnrolledProgram, timeline: Timeline | None = None) -> CudaPlan:
+        self.connect([t for t in message_teams_of(unrolled.program) if t not in self.messages.made])
+        return CudaPlan(self, unrolled, timeline)
+
+    def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
+        """Makes the groups for messages, and all their connections: NCCL else makes each as both hosts get to it."""
+        self.messages.prepare(teams)
+        for team in teams:
+            if self.messages.rank in team:
+                x = torch.zeros(len(team), device=self.device)
+                dist.all_to_all_single(torch.empty_like(x), x, group=self.messages.of(team)[0])
+        if teams:
+            torch.cuda.synchronize(self.device)
+
+
+class CudaPlan:
+    """A recording bound to a device: a flat list of closures over one list of registers."""
+
+    def __init__(self, machine: CudaMachine, unrolled: UnrolledProgram, timeline: Timeline | None) -> None:
+        self.machine = machine
+        self.unrolled = unrolled
+        self.timeline = timeline
+        self.registers: list[Any] = [None] * len(unrolled.buffers)
+        self.streams = [*machine.streams, torch.cuda.default_stream(machine.device)]  # CALLER indexes the last
+        self.steps: list[Step] = []
+        self.ops: list[Op] = []  # of each step
+        self.cursor: Iterator[Step] = iter(self.steps)
+        self.current = CALLER
+        self.late = late_streams(unrolled)
+        self.homes = homes(unrolled)
+        self.inlined = inlined(unrolled)
+        self.eager_only = uniform_only(unrolled)  # why no graph may be captured of its runs; empty where one may
+        self.memory = machine.symmetric.of(unrolled)
+        self.one_sided: CudaOneSided | None = None
+        if self.memory is not None:
+            self.one_sided = CudaOneSided(
+                *(unrolled, self.memory, machine.device), self.registers, self.streams, machine.kernels, machine.kernel
+            )
+        for step in self.one_sided.opening() if self.one_sided else ():
+            self.append(unrolled.ops[0], step)
+        for op in unrolled.ops:
+            self.add(op)
+        for buffer in sorted(self.late):
+            self.mark(unrolled.ops[-1], buffer)
+        if self.current != CALLER:
+            self.append(unrolled.ops[-1], self.switch(CALLER))
+        for step in self.one_sided.closing() if self.one_sided else ():
+            self.append(unrolled.ops[-1], step)
+        self.blank = list(self.registers)  # symmetric buffers and their views last
+
+    # Running ------------------------------------------------------------------------------------------------------
+    def run(
+        self, inputs: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None] | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Issues one run, into the tensors `given` for the outputs if there are any.
+
+        Raises HostIRError naming the statement whose launch raised.
+        """
+        registers, held = self.registers, self.unrolled.inputs
+        self.streams[CALLER] = current(self.machine.device)
+        registers[held.start : held.stop] = inputs
+        if given is not None:
+            place(given, self.homes, registers)
+        # The iterator counts the steps for whoever asks where the run stands, at no cost to the run.
+        self.cursor = cursor = iter(self.steps)
+        try:
+            for step in cursor:
+                step()
+            if given is None:
+                return tuple([registers[i] for i in self.unrolled.outputs])
+            return deliver(given, self.unrolled.outputs, registers)
+        except BaseException as problem:
+            self.abandon()
+            if not isinstance(problem, Exception):
+                raise
+            raise self.unrolled.failure(self.in_flight()[0], problem) from problem
+        finally:
+            registers[:] = self.blank
+
+    def abandon(self) -> None:
+        """The caller's stream waits for what has been issued, so that memory dropped now is not reused too early."""
+        caller = self.streams[CALLER]
+        if self.memory is not None and not torch.cuda.is_current_stream_capturing():
+            self.machine.broken = "a call failed when a part of it had been issued, and peers may wait for the rest"
+        for stream in self.machine.streams:
+            with contextlib.suppress(RuntimeError):  # in a capture, a worker that never joined it cannot be waited for
+                caller.wait_stream(stream)
+        torch.cuda.set_stream(caller)
+
+    def in_flight(self) -> list[Op]:
+        """The operation that the host issued last."""
+        issued = len(self.ops) - operator.length_hint(self.cursor)
+        return self.ops[issued - 1 : issued] if issued else []
+
+    def describe(self, op: Op) -> str:
+        return self.unrolled.describe(op)
+
+    def progress(self) -> None:
+        """The host never stands still; what the device does, `Executor.synchronize` watches."""
+
+    def problem(self) -> HostIRError | None:
+        """What the device has reported by now. Every call asks, and so does the watchdog's thread; nobody waits."""
+        if self.machine.broken:
+            return error(f"this executor cannot run again: {self.machine.broken}", hint="start all ranks anew")
+        return self.one_sided.problem() if self.one_sided else None
+
+    @property
+    def reports(self) -> bool:
+        """Whether kernels of its calls may report something after they were issued."""
+        return self.one_sided is not None and bool(self.one_sided.stalls)
+
+    def behind(self) -> torch.cuda.Event:
+        """An event behind its latest call, if it has symmetric memory; see `take_turn`."""
+        event, device = torch.cuda.Event(), self.machine.device
+        event.record(_latest.get(device) or current(device))
+        return event
+
+    def ailment(self) -> str:
+        found = self.problem()
+        return headline(found) if found is not None else ""
+
+    def busy(self) -> list[tuple[Op, str]]:
+        """What the device has not finished, and what is known of each. Asks the device: not during a capture."""
+        pool = len(self.machine.streams)
+        running = {i if i < pool else CALLER for i, stream in enumerate(self.streams) if not stream.query()}
+        flying = [o for o in self.unrolled.ops if isinstance(o, CollectiveOp | MessagesOp) and o.stream in running]
+        missing = self.one_sided.missing() if self.one_sided else []
+        return [*missing, *((op, "it may be in flight") for op in flying)]
+
+    def take_turn(self) -> None:
+        """Puts the current stream behind the latest call of any executor with symmetric memory, on whichever stream.
+
+        Kernels that wait for peers hold the SMs: two of them in different orders on two ranks would never end.
+        """
+        device = self.machine.device
+        now, last = current(device), _latest.get(device)
+        if now is not last:
+            if last is not None and now != last:
+                now.wait_stream(last)
+            _latest[device] = now
+
+    # Binding ------------------------------------------------------------------------------------------------------
+    def append(self, op: Op, step: Step) -> None:
+        self.steps.append(step)
+        self.ops.append(op)
+
+    def add(self, op: Op) -> None:
+        """Binds one operation, on its stream."""
+        if isinstance(op, WaitOp) and op.handle in self.inlined:
+            return  # what follows on the stream does
+        if isinstance(op, SymmetricOp) or (isinstance(op, ViewOp) and self.registers[op.x] is not None):
+            self.keep(op)
+            return
+        if self.one_sided is not None:
+            for step in self.one_sided.before(op):
+                self.append(op, step)
+            if pushes := self.one_sided.pushes.get(id(op)):
+                if op is pushes.ops[-1]:
+                    self.here(pushes.ops[0], self.one_sided.push(pushes))
+                return
+            if self.one_sided.is_direct(op):
+                if direct := self.one_sided.bind(op):
+                    self.append(op, self.timeline.timed(op, direct, self.streams) if self.timeline else direct)
+                return
+        if isinstance(op, ViewOp | FreeOp | SynchronizeOp | MarkOp):  # these do not depend on the current stream
+            self.append(op, self.bind_anywhere(op))
+            return
+        self.here(op, self.bind_here(op))
+
+    def here(self, op: Op, step: Step) -> None:
+        """Adds a step that goes to the current stream, which is the operation's."""
+        if op.stream != self.current:
+            self.append(op, self.switch(op.stream))
+            self.current = op.stream
+        self.append(op, self.timeline.timed(op, step, self.streams) if self.timeline else step)
+
+    def keep(self, op: SymmetricOp | ViewOp) -> None:
+        """Symmetric buffers are the same in every run, and so are their views."""
+        if isinstance(op, ViewOp):
+            bind(op, self.registers, self.machine.device, self.machine.kernels)()
+            return
+        assert self.memory is not None
+        self.registers[op.out] = self.memory.buffer(op)
+
+    def switch(self, stream: int) -> Step:
+        streams, set_stream = self.streams, torch.cuda.set_stream
+        return lambda: set_stream(streams[stream])
+
+    def bind_anywhere(self, op: Op) -> Step:
+        if isinstance(op, SynchronizeOp):
+            return self.bind_synchronize(op.stream, op.other)
+        if isinstance(op, MarkOp):
+            return self.bind_mark(op)
+        if isinstance(op, FreeOp):
+            return self.bind_free(op)
+        assert isinstance(op, ViewOp)
+        return bind(op, self.registers, self.machine.device, self.machine.kernels)
+
+    def bind_here(self, op: Op) -> Step:
+        registers = self.registers
+        if isinstance(op, WaitOp):
+            handle = op.handle
+            return lambda: registers[handle].wait()
+        if isinstance(op, CollectiveOp):
+            return collective(op, registers, *self.machine.groups.of(op.team), op.handle in self.inlined)
+        if isinstance(op, MessagesOp):
+            groups = self.machine.groups if op.collective else self.machine.messages
+            return messages(op, registers, *groups.of(op.team), self.machine.device)
+        if isinstance(op, DelayOp):
+            return partial(torch.cuda._sleep, op.microseconds * CYCLES)
+        if isinstance(op, CopyOp):
+            assert self.one_sided is not None
+            return self.one_sided.copy(op)
+        if isinstance(op, ComputeOp) and op.ready is not None:
+            assert self.one_sided is not None
+            return self.one_sided.compute(op, op.ready)
+        assert isinstance(op, AllocateOp | ComputeOp)
+        kernels = {op.kind: self.machine.kernel(op)} if isinstance(op, ComputeOp) else {}
+        return bind(op, registers, self.machine.device, kernels)
+
+    def bind_synchronize(self, stream: int, other: int) -> Step:
+        streams, event = self.streams, torch.cuda.Event()
+
+        def step() -> None:
+            event.record(streams[other])
+            event.wait(streams[stream])
+
+        return step
+
+    def bind_mark(self, op: MarkOp) -> Step:
+        registers, streams, event = self.registers, self.streams, torch.cuda.Event()
+
+        def step() -> None:
+            event.record(streams[op.stream])
+            registers[op.handle] = event  # waiting on it is like waiting on a Work
+
+        return step
+
+    def bind_free(self, op: FreeOp) -> Step:
+        registers = self.registers
+        gone = [i for i, buffer in enumerate(self.unrolled.buffers) if buffer == op.buffer]
+        self.mark(op, op.buffer)
+
+        def step() -> None:
+            for i in gone:
+                registers[i] = None
+
+        return step
+
+    def mark(self, op: Op, buffer: int) -> None:
+        """Tells the allocator of the streams that may still use a buffer when it is dropped."""
+        registers, streams = self.registers, self.streams
+
+        def recording(stream: int) -> Step:
+            return lambda: registers[buffer].record_stream(streams[stream])
+
+        for stream in self.late.pop(buffer, ()):
+            self.append(op, recording(stream))

@@ -1,0 +1,1 @@
+"""Ranks as CPU processes, which gloo connects."""

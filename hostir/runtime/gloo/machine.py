@@ -1,0 +1,405 @@
+"""Run programs on CPU processes: every stream is a thread, every event an event; gloo carries collectives."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+
+from hostir.ir.source import error
+from hostir.runtime.arguments import deliver, homes, place
+from hostir.runtime.gloo.onesided import AbandonedError, GlooOneSided, Key, Lane, SharedFiles, Waits
+from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.lifetimes import late_streams
+from hostir.runtime.session import Groups
+from hostir.runtime.symmetric import Exchange, SymmetricMemory
+from hostir.runtime.trace import Trace, lane_of
+from hostir.runtime.unroll import (
+    CALLER,
+    AllocateOp,
+    BarrierOp,
+    CollectiveOp,
+    ComputeOp,
+    CopyOp,
+    DelayOp,
+    FreeOp,
+    MarkOp,
+    MessagesOp,
+    Op,
+    SignalOp,
+    Step,
+    SymmetricOp,
+    SynchronizeOp,
+    UnrolledProgram,
+    ViewOp,
+    WaitOp,
+    WaitSignalOp,
+    bind,
+    message_teams_of,
+)
+
+# Collectives and messages ---------------------------------------------------------------------------------------------
+# What gloo carries between CPU processes: collectives, transfers and messages.
+#
+# Everything travels as bytes, whatever its dtype. Sums are taken here, in f32 and in the order of the team, so that
+# bf16 loses nothing on the way and every run gives the same bits.
+
+Members = tuple[int, ...]
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _blocks(x: torch.Tensor, count: int) -> torch.Tensor:
+    return x.view(-1).view(count, -1)
+
+
+def _places(op: CollectiveOp, members: Members) -> list[int]:
+    """For each rank of the group, which numbers its ranks in ascending order, its place in the team."""
+    return [op.team.index(rank) for rank in members]
+
+
+def _gather(x: torch.Tensor, blocks: Sequence[torch.Tensor], places: list[int], group: Any) -> None:
+    """`blocks[i]` becomes `x` of the team's i-th rank."""
+    group.allgather([[_bytes(blocks[i]) for i in places]], [_bytes(x)], AllgatherOptions()).wait()
+
+
+def _swap(x: torch.Tensor, places: list[int], group: Any) -> torch.Tensor:
+    """Sends block i of `x` to the team's i-th rank; returns the blocks received, by the sender's place in the team."""
+    sent = _blocks(x, len(places))[places].contiguous()
+    received, ordered = torch.empty_like(sent), torch.empty_like(sent)
+    group.alltoall_base(_bytes(received), _bytes(sent), [], [], AllToAllOptions()).wait()
+    ordered[places] = received
+    return ordered
+
+
+def _sum(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    total = blocks[0].float()
+    for block in blocks[1:]:
+        total += block
+    out.view(-1).copy_(total)
+
+
+def allgather(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
+    """Every rank gets all parts."""
+    out = registers[op.out]
+    _gather(registers[op.x], _blocks(out, len(members)).unbind(0), _places(op, members), group)
+
+
+def allreduce(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
+    """Every rank gets the sum, in place."""
+    x = registers[op.out]
+    parts = x.new_empty(len(members), x.numel())
+    _gather(x, parts.unbind(0), _places(op, members), group)
+    _sum(parts, x)
+
+
+def reduce_scatter(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
+    """Each rank gets its block of the sum."""
+    _sum(_swap(registers[op.x], _places(op, members), group), registers[op.out])
+
+
+def alltoall(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
+    """Each rank sends a block to each rank."""
+    _blocks(registers[op.out], len(members)).copy_(_swap(registers[op.x], _places(op, members), group))
+
+
+COLLECTIVES = {f.__name__: f for f in (allgather, allreduce, reduce_scatter, alltoall)}
+
+
+def exchange(op: MessagesOp, registers: list[Any], group: Any, members: Members) -> None:
+    """Sends and receives pieces."""
+    if [rank for _, rank in op.sends] == [members[group.rank()]]:  # an exchange with itself
+        registers[op.receives[0][0]].copy_(registers[op.sends[0][0]])
+        return
+    sent = [group.send([_bytes(registers[x])], members.index(rank), 0) for x, rank in op.sends]
+    received = [group.recv([_bytes(registers[x])], members.index(rank), 0) for x, rank in op.receives]
+    for work in (*sent, *received):
+        work.wait()
+
+
+# The machine ----------------------------------------------------------------------------------------------------------
+# Programs on CPU processes: every stream is a thread, every event an event, and gloo carries what ranks exchange.
+#
+# A unrolled is dealt out to lanes: one for the caller's stream, which the calling thread runs itself, one for each
+# worker stream, and one for each team, whose thread executes the team's communications in the order of issue. So the
+# order is the same on every rank, whatever the streams do. A rank's messages within a team have another lane, and
+# another process group, since collectives do not wait for them. Memory and views are made first, in the order of issue,
+# as by a host that issues everything at once. Copies, signals and barriers belong to the streams: they work on memory
+# that the ranks share. A call returns when all lanes are done: on this machine calls are synchronous.
+
+CPU = torch.device("cpu")
+Jobs = SimpleQueue[Callable[[], None] | None]
+
+
+class GlooMachine:
+    """The threads of an executor on a CPU, which end with it, and the memory that it shares with its peers."""
+
+    name = "gloo"
+    device = CPU
+
+    def __init__(self, streams: int, kernels: Mapping[str, Kernel], groups: Groups, exchange: Exchange) -> None:
+        self.kernels = kernels
+        self.groups = groups
+        self.sharing = SharedFiles()
+        self.symmetric = SymmetricMemory(groups.rank, exchange, self.sharing)
+        self.calls = 0  # of all plans, the same on every rank
+        self.messages = groups.messages
+        self.queues: dict[Key, Jobs] = {}
+        self.broken = ""  # what ended a run while peers may still wait in it
+        for stream in range(streams):
+            self.queue(stream)
+
+    def plan(self, unrolled: UnrolledProgram, trace: Trace | None = None) -> GlooPlan:
+        self.messages.prepare(message_teams_of(unrolled.program))
+        return GlooPlan(self, unrolled, trace)
+
+    def queue(self, key: Key) -> Jobs:
+        """The queue of the thread that runs a lane."""
+        if key not in self.queues:
+            jobs = self.queues[key] = SimpleQueue()
+            threading.Thread(target=_work, args=(jobs,), name=f"hostir {key}", daemon=True).start()
+            weakref.finalize(self, jobs.put, None)
+        return self.queues[key]
+
+
+def _work(jobs: Jobs) -> None:
+    torch.set_grad_enabled(False)  # what a thread is told of gradients holds for it alone
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # an idle thread must not keep alive the executor that it ends with
+
+
+class GlooPlan:
+    """A recording dealt out to lanes."""
+
+    def __init__(self, machine: GlooMachine, unrolled: UnrolledProgram, trace: Trace | None) -> None:
+        self.machine = machine
+        self.unrolled = unrolled
+        self.trace = trace
+        self.registers: list[Any] = [None] * len(unrolled.buffers)
+        self.homes = homes(unrolled)
+        self.problem: tuple[Op, BaseException] | None = None
+        self.begun = False  # whether what peers see has begun in the latest run
+        self.events: list[threading.Event] = []
+        self.arrivals: dict[int, threading.Event] = {}  # by handle
+        self.memory = machine.symmetric.of(unrolled)
+        self.one_sided = GlooOneSided(self)
+        self.host = Lane(CALLER, self.fail)
+        self.lanes: dict[Key, Lane] = {CALLER: Lane(CALLER, self.fail)}
+        late = late_streams(unrolled)
+        for op in unrolled.ops:
+            if not (isinstance(op, FreeOp) and op.buffer in late):  # what may still be in use is dropped with the run
+                self.deal(op)
+        self.blank = list(self.registers)  # symmetric buffers and their views last
+        self.workers = [(lane, machine.queue(key)) for key, lane in self.lanes.items() if key != CALLER]
+
+    # Running ------------------------------------------------------------------------------------------------------
+    def run(
+        self, inputs: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None] | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Executes one run, into the tensors `given` for the outputs if there are any.
+
+        Raises HostIRError naming the statement that raised, on whichever thread.
+        """
+        if self.machine.broken:
+            raise error(f"this executor cannot run again: {self.machine.broken}", hint="start all ranks anew")
+        if self.problem:  # what the run that failed has left
+            self.registers[:] = self.blank
+        held = self.unrolled.inputs
+        self.registers[held.start : held.stop] = inputs
+        if given is not None:
+            place(given, self.homes, self.registers)
+        self.machine.calls += 1
+        self.problem = None
+        for event in self.events:
+            event.clear()
+        try:
+            self.execute()
+        except KeyboardInterrupt:
+            self.machine.broken = "it was interrupted"
+            raise
+        if self.problem:
+            self.refuse(*self.problem)
+        if given is None:
+            outputs = tuple([self.registers[i] for i in self.unrolled.outputs])
+        else:
+            outputs = deliver(given, self.unrolled.outputs, self.registers)
+        self.registers[:] = self.blank
+        return outputs
+
+    def execute(self) -> None:
+        """Runs all lanes; after a failure it does not wait for those that may be stuck in a communication."""
+        self.begun = False
+        self.host.run()
+        if self.problem:
+            return
+        self.begun = True
+        inference = torch.is_inference_mode_enabled()  # what a thread is told of it holds for it alone, too
+        for lane, queue in self.workers:
+            lane.done.clear()
+            queue.put(partial(lane.run_in_mode, inference))
+        self.lanes[CALLER].run()
+        for lane, _ in self.workers:
+            while not lane.done.wait(0.1) and (isinstance(lane.key, int) or not self.problem):
+                pass
+
+    def refuse(self, op: Op, problem: BaseException) -> NoReturn:
+        """Raises what ended the run."""
+        shared = self.memory is not None or any(not isinstance(lane.key, int) for lane, _ in self.workers)
+        if self.begun and shared:
+            self.machine.broken = f"{self.unrolled.describe(op)} failed earlier"
+        if not isinstance(problem, Exception):
+            raise problem
+        raise self.unrolled.failure(op, problem) from problem
+
+    def fail(self, op: Op, problem: BaseException) -> None:
+        """Notes the first failure, and releases the lanes that wait for what will not come."""
+        if self.problem is None:
+            self.problem = op, problem
+        for event in self.events:
+            event.set()
+
+    def in_flight(self) -> list[Op]:
+        """The operations being executed, those first that wait for a peer; where all wait for lanes, the caller's.
+
+        After a failure, the operation that failed.
+        """
+        if self.problem:
+            return [self.problem[0]]
+        lanes = [self.host, *self.lanes.values()]
+        standing = [(lane.waits[i], lane.ops[i]) for lane in lanes if (i := lane.position) >= 0]
+        at_work = [(waits, op) for waits, op in standing if waits is not Waits.LANE]
+        return [op for _, op in sorted(at_work or standing, key=lambda it: it[0] is not Waits.PEER)]
+
+    def describe(self, op: Op) -> str:
+        """An operation in flight, and what it waits for."""
+        notes = [lane.notes.get(i) for lane in self.lanes.values() if (i := lane.position) >= 0 and lane.ops[i] is op]
+        return self.unrolled.describe(op) + "".join(f", which waits for {note()}" for note in notes if note)
+
+    def ailment(self) -> str:
+        return ""  # what fails is raised to the caller
+
+    def progress(self) -> tuple[int, ...] | None:
+        """Changes whenever a lane gets on; None while none waits for a peer."""
+        at = {lane: lane.position for lane in self.lanes.values()}
+        if not any(i >= 0 and lane.waits[i] is Waits.PEER for lane, i in at.items()):
+            return None
+        return (self.machine.calls, *at.values())
+
+    # Binding ------------------------------------------------------------------------------------------------------
+    def lane(self, key: Key) -> Lane:
+        if key not in self.lanes:
+            self.lanes[key] = Lane(key, self.fail)
+        return self.lanes[key]
+
+    def event(self) -> threading.Event:
+        self.events.append(threading.Event())
+        return self.events[-1]
+
+    def deal(self, op: Op) -> None:
+        lane = self.lane(op.stream)
+        if isinstance(op, AllocateOp | ViewOp | SymmetricOp):
+            self.deal_memory(op)
+        elif isinstance(op, ComputeOp) and op.ready is not None:
+            self.one_sided.deal_blocks(op, op.ready, self.machine.kernels[op.kind], lane)
+        elif isinstance(op, ComputeOp):
+            lane.add(op, self.timed(op, bind(op, self.registers, CPU, self.machine.kernels)))
+        elif isinstance(op, CopyOp | SignalOp | WaitSignalOp | BarrierOp):
+            self.one_sided.deal(op, lane)
+        elif isinstance(op, FreeOp):
+            lane.add(op, self.bind_free(op))
+        elif isinstance(op, MarkOp):
+            self.arrivals[op.handle] = self.event()
+            lane.add(op, self.arrivals[op.handle].set)
+        elif isinstance(op, WaitOp):
+            lane.add(op, self.waiting(self.arrivals[op.handle]), Waits.LANE)
+        elif isinstance(op, SynchronizeOp):
+            reached = self.event()
+            self.lane(op.other).add(op, reached.set)
+            lane.add(op, self.waiting(reached), Waits.LANE)
+        elif not isinstance(op, DelayOp):  # threads share cores, not SMs: standing still would help nobody
+            assert isinstance(op, CollectiveOp | MessagesOp)
+            self.deal_communication(op, lane)
+
+    def deal_memory(self, op: AllocateOp | ViewOp | SymmetricOp) -> None:
+        """Symmetric buffers are the same in every run, and so are their views; all else is made anew."""
+        if isinstance(op, SymmetricOp):
+            assert self.memory is not None
+            self.registers[op.out] = self.memory.buffer(op)
+            return
+        step = bind(op, self.registers, CPU, self.machine.kernels)
+        if isinstance(op, ViewOp) and self.registers[op.x] is not None:
+            step()
+        else:
+            self.host.add(op, step)
+
+    def deal_communication(self, op: CollectiveOp | MessagesOp, lane: Lane) -> None:
+        """The team's thread starts when the stream gets there, and tells whoever waits."""
+        ready, arrived = self.event(), self.event()
+        self.arrivals[op.handle] = arrived
+        collective = isinstance(op, CollectiveOp) or op.collective
+        group, members = (self.machine.groups if collective else self.machine.messages).of(op.team)
+        carry: Callable[..., None] = exchange if isinstance(op, MessagesOp) else COLLECTIVES[op.kind]
+        lane.add(op, ready.set)
+        team = self.lane(members if collective else ("messages", *members))
+        team.add(op, self.waiting(ready), Waits.LANE)
+        team.add(op, self.timed(op, lambda: carry(op, self.registers, group, members)), Waits.PEER)
+        team.add(op, arrived.set)
+
+    def waiting(self, event: threading.Event) -> Step:
+        def step() -> None:
+            event.wait()
+            if self.problem:
+                raise AbandonedError
+
+        return step
+
+    def bind_free(self, op: FreeOp) -> Step:
+        gone = [i for i, buffer in enumerate(self.unrolled.buffers) if buffer == op.buffer]
+
+        def step() -> None:
+            for i in gone:
+                self.registers[i] = None
+
+        return step
+
+    def timed(self, op: Op, step: Step) -> Step:
+        if self.trace is None:
+            return step
+        start, end = self.bracket(op)
+
+        def timed_step() -> None:
+            start()
+            step()
+            end()
+
+        return timed_step
+
+    def bracket(self, op: Op) -> tuple[Step, Step]:
+        """What to do before and after an operation, for the trace."""
+        trace = self.trace
+        if trace is None:
+            return _nothing, _nothing
+        rank, lane, text, rounds = self.unrolled.rank, lane_of(op), self.unrolled.text(op), op.place.rounds
+        begun = [0.0]
+
+        def start() -> None:
+            begun[0] = time.time()
+
+        def end() -> None:
+            trace.add(rank, lane, text, begun[0], time.time(), rounds)
+
+        return start, end
+
+
+def _nothing() -> None:
+    """Nobody looks."""

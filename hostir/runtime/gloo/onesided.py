@@ -1,0 +1,300 @@
+"""One-sided statements on CPU processes: threads copy, set flags and wait for them in shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import operator
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from hostir.ir.machine import Ready
+from hostir.runtime.kernels.flags import with_rows
+from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.symmetric import BufferInfo, Offer, SharedMemory
+from hostir.runtime.unroll import (
+    EPOCHS,
+    BarrierOp,
+    ComputeOp,
+    CopyOp,
+    Op,
+    SignalOp,
+    Step,
+    UnrolledProgram,
+    WaitSignalOp,
+    flag_value,
+)
+
+# Threads --------------------------------------------------------------------------------------------------------------
+# What one thread of a CPU process does in a run, and what it stands at.
+
+Key = int | tuple[object, ...]  # of a lane: a stream, or a team
+
+
+class AbandonedError(Exception):
+    """Another lane of the run failed."""
+
+
+class Waits(Enum):
+    """What a step may have to wait for."""
+
+    NOTHING = "it works"
+    LANE = "another lane of this rank"
+    PEER = "another rank"
+
+
+class Lane:
+    """What one thread does in a run: steps, and the operation of each."""
+
+    def __init__(self, key: Key, fail: Callable[[Op, BaseException], None]) -> None:
+        self.key = key
+        self.fail = fail
+        self.steps: list[Step] = []
+        self.ops: list[Op] = []
+        self.waits: list[Waits] = []
+        self.notes: dict[int, Callable[[], str]] = {}  # by step: more about what it waits for
+        self.cursor: Iterator[Step] | None = None
+        self.done = threading.Event()
+
+    def add(self, op: Op, step: Step, waits: Waits = Waits.NOTHING, note: Callable[[], str] | None = None) -> None:
+        if note is not None:
+            self.notes[len(self.steps)] = note
+        self.steps.append(step)
+        self.ops.append(op)
+        self.waits.append(waits)
+
+    def run(self) -> None:
+        # The iterator counts the steps for whoever asks where the run stands.
+        cursor = self.cursor = iter(self.steps)
+        try:
+            for step in cursor:
+                step()
+        except AbandonedError:
+            pass
+        except BaseException as problem:
+            self.fail(self.ops[self.position], problem)
+        finally:
+            self.cursor = None
+            self.done.set()
+
+    def run_in_mode(self, inference: bool) -> None:
+        """`run` on a thread of its own, as a caller in torch's inference mode or not would."""
+        with torch.inference_mode() if inference else contextlib.nullcontext():
+            self.run()
+
+    @property
+    def position(self) -> int:
+        """The index of the step being executed; -1 where none is."""
+        cursor = self.cursor
+        return len(self.steps) - operator.length_hint(cursor) - 1 if cursor else -1
+
+
+# Shared memory --------------------------------------------------------------------------------------------------------
+# Memory that CPU processes share, without a name in any file system: peers open it through the process that made it.
+#
+# So nothing is left behind, however a rank ends.
+
+
+class SharedFiles:
+    """How CPU processes share memory, and take turns."""
+
+    def __init__(self) -> None:
+        self.mutex = threading.Lock()
+        self.lock = -1  # the file by which all ranks take turns
+
+    @contextlib.contextmanager
+    def offering(self, size: int) -> Iterator[str]:
+        """The memory's path, as long as peers need it to map the memory."""
+        if not hasattr(os, "memfd_create"):
+            raise RuntimeError("only Linux lets processes open each other's memory")
+        file = os.memfd_create("hostir")
+        try:
+            os.ftruncate(file, size)
+            yield f"/proc/{os.getpid()}/fd/{file}"
+        finally:
+            os.close(file)
+
+    def reserve(self, size: int) -> None:
+        """The file is there."""
+
+    def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
+        """Maps the files of these ranks."""
+        newest = os.open(offers[0].path, os.O_RDWR)  # a turn is a lock on rank 0's newest memory, which that keeps
+        if self.lock < 0:
+            self.lock = newest
+            weakref.finalize(self, os.close, self.lock)
+        else:
+            os.dup2(newest, self.lock)
+            os.close(newest)
+        return {
+            rank: torch.from_file(offers[rank].path, shared=True, size=offers[rank].bytes, dtype=torch.uint8)
+            for rank in ranks
+        }
+
+    def settle(self) -> None:
+        """A call that has returned has ended."""
+
+    def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
+        """Nothing is left to do."""
+
+    def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
+        """Nothing."""
+        return ()
+
+    def notes(self, unrolled: UnrolledProgram) -> str:
+        """Nothing."""
+        return ""
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """What comes before a rank's turn is visible to every rank whose turn comes later, on any CPU.
+
+        torch copies with plain stores, and nothing that Python has is a fence: on Arm a flag written after them may be
+        seen before them. So a rank sets a flag in its turn, and one that has seen it set takes a turn before it reads
+        what the flag stands for. Turns are a lock in the kernel, which is let go with release and taken with acquire,
+        and by the kernel itself where a process dies. The file lock is between processes only; hence the mutex.
+        """
+        with self.mutex:
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self.lock, fcntl.LOCK_UN)
+
+
+# Statements -----------------------------------------------------------------------------------------------------------
+# One-sided statements on CPU processes: threads copy, set flags and look at flags in memory that the ranks share.
+#
+# A flag holds the highest epoch of the latest call that was signalled, and rises; see `plan.flag_value`. A barrier is a
+# row of such flags on every rank of the team, one for each of them: a rank sets its own everywhere, and looks at its
+# own row. Who waits looks again and again, and sleeps in between, as there are more threads than cores.
+
+SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a flag
+Flags = Any  # a row of flags as numpy sees it: an element is one load or store
+
+
+class SharedMachine(Protocol):
+    """What the operations need of a machine: which call it is in, and the memory that ranks share."""
+
+    calls: int
+    sharing: SharedFiles
+
+
+class LanePlan(Protocol):
+    """What they need of the plan that they belong to."""
+
+    unrolled: UnrolledProgram
+    registers: list[Any]
+    memory: SharedMemory | None
+    problem: tuple[Op, BaseException] | None
+
+    @property
+    def machine(self) -> SharedMachine:
+        """Where it runs."""
+
+    def timed(self, op: Op, step: Step) -> Step:
+        """The step, with its time in the trace if there is one."""
+
+    def bracket(self, op: Op) -> tuple[Step, Step]:
+        """Steps that begin and end a bar in the trace."""
+
+
+class GlooOneSided:
+    """Deals the one-sided operations of a plan to the lanes of its streams."""
+
+    def __init__(self, plan: LanePlan) -> None:
+        self.plan = plan
+        self.machine = plan.machine
+        self.turn = plan.machine.sharing.turn
+        self.registers = plan.registers
+
+    def deal(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: Lane) -> None:
+        if isinstance(op, CopyOp):
+            lane.add(op, self.plan.timed(op, partial(self.copy, op)))
+        elif isinstance(op, SignalOp):
+            lane.add(op, partial(self.set, self.flags(op.flags), op.slot, op.epoch))
+        elif isinstance(op, WaitSignalOp):
+            self.deal_wait(op, self.flags(op.flags), op.slot, op.epoch, lane)
+        else:
+            self.deal_barrier(op, lane)
+
+    def deal_wait(self, op: Op, flags: Flags, slot: int, epoch: int, lane: Lane) -> None:
+        def reached() -> bool:
+            return bool(flags[slot] >= flag_value(self.machine.calls, epoch))
+
+        def standing() -> str:
+            call, at = divmod(int(flags[slot]), EPOCHS)
+            where = f"at epoch {at} of call {call}" if call else "at 0"
+            return f"epoch {epoch} of call {self.machine.calls} of flag {slot}: the flag stands {where}"
+
+        lane.add(op, self.until(reached), Waits.PEER, standing)
+
+    def deal_barrier(self, op: BarrierOp, lane: Lane) -> None:
+        assert self.plan.memory is not None
+        me, team = self.plan.unrolled.rank, op.team
+        rows = [self.plan.memory.barriers(team, rank)[op.number].numpy() for rank in team]
+        own, place = rows[team.index(me)], team.index(me)
+
+        def missing() -> list[int]:
+            return [rank for rank, came in zip(team, own, strict=True) if came < flag_value(self.machine.calls, 0)]
+
+        def standing() -> str:
+            return f"rank {', '.join(map(str, missing()))} in call {self.machine.calls}"
+
+        lane.add(op, partial(self.come, rows, place))
+        lane.add(op, self.until(lambda: not missing()), Waits.PEER, standing)
+
+    def deal_blocks(self, op: ComputeOp, ready: Ready, kernel: Kernel, lane: Lane) -> None:
+        """Block after block, each behind a wait for its flag; in a trace it is one bar."""
+        flags, start, end = self.flags(ready.flags), *self.plan.bracket(op)
+        lane.add(op, start)
+        for block in ready.order:
+            if block in ready.awaited:
+                self.deal_wait(op, flags, block, ready.epoch, lane)
+            lane.add(op, partial(self.compute, op, ready, kernel, block))
+        lane.add(op, end)
+
+    def flags(self, register: int) -> Flags:
+        return self.registers[register].numpy()
+
+    # Steps --------------------------------------------------------------------------------------------------------
+    def copy(self, op: CopyOp) -> None:
+        out, x = self.registers[op.out], self.registers[op.x]
+        if out.data_ptr() != x.data_ptr():  # else the caller made it in its place
+            out.copy_(x)
+
+    def set(self, flags: Flags, slot: int, epoch: int) -> None:
+        with self.turn():
+            flags[slot] = flag_value(self.machine.calls, epoch)
+
+    def come(self, rows: list[Flags], place: int) -> None:
+        with self.turn():
+            for row in rows:
+                row[place] = flag_value(self.machine.calls, 0)
+
+    def compute(self, op: ComputeOp, ready: Ready, kernel: Kernel, block: int) -> None:
+        out, a, *others = self.registers[op.out], *(self.registers[x] for x in op.operands)
+        own = self.registers[ready.own] if ready.own is not None and block == ready.first else None
+        for out_part, a_part in with_rows(out, a, block, ready.blocks, own):
+            kernel(out_part, a_part, *others, **op.options)
+
+    def until(self, reached: Callable[[], bool]) -> Step:
+        def step() -> None:
+            pause = SHORTEST
+            while not reached():
+                if self.plan.problem:
+                    raise AbandonedError
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST)
+            with self.turn():
+                pass  # what was written before the flag can be read from here on
+
+        return step

@@ -1,0 +1,422 @@
+"""One simulated rank while it plans: statements become tasks, with the edges of the memory model and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hostir.ir.interpret import Observer, interpret
+from hostir.ir.machine import Exchange, Ready
+from hostir.ir.op import Statement
+from hostir.ir.program import Program, format_statement
+from hostir.ir.source import HostIRError, Span, error
+from hostir.ir.types import FLAG, DType
+from hostir.runtime.kernels.layout import rows
+from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.sharding import torch_dtype
+from hostir.runtime.simulated.collectives import KINDS, BarrierSide, MessageSide, Side, SymmetricBuffers
+from hostir.runtime.simulated.tasks import FlagGate, Processors, SimulatedMemory, Task, Views, spoil, storage_of
+
+Parts = Sequence[torch.Tensor | None]  # of one tensor: what each rank holds
+Team = tuple[int, ...]
+
+
+class IssueQueue:
+    """A queue of one rank. What is issued to it next follows `tail`.
+
+    Where copies by SMs came last, with the signals right behind them, `pushing` are these, behind where they begin.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.tail: list[Task] = []
+        self.pushing: list[Task] = []
+        self.signalled = False
+
+    def wait(self, others: Sequence[Task]) -> None:
+        self.pushing = []
+        self.tail = [*self.tail, *(task for task in others if task not in self.tail)]
+
+
+class WidePart(Side):
+    """A side of a communication among ranks that compute in float64: sums are not made in f32 either."""
+
+    def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(list(parts)).sum(0)
+
+
+class RankMachine(Observer):
+    """One rank of a `LocalMachine`. Views and allocations happen while it plans; all else becomes tasks.
+
+    Streams, the order of teams, flags and symmetric buffers go on from call to call. `dtype` is what it computes in;
+    None stands for what the program declares.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        program: Program,
+        kernels: Mapping[str, Kernel],
+        memory: SimulatedMemory,
+        symmetric: SymmetricBuffers,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.rank = rank
+        self.dtype = dtype
+        self.program = program
+        self.kernels = kernels
+        self.memory = memory
+        self.symmetric = symmetric
+        self.caller = self.current = IssueQueue("caller")
+        self.pool = [IssueQueue(f"stream {i}") for i in range(program.streams)]
+        self.processors = Processors()
+        self.tasks: list[Task] = []
+        self.steps = 0  # statements so far, taken or passed over
+        self.parts: dict[Team, list[Side]] = {}  # by team, in the order issued
+        self.messages: dict[Team, list[MessageSide]] = {}
+        self.barriers: dict[Team, list[BarrierSide]] = {}
+        self.inputs: Parts = ()
+        self.outputs: list[Parts] = []  # of each call
+        self.statement: Statement | None = None
+        self.rounds: tuple[int, ...] = ()
+
+    @property
+    def call(self) -> int:
+        """Which call it plans, from 0."""
+        return len(self.outputs) - 1
+
+    def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
+        self.statement, self.rounds, self.steps = statement, rounds, self.steps + 1
+
+    def plan(self, sizes: Mapping[str, int], inputs: Parts) -> None:
+        """Turns one call into tasks: inputs arrive on the caller's stream, and outputs are read there at the end."""
+        if not self.inputs:  # the caller uses the same memory in every call
+            named = zip(self.program.inputs, inputs, strict=True)
+            self.inputs = [
+                None if x is None else self.memory.new(v.name, self.rank, x.shape, self.dtype or x.dtype)
+                for v, x in named
+            ]
+        self.outputs.append(())
+        self.statement, self.rounds, self.current, self.steps = None, (), self.caller, self.steps + 1
+        pairs = [(b, x) for b, x in zip(self.inputs, inputs, strict=True) if b is not None and x is not None]
+        entry = self.issue(lambda: [buffer.copy_(x) for buffer, x in pairs], writes=tuple(b for b, _ in pairs))
+        entry.stream = "before the call"
+        outputs = interpret(self.program, self, sizes, self.inputs, observer=self)
+        self.statement, self.rounds, self.current, self.steps = None, (), self.caller, self.steps + 1
+        taken = tuple(x for x in outputs if x is not None)
+        written = (*taken, *(x for x in self.inputs if x is not None))
+        leave = self.issue(partial(self.finish, self.call, outputs, written), reads=taken, undefines=written)
+        leave.stream = "after the call"
+
+    def finish(self, call: int, outputs: Parts, written: Views) -> None:
+        """The caller's stream is done: the caller takes the outputs, and does as it likes with all that is its own."""
+        self.outputs[call] = [None if x is None else x.clone() for x in outputs]
+        for x in written:
+            spoil(x)
+
+    # Tasks ------------------------------------------------------------------------------------------------------------
+    def task(
+        self,
+        run: Callable[[], object] | None,
+        reads: Views = (),
+        writes: Views = (),
+        undefines: Views = (),
+        *,
+        lane: str = "",
+        timed: bool = False,
+        team: Team = (),
+    ) -> Task:
+        """A task that follows nothing yet."""
+        memory = tuple({storage_of(x) for x in (*reads, *writes, *undefines)})
+        task = Task(
+            self.rank,
+            lane or self.current.label,
+            len(self.tasks),
+            self.steps,
+            self.statement,
+            self.rounds,
+            self.call,
+            self.current.label,
+            run,
+            reads,
+            writes,
+            undefines,
+            memory,
+            timed=timed,
+            team=team,
+        )
+        self.tasks.append(task)
+        return task
+
+    def issue(
+        self,
+        run: Callable[[], object] | None,
+        reads: Views = (),
+        writes: Views = (),
+        undefines: Views = (),
+        *,
+        timed: bool = False,
+    ) -> Task:
+        """Adds a task to the current stream."""
+        task = self.task(run, reads, writes, undefines, timed=timed).follow(self.current.tail)
+        self.current.tail, self.current.pushing = [task], []
+        task.since = task if timed else None
+        return task
+
+    def push(self, run: Callable[[], object] | None, reads: Views = (), writes: Views = ()) -> Task:
+        """Adds a copy by SMs, or a signal right behind one, beside which a kernel that waits may start."""
+        stream = self.current
+        pushing = stream.pushing or [self.issue(_nothing)]
+        task = self.task(run, reads, writes, lane=f"{stream.label}, SMs that copy", timed=bool(writes))
+        task.follow(stream.tail)
+        task.gate, task.since = (self.processors, task) if writes else (None, None)
+        stream.pushing, stream.tail, stream.signalled = [*pushing, task], [task], not writes
+        return task
+
+    def late(self, task: Task) -> HostIRError:
+        """The error of a task that touches memory which was freed."""
+        ended = [self.memory.freed[storage] for storage in task.memory if storage in self.memory.freed]
+        span, where = self.where(task)
+        if task.statement is None:
+            return error(
+                f"{where}: its memory was freed before the outputs were read",
+                ended[0],
+                expected="no output to look at what is freed",
+            )
+        return error(
+            f"{where}: its memory was freed before it ran",
+            span,
+            expected="the free to follow all uses, and streams that use it to be joined first",
+            notes=((ended[0], "freed here"),),
+        )
+
+    def where(self, task: Task) -> tuple[Span | None, str]:
+        """Which rank, statement, round and call a task belongs to."""
+        call = f" of call {task.call + 1}" if len(self.outputs) > 1 else ""
+        if task.statement is None:
+            return None, f"rank {self.rank}, caller{call}"
+        rounds = f" in round {', '.join(map(str, task.rounds))}" if task.rounds else ""
+        text = format_statement(task.statement, self.program)
+        return task.statement.span, f"rank {self.rank}, '{text}'{rounds}{call}"
+
+    def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
+        """An error of the statement that is being planned."""
+        span, where = self.where(Task(statement=self.statement, rounds=self.rounds, call=self.call))
+        return error(f"{where}: {message}", span, expected=expected, hint=hint)
+
+    # What statements ask for: the methods of `hostir.ir.machine.Machine` ---------------------------------------------
+    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> torch.Tensor:
+        name = next((v.name for v in self.statement.named), "") if self.statement else ""
+        element = torch_dtype(dtype) if self.dtype is None or dtype == FLAG else self.dtype
+        if not symmetric:
+            fresh = self.memory.new(name, self.rank, shape, element)
+            self._hand_out(fresh)
+            return fresh
+        buffer = self.symmetric.allocate((name, self.rounds), self.rank, shape, element)
+        if buffer is None:
+            raise self.fail(f"%{name} had another shape before", expected="one shape on all ranks, in every call")
+        return buffer
+
+    def _hand_out(self, buffer: torch.Tensor) -> None:
+        """Until the stream gets there, whoever had this memory before may use it. It leaves copies by SMs alone."""
+        stream = self.current
+        task = self.task(partial(spoil, buffer), undefines=(buffer,)).follow(stream.pushing[:1] or stream.tail)
+        stream.tail = [*stream.tail, task] if stream.pushing else [task]
+        stream.pushing[:1] = [task] if stream.pushing else []
+
+    def free(self, x: torch.Tensor) -> None:
+        whole = x.new_empty(0).set_(x.untyped_storage())
+        span = self.statement.span if self.statement else None
+        self.issue(partial(self.memory.free, storage_of(x), span), writes=(whole,))
+
+    def select(self, x: torch.Tensor, axis: int, index: int) -> torch.Tensor:
+        return x.select(axis, index)
+
+    def chunk(self, x: torch.Tensor, axis: int, outer: int, count: int, index: int) -> torch.Tensor:
+        if outer != 1:
+            raise self.fail("a rank's part is cut from its outermost block on", expected="1 block outside the pieces")
+        extent = x.shape[axis] // count
+        return x.narrow(axis, index * extent, extent)
+
+    def reshape(self, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        try:
+            return x.view(shape)
+        except RuntimeError:
+            raise self.fail(f"no view of {_layout(x)} has shape {list(shape)}", hint="copy it first") from None
+
+    def permute(self, x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+        return x.permute(axes)
+
+    def dense(self, x: torch.Tensor) -> torch.Tensor:
+        """Now `x` itself, now a copy of it, by rank and call: on real ranks it depends on the caller."""
+        if x.is_contiguous() and (self.rank + self.call) % 2 == 0:
+            return x
+        name = next((v.name for v in self.statement.named), "") if self.statement else ""
+        copy = self.memory.new(name, self.rank, x.shape, x.dtype)
+        self.issue(partial(copy.copy_, x), (x,), (copy,)).gate = self.processors
+        return copy
+
+    def compute(
+        self, kind: str, out: torch.Tensor, operands: Sequence[torch.Tensor | None], options: Mapping[str, Any]
+    ) -> None:
+        kernel, reads = self.kernels[kind], tuple(x for x in operands if x is not None)
+        self._refuse_overlap(out, reads)
+        if isinstance(ready := options.get("ready"), Ready):
+            self._by_blocks(kernel, out, operands, ready)
+            return
+        task = self.issue(partial(kernel, out, *operands, **options), reads, (out,), timed=True)
+        task.gate = self.processors
+
+    def _refuse_overlap(self, out: torch.Tensor, reads: Sequence[torch.Tensor]) -> None:
+        s = self.statement
+        for n, x in enumerate(reads):
+            same = x.data_ptr() == out.data_ptr() and x.shape == out.shape and _steps(x) == _steps(out)
+            if self.memory.overlap(x, out) and not (same and s is not None and s.in_place(n)):
+                raise self.fail("it writes memory that it reads", hint="allocate a buffer for the result")
+
+    def _by_blocks(
+        self, kernel: Kernel, out: torch.Tensor, operands: Sequence[torch.Tensor | None], ready: Ready
+    ) -> None:
+        """A kernel that takes all SMs when it starts, and computes each block of rows once its flag is up."""
+        a, *others = operands
+        assert a is not None
+        whole = tuple(x for x in others if x is not None)
+        a_blocks, out_blocks = self._blocks(a, "reads", ready.blocks), self._blocks(out, "writes", ready.blocks)
+        copies = self.current.pushing
+        if copies:  # it starts beside these, and ends after them
+            self.current.tail = copies[:1]
+        start = self.issue(None)
+        start.run, start.gate, start.lasts = partial(self.processors.take, start, copies), self.processors, True
+        blocks = []
+        for j in ready.order:
+            lane, own = f"block {j} of task {start.order}", ready.own if j == ready.first else None
+            if own is None:
+                run: Callable[[], object] = partial(kernel, out_blocks[j], a_blocks[j], *others)
+                block = self.task(run, (a_blocks[j], *whole), (out_blocks[j],), lane=lane, timed=True).follow([start])
+                block.gate, block.epoch = self._flag(ready.flags, j), self._epoch(ready.epoch)
+            else:
+                (rows,) = self._blocks(own, "reads", 1)
+                run = partial(_instead, kernel, out_blocks[j], rows, others, a_blocks[j])
+                block = self.task(run, (rows, *whole), (out_blocks[j],), (a_blocks[j],), lane=lane, timed=True)
+                block.follow([start])
+            blocks.append(block)
+        end = self.issue(partial(self.processors.take, None)).follow([*blocks, *copies[-1:]])
+        end.turns, end.since = self.processors, start
+
+    def _blocks(self, x: torch.Tensor, does: str, count: int) -> list[torch.Tensor]:
+        """Equal blocks of the rows of `x`, its leading axes flattened."""
+        flat = rows(x)
+        if flat is None:
+            raise self.fail(f"it {does} {_layout(x)}", expected="rows with one stride", hint="copy it first")
+        height = len(flat) // count
+        return [flat[i * height : (i + 1) * height] for i in range(count)]
+
+    def communicate(self, exchange: Exchange, x: torch.Tensor | None, out: torch.Tensor | None) -> list[Task]:
+        for does, tensor in (("reads", x), ("writes", out)):
+            if tensor is not None and not tensor.is_contiguous():
+                raise self.fail(f"it {does} {_layout(tensor)}", expected="a dense tensor", hint="copy it first")
+        lane = f"communication {len(self.tasks)}"
+        task = partial(self.task, lane=lane, timed=True, team=exchange.team)
+        come = self.task(_nothing, lane=lane).follow(self.current.tail)
+        come.gate, come.lasts = self.processors, True
+        if x is not None and out is not None and exchange.takes(self.rank) and exchange.gives(self.rank):
+            self._refuse_overlap(out, (x,))
+        if exchange.kind in KINDS:
+            messages = self.messages.setdefault(exchange.team, [])
+            messages.append(MessageSide(exchange, x, out, come, task, messages[-1] if messages else None))
+            return messages[-1].ends
+        parts = self.parts.setdefault(tuple(sorted(exchange.team)), [])
+        side = Side if self.dtype is None else WidePart
+        parts.append(side(exchange, x, out, self.current.tail, come, task, parts[-1] if parts else None))
+        return [parts[-1].give]
+
+    def wait(self, handle: list[Task]) -> None:
+        self.current.wait(handle)
+
+    def copy(self, x: torch.Tensor, out: torch.Tensor, source: int, target: int, sms: int = 0) -> None:
+        if source != self.rank:
+            x = self._at(x, source)
+        if target != self.rank:
+            out = self._at(out, target)
+        if sms:
+            task = self.push(partial(out.copy_, x), (x,), (out,))
+        else:
+            task = self.issue(partial(out.copy_, x), (x,), (out,), timed=True)
+            task.gate = self.processors if source == target else None  # within a rank it is a kernel's work
+        for view, rank in ((x, source), (out, target)):
+            if rank != self.rank:
+                self.symmetric.touch(view, rank, task)
+
+    def signal(self, flags: torch.Tensor, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
+        view = self._at(flags, peer)
+        behind = not sms and self.current.pushing and not self.current.signalled
+        flag, task = self.symmetric.flag(view, slot), self.push(None) if behind else self.issue(None)
+        task.gate, task.small = (self.processors, True) if sms else (None, False)
+        task.run, task.turns, task.epoch = partial(flag.set, task), flag, self._epoch(epoch)
+        self.symmetric.touch(view, peer, task)
+
+    def wait_signal(self, flags: torch.Tensor, slot: int, epoch: int) -> None:
+        task = self.issue(_nothing)
+        task.gate, task.epoch = self._flag(flags, slot), self._epoch(epoch)
+
+    def barrier(self, team: Team) -> None:
+        come = self.issue(None)
+        self.barriers.setdefault(team, []).append((come, self.issue(None)))
+
+    def current_stream(self) -> IssueQueue:
+        return self.current
+
+    def set_stream(self, stream: IssueQueue | int) -> None:
+        self.current = self._stream(stream)
+
+    def synchronize(self, stream: IssueQueue | int) -> None:
+        self.current.wait(self._stream(stream).tail)
+
+    def delay(self, microseconds: int) -> None:
+        """It orders nothing: the scheduler may already run anything first."""
+
+    def _stream(self, stream: IssueQueue | int) -> IssueQueue:
+        if isinstance(stream, IssueQueue):
+            return stream
+        if not 0 <= stream < len(self.pool):
+            hint = f"write 'streams {stream + 1}' behind the program's outputs" if stream > 0 else ""
+            raise self.fail(f"there is no stream {stream}", expected=f"an index below {len(self.pool)}", hint=hint)
+        return self.pool[stream]
+
+    def _at(self, view: torch.Tensor, rank: int) -> torch.Tensor:
+        """The same view at a rank; raises for what is not symmetric."""
+        there = self.symmetric.at(view, rank)
+        if there is None:
+            name = self.memory.owners[storage_of(view)][0]
+            raise self.fail(f"%{name} is not symmetric", expected="a view of what allocate_symmetric gives")
+        return there
+
+    def _flag(self, flags: torch.Tensor, slot: int) -> FlagGate:
+        return self.symmetric.flag(self._at(flags, self.rank), slot)
+
+    def _epoch(self, epoch: int) -> tuple[int, int]:
+        return self.call, epoch
+
+
+def _instead(
+    kernel: Kernel, out: torch.Tensor, own: torch.Tensor, others: Sequence[torch.Tensor | None], rows: torch.Tensor
+) -> None:
+    """A block of own rows; nobody shall read what lies where others have theirs."""
+    kernel(out, own, *others)
+    rows.fill_(float("nan"))
+
+
+def _nothing() -> None:
+    """What a task does that only has to get there."""
+
+
+def _steps(x: torch.Tensor) -> list[int]:
+    """The strides along which there are steps."""
+    return [stride for extent, stride in zip(x.shape, x.stride(), strict=True) if extent != 1]
+
+
+def _layout(x: torch.Tensor) -> str:
+    return f"shape {list(x.shape)} with strides {list(x.stride())}"

@@ -1,0 +1,323 @@
+"""Communication in `hostir.check`: when it uses memory, when it ends, which ranks share a queue, and its handles."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import hostir as hi
+from hostir.ir import Program
+from hostir.ir.source import HostIRError
+from hostir.runtime.sharding import random_inputs
+from hostir.runtime.simulated.machine import run_calls
+
+HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nmesh @turned [didx] = 1 0\nmesh @other [didx] = 2 3\n"
+
+
+def program(body: str, inputs: str = "%x: f32[2@didx, 8]", outputs: str = "", streams: int = 1) -> Program:
+    """The body begins in line 7; %r is the rank's place on @mesh."""
+    head = f"program @p({inputs}) -> ({outputs}) streams {streams} {{\n  %user = current_stream"
+    return hi.parse(f"{HEAD}{head}   %r = rank of %x over didx\n{body}}}\n", "p.hir")
+
+
+def errors(found: Program) -> list[str]:
+    return [d.message for d in hi.check(found) if d.level == "error"]
+
+
+def outcome(program: Program, seed: int) -> str | list[torch.Tensor | None]:
+    """What two calls of simulated ranks give, rank by rank, or why they end."""
+    inputs = [random_inputs(program, {}, seed=call) for call in range(2)]
+    try:
+        return [part for call in run_calls(program, inputs, seed=seed) for ranks in call for part in ranks]
+    except HostIRError as ended:
+        return ended.diagnostics[0].message
+
+
+def goes_wrong(program: Program) -> bool:
+    """Whether some order that simulated ranks try ends in an error, in NaN, or in other bits than another."""
+    outcomes = [outcome(program, seed) for seed in range(20)]
+    if any(isinstance(o, str) or any(x is not None and x.isnan().any() for x in o) for o in outcomes):
+        return True
+    bits = {tuple(None if x is None else x.numpy().tobytes() for x in o) for o in outcomes if not isinstance(o, str)}
+    return len(bits) > 1
+
+
+# When memory is used --------------------------------------------------------------------------------------------------
+EARLY_READ = """  %s: f32[2@didx, 8] = allocate_symmetric
+  %y: f32[2, 8] = allocate
+  barrier of %x over didx
+  put %x -> %s at (%r + 1) % 2 over didx
+{between}  %h = allgather %s -> %y over didx
+  wait %h
+"""
+
+
+def test_what_is_sent_is_read_from_issue_on_so_a_collective_does_not_wait_for_what_peers_put_there() -> None:
+    early = program(EARLY_READ.format(between=""), outputs="%y")
+    put, gather = "'put %x -> %s at (%r + 1) % 2 over didx' of another rank", "'%h = allgather %s -> %y over didx'"
+    assert errors(early) == [f"race on %s: {gather} reads it, while {put} may still write it"]
+    assert goes_wrong(early)
+    ordered = program(EARLY_READ.format(between="  barrier of %x over didx\n"), outputs="%y")
+    assert errors(ordered) == []
+    assert not goes_wrong(ordered)
+
+
+SHARED_RESULT = """  %t: f32[{rows}] = allocate
+  %y: f32[{rows}] = allocate
+  %z: f32[{rows}] = allocate
+  for %s in 0..2 {{ set_stream %s   synchronize %user }}
+  set_stream 0
+  %g = {collective} %x -> %t over didx
+  wait %g
+  relu %t -> %y
+  set_stream 1
+{order}  %h = {collective} %w -> %t over didx
+  wait %h
+  gelu %t -> %z
+  set_stream %user
+  for %s in 0..2 {{ synchronize %s }}
+  free %t
+"""
+
+
+@pytest.mark.parametrize(
+    ("collective", "sent", "rows"),
+    [
+        ("allgather", "f32[2@didx, 8]", "2, 8"),
+        ("allreduce", "f32[2, 8] partial(didx)", "2, 8"),
+        ("reduce_scatter", "f32[2, 8] partial(didx)", "2@didx, 8"),
+        ("alltoall", "f32[2, 8@didx]", "2@didx, 8"),
+    ],
+)
+def test_a_result_is_written_from_issue_on_so_the_earlier_collective_of_the_team_keeps_nobody_out(
+    collective: str, sent: str, rows: str
+) -> None:
+    def shared(order: str) -> Program:
+        body = SHARED_RESULT.format(collective=collective, rows=rows, order=order)
+        return program(body, f"%x: {sent}, %w: {sent}", "%y, %z", streams=2)
+
+    racing, ordered = shared(""), shared("  synchronize 0\n")
+    first, second = (f"'%{h} = {collective} %{x} -> %t over didx'" for h, x in ("gx", "hw"))
+    assert errors(racing) == [
+        f"race on %t: {second} writes it, while {first} may still write it",
+        f"race on %t: {second} writes it, while 'relu %t -> %y' may still read it",
+        f"race on %t: 'gelu %t -> %z' reads it, while {first} may still write it",
+    ]
+    assert goes_wrong(racing)
+    assert errors(ordered) == []
+    assert not goes_wrong(ordered)
+
+
+def test_on_one_rank_too_a_result_is_written_while_the_collective_before_may_still_read_it() -> None:
+    alone = hi.parse("""hostir 1
+mesh @mesh [didx] = 0
+program @alone(%x: f32[8, 8], %a: f32[8, 8]) -> (%o, %y) streams 2 {
+  %user = current_stream
+  %buf: f32[8, 8] = allocate
+  %o: f32[8, 8] = allocate
+  %y: f32[8, 8] = allocate
+  for %s in 0..2 { set_stream %s  synchronize %user }
+  set_stream 0
+  matmul %a, %a -> %buf
+  %q = as_partial %buf over didx
+  %g = allreduce %q -> %o over didx
+  set_stream 1
+  %p = as_partial %x over didx
+  %h = allreduce %p -> %buf over didx
+  wait %h
+  relu %buf -> %y
+  set_stream 0
+  wait %g
+  set_stream %user
+  for %s in 0..2 { synchronize %s }
+  free %buf
+}
+""")
+    second = "'%h = allreduce %p -> %buf over didx'"
+    assert errors(alone) == [
+        f"race on %buf: {second} writes it, while 'matmul %a, %a -> %buf' may still write it",
+        f"race on %buf: {second} writes it, while '%g = allreduce %q -> %o over didx' may still read it",
+    ]
+    assert goes_wrong(alone)
+
+
+AFTER_ONE = """  %s: f32[2@didx, 8] = allocate_symmetric
+  %y: f32[2, 8] = allocate
+  %z: f32[2@didx, 8] = allocate
+  barrier of %x over didx
+  copy %x -> %s
+  %h = allgather %s -> %y over didx
+  wait %h
+  {then}
+  barrier of %x over didx
+"""
+
+
+def test_after_a_collective_other_ranks_may_still_read_what_they_send() -> None:
+    """All have begun when one has ended, so what they did before is there; not that they have sent it to all others."""
+    reads = program(AFTER_ONE.format(then="get %s from (%r + 1) % 2 over didx -> %z"), outputs="%y, %z")
+    assert errors(reads) == []
+    assert not goes_wrong(reads)
+    writes = program(AFTER_ONE.format(then="relu %x -> %z   put %x -> %s at (%r + 1) % 2 over didx"), outputs="%y, %z")
+    assert errors(writes) == [
+        "race on %s: 'put %x -> %s at (%r + 1) % 2 over didx' of another rank writes it, while "
+        "'%h = allgather %s -> %y over didx' may still read it"
+    ]
+    assert goes_wrong(writes)
+
+
+# When it ends ---------------------------------------------------------------------------------------------------------
+MOVED = """  %s: f32[2@didx, 8] = allocate_symmetric
+  %y: f32[2, 8] on @other = allocate
+  %z: f32[2@didx, 8] = allocate
+  barrier of %x over didx
+  copy %x -> %s
+{between}  get %s from (%r + 1) % 2 over didx -> %z
+"""
+
+
+def test_a_transfer_between_meshes_does_not_make_its_senders_wait_for_each_other() -> None:
+    moved = program(MOVED.format(between="  %h = gather %x -> %y\n  wait %h\n"), outputs="%y, %z")
+    assert errors(moved) == [
+        "race on %s: 'get %s from (%r + 1) % 2 over didx -> %z' of another rank reads it, while "
+        "'copy %x -> %s' may still write it"
+    ]
+    assert goes_wrong(moved)
+    between = "  %h = gather %x -> %y\n  wait %h\n  barrier of %x over didx\n"
+    assert errors(program(MOVED.format(between=between), outputs="%y, %z")) == []
+
+
+CHAINED = """hostir 1
+mesh @one [didx] = 0
+mesh @two [didx] = 1
+mesh @both [didx] = 0 1
+program @p(%v: f32[8] on @one, %x: f32[2@didx, 8] on @both) -> (%w, %z) {{
+  %r = rank of %x over didx
+  %f: flag[1] on @both = allocate_symmetric
+  %s: f32[2@didx, 8] on @both = allocate_symmetric
+  %w: f32[8] on @two = allocate
+  %z: f32[2@didx, 8] on @both = allocate
+  barrier of %x over didx
+{body}}}
+"""
+
+
+def chained(body: str) -> Program:
+    """A transfer from rank 0 to rank 1, and flags and memory of both."""
+    return hi.parse(CHAINED.format(body=body))
+
+
+def test_a_receiver_ends_after_its_sender_has_begun() -> None:
+    body = "  relu %x -> %z\n  if %r == 0 { put %x -> %s at 1 over didx }\n  %h = broadcast %v -> %w\n  wait %h\n"
+    got = chained(body + "  if %r == 1 { copy %s -> %z }\n  if %r == 1 { get %s from 1 over didx -> %z }\n")
+    assert errors(got) == []
+    assert not goes_wrong(got)
+
+
+def test_a_sender_may_be_held_until_its_receiver_comes() -> None:
+    body = (
+        "  relu %x -> %z\n  if %r == 0 {\n    %h = broadcast %v -> %w\n    wait %h\n"
+        "    signal %f[0] = 1 at 1 over didx\n  }\n"
+        "  if %r == 1 {\n    wait_signal %f[0] >= 1\n    %h = broadcast %v -> %w\n    wait %h\n  }\n"
+    )
+    held = chained(body)
+    (found,) = hi.check(held)
+    assert found.message.startswith("deadlock: ")
+    told = " ".join(text for _, text in found.notes)
+    assert "rank 0, the caller's stream, call 1: '%h = broadcast %v -> %w'" in told
+    assert "rank 1, the caller's stream, call 1: 'wait_signal %f[0] >= 1'" in told
+    outcomes = [outcome(held, seed) for seed in range(20)]
+    stuck = [o for o in outcomes if isinstance(o, str)]
+    assert 0 < len(stuck) < 20, "some machines hold the sender, others do not"
+    assert all(message.startswith("deadlock") for message in stuck)
+
+
+def test_that_a_sender_has_ended_says_nothing_of_its_receiver() -> None:
+    body = (
+        "  relu %x -> %z\n  if %r == 1 { copy %x -> %s }\n  %h = broadcast %v -> %w\n  wait %h\n"
+        "  if %r == 0 { get %s from 1 over didx -> %z }\n"
+    )
+    found = chained(body)
+    assert errors(found) == [
+        "race on %s: 'get %s from 1 over didx -> %z' of another rank reads it, while 'copy %x -> %s' may still write it"
+    ]
+    assert goes_wrong(found)
+
+
+# Teams ----------------------------------------------------------------------------------------------------------------
+TWO_ORDERS = """  %y: f32[2, 8] = allocate
+  %v: f32[2, 8] on @turned = allocate
+  if %r == 0 {{
+    %g = allgather %x -> %y over didx
+    %h = allgather %w -> %v over didx
+    wait %g
+    wait %h
+  }}
+  if %r == 1 {{
+    {first}
+    {second}
+    wait %g
+    wait %h
+  }}
+"""
+TURNED = "%x: f32[2@didx, 8], %w: f32[2@didx, 8] on @turned"
+PLAIN, BACKWARDS = "%g = allgather %x -> %y over didx", "%h = allgather %w -> %v over didx"
+
+
+def test_the_same_ranks_in_another_order_share_one_queue_of_collectives() -> None:
+    swapped = program(TWO_ORDERS.format(first=BACKWARDS, second=PLAIN), TURNED, "%y, %v")
+    (found,) = hi.check(swapped)
+    assert found.message == "ranks 0 1 differ in the collectives of their team"
+    assert found.hint == "every rank of a team issues the same ones in the same order"
+    assert [(span.line, text) for span, text in found.notes if span] == [
+        (10, f"rank 0, the caller's stream, call 1: '{PLAIN}'"),
+        (16, f"rank 1, the caller's stream, call 1: '{BACKWARDS}'"),
+    ]
+    assert "differ in communication 1 of their team" in str(outcome(swapped, 0))
+    alike = program(TWO_ORDERS.format(first=PLAIN, second=BACKWARDS), TURNED, "%y, %v")
+    assert errors(alike) == []
+    assert not goes_wrong(alike)
+
+
+# Handles --------------------------------------------------------------------------------------------------------------
+GATHER = "%y: f32[2, 8] = allocate\n%h = allgather %x -> %y over didx\n"  # lines 7 and 8
+
+
+@pytest.mark.parametrize(
+    ("body", "lines", "message"),
+    [
+        ("", (8,), "%h is never waited for"),
+        ("if %r == 0 {\nwait %h\n}\n", (8,), "%h is never waited for"),
+        ("if %r == 1 {\n%k = send %x to 0 over didx\n}\nwait %h\n", (10,), "%k is never waited for"),
+        ("wait %h\nfor %i in 0..2 {\n%k = allgather %x -> %y over didx\n}\n", (11,), "%k is never waited for"),
+        ("wait %h\nwait %h\n", (10, 9), "%h is waited for twice"),
+        ("for %i in 0..2 {\nwait %h\n}\n", (10, 10), "%h is waited for twice"),
+        ("if %r == 0 {\nwait %h\n}\nwait %h\n", (12, 10), "%h is waited for twice"),
+    ],
+)
+def test_a_handle_is_waited_for_once_on_each_rank(body: str, lines: tuple[int, ...], message: str) -> None:
+    (found,) = hi.check(program(GATHER + body))
+    assert found.message == message
+    spans = [found.span, *(span for span, _ in found.notes)]
+    assert tuple(span.line for span in spans if span) == lines
+    never = f"add 'wait {message[:2]}' before its result is used"
+    assert found.hint == ("wait for it once" if "twice" in message else never)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "if %r == 0 {\nwait %h\n}\nif %r == 1 {\nwait %h\n}\n",
+        "for %i in 0..3 {\nif %i == 1 {\nwait %h\n}\n}\n",
+        "wait %h\nfor %i in 0..2 {\n%k = allgather %x -> %y over didx\nwait %k\n}\n",
+    ],
+)
+def test_where_a_handle_is_waited_for_does_not_matter(body: str) -> None:
+    assert errors(program(GATHER + body, outputs="%y")) == []
+
+
+def test_an_exchange_does_not_receive_what_it_sends() -> None:
+    (found,) = hi.check(program("%h = exchange %x to 1 - %r, %x from 1 - %r over didx\nwait %h\n"))
+    assert re.fullmatch("exchange writes %x while it reads it", found.message)

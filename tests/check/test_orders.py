@@ -1,0 +1,300 @@
+"""The checker's rules, one by one: what orders two statements and what does not, over streams, ranks and calls."""
+
+from __future__ import annotations
+
+import pytest
+
+import hostir as hi
+from examples import patterns
+from hostir.check import prove
+from hostir.check.findings import Finding
+from hostir.check.proof import analyse, shared_queues
+from hostir.check.repair import repair
+from hostir.ir import Diagnostic, HostIRError, Program
+from tests.lower.test_patterns import Pattern, arguments
+from tests.mutation import GATHERED
+
+HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\n"
+
+
+def program(body: str, inputs: str = "%x: f32[4, 6]", outputs: str = "%y", result: str = "f32[4, 6]") -> Program:
+    head = f"{HEAD}program @p({inputs}) -> ({outputs}) streams 2 {{\n"
+    return hi.parse(
+        f"{head}  %user = current_stream\n  %r = rank of %x over didx\n  %y: {result} = allocate\n{body}}}\n"
+    )
+
+
+def kinds(program: Program, **given: int) -> list[str]:
+    found = hi.check(program, calls=given.pop("calls", 2), sizes=given or None)
+    assert all(isinstance(d, Finding) for d in found), found
+    return [d.kind for d in found if isinstance(d, Finding)]
+
+
+FORK, JOIN = "  synchronize %user\n", "  set_stream %user\n  synchronize 0\n"
+
+
+def test_a_worker_that_forks_and_joins_is_ordered() -> None:
+    assert kinds(program(f"  set_stream 0\n{FORK}  relu %x -> %y\n{JOIN}")) == []
+
+
+REUSED = """hostir 1
+mesh @mesh [didx] = 0
+program @reused(%x: f32[4, 4]) -> (%y, %z) streams 1 {
+  %user = current_stream
+  %y: f32[4, 4] = allocate
+  %z: f32[4, 4] = allocate
+  set_stream 0
+  synchronize %user
+  set_stream %user
+  %u: f32[4, 4] = allocate
+  relu %x -> %u
+  matmul %u, %u -> %y
+  free %u
+  %t: f32[4, 4] = allocate
+  set_stream 0
+ORDER  gelu %x -> %t
+  relu %t -> %z
+  set_stream %user
+  synchronize 0
+  free %t
+}
+"""
+
+
+def test_memory_is_the_streams_that_allocated_it_until_others_have_waited_for_that_stream() -> None:
+    """Whoever had it before may still use it there."""
+    (found,) = hi.check(hi.parse(REUSED.replace("ORDER", ""), "reused.hir"))
+    assert (
+        found.message == "race on %t: 'gelu %x -> %t' writes it, while '%t: f32[4, 4] = allocate' may not have given it"
+    )
+    assert found.hint.startswith("on stream 0, 'synchronize %user' before it")
+    assert found.expected == "an order between the caller's stream of rank 0 and stream 0 of rank 0"
+    assert [(span.line, text) for span, text in found.notes if span] == [
+        (14, "rank 0, the caller's stream, call 1: '%t: f32[4, 4] = allocate'"),
+        (16, "rank 0, stream 0, call 1: 'gelu %x -> %t'"),
+    ]
+    assert hi.check(hi.parse(REUSED.replace("ORDER", "  synchronize %user\n"))) == []
+    there = REUSED.replace(
+        "  %t: f32[4, 4] = allocate\n  set_stream 0\n", "  set_stream 0\n  %t: f32[4, 4] = allocate\n"
+    )
+    assert hi.check(hi.parse(there.replace("ORDER", ""))) == []
+
+
+def test_a_read_before_memory_is_given_is_told_of_whoever_wrote_there() -> None:
+    body = "  %t: f32[4, 6] = allocate\n  set_stream 0\n  {}relu %t -> %y\n" + JOIN + "  free %t\n"
+    head = "  set_stream 0\n  synchronize %user\n  set_stream %user\n"
+    written = program(head + body.format("relu %x -> %t\n  "))
+    assert [d.message.split(", while")[0] for d in hi.check(written)] == ["race on %t: 'relu %x -> %t' writes it"]
+    assert kinds(program(head + body.format(""))) == ["unwritten"]
+
+
+def test_the_caller_leaves_a_symmetric_output_undefined_for_the_next_call() -> None:
+    body = "  %s: f32[4, 6] = allocate_symmetric\n{}  relu %s -> %y\n{}"
+    copy = "  copy %x -> %s\n"
+    assert kinds(program(body.format(copy, ""), outputs="%y, %s")) == []
+    kept = body.format("", copy)  # each call reads what the one before has written
+    nobody = "'relu %s -> %y' reads %s, parts of which nobody has written"
+    assert [d.message for d in hi.check(program(kept))] == [nobody]
+    assert [d.message for d in hi.check(program(kept, outputs="%y, %s"))] == [
+        nobody,
+        "'relu %s -> %y' reads %s, rows of which the caller leaves undefined",
+    ]
+
+
+def test_without_a_fork_the_input_and_without_a_join_the_output_is_raced_for() -> None:
+    assert kinds(program(f"  set_stream 0\n  relu %x -> %y\n{JOIN}")) == ["race"]
+    found = hi.check(program(f"  set_stream 0\n{FORK}  relu %x -> %y\n"))
+    assert {d.buffer for d in found if isinstance(d, Finding)} == {"x", "y"}
+
+
+def test_synchronize_orders_what_was_issued_before_it_and_nothing_else() -> None:
+    late = (
+        f"  set_stream 0\n{FORK}  set_stream %user\n  synchronize 0\n"
+        "  set_stream 0\n  relu %x -> %y\n  set_stream %user\n"
+    )
+    assert "race" in kinds(program(late))
+
+
+def test_slices_that_have_nothing_in_common_need_no_order_and_those_that_do_need_one() -> None:
+    both = (
+        "  for %s in 0..2 {{ set_stream %s   synchronize %user }}\n  for %s in 0..2 {{\n    set_stream %s\n"
+        "    %a = chunk %x[{read} of 2] axis {axis}\n    %b = chunk %y[{write} of 2] axis {axis}\n"
+        "    relu %a -> %b\n  }}\n"
+        "  set_stream %user\n  for %s in 0..2 {{ synchronize %s }}\n"
+    )
+    assert kinds(program(both.format(read="%s", write="%s", axis=1))) == []
+    assert kinds(program(both.format(read=0, write="%s", axis=0))) == []
+    assert kinds(program(both.format(read="%s", write=0, axis=1))) == ["unwritten", "race"]
+
+
+def test_rows_and_columns_of_one_buffer_meet() -> None:
+    body = (
+        f"  %z: f32[4, 3] = allocate\n  set_stream 0\n{FORK}  %row = select %y[1]\n  %in = select %x[0]\n"
+        f"  relu %in -> %row\n"
+        "  set_stream %user\n  %cut = chunk %y[{} of 2] axis 1\n  %some = chunk %x[0 of 2] axis 1\n"
+        "  gelu %some -> %cut\n"
+    )
+    found = hi.check(program(body.format(1), outputs=""))
+    assert any(isinstance(d, Finding) and d.kind == "race" and d.buffer == "y" for d in found)
+
+
+def test_a_collective_is_seen_to_end_by_those_who_wait_for_it_only() -> None:
+    gather = "  %all: f32[2, 3] = allocate\n  %h = allgather %x -> %all over didx\n{}  free %all\n"
+    ordered, late = "  wait %h\n  relu %all -> %y\n", "  relu %all -> %y\n  wait %h\n"
+    sharded = {"inputs": "%x: f32[2@didx, 3]", "result": "f32[2, 3]"}
+    assert kinds(program(gather.format(ordered), **sharded)) == []
+    assert kinds(program(gather.format(late), **sharded)) == ["race"]
+
+
+def test_what_one_rank_did_before_a_collective_comes_before_what_another_does_after_it() -> None:
+    body = (
+        "  %s: f32[2@didx, 3] = allocate_symmetric\n  %all: f32[2, 3] = allocate\n"
+        "  barrier of %x over didx\n  copy %x -> %s\n"
+        "  %h = allgather %x -> %all over didx\n{}  get %s from (%r + 1) % 2 over didx -> %y\n{}  free %all\n"
+    )
+    sharded = {"inputs": "%x: f32[2@didx, 3]", "result": "f32[1, 3]"}
+    assert kinds(program(body.format("  wait %h\n", ""), **sharded)) == []
+    assert kinds(program(body.format("", "  wait %h\n"), **sharded)) == ["race"]
+
+
+def test_a_barrier_at_the_beginning_or_the_end_keeps_calls_apart_and_one_call_shows_no_race() -> None:
+    body = (
+        "  %s: f32[4, 6] = allocate_symmetric\n{}  copy %x -> %s\n  barrier of %x over didx\n"
+        "  get %s from (%r + 1) % 2 over didx -> %y\n{}"
+    )
+    barrier = "  barrier of %x over didx\n"
+    assert kinds(program(body.format(barrier, ""))) == []
+    assert kinds(program(body.format("", barrier))) == []
+    assert kinds(program(body.format("", "")), calls=1) == []
+    assert kinds(program(body.format("", ""))) == ["race"]
+
+
+def test_epochs_start_anew_with_every_call() -> None:
+    body = (
+        "  %s: f32[4, 6] = allocate_symmetric\n  %f: flag[2] = allocate_symmetric\n  %p = rank of %x over didx\n"
+        "  put %x -> %s at (%r + 1) % 2 over didx\n  signal %f[0] = 1 at (%r + 1) % 2 over didx\n"
+        "  wait_signal %f[0] >= 1\n  copy %s -> %y\n{}"
+    )
+    closing = "  signal %f[1] = 1 at (%r + 1) % 2 over didx\n  wait_signal %f[1] >= 1\n"
+    assert kinds(program(body.format(closing))) == []
+    assert kinds(program(body.format(""))) == ["race"]
+
+
+def test_a_finding_names_both_statements_their_ranks_streams_and_rounds_and_what_to_insert() -> None:
+    text = str(program(f"  set_stream 0\n  relu %x -> %y\n{JOIN}"))
+    (found,) = hi.check(hi.parse(text, "p.hir"))
+    lines = str(found).splitlines()
+    assert lines[0].startswith("p.hir:8:3: error: race on %x: 'relu %x -> %y' reads it, while the caller")
+    assert "  expected: an order between the caller's stream of rank 0 and stream 0 of rank 0" in lines
+    assert any(line.startswith("  hint: on stream 0, 'synchronize %user' before it") for line in lines)
+    assert "p.hir:8:3: note: rank 0, stream 0, call 1: 'relu %x -> %y'" in lines
+
+
+def test_a_race_is_told_once_however_many_ranks_rounds_and_calls_show_it() -> None:
+    body = f"  set_stream 0\n  for %i in 0..8 {{\n    relu %x -> %y\n  }}\n{JOIN}"
+    found = hi.check(program(body))
+    assert [d.message.split(":")[0] for d in found] == ["race on %x"]
+    assert isinstance(found[0], Finding)
+    assert found[0].times > 30
+
+
+def test_a_leak_is_a_warning_and_programs_with_warnings_pass() -> None:
+    leaking = program("  %t: f32[4, 6] = allocate\n  relu %x -> %t\n  relu %t -> %y\n")
+    (found,) = hi.check(leaking)
+    assert (found.level, found.message.split()[0]) == ("warning", "%t")
+    assert prove(leaking) is leaking
+
+
+def test_proving_raises_all_errors() -> None:
+    with pytest.raises(HostIRError) as wrong:
+        prove(program("  set_stream 0\n  relu %x -> %y\n"))
+    assert len(wrong.value.diagnostics) >= 2
+
+
+@pytest.mark.parametrize(
+    ("unseen", "why"),
+    [
+        (program("  for %i in 0..200000 { relu %x -> %y }\n"), "it comes to 1600012 statements"),
+        (program("  relu %x -> %y\n", "%x: f32[35/M], %z: f32[M/5]", result="f32[35/M]"), "no small values of M"),
+    ],
+    ids=["too long", "no small sizes"],
+)
+def test_what_was_not_looked_at_is_an_error_and_no_proof(unseen: Program, why: str) -> None:
+    (found,) = hi.check(unseen)
+    assert (found.level, found.kind) == ("error", "unchecked")
+    assert f"@p was not checked for races: {why}" in found.message
+    for _ in range(2):
+        with pytest.raises(HostIRError, match=f"not checked for races: {why}") as refused:
+            prove(unseen)
+        assert "or run it unproved: check=False, --no-check" in str(refused.value)
+    with pytest.raises(HostIRError, match="not checked for races"):
+        repair(unseen)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("pattern", patterns.PATTERNS, ids=lambda p: p.__name__)
+def test_every_emitted_program_is_clean_over_two_calls(pattern: Pattern, ranks: int) -> None:
+    one_sided = ("ring", "fused") if pattern in GATHERED else ()
+    for slices in (1, 2, 4):
+        fusion = pattern(**arguments(pattern, ranks=ranks, S=slices, M=96, K=16, N=32, H=32))
+        for strategy, streams in (("sequential", 1), ("pipeline", 1), ("pipeline", 3), ("pipeline", 8)):
+            assert hi.check(hi.lower(fusion, strategy, streams)) == []
+        for strategy in one_sided:
+            assert hi.check(hi.lower(fusion, strategy)) == []
+
+
+def test_symbolic_sizes_get_small_ones_with_more_rounds_than_streams() -> None:
+    text = (
+        "program @p(%x: f32[S, M, K/2]) -> (%y) streams 3 {{\n  %user = current_stream\n"
+        "  %y: f32[S, M, K/2] = allocate\n  for %s in 0..3 {{ set_stream %s   synchronize %user }}\n"
+        "  for %i in 0..S {{\n"
+        "    set_stream %i % 3\n    %a = select %x[%i]\n    %b = select %y[{}]\n    relu %a -> %b\n  }}\n"
+        "  set_stream %user\n  for %s in 0..3 {{ synchronize %s }}\n}}\n"
+    )
+    clean, wraps = (hi.parse(HEAD + text.format(index)) for index in ("%i", "%i % 4"))
+    assert hi.check(clean) == []
+    assert analyse(clean).sizes == {"S": 8, "M": 2, "K": 2}
+    assert "race" in [d.kind for d in hi.check(wraps)]
+    assert hi.check(clean, sizes={"S": 2, "M": 5, "K": 8}) == []
+
+
+def test_other_ranks_than_the_meshes_name_are_refused() -> None:
+    (found,) = hi.check(program("  relu %x -> %y\n"), ranks=8)
+    assert found == Diagnostic("@p is for 2 ranks, not 8", expected="2 ranks")
+
+
+def test_a_copy_on_one_rank_between_parts_that_overlap_is_refused_and_one_of_a_part_to_itself_is_not() -> None:
+    copies = (
+        "  %s: f32[4, 6] = allocate_symmetric\n  put %x -> %s at %r over didx\n"
+        "  %rows: f32[2, 12] = reshape %s\n  %turned = permute %rows (1, 0)\n  %columns: f32[12, 2] = reshape %s\n"
+        "  {copy}\n  relu %s -> %y\n"
+    )
+    assert kinds(program(copies.format(copy="put %columns -> %columns at %r over didx"))) == []
+    (found,) = hi.check(program(copies.format(copy="put %turned -> %columns at %r over didx")))
+    assert found.message == "rank 0: it copies a part of %s to another that overlaps it, on one rank"
+    assert found.span
+    assert found.span.line == 12
+
+
+# Hardware queues --------------------------------------------------------------------------------------------------
+def signalled_last() -> Program:
+    """All streams but the last wait for a flag, which the last raises: each was issued its wait before that."""
+    return program(
+        "  %f: flag[1] = allocate_symmetric\n"
+        "  for %s in 0..2 {\n    set_stream %s\n    wait_signal %f[0] >= 1\n  }\n"
+        "  set_stream %user\n  signal %f[0] = 1 at %r over didx\n  relu %x -> %y\n"
+        "  for %s in 0..2 { synchronize %s }\n"
+    )
+
+
+def test_streams_that_share_a_queue_stand_still_behind_a_wait_for_what_is_issued_later() -> None:
+    found = shared_queues(signalled_last(), {})
+    assert kinds(signalled_last()) == []
+    assert [d.kind for d in found if isinstance(d, Finding)] == ["queues shared"]
+    assert "wait_signal %f[0] >= 1" in str(found[0])
+    assert "signal %f[0] = 1 at %r over didx" in str(found[0])
+
+
+def test_what_lowering_emits_runs_on_one_queue() -> None:
+    for strategy in ("sequential", "pipeline", "ring", "fused", "push"):
+        assert shared_queues(hi.lower(patterns.mlp(ranks=4, S=4, M=64), strategy), {}) == []

@@ -1,0 +1,110 @@
+"""A matmul that waits starts beside the copies by SMs right before it: what then has to be said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import hostir as hi
+from hostir.ir import HostIRError
+from hostir.ir.onesided_ops import Put
+from hostir.runtime.sharding import random_inputs
+from hostir.runtime.simulated.machine import rehearse
+
+HEAD = """hostir 1
+mesh @mesh [x] = 0 1
+program @p(%a: f32[2@x, 4], %b: f32[4, 4]) -> (%c) streams 1 {
+  %user = current_stream
+  %r = rank of %a over x
+  %full: f32[2, 4] = allocate_symmetric
+  %there: flag[2] = allocate_symmetric
+  %mine: f32[2@x, 4] = shard %full
+  %c: f32[2, 4] = allocate
+  %t: f32[2@x, 4] = allocate
+  %w: f32[4, 4] = allocate_symmetric
+  relu %a -> %t
+  barrier of %full over x
+"""
+TO_PEER = ["put %t -> %mine at 1 - %r over x by 4 sms", "signal %there[%r] = 1 at 1 - %r over x"]
+TO_SELF = ["put %t -> %mine at %r over x by 4 sms", "signal %there[%r] = 1 at %r over x"]
+MATMUL = "matmul %full, %b -> %c ready %there >= 1 from %r"
+
+
+def program(*lines: str) -> hi.Program:
+    return hi.parse(HEAD + "".join(f"  {line}\n" for line in lines) + "}\n", "p.hir")
+
+
+def kinds(*lines: str) -> set[str]:
+    """What the checker reports; simulated ranks, when they watch, must see some of it, or nothing."""
+    drawn = program(*lines)
+    found = {getattr(f, "kind", "structure") for f in hi.check(drawn) if f.level == "error"}
+    seen = ""
+    machine = rehearse(drawn, [random_inputs(drawn, {}, seed) for seed in (1, 2)])
+    try:
+        for seed in range(3):
+            machine.run(seed, watch=True)
+    except HostIRError as problem:
+        seen = str(problem)
+    assert bool(found) == bool(seen), f"checker: {found}; simulated ranks: {seen}"
+    return found
+
+
+def test_rows_that_are_flagged_as_they_come_are_right() -> None:
+    assert kinds(*TO_SELF, *TO_PEER, MATMUL) == set()
+    assert kinds(*TO_PEER, *TO_SELF, MATMUL) == set()
+
+
+def test_rows_of_ones_own_need_a_flag_behind_them_too() -> None:
+    early = "signal %there[%r] = 1 at %r over x"
+    assert kinds(early, *TO_SELF[:1], *TO_PEER, MATMUL) & {"race", "unwritten"}
+    assert kinds(early, *TO_SELF[:1], *TO_PEER, "relu %t -> %t", MATMUL) == set(), "a kernel between orders them"
+
+
+@pytest.mark.parametrize("change", ["set_stream 0", "relu %a -> %a"])
+def test_other_operands_are_not_ordered_behind_the_copies_unless_something_is_between(change: str) -> None:
+    to_w = ["put %b -> %w at %r over x by 4 sms", *TO_SELF, *TO_PEER]
+    reads_w = MATMUL.replace("%b", "%w")
+    assert kinds(*to_w, reads_w) & {"race", "unwritten"}
+    if change == "set_stream 0":
+        assert kinds(*to_w, change, "synchronize %user", reads_w, "set_stream %user", "synchronize 0") == set()
+    else:
+        assert kinds(*to_w, change, reads_w) == set()
+
+
+def test_a_stream_that_waits_behind_the_copies_has_the_matmul_wait_too() -> None:
+    to_w = ["put %b -> %w at %r over x by 4 sms", *TO_SELF, *TO_PEER]
+    assert kinds(*to_w, "synchronize %user", MATMUL.replace("%b", "%w")) == set()
+    aside = ["%s: f32[4, 4] = allocate", "set_stream 0", "synchronize %user", "relu %b -> %s", "set_stream %user"]
+    assert kinds(*aside, *to_w, "synchronize 0", MATMUL.replace("%b", "%s"), "free %s") == set()
+
+
+def test_copies_of_fewer_than_no_sms_are_refused() -> None:
+    (put,) = [s for s in program(*TO_SELF, *TO_PEER, MATMUL).walk() if isinstance(s, Put)][:1]
+    with pytest.raises(HostIRError, match="put by -1 sms"):
+        replace(put, sms=-1).verify()
+
+
+def test_the_result_must_not_lie_where_the_copies_still_read() -> None:
+    filled = ["%o: f32[2, 4] = allocate", "%q: f32[2, 4] = allocate_symmetric", "%h = chunk %b[0 of 2] axis 0"]
+    copied = ["relu %h -> %o", "put %o -> %q at 1 - %r over x by 4 sms", *TO_SELF, *TO_PEER]
+    into_o = MATMUL.replace("-> %c", "-> %o")
+    assert kinds(*filled, *copied, into_o, "relu %o -> %c") == {"race"}
+    assert kinds(*filled, *copied, "relu %t -> %t", into_o, "relu %o -> %c") == set()
+
+
+def test_what_follows_the_matmul_comes_after_the_copies_too() -> None:
+    assert kinds(*TO_SELF, *TO_PEER, MATMUL, "relu %a -> %t") == set()
+
+
+def test_the_copies_have_their_sms_before_a_kernel_that_waits_takes_all() -> None:
+    behind = ["set_stream 0", "synchronize %user", *TO_PEER, "set_stream %user"]
+    assert "SMs held" in kinds(*TO_SELF, *behind, MATMUL, "synchronize 0")
+
+
+def test_copies_that_may_be_another_kernel_have_no_sms_yet_when_one_that_waits_takes_all() -> None:
+    first = ["%first: flag[1] = allocate_symmetric", "set_stream 0", "synchronize %user"]
+    marked = ["put %b -> %w at %r over x by 4 sms", "signal %first[0] = 1 at %r over x"]
+    then = ["set_stream %user", "wait_signal %first[0] >= 1", MATMUL, "synchronize 0"]
+    assert "SMs held" in kinds(*first, *marked, *TO_SELF, *TO_PEER, *then)
+    assert kinds(*first, *TO_SELF, *TO_PEER, *marked, *then) == set()

@@ -1,0 +1,219 @@
+"""`hostir run --compare` of host programs of single ranks, which mean what simulated ranks do in program order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+import hostir as hi
+from examples import patterns
+from examples.ag_matmul import ag_matmul
+from hostir.__main__ import main
+from hostir.cli.run import rehearsed
+from hostir.ir.program import Program
+from hostir.runtime.kernels.table import Kernel, kernel_table
+from hostir.runtime.reference import compare, reference, relative_error
+from hostir.runtime.sharding import random_inputs
+from hostir.runtime.simulated import machine as local
+from tests.cli.commands_on_ranks import FAULTS, Ended, on_ranks
+from tests.runtime.small_programs import program, said
+
+ROOT = Path(__file__).parent.parent.parent
+ONESIDED = sorted((ROOT / "tests" / "cases" / "onesided").glob("*.hir"))
+GATHERED = [patterns.allgather_matmul, patterns.allgather_matmul_rows, patterns.allgather_matmul_kept]
+GATHERED += [patterns.column_parallel, patterns.gate_up, patterns.mlp, patterns.mlp_2d]
+REFERENCE = "simulated ranks in program order"
+every_strategy = pytest.mark.parametrize("strategy", ["fused", "ring"])
+
+
+def lowered(strategy: str, ranks: int = 4, S: int = 4, dtype: str = "bf16") -> Program:
+    return hi.lower(ag_matmul(ranks, S, 4 * ranks * S, 32, 16, dtype), strategy)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[Program], str]:
+    """Writes a text as `hostir lower -o` does, and names the file."""
+
+    def written(text: Program) -> str:
+        path = tmp_path / f"{text.name}.hir"
+        path.write_text(str(text))
+        return str(path)
+
+    return written
+
+
+# Runs on simulated ranks ------------------------------------------------------------------------------------------
+@every_strategy
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("S", [1, 4])
+def test_a_lowered_text_is_compared_with_its_own_statements(
+    strategy: str, ranks: int, S: int, file: Callable[[Program], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = file(lowered(strategy, ranks, S))
+    for more in (["--repeat", "3"], ["--schedule-seed", "5", "--kernels", "aten"]):
+        assert main(["run", text, "--ranks", str(ranks), "--compare", *more]) == 0
+        shown = capfd.readouterr()
+        assert "%c: error " in shown.out
+        assert f" from {REFERENCE}\n" in shown.out
+        assert shown.err == ""
+
+
+@pytest.mark.parametrize("case", ONESIDED, ids=lambda case: case.stem)
+def test_texts_of_puts_gets_messages_and_sums_are_compared_too(case: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(case), "--compare", "--schedule-seed", "3"]) == 0
+    assert ": ok" in capfd.readouterr().out
+
+
+@every_strategy
+@pytest.mark.parametrize("off", [1.02, float("nan")])
+def test_a_kernel_that_computes_wrong_is_found(
+    strategy: str,
+    off: float,
+    file: Callable[[Program], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def spoiled(policy: str, device: str) -> Mapping[str, Kernel]:
+        """A table whose matmul is off in the last row of each call."""
+        table = kernel_table(policy, device)
+
+        def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+            table["matmul"](out, a, b)
+            out.select(-2, -1).mul_(off)
+
+        return {**table, "matmul": matmul}
+
+    monkeypatch.setattr(local, "kernel_table", spoiled)
+    assert main(["run", file(lowered(strategy)), "--compare", "--json"]) == 1
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["reference"] == REFERENCE
+    assert bool(shown["wrong"]) == (off != off)
+    assert not any(output["good"] for output in shown["outputs"])
+
+
+def test_a_fusion_and_a_text_without_single_ranks_are_compared_with_whole_tensors(
+    file: Callable[[Program], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "examples/patterns.py:allgather_matmul", "--strategy", "fused", "--compare", "--json"]) == 0
+    assert main(["run", file(hi.lower(patterns.allgather_matmul())), "--compare", "--json"]) == 0
+    shown = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [one["reference"] for one in shown] == ["the unsharded result"] * 2
+
+
+# What it is compared with -----------------------------------------------------------------------------------------
+@every_strategy
+@pytest.mark.parametrize("pattern", GATHERED, ids=lambda pattern: pattern.__name__)
+def test_a_rehearsal_of_what_a_fusion_became_is_what_the_fusion_means(
+    pattern: Callable[[], hi.Fusion], strategy: str
+) -> None:
+    fusion = pattern()
+    inputs = random_inputs(fusion.program(), {}, seed=2)
+    exact = reference(fusion.program(), inputs)
+    for got, expected in zip(rehearsed(hi.lower(fusion, strategy), inputs), exact, strict=True):
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_sums_over_ranks_are_not_made_in_f32() -> None:
+    grid = hi.parse((ROOT / "tests" / "cases" / "onesided" / "grid.hir").read_text())
+    (x,) = inputs = random_inputs(grid, {})
+    y, z = rehearsed(grid, inputs)
+    torch.testing.assert_close(z, x.double(), rtol=0, atol=1e-15)
+    assert torch.equal(y, z.relu())
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_in_the_programs_own_dtype_each_statement_rounds_once(dtype: str) -> None:
+    text = lowered("ring", dtype=dtype)
+    a, b = inputs = random_inputs(text, {})
+    (c,) = rehearsed(text, inputs, dtype=None)
+    assert c.dtype == a.dtype
+    exact = a.double() @ b.double()
+    limit = relative_error(a @ b, exact) if dtype == "f32" else relative_error(exact.to(a.dtype), exact)
+    assert relative_error(c, exact) <= 1.02 * limit
+
+
+def test_chance_is_of_an_outputs_own_dtype_though_its_partial_sums_are_not_rounded() -> None:
+    y = "%y: bf16[1, 4] partial(didx)"
+    p = program(f"{y} = allocate\n  matmul %a, %b -> %y", "%a: bf16[1, 8@didx], %b: bf16[8@didx, 4]", "%y")
+    exact = torch.ones(1, 4, dtype=torch.float64)
+    unrounded, rounded = (compare(p, [exact], [plain], [exact])[0] for plain in (exact, exact.bfloat16()))
+    assert unrounded.bound == rounded.bound > torch.finfo(torch.bfloat16).eps / 2
+
+
+# What is refused --------------------------------------------------------------------------------------------------
+DEADLOCK = """%f: flag[1] = allocate_symmetric
+  wait_signal %f[0] >= 1
+  signal %f[0] = 1 at 0 over didx"""
+OTHERS = """%r = rank of %x over didx
+  %y: f32[2, 3] = allocate
+  if %r == 0 { copy %x -> %y }
+  if %r == 1 { relu %x -> %y }"""
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs", "outputs", "message"),
+    [
+        (DEADLOCK, "%x: f32[4@didx, 3]", "%x", "deadlock: ranks wait for each other"),
+        (OTHERS, "%x: f32[2, 3]", "%y", "copies of a tensor f32[2, 3] differ: ranks 1 from rank 0"),
+    ],
+    ids=["deadlock", "copies"],
+)
+def test_without_one_result_on_simulated_ranks_there_is_nothing_to_compare_with(
+    body: str, inputs: str, outputs: str, message: str
+) -> None:
+    p = program(body, inputs, outputs)
+    refusal = said(lambda: rehearsed(p, random_inputs(p, {})))
+    assert f"@p has no result on simulated ranks to be compared with: {message}" in refusal
+    assert "hint: leave out --compare" in refusal
+
+
+def test_inputs_that_do_not_fit_are_the_callers_mistake() -> None:
+    text = lowered("fused")
+    assert "error: @ag_matmul was given 0 inputs" in said(lambda: rehearsed(text, []))
+
+
+# Runs on real processes -------------------------------------------------------------------------------------------
+# By what goes wrong, or else by the parameters: ranks, strategy, kernels.
+ON_RANKS = {
+    "fused, 2, triton": (2, "fused", "triton"),
+    "fused, 4": (4, "fused", "aten"),
+    "ring, 2": (2, "ring", "aten"),
+    "ring, 4, triton": (4, "ring", "triton"),
+    "wrong kernel": (2, "fused", "aten"),
+    "lost copies": (2, "ring", "aten"),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """All of them, in one job for each number of ranks."""
+    found: dict[str, Ended] = {}
+    for size in (2, 4):
+        folder, commands = tmp_path_factory.mktemp("job"), {}
+        for name, (ranks, strategy, kernels) in ON_RANKS.items():
+            if ranks == size:
+                text = folder / f"{strategy}.hir"
+                text.write_text(str(lowered(strategy, ranks)))
+                options = ["--compare", "--kernels", kernels, "--repeat", "2", "--device", "cpu"]
+                commands[name] = ["run", str(text), *options]
+        found |= on_ranks(size, commands, folder, TRITON_INTERPRET="1")
+    return found
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(180)
+@pytest.mark.xdist_group("rehearsal on ranks")
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_each_real_rank_compares_its_own_parts(name: str, ended: dict[str, Ended]) -> None:
+    ran, (ranks, _, kernels) = ended[name], ON_RANKS[name]
+    assert f"@ag_matmul: ran on {ranks} ranks on cpu, kernels {kernels}, 2 times" in ran.stdout, ran.stderr
+    assert (ran.returncode == 0) == (name not in FAULTS), ran.stderr
+    if name in FAULTS:
+        assert "MISMATCH" in ran.stderr
+    else:
+        assert f"from {REFERENCE}" in ran.stdout

@@ -1,0 +1,112 @@
+"""`hostir explain`, `hostir tune` and `--strategy auto`: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hostir as hi
+from examples import patterns
+from hostir import knobs
+from hostir.__main__ import main
+from hostir.choice import cache
+from hostir.choice.cache import Choice, Entry
+from hostir.choice.decision import candidates, choose
+from hostir.cli.tune import _combinations, platform_of, table
+from hostir.ir import source as notices
+
+ROOT = Path(__file__).parents[2]
+ROWS = "examples/patterns.py:allgather_matmul_rows"
+LARGE = ("--ranks", "8", "--set", "S=1", "--set", "M=8192", "--set", "N=3584", "--set", "K=8192", "--set", "dtype=bf16")
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.chdir(ROOT)
+    notices._told.clear()
+    with knobs.scope(cache=tmp_path):
+        yield
+
+
+def shown(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+    assert main(arguments) == code
+    return capfd.readouterr()
+
+
+def test_explain_says_what_is_taken_the_times_and_why_the_rest_is_not_possible(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    out, err = shown(capfd, "explain", "examples/patterns.py:row_parallel", "--machine", "h200x4")
+    assert not err
+    first, *rest = out.splitlines()
+    assert re.fullmatch(r"@row_parallel runs '\w+.*' \(estimated \d+ us\) on 4 x h200 as estimated elsewhere", first)
+    assert "not possible:" in rest
+    assert sum("handles only allgathers of rows" in line for line in rest) == 3
+    times = [line.split() for line in rest if line.startswith(("  sequential", "  pipeline"))]
+    assert len(times) == 6
+
+
+def test_the_columns_of_explain_are_aligned(capfd: pytest.CaptureFixture[str]) -> None:
+    out, _ = shown(capfd, "explain", ROWS, *LARGE, "--machine", "h200x8")
+    lines = out.splitlines()[2:]
+    assert len({len(line) for line in lines}) == 1
+    assert table(["a", "us"], [["long name", "1.5"], ["b", "100"]]).splitlines() == [
+        "  a           us",
+        "  long name  1.5",
+        "  b          100",
+    ]
+
+
+def test_explain_as_json_is_the_choice(capfd: pytest.CaptureFixture[str]) -> None:
+    out, _ = shown(capfd, "explain", ROWS, *LARGE, "--json")
+    choice = Choice.from_json(json.loads(out))
+    assert choice.source == "estimated"
+    assert choice.strategy in ("fused", "ring")
+    assert choice.timings[0].us < choice.timings[-1].us
+
+
+def test_explain_of_this_cpu_uses_what_was_measured_on_it(capfd: pytest.CaptureFixture[str]) -> None:
+    program = patterns.allgather_matmul_rows(2).program()
+    platform = platform_of(program, "cpu")
+    every = candidates(program, platform, all_that_run=True).programs
+    entries = {c: Entry(p.digest, 10.0 if c.strategy == "ring" else 99.5) for c, p in every.items()}
+    cache.write(cache.key_of(program, {}, platform), program.name, entries)
+    out, _ = shown(capfd, "explain", ROWS, "--ranks", "2", "--device", "cpu")
+    assert re.match(r"@allgather_matmul_rows runs 'ring, 2 streams, aten' \(measured 10 us\) on 2 x .* CPU", out)
+    assert "99.5" in out
+    assert "not possible" not in out
+
+
+def test_lower_and_check_take_what_explain_says(capfd: pytest.CaptureFixture[str]) -> None:
+    out, _ = shown(capfd, "explain", ROWS, *LARGE, "--json")
+    choice = Choice.from_json(json.loads(out))
+    text, note = shown(capfd, "lower", ROWS, *LARGE, "--strategy", "auto")
+    fusion = patterns.allgather_matmul_rows(8, S=1, M=8192, N=3584, K=8192, dtype="bf16")
+    assert hi.parse(text) == hi.lower(fusion, choice.strategy, choice.streams)
+    assert f"note: {choice}" in note
+    out, _ = shown(capfd, "check", ROWS, "--strategy", "auto")
+    assert "nothing to report" in out
+    out, _ = shown(capfd, "lower", ROWS, *LARGE, "--strategy", "auto", "--after", choice.strategy)
+    assert "program @" in out
+
+
+def test_run_on_simulated_ranks_takes_auto(capfd: pytest.CaptureFixture[str]) -> None:
+    out, note = shown(capfd, "run", ROWS, "--strategy", "auto", "--compare")
+    assert "ok" in out
+    assert f"note: {choose(patterns.allgather_matmul_rows())}" in note
+
+
+def test_why_nothing_can_be_overlapped_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    _, note = shown(capfd, "lower", "tests/choice/fusions.py:weight_gathered_whole", "--strategy", "auto")
+    assert "note: @weight_gathered_whole runs 'sequential, triton' (fallback" in note
+    assert re.search(r"note: ring is not possible here: .*no matmul has %b_full as its left side", note)
+
+
+def test_several_values_of_a_size_make_every_combination() -> None:
+    assert list(_combinations([])) == [()]
+    found = list(_combinations(["M=1,2", "K=3", "N=4,5"]))
+    assert found == [(f"M={m}", "K=3", f"N={n}") for m in (1, 2) for n in (4, 5)]

@@ -1,0 +1,317 @@
+"""GPUs that exist only in a test: streams are queues of things to do, which a seed runs in any order that CUDA allows.
+
+What a CUDA plan issues is put into queues instead: waits for flags, writes of flags, copies, kernels, events. The
+ranks' memory is ordinary memory, which all of them see. A queue runs in order; the head of any queue that does not wait
+may be next. What can be wrong in how ranks use flags is wrong here too, without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from hostir.ir.machine import Ready
+from hostir.ir.program import Program
+from hostir.runtime.cuda import machine as cuda
+from hostir.runtime.cuda import onesided as cuda_onesided
+from hostir.runtime.cuda import streams
+from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
+from hostir.runtime.cuda.memory import PERMITS, notes, prepare
+from hostir.runtime.cuda.onesided import CudaOneSided
+from hostir.runtime.kernels.flags import with_rows
+from hostir.runtime.kernels.table import Kernel, kernel_table
+from hostir.runtime.session import Groups
+from hostir.runtime.symmetric import BufferInfo, Offer, SharedMemory
+from hostir.runtime.unroll import ComputeOp, UnrolledProgram, unroll
+
+CPU = torch.device("cpu")
+STEPS = 2_000_000
+
+
+@dataclass
+class Task:
+    """Something a stream does once it may."""
+
+    do: Callable[[], object]
+    may: Callable[[], bool] = lambda: True
+
+
+class Stream:
+    """A queue, with a number for a handle. Where a kernel that copies came last, `copying` is its begin."""
+
+    def __init__(self, device: object = None) -> None:
+        self.tasks: deque[Task] = deque()
+        self.copying: Event | None = None
+        self.cuda_stream = len(Gpus.here.streams)
+        Gpus.here.streams.append(self)
+
+    def add(self, do: Callable[[], object], may: Callable[[], bool] = lambda: True) -> None:
+        self.tasks.append(Task(do, may))
+        self.copying = None
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event()
+        event.record(other)
+        event.wait(self)
+
+
+class Event:
+    """A point in a queue."""
+
+    def __init__(self, **_: object) -> None:
+        self.reached: list[bool] = []
+
+    def unroll(self, stream: Stream) -> None:
+        reached = self.reached = list[bool]()
+        stream.add(lambda: reached.append(True))
+
+    def wait(self, stream: Stream) -> None:
+        reached = self.reached
+        stream.add(lambda: None, lambda: bool(reached))
+
+
+@dataclass
+class Shared:
+    """Symmetric memory that is the memory of this process."""
+
+    rank: int
+    memory: dict[int, torch.Tensor]
+
+    @contextmanager
+    def offering(self, size: int) -> Iterator[str]:
+        self.memory[self.rank] = torch.zeros(size, dtype=torch.uint8)
+        yield ""
+
+    def reserve(self, size: int) -> None:
+        """It is there."""
+
+    def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
+        return {rank: self.memory[rank] for rank in ranks}
+
+    def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
+        prepare(unrolled, memory)
+
+    def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
+        return (BufferInfo(*PERMITS, (1,), "int64"),)
+
+    def notes(self, unrolled: UnrolledProgram) -> str:
+        return notes(unrolled)
+
+
+@dataclass
+class Gpus:
+    """All ranks of a program, on one thread. `waiting`: a kernel can wait for blocks of its rows by itself."""
+
+    here: Gpus = field(init=False, repr=False)
+    streams: list[Stream] = field(default_factory=list)
+    waiting: bool = False
+    current: Stream = field(init=False)
+
+    def kernels(self) -> Mapping[str, Kernel]:
+        """Kernels that run when their stream gets there."""
+
+        def later(kernel: Kernel) -> Kernel:
+            def issue(out: torch.Tensor, *operands: torch.Tensor, **options: Any) -> None:
+                self.current.add(lambda: kernel(out, *operands, **options))
+
+            return issue
+
+        table = kernel_table("aten", "cpu")
+        whole = {f"{name}_ready": table[name] for name in ("matmul", "linear")} if self.waiting else {}
+        return {name: later(kernel) for name, kernel in table.items()} | whole
+
+    def run(self, random: Random) -> None:
+        """Runs what is in the queues. Fails where nothing can go on."""
+        for _ in range(STEPS):
+            waiting = [s for s in self.streams if s.tasks]
+            if not waiting:
+                return
+            ready = [s for s in waiting if s.tasks[0].may()]
+            assert ready, f"stuck: {len(waiting)} streams wait for ever"
+            # A stream that is chosen goes on for a while: whole streams run late, which is what hurts.
+            stream = random.choice(ready)
+            for _ in range(random.choice((1, 1, 4, 100))):
+                if not stream.tasks or not stream.tasks[0].may():
+                    break
+                stream.tasks.popleft().do()
+        raise AssertionError("no end")
+
+    # What takes the place of the driver ---------------------------------------------------------------------------
+    def in_batches(self, ops: Sequence[Any]) -> Callable[[int], None]:
+        def issue(handle: int) -> None:
+            for op in ops:
+                self.streams[handle].add(*op)
+
+        return issue
+
+    def ending(self, flags: Sequence[int], counts: Sequence[int]) -> Callable[[], None]:
+        def end() -> None:
+            for flag in flags:
+                _at(flag).value = 0
+            for count in counts:
+                _at(count).value += 1
+
+        return lambda: self.current.add(end)
+
+    def raiser(self, flag: int, epoch: int) -> Callable[[Stream], None]:
+        return lambda stream: stream.add(*_write(flag, epoch))
+
+    def pusher(self, pieces: Sequence[tuple[int, ...]], size: int) -> Callable[[torch.Tensor], None]:
+        """One kernel: it copies in any order, and then raises flags in any order."""
+
+        def push(source: torch.Tensor) -> None:
+            begun, copied = Event(), Event()
+            begun.record(self.current)
+            for offset, target, _, _ in pieces:
+                self.beside(begun, Task(partial(_move, target, source, offset, size)))
+            copied.record(self.current)
+            for *_, flag, epoch in pieces:
+                if flag:
+                    self.beside(copied, Task(*_write(flag, epoch)))
+            self.current.copying = begun
+
+        return push
+
+    def whole(self, one_sided: CudaOneSided, op: ComputeOp, ready: Ready, kernel: Kernel) -> Callable[[], None]:
+        """A product that takes blocks of rows in the order in which their flags rise, beside copies if it may."""
+        registers, flags = one_sided.registers, one_sided.place(ready.flags)
+
+        def multiply(block: int, operands: Sequence[torch.Tensor], own: torch.Tensor | None) -> None:
+            out, a, *others = operands
+            for to, rows in with_rows(out, a, block, ready.blocks, own):
+                kernel(to, rows, *others, **op.options)
+
+        def step() -> None:
+            begun = self.current.copying if op.beside else None
+            if begun is None:
+                begun = Event()
+                begun.record(self.current)
+            operands = [registers[x] for x in (op.out, *op.operands)]
+            for block in range(ready.blocks):
+                if block in ready.awaited:
+                    _, there = _wait(one_sided.flag(flags, block, one_sided.rank), ready.epoch)
+                    self.beside(begun, Task(partial(multiply, block, operands, None), there))
+                else:
+                    self.beside(begun, Task(partial(multiply, block, operands, registers[ready.own])))
+
+        return step
+
+    def beside(self, begun: Event, task: Task) -> None:
+        """Something that may run from an event on, and has ended before the current stream goes on."""
+        stream, ended = Stream(), Event()
+        begun.wait(stream)
+        stream.add(task.do, task.may)
+        ended.record(stream)
+        ended.wait(self.current)
+
+    def copier(self) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
+        def copy(out: torch.Tensor, x: torch.Tensor, handle: int) -> None:
+            self.streams[handle].add(lambda: out.copy_(x))
+
+        return copy
+
+
+def _move(target: int, source: torch.Tensor, offset: int, size: int) -> None:
+    ctypes.memmove(target, source.data_ptr() + offset, size)
+
+
+def _at(address: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(address)
+
+
+def _write(address: int, value: int) -> tuple[Callable[[], object], ...]:
+    def write() -> None:
+        _at(address).value = value
+
+    return (write,)
+
+
+def _wait(address: int, value: int) -> tuple[Callable[[], object], ...]:
+    return (lambda: None), (lambda: _at(address).value >= value)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """torch.cuda and the driver, replaced."""
+    these = Gpus()
+    Gpus.here = these
+    these.current = Stream()
+
+    def set_stream(stream: Stream) -> None:
+        these.current = stream
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: these.current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: these.current)
+    monkeypatch.setattr(streams, "_known", {})
+    monkeypatch.setattr(streams, "_workers", {})
+    monkeypatch.setattr(streams, "_taken", Counter())
+    monkeypatch.setattr(streams, "new_stream", lambda device, priority: Stream())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(these.current), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(cuda_onesided, "in_batches", these.in_batches)
+    monkeypatch.setattr(cuda_onesided.CudaOneSided, "ending", lambda _, flags, counts: these.ending(flags, counts))
+    monkeypatch.setattr(cuda_onesided.CudaOneSided, "pusher", lambda _, pieces, size, sms: these.pusher(pieces, size))
+    monkeypatch.setattr(cuda_onesided.CudaOneSided, "raiser", lambda _, flag, epoch: these.raiser(flag, epoch))
+    monkeypatch.setattr(cuda_onesided.CudaOneSided, "whole", lambda *given: these.whole(*given))
+    monkeypatch.setattr(cuda_onesided, "Copier", these.copier)
+    monkeypatch.setattr(cuda_onesided, "wait_at_least", _wait)
+    monkeypatch.setattr(cuda_onesided, "write", _write)
+    return these
+
+
+def plans(
+    gpus: Gpus,
+    program: Program,
+    parts: Sequence[Sequence[torch.Tensor | None]],
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: Mapping[str, int] | None = None,
+) -> list[CudaPlan]:
+    """A plan for each rank; to meet, every rank has a thread."""
+    ranks, memory = len(parts), dict[int, torch.Tensor]()
+    gate, said = threading.Barrier(ranks), dict[str, dict[int, str]]()
+
+    def exchange(rank: int) -> Callable[[str, str], list[str]]:
+        def exchanged(key: str, mine: str) -> list[str]:
+            said.setdefault(key, {})[rank] = mine
+            gate.wait(10)
+            return [said[key][r] for r in range(ranks)]
+
+        return exchanged
+
+    machines = []
+    for rank in range(ranks):
+        monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank: Shared(rank, memory))
+        machine = CudaMachine(CPU, program.streams, gpus.kernels(), Groups(rank, CPU), exchange(rank))
+        machines.append(machine)
+    made: dict[int, CudaPlan] = {}
+    problems: list[BaseException] = []
+
+    def plan(rank: int) -> None:
+        try:
+            made[rank] = machines[rank].plan(unroll(program, rank, sizes or {}, parts[rank]))
+        except BaseException as problem:
+            problems.append(problem)
+            gate.abort()
+
+    threads = [threading.Thread(target=plan, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    return [made[rank] for rank in range(ranks)]

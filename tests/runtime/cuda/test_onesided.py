@@ -1,0 +1,255 @@
+"""One-sided statements as CUDA plans issue them, on simulated GPUs: calls back to back, in orders that CUDA allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+import hostir as hi
+from examples import patterns
+from hostir.ir import parse
+from hostir.ir.comm_ops import Communication, Message
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+from hostir.ir.tensor_ops import Linear
+from hostir.runtime.kernels.table import kernel_table
+from hostir.runtime.lifetimes import places
+from hostir.runtime.sharding import random_inputs, shard
+from hostir.runtime.simulated.machine import rehearse
+from tests import symbolic
+from tests.lower.gathered import gathered
+from tests.runtime.cuda.simulated_gpus import Gpus, Stream, gpus, plans
+
+__all__ = ["gpus"]  # a fixture
+CASES = Path(__file__).parents[2] / "cases" / "onesided"
+NAN = float("nan")
+
+
+def check_calls(
+    program: Program,
+    gpus: Gpus,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: int = 3,
+    sizes: dict[str, int] | None = None,
+    layout: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+) -> None:
+    """Issues calls of all ranks at once; results are those of simulated ranks in program order, bit for bit."""
+    sizes = sizes or {}
+    random = Random(seed)
+    gpus.waiting = random.random() < 0.5  # else one kernel a block, or one behind all blocks
+    wholes = [random_inputs(program, sizes, seed=10 * seed + call) for call in range(calls)]
+    ranks = range(program.ranks)
+    inputs = [
+        [[shard(x, v.tensor, r, sizes) for x, v in zip(whole, program.inputs, strict=True)] for r in ranks]
+        for whole in wholes
+    ]
+    expected = rehearse(program, wholes, sizes, "aten").run()
+    first = [[x if x is None else layout(x) for x in mine] for mine in inputs[0]]
+    ready = plans(gpus, program, first, monkeypatch, sizes)
+    callers = [Stream() for _ in ranks]
+    outputs = []
+    for rank in random.sample(ranks, len(ranks)):  # the hosts are far ahead of their devices, and of each other
+        gpus.current = callers[rank]
+        for call in range(calls):
+            mine = [x if x is None else layout(x) for x in inputs[call][rank]]
+            outputs.append((call, rank, ready[rank].run(mine)))
+            for x in mine:  # the caller overwrites its inputs as soon as its stream gets there
+                if x is not None:
+                    gpus.current.add(lambda x=x: x.fill_(NAN))
+        assert gpus.current is callers[rank]
+    gpus.run(random)
+    for call, rank, outs in outputs:
+        for out, parts in zip(outs, expected[call], strict=True):
+            want = parts[rank]
+            assert (out is None) == (want is None)
+            if out is not None:
+                torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    for plan in ready:
+        assert plan.registers == plan.blank
+
+
+def lowered(strategy: str, ranks: int, S: int = 1) -> Program:
+    with hi.Fusion("ag") as fusion:
+        a = hi.tensor("a", [S, ranks, 4, 8], "f32")
+        b = hi.tensor("b", [8, 5], "f32")
+        c = hi.matmul(a, b)
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(ranks))
+    for t in (a, b, c):
+        t.set_device_mesh(mesh)
+    a.axis(1).parallelize(hi.ParallelType.DIDx)
+    return hi.lower(fusion, strategy)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
+def test_calls_that_follow_each_other_at_once_are_right_in_every_order(
+    strategy: str, ranks: int, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_calls(lowered(strategy, ranks, S=1 + seed % 2), gpus, seed, monkeypatch, calls=4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("bias", ["", ", %bias"])
+def test_a_linear_waits_for_its_rows_as_a_matmul_does(
+    bias: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fusion = hi.parse(f"""hostir 1
+mesh @mesh [didx] = 0 1 2
+fusion @biased(%x: f32[6@didx, 2], %w: f32[3, 2], %bias: f32[3]) -> (%y) {{
+  %full: f32[6, 2] = allgather %x over didx
+  %y: f32[6, 3] auto = linear %full, %w{bias}
+}}
+""")
+    program = hi.lower(fusion, "fused")
+    assert [s.ready is not None for s in program.walk() if isinstance(s, Linear)] == [True]
+    check_calls(program, gpus, seed, monkeypatch)
+
+
+GATHERED = (patterns.allgather_matmul, patterns.allgather_matmul_rows, patterns.allgather_matmul_kept, patterns.gate_up)
+
+
+def needs_nccl(program: Program) -> bool:
+    return any(isinstance(s, Communication | Message) for s in program.walk())
+
+
+def by_hand() -> list[str]:
+    names = [path.stem for path in CASES.glob("*.hir")]
+    programs = {name: parse((CASES / f"{name}.hir").read_text(), name) for name in names}
+    return sorted(name for name, p in programs.items() if not needs_nccl(p) and not p.size_names)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", by_hand())
+def test_programs_written_by_hand_are_right_in_every_order(
+    name: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = parse((CASES / f"{name}.hir").read_text(), name)
+    check_calls(program, gpus, seed, monkeypatch)
+
+
+def overlapped(fusion: Program, strategy: str) -> Program | None:
+    """A program without NCCL, which the simulated GPUs lack; None where this strategy makes none."""
+    try:
+        program = hi.lower(fusion, strategy)
+    except HostIRError:
+        return None
+    return None if needs_nccl(program) else program
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("pattern", GATHERED, ids=lambda p: p.__name__)
+def test_no_rows_and_inputs_of_any_strides_are_right_in_every_order(
+    pattern: Callable[..., hi.Fusion], ranks: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = [p for _, p in symbolic.lowered(pattern, ranks) if not needs_nccl(p)]
+    assert len(programs) == 3
+    for seed, program in enumerate(programs):
+        check_calls(program, gpus, seed, monkeypatch, sizes={"M": 0})
+        for layout in symbolic.LAYOUTS[:-1]:
+            check_calls(program, gpus, seed, monkeypatch, sizes={"M": 12 * ranks}, layout=layout)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_are_right_in_every_order(seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    fusions = (gathered(2 + seed % 3, draw) for draw in range(seed, seed + 1000, 40))
+    program = next(p for f in fusions if (p := overlapped(f, ("ring", "fused", "push")[seed % 3])))
+    check_calls(program, gpus, seed, monkeypatch)
+
+
+UNSEEN = """hostir 1
+mesh @mesh [didx] = 0 1
+program @unseen(%x: f32[2@didx, 4]) -> (%y) {
+  %r = rank of %x over didx
+  %box: f32[2@didx, 4] = allocate_symmetric
+  %f: flag[2] = allocate_symmetric
+  %y: f32[2@didx, 4] = allocate
+  barrier of %x over didx
+  put %x -> %box at (%r + 1) % 2 over didx
+  signal %f[0] = 1 at (%r + 1) % 2 over didx
+  signal %f[0] = 2 at (%r + 1) % 2 over didx
+  signal %f[1] = 7 at (%r + 1) % 2 over didx
+  wait_signal %f[0] >= 1
+  copy %box -> %y
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_signal_that_nobody_waits_for_does_not_reach_the_next_call(
+    seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_calls(hi.parse(UNSEEN), gpus, seed, monkeypatch, calls=5)
+
+
+ONE_WAY = """if %r == 0 { put %x -> %box at 1 over didx   signal %f[0] = 1 at 1 over didx }
+  if %r == 1 { wait_signal %f[0] >= 1   copy %box -> %y }
+  if %r == 0 { copy %x -> %y }
+  barrier of %x over didx"""
+NOBODY_READS = """put %x -> %box at (%r + 1) % 2 over didx
+  copy %x -> %y"""
+BARRIERS_ALONE = """barrier of %x over didx
+  copy %x -> %y"""
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("body", [ONE_WAY, NOBODY_READS, BARRIERS_ALONE])
+def test_a_rank_may_be_calls_ahead_of_one_that_it_does_not_need(
+    body: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, tail = UNSEEN.split("  barrier of %x over didx\n")[0], "\n}\n"
+    program = hi.parse(f"{head}  {body}{tail}")
+    check_calls(program, gpus, seed, monkeypatch, calls=7)
+
+
+def test_an_input_made_in_its_place_is_not_copied(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    fusion = hi.parse("""hostir 1
+mesh @mesh [didx] = 0 1
+fusion @two(%a: f32[8@didx, 8], %b: f32[8, 5]) -> (%c, %d) {
+  %full: f32[8, 8] = allgather %a over didx
+  %c: f32[8, 5] auto = matmul %full, %b
+  %d: f32[8, 5] auto = matmul %full, %b
+}
+""")
+    program = hi.lower(fusion, "fused")
+    inputs = [[torch.randn(4, 8), torch.randn(8, 5)] for _ in range(2)]
+    kernels = {**gpus.kernels(), "copy": lambda *_: pytest.fail("copied")}
+    monkeypatch.setattr(Gpus, "kernels", lambda _: kernels)
+    ready = plans(gpus, program, inputs, monkeypatch)
+    found = [[plan.registers[r] for r in places(plan.unrolled, plan.memory)] for plan in ready]
+    assert [x[1] for x in found] == [None, None], "b is not copied anywhere"
+    outputs = []
+    for (a, b), (home, _), plan in zip(inputs, found, ready, strict=True):
+        home.copy_(a)
+        gpus.current = Stream()
+        outputs.append(plan.run([home, b])[0])
+    gpus.run(Random(0))
+    whole = torch.cat([a for a, _ in inputs])
+    for out, (_, b) in zip(outputs, inputs, strict=True):
+        torch.testing.assert_close(out, whole @ b)
+
+
+def test_what_peers_copy_from_is_no_place_for_an_input(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [[torch.randn(1, 1, 4, 8), torch.randn(8, 5)] for _ in range(2)]
+    for plan in plans(gpus, lowered("ring", 2), inputs, monkeypatch):
+        assert places(plan.unrolled, plan.memory) == (0, 0)
+
+
+def test_after_a_call_that_failed_midway_no_other_begins(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("out of luck")
+
+    monkeypatch.setattr(Gpus, "kernels", lambda _: {**gpus_kernels, "matmul": refuse})
+    gpus_kernels = kernel_table("aten", "cpu")
+    inputs = [[torch.randn(1, 1, 4, 8), torch.randn(8, 5)] for _ in range(2)]
+    plan, _ = plans(gpus, lowered("ring", 2), inputs, monkeypatch)
+    assert plan.problem() is None
+    with pytest.raises(HostIRError, match="out of luck"):
+        plan.run(inputs[0])
+    assert "this executor cannot run again: a call failed" in str(plan.problem())

@@ -1,0 +1,302 @@
+"""One-sided statements on a CPU process alone, the memory that processes share, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hostir.ir import parse
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError
+from hostir.runtime.executor import Executor
+from hostir.runtime.gloo.machine import GlooPlan
+from hostir.runtime.gloo.onesided import SharedFiles
+from hostir.runtime.symmetric import ALIGNMENT, SharedMemory, SymmetricMemory
+from hostir.runtime.trace import Trace
+from hostir.runtime.unroll import EPOCHS, FLAGS, UnrolledProgram, flag_value, unroll
+from tests.runtime.small_programs import alone, program, said
+
+
+# A matmul that waits for flags ------------------------------------------------------------------------------------
+def signalled_backwards(shape: str, view: str, blocks: int) -> Program:
+    """A matmul whose flags another stream raises, the last block first, while it runs."""
+    return alone(
+        f"""%user = current_stream
+  %box: f32{shape} = allocate_symmetric
+  %f: flag[{blocks}] = allocate_symmetric
+  %out: f32{shape.replace("8]", "5]")} = allocate
+  %x = {view.replace("%", "%box")}
+  %c = {view.replace("%", "%out")}
+  put %a -> %box at 0 over didx
+  set_stream 0
+  synchronize %user
+  for %i in 0..{blocks} {{ signal %f[{blocks - 1} - %i] = 1 at 0 over didx }}
+  set_stream %user
+  matmul %x, %b -> %c ready %f >= 1 from {blocks - 1}
+  synchronize 0""",
+        f"%a: f32{shape}, %b: f32[8, 5]",
+        "%out",
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "view", "blocks"),
+    [
+        ("[4, 6, 8]", "permute % (0, 1, 2)", 4),
+        ("[4, 6, 8]", "permute % (0, 1, 2)", 3),
+        ("[4, 6, 8]", "permute % (1, 0, 2)", 3),
+        ("[4, 6, 8]", "permute % (1, 0, 2)", 12),
+        ("[4, 6, 8]", "permute % (1, 0, 2)", 4),
+        ("[2, 3, 4, 8]", "permute % (2, 1, 0, 3)", 8),
+        ("[2, 3, 4, 8]", "permute % (1, 0, 2, 3)", 4),
+        ("[12, 8]", "permute % (0, 1)", 1),
+    ],
+)
+def test_blocks_of_rows_are_computed_whatever_their_layout(shape: str, view: str, blocks: int) -> None:
+    executor = Executor(signalled_backwards(shape, view, blocks), machine="gloo", check=False)
+    for _ in range(3):
+        a = torch.randn([int(n) for n in shape.strip("[]").split(",")])
+        b = torch.randn(8, 5)
+        (c,) = executor(a, b)
+        torch.testing.assert_close(c, a @ b)
+
+
+def test_a_bias_is_added_to_each_block() -> None:
+    text = str(signalled_backwards("[4, 6, 8]", "permute % (1, 0, 2)", 12)).replace(
+        "%b: f32[8, 5]", "%w: f32[5, 8], %z: f32[5]"
+    )
+    executor = Executor(parse(text.replace("matmul %x, %b", "linear %x, %w, %z")), machine="gloo", check=False)
+    a, w, z = torch.randn(4, 6, 8), torch.randn(5, 8), torch.randn(5)
+    (c,) = executor(a, w, z)
+    torch.testing.assert_close(c, a @ w.t() + z)
+
+
+def test_a_trace_shows_copies_and_one_bar_for_a_matmul_that_waits() -> None:
+    trace = Trace()
+    p = signalled_backwards("[4, 6, 8]", "permute % (0, 1, 2)", 4)
+    Executor(p, machine="gloo", trace=trace, check=False)(torch.randn(4, 6, 8), torch.randn(8, 5))
+    assert [(e.stream, e.keyword) for e in sorted(trace.events, key=lambda e: e.start)] == [
+        ("caller", "put"),
+        ("caller", "matmul"),
+    ]
+
+
+def test_a_failure_releases_a_stream_that_waits_for_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = alone(
+        """%user = current_stream
+  %f: flag[1] = allocate_symmetric
+  %c: f32[4, 5] = allocate
+  set_stream 0
+  synchronize %user
+  wait_signal %f[0] >= 1
+  set_stream %user
+  matmul %a, %b -> %c
+  signal %f[0] = 1 at 0 over didx
+  synchronize 0"""
+    )
+
+    def broken(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        raise RuntimeError("no carry flag")
+
+    monkeypatch.setitem(Executor(p, machine="gloo")._machine.kernels, "matmul", broken)
+    executor = Executor(p, machine="gloo")
+    a, b = torch.randn(4, 8), torch.randn(8, 5)
+    assert "'matmul %a, %b -> %c': RuntimeError: no carry flag" in said(lambda: executor(a, b))
+    assert "cannot run again" in said(lambda: executor(a, b))
+
+
+def test_a_stream_that_waits_for_a_flag_stands_still_and_says_for_what() -> None:
+    body = "%f: flag[3] = allocate_symmetric\n  signal %f[2] = 4 at 0 over didx\n  wait_signal %f[2] >= {}"
+    executor = Executor(alone(body.format("5"), outputs="%a"), machine="gloo", check=False)
+    refusals: list[str] = []
+    a, b = torch.randn(4, 8), torch.randn(8, 5)
+    thread = threading.Thread(target=lambda: refusals.append(said(lambda: executor(a, b))))
+    thread.start()
+    while (plan := executor._plan) is None or plan.progress() is None:
+        time.sleep(0.001)
+    (op,) = plan.in_flight()
+    text = "'wait_signal %f[2] >= 5', which waits for epoch 5 of call 1 of flag 2: the flag stands at epoch 4 of call 1"
+    assert plan.describe(op) == text
+    stands = plan.progress()
+    time.sleep(0.01)
+    assert plan.progress() == stands
+    assert isinstance(plan, GlooPlan)
+    plan.fail(op, RuntimeError("enough"))
+    thread.join(10)
+    assert "'wait_signal %f[2] >= 5': RuntimeError: enough" in refusals[0]
+    assert plan.progress() is None
+
+
+def test_flags_rise_from_call_to_call() -> None:
+    assert flag_value(1, 1) > flag_value(1, 0) > 0
+    assert flag_value(8, 1) > flag_value(7, EPOCHS - 1)
+    assert flag_value((1 << 31) - 1, EPOCHS - 1) <= torch.iinfo(FLAGS).max
+
+
+# The memory that processes share ----------------------------------------------------------------------------------
+def met(*recordings: UnrolledProgram) -> list[SharedMemory | HostIRError | None]:
+    """What ranks get that meet with these recordings, each on a thread."""
+    results: list[SharedMemory | HostIRError | None] = [None] * len(recordings)
+
+    def meet(rank: int, memory: SymmetricMemory) -> None:
+        try:
+            results[rank] = memory.of(recordings[rank])
+        except HostIRError as problem:
+            results[rank] = problem
+
+    together(len(recordings), meet)
+    return results
+
+
+def together(ranks: int, do: Callable[[int, SymmetricMemory], None]) -> None:
+    """Does it on all ranks at once, with the memory of each."""
+    gate = threading.Barrier(ranks)
+    said: dict[str, dict[int, str]] = {}
+
+    def exchange(rank: int) -> Callable[[str, str], list[str]]:
+        def exchanged(key: str, mine: str) -> list[str]:
+            said.setdefault(key, {})[rank] = mine
+            gate.wait(10)
+            return [said[key][r] for r in range(ranks)]
+
+        return exchanged
+
+    memories = [SymmetricMemory(rank, exchange(rank), SharedFiles()) for rank in range(ranks)]
+    threads = [threading.Thread(target=do, args=each) for each in enumerate(memories)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+SHARED = """%me = rank of %x over didx
+  %box: f32[2, 3] = allocate_symmetric
+  %f: flag[3] = allocate_symmetric
+  put %x -> %box at (%me + 1) % 2 over didx
+  signal %f[0] = 1 at (%me + 1) % 2 over didx
+  barrier of %x over didx"""
+
+
+def recordings(body: str = SHARED, ranks: int = 2) -> list[UnrolledProgram]:
+    p = program(body, "%x: f32[4@didx, 3]", "%x")
+    return [unroll(p, rank, {}, [torch.empty(2, 3)]) for rank in range(ranks)]
+
+
+def test_memory_of_sizes_that_rank_0_has_not_used_longest_goes_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "%box: f32[M, 16] = allocate_symmetric\n  barrier of %box over didx"
+    p = program(body, "%x: f32[2@didx, M]", "%x")
+    monkeypatch.setattr("hostir.runtime.symmetric.KEPT_BYTES", 12 * 64 + 3 * ALIGNMENT)  # for M=4 three times
+    found: list[list[Any]] = [[], []]
+
+    def use(rank: int, memory: SymmetricMemory) -> None:
+        for turn, m in enumerate((1, 2, 4, 4, 3, 7, 100, 1)):
+            held = memory.of(unroll(p, rank, {"M": m}, [torch.empty(1, m)]))
+            assert held is not None
+            held.used = turn if rank == 0 else -turn
+            held.pinned |= m == 2 and rank == 1
+            found[rank].append([dict(sizes)["M"] for sizes in memory.met])
+            if m == 7:
+                first = next(each for sizes, each in memory.met.items() if dict(sizes)["M"] == 3)
+                found[rank].append(first.gone)
+        found[rank].append(first.gone)
+
+    together(2, use)
+    assert found[0] == found[1]
+    assert found[0] == [[1], [1, 2], [1, 2, 4], [1, 2, 4], [1, 2, 4, 3], [2, 3, 7], False, [2, 100], [2, 1], True]
+
+
+def test_ranks_see_each_others_buffers_and_nothing_is_left_behind() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    one, other = met(*recordings())
+    assert isinstance(one, SharedMemory)
+    assert isinstance(other, SharedMemory)
+    for name, shape in (("box", (2, 3)), ("f", (3,))):
+        for rank in range(2):
+            here, there = one.buffers[(name, ()), rank], other.buffers[(name, ()), rank]
+            assert tuple(here.shape) == shape
+            assert bool(here.isnan().all() if name == "box" else (here == 0).all())
+            value = rank + 5
+            here.fill_(value)
+            assert bool((there == value).all())
+            assert here.data_ptr() != there.data_ptr()
+    assert [tuple(one.barriers((0, 1), rank).shape) for rank in range(2)] == [(1, 2), (1, 2)]
+    del one, other, here, there
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ("if %me == 0 { %g: f32[2] = allocate_symmetric }  if %me == 1 { %g: f16[2] = allocate_symmetric }", "f16[2]"),
+        ("if %me == 0 { %g: flag[2] = allocate_symmetric   signal %g[0] = 1 at 1 over didx }", "rank 1 has no %g"),
+        ("if %me == 1 { barrier of %x over didx }", "ranks 0 and 1 differ in how many barriers"),
+    ],
+)
+def test_ranks_that_do_not_share_the_same_are_all_told_so_in_one_message(odd: str, message: str) -> None:
+    one, other = met(*recordings(f"{SHARED}\n  {odd}"))
+    assert isinstance(one, HostIRError)
+    assert message in str(one)
+    assert str(one) == str(other)
+    assert str(one).startswith("p.hir:")
+    assert str(one).count("error:") == 1
+
+
+def test_a_rank_without_memory_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    for problem in met(*recordings()):
+        assert "rank 0 cannot share memory with the others: [Errno 24] Too many open files" in str(problem)
+    monkeypatch.delattr(os, "memfd_create")
+    for problem in met(*recordings()):
+        assert "only Linux lets processes open each other's memory" in str(problem)
+
+
+def test_a_rank_that_has_no_room_ends_all_before_they_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: SharedFiles, size: int) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(SharedFiles, "reserve", refuse)
+    monkeypatch.setattr(SharedFiles, "map", lambda *_: pytest.fail("ranks meet without their memory"))
+    for problem in met(*recordings()):
+        assert "rank 0 cannot share memory with the others: no room" in str(problem)
+
+
+def test_buffers_belong_to_an_executor_and_its_sizes() -> None:
+    body = """%s: f32[M] = allocate_symmetric
+  %y: f32[M] = allocate
+  copy %s -> %y
+  put %x -> %s at 0 over didx"""
+    p = alone(body, "%x: f32[M]", "%y")
+    one, other = Executor(p, machine="gloo", check=False), Executor(p, machine="gloo", check=False)
+    ones, twos = torch.ones(3), torch.full((3,), 2.0)
+    assert one(ones)[0].isnan().all(), "what nobody wrote"
+    assert torch.equal(one(twos)[0], ones), "kept from call to call"
+    assert one(torch.ones(4))[0].isnan().all(), "other sizes have other buffers"
+    assert torch.equal(one(ones)[0], twos)
+    assert other(ones)[0].isnan().all(), "and so have other executors"
+
+
+# What is refused --------------------------------------------------------------------------------------------------
+def test_simulated_ranks_put_inputs_of_any_strides_and_refuse_what_real_ones_refuse() -> None:
+    p = program(
+        f"{SHARED}\n  relu %x -> %y".replace("%f:", "%y: f32[4@didx, 3] = allocate\n  %f:"), "%x: f32[4@didx, 3]", "%y"
+    )
+    x = [torch.randn(3, 2).t(), torch.randn(3, 2).t()]
+    (y,) = Executor(p, check=False)(x)
+    assert all(torch.equal(part, mine.relu()) for part, mine in zip(y, x, strict=True))
+    gathers = program(
+        "%g: f32[4, 3] = allocate\n  %h = allgather %x -> %g over didx\n  wait %h\n  barrier of %x over didx",
+        "%x: f32[4@didx, 3]",
+        "%x",
+    )
+    assert "input %x of rank 0 is not contiguous" in said(lambda: Executor(gathers)(x))

@@ -1,0 +1,180 @@
+"""Which copies by SMs are one kernel on CUDA, and which matmul starts beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hostir.ir import parse
+from hostir.ir.source import HostIRError
+from hostir.runtime.unroll import ComputeOp, CopyOp, Pushes, SignalOp, UnrolledProgram, unroll
+
+TO_ALL = """for %i in 0..4 {
+    put %a -> %mine at (%r + %i) % 4 over x by 8 sms
+    signal %there[%r] = 1 at (%r + %i) % 4 over x
+  }"""
+MATMUL = "matmul %full, %b -> %c ready %there >= 1 from %r"
+
+
+def recorded(*body: str) -> UnrolledProgram:
+    lines = "\n".join(f"  {line}" for line in body)
+    program = parse(f"""hostir 1
+mesh @mesh [x] = 0 1 2 3
+program @p(%a: f32[4@x, 2, 8], %b: f32[8, 5]) -> (%c) streams 1 {{
+  %user = current_stream
+  %r = rank of %a over x
+  %full: f32[4, 2, 8] = allocate_symmetric
+  %there: flag[4] = allocate_symmetric
+  %mine: f32[4@x, 2, 8] = shard %full
+{lines}
+}}
+""")
+    return unroll(program, 1, {}, [torch.zeros(1, 2, 8), torch.zeros(8, 5)])
+
+
+C = "%c: f32[4, 2, 5] = allocate"
+
+
+def kernels(unrolled: UnrolledProgram) -> list[tuple[int, int]]:
+    """Of each kernel that copies: how many copies, and how many signals."""
+    return [(len(p.copies), sum(s is not None for _, s in p.copies)) for p in Pushes.of(unrolled)]
+
+
+def beside(unrolled: UnrolledProgram) -> list[int]:
+    return [op.beside for op in unrolled.ops if isinstance(op, ComputeOp)]
+
+
+def spare(unrolled: UnrolledProgram) -> list[int]:
+    return [op.spare for op in unrolled.ops if isinstance(op, ComputeOp)]
+
+
+def test_copies_and_the_signals_between_them_are_one_kernel_that_the_matmul_starts_beside() -> None:
+    found = recorded(TO_ALL, C, MATMUL)
+    assert kernels(found) == [(4, 4)]
+    (pushes,) = Pushes.of(found)
+    assert pushes.sms == 8
+    assert list(pushes.ops) == [op for op in found.ops if isinstance(op, CopyOp | SignalOp)]
+    assert [signal.peer for _, signal in pushes.copies if signal] == [1, 2, 3, 0]
+    assert beside(found) == [8]
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        ("set_stream 0\n  synchronize %user\n  set_stream %user\n  synchronize 0", 0),
+        ("relu %b -> %b", 0),
+        ("signal %there[%r] = 2 at 0 over x", 0),
+        ("signal %there[%r] = 2 at 0 over x by 1 sms", 0),
+        ("free %b2", 0),
+        ("synchronize %user", 0),
+        ("%v = select %b[0]", 8),
+    ],
+    ids=[
+        *("another stream", "a kernel", "a second signal", "a signal by a kernel", "memory that goes"),
+        *("the stream itself", "a view"),
+    ],
+)
+def test_a_matmul_starts_beside_copies_only_where_nothing_is_between(between: str, expected: int) -> None:
+    found = recorded("%b2: f32[8, 5] = allocate", "relu %b -> %b2", TO_ALL, C, between, MATMUL)
+    assert beside(found)[-1] == expected
+
+
+@pytest.mark.parametrize(("between", "expected"), [("", 2), ("barrier of %a over x", 0), ("wait %done", 0)])
+def test_what_a_team_of_one_need_not_do_still_keeps_a_matmul_behind_the_copies(between: str, expected: int) -> None:
+    program = parse(f"""hostir 1
+mesh @mesh [x] = 0
+program @p(%a: f32[1@x, 8], %b: f32[8, 5]) -> (%c) {{
+  %full: f32[1, 8] = allocate_symmetric
+  %there: flag[1] = allocate_symmetric
+  %mine: f32[1@x, 8] = shard %full
+  %e: f32[1, 8] = allocate
+  %done = allgather %a -> %e over x
+  put %a -> %mine at 0 over x by 2 sms
+  signal %there[0] = 1 at 0 over x
+  {between}
+  %c: f32[1, 5] = allocate
+  matmul %full, %b -> %c ready %there >= 1 from 0
+  {"" if "wait" in between else "wait %done"}
+}}
+""")
+    assert beside(unroll(program, 0, {}, [torch.zeros(1, 8), torch.zeros(8, 5)]))[-1] == expected
+
+
+def test_a_matmul_leaves_an_sm_to_the_signals_by_kernels_before_it_and_to_no_others() -> None:
+    signal, plain = "signal %more[0] = 1 at 0 over x by 1 sms", "signal %more[1] = 1 at 0 over x"
+    own, more = f"{MATMUL} own %a", "%more: flag[4] = allocate_symmetric"
+    assert spare(recorded(more, plain, C, own, "relu %c -> %c", signal, own, own)) == [0, 0, 1, 1]
+    aside = ["set_stream 0", "synchronize %user", signal, "set_stream %user"]
+    assert spare(recorded(more, *aside, C, own)) == [1]
+    assert [op.sms for op in recorded(more, signal, plain, C).ops if isinstance(op, SignalOp)] == [1, 0]
+
+
+def test_a_kernel_copies_only_to_symmetric_memory_whoever_has_it() -> None:
+    with pytest.raises(HostIRError, match="%e is not symmetric"):
+        recorded("%e: f32[4@x, 2, 8] = allocate", "put %a -> %e at %r over x by 8 sms", C, MATMUL)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (["put %a -> %mine at 0 over x by 8 sms", "put %a -> %mine at 2 over x by 8 sms"], [(2, 0)]),
+        (["put %a -> %mine at 0 over x by 8 sms", "put %a -> %mine at 2 over x by 4 sms"], [(1, 0), (1, 0)]),
+        (["put %a -> %mine at 0 over x by 8 sms", "put %a -> %mine at 2 over x"], [(1, 0)]),
+        (
+            [
+                "put %a -> %mine at 0 over x by 8 sms",
+                "signal %there[0] = 1 at 0 over x",
+                "signal %there[1] = 1 at 0 over x",
+                "put %a -> %mine at 2 over x by 8 sms",
+            ],
+            [(1, 1), (1, 0)],
+        ),
+        (
+            [
+                "put %a -> %mine at 0 over x by 8 sms",
+                "signal %there[0] = 1 at 0 over x by 1 sms",
+                "put %a -> %mine at 2 over x by 8 sms",
+            ],
+            [(1, 0), (1, 0)],
+        ),
+        (
+            [
+                "%e: f32[4@x, 2, 8] = allocate",
+                "relu %a -> %e",
+                "put %a -> %mine at 0 over x by 8 sms",
+                "put %e -> %mine at 2 over x by 8 sms",
+            ],
+            [(1, 0), (1, 0)],
+        ),
+        (
+            [
+                "put %a -> %mine at 0 over x by 8 sms",
+                "set_stream 0",
+                "synchronize %user",
+                "put %a -> %mine at 2 over x by 8 sms",
+                "set_stream %user",
+                "synchronize 0",
+            ],
+            [(1, 0), (1, 0)],
+        ),
+        (["put %a -> %mine at 0 over x by 8 sms"] * 3, [(1, 0), (1, 0), (1, 0)]),
+        (
+            [
+                "%one = select %full[0]",
+                "%two = select %full[1]",
+                "%three = select %full[2]",
+                "put %one -> %three at 1 over x by 8 sms",
+                "put %two -> %one at 1 over x by 8 sms",
+                "put %one -> %two at 0 over x by 8 sms",
+            ],
+            [(1, 0), (1, 0), (1, 0)],
+        ),
+    ],
+    ids=[
+        *("without signals", "other SMs", "a copy engine", "two signals", "a signal by a kernel of its own"),
+        *("another buffer", "another stream"),
+        *("to where another goes", "to where another comes from, and from where another goes"),
+    ],
+)
+def test_a_kernel_ends_where_the_next_copy_is_of_another_kind(body: list[str], expected: list[tuple[int, int]]) -> None:
+    assert kernels(recorded(*body, C, "matmul %full, %b -> %c")) == expected
