@@ -442,6 +442,16 @@ def report(results: Sequence[Result], on_gloo: Sequence[Result], around: str) ->
     return "\n\n".join(parts)
 
 
+def by_cell(results: Iterable[Result]) -> dict[str, dict[str, int]]:
+    """How many cases ended in each way, by pattern and strategy, and by ranks and number of rows."""
+    found: dict[str, Counter[str]] = {}
+    for result in results:
+        cell = result.cell
+        for key in (f"{cell.pattern}, {cell.strategy}", f"{cell.ranks} ranks, {cell.rows}"):
+            found.setdefault(key, Counter())[result.outcome] += 1
+    return {key: dict(sorted(found[key].items())) for key in sorted(found)}
+
+
 def totals(results: Iterable[Result]) -> str:
     """How many cases ended in each way, also where that is none."""
     found = Counter(result.outcome for result in results)
@@ -505,21 +515,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = report(results, on_gloo, around)
     print(text)
     if chosen.out:
-        rows_of = {"simulated": results, "gloo": on_gloo}
-        data = {
-            name: [
-                {
-                    "pattern": c.pattern,
-                    "strategy": c.strategy,
-                    "ranks": c.ranks,
-                    "rows": c.rows,
-                    "outcome": o,
-                    "cases": n,
-                }
-                for (c, o), n in sorted(Counter((r.cell, r.outcome) for r in some).items(), key=str)
-            ]
-            for name, some in rows_of.items()
-        }
+        data = {"simulated": by_cell(results), "gloo": by_cell(on_gloo), "wrong": bad}
         write(chosen.out, "Random fusions against the unsharded result", "\n\n".join([text, *bad]), data)
     return int(bool(bad))
 

@@ -149,7 +149,8 @@ class Beside:
         time.sleep(self.random.random())
 
     def pool(self) -> None:
-        with multiprocessing.get_context("fork").Pool(2) as pool:  # which ends its processes by SIGTERM
+        fork = multiprocessing.get_context("fork")
+        with fork.Pool(2, signal.signal, (signal.SIGTERM, signal.SIG_DFL)) as pool:  # which ends its processes by that
             assert pool.map_async(doubled, range(20)).get(PATIENCE) == [2 * x for x in range(20)]
 
     def loader(self) -> None:
