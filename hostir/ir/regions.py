@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Generic, TypeVar
@@ -27,16 +27,9 @@ class Region:
     dims: Dims
 
     @staticmethod
-    def of(offset: int, shape: Sequence[int], strides: Sequence[int]) -> Region:
+    def of(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Region:
         """The region of a view, in elements."""
-        pairs = sorted(((n, s) for n, s in zip(shape, strides, strict=True) if n != 1), key=lambda d: -d[1])
-        dims: list[tuple[int, int]] = []
-        for n, s in pairs:
-            if dims and dims[-1][1] == n * s:
-                dims[-1] = (dims[-1][0] * n, s)
-            else:
-                dims.append((n, s))
-        return Region(offset, tuple(dims))
+        return Region(offset, _dims(shape, strides))
 
     @property
     def empty(self) -> bool:
@@ -58,6 +51,18 @@ class Region:
         if self.offset > other.last or other.offset > self.last:  # most pairs
             return False
         return self == other or _meet(self.offset, self.dims, other.offset, other.dims)
+
+
+@lru_cache(maxsize=1 << 12)  # ranks have views of the same shapes
+def _dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> Dims:
+    pairs = sorted(((n, s) for n, s in zip(shape, strides, strict=True) if n != 1), key=lambda d: -d[1])
+    dims: list[tuple[int, int]] = []
+    for n, s in pairs:
+        if dims and dims[-1][1] == n * s:
+            dims[-1] = (dims[-1][0] * n, s)
+        else:
+            dims.append((n, s))
+    return tuple(dims)
 
 
 def _span(dims: Dims) -> int:
@@ -179,7 +184,7 @@ class Near(Generic[T]):
 
 def _extent(region: Region, stride: int) -> int:
     """How far a region reaches behind its offset; unless the stride is 0, modulo that."""
-    return sum((n - 1) * s for n, s in region.dims if not stride or s % stride)
+    return sum((n - 1) * s for n, s in region.dims if s % stride) if stride else region.last - region.offset
 
 
 def _stretches(first: int, last: int, stride: int) -> Iterator[tuple[int, int]]:

@@ -35,7 +35,7 @@ def drawn(random: Random, elements: int) -> tuple[Region, set[int]]:
             array = array.transpose(random.sample(range(array.ndim), array.ndim))
     elements_of = np.asarray(array)
     step = [elements_of.strides[a] // elements_of.itemsize for a in range(elements_of.ndim)]
-    return Region.of(int(elements_of.flat[0]), elements_of.shape, step), set(elements_of.reshape(-1).tolist())
+    return Region.of(int(elements_of.flat[0]), elements_of.shape, tuple(step)), set(elements_of.reshape(-1).tolist())
 
 
 @pytest.mark.parametrize("elements", SHAPES)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 import hostir as hi
 from examples import patterns
 from hostir.check import forget
+from hostir.check.proof import analyse
 from tests.counting import calls_of
 
 FEW, MANY = 40, 320
@@ -36,3 +39,20 @@ def test_eight_times_the_ranks_take_at_most_eight_times_the_work(pattern: str, s
     lowering(pattern, strategy, ranks=2)  # loads what is loaded when it is first used
     few, many = (lowering(pattern, strategy, ranks) for ranks in (FEW, MANY))
     assert many < MANY // FEW * few
+
+
+def test_a_proof_is_not_interrupted_to_collect_garbage() -> None:
+    program = hi.lower(patterns.row_parallel(ranks=32, K=64), "pipeline")
+    phases: list[str] = []
+
+    def tell(phase: str, _: object) -> None:
+        phases.append(phase)
+
+    gc.collect()
+    gc.callbacks.append(tell)
+    try:
+        assert not analyse(program).findings
+    finally:
+        gc.callbacks.remove(tell)
+    assert phases.count("start") <= 1  # once the proof is over
+    assert gc.isenabled()
