@@ -93,7 +93,8 @@ def main() -> None:
         expected = whole_x.grad.chunk(ranks, dim=0)[rank], whole_w.grad.chunk(ranks, dim=1)[rank]
         for found, right in zip((x.grad, w.grad), expected, strict=True):
             torch.testing.assert_close(found.cpu(), right.float(), rtol=1e-4, atol=1e-4)
-        print(f"rank {rank}: dx {list(x.grad.shape)} and dw {list(w.grad.shape)} are those of torch's autograd")
+        done = f"rank {rank}: dx {list(x.grad.shape)} and dw {list(w.grad.shape)} are those of torch's autograd\n"
+        print(done, end="", flush=True)  # in one piece: ranks write at the same time
 
 
 if __name__ == "__main__":
