@@ -471,6 +471,9 @@ class SendAndRecv(Message):
         return Move(me, _other(self, me, to), WHOLE, WHOLE), Move(_other(self, me, source), me, WHOLE, WHOLE)
 
 
+MESSAGES = frozenset(cls.keyword() for cls in (Send, Recv, SendAndRecv))  # the kinds of exchange that are messages
+
+
 def _other(op: Message, me: int, peer: int) -> int:
     """The peer; raises where it is this rank, whose own next message would have to meet this one."""
     if peer == me:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hostir.ir.comm_ops import Communication, Message
+from hostir.ir.comm_ops import MESSAGES, Communication, Message
 from hostir.ir.interpret import Observer, interpret
 from hostir.ir.machine import Exchange, Ready
 from hostir.ir.op import Statement
@@ -18,7 +18,6 @@ from hostir.ir.source import HostIRError, error
 from hostir.ir.types import FLAG, DType
 from hostir.runtime.kernels.table import REPEATABLE, Kernel, repeating
 from hostir.runtime.sharding import torch_dtype
-from hostir.runtime.simulated.collectives import KINDS
 
 # Operations -----------------------------------------------------------------------------------------------------------
 # A program unrolled for one rank and one set of shapes: what the rank does, as data, in the order of issue.
@@ -804,7 +803,7 @@ class Unroller(Observer):
             self.emit(ComputeOp, kind="copy", out=target, operands=(source,), options={})
 
     def messages(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
-        collective, alone = exchange.kind not in KINDS, len(exchange.team) == 1
+        collective, alone = exchange.kind not in MESSAGES, len(exchange.team) == 1
         if alone and not collective and self.alone is not None:  # messages run one after another
             self.follow(self.alone)
         sends, receives = [], []

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 
-from hostir.ir.comm_ops import Recv, Send, SendAndRecv
 from hostir.ir.machine import Exchange, Move
 from hostir.ir.source import Diagnostic, HostIRError, Span, error
 from hostir.runtime.simulated.tasks import FlagGate, SimulatedMemory, Task, Views, join, spoil, storage_of
@@ -200,8 +199,6 @@ def disagreement(what: str, team: Sequence[int], number: int, notes: Sequence[No
 
 # Messages -------------------------------------------------------------------------------------------------------------
 # Messages among simulated ranks: `send`, `recv` and `exchange`, which meet in pairs.
-
-KINDS = frozenset(cls.keyword() for cls in (Send, Recv, SendAndRecv))
 
 
 class MessageSide:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hostir.ir.comm_ops import MESSAGES
 from hostir.ir.interpret import Observer, interpret
 from hostir.ir.machine import Exchange, Ready
 from hostir.ir.op import Statement
@@ -17,7 +18,7 @@ from hostir.ir.types import FLAG, DType
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.sharding import torch_dtype
-from hostir.runtime.simulated.collectives import KINDS, BarrierSide, MessageSide, Side, SymmetricBuffers
+from hostir.runtime.simulated.collectives import BarrierSide, MessageSide, Side, SymmetricBuffers
 from hostir.runtime.simulated.tasks import FlagGate, Processors, SimulatedMemory, Task, Views, spoil, storage_of
 
 Parts = Sequence[torch.Tensor | None]  # of one tensor: what each rank holds
@@ -324,7 +325,7 @@ class RankMachine(Observer):
         come.gate, come.lasts = self.processors, True
         if x is not None and out is not None and exchange.takes(self.rank) and exchange.gives(self.rank):
             self._refuse_overlap(out, (x,))
-        if exchange.kind in KINDS:
+        if exchange.kind in MESSAGES:
             messages = self.messages.setdefault(exchange.team, [])
             messages.append(MessageSide(exchange, x, out, come, task, messages[-1] if messages else None))
             return messages[-1].ends
