@@ -1,0 +1,181 @@
+"""How hostir is built: files and lines of each room, lists of classes kept by hand, long signatures, a warm call.
+
+    python -m benchmarks.structure
+    python -m benchmarks.structure --root ../before --out benchmarks/results/structure
+
+Lines are code, docstrings, comments, imports and blank ones. A list of classes kept by hand is an `isinstance`, a
+`case`, or the keys and items of a literal that name classes of statements, or of operations of an unrolled program, in
+a room that should ask them for what they do: check, runtime or choice. A warm call is `executor(a, b, out=(c,))` of a
+program that one CPU process runs, for the fourth time; its chain is the deepest stack of hostir's own functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.harness import table, write
+
+ROOMS = ("check", "runtime", "choice")  # which are to keep no lists of classes
+LONG = 12  # parameters
+KINDS = ("code", "docstrings", "comments", "imports", "blank")
+WARM = """
+import sys, torch, hostir as hi
+TEXT = '''hostir 1
+mesh @mesh [didx] = 0
+program @product(%a: f32[4, 8], %b: f32[8, 4]) -> (%c) {
+  %c: f32[4, 4] = allocate
+  matmul %a, %b -> %c
+}
+'''
+executor = hi.Executor(hi.parse(TEXT), machine="gloo")
+a, b, c = torch.randn(4, 8), torch.randn(8, 4), torch.empty(4, 4)
+for _ in range(3):
+    executor(a, b, out=(c,))
+stack, deepest, called = [], [], set()
+def look(frame, event, argument):
+    global deepest
+    code = frame.f_code
+    if "/hostir/" not in code.co_filename:
+        return
+    if event == "call":
+        stack.append(f"{code.co_filename.rpartition('/hostir/')[2]}:{code.co_qualname}")
+        called.add(stack[-1])
+        deepest = max(deepest, list(stack), key=len)
+    elif event == "return":
+        stack.pop()
+sys.setprofile(look)
+executor(a, b, out=(c,))
+sys.setprofile(None)
+print("\\n".join(deepest), "", *sorted(called), sep="\\n")
+"""
+
+
+def lines_of(text: str) -> Counter[str]:
+    """How many lines of a module are of each kind."""
+    tree = ast.parse(text)
+    kinds = dict.fromkeys(range(1, len(text.splitlines()) + 1), "code")
+    for n, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            kinds[n] = "blank"
+        elif line.lstrip().startswith("#"):
+            kinds[n] = "comments"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            kinds |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), "imports")
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False):
+            doc = node.body[0]
+            kinds |= dict.fromkeys(range(doc.lineno, (doc.end_lineno or doc.lineno) + 1), "docstrings")
+    return Counter(kinds.values())
+
+
+def modules(root: Path) -> dict[str, str]:
+    """The text of each module below `root`, by its path."""
+    return {str(path.relative_to(root)): path.read_text() for path in sorted((root / "hostir").rglob("*.py"))}
+
+
+def classes(texts: dict[str, str]) -> set[str]:
+    """The classes of statements, and of operations of an unrolled program."""
+    bases = {
+        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
+        for text in texts.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"Statement", "Op"}
+    while more := {name for name, of in bases.items() if of & found} - found:
+        found |= more
+    return found
+
+
+def lists(name: str, text: str, known: set[str]) -> Iterator[str]:
+    """Where a module names several of these classes, or asks what something is an instance of."""
+    for node in ast.walk(ast.parse(text)):
+        named = []
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("isinstance", "issubclass")
+        ):
+            named = _names(node.args[1])
+        elif isinstance(node, ast.MatchClass):
+            named = _names(node.cls)
+        elif isinstance(node, (ast.Tuple, ast.Set, ast.List)):
+            named = [item.id for item in node.elts if isinstance(item, ast.Name)]
+            named = named if len(set(named) & known) > 1 else []
+        elif isinstance(node, ast.Dict):
+            named = [n for key in node.keys if key is not None for n in _names(key)]
+        if set(named) & known:
+            yield f"{name}:{node.lineno}: {', '.join(n for n in named if n in known)}"
+
+
+def _names(node: ast.AST) -> list[str]:
+    """The names in an expression, those of modules left out."""
+    return [
+        n.attr if isinstance(n, ast.Attribute) else n.id
+        for n in ast.walk(node)
+        if isinstance(n, (ast.Name, ast.Attribute))
+    ]
+
+
+def long_signatures(name: str, text: str) -> Iterator[str]:
+    """Functions of more parameters than anyone can keep apart; those of Triton's are apart."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            arguments = node.args
+            count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+            kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if count > LONG:
+                yield f"{name}:{node.lineno}: {node.name}, {count}{' (Triton)' if kernel else ''}"
+
+
+def warm_call(root: Path) -> tuple[list[str], list[str]]:
+    """The deepest chain of a warm call, and every function that it calls."""
+    done = subprocess.run([sys.executable, "-c", WARM], cwd=root, capture_output=True, text=True, check=True)
+    chain, _, called = done.stdout.partition("\n\n")
+    return chain.split(), called.split()
+
+
+def main() -> None:
+    """Prints the figures, and writes them."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--root", type=Path, default=Path(), help="another checkout (default: this one)")
+    options.add_argument("--out", type=Path, help="where to write .json and .md")
+    given = options.parse_args()
+    texts = modules(given.root)
+    rooms: dict[str, Counter[str]] = {}
+    for name, text in texts.items():
+        parts = name.split("/")[1:-1] or ["hostir"]
+        rooms.setdefault("/".join(parts), Counter())
+        rooms["/".join(parts)] += lines_of(text) + Counter(files=1)
+    total = sum(rooms.values(), Counter())
+    rows = [
+        [room, *(str(n[kind]) for kind in ("files", *KINDS))] for room, n in [*sorted(rooms.items()), ("all", total)]
+    ]
+    known = classes(texts)
+    by_hand = [
+        at for name, text in texts.items() if set(name.split("/")) & set(ROOMS) for at in lists(name, text, known)
+    ]
+    long = [at for name, text in texts.items() for at in long_signatures(name, text)]
+    chain, called = warm_call(given.root)
+    functions = f"{len(called)} functions of {len({f.partition(':')[0] for f in called})} files"
+    said = [
+        table(["room", "files", *KINDS], rows),
+        f"{len(by_hand)} lists of classes kept by hand in {', '.join(ROOMS)}:\n" + "\n".join(by_hand),
+        f"{len(long)} functions of more than {LONG} parameters:\n" + "\n".join(long),
+        f"a warm call: {functions}; the deepest chain:\n" + "\n".join(chain),
+    ]
+    print("\n\n".join(said))
+    if given.out is not None:
+        text = "\n\n".join([said[0], *(f"```\n{text}\n```" for text in said[1:])])
+        found = {"rooms": rooms, "by_hand": by_hand, "long": long, "chain": chain, "called": called}
+        write(given.out, "Structure", text, found)
+
+
+if __name__ == "__main__":
+    main()
