@@ -1,0 +1,107 @@
+"""docs/architecture.md: what it names exists, its reading order is short enough, its picture shows the rooms."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from docs import rooms
+from tests.pages import FENCE, ROOT
+
+PAGE = ROOT / "docs/architecture.md"
+PICTURE = ROOT / "docs/images/rooms.svg"
+MOST_TO_READ = 2000
+PROSE = FENCE.sub("", PAGE.read_text(encoding="utf-8"))
+LINKED = re.findall(r"\[`([^`]+)`\]\(\.\./([^)]+)\)", PROSE)
+ORDER = re.findall(r"^\| \[`[^`]+`\]\(\.\./([^)]+)\) \| (.*?) \| (\d+) \|$", PROSE, re.MULTILINE)
+COUNT = re.compile(r"\d[\d,]*(?= lines| files)")
+
+
+@cache
+def definitions(path: str) -> dict[str, ast.stmt]:
+    """Classes, functions, methods and constants of a file, methods as `Class.method`."""
+    found: dict[str, ast.stmt] = {}
+    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}": each for each in node.body if isinstance(each, ast.FunctionDef)}
+    return found
+
+
+def length(path: str, what: str) -> int:
+    """The lines of the named definitions of a file, or of all of it."""
+    if what.startswith("all"):
+        return len((ROOT / path).read_text(encoding="utf-8").splitlines())
+    nodes = [definitions(path)[name] for name in re.findall(r"`(\w+)`", what)]
+    firsts = [min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]) for node in nodes]
+    return sum((node.end_lineno or 0) - first + 1 for node, first in zip(nodes, firsts, strict=True))
+
+
+@pytest.mark.parametrize(("name", "path"), LINKED)
+def test_what_the_page_links_is_defined_there(name: str, path: str) -> None:
+    assert name == path or name in definitions(path)
+
+
+def test_every_class_and_function_that_the_page_names_is_linked() -> None:
+    known = {name for name, _ in LINKED} | {name for _, what, _ in ORDER for name in re.findall(r"`(\w+)`", what)}
+    known |= definitions("hostir/runtime/unroll.py").keys()  # the operations, which the page prints
+    spans = re.findall(r"`([^`]+)`", PROSE)
+    named = {span for span in spans if re.fullmatch(r"[A-Z]\w*[a-z]\w*(\.\w+)*|[\w.]+\(\)", span)}
+    assert named
+    assert named <= known
+
+
+def test_every_path_that_the_page_names_exists() -> None:
+    paths = re.findall(r"`((?:hostir|tests|docs|examples|benchmarks)/[\w/.]*)`", PROSE)
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_reading_order_is_at_most_two_thousand_lines_and_says_how_many() -> None:
+    assert len(ORDER) > 10
+    lengths = [length(path, what) for path, what, _ in ORDER]
+    assert sum(lengths) <= MOST_TO_READ
+    off = [(path, n) for (path, _, said), n in zip(ORDER, lengths, strict=True) if abs(n - int(said)) > 10 + n // 5]
+    assert off == [], "lines that the page says, and how many there are"
+
+
+def every_room() -> dict[str, rooms.Room]:
+    tops = [room for row in rooms.layers() for room in row]
+    return {room.path: room for top in tops for room in (top, *top.inner)}
+
+
+def test_the_rooms_are_those_of_the_package() -> None:
+    package = ROOT / "hostir"
+    folders = {init.parent for init in package.rglob("__init__.py")} - {package}
+    modules = {module.with_suffix("") for module in package.glob("*.py") if module.name != "__init__.py"}
+    assert every_room().keys() == {path.relative_to(ROOT).as_posix() for path in folders | modules}
+
+
+def test_the_page_names_every_room_and_no_other() -> None:
+    named = {path.removesuffix(".py") for path in re.findall(r"`(hostir/[\w/]+(?:\.py)?)`", PROSE)}
+    inside = {Path(path).with_suffix("").as_posix() for path, _, _ in ORDER}
+    assert named - inside == every_room().keys() - {"hostir/__main__"}
+
+
+def test_the_steps_of_the_picture_are_the_headings_of_the_page() -> None:
+    headings = re.findall(r"^## (\d)\. (\w+).*?: (.*)$", PROSE, re.MULTILINE)
+    steps = {(f"{n} {word.lower()}", room) for n, word, where in headings for room in re.findall(r"`([^`]+)`", where)}
+    drawn = {(step, room) for room, here in rooms.STEPS.items() for step in here}
+    assert drawn == steps
+    assert rooms.STEPS.keys() <= every_room().keys()
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    drawn, again = PICTURE.read_text(encoding="utf-8"), rooms.draw(rooms.layers())
+    hint = "python docs/rooms.py docs/images/rooms.svg"
+    assert COUNT.sub("N", drawn) == COUNT.sub("N", again), hint
+    counts = [[int(n.replace(",", "")) for n in COUNT.findall(text)] for text in (drawn, again)]
+    assert all(abs(old - new) <= max(100, new // 5) for old, new in zip(*counts, strict=True)), hint
