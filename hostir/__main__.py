@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
         raise error(message, hint=near or f"{self.prog} --help")
 
     def _every_option(self) -> set[str]:
-        """Its options and those of its commands."""
+        """Return the options of the parser and of its subcommands."""
         commands = [p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values()]
         return {option for parser in (self, *commands) for option in parser._option_string_actions}
 
@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; every mistake is one message."""
+    """Run one command and return its exit code; every mistake is one message."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # whoever started this has closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for as long as the process lives
@@ -189,7 +189,7 @@ def _run_command(arguments: Sequence[str] | None) -> int:
 
 
 def _refused(wrong: HostIRError) -> int:
-    """Tells what is wrong, once where several processes find the same; returns the exit code."""
+    """Print an error, once where several processes find the same; return the exit code."""
     findings = all(found.kind for found in wrong.diagnostics)
     rank = os.environ.get("RANK", "0")
     if findings or not _on_its_own():  # the same on all ranks; on all of a host, as files may differ
@@ -203,7 +203,7 @@ def _refused(wrong: HostIRError) -> int:
 
 
 def _on_its_own() -> bool:
-    """Whether this rank has begun to do what others may not: until then, it only reads what all read."""
+    """Whether this rank has begun to do what others may not; until then it only reads what all ranks read."""
     session = sys.modules.get("hostir.runtime.session")
     return session is not None and session.begun
 
@@ -217,7 +217,7 @@ def _tell(text: str) -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Has the rest of what was written there, with which Python would fail at its end, go nowhere."""
+    """Discard the unwritten rest of a stream, on which Python would fail at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -1,4 +1,4 @@
-"""Checks of whole programs: their structure, and of host programs the orders between all that they do."""
+"""Check whole programs: their structure, and the order of all events of host programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
 def check(
     program: Program, *, settled: bool = False, sizes: Mapping[str, int] | None = None, calls: int | None = None
 ) -> list[Diagnostic]:
-    """Every finding, in program order, warnings last; empty for a program that is right in every legal schedule.
+    """Return all findings in program order, warnings last; none for a program that is right under every legal schedule.
 
     That a program could not be looked at for races is an error, of kind `unchecked`.
 
@@ -43,7 +43,7 @@ def _orders(program: Program, sizes: Mapping[str, int] | None, calls: int | None
 
 
 def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
-    """The program itself, or a HostIRError with all that `check` finds wrong with it. Warnings pass.
+    """Return the program; raise a HostIRError with all errors that `check` finds in it. Warnings pass.
 
     What could not be looked at is not proved, and refused like what is wrong. A proof is remembered for all sizes that
     it holds for (`hostir.check.signature`): for others of them this takes some 100 us.
@@ -77,7 +77,7 @@ def _signature(program: Program) -> Signature:
 
 
 def forget() -> None:
-    """Forgets what was proved: for tests and benchmarks."""
+    """Forget all proofs: for tests and benchmarks."""
     _signature.cache_clear()
     forget_forms()
 

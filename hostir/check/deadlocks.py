@@ -17,7 +17,7 @@ from hostir.check.tracer import Event, Flag, Kernel, Tracer
 
 
 def circles(order: Order, left: list[Event]) -> Iterator[Trouble]:
-    """What the events that were never reached wait for: a circle, shown once.
+    """Yield the cycle of events that wait for each other, shown once, if some events were never reached.
 
     A wait that a signal of a higher epoch would end is no such thing: then the signals of its flag are out of order.
     """
@@ -40,7 +40,7 @@ def circles(order: Order, left: list[Event]) -> Iterator[Trouble]:
 
 
 def _told_apart(circle: list[Event]) -> list[Event | None]:
-    """A circle of events, each statement of a rank once."""
+    """Return the events of a cycle, each statement of a rank once, the first in program order first."""
     kept: dict[tuple[int, int, tuple[int, ...]], Event] = {}
     for event in reversed(circle):
         if event.statement is not None:
@@ -56,7 +56,7 @@ def _place(event: Event) -> tuple[int, int, int, int]:
 
 
 def flags_out_of_order(order: Order) -> Iterator[Trouble]:
-    """Signals of one flag that do not come one after another with rising epochs."""
+    """Yield signals of one flag that are not ordered with rising epochs."""
     for sent in order.sent.values():
         flags = sorted(sent, key=lambda f: (f.epoch, f.event.rank, f.event.number))
         for lower, higher in pairwise(f for f in flags if f.event in order.clocks):  # a deadlock cuts the rest off
@@ -73,7 +73,7 @@ def flags_out_of_order(order: Order) -> Iterator[Trouble]:
 
 
 def _epochs(a: Flag, b: Flag) -> list[str]:
-    """Two epochs in words, with their calls where these differ."""
+    """Return two epochs as text, with their calls where these differ."""
     return [f"{f.epoch[1]}" + (f" of call {f.epoch[0] + 1}" if a.epoch[0] != b.epoch[0] else "") for f in (a, b)]
 
 
@@ -97,7 +97,7 @@ MAX_PATHS = 20_000  # paths that are followed in one knot of kernels; a knot tha
 
 
 def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
-    """The first ring of kernels that hold each other up, or of one that holds up itself."""
+    """Yield the first cycle of kernels that block each other (a kernel may block itself)."""
     kernels = [kernel for rank in order.ranks for kernel in rank.kernels]
     if not kernels:
         return
@@ -119,7 +119,7 @@ def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
 
 
 def calls_needed(order: Order, ranks: int) -> int:
-    """Return how many calls to look at, so that every ring shows that any number of calls has.
+    """Return the number of calls to check, so that any deadlock of any number of calls shows.
 
     If what needs SMs in one call is over when a kernel starts `apart` calls later, calls differ by less than that from
     one kernel of a ring to the next. docs/memory-model.md has the argument.
@@ -141,7 +141,7 @@ def _of_the_first_call(rank: Tracer) -> Iterator[Event]:
 
 
 def _rings(order: Order, knot: list[Kernel], graph: Any) -> Iterator[list[Kernel]]:
-    """Circles in a knot of kernels that can all run at one time, each circle once for every kernel in it.
+    """Yield the cycles of a strongly connected set of kernels that can all run at one time, once for each kernel in it.
 
     The last is empty where there are too many to look at.
     """
@@ -166,7 +166,7 @@ def together(order: Order, a: Kernel, b: Kernel) -> bool:
 
 
 def _signals(order: Order, kernel: Kernel) -> list[Event]:
-    """What a kernel waits for."""
+    """Return the signals that a kernel waits for."""
     return [signal for flag in kernel.waits if (signal := order.partners.get(flag.event))]
 
 
@@ -181,7 +181,7 @@ class _Line:
         self.large = [place for place, event in enumerate(self.events) if not event.small]
 
     def first_held(self, first: int, holder: Event, taken: int) -> int:
-        """The place of the first event, from `first` on, that gets no SM while `holder` runs.
+        """Return the index of the first event, from `first` on, that gets no SM while `holder` runs.
 
         Small ones get the one that it leaves, if issued before it in its call, and up to the tick by which a rival may
         have taken it.
@@ -221,7 +221,7 @@ class Lanes:
         }
 
     def held(self, after: Clock, holder: Kernel, running: Sequence[Kernel]) -> Event | None:
-        """What `holder` keeps from its SMs, and a signal of this clock thereby from coming, while these kernels run."""
+        """Return an event before `after` that gets no SM of `holder`'s rank while these kernels run, or None."""
         for line in self.of.get(holder.start.rank, ()):
             first = bisect_right(line.ticks, max(self.begun(kernel, line) for kernel in running))
             until = bisect_right(line.ticks, after[line.index])
@@ -235,7 +235,7 @@ class Lanes:
         return None
 
     def rivals_beside(self, holder: Kernel, running: Sequence[Kernel]) -> list[Clock]:
-        """When each begins that may take the SM that `holder` leaves, and be under way while these kernels run."""
+        """Return the begin clocks of what may take the SM that `holder` leaves, while these kernels run."""
         known, clocks = self.order.known, self.order.clocks
         return [
             clocks[begin]
@@ -245,17 +245,17 @@ class Lanes:
         ]
 
     def begun(self, kernel: Kernel, line: _Line) -> int:
-        """Up to which tick the events of a lane do not need the SMs that a kernel takes."""
+        """Return the last tick of a lane whose events do not need the SMs that a kernel takes."""
         beside = kernel.beside
         own = beside is not None and beside.lane is not None and self.order.lanes[beside.lane] == line.index
         return max(int(self.order.clocks[kernel.start][line.index]), beside.tick if beside and own else 0)
 
     def any_held(self, kernel: Kernel, holder: Kernel) -> bool:
-        """Whether one kernel alone holds up what another, or itself, waits for."""
+        """Whether one kernel alone blocks a signal that another kernel, or the kernel itself, waits for."""
         return self.held(self.latest[kernel], holder, [holder]) is not None
 
     def stuck(self, ring: list[Kernel], *, sure: bool = True) -> Trouble | None:
-        """The trouble of a ring in which every kernel waits for what one of them holds up; of any ring, if not sure."""
+        """Return the deadlock of a cycle if each kernel waits for what one of them blocks; always, unless `sure`."""
         found: list[Trouble] = []
         for kernel in ring:
             signals = [(s, self.order.needs[s]) for s in _signals(self.order, kernel)]

@@ -36,7 +36,7 @@ Tie = tuple[int, ...]  # events that happen together
 
 @dataclass(eq=False)
 class Box:
-    """A statement of one rank in one round and call, several like it in a row, or the caller's. `last` is included."""
+    """A box of the picture: a statement of one rank, round and call, several like it in a row, or the caller's."""
 
     rank: int
     lane: str
@@ -52,14 +52,14 @@ class Box:
 
     @property
     def place(self) -> str:
-        """The rounds."""
+        """The loop rounds, as text."""
         ends = dict.fromkeys((*self.rounds[:1], *self.rounds[-1:]))
         return f"[{' to '.join(map(_list, ends))}] " if ends else ""
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """`source` comes before `target`; the columns are those of the events that say so. `back`: it closes a circle."""
+    """An arrow: `source` happens before `target`; columns are those of the events. `back`: it closes a cycle."""
 
     source: Box
     target: Box
@@ -71,7 +71,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class FindingMark:
-    """A finding in the picture: its boxes, the pairs that are in conflict, and the arrows that make a circle."""
+    """The mark of a finding: its boxes, the pairs in conflict, and the arrows of a cycle."""
 
     number: int
     finding: Finding
@@ -82,7 +82,7 @@ class FindingMark:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is drawn."""
+    """The boxes, arrows and marks of a picture."""
 
     boxes: Sequence[Box]
     arrows: Sequence[Arrow]
@@ -102,7 +102,7 @@ class Scene:
 
 
 def boxes_of(program: Program, order: Order, ranks: Iterable[int], calls: int, named: Set[Event]) -> list[Box]:
-    """The boxes of some ranks in the first calls, as issued. Allocations have one where a finding names them."""
+    """Return the boxes of some ranks in the first calls, as issued. An allocation gets one if a finding names it."""
     found: dict[tuple[object, ...], Box] = {}
     for event in (e for rank in ranks for e in order.ranks[rank].events):
         if event.call >= calls or (event.verb == "allocates" and event not in named):
@@ -142,7 +142,7 @@ def _list(numbers: Iterable[int]) -> str:
 
 
 def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -> Scene:
-    """Puts boxes into columns and rows, with arrows for what orders them and marks for numbered findings."""
+    """Place boxes in columns and rows, with arrows for the edges between them and marks for numbered findings."""
     if not boxes:
         return Scene((), (), ())
     events = [event for box in boxes for event in box.events]
@@ -166,7 +166,7 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
 
 
 def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
-    """A graph of events by place in `shown`: an edge wherever a chain leads from one to another past the rest.
+    """Return a graph of the shown events, with an edge wherever a path leads from one to another past hidden events.
 
     What may hold an event up is in it only if `held`: nobody may rely on it, but it closes circles.
     """
@@ -205,7 +205,7 @@ def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
 
 
 def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
-    """The edges that close circles: all within one that lead to another rank, or to what was issued earlier."""
+    """Return the edges to leave out to break all cycles: those within a cycle to another rank or back in time."""
     import networkx as nx
 
     found: list[tuple[int, int]] = []
@@ -218,7 +218,7 @@ def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
 
 
 def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
-    """The longest way to each event, in boxes."""
+    """Return the column of each event: the length, in boxes, of the longest path to it."""
     import networkx as nx
 
     columns: dict[int, int] = {}
@@ -229,7 +229,7 @@ def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
 
 
 def _beside(a: Box, b: Box) -> bool:
-    """Whether two boxes are one, or sides of one communication: ranks order each other's only where these meet."""
+    """Whether two boxes are one, or sides of one communication, so that one column may hold both."""
     if a is b or a.rank == b.rank or not a.lane == b.lane == COMMUNICATION:
         return a is b
     return a.word == b.word or all(isinstance(box.events[0].statement, Message) for box in (a, b))
@@ -247,7 +247,7 @@ def _stack(boxes: Iterable[Box]) -> None:
 def _arrows(
     graph: Any, back: Sequence[tuple[int, int]], owners: Sequence[Box], columns: Mapping[int, int], ties: Iterable[Tie]
 ) -> list[Arrow]:
-    """An arrow for each pair of boxes that an edge joins which no others imply; ties in place of those they explain."""
+    """Return an arrow for each pair of joined boxes that no others imply; ties replace those that they explain."""
     import networkx as nx
 
     found: dict[tuple[Box, Box], Arrow] = {}
@@ -267,7 +267,7 @@ def _arrows(
 
 
 def _barriers(events: Sequence[Event], columns: Mapping[int, int]) -> list[Tie]:
-    """The sides of each barrier, in the order of ranks, where they stand above each other."""
+    """Return the ties of barriers: their sides in the order of ranks, where these share a column."""
     sides: dict[tuple[Event, int], list[int]] = {}
     for n, event in enumerate(events):
         for come in event.after if isinstance(event.statement, Barrier) else ():
@@ -289,7 +289,7 @@ def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: 
 
 
 def _around(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> tuple[list[tuple[Box, Box]], list[Arrow]]:
-    """The arrows that lead from each box of a circle to the next, and the pairs between which there are none."""
+    """Return the arrows around a cycle of boxes, and the neighbours in it that no arrow joins."""
     import networkx as nx
 
     graph = nx.DiGraph()
@@ -306,13 +306,13 @@ def _around(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> tuple[list[tuple[B
 
 
 def nearby(boxes: Iterable[Box], centre: Set[Event], reach: int) -> list[Box]:
-    """The boxes outside loops, and those at most `reach` rounds of an outermost loop away from where the events are."""
+    """Return the boxes outside loops, and those within `reach` rounds of an outermost loop around the findings."""
     rounds = {event.rounds[0] for event in centre if event.rounds} or {0}
     return [box for box in boxes if not box.rounds or min(abs(box.rounds[0][0] - r) for r in rounds) <= reach]
 
 
 def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
-    """At most so many boxes: those that their rank issues next to where the events are."""
+    """Return at most so many boxes, those that their rank issues closest to the findings' events."""
     first: dict[int, int] = {}  # box of a rank
     turns = [first.setdefault(box.rank, n) for n, box in enumerate(boxes)]
     places = [n - turns[n] for n, box in enumerate(boxes) if not centre.isdisjoint(box.events)] or [0]
@@ -322,7 +322,7 @@ def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
 
 
 def merged(boxes: Iterable[Box], centre: Set[Event]) -> list[Box]:
-    """The boxes, with one for all that a stream frees or waits for in a row, where no finding tells them apart."""
+    """Return the boxes with frees or waits in a row on one stream merged, unless a finding names one of them."""
     found: list[Box] = []
     for box in boxes:
         before = found[-1] if found else box
@@ -343,7 +343,7 @@ def _alike(a: Box, b: Box) -> bool:
 
 
 def _place(box: Box) -> tuple[int, bool, bool, int]:
-    """Sorts lanes: of each rank the caller's stream, the pool in order, communications."""
+    """Sort key of lanes: for each rank the caller's stream, the pool in order, communications."""
     number = box.lane.removeprefix("stream ")
     return box.rank, box.lane == COMMUNICATION, box.lane != "caller", int(number) if number.isdigit() else 0
 
@@ -388,7 +388,7 @@ Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def draw(program: Program, analysis: Analysis) -> str:
-    """The picture as SVG. The ranks, rounds and calls that findings name are drawn; what is left out is told."""
+    """Return the picture as SVG: the ranks, rounds and calls that findings name; a line says what is left out."""
     title = f"@{program.name}: {_count(len(analysis.findings), 'finding') or 'no findings'}"
     told = [f"{name} = {value}" for name, value in sorted((analysis.sizes or {}).items())]
     if analysis.order is None:
@@ -398,7 +398,7 @@ def draw(program: Program, analysis: Analysis) -> str:
 
 
 def _choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, list[str]]:
-    """As many rounds as fit, and what is left out, in words."""
+    """Return a scene with as many rounds as fit, and what is left out, as text."""
     numbered = {n: f for n, f in enumerate(analysis.findings, 1) if isinstance(f, Finding) and f.events}
     stuck = {n: f for n, f in numbered.items() if f.kind == "deadlock"}  # what else is found may come of it
     findings = dict(list((stuck or numbered).items())[:MOST_FINDINGS])
@@ -436,7 +436,7 @@ def _choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, 
 
 
 def _ranks(program: Program, named: set[int]) -> list[int]:
-    """The ranks that findings name, and one more."""
+    """Return the ranks to draw: those that findings name, and one more."""
     others = [rank for rank in range(program.ranks) if rank not in named]
     return sorted({*sorted(named)[:MOST_RANKS], *others[: 1 if named else 2]})
 
@@ -456,7 +456,7 @@ def _told(what: str, how: str) -> str:
 
 
 def _spans(what: str, numbers: Sequence[int]) -> str:
-    """Ascending numbers in words: ranks 0, 2 to 7. Empty where there are none."""
+    """Return ascending numbers as text, such as "ranks 0, 2 to 7"; empty for none."""
     spans: list[list[int]] = []
     for n in numbers:
         if spans and n == spans[-1][-1] + 1:
@@ -476,7 +476,7 @@ def _clip(text: str, longest: int) -> str:
 
 
 def _widths(scene: Scene, longest: int) -> list[float]:
-    """The width of each column, its gutter included."""
+    """Return the width of each column, gutter included."""
     widths = [0.0] * scene.columns
     for box in scene.boxes:
         text = max(len(box.word) * HEAD, len(_clip(box.place + box.operands, longest)) * REST) + 10
@@ -489,7 +489,7 @@ def _width(scene: Scene, longest: int) -> float:
 
 
 class _Page:
-    """Lays out a scene, and writes it from the back to the front: lanes, arrows, boxes, what is red."""
+    """Lays out a scene and writes it from back to front: lanes, arrows, boxes, findings."""
 
     def __init__(self, title: str, told: list[str], scene: Scene, analysis: Analysis) -> None:
         self.title, self.scene, self.findings = title, scene, analysis.findings
@@ -573,13 +573,13 @@ class _Page:
         return _path(self._step(arrow), "arrow", color, head)
 
     def _tie(self, arrow: Arrow) -> str:
-        """Straight up or down, between sides of one communication."""
+        """Return a vertical line between the sides of one communication."""
         x = sum(self.columns[arrow.enters]) / 2
         upper, lower = sorted((self.place(arrow.source), self.place(arrow.target)), key=lambda place: place[1])
         return f"M{x:g} {upper[3]:g}V{lower[1]:g}"
 
     def _step(self, arrow: Arrow) -> str:
-        """From the right end of a box to the left end of another."""
+        """Return an arrow from the right end of a box to the left end of another."""
         source, target = self.place(arrow.source), self.place(arrow.target)
         leaves, enters = self.columns[arrow.leaves][1], self.columns[arrow.enters][0]
         if source[1] == target[1] and arrow.enters == arrow.leaves + 1:
@@ -594,7 +594,7 @@ class _Page:
 
     # Words ------------------------------------------------------------------------------------------------------------
     def _label(self, mark: FindingMark) -> str:
-        """What is in conflict, in short, where it hides as little as may be."""
+        """Return a short label of a conflict, placed where it hides least."""
         about = f" on %{mark.finding.buffer}" if mark.finding.buffer else ""
         text = f"{mark.number}: {mark.finding.kind}{about}"
         half = len(text) * (HEAD + 0.7) / 2 + 6
@@ -606,7 +606,7 @@ class _Page:
         return f'<g><rect {frame} fill="#fff" stroke="{INK["red"]}"/>{words}</g>'
 
     def _spots(self, mark: FindingMark) -> list[Point]:
-        """Along the first line of a mark, then around its last box."""
+        """Yield label positions: along the first line of a mark, then around its last box."""
         spots: list[Point] = []
         for a, b in [*mark.pairs, *((arrow.source, arrow.target) for arrow in mark.circle)][:4]:
             (l0, t0, r0, _), (l1, t1, r1, _) = self.place(a), self.place(b)
@@ -617,7 +617,7 @@ class _Page:
         return [*spots, ((left + right) / 2, bottom + 9), ((left + right) / 2, top - 9)]
 
     def _hidden(self, area: Rectangle) -> float:
-        """How much of what is taken lies below an area."""
+        """Return how much occupied area a rectangle would hide."""
         left, top, right, bottom = area
         shared = (
             max(0.0, min(right, r) - max(left, x)) * max(0.0, min(bottom, b) - max(top, y)) for x, y, r, b in self.taken
@@ -625,7 +625,7 @@ class _Page:
         return sum(shared)
 
     def _words(self) -> list[tuple[str, str]]:
-        """The findings, line by line."""
+        """Return the findings as lines of text with their styles."""
         lines = []
         for number, found in enumerate(self.findings[:MOST_TOLD], 1):
             at = f"line {found.span.line}: " if found.span else ""
@@ -642,7 +642,7 @@ class _Page:
 
 
 def _curve(x0: float, a: Rectangle, x1: float, b: Rectangle) -> str:
-    """From a box to another above or below it; over its neighbours where both are in one row."""
+    """Return a curve from a box to one above or below it, or over the boxes between two in one row."""
     if a[1] == b[1]:
         return f"M{x0:g} {a[1]:g}C{x0:g} {a[1] - 13:g} {x1:g} {b[1] - 13:g} {x1:g} {b[1] - 1:g}"
     down = a[1] < b[1]

@@ -1,4 +1,4 @@
-"""Proves a host program free of races, deadlocks and misuse of memory, or says where it is not.
+"""Prove a host program free of races, deadlocks and misuse of memory, or report where it is not.
 
 Loops are unrolled for given sizes; symbols that are not bound get small ones. Every rank is traced, through as many
 calls as asked; what ranks issue is joined; then one walk with vector clocks looks at all accesses to memory. The rules
@@ -30,7 +30,7 @@ VALUES = "give values: --set NAME=VALUE"
 
 @dataclass(frozen=True)
 class Analysis:
-    """Findings of a check, the order that it looked at, if it got so far, and the sizes and calls it looked at."""
+    """The findings of a check, the order of events (None if it got not that far), and the sizes and calls it used."""
 
     findings: list[Diagnostic]
     order: Order | None = None
@@ -40,7 +40,7 @@ class Analysis:
 
 @contextmanager
 def _keeping_all() -> Iterator[None]:
-    """Lets Python collect no garbage meanwhile: a proof makes objects by the million and drops few of them.
+    """Disable garbage collection meanwhile: a proof makes objects by the million and drops few of them.
 
     To go through them again and again, as collections do, takes as long as the proof.
     """
@@ -55,7 +55,7 @@ def _keeping_all() -> Iterator[None]:
 
 @_keeping_all()
 def look(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Looks at one rank where that stands for all and is right; at all ranks otherwise."""
+    """Analyse rank 0 alone where it stands for all ranks and nothing is wrong; all ranks otherwise."""
     if misfits := program.misfits(sizes or {}):
         return Analysis(misfits)
     bound, number = small_sizes(program, sizes or {}), calls or 2
@@ -78,7 +78,7 @@ def look(program: Program, sizes: Mapping[str, int] | None = None, calls: int | 
 
 @_keeping_all()
 def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Traces all ranks of a host program whose structure is sound, and looks at all orders.
+    """Trace all ranks of a host program whose structure is sound, and check every order of their events.
 
     Unless it is said how many calls follow each other, it looks at as many as show what any number would.
     """
@@ -109,7 +109,7 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
 
 
 def _walked(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
-    """Walk so many calls of all ranks."""
+    """Trace this many calls of all ranks, and check their events."""
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     try:
         for tracer in tracers:
@@ -124,7 +124,7 @@ def _walked(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
 
 
 def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic]:
-    """Deadlocks of a program that is right otherwise, on a device whose streams share queues.
+    """Return deadlocks of an otherwise sound program on a device whose streams share hardware queues.
 
     Behind a wait, such a queue keeps back all that was issued to it later, on whichever stream.
     """
@@ -148,7 +148,7 @@ def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
 
 
 def findings_of(program: Program, order: Order) -> list[Diagnostic]:
-    """Findings about an order, errors first."""
+    """Return the findings about an order of events, errors first."""
     words = Words(program)
     if order.troubles:
         return list(words.troubles(order.troubles))
@@ -164,7 +164,7 @@ def findings_of(program: Program, order: Order) -> list[Diagnostic]:
 
 
 def _telling(conflicts: Iterable[tuple[Conflict, int]]) -> list[tuple[Conflict, int]]:
-    """The conflicts; those with an `allocate` only where no other tells which order between two streams is missing."""
+    """Drop conflicts with an `allocate` where another conflict reports the same missing order between two streams."""
     every = list(conflicts)
     streams = {(id(c.second.event.statement), c.first.event.stream) for c, _ in every if c.first and not _of_new(c)}
     return [(c, n) for c, n in every if not (_of_new(c) and _sides(c) in streams)]
@@ -179,17 +179,17 @@ def _sides(conflict: Conflict) -> tuple[int, str]:
 
 
 def _leaked(tracers: Sequence[Tracer]) -> list[Buffer]:
-    """Buffers that are neither freed nor outputs."""
+    """Return the buffers that are neither freed nor outputs."""
     gone = {buffer for t in tracers for buffer in t.freed}
     gone |= {view.buffer for t in tracers for outputs in t.outputs for view in outputs if view}
     return [buffer for t in tracers for buffer in t.buffers if buffer not in gone]
 
 
 def _in_program_order(found: Diagnostic) -> tuple[bool, int, int]:
-    """Errors first, each group by where it stands in the text."""
+    """Sort key of findings: errors first, then by position in the text."""
     return found.level != "error", found.span.line if found.span else 0, found.span.column if found.span else 0
 
 
 def _unchecked(program: Program, why: str, hint: str) -> Diagnostic:
-    """Not proved is an error to those who ask for a proof; `prove` lets it pass with a warning."""
+    """Return the error that a program was not proved; `prove` turns it into a refusal."""
     return Diagnostic(f"@{program.name} was not checked for races: {why}", hint=hint, kind=UNCHECKED)

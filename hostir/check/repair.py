@@ -1,4 +1,4 @@
-"""Repairs host programs: puts in the least synchronisation with which `check` finds nothing; tells what is too much.
+"""Repair host programs: insert the least synchronisation with which `check` finds nothing, and report redundant ones.
 
 The repair is a best-first search over edits that findings suggest. Whatever is put in can only lengthen the chains of
 work of a program, never shorten them: so a program that already costs more than a sound one that was found is given up
@@ -52,7 +52,7 @@ Cost = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Look:
-    """A program, what is found in it, and what its order costs.
+    """A program that was checked during a repair, with its findings and its cost.
 
     Fields:
         cost: work events in the longest chain, what ranks wait for, statements. Zeros where they are not known.
@@ -67,13 +67,13 @@ class Look:
 
     @property
     def left(self) -> int:
-        """How far it is from having no finding."""
+        """The number of findings left, weighted by severity."""
         return sum(_weight(f) for f in self.found)
 
 
 @dataclass(frozen=True)
 class Repairer:
-    """What every look at a program has in common."""
+    """Checks and searches the candidates of one repair; holds the sizes and calls that they share."""
 
     sizes: Mapping[str, int] | None
     calls: int | None
@@ -87,7 +87,7 @@ class Repairer:
         return Look(program, analysis.findings, analysis.order, cost(program, analysis.order), added)
 
     def tried(self, program: Program, added: tuple[Block, ...]) -> Look:
-        """The program, with frees for what leaks in it."""
+        """Check a program, with frees inserted for buffers that leak in it."""
         after = self.look(program, added)
         if leaks := {f.buffer for f in after.found if isinstance(f, Finding) and f.kind == "leak"}:
             frees = for_leaks(Outline(program), leaks)
@@ -95,7 +95,7 @@ class Repairer:
         return after
 
     def search(self, start: Look) -> Look | None:
-        """The cheapest program without a finding among those that were looked at."""
+        """Return the cheapest candidate without findings, or None."""
         best, turn, looks = None, count(), MOST_LOOKS
         todo = [(start.left, start.cost, next(turn), start)]
         seen = {start.program}
@@ -119,7 +119,7 @@ class Repairer:
         return best
 
     def trimmed(self, look: Look, before: Look) -> Look:
-        """The program without what was put in and is not needed, and without what this has made needless."""
+        """Remove inserted statements that are not needed, then statements that the repair has made redundant."""
         known = {f.message for f in before.found}
         for piece in look.added:
             less = self.removed(look, piece)
@@ -137,7 +137,7 @@ class Repairer:
         return look
 
     def narrowed(self, look: Look, join: For) -> Look:
-        """The program with a wait for one stream in place of that for all of them, where one is enough."""
+        """Replace a wait for all pool streams by a wait for one of them, where that is enough."""
         if any(not isinstance(s, Synchronize) for s in join.body) or all(s is not join for s in look.program.walk()):
             return look
         place = Outline(look.program).place(join)
@@ -152,7 +152,7 @@ class Repairer:
 
 
 def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Program:
-    """The program with the least synchronisation put in, and frees, with which `check` finds nothing in it.
+    """Insert the least synchronisation and frees into a program with which `check` finds nothing in it.
 
     Least is what leaves the shortest chain of work (computations, communications and copies, each counting one) over
     all ranks and calls; then what waits for the least; then what is the fewest statements. A wait, a free or a
@@ -181,7 +181,7 @@ def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int 
 
 
 def difference(before: Program, after: Program) -> str:
-    """A unified diff of two programs' texts, under the name of the file that the first stands in."""
+    """Return a unified diff of two programs' texts, named for the file of the first."""
     spans = [s.span for s in before.walk() if s.span is not None]
     name = spans[0].file if spans else f"{before.name}.hir"
     old, new = str(before).splitlines(keepends=True), str(after).splitlines(keepends=True)
@@ -189,7 +189,7 @@ def difference(before: Program, after: Program) -> str:
 
 
 def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> list[Diagnostic]:
-    """Warnings about synchronisation without which nothing more is found in the program, all of it taken out at once.
+    """Return warnings about synchronisation that can all be removed together without any new finding.
 
     Synchronises, waits, barriers, signals, and loops of nothing else are tried in program order, outer before inner.
     """
@@ -209,20 +209,20 @@ def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: i
 
 # What a program costs -------------------------------------------------------------------------------------------------
 def cost(program: Program, order: Order) -> Cost:
-    """The longest chain of work, in events; what all ranks wait for; the statements of the text."""
+    """Return the longest chain of work, in events; the number of waits over all ranks; the number of statements."""
     waits = sum(_waits(event.statement) for event in order.events)
     return longest_chain(order), waits, sum(1 for _ in program.walk())
 
 
 def _waits(s: Statement | None) -> int:
-    """How much a statement waits for: a barrier for as many ranks as there are, else one thing, if anything."""
+    """Return what a statement waits for: the number of ranks for a barrier, 1 for another wait, else 0."""
     if isinstance(s, Barrier):
         return s.x.tensor.mesh.size(s.over) if s.x.tensor.mesh else 1
     return int(isinstance(s, WAITING))
 
 
 def longest_chain(order: Order) -> int:
-    """The most computations, communications and copies that come one after another, over all ranks and calls."""
+    """Return the length of the longest chain of computations, communications and copies, over all ranks and calls."""
     chain: dict[Event, int] = {}
     for event in _in_order(order):
         chain[event] = max((chain[before] for before in event.after), default=0) + _work(event)
@@ -230,7 +230,7 @@ def longest_chain(order: Order) -> int:
 
 
 def loses(order: Order) -> bool:
-    """Whether a part of a symmetric buffer that is read at times is overwritten before what was left there is read.
+    """Whether a read part of a symmetric buffer is overwritten before its earlier value is read.
 
     The order in which a rank issues says who is first on that rank. Who is first of two ranks a repair has to choose,
     and may choose an order in which nothing races and values are lost.
@@ -257,7 +257,7 @@ def loses(order: Order) -> bool:
 
 
 def _in_order(order: Order) -> Iterator[Event]:
-    """All events, each behind those that it follows; those in circles are left out."""
+    """Yield all events in an order that follows the edges, except those in cycles."""
     missing = {event: len(event.after) + len(event.held) for event in order.events}
     followers = order.followers()
     ready = deque(event for event, n in missing.items() if not n)
@@ -277,7 +277,7 @@ def _work(event: Event) -> bool:
 
 # What is wrong with it ------------------------------------------------------------------------------------------------
 def suggestions(look: Look) -> Iterator[Edits]:
-    """Edits that may repair the first finding that any edit may repair. Every repair is made of such."""
+    """Yield edits for the first finding that edits may repair."""
     outline = Outline(look.program)
     if look.order is None:
         yield from for_handles(outline)
@@ -294,7 +294,7 @@ def _weight(found: Diagnostic) -> int:
 
 
 def _hopeful(found: Diagnostic, look: Look) -> bool:
-    """Whether something put in may repair what was found."""
+    """Whether an insertion may repair a finding."""
     if not isinstance(found, Finding):
         return any(True for _ in for_handles(Outline(look.program)))
     races = {f.buffer for f in look.found if isinstance(f, Finding) and f.kind == "race"}
@@ -307,13 +307,13 @@ def _given_up(why: str, found: Diagnostic) -> Diagnostic:
 
 
 def _host_program(program: Program) -> None:
-    """Raises for a fusion, which has no streams."""
+    """Raise for a fusion, which has no streams."""
     if program.phase is not Phase.HOST:
         raise error(f"@{program.name} is a fusion, in which nothing waits", expected="a host program")
 
 
 def _without_unused(program: Program, before: Program) -> Program:
-    """The program without a name for the caller's stream that it has not had before, and does not use."""
+    """Return the program without a `current_stream` that the repair inserted and nothing uses."""
     first = program.body[0]
     if not isinstance(first, CurrentStream) or first in before.body:
         return program
@@ -323,7 +323,7 @@ def _without_unused(program: Program, before: Program) -> Program:
 
 # What is too much -----------------------------------------------------------------------------------------------------
 def _units(program: Program) -> Iterator[Block]:
-    """What may be taken out together, outer before inner. A `wait` may not: every handle is waited for."""
+    """Yield statements that may be removed together, outer before inner. A `wait` may not: every handle needs one."""
     flags: dict[str, list[Statement]] = {}
     for s in program.walk():
         if isinstance(s, (Signal, WaitSignal)):
@@ -338,7 +338,7 @@ def _units(program: Program) -> Iterator[Block]:
 
 
 def _same_streams(program: Program, unit: Block) -> bool:
-    """Whether a program without some statements issues the rest to the same streams."""
+    """Whether the rest of a program is issued to the same streams without these statements."""
     if not any(isinstance(x, SetStream) for s in unit for x in getattr(s, "body", ())):
         return True
     outline = Outline(program)

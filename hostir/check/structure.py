@@ -37,7 +37,7 @@ KNOWN = "_well_formed"
 
 
 def malformed(program: Program) -> Iterator[Diagnostic]:
-    """Each field of the program and of its statements that holds what it cannot hold."""
+    """Yield a diagnostic for each field of the program and its statements that holds a value of the wrong kind."""
     parts: dict[str, tuple[bool, str]] = {
         "name": (isinstance(program.name, str), "a name"),
         "phase": (isinstance(program.phase, Phase), "a Phase"),
@@ -71,7 +71,7 @@ def _block(body: tuple[object, ...]) -> Iterator[Diagnostic]:
 
 
 def _holds(codec: Codec, held: object) -> bool:
-    """Whether a field of this codec may hold this."""
+    """Whether a value fits a field of this codec."""
     if codec in VALUE_CODECS:
         return _is_value(held)
     if codec in (Codec.STREAM, Codec.INDEX):
@@ -105,7 +105,7 @@ def _is_expr(held: object) -> bool:
 
 
 def _is_size(held: object) -> bool:
-    """Whether it is a size, and whole where it has no symbols."""
+    """Whether a value is a size, and whole if it has no symbols."""
     if not isinstance(held, Size) or not (_is_int(held.num) and _is_int(held.den) and held.num and held.den):
         return False
     return held.den == 1 or bool(held.symbols)
@@ -118,7 +118,7 @@ def _is_value(held: object) -> bool:
 
 
 def _is_tensor_type(held: TensorType) -> bool:
-    """Worked out once for each type, and kept with it as a cached property would be: many statements share it."""
+    """Whether a value is a sound tensor type. Cached with the type, which many statements share."""
     if KNOWN not in vars(held):
         vars(held)[KNOWN] = _is_sound(held)
     return bool(vars(held)[KNOWN])
@@ -160,13 +160,13 @@ _UNIT = Lit(1)
 
 
 def constant(expr: Expr) -> int | None:
-    """Its value, where that follows from literals alone."""
+    """Return the value of an expression of literals alone, else None."""
     terms = _terms(expr)
     return terms.get(_UNIT, 0) if terms.keys() <= {_UNIT} else None
 
 
 def divisions_by_zero(expr: Expr) -> Iterator[Bin]:
-    """The parts of an expression that divide by a literal zero."""
+    """Yield the parts of an expression that divide by a literal zero."""
     if isinstance(expr, Bin):
         if expr.op in "/%" and constant(expr.right) == 0:
             yield expr
@@ -175,7 +175,7 @@ def divisions_by_zero(expr: Expr) -> Iterator[Bin]:
 
 
 def _terms(expr: Expr) -> dict[Expr, int]:
-    """The expression as a sum: the factor of each part that is not a sum itself. A constant is that of the unit."""
+    """Return the expression as a sum: the factor of each term. The constant is the factor of the unit."""
     if isinstance(expr, Lit):
         return {_UNIT: expr.value} if expr.value else {}
     if isinstance(expr, Bin):
@@ -196,7 +196,7 @@ def _terms(expr: Expr) -> dict[Expr, int]:
 
 
 class Buffers:
-    """The buffer behind each value. Fed with statements in program order, by whoever walks the program.
+    """Tracks the buffer behind each value; whoever walks a program passes its statements in order.
 
     What holds on every rank and in every round is decided here; what depends on them, on the unrolled program.
     """
@@ -209,7 +209,7 @@ class Buffers:
         self.symmetric: set[str] = set()
 
     def see(self, s: Statement) -> Iterator[Diagnostic]:
-        """Takes note of a statement; yields findings about memory that is not the program's to free."""
+        """Record a statement; yield findings about frees of memory that the program does not own."""
         for value in s.values(Codec.WRITE):
             if root := self.roots.get(value.name):
                 self.written.add(root)
@@ -226,7 +226,7 @@ class Buffers:
                 yield from self._dense(s, root)
 
     def _dense(self, s: Dense, root: str) -> Iterator[Diagnostic]:
-        """Findings about what is made dense: an input that nothing writes."""
+        """Yield a finding where an input that nothing writes is made dense."""
         self.densed.setdefault(root, s.out)
         if root not in self.inputs:
             yield Diagnostic(
@@ -259,7 +259,7 @@ class Buffers:
             )
 
     def reach(self, s: Statement) -> Iterator[Diagnostic]:
-        """Findings about a sound statement that names memory of a peer which the peer has not laid open."""
+        """Yield findings about a statement that reaches memory of a peer which is not symmetric."""
         if not isinstance(s, PeerCopy) or (root := self.roots.get(s.remote.name)) is None:
             return
         if root not in self.symmetric:
@@ -270,7 +270,7 @@ class Buffers:
             )
 
     def unwritten_outputs(self, outputs: Collection[Value]) -> Iterator[Diagnostic]:
-        """Findings about outputs that no statement writes."""
+        """Yield findings about outputs that no statement writes."""
         for value in dict.fromkeys(outputs):
             root = self.roots.get(value.name)
             if root is not None and root not in self.written | self.inputs:
@@ -293,7 +293,7 @@ MOST_RANKS = 65536
 
 
 def check_structure(program: Program, *, settled: bool = False) -> list[Diagnostic]:
-    """Every structural finding, in program order; empty for a sound program.
+    """Return all structural findings in program order; empty for a sound program.
 
     `settled` asks more of a fusion: that its shardings are propagated and every change of sharding explicit, so that
     each declared type is what the statement gives. Host programs are always held to that.
@@ -313,14 +313,14 @@ def check_structure(program: Program, *, settled: bool = False) -> list[Diagnost
 
 
 def verify(program: Program, *, settled: bool = False) -> Program:
-    """The program itself, or a HostIRError with all findings about its structure."""
+    """Return the program; raise a HostIRError with all findings about its structure."""
     _verify(program, settled or program.phase is Phase.HOST)
     return program
 
 
 @lru_cache(maxsize=256)
 def _verify(program: Program, settled: bool) -> None:
-    """Once for equal programs, as strategies begin with the same passes. What raises is not kept: spans may differ."""
+    """Verify equal programs once, as strategies begin with the same passes. Errors are not cached: spans may differ."""
     if found := check_structure(program, settled=settled):
         raise HostIRError(*found)
 
@@ -361,7 +361,7 @@ class _Checker:
             )
 
     def block(self, body: tuple[Statement, ...], around: Statement | None = None) -> Iterator[Diagnostic]:
-        """Statements in order; `around` is the innermost loop or condition."""
+        """Check statements in order; `around` is the innermost loop or condition."""
         for s in body:
             if self.phase not in s.phases:
                 yield Diagnostic(f"'{s.keyword()}' does not belong to a {self.phase.value}", s.span)
@@ -404,7 +404,7 @@ class _Checker:
             yield Diagnostic(f"{value} is used as {value.type} but defined as {self.scope[value.name].type}", span)
 
     def flags(self, s: Statement) -> Iterator[Diagnostic]:
-        """Flags are signalled and waited for; no statement reads, writes or views them."""
+        """Check that flags are only signalled and waited for, never read, written or viewed."""
         if isinstance(s, Allocate) and _holds_flags(s.out):
             yield Diagnostic(f"no peer can signal {s.out}", s.span, hint=f"{s.out}: {s.out.type} = allocate_symmetric")
         for value in dict.fromkeys(s.values(Codec.READ, Codec.WRITE, Codec.ALIAS)):
@@ -467,6 +467,6 @@ def _holds_flags(value: Value) -> bool:
 
 
 def _agree(a: TensorType, b: TensorType) -> bool:
-    """Equal up to Stream marks and normal form."""
+    """Whether two types are equal up to Stream marks and normal form."""
     same_mesh = a.mesh is None or b.mesh is None or a.mesh == b.mesh
     return same_mesh and a.host().axes == b.host().axes and a.dtype == b.dtype and a.partial == b.partial

@@ -115,7 +115,7 @@ class Fusion:
         return apply(cls, None, **{name: operand(t, span) for name, t in operands.items()})
 
     def size(self, extent: Extent, span: Span | None) -> Size:
-        """A size of a result or a split, whose symbols must be those of inputs."""
+        """Return the size of a result or a split, whose symbols must be those of inputs."""
         size = Size.of(extent, span)
         known = {n for t in self.inputs for s in t.shape for n in s.names}
         if unknown := sorted(size.names - known):
@@ -147,7 +147,7 @@ def _check_name(name: object, what: str, span: Span | None) -> None:
 
 
 def building(span: Span | None) -> Fusion:
-    """The fusion of the innermost `with`."""
+    """Return the fusion of the innermost `with`."""
     fusion = _building.get()
     if fusion is None:
         raise error("no fusion is being built", span, hint="with hi.Fusion('name') as fusion: ...")
@@ -155,7 +155,7 @@ def building(span: Span | None) -> Fusion:
 
 
 def sizes(shape: Any, span: Span | None, fusion: Fusion | None = None) -> list[Size]:
-    """A shape as users write it; its names must be those of the inputs of `fusion`, where it is given."""
+    """Return a shape as sizes; its names must be those of the inputs of `fusion`, where it is given."""
     if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
         raise error(f"not a shape: {described(shape)}", span, expected="a list of sizes, such as [4, 'M', 128]")
     if len(shape) > MOST_AXES:
@@ -164,7 +164,7 @@ def sizes(shape: Any, span: Span | None, fusion: Fusion | None = None) -> list[S
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of an element type, which may be given as torch's; of anything else, what it is."""
+    """Return the name of an element type, which may be torch's; of anything else, a description."""
     name = dtype if isinstance(dtype, str) else described(dtype)
     return TORCH_NAMES.get(name, name)
 
@@ -193,7 +193,7 @@ def tensor(name: str, shape: Sequence[Extent], dtype: Any = "bf16") -> Tensor:
 
 
 def operand(t: Any, span: Span | None) -> Value:
-    """A tensor as a statement of the fusion being built reads it."""
+    """Return a tensor as an operand of a statement of the fusion being built."""
     fusion = building(span)
     if not isinstance(t, Tensor):
         hint = NUMBER if isinstance(t, int | float) else ""
@@ -205,7 +205,7 @@ def operand(t: Any, span: Span | None) -> Value:
 
 
 def apply(cls: type[Any], shape: Sequence[Size] | None = None, **fields: Any) -> Tensor:
-    """Adds a statement of the user's line; its result has `shape`, or the one that the statement infers."""
+    """Add a statement of the user's line; its result has `shape`, or the one that the statement infers."""
     span = user_span()
     fusion = building(span)
     unknown = Value("out", TensorType(DTYPES["f32"], ()))
@@ -224,7 +224,7 @@ def apply(cls: type[Any], shape: Sequence[Size] | None = None, **fields: Any) ->
 
 
 def _assigned(span: Span | None, otherwise: str) -> str:
-    """The variable that the result is assigned to on the user's line."""
+    """Return the name of the variable that the user's line assigns the result to, else `otherwise`."""
     if span is None or not span.column:
         return otherwise
     before, after = span.text[: span.column - 1], span.text[span.column - 1 + span.width :]

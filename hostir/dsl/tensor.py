@@ -1,4 +1,4 @@
-"""Device meshes, and tensors on them as users annotate them."""
+"""Define device meshes, and the tensors on them that users annotate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = re.compile(r"[A-Za-z_]\w*")  # what may stand in the text as a name
 
 
 class ParallelType(Enum):
-    """What an axis is spread over.
+    """The kinds of parallelism that an axis can have.
 
     `DIDx` is the mesh's last axis, its ranks for a mesh in a line; `DIDy` the axis before. `Stream` is no axis of the
     mesh: it cuts the axis into slices that the `pipeline` strategy runs on several streams, so that one is communicated
@@ -64,7 +64,7 @@ class DeviceMesh:
         self.names = _names(names, len(self.shape), span)
 
     def axis_name(self, on: ParallelType | str, span: Span | None) -> str:
-        """The mesh axis that DIDx, DIDy or a name stands for."""
+        """Return the mesh axis that DIDx, DIDy or a name stands for."""
         if on is ParallelType.DIDx:
             return self.names[-1]
         if on is ParallelType.DIDy:
@@ -80,7 +80,7 @@ class DeviceMesh:
         return on
 
     def ranks(self, name: str) -> int:
-        """The number of ranks along the axis of this name."""
+        """Return the number of ranks along the axis of this name."""
         return self.shape[self.names.index(name)]
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ class DeviceMesh:
 
 
 def _grid(devices: Iterable[Any], span: Span | None) -> tuple[list[list[Any]], tuple[int, ...]]:
-    """The devices in rows, and the mesh's shape."""
+    """Return the devices in rows, and the mesh's shape."""
     plain = _plain(devices)
     lines = [_plain(line) for line in plain] if isinstance(plain, Iterable) else []
     rows = [list(d) for d in lines if isinstance(d, Iterable)]
@@ -105,7 +105,7 @@ def _grid(devices: Iterable[Any], span: Span | None) -> tuple[list[list[Any]], t
 
 
 def _plain(x: Any) -> Any:
-    """Arrays and tensors as lists and numbers; anything else as it is."""
+    """Convert arrays and tensors to lists and numbers; return anything else as it is."""
     return x.tolist() if hasattr(x, "tolist") and not isinstance(x, type) else x
 
 
@@ -136,15 +136,15 @@ INVERT = "multiply with an input that holds the inverse"
 
 
 class Owner(Protocol):
-    """What a tensor needs of its fusion."""
+    """The interface to its fusion that a tensor needs."""
 
     name: str
 
     def size(self, extent: Extent, span: Span | None) -> Size:
-        """A size of a result or a split."""
+        """Return the size of a result or a split."""
 
     def combine(self, cls: type[Any], **operands: Any) -> Tensor:
-        """Adds a statement on these tensors and gives its result."""
+        """Add a statement on these tensors and return its result."""
 
 
 class Shape(tuple[Size, ...]):
@@ -156,7 +156,7 @@ class Shape(tuple[Size, ...]):
 
 @dataclass
 class LoopAxis:
-    """One axis of a tensor, after its splits: what `Tensor.axis` gives."""
+    """One axis of a tensor, after its splits, as returned by `Tensor.axis`."""
 
     tensor: Tensor
     position: int

@@ -26,7 +26,7 @@ class Size:
 
     @staticmethod
     def of(value: Size | int | str, span: Span | None = None) -> Size:
-        """Reads an integer, a symbol's name, or a product and quotient of them such as `"M*K/8"`."""
+        """Read an integer, a symbol's name, or a product and quotient of them such as `"M*K/8"`."""
         if isinstance(value, Size):
             return value
         if isinstance(value, bool) or not isinstance(value, (int, str)):
@@ -46,7 +46,7 @@ class Size:
 
     @property
     def value(self) -> int | None:
-        """The integer, where no symbol is left."""
+        """The integer, if no symbol is left; else None."""
         return self.num if not self.symbols and self.den == 1 else None
 
     @property
@@ -55,7 +55,7 @@ class Size:
 
     @property
     def whole(self) -> bool:
-        """Whether it is an integer whatever the symbols are."""
+        """Whether it is an integer for all values of its symbols."""
         return self.den == 1 and all(power > 0 for _, power in self.symbols)
 
     @property
@@ -69,12 +69,12 @@ class Size:
         return _combine(self, Size(other) if isinstance(other, int) else other, -1)
 
     def divisible_by(self, other: Size | int) -> bool:
-        """False only where the division is known to leave a remainder; a symbol is given the benefit of the doubt."""
+        """Whether the division may leave no remainder: False only where it certainly leaves one."""
         quotient = self / other
         return quotient.whole or bool(quotient.symbols)
 
     def bind(self, values: Mapping[str, int]) -> int:
-        """The integer for these values of the symbols. Raises where one is missing or a division leaves a remainder."""
+        """Return the integer for these values of the symbols. Raise if one is missing or a division is not exact."""
         num, den = self.num, self.den
         for name, power in self.symbols:
             if name not in values:
@@ -109,7 +109,7 @@ ONE = Size()
 
 
 def binding(name: str) -> str:
-    """A hint how to bind a symbol."""
+    """Return a hint how to bind a symbol."""
     return f"bind it: sizes={{'{name}': ...}} in Python, --set {name}=... on the command line"
 
 
@@ -133,7 +133,7 @@ def _combine(a: Size, b: Size, sign: int) -> Size:
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """The product of sizes; 1 for none."""
+    """Return the product of sizes; 1 for none."""
     result = ONE
     for size in sizes:
         result = result * size

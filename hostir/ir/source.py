@@ -1,4 +1,4 @@
-"""Diagnostics: where things stand in a source, how a mistake is told, and what is said once or logged."""
+"""Report mistakes: source spans, diagnostics, errors, warnings and logs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Span:
         return f"{self.file}:{self.line}:{self.column}" if self.column else f"{self.file}:{self.line}"
 
     def render(self) -> str:
-        """The source line with carets below the span, or nothing where the line is not known."""
+        """Return the source line with carets below the span; empty where the line is not known."""
         if not self.text.strip():
             return ""
         gutter = f"{self.line:5} | "
@@ -51,7 +51,7 @@ class Span:
 
 
 def _window(text: str, column: int) -> tuple[str, int]:
-    """The part of a long line around a column, and the column in it."""
+    """Return the part of a long line around a column, and the column in it."""
     if len(text) <= WIDEST:
         return text, column
     start = max(0, min(column - WIDEST // 3, len(text) - WIDEST))
@@ -60,7 +60,7 @@ def _window(text: str, column: int) -> tuple[str, int]:
 
 
 def user_span(package: str = "hostir") -> Span | None:
-    """The line of the nearest caller outside this package: where the user wrote what is being built."""
+    """Return the line of the nearest caller outside this package: the user's code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -82,13 +82,13 @@ def _frame_span(frame: FrameType) -> Span:
 
 
 def from_here(file: str) -> str:
-    """A path as one would type it: relative to the current folder where it lies inside."""
+    """Return a path as one would type it: relative to the current folder if it lies inside."""
     inside = os.path.join(os.getcwd(), "")
     return file.removeprefix(inside)
 
 
 def _bounded(text: str) -> str:
-    """A text of a message, whatever names and values it quotes."""
+    """Shorten a message text, whatever names and values it quotes."""
     if len(text) <= LONGEST_WORD:
         return text
     return shortened(re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: shortened(word[0], WIDEST), text), LONGEST_TEXT)
@@ -161,12 +161,12 @@ def error(
     hint: str = "",
     notes: tuple[tuple[Span | None, str], ...] = (),
 ) -> HostIRError:
-    """A HostIRError with one diagnostic, ready to raise."""
+    """Return a HostIRError with one diagnostic, ready to raise."""
     return HostIRError(Diagnostic(message, span, expected, hint, notes))
 
 
 def check_known(what: str, value: object, known: Iterable[str]) -> None:
-    """Raises unless the value is one of the known words; `what` is what they name."""
+    """Raise unless the value is one of the known words; `what` says what they name."""
     words = list(known)
     if not isinstance(value, str) or value not in words:
         expected = f"one of: {', '.join(words)}"
@@ -191,7 +191,7 @@ class Logger(logging.LoggerAdapter[logging.Logger]):
 
 
 def logger(module: str) -> Logger:
-    """The logger of a module, given its `__name__`."""
+    """Return the logger of a module, given its `__name__`."""
     return Logger(logging.getLogger(module), {})
 
 
@@ -200,14 +200,14 @@ def logger(module: str) -> Logger:
 
 
 class FallbackWarning(UserWarning):
-    """Something runs otherwise than was hoped, and slower."""
+    """Warns that something runs in another way than was preferred, and slower."""
 
 
 _told: set[tuple[str, str]] = set()
 
 
 def warn_once(key: str, message: str, hint: str = "", category: type[Warning] = FallbackWarning) -> None:
-    """Warns of a message once for a key, on rank 0 only, at the line of the user's call."""
+    """Warn once for each key, on rank 0 only, at the line of the user's call."""
     if not speaks() or (key, message) in _told:
         return
     _told.add((key, message))
@@ -215,7 +215,7 @@ def warn_once(key: str, message: str, hint: str = "", category: type[Warning] = 
 
 
 def _depth() -> int:
-    """How many frames up the user's code is, for a warning raised by the caller."""
+    """Return how many frames up the user's code is, for a warning raised by the caller."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "hostir":
         depth, frame = depth + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""nvFuser's dump of host IR as a second textual form of host programs.
+"""Read and print host programs in nvFuser's textual form of host IR.
 
 `read_nvfuser` reads what `NVFUSER_DUMP=host_ir` prints, in the spellings of its versions so far; `print_nvfuser` prints
 any host program in today's. Reading what we print gives an equal program, up to names and frees of what it leaked.
@@ -19,7 +19,7 @@ __all__ = ["print_nvfuser", "read_nvfuser"]
 
 
 def read_nvfuser(text: str, file: str = "<text>") -> tuple[Program, list[Diagnostic]]:
-    """Reads a dump of nvFuser's host IR. Returns the host program, and warnings about what was left out of it.
+    """Read a dump of nvFuser's host IR. Return the host program, and warnings about what was left out of it.
 
     The program is named after the file. Raises HostIRError, with file:line:col and a caret, for what is no dump and for
     what a host program cannot say.
@@ -28,7 +28,7 @@ def read_nvfuser(text: str, file: str = "<text>") -> tuple[Program, list[Diagnos
 
 
 def print_nvfuser(program: Program) -> str:
-    """Prints a host program in nvFuser's spelling: deterministic, tensors numbered in the order of definition.
+    """Return a host program in nvFuser's spelling: deterministic, tensors numbered in the order of definition.
 
     Raises HostIRError for a fusion. Names, and comments of passes, do not survive.
     """
