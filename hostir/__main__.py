@@ -1,7 +1,7 @@
 """The command line: `hostir lower | check | run | tune | explain | ops`.
 
-Exit codes: 0 good; 1 a finding or a mismatch; 2 bad usage, or input that does not read or whose structure is unsound,
-or what cannot be written or allocated; 130 interrupted; 141 nobody reads the output any more.
+Exit codes: 0 good; 1 a finding or a mismatch; 2 bad usage, input that cannot be read or whose structure is unsound,
+or output or memory that cannot be written or allocated; 130 interrupted; 141 the reader of the output has gone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hostir.lower import AUTO, STRATEGIES, STREAMS
 
 FORMATS = ("hir", "nvfuser", "dot")
 DEVICES = ("cpu", "cuda")
-# What runs each command, loaded when it does: some load torch.
+# The function of each command, loaded when it runs: some load torch.
 COMMANDS = {
     "lower": "hostir.cli.lower:main",
     "check": "hostir.cli.check:main",
@@ -42,7 +42,7 @@ CHOICES = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
 UNKNOWN = re.compile(r"unrecognized arguments: (--\S+)")
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # what writing raises, and little else
 INTERRUPTED, UNREAD = 130, 141  # as shells call the ends by SIGINT and SIGPIPE
-LISTENING = 5.0  # seconds: by then who speaks for all has done so; whoever ends first makes a launcher end the others
+LISTENING = 5.0  # seconds: rank 0 has printed by then; a launcher ends the other ranks when the first one exits
 
 
 class _Parser(argparse.ArgumentParser):
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for as long as the process lives
     try:
         code = _run_command(arguments)
-        sys.stdout.flush()  # here a full disk can still be told of
+        sys.stdout.flush()  # here a full disk can still be reported
         return code
     except BrokenPipeError:
         _drop(sys.stdout)
@@ -212,7 +212,7 @@ def _tell(text: str) -> None:
     try:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
-    except OSError:  # nobody can be told
+    except OSError:  # there is nobody to report to
         _drop(sys.stderr)
 
 

@@ -1,11 +1,11 @@
 """Check rank 0 in place of all ranks, where every rank does the same things relative to its own place.
 
-On most programs each rank does what its neighbour does, only one place further on: its peers are the neighbour's next
-ones, and so are the rows and flags that belong to ranks. Then a race, a deadlock or a read of nothing on any rank is
-one on rank 0 too, where it is enough to look. docs/memory-model.md has the argument.
+In most programs each rank does what its neighbour does, shifted by one rank: its peers, and the rows and flags that
+belong to ranks, are those next to the neighbour's. Then a race, a deadlock or a read of unwritten memory on any rank
+also happens on rank 0, and checking rank 0 is enough. docs/memory-model.md has the argument.
 
-Rank 0 is traced with indices that know their value on every rank. Whatever would make ranks differ, a condition or an
-epoch say, is refused (`UnlikeError`), and then every rank has to be walked.
+Rank 0 is traced with indices that hold their value on every rank. Anything that would make ranks differ, such as a
+condition or an epoch, raises `UnlikeError`; then every rank has to be traced.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | Non
 class Alike(Order):
     """The order of rank 0's events, and of what other ranks do to its memory and its flags.
 
-    Each of the latter is a copy of what rank 0 does to that of another. The clock of the copy is that of the original
-    as seen from there: what rank 0 knows of rank 2, rank 3 knows of rank 5.
+    An event of another rank is a copy of the event by which rank 0 does the same to a peer. The copy's clock is the
+    original's, rotated by the rank: what rank 0 knows of rank 2, rank 3 knows of rank 5.
     """
 
     def __init__(self, tracer: Tracer, count: int) -> None:
@@ -199,7 +199,7 @@ class Alike(Order):
         turned = len(clock) - rank * self.width
         return np.concatenate((clock[turned:], clock[:turned]))
 
-    # What is asked of all ranks is asked of rank 0, and seen from everywhere.
+    # Methods that join all ranks use rank 0 alone, and rotate its clocks for the others.
     def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
         return [issued[0].get(team, [])]
 
@@ -255,8 +255,8 @@ def _access(access: Access, rank: int) -> Access:
 class _Rotation:
     """Map the addresses of each rank's buffers to those that the next rank uses in the same way.
 
-    It is the same address, or one whose digit of weight `step` is one higher, modulo the number of ranks. So all
-    regions correspond, and overlap on every rank as they do on rank 0.
+    An address maps to itself, or to the one whose digit of weight `step` is one higher modulo the number of ranks. So
+    all regions correspond, and overlap on every rank as they do on rank 0.
     """
 
     def __init__(self, tracer: Tracer, count: int) -> None:

@@ -13,13 +13,13 @@ from hostir.check.order import Clock, Order, Trouble
 from hostir.check.tracer import Event, Flag, Kernel, Tracer
 
 # Cyclic waits ---------------------------------------------------------------------------------------------------------
-# Ranks that wait for each other in a circle, and flags that are set out of order.
+# Ranks that wait for each other in a cycle, and flags that are set out of order.
 
 
-def circles(order: Order, left: list[Event]) -> Iterator[Trouble]:
+def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:
     """Yield the cycle of events that wait for each other, shown once, if some events were never reached.
 
-    A wait that a signal of a higher epoch would end is no such thing: then the signals of its flag are out of order.
+    If a signal of a higher epoch would end one of the waits, the signals of its flag are reported as unordered instead.
     """
     stuck = set(left)
     for wait in (wait for rank in order.ranks for wait in rank.waits if wait.event in stuck):
@@ -36,10 +36,10 @@ def circles(order: Order, left: list[Event]) -> Iterator[Trouble]:
         path.append(event)
         event = next((before for before in (*event.after, *event.held) if before in stuck), None)
     if event is not None:
-        yield Trouble("deadlock", _told_apart(path[seen[event] :]))
+        yield Trouble("deadlock", _one_per_statement(path[seen[event] :]))
 
 
-def _told_apart(circle: list[Event]) -> list[Event | None]:
+def _one_per_statement(circle: list[Event]) -> list[Event | None]:
     """Return the events of a cycle, each statement of a rank once, the first in program order first."""
     kept: dict[tuple[int, int, tuple[int, ...]], Event] = {}
     for event in reversed(circle):
@@ -91,9 +91,9 @@ def _before(order: Order, first: Event, second: Event) -> bool:
 # signals `by 1 sms` that were issued before K in its call get the one that K leaves them, unless a *rival* may have
 # taken it: another kernel of the rank that waits, or a communication, which begins beside the set and, for want of the
 # other SMs, stays.) The set is stuck if each of its kernels waits for a signal that one of them holds up. Each then
-# leads to the one that holds it up, and so around: what is looked for are rings.
+# waits for the one that holds it up, and so on around: the search is for such cycles.
 
-MAX_PATHS = 20_000  # paths that are followed in one knot of kernels; a knot that has more counts as stuck
+MAX_PATHS = 20_000  # followed in one strongly connected set of kernels; a set with more counts as stuck
 
 
 def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
@@ -121,8 +121,8 @@ def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
 def calls_needed(order: Order, ranks: int) -> int:
     """Return the number of calls to check, so that any deadlock of any number of calls shows.
 
-    If what needs SMs in one call is over when a kernel starts `apart` calls later, calls differ by less than that from
-    one kernel of a ring to the next. docs/memory-model.md has the argument.
+    If all events of one call that need SMs have ended when a kernel starts `apart` calls later, the calls of successive
+    kernels in a cycle differ by less than `apart`. docs/memory-model.md has the argument.
     """
     first = {rank.rank: [*_of_the_first_call(rank)] for rank in order.ranks if rank.kernels}
     calls = order.ranks[0].turn
@@ -143,7 +143,7 @@ def _of_the_first_call(rank: Tracer) -> Iterator[Event]:
 def _rings(order: Order, knot: list[Kernel], graph: Any) -> Iterator[list[Kernel]]:
     """Yield the cycles of a strongly connected set of kernels that can all run at one time, once for each kernel in it.
 
-    The last is empty where there are too many to look at.
+    If there are more than `MAX_PATHS` paths, the last cycle is empty.
     """
     paths = [[kernel] for kernel in reversed(knot)]
     inside = set(knot)
@@ -183,8 +183,8 @@ class _Line:
     def first_held(self, first: int, holder: Event, taken: int) -> int:
         """Return the index of the first event, from `first` on, that gets no SM while `holder` runs.
 
-        Small ones get the one that it leaves, if issued before it in its call, and up to the tick by which a rival may
-        have taken it.
+        Small events get the SM that it leaves, if they were issued before it in its call, and before the tick at which
+        a rival may have taken that SM.
         """
         if self.issued[first] < (holder.call, 0):
             return first

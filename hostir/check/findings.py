@@ -10,7 +10,7 @@ from hostir.check.tracer import CALLER, Buffer, Event
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import Diagnostic, Span
 
-MOST_NOTES = 8  # places that one finding tells: of a long circle the first and the last
+MAX_NOTES = 8  # places that one finding lists: of a long cycle the first and the last
 SAME = "every rank of a team issues the same ones in the same order"
 TROUBLES = {  # what is wrong and what to do, with room for the detail
     "collectives differ": ("ranks {} differ in the collectives of their team", SAME),
@@ -143,7 +143,7 @@ class Words:
     def trouble(self, t: Trouble) -> Finding:
         events = [event for event in t.events if event is not None]
         message, hint = (text.format(t.detail) for text in TROUBLES[t.kind])
-        first = t.kind in ("deadlock", "SMs held", "queues shared")  # what comes first is what stands in the way
+        first = t.kind in ("deadlock", "SMs held", "queues shared")  # the first event is the one that blocks the others
         level = "warning" if t.kind == "sent again" else "error"
         found = self.finding(t.kind, message, events, None, hint=hint, at=events[0] if first else None)
         missing = [n for n, event in enumerate(t.events) if event is None]
@@ -163,8 +163,8 @@ class Words:
     ) -> Finding:
         """Return a finding that points at an event: by default the last one that belongs to a statement."""
         at = at or next((e for e in reversed(events) if e.statement is not None), None)
-        told = events if len(events) <= MOST_NOTES else [*events[: MOST_NOTES // 2], *events[-MOST_NOTES // 2 :]]
-        notes = tuple((_span(e), f"{self.where(e)}: {self.does(e)}") for e in told)
+        shown = events if len(events) <= MAX_NOTES else [*events[: MAX_NOTES // 2], *events[-MAX_NOTES // 2 :]]
+        notes = tuple((_span(e), f"{self.where(e)}: {self.does(e)}") for e in shown)
         return Finding(
             message,
             _span(at) if at else buffer.value.span if buffer and buffer.value else None,

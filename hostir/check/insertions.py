@@ -22,7 +22,7 @@ from hostir.ir.types import FLAG, Kind, TensorType
 # Places in a program --------------------------------------------------------------------------------------------------
 # Edits of host programs by place, and what holds at a place: the names in scope, the stream that is current.
 
-Place = tuple[int, ...]  # an index into the program's body, an index into the body of what stands there, ...
+Place = tuple[int, ...]  # an index into the program's body, an index into the body of that statement, ...
 Block = tuple[Statement, ...]
 
 
@@ -213,10 +213,10 @@ def _placed(body: Block, outside: Place) -> Iterator[tuple[Place, Statement]]:
 # Signals and waits that are missing -----------------------------------------------------------------------------------
 # Signals, waits for them, and kernels' `ready` that are missing, with the index expressions that each needs.
 #
-# A flag can be put back without knowing what it is for. Waits without a signal, and signals without a wait, say which
-# epochs of which flags are missing, and on which ranks. A statement that is put in has to send, or wait for, just those
-# over all ranks and rounds. Its expressions are tried from the program's text and the indices in scope, and those that
-# fit are kept.
+# A missing signal or wait can be restored without knowing its purpose. Waits without a signal, and signals without a
+# wait, show which epochs of which flags are missing, and on which ranks. An inserted statement has to send, or wait
+# for, exactly those over all ranks and rounds. Its expressions are tried from the program's text and the indices in
+# scope, and those that fit are kept.
 
 Raised = tuple[int, int, int]  # rank, slot, epoch
 Numbers = tuple[int, ...]
@@ -341,7 +341,7 @@ class MissingFlags:
 
     def _slots(self, place: Place, flags: Value) -> Iterator[Expr]:
         """Yield expressions for a slot of a row of flags: those of the text, each index, blocks of several indices."""
-        yield from (s.slot for s in self._told(flags) if not isinstance(s, Contraction))
+        yield from (s.slot for s in self._flag_statements(flags) if not isinstance(s, Contraction))
         count, indices = flags.tensor.shape[0].bind(self.order.ranks[0].sizes), self._indices(place)
         yield from (Lit(n) for n in range(min(count, 2)))
         for v in indices:
@@ -352,12 +352,12 @@ class MissingFlags:
 
     def _epochs(self, flags: Value, missing: set[Raised]) -> Iterator[Expr]:
         """Yield expressions for an epoch of a flag: those of the text, the missing epochs, a loop's round plus one."""
-        yield from (s.epoch for s in self._told(flags))
+        yield from (s.epoch for s in self._flag_statements(flags))
         yield from (Lit(epoch) for epoch in sorted({epoch for _, _, epoch in missing}))
         rounds = {s.index: None for s in self.outline.program.walk() if isinstance(s, For)}
         yield from (Bin("+", Ref(v), Lit(1)) for v in rounds)
 
-    def _told(self, flags: Value) -> list[Signal | WaitSignal | Contraction]:
+    def _flag_statements(self, flags: Value) -> list[Signal | WaitSignal | Contraction]:
         """Return the statements that use flags, those that use these flags first."""
         found = [s for s in self.outline.program.walk() if isinstance(s, (Signal, WaitSignal, Contraction))]
         return sorted(
@@ -368,15 +368,15 @@ class MissingFlags:
         """Yield expressions for a peer, with its mesh axis: those of the text, and all distances from a rank."""
         mesh = flags.tensor.mesh
         known = {v.name for v in self._indices(place)}
-        told: list[tuple[Expr, str]] = [
+        candidates: list[tuple[Expr, str]] = [
             (s.peer, s.over) for s in self.outline.program.walk() if isinstance(s, (PeerCopy, Signal))
         ]
         for s in self.outline.program.walk():
             if isinstance(s, Rank) and mesh and s.over in mesh.axes:
                 n = mesh.size(s.over)
-                told.append((Ref(s.out), s.over))
-                told += [(Bin("%", Bin("+", Ref(s.out), Lit(k)), Lit(n)), s.over) for k in range(1, n)]
-        for peer, over in dict.fromkeys(told):
+                candidates.append((Ref(s.out), s.over))
+                candidates += [(Bin("%", Bin("+", Ref(s.out), Lit(k)), Lit(n)), s.over) for k in range(1, n)]
+        for peer, over in dict.fromkeys(candidates):
             if mesh and over in mesh.axes and {v.name for v in expr_values(peer)} <= known:
                 yield peer, over
 
@@ -436,9 +436,9 @@ def _comes(body: Block, place: Place, frame: Frame) -> Iterator[Frame]:
 
 
 # Insertions -----------------------------------------------------------------------------------------------------------
-# What might repair a finding: places for a synchronize, a fork, a join, a wait, a free or a barrier.
+# Insertions that might repair a finding: a synchronize, a fork, a join, a wait, a free or a barrier.
 #
-# They are suggestions: whether one repairs anything is for the checker to say, and which is best for a search.
+# They are suggestions: the checker decides whether one repairs anything, and a search which is best.
 
 REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
 
@@ -511,15 +511,15 @@ class Suggestions:
     def _spots(self, second: Event) -> list[Place]:
         """Return places where an event's stream may wait: before the event, and behind each `set_stream` above it.
 
-        What closes the program counts too, and barriers and signals: they pass on what their stream waited for.
+        Also before barriers and signals, which pass on what their stream waited for, and at the end of the program.
         """
         outline = self.outline
-        told = [place for place, _ in outline.all_of(Barrier, Signal)]
+        passing = [place for place, _ in outline.all_of(Barrier, Signal)]
         if second.statement is None:
-            return [*outline.ends(), *told]
+            return [*outline.ends(), *passing]
         here = outline.place(second.statement)
         set_here = [(*at[:-1], at[-1] + 1) for at, _ in outline.all_of(SetStream) if at < here]
-        return list(dict.fromkeys([here, *set_here, *told]))
+        return list(dict.fromkeys([here, *set_here, *passing]))
 
     def _streams(self, event: Event, place: Place) -> list[Expr]:
         """Return expressions, in scope at a place, for the streams that are ordered behind an event's end."""
@@ -532,9 +532,9 @@ class Suggestions:
         return [stream for stream in dict.fromkeys(found) if outline.knows(place, stream)]
 
     def _forks(self, second: Event) -> Iterator[Edits]:
-        """Let every pool stream wait for the caller's stream, or for one that waited, before the second event's loop.
+        """Let every pool stream wait for the caller's stream, or for one that waited for other ranks.
 
-        Or in front of the first loop.
+        The waits stand before the loop of the second event, or before the first loop.
         """
         if not self.outline.program.streams:
             return
@@ -544,13 +544,13 @@ class Suggestions:
         for at in dict.fromkeys(spots):
             if outline.user and outline.user.name in outline.scope((at,)):
                 yield (Edit((at,), outline.fork((at,), Ref(outline.user))),)
-            for worker in self._told():
+            for worker in self._ordered_workers():
                 yield (Edit((at,), outline.fork((at,), Lit(worker))),)
 
-    def _told(self) -> list[int]:
+    def _ordered_workers(self) -> list[int]:
         """Return the pool streams that wait for other ranks: by barriers, signals or communications."""
-        told = {e.stream for e in self.order.events if isinstance(e.statement, (Barrier, Wait, WaitSignal))}
-        return sorted(int(stream.split()[1]) for stream in told if stream != CALLER)
+        streams = {e.stream for e in self.order.events if isinstance(e.statement, (Barrier, Wait, WaitSignal))}
+        return sorted(int(stream.split()[1]) for stream in streams if stream != CALLER)
 
     def _joins(self) -> Iterator[Edits]:
         """Let the caller's stream wait for every pool stream at the end."""
@@ -589,10 +589,10 @@ class Suggestions:
     # Between ranks ----------------------------------------------------------------------------------------------------
     def _barriers(self, first: Event, second: Event) -> Iterator[Edits]:
         """Insert a barrier between the two events, at the ends of a loop around them, or at the end of the program."""
-        outline, told = self.outline, [s for s in (first.statement, second.statement) if s is not None]
-        over = dict.fromkeys((s.remote, s.over) for s in told if isinstance(s, PeerCopy))
+        outline, statements = self.outline, [s for s in (first.statement, second.statement) if s is not None]
+        over = dict.fromkeys((s.remote, s.over) for s in statements if isinstance(s, PeerCopy))
         for x, axis in over:
-            for place in self._meetings(told):
+            for place in self._meetings(statements):
                 if (operand := self._on_mesh_of(x, place)) is not None:
                     yield (Edit(place, (Barrier(x=operand, over=axis),)),)
             for end in outline.ends():
@@ -601,10 +601,10 @@ class Suggestions:
                 if operand is not None and outline.program.streams:
                     yield (Edit(end, (*on, *outline.join(end), Barrier(x=operand, over=axis))),)
 
-    def _meetings(self, told: list[Statement]) -> list[Place]:
+    def _meetings(self, statements: list[Statement]) -> list[Place]:
         outline = self.outline
         found: list[Place] = []
-        for s in reversed(told):
+        for s in reversed(statements):
             place = outline.place(s)
             found += [place, (*place[:-1], place[-1] + 1)]
             for depth in range(len(place) - 1, 0, -1):

@@ -16,11 +16,11 @@ from hostir.ir.machine import Move
 from hostir.ir.regions import Near, Region, covered
 
 # Happens-before -------------------------------------------------------------------------------------------------------
-# What comes before what, over all ranks: joins what ranks issued apart, and runs through it with vector clocks.
+# Happens before, over all ranks: joins the events of the ranks, and visits them with vector clocks.
 #
 # Every lane (a stream of a rank, a team's collectives on a rank, ...) counts its events. An event's clock holds, for
 # each lane, how many of its events come before: the maximum over the events that it follows. So whether A comes before
-# B is one look-up (Mattern 1989), and no closure of the relation is ever made. What is never reached waits in a circle.
+# B is one look-up (Mattern 1989), and no closure of the relation is ever made. Events never reached wait in a cycle.
 
 Clock = Any  # an array, by lane
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Order:
     ranks: Sequence[Tracer]
     events: list[Event] = field(default_factory=list)
     lanes: dict[Lane, int] = field(default_factory=dict)
-    # Of signals; where kernels wait, also of the begin of all that is `lasting`.
+    # Clocks of signals; where kernels wait, also of the begins in `lasting`.
     clocks: dict[Event, Clock] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)
     sent: dict[tuple[int, str, int], list[Flag]] = field(default_factory=dict)  # the signals of each flag
@@ -83,9 +83,9 @@ class Order:
     def _join_sides(self, sides: Sequence[Side]) -> None:
         """Order each side's end behind the begin of those that it receives from; its receivers may hold it up."""
         if sides[0].exchange.moves is None:
-            come = self._moment([side.begin for side in sides])
+            meeting = self._moment([side.begin for side in sides])
             for side in sides:
-                side.end.after.append(come)
+                side.end.after.append(meeting)
             return
         of = {side.begin.rank: side for side in sides}
         for move in {move for side in sides for move in side.exchange.moves or () if move.source != move.target}:
@@ -119,9 +119,9 @@ class Order:
                     self.troubles.append(Trouble("barriers differ", list(barriers), " ".join(map(str, team))))
                     break
                 if earlier := [before for barrier in barriers for before in barrier.after]:
-                    come = self._moment(earlier)
+                    meeting = self._moment(earlier)
                     for barrier in barriers:
-                        barrier.after.append(come)
+                        barrier.after.append(meeting)
 
     def _join_flags(self) -> None:
         for flag in (flag for rank in self.ranks for flag in rank.signals):
@@ -255,11 +255,11 @@ def _dtype(side: Side, which: str) -> object:
 
 
 # Races ----------------------------------------------------------------------------------------------------------------
-# Who touches which memory without being ordered: races, use of what was freed, reads of what nobody wrote.
+# Unordered accesses to memory: races, use after free, reads of memory that nobody wrote.
 #
-# Events come in an order that respects what comes before what, so an earlier access is ordered before a later one or
+# Events are visited in an order that follows happens-before, so an earlier access is ordered before a later one or
 # not at all. For each buffer the accesses that a later one could still race with are kept, by region (the idea of
-# FastTrack, Flanagan and Freund 2009: after an ordered write, what came before it need not be looked at again).
+# FastTrack, Flanagan and Freund 2009: after an ordered write, what came before it need not be checked again).
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class Touch:
 class Conflict:
     """Two unordered accesses to a common element, in the order of issue; `first` is None where only one is involved.
 
-    Of an `unwritten` one, `first` has left undefined what `second` reads.
+    In an `unwritten` conflict, `first` has left undefined what `second` reads.
     """
 
     kind: str  # race, use after free, unwritten
@@ -372,7 +372,7 @@ class RaceDetector:
             touch = Touch(event, access)
             found = list(self._unordered(touch, history, clock))
             for other in found:
-                if _told_of_the_writer(other, touch):
+                if _implied_by_writer(other, touch):
                     continue
                 self.raced.add(buffer)
                 self._note(Conflict("race", buffer, *_as_issued(other, touch)))
@@ -409,9 +409,12 @@ class RaceDetector:
         self.conflicts[conflict.kind, conflict.buffer.name, sides, own] = first, times + 1
 
 
-def _told_of_the_writer(a: Touch, b: Touch) -> bool:
-    """A read that is not behind an allocation, which needs no finding of its own: either whoever wrote what it reads is
-    not behind the allocation, or the read is not behind the writer, or nobody wrote it."""
+def _implied_by_writer(a: Touch, b: Touch) -> bool:
+    """Whether a conflict is a read that is not ordered behind an allocation, which needs no finding of its own.
+
+    Either the writer of what it reads is not behind the allocation, or the read is not behind the writer, or nobody
+    wrote it: each of these is a finding.
+    """
     return any(one.event.verb == "allocates" and not other.access.writes for one, other in ((a, b), (b, a)))
 
 

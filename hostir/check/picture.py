@@ -20,7 +20,7 @@ from hostir.ir.onesided_ops import Barrier, PeerCopy
 from hostir.ir.program import Program, format_statement
 
 # The scene ------------------------------------------------------------------------------------------------------------
-# What a picture of an analysis shows: statements as boxes in lanes and columns, and what orders them.
+# The contents of a picture: statements as boxes in lanes and columns, and arrows for what orders them.
 #
 # Columns are the depth in happens-before: a box stands right of all that comes before it, and sides of one
 # communication stand above each other. Arrows within a rank also stand for chains through what is left out; arrows from
@@ -168,7 +168,7 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
 def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
     """Return a graph of the shown events, with an edge wherever a path leads from one to another past hidden events.
 
-    What may hold an event up is in it only if `held`: nobody may rely on it, but it closes circles.
+    `held` includes edges from what may hold an event up: programs may not rely on them, but they close cycles.
     """
     import networkx as nx
 
@@ -270,9 +270,9 @@ def _barriers(events: Sequence[Event], columns: Mapping[int, int]) -> list[Tie]:
     """Return the ties of barriers: their sides in the order of ranks, where these share a column."""
     sides: dict[tuple[Event, int], list[int]] = {}
     for n, event in enumerate(events):
-        for come in event.after if isinstance(event.statement, Barrier) else ():
-            if come.verb == "meets":
-                sides.setdefault((come, columns[n]), []).append(n)
+        for meeting in event.after if isinstance(event.statement, Barrier) else ():
+            if meeting.verb == "meets":
+                sides.setdefault((meeting, columns[n]), []).append(n)
     return [tuple(side) for side in sides.values()]
 
 
@@ -354,15 +354,15 @@ def _place(box: Box) -> tuple[int, bool, bool, int]:
 # Rows are the streams of each rank and its communications; a box stands right of all that comes before it. Arrows say
 # what comes before what, without those that others imply. What is in conflict is red.
 
-MOST_BOXES, FEWEST_BOXES, MOST_RANKS, MOST_FINDINGS = 150, 16, 8, 4  # that are drawn
-MOST_TOLD = 12  # findings in words
+MAX_BOXES, MIN_BOXES, MAX_RANKS, MAX_FINDINGS = 150, 16, 8, 4  # that are drawn
+MAX_LISTED = 12  # findings in words
 
 # In pixels.
 NARROWEST, WIDE, WIDEST = 800, 1200, 1600  # beyond the second rounds are left out, beyond the last statements
 LEFT, RIGHT, TOP, BOTTOM = 122, 16, 90, 16
 HEIGHT, CHANNEL, GAP, GUTTER, LINE = 30, 16, 20, 18, 17
 HEAD, REST, WORDS = 6.5, 5.9, 6.1  # of a character: in a box's first line, in its second, in running text
-LONGEST = (22, 18, 15, 12)  # of a box's second line, in characters: the first with which all fits
+TITLE_LENGTHS = (22, 18, 15, 12)  # of a box's second line, in characters: the first with which all fits
 
 FILLS = {COMMUNICATION: ("#fbeee5", "#e07b39"), COMPUTATION: ("#e8eff8", "#3f6fb5"), OTHER: ("#f6f8fa", "#9aa5b1")}
 MEANINGS = {"order": "comes before", "ranks": "comes before, on another rank", "meets": "start together"}
@@ -390,18 +390,18 @@ Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
 def draw(program: Program, analysis: Analysis) -> str:
     """Return the picture as SVG: the ranks, rounds and calls that findings name; a line says what is left out."""
     title = f"@{program.name}: {_count(len(analysis.findings), 'finding') or 'no findings'}"
-    told = [f"{name} = {value}" for name, value in sorted((analysis.sizes or {}).items())]
+    header = [f"{name} = {value}" for name, value in sorted((analysis.sizes or {}).items())]
     if analysis.order is None:
-        return _Page(title, told, Scene((), (), ()), analysis).text()
+        return _Page(title, header, Scene((), (), ()), analysis).text()
     scene, left_out = _choose(program, analysis, analysis.order)
-    return _Page(title, told + left_out, scene, analysis).text()
+    return _Page(title, header + left_out, scene, analysis).text()
 
 
 def _choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, list[str]]:
     """Return a scene with as many rounds as fit, and what is left out, as text."""
     numbered = {n: f for n, f in enumerate(analysis.findings, 1) if isinstance(f, Finding) and f.events}
-    stuck = {n: f for n, f in numbered.items() if f.kind == "deadlock"}  # what else is found may come of it
-    findings = dict(list((stuck or numbered).items())[:MOST_FINDINGS])
+    stuck = {n: f for n, f in numbered.items() if f.kind == "deadlock"}  # other findings may follow from it
+    findings = dict(list((stuck or numbered).items())[:MAX_FINDINGS])
     centre = {event for f in findings.values() for event in f.events}
     calls = 1 + max((event.call for event in centre), default=0)
     ranks = _ranks(program, {event.rank for event in centre})
@@ -416,29 +416,29 @@ def _choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, 
 
     def too_much(reach: int) -> bool:
         some = near(reach)
-        return len(some) > MOST_BOXES or _width(scene(some), LONGEST[-1]) > WIDE
+        return len(some) > MAX_BOXES or _width(scene(some), TITLE_LENGTHS[-1]) > WIDE
 
     found = near(max(0, bisect_left(range(1 + max(rounds, default=0)), True, key=too_much) - 1))
     kept = {turn[0] for box in found for turn in box.rounds}
-    most = MOST_BOXES
+    most = MAX_BOXES
     chosen = scene(closest(found, centre, most))
-    while most > FEWEST_BOXES and _width(chosen, LONGEST[-1]) > WIDEST:
+    while most > MIN_BOXES and _width(chosen, TITLE_LENGTHS[-1]) > WIDEST:
         most -= most // 4
         chosen = scene(closest(found, centre, most))
     left_out = [
         f"{_spans('call', range(1, calls + 1))} of {order.ranks[0].turn}",
         _ranks_left_out(program, order, ranks),
-        _told(_spans("round", [n for n in rounds if n not in kept]), "of loops not drawn"),
-        _told(_count(len(found) - len(chosen.boxes), "statement"), "farther off not drawn"),
-        _told(_count(len(numbered) - len(findings), "finding"), "more not marked"),
+        _unless_empty(_spans("round", [n for n in rounds if n not in kept]), "of loops not drawn"),
+        _unless_empty(_count(len(found) - len(chosen.boxes), "statement"), "farther off not drawn"),
+        _unless_empty(_count(len(numbered) - len(findings), "finding"), "more not marked"),
     ]
-    return chosen, [told for told in left_out if told]
+    return chosen, [text for text in left_out if text]
 
 
 def _ranks(program: Program, named: set[int]) -> list[int]:
     """Return the ranks to draw: those that findings name, and one more."""
     others = [rank for rank in range(program.ranks) if rank not in named]
-    return sorted({*sorted(named)[:MOST_RANKS], *others[: 1 if named else 2]})
+    return sorted({*sorted(named)[:MAX_RANKS], *others[: 1 if named else 2]})
 
 
 def _ranks_left_out(program: Program, order: Order, ranks: Sequence[int]) -> str:
@@ -448,10 +448,10 @@ def _ranks_left_out(program: Program, order: Order, ranks: Sequence[int]) -> str
     others = [rank for rank in range(program.ranks) if rank not in ranks]
     known = [issued(rank) for rank in ranks]
     alike = all(issued(rank) in known for rank in others)
-    return _told(_spans("rank", others), "alike, not drawn" if alike else "not drawn")
+    return _unless_empty(_spans("rank", others), "alike, not drawn" if alike else "not drawn")
 
 
-def _told(what: str, how: str) -> str:
+def _unless_empty(what: str, how: str) -> str:
     return what and f"{what} {how}"
 
 
@@ -463,8 +463,8 @@ def _spans(what: str, numbers: Sequence[int]) -> str:
             spans[-1][1:] = [n]
         else:
             spans.append([n])
-    told = ", ".join(" to ".join(map(str, span)) for span in spans)
-    return told and f"{what}{'s' if len(numbers) > 1 else ''} {told}"
+    text = ", ".join(" to ".join(map(str, span)) for span in spans)
+    return text and f"{what}{'s' if len(numbers) > 1 else ''} {text}"
 
 
 def _count(number: int, what: str) -> str:
@@ -491,14 +491,14 @@ def _width(scene: Scene, longest: int) -> float:
 class _Page:
     """Lays out a scene and writes it from back to front: lanes, arrows, boxes, findings."""
 
-    def __init__(self, title: str, told: list[str], scene: Scene, analysis: Analysis) -> None:
+    def __init__(self, title: str, header: list[str], scene: Scene, analysis: Analysis) -> None:
         self.title, self.scene, self.findings = title, scene, analysis.findings
-        self.longest = next((n for n in LONGEST if _width(scene, n) <= WIDE), LONGEST[-1])
+        self.longest = next((n for n in TITLE_LENGTHS if _width(scene, n) <= WIDE), TITLE_LENGTHS[-1])
         widths = _widths(scene, self.longest)
         self.columns = [(LEFT + sum(widths[:n]), LEFT + sum(widths[: n + 1]) - GUTTER) for n in range(len(widths))]
         self.width = max(NARROWEST, _width(scene, self.longest))
-        self.told = self._wrapped("; ".join(told)) or [""]
-        self.top = LINE * (len(self.told) - 1)
+        self.header = self._wrapped("; ".join(header)) or [""]
+        self.top = LINE * (len(self.header) - 1)
         self.rows: dict[tuple[int, str], float] = {}
         self.bottom = float(TOP + self.top)
         for (rank, lane), rows in scene.lanes.items():
@@ -507,7 +507,7 @@ class _Page:
             self.bottom += rows * (HEIGHT + CHANNEL)
         self.red = {box for mark in scene.marks for box in mark.boxes}
         self.circle = {arrow for mark in scene.marks for arrow in mark.circle}
-        self.taken = [self.place(box) for box in scene.boxes]  # where no words may stand
+        self.taken = [self.place(box) for box in scene.boxes]  # where no label may be
 
     def place(self, box: Box) -> Rectangle:
         y = self.rows[box.rank, box.lane] + box.row * (HEIGHT + CHANNEL) + CHANNEL / 2
@@ -530,7 +530,7 @@ class _Page:
 
     def _top(self) -> list[str]:
         drawn = [f'<text class="title" x="16" y="30">{escape(self.title)}</text>']
-        for n, line in enumerate(self.told):
+        for n, line in enumerate(self.header):
             drawn.append(f'<text class="quiet" x="16" y="{50 + LINE * n}">{escape(line)}</text>')
         x, y = 16, 72 + self.top
         for kind, (fill, line) in FILLS.items():
@@ -627,14 +627,14 @@ class _Page:
     def _words(self) -> list[tuple[str, str]]:
         """Return the findings as lines of text with their styles."""
         lines = []
-        for number, found in enumerate(self.findings[:MOST_TOLD], 1):
+        for number, found in enumerate(self.findings[:MAX_LISTED], 1):
             at = f"line {found.span.line}: " if found.span else ""
             level = "warning: " if found.level == "warning" else ""
-            told = {"finding": f"{number}. {at}{level}{found.message}", "quiet": found.hint and f"hint: {found.hint}"}
-            for style, text in told.items():
+            styles = {"finding": f"{number}. {at}{level}{found.message}", "quiet": found.hint and f"hint: {found.hint}"}
+            for style, text in styles.items():
                 lines += [(style, escape(line)) for line in self._wrapped(text)]
-        if len(self.findings) > MOST_TOLD:
-            lines.append(("quiet", f"and {len(self.findings) - MOST_TOLD} more"))
+        if len(self.findings) > MAX_LISTED:
+            lines.append(("quiet", f"and {len(self.findings) - MAX_LISTED} more"))
         return lines
 
     def _wrapped(self, text: str) -> list[str]:

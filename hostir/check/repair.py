@@ -1,9 +1,9 @@
 """Repair host programs: insert the least synchronisation with which `check` finds nothing, and report redundant ones.
 
-The repair is a best-first search over edits that findings suggest. Whatever is put in can only lengthen the chains of
-work of a program, never shorten them: so a program that already costs more than a sound one that was found is given up
-(branch and bound). In the end every piece that was put in is taken out once, to see whether it is needed. What comes
-first of two things on one rank is what is issued first there, as a repair by hand would have it.
+The repair is a best-first search over edits that findings suggest. An insertion can only lengthen the chains of work
+of a program, never shorten them, so a program that already costs more than a sound one is dropped (branch and bound).
+In the end every insertion is removed once, to see whether it is needed. Of two events on one rank, the one that is
+issued first comes first, as in a repair by hand.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import Region
 from hostir.ir.source import Diagnostic, HostIRError, error
 
-MOST_LOOKS = 250  # programs that one repair looks at
-MORE_LOOKS = 12  # once it has found one without findings
+MAX_CANDIDATES = 250  # programs that one repair checks
+MAX_MORE_CANDIDATES = 12  # after the first without findings
 WAITING = (Synchronize, Wait, WaitSignal)
 ORDERING = (Synchronize, Barrier, Signal, WaitSignal)
-UNSOUND, UNMET = 1_000_000, 10_000  # a finding that hides all others, and one that hides what memory has to say
+UNSOUND, UNMET = 1_000_000, 10_000  # weights: a finding that hides all others, and one that hides those about memory
 
 Cost = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Look:
+class Candidate:
     """A program that was checked during a repair, with its findings and its cost.
 
     Fields:
-        cost: work events in the longest chain, what ranks wait for, statements. Zeros where they are not known.
-        added: what was put in so far, edit by edit.
+        cost: work events in the longest chain, waits over all ranks, statements. Zeros where they are not known.
+        added: the insertions so far, edit by edit.
     """
 
     program: Program
@@ -78,98 +78,100 @@ class Repairer:
     sizes: Mapping[str, int] | None
     calls: int | None
 
-    def look(self, program: Program, added: tuple[Block, ...] = ()) -> Look:
+    def checked(self, program: Program, added: tuple[Block, ...] = ()) -> Candidate:
         if unsound := check_structure(program):
-            return Look(program, unsound, added=added)
+            return Candidate(program, unsound, added=added)
         analysis = analyse(program, self.sizes, self.calls)
         if analysis.order is None:
-            return Look(program, analysis.findings, added=added)
-        return Look(program, analysis.findings, analysis.order, cost(program, analysis.order), added)
+            return Candidate(program, analysis.findings, added=added)
+        return Candidate(program, analysis.findings, analysis.order, cost(program, analysis.order), added)
 
-    def tried(self, program: Program, added: tuple[Block, ...]) -> Look:
+    def tried(self, program: Program, added: tuple[Block, ...]) -> Candidate:
         """Check a program, with frees inserted for buffers that leak in it."""
-        after = self.look(program, added)
+        after = self.checked(program, added)
         if leaks := {f.buffer for f in after.found if isinstance(f, Finding) and f.kind == "leak"}:
             frees = for_leaks(Outline(program), leaks)
-            after = self.look(edited(program, frees), (*added, *(edit.new for edit in frees)))
+            after = self.checked(edited(program, frees), (*added, *(edit.new for edit in frees)))
         return after
 
-    def search(self, start: Look) -> Look | None:
+    def search(self, start: Candidate) -> Candidate | None:
         """Return the cheapest candidate without findings, or None."""
-        best, turn, looks = None, count(), MOST_LOOKS
+        best, turn, budget = None, count(), MAX_CANDIDATES
         todo = [(start.left, start.cost, next(turn), start)]
         seen = {start.program}
-        while todo and looks > 0:
-            look = heapq.heappop(todo)[-1]
-            if best is not None and (look.cost >= best.cost or look.left == start.left):
+        while todo and budget > 0:
+            candidate = heapq.heappop(todo)[-1]
+            if best is not None and (candidate.cost >= best.cost or candidate.left == start.left):
                 continue
-            for edits in suggestions(look):
-                program = edited(look.program, edits)
+            for edits in suggestions(candidate):
+                program = edited(candidate.program, edits)
                 if program in seen:
                     continue
                 seen.add(program)
-                looks -= 1
-                after = self.tried(program, (*look.added, *(edit.new for edit in edits if edit.new)))
+                budget -= 1
+                after = self.tried(program, (*candidate.added, *(edit.new for edit in edits if edit.new)))
                 if best is not None and after.cost >= best.cost:
                     continue
                 if after.order is not None and not after.found and not loses(after.order):
-                    best, looks = after, min(looks, MORE_LOOKS)
-                elif after.found and after.left <= look.left:
+                    best, budget = after, min(budget, MAX_MORE_CANDIDATES)
+                elif after.found and after.left <= candidate.left:
                     heapq.heappush(todo, (after.left, after.cost, next(turn), after))
         return best
 
-    def trimmed(self, look: Look, before: Look) -> Look:
+    def trimmed(self, candidate: Candidate, before: Candidate) -> Candidate:
         """Remove inserted statements that are not needed, then statements that the repair has made redundant."""
         known = {f.message for f in before.found}
-        for piece in look.added:
-            less = self.removed(look, piece)
-            if not less.found and less.cost <= look.cost:
-                look = less
-        for join in [s for piece in look.added for s in piece if isinstance(s, For)]:
-            look = self.narrowed(look, join)
+        for piece in candidate.added:
+            less = self.removed(candidate, piece)
+            if not less.found and less.cost <= candidate.cost:
+                candidate = less
+        for join in [s for piece in candidate.added for s in piece if isinstance(s, For)]:
+            candidate = self.narrowed(candidate, join)
         for unit in _units(before.program):
-            if isinstance(unit[0], (Signal, WaitSignal)) or (less := self.removed(look, unit)).found:
+            if isinstance(unit[0], (Signal, WaitSignal)) or (less := self.removed(candidate, unit)).found:
                 continue
-            if less.program == look.program or not _same_streams(look.program, unit):
+            if less.program == candidate.program or not _same_streams(candidate.program, unit):
                 continue
             if any(f.message not in known for f in self.removed(before, unit).found):
-                look = less
-        return look
+                candidate = less
+        return candidate
 
-    def narrowed(self, look: Look, join: For) -> Look:
+    def narrowed(self, candidate: Candidate, join: For) -> Candidate:
         """Replace a wait for all pool streams by a wait for one of them, where that is enough."""
-        if any(not isinstance(s, Synchronize) for s in join.body) or all(s is not join for s in look.program.walk()):
-            return look
-        place = Outline(look.program).place(join)
-        for stream in range(look.program.streams):
-            less = self.look(edited(look.program, (Edit(place, (Synchronize(stream=Lit(stream)),), drop=1),)))
-            if not less.found and less.cost < look.cost:
+        if any(not isinstance(s, Synchronize) for s in join.body) or all(
+            s is not join for s in candidate.program.walk()
+        ):
+            return candidate
+        place = Outline(candidate.program).place(join)
+        for stream in range(candidate.program.streams):
+            less = self.checked(edited(candidate.program, (Edit(place, (Synchronize(stream=Lit(stream)),), drop=1),)))
+            if not less.found and less.cost < candidate.cost:
                 return less
-        return look
+        return candidate
 
-    def removed(self, look: Look, piece: Block) -> Look:
-        return self.look(look.program.with_body(without(look.program.body, piece)))
+    def removed(self, candidate: Candidate, piece: Block) -> Candidate:
+        return self.checked(candidate.program.with_body(without(candidate.program.body, piece)))
 
 
 def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Program:
     """Insert the least synchronisation and frees into a program with which `check` finds nothing in it.
 
-    Least is what leaves the shortest chain of work (computations, communications and copies, each counting one) over
-    all ranks and calls; then what waits for the least; then what is the fewest statements. A wait, a free or a
-    synchronize that stands too late is moved. A flag that is waited for and not raised, or raised and not waited for,
-    gets the other half where one statement is enough; else a wait for it becomes a barrier, or goes.
+    The best repair leaves the shortest chain of work (computations, communications and copies, each counting one) over
+    all ranks and calls; then the fewest waits; then the fewest statements. A wait, a free or a synchronize that comes
+    too late is moved. A wait for a flag without a signal, or a signal without a wait, gets its counterpart if one
+    statement is enough; otherwise such a wait becomes a barrier, or is removed.
 
     Args:
         program: a host program.
         sizes: of symbols, as for `check`.
-        calls: how many calls follow each other; unless given, as many as show what any number would.
+        calls: how many successive calls to check; by default enough to show the errors of any number of calls.
 
     Raises:
-        HostIRError: naming what putting in cannot repair, with what to do about it.
+        HostIRError: with the findings that no insertion repairs, and what to do about them.
     """
     repairer = Repairer(sizes, calls)
     _host_program(program)
-    if not (first := repairer.look(program)).found:
+    if not (first := repairer.checked(program)).found:
         return program
     if refused := [f for f in first.found if not _hopeful(f, first)]:
         raise HostIRError(*(_given_up("nothing put in repairs this", f) for f in refused))
@@ -195,13 +197,13 @@ def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: i
     """
     repairer = Repairer(sizes, calls)
     _host_program(program)
-    known = {f.message for f in repairer.look(program).found}
+    known = {f.message for f in repairer.checked(program).found}
     found: list[Diagnostic] = []
     for unit in _units(program):
         body = without(program.body, unit)
         if body == program.body or not _same_streams(program, unit):
             continue
-        if all(f.message in known for f in repairer.look(program.with_body(body)).found):
+        if all(f.message in known for f in repairer.checked(program.with_body(body)).found):
             found.append(_too_much(unit, program))
             program = program.with_body(body)
     return found
@@ -232,8 +234,8 @@ def longest_chain(order: Order) -> int:
 def loses(order: Order) -> bool:
     """Whether a read part of a symmetric buffer is overwritten before its earlier value is read.
 
-    The order in which a rank issues says who is first on that rank. Who is first of two ranks a repair has to choose,
-    and may choose an order in which nothing races and values are lost.
+    On one rank the order of issue says which access comes first. Between ranks a repair has to choose an order, and
+    might choose one in which nothing races but values are lost.
     """
     fresh: dict[Buffer, set[Region]] = {buffer: set() for rank in order.ranks for buffer in rank.kept.values()}
     read: dict[Buffer, set[Region]] = {buffer: set() for buffer in fresh}
@@ -276,15 +278,15 @@ def _work(event: Event) -> bool:
 
 
 # What is wrong with it ------------------------------------------------------------------------------------------------
-def suggestions(look: Look) -> Iterator[Edits]:
+def suggestions(candidate: Candidate) -> Iterator[Edits]:
     """Yield edits for the first finding that edits may repair."""
-    outline = Outline(look.program)
-    if look.order is None:
+    outline = Outline(candidate.program)
+    if candidate.order is None:
         yield from for_handles(outline)
         return
-    found = [f for f in look.found if isinstance(f, Finding) and f.kind in REPAIRABLE and f.kind != "leak"]
+    found = [f for f in candidate.found if isinstance(f, Finding) and f.kind in REPAIRABLE and f.kind != "leak"]
     if found:
-        yield from Suggestions(outline, look.order).of(found[0])
+        yield from Suggestions(outline, candidate.order).of(found[0])
 
 
 def _weight(found: Diagnostic) -> int:
@@ -293,11 +295,11 @@ def _weight(found: Diagnostic) -> int:
     return found.times if found.kind in ("race", "leak", "unwritten") else UNMET * found.times
 
 
-def _hopeful(found: Diagnostic, look: Look) -> bool:
+def _hopeful(found: Diagnostic, candidate: Candidate) -> bool:
     """Whether an insertion may repair a finding."""
     if not isinstance(found, Finding):
-        return any(True for _ in for_handles(Outline(look.program)))
-    races = {f.buffer for f in look.found if isinstance(f, Finding) and f.kind == "race"}
+        return any(True for _ in for_handles(Outline(candidate.program)))
+    races = {f.buffer for f in candidate.found if isinstance(f, Finding) and f.kind == "race"}
     return found.kind in REPAIRABLE or (found.kind == "unwritten" and found.buffer in races)
 
 
@@ -346,9 +348,9 @@ def _same_streams(program: Program, unit: Block) -> bool:
 
 
 def _too_much(unit: Block, program: Program) -> Diagnostic:
-    told = f"'{format_statement(unit[0], program)}'"
+    text = f"'{format_statement(unit[0], program)}'"
     return Finding(
-        f"nothing needs {told}: all that is right stays right without it, and more may overlap",
+        f"nothing needs {text}: all that is right stays right without it, and more may overlap",
         unit[0].span,
         hint="take it out, unless it is there to hold a stream back",
         notes=tuple((s.span, f"together with '{format_statement(s, program)}'") for s in unit[1:]),

@@ -70,11 +70,11 @@ WHOLE = (
 class Signature:
     """The signature function of a host program whose structure is sound: one proof is good for all sizes of one value.
 
-    Programs that differ in sizes alone share their proofs, be they symbols or numbers.
+    Programs that differ only in sizes, be they symbols or numbers, share their proofs.
 
     Fields:
         names: the symbols of the program.
-        proved: for which signatures programs of this form were found right.
+        proved: the signatures for which programs of this form were proved.
     """
 
     def __init__(self, program: Program) -> None:

@@ -31,7 +31,7 @@ from hostir.ir.tensor_ops import TensorOp, ViewStatement
 from hostir.ir.types import DTYPES, FLAG, STREAM, Axis, Factor, Kind, Mesh, TensorType
 
 # What programs are made of --------------------------------------------------------------------------------------------
-# Whether a program is made of what programs are made of. A text always is; one built in Python need not be.
+# Types of the fields of a program. The parser guarantees them; a program built in Python may violate them.
 
 KNOWN = "_well_formed"
 
@@ -154,7 +154,7 @@ def _is_mesh(held: object) -> bool:
 
 
 # Index expressions ----------------------------------------------------------------------------------------------------
-# What is known of index expressions whatever the loops' indices are.
+# Facts about index expressions that hold for all values of the loops' indices.
 
 _UNIT = Lit(1)
 
@@ -198,7 +198,7 @@ def _terms(expr: Expr) -> dict[Expr, int]:
 class Buffers:
     """Tracks the buffer behind each value; whoever walks a program passes its statements in order.
 
-    What holds on every rank and in every round is decided here; what depends on them, on the unrolled program.
+    Only what holds on every rank and in every round is checked here; the rest is checked on the unrolled program.
     """
 
     def __init__(self, program: Program) -> None:
@@ -230,7 +230,7 @@ class Buffers:
         self.densed.setdefault(root, s.out)
         if root not in self.inputs:
             yield Diagnostic(
-                f"{_told(s.x, root)} is no input",
+                f"{_named(s.x, root)} is no input",
                 s.span,
                 expected="an input, or a view of one: of all other memory the strides are known",
                 hint="copy it to a buffer, if it is not dense",
@@ -241,7 +241,7 @@ class Buffers:
     def _both(self, s: Statement, value: Value, root: str) -> Iterator[Diagnostic]:
         if root in self.densed:
             yield Diagnostic(
-                f"{_told(value, root)} is written, and {self.densed[root]} may be its memory or a copy of it",
+                f"{_named(value, root)} is written, and {self.densed[root]} may be its memory or a copy of it",
                 s.span,
                 expected="an input that nothing writes, as it is made dense",
                 hint="copy the input to a buffer instead, and write there",
@@ -264,7 +264,7 @@ class Buffers:
             return
         if root not in self.symmetric:
             yield Diagnostic(
-                f"{s.keyword()} cannot reach {_told(s.remote, root)} at a peer",
+                f"{s.keyword()} cannot reach {_named(s.remote, root)} at a peer",
                 s.span,
                 expected="a buffer of allocate_symmetric, or a view of one",
             )
@@ -275,32 +275,32 @@ class Buffers:
             root = self.roots.get(value.name)
             if root is not None and root not in self.written | self.inputs:
                 yield Diagnostic(
-                    f"the output {_told(value, root)} is never written",
+                    f"the output {_named(value, root)} is never written",
                     value.span,
                     expected="a statement that writes it",
                 )
 
 
-def _told(value: Value, root: str) -> str:
+def _named(value: Value, root: str) -> str:
     return f"{value}" if value.name == root else f"{value}, a view of %{root},"
 
 
 # Structure ------------------------------------------------------------------------------------------------------------
 # Structure: names, scopes, phases and types. What every program must satisfy first of all.
 
-MOST_STREAMS = 1024  # in the pool of a rank; few devices tell more than a hundred apart
-MOST_RANKS = 65536
+MAX_STREAMS = 1024  # in the pool of a rank; few devices distinguish more than a hundred
+MAX_RANKS = 65536
 
 
-def check_structure(program: Program, *, settled: bool = False) -> list[Diagnostic]:
+def check_structure(program: Program, *, explicit: bool = False) -> list[Diagnostic]:
     """Return all structural findings in program order; empty for a sound program.
 
-    `settled` asks more of a fusion: that its shardings are propagated and every change of sharding explicit, so that
-    each declared type is what the statement gives. Host programs are always held to that.
+    With `explicit`, a fusion must have all shardings propagated and every change of sharding explicit, so that each
+    declared type is the one that the statement infers. Host programs always must.
     """
     if found := list(malformed(program)):
         return found
-    checker = _Checker(program, settled or program.phase is Phase.HOST)
+    checker = _Checker(program, explicit or program.phase is Phase.HOST)
     try:
         for finding in checker.run():
             found.append(finding)  # what was found before an error counts as well
@@ -312,24 +312,24 @@ def check_structure(program: Program, *, settled: bool = False) -> list[Diagnost
     return list(checker.buffers.unwritten_outputs(program.outputs)) if program.phase is Phase.HOST else []
 
 
-def verify(program: Program, *, settled: bool = False) -> Program:
+def verify(program: Program, *, explicit: bool = False) -> Program:
     """Return the program; raise a HostIRError with all findings about its structure."""
-    _verify(program, settled or program.phase is Phase.HOST)
+    _verify(program, explicit or program.phase is Phase.HOST)
     return program
 
 
 @lru_cache(maxsize=256)
-def _verify(program: Program, settled: bool) -> None:
+def _verify(program: Program, explicit: bool) -> None:
     """Verify equal programs once, as strategies begin with the same passes. Errors are not cached: spans may differ."""
-    if found := check_structure(program, settled=settled):
+    if found := check_structure(program, explicit=explicit):
         raise HostIRError(*found)
 
 
 class _Checker:
-    def __init__(self, program: Program, settled: bool) -> None:
+    def __init__(self, program: Program, explicit: bool) -> None:
         self.program = program
         self.phase = program.phase
-        self.settled = settled
+        self.explicit = explicit
         self.scope: dict[str, Value] = {}
         self.buffers = Buffers(program)
 
@@ -344,13 +344,13 @@ class _Checker:
             yield from self.data(value, "output")
 
     def limits(self) -> Iterator[Diagnostic]:
-        if self.program.streams > MOST_STREAMS:
+        if self.program.streams > MAX_STREAMS:
             yield Diagnostic(
-                f"@{self.program.name} has a pool of {self.program.streams} streams", expected=f"at most {MOST_STREAMS}"
+                f"@{self.program.name} has a pool of {self.program.streams} streams", expected=f"at most {MAX_STREAMS}"
             )
         for mesh in self.program.meshes:
-            if (device := max(mesh.devices)) >= MOST_RANKS:
-                yield Diagnostic(f"mesh @{mesh.name} names device {device}", expected=f"devices below {MOST_RANKS}")
+            if (device := max(mesh.devices)) >= MAX_RANKS:
+                yield Diagnostic(f"mesh @{mesh.name} names device {device}", expected=f"devices below {MAX_RANKS}")
 
     def data(self, value: Value, role: str) -> Iterator[Diagnostic]:
         if _holds_flags(value):
@@ -370,7 +370,7 @@ class _Checker:
             found = found or list(self.flags(s)) or list(self.typed(s))
             yield from found
             yield from self.indices(s)
-            if isinstance(s, Reshard) and self.settled:
+            if isinstance(s, Reshard) and self.explicit:
                 yield Diagnostic("a reshard is left after communications were chosen", s.span)
             if around and isinstance(s, AllocateSymmetric):
                 yield Diagnostic(
@@ -418,9 +418,9 @@ class _Checker:
     def typed(self, s: Statement) -> Iterator[Diagnostic]:
         try:
             s.verify()
-            if self.settled:
+            if self.explicit:
                 s.verify_layout()
-            expected = s.infer() if self.settled or not isinstance(s, TensorOp) else None
+            expected = s.infer() if self.explicit or not isinstance(s, TensorOp) else None
         except HostIRError as wrong:
             yield from wrong.diagnostics
             return
@@ -432,7 +432,7 @@ class _Checker:
             return
         declared = result.type
         if isinstance(expected, TensorType) and isinstance(declared, TensorType):
-            if self.settled and not _agree(expected, declared):
+            if self.explicit and not _agree(expected, declared):
                 yield Diagnostic(
                     f"{result} is declared {declared}, but {s.keyword()} gives {expected}",
                     s.span,

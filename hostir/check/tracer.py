@@ -65,7 +65,7 @@ Does = Literal["reads", "writes", "undefines", "frees"]
 class Access:
     """One access to memory: to this rank's `buffer`, or to the buffer of the same name on the peer `rank`.
 
-    What is undefined may not be read until something writes it.
+    Undefined elements may not be read until something writes them.
     """
 
     buffer: Buffer
@@ -136,7 +136,7 @@ def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 # The tracer -----------------------------------------------------------------------------------------------------------
-# What each rank issues, as events with the edges that hold within the rank: a machine that executes nothing.
+# A machine that executes nothing: it records what each rank issues, as events with the edges within the rank.
 #
 # The tracer is a `hostir.ir.machine.Machine`. Statements tell it what they read and write by evaluating themselves on
 # it, as they do on every machine; its tensors are regions of buffers.
@@ -151,16 +151,16 @@ class Event:
     """An event at one moment of one rank.
 
     Fields:
-        number: how much its rank had issued before it.
-        lane, tick: its place in what orders it, None where nothing does but its edges.
-        ends: what tells others that it is over; by default its own tick.
-        after: the events that come before it.
-        held: what may hold it up besides, on some machine or at some size. It counts for deadlocks; nobody may rely
-            on it.
+        number: the number of events that its rank issued before it.
+        lane, tick: its lane and its position there; None where only its edges order it.
+        ends: ticks that show that it has ended; by default its own tick.
+        after: the events that happen before it.
+        held: other events that it may wait for, on some machine or at some size. They count for deadlocks, but no
+            program may rely on them.
         verb: what it does, for messages; `statement` is None for what the caller does.
         sms: whether it needs SMs.
-        small: whether it needs but the one that a kernel which waits leaves to what was issued before it in its call.
-        seen: makes its clock of that of what it follows; None where the two are the same.
+        small: whether one SM is enough for it: the one that a waiting kernel leaves to events issued before the kernel.
+        seen: computes its clock from that of the event it follows; None where the two are the same.
     """
 
     rank: int
@@ -214,8 +214,8 @@ class Pushing:
     """The copies by SMs issued last on a stream, with the signals right behind them.
 
     Fields:
-        begin: of the first, behind all that came before.
-        last: a copy or a signal; they come one after the other.
+        begin: the begin of the first, behind all earlier events of the stream.
+        last: the last copy or signal; they run one after the other.
     """
 
     begin: Event
@@ -297,7 +297,7 @@ class Tracer(Observer):
         self.turn += 1
 
     def lasting(self) -> Iterator[tuple[Event, Event]]:
-        """The begin and the end of what may hold SMs until other ranks come: kernels that wait, communication."""
+        """Yield the begin and the end of all that may hold SMs until other ranks act: kernels, communication."""
         yield from ((kernel.start, kernel.end) for kernel in self.kernels)
         for sides in (*self.collectives.values(), *self.messages.values()):
             yield from ((side.begin, side.end) for side in sides)

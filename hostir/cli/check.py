@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hostir.check import check_structure
 from hostir.check.findings import Finding
-from hostir.check.proof import Analysis, analyse, look
+from hostir.check.proof import Analysis, analyse, analyse_quickly
 from hostir.check.repair import difference, redundant, repair
 from hostir.cli.loading import STANDARD, load_to_lower, lowered, write
 from hostir.ir.op import Phase
@@ -28,7 +28,7 @@ def check_command(
 ) -> int:
     """Checks a fusion and what it lowers to, or a host program; returns the exit code, 1 where there are errors.
 
-    With `--fix` what is wrong is repaired instead, and the code says whether that went well.
+    With `--fix`, errors are repaired instead, and the exit code says whether that succeeded.
     """
     _check_options(options)
     structure = check_structure(program)
@@ -41,7 +41,7 @@ def check_command(
     if options.fix:
         return _fix(program, sizes, options)
     sound = not structure and program.phase is Phase.HOST
-    prove = analyse if options.graph else look  # a picture has all ranks
+    prove = analyse if options.graph else analyse_quickly  # a picture has all ranks
     analysis = prove(program, sizes, options.calls) if sound else Analysis(structure)
     findings = _with_witnesses(program, analysis, options)
     if options.redundant and not findings:
@@ -83,14 +83,14 @@ def _with_witnesses(program: Program, analysis: Analysis, options: Namespace) ->
     from hostir.cli.run import witnesses  # loads torch
 
     shown = witnesses(program, analysis.findings, analysis.sizes, analysis.calls)
-    told: list[Diagnostic] = []
+    noted: list[Diagnostic] = []
     for n, found in enumerate(analysis.findings):
         if n in shown:
             seed, wrong = shown[n]
             note = f"shown by '{run_of(analysis, seed, options)}': {wrong}"
             found = replace(found, notes=(*found.notes, (None, note)))
-        told.append(found)
-    return told
+        noted.append(found)
+    return noted
 
 
 def run_of(analysis: Analysis, seed: int, options: Namespace) -> str:

@@ -26,7 +26,7 @@ from hostir.ir.source import Diagnostic, HostIRError, Span, did_you_mean, error,
 from hostir.lower import AUTO, lower, passes_of
 
 # Texts ----------------------------------------------------------------------------------------------------------------
-# The texts that commands read and write: files, devices, pipes and, as `-`, standard input and output.
+# Texts that commands read and write: files, devices, pipes and, as `-`, standard input and output.
 
 STANDARD = "-"
 STDIN = (STANDARD, "/dev/stdin")
@@ -103,7 +103,7 @@ class Loaded(NamedTuple):
 
     program: Program
     sizes: dict[str, int]
-    told: list[Diagnostic]
+    notices: list[Diagnostic]
     comments: bool
 
 
@@ -130,8 +130,8 @@ def load(file: str, *, name: str | None, form: str | None, given: Mapping[str, s
     if form == "nvfuser":
         from hostir.nvfuser import read_nvfuser
 
-        program, told = read_nvfuser(text, file)
-        return Loaded(program, _sizes(program, given), told, False)
+        program, notices = read_nvfuser(text, file)
+        return Loaded(program, _sizes(program, given), notices, False)
     if text.lstrip().startswith("%HostIrContainer"):
         raise error(f"{file} is an nvFuser dump", hint="add --from nvfuser")
     program = parse(text, file)
@@ -286,7 +286,7 @@ def load_named(options: Namespace) -> tuple[Program, dict[str, int]]:
     world = os.environ.get("WORLD_SIZE")
     if world and options.ranks not in (None, int(world)):
         raise error(f"--ranks {options.ranks} under torchrun with {world} processes", hint="leave --ranks out")
-    program, sizes, told, options.comments = load(
+    program, sizes, notices, options.comments = load(
         file, name=name, form=options.form, given=given, ranks=options.ranks or (int(world) if world else None)
     )
     if options.ranks not in (None, program.ranks):
@@ -294,7 +294,7 @@ def load_named(options: Namespace) -> tuple[Program, dict[str, int]]:
         if file.endswith(".py"):
             hint = "have a parameter 'ranks' of its function make the mesh, or leave --ranks out"
         raise error(f"@{program.name} is for {program.ranks} ranks, not {options.ranks}", hint=hint)
-    for diagnostic in told:
+    for diagnostic in notices:
         say(str(diagnostic).replace("error:", "note:", 1))
     return program, sizes
 

@@ -230,7 +230,7 @@ def _part_against(
 ) -> list[Comparison]:
     """Compare this rank's own parts and add up the squared errors of all ranks. Partial sums are added up first.
 
-    Ranks have rounded theirs, whose sum is not rounded again.
+    Each rank rounds its partial sum; their sum is not rounded again.
     """
     plain, exact = _expected(source, inputs, sizes)
     squares = []
@@ -299,7 +299,7 @@ def _report(
 
 
 # The reference of a program of single ranks ---------------------------------------------------------------------------
-# What a host program of single ranks means: its statements on simulated ranks, one after another in program order.
+# The reference of a host program of single ranks: its statements on simulated ranks, in program order.
 #
 # Whole tensors say nothing of a program in which ranks do different things: who copies what where is what it computes.
 # So every rank is simulated in this process, on the device of the inputs, in one order that the memory model allows and
@@ -350,8 +350,8 @@ def _no_result(program: Program, refused: HostIRError) -> HostIRError:
 # Schedules that show what the checker found: seeds of the simulated ranks under which the program goes wrong.
 
 SEEDS = 400
-SECONDS = 20.0  # of looking for one; large sizes take long to run
-LARGEST = 1 << 24  # elements of the inputs: beyond it a run takes too long to look for anything
+SECONDS = 20.0  # of trying seeds; large sizes take long to run
+MAX_ELEMENTS = 1 << 24  # elements of the inputs; runs with more take too long to try many seeds
 Key = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
 
 
@@ -365,7 +365,7 @@ def witnesses(
     out.
     """
     inputs = [random_inputs(program, sizes, turn) for turn in range(calls)]
-    if sum(x.numel() for x in inputs[0]) > LARGEST:
+    if sum(x.numel() for x in inputs[0]) > MAX_ELEMENTS:
         return {}
     shown: dict[int, tuple[int, str]] = {}
     left = {n: f for n, f in enumerate(findings) if isinstance(f, Finding) and f.level == "error"}

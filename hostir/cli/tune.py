@@ -24,7 +24,7 @@ from hostir.knobs import KERNELS
 from hostir.runtime.session import Session, launched, session
 
 # Tables ---------------------------------------------------------------------------------------------------------------
-# What people read of a choice: aligned tables, in plain text.
+# Choices as aligned tables of plain text.
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -77,7 +77,7 @@ def _us(time: float | None) -> str:
 
 
 # Explaining a choice --------------------------------------------------------------------------------------------------
-# What the command line says of choices: `hostir explain`, and `--strategy auto` of the other commands.
+# Choices on the command line: `hostir explain`, and `--strategy auto` of the other commands.
 
 
 def explain_command(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
@@ -97,7 +97,7 @@ def explain_command(program: Program, sizes: Mapping[str, int], options: Namespa
 def chosen(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Choice:
     """Return the choice of `--strategy auto`: for `run` on the ranks that will run it, else as `explain` prints it.
 
-    The caller tells of fallbacks, so they are not warned of.
+    The caller prints fallbacks, so no warning is issued for them.
     """
     if options.command == "run":
         machine = {"cpu": "gloo", "cuda": "cuda", None: None}[options.device] if _launched() else None
@@ -218,8 +218,8 @@ def _keep(job: Session, key: Mapping[str, Any], name: str, entries: cache.Entrie
             cache.write(key, name, entries)
         except HostIRError as refusal:
             problem = refusal.diagnostics[0].message
-    if said := _from_rank_0(job, problem):
-        raise error(said, hint="HOSTIR_CACHE names another folder")
+    if problem := _from_rank_0(job, problem):
+        raise error(problem, hint="HOSTIR_CACHE names another folder")
 
 
 def _from_rank_0(job: Session, mine: str) -> str:

@@ -24,7 +24,7 @@ from hostir.ir.types import DTYPES, Axis, DType, Mesh, TensorType
 # A fusion under construction: `with hi.Fusion(...)`, its inputs and outputs, and the program it makes.
 
 TORCH_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
-MOST_AXES = 64  # of a tensor of torch
+MAX_AXES = 64  # torch's limit for a tensor
 NUMBER = "a number enters as an input of one element: hi.tensor('scale', [1], dtype)"
 
 _building: ContextVar[Fusion | None] = ContextVar("building", default=None)
@@ -40,7 +40,7 @@ class Fusion:
             fusion.output(y)
 
     Results are named after the variable that they are assigned to. `print(fusion)` shows the program. Raises
-    HostIRError for a name that is none.
+    HostIRError for an invalid name.
 
     Args:
         name: letters, digits and `_`, not starting with a digit.
@@ -158,8 +158,8 @@ def sizes(shape: Any, span: Span | None, fusion: Fusion | None = None) -> list[S
     """Return a shape as sizes; its names must be those of the inputs of `fusion`, where it is given."""
     if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
         raise error(f"not a shape: {described(shape)}", span, expected="a list of sizes, such as [4, 'M', 128]")
-    if len(shape) > MOST_AXES:
-        raise error(f"a shape of {len(shape)} axes", span, expected=f"at most {MOST_AXES}")
+    if len(shape) > MAX_AXES:
+        raise error(f"a shape of {len(shape)} axes", span, expected=f"at most {MAX_AXES}")
     return [fusion.size(s, span) if fusion else Size.of(s, span) for s in shape]
 
 
@@ -233,7 +233,7 @@ def _assigned(span: Span | None, otherwise: str) -> str:
 
 
 # Functions ------------------------------------------------------------------------------------------------------------
-# What users call on tensors. Each adds one statement to the fusion being built and gives its result.
+# The functions that users call on tensors. Each adds one statement to the fusion being built and returns its result.
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

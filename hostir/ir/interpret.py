@@ -11,7 +11,7 @@ from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 
-MOST = 1_000_000  # statements, once loops are unrolled: beyond it planning takes minutes, and much memory
+MAX_UNROLLED = 1_000_000  # statements with loops unrolled; planning more takes minutes, and much memory
 
 
 class Observer:
@@ -32,7 +32,7 @@ def interpret(
     """Evaluate every statement in program order, loops unrolled; return the outputs' handles.
 
     `inputs` are this rank's parts (or whole tensors, where the machine's rank is None), None where it holds none.
-    Raises HostIRError at the loop that makes the program longer than `MOST` statements.
+    Raises HostIRError at the loop that makes the program longer than `MAX_UNROLLED` statements.
     """
     unrolled_length(program.body, sizes)
     frame = frames(machine, sizes)
@@ -50,10 +50,10 @@ def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> in
             total += 1 + sum(unrolled_length(inner, sizes) for inner in statement.bodies)
             continue
         total += statement.count.bind(sizes) * (1 + unrolled_length(statement.body, sizes))
-        if total > MOST:
+        if total > MAX_UNROLLED:
             raise statement.fail(
                 f"with this loop the program has {total} statements and rounds to go through",
-                expected=f"at most {MOST}",
+                expected=f"at most {MAX_UNROLLED}",
                 hint="choose fewer rounds, each with more work",
             )
     return total

@@ -1,8 +1,8 @@
 """Define the interface between statements and the machines that execute them.
 
 A statement's `evaluate` speaks to a `Frame`: one rank's view of one run of a program. The frame resolves names, indices
-and sizes, and hands them to a `Machine`. Machines that plan first (streams, graphs) record what they are told; machines
-that are eager do it at once. The same methods serve both.
+and sizes, and hands them to a `Machine`. Machines that plan first (streams, graphs) record the calls; eager
+machines execute them at once. Both implement the same methods.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hostir.ir.op import Bin, Expr, Lit, Value
 from hostir.ir.types import DType, Kind, Mesh, TensorType, bind_shape
 
 ARITHMETIC: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv, "%": mod}
-Handle = Any  # what a machine stands for a tensor, a stream or a communication in flight
+Handle = Any  # a machine's own object for a tensor, a stream or a communication in flight
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Ready:
     """The flags that a product waits for while it runs: block `i` of its rows is ready when flag `i` reaches `epoch`.
 
     The rows of its left side are `blocks` equal blocks, which it computes one after another, beginning with `first`,
-    whose rows are those of `own` if that is there, and not waited for: what the left side has there may be overwritten.
+    whose rows come from `own`, without a wait, if that is given: the left side's rows there may be overwritten.
     """
 
     flags: Handle

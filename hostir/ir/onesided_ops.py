@@ -1,7 +1,7 @@
 """Define one-sided statements: ranks, conditions, symmetric buffers, copies between ranks, signals and barriers.
 
-A symmetric buffer stands on every rank of its mesh, and a view of this rank's names the same bytes at a peer. Nothing
-orders the ranks but signals and barriers:
+Every rank of its mesh has a symmetric buffer, and a view of this rank's buffer names the same bytes on a peer. Only
+signals and barriers order the ranks:
 
     put %mine -> %theirs at %next over didx
     signal %arrived[0] = 1 at %next over didx

@@ -101,7 +101,7 @@ def rename_expr(expr: Expr, names: dict[str, Value]) -> Expr:
 
 
 # Statements -----------------------------------------------------------------------------------------------------------
-# What a statement is: a frozen dataclass whose fields, syntax template and methods drive everything else.
+# A statement is a frozen dataclass whose fields, syntax template and methods drive everything else.
 #
 # A statement class declares
 # - its fields, each annotated with the codec that says how it is written and what it does (reads, writes, defines);

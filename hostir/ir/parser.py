@@ -174,7 +174,7 @@ def _one_of(terminals: list[str]) -> str:
 # From a parse tree to a program ---------------------------------------------------------------------------------------
 # Turns the parse tree of a text into a program: resolves names and infers the types that the text leaves out.
 
-DEEPEST = 64  # blocks within each other, and operators in one index expression
+MAX_DEPTH = 64  # blocks within each other, and operators in one index expression
 
 
 def read(text: str, file: str) -> Program:
@@ -399,8 +399,8 @@ class TreeReader:
         given: dict[str, Any] = {}
         binder: tuple[str, Tree[Token]] | None = None
         block = any(c is Codec.BLOCK for c in codecs.values())
-        if block and self.depth == DEEPEST:
-            raise error(f"blocks {DEEPEST + 1} deep", span, expected=f"at most {DEEPEST} within each other")
+        if block and self.depth == MAX_DEPTH:
+            raise error(f"blocks {MAX_DEPTH + 1} deep", span, expected=f"at most {MAX_DEPTH} within each other")
         outer = dict(self.scope) if block else self.scope
         for name, child in zip(_fields(template(cls.form(phase))), _parts(tree), strict=True):
             if isinstance(child, Tree) and child.data == "binder":
@@ -448,9 +448,9 @@ class TreeReader:
     def index(self, tree: Tree[Token] | Token) -> Expr:
         if isinstance(tree, Tree):
             operators = sum(len(part.children) // 2 for part in tree.iter_subtrees())
-            if operators > DEEPEST:
+            if operators > MAX_DEPTH:
                 span = self.whole(tree)
-                raise error(f"an index expression with {operators} operators", span, expected=f"at most {DEEPEST}")
+                raise error(f"an index expression with {operators} operators", span, expected=f"at most {MAX_DEPTH}")
         return self.expr(tree)
 
     def expr(self, tree: Tree[Token] | Token) -> Expr:

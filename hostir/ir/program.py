@@ -101,7 +101,7 @@ def declares_type(cls: type[Statement], phase: Phase) -> bool:
 
 
 # Divisions of sizes ---------------------------------------------------------------------------------------------------
-# What a program divides sizes by, so that they must be multiples of it: the one place that finds and says so.
+# The divisors of a program's sizes: the one place that finds them and reports sizes that are no multiples.
 
 
 def divisions_of(inputs: Iterable[Value], statements: Iterable[Statement]) -> tuple[Division, ...]:
@@ -173,7 +173,7 @@ def _apart(size: Size) -> tuple[Size, Size]:
 def _refusal(
     program: str, bound: str, dividend: Size, multiple: Size, of: Sequence[Division], sizes: Mapping[str, int]
 ) -> Diagnostic:
-    (first, *others) = _telling(of)
+    (first, *others) = _strongest(of)
     meant = f"{multiple}" if multiple.value is not None else f"{multiple} = {multiple.bind(sizes)}"
     why = " and ".join(division.why for division in (first, *others))
     expected = ""
@@ -189,7 +189,7 @@ def _refusal(
     )
 
 
-def _telling(of: Sequence[Division]) -> list[Division]:
+def _strongest(of: Sequence[Division]) -> list[Division]:
     """Return the divisions that imply all others: no other one asks for a multiple of theirs."""
     kept: list[Division] = []
     for division in of:

@@ -12,7 +12,7 @@ from hostir.described import described
 from hostir.ir.source import HostIRError, Span, did_you_mean, error
 
 DIGITS = 18  # of the integers in a size: what fits in 64 bits
-LONGEST = 1000  # characters of a size's text
+MAX_CHARACTERS = 1000  # characters of a size's text
 _TERM = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*))\s*")
 
 
@@ -142,8 +142,8 @@ def product(sizes: Iterable[Size]) -> Size:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str, span: Span | None) -> Size:
-    if len(text) > LONGEST and not text.isdecimal():
-        raise error(f"a size of {len(text)} characters", span, expected=f"at most {LONGEST}")
+    if len(text) > MAX_CHARACTERS and not text.isdecimal():
+        raise error(f"a size of {len(text)} characters", span, expected=f"at most {MAX_CHARACTERS}")
     result, operator, rest = ONE, "*", text
     while True:
         term = _TERM.match(rest)

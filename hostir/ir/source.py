@@ -18,10 +18,10 @@ from hostir.described import did_you_mean as did_you_mean  # messages are made w
 from hostir.knobs import rank, speaks
 
 # Spans and diagnostics ------------------------------------------------------------------------------------------------
-# Where things stand in a source, and how a mistake is told: file:line:col, a caret, what was expected, what to do.
+# Positions in a source, and messages about mistakes: file:line:col, a caret, what was expected, what to do.
 
 WIDEST = 160  # characters: of a longer line, messages show a part
-LONGEST_WORD, LONGEST_TEXT = 240, 2000  # characters, likewise
+MAX_WORD, MAX_TEXT = 240, 2000  # characters, likewise
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ def from_here(file: str) -> str:
 
 def _bounded(text: str) -> str:
     """Shorten a message text, whatever names and values it quotes."""
-    if len(text) <= LONGEST_WORD:
+    if len(text) <= MAX_WORD:
         return text
-    return shortened(re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: shortened(word[0], WIDEST), text), LONGEST_TEXT)
+    return shortened(re.sub(rf"\S{{{MAX_WORD},}}", lambda word: shortened(word[0], WIDEST), text), MAX_TEXT)
 
 
-UNCHECKED = "unchecked"  # the kind of the finding that orders were not looked at, so that nothing is proved
+UNCHECKED = "unchecked"  # the kind of the finding that orders were not checked, so that nothing is proved
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ class Diagnostic:
     Fields:
         message: what is wrong.
         span: where: its `file`, `line` and `column`, counted from 1; None where no place is known.
-        expected: what would have been right; empty where nothing is to be said, as `hint` may be.
+        expected: what would have been right; may be empty, as may `hint`.
         hint: what to do about it.
         notes: other places that have to do with it, each with a text.
         level: `error` or `warning`.
-        kind: of what the checker found out about orders, memory and ranks; empty for all other mistakes.
+        kind: the kind of a finding about orders, memory or ranks; empty for all other mistakes.
     """
 
     message: str
@@ -174,7 +174,7 @@ def check_known(what: str, value: object, known: Iterable[str]) -> None:
 
 
 # Logging --------------------------------------------------------------------------------------------------------------
-# Records of what is decided, made and let go, in standard `logging` below the logger `hostir`.
+# Log records of decisions, creations and releases, in standard `logging` below the logger `hostir`.
 #
 # They are silent until a program asks for them: `logging.getLogger("hostir").setLevel(logging.INFO)`, with a handler.
 # No call of an executor that runs a plan or replays a graph which is there already makes any.
@@ -196,21 +196,21 @@ def logger(module: str) -> Logger:
 
 
 # Notices --------------------------------------------------------------------------------------------------------------
-# What a user should know of a job that runs all the same: said once.
+# Warnings about a job that runs all the same, each issued once.
 
 
 class FallbackWarning(UserWarning):
     """Warns that something runs in another way than was preferred, and slower."""
 
 
-_told: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def warn_once(key: str, message: str, hint: str = "", category: type[Warning] = FallbackWarning) -> None:
     """Warn once for each key, on rank 0 only, at the line of the user's call."""
-    if not speaks() or (key, message) in _told:
+    if not speaks() or (key, message) in _warned:
         return
-    _told.add((key, message))
+    _warned.add((key, message))
     warnings.warn(str(Diagnostic(message, hint=hint, level="warning")), category, stacklevel=_depth())
 
 

@@ -79,15 +79,15 @@ def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = F
     if len(set(parallel)) < len(parallel):
         return [tuple(LogicalAxis((d,)) for d in domains)]  # no layout, which is said where its type is asked for
     outer = {k for k, d in enumerate(domains) if not d.rfactor and (d.kind == "r" or d.on not in alone)}
-    splits = list(islice(_splits(domains, outer, 0, ()), _MOST_SPLITS))
+    splits = list(islice(_splits(domains, outer, 0, ()), _MAX_SPLITS))
     splits.sort(key=lambda parts: _unlikelihood(domains, parts, split))
     missing = _missing(domains, splits[0])
-    likely = [parts for parts in splits if _missing(domains, parts) == missing][:_MOST_READINGS]
+    likely = [parts for parts in splits if _missing(domains, parts) == missing][:_MAX_READINGS]
     return [_grouped(domains, parts) for parts in likely]
 
 
-_MOST_SPLITS = 512  # that are tried for one tensor: real ones have a few
-_MOST_READINGS = 48
+_MAX_SPLITS = 512  # tried for one tensor; real tensors have a few
+_MAX_READINGS = 48
 Split = tuple[tuple[int, ...], ...]  # for each printed axis, the places of its outer parts, outermost first
 
 
@@ -169,7 +169,7 @@ class Sizes:
 
     def __init__(self, symbols: Iterable[str]) -> None:
         self.order = {name: k for k, name in enumerate(symbols)}
-        self.known: dict[str, Size] = {}  # what a symbol stands for, in symbols that stand for themselves
+        self.known: dict[str, Size] = {}  # the size that a symbol equals, in canonical symbols
 
     def resolve(self, size: Size) -> Size:
         result = Size(size.num, size.den)
@@ -196,7 +196,7 @@ class Sizes:
         self.known = {n: self.resolve(m) for n, m in self.known.items()}
         return True
 
-    def settle(self, type: TensorType) -> TensorType:
+    def canonical(self, type: TensorType) -> TensorType:
         """Return the type in canonical symbols, its axes in normal form."""
         return replace(type, axes=tuple(self._axis(axis) for axis in type.axes))
 
@@ -255,14 +255,14 @@ def maps_of(s: TensorOp) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(axes[len(axes) - len(v.tensor.axes) :]) for v in s.operands)
 
 
-def settled(program: Program, sizes: Sizes) -> Program:
+def with_canonical_sizes(program: Program, sizes: Sizes) -> Program:
     """Return the program with each size in its canonical symbols; result types of views are inferred anew."""
-    env = {v.name: _settle(v, sizes) for v in program.inputs}
+    env = {v.name: _canonical(v, sizes) for v in program.inputs}
     for s in program.walk():
         defined = s.defines(Phase.HOST)
         if defined is None:
             continue
-        env[defined.name] = _settle(defined, sizes)
+        env[defined.name] = _canonical(defined, sizes)
         if isinstance(s, ViewStatement) and isinstance(type := _sized(s.rename(env), sizes).infer(), TensorType):
             env[defined.name] = replace(defined, type=type)
     body = rewrite((s.rename(env) for s in program.body), lambda s: [_sized(s, sizes)])
@@ -274,10 +274,10 @@ def settled(program: Program, sizes: Sizes) -> Program:
     )
 
 
-def _settle(value: Value, sizes: Sizes) -> Value:
+def _canonical(value: Value, sizes: Sizes) -> Value:
     if not isinstance(value.type, TensorType):
         return value
-    type = sizes.settle(value.type)
+    type = sizes.canonical(value.type)
     for factor in (f for axis in type.axes for f in axis.factors):
         part = type.local_factor(factor)
         if not part.symbols and part.den != 1:
@@ -292,9 +292,9 @@ def _sized(s: Statement, sizes: Sizes) -> Statement:
 
 
 # The reading that fits all statements ---------------------------------------------------------------------------------
-# Which logical axes the printed axes of each tensor make up: those with which its statements fit.
+# Choosing the logical axes of each printed tensor so that its statements fit.
 #
-# Where extents are numbers, a printed tensor may be read in several ways (`nvfuser_layout.readings`). A statement fits
+# Where extents are numbers, a printed tensor may be read in several ways (`readings`). A statement fits
 # some of them: a weight has two axes, an allreduce keeps the shape, a piece has the axes of the whole. Readings that
 # some statement leaves no room for are dropped until nothing changes. If several are left then, the first tensor that
 # is printed takes its likeliest, and so on.

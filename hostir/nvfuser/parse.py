@@ -13,7 +13,7 @@ from hostir.ir.source import HostIRError, Span, did_you_mean, error
 from hostir.ir.types import DTYPES, DType
 
 # Tokens and nodes -----------------------------------------------------------------------------------------------------
-# What an nvFuser dump of host IR says, before it means anything: tokens, and the nodes that the lines spell.
+# The syntax of nvFuser's dumps of host IR: tokens, and a node for each line.
 #
 # A node keeps what was printed: tensors with their IterDomains, extents with their ceilDivs, streams and indices by
 # name. The spellings of several versions lead to the same nodes. The body of a loop is what is indented deeper than its
@@ -254,7 +254,7 @@ def tokens(text: str, file: str) -> list[Token]:
 TENSOR = re.compile(r"(T\d{1,18})(?:_(?:g|l|s|t|sym))?(?:_(\w+))?", re.ASCII)
 _DOMAIN = re.compile(r"([a-z])([A-Z]\w*?|[a-z]+Idx(?:\.([xyz]))?|)(\d{1,18})", re.ASCII)
 _STREAM_AXES = ("streamIdx", "StreamIdx", "Stream")
-_DEEPEST = 60  # loops, parentheses and operators inside one another
+_MAX_DEPTH = 60  # loops, parentheses and operators inside one another
 FLOATS = {"float": DTYPES["f32"], "__half": DTYPES["f16"], "__bfloat": DTYPES["bf16"]}
 
 T = TypeVar("T")
@@ -303,8 +303,8 @@ class Scanner:
 
     def deeper(self, read: Callable[[], T]) -> T:
         self.depth += 1
-        if self.depth > _DEEPEST:
-            raise error(f"more than {_DEEPEST} levels of nesting", self.next.span)
+        if self.depth > _MAX_DEPTH:
+            raise error(f"more than {_MAX_DEPTH} levels of nesting", self.next.span)
         result = read()
         self.depth -= 1
         return result
@@ -458,8 +458,8 @@ class Scanner:
         for n in itertools.count():
             if self.next.text not in signs:
                 return
-            if n == _DEEPEST:
-                raise error(f"more than {_DEEPEST} operators in a row", self.next.span)
+            if n == _MAX_DEPTH:
+                raise error(f"more than {_MAX_DEPTH} operators in a row", self.next.span)
             yield
 
     def atom(self) -> Formula:

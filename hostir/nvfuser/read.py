@@ -19,7 +19,7 @@ from hostir.ir.sizes import Size
 from hostir.ir.source import Diagnostic, Span, did_you_mean, error
 from hostir.ir.tensor_ops import ViewStatement
 from hostir.ir.types import Kind, TensorType, Type
-from hostir.nvfuser.axes import REDUCING, Types, computed, equate, maps_of, operation, pairwise, settled
+from hostir.nvfuser.axes import REDUCING, Types, computed, equate, maps_of, operation, pairwise, with_canonical_sizes
 from hostir.nvfuser.parse import (
     AllocateNode,
     CommunicationNode,
@@ -40,7 +40,7 @@ from hostir.nvfuser.parse import (
 )
 
 # The program so far ---------------------------------------------------------------------------------------------------
-# What reading an nvFuser dump keeps: scopes of names, the statements so far, and what streams and indices mean.
+# The state of reading a dump: scopes of names, the statements so far, the meaning of streams and indices.
 
 STREAMS = 4  # nvFuser's default number of streams
 
@@ -271,7 +271,7 @@ class DumpReader(Builder):
         name = name if name[0].isalpha() else f"dump_{name}"
         sizes = self.types.sizes
         program = Program(name, Phase.HOST, meshes, inputs, outputs, tuple(self.body), streams, sizes.aliases)
-        return settled(program, sizes), warnings
+        return with_canonical_sizes(program, sizes), warnings
 
     def output(self, tensor: TensorNode, warnings: list[Diagnostic]) -> Value | None:
         """Return the value of an output. Warn about one that exists in a loop only, and return None."""
