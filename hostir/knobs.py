@@ -191,7 +191,7 @@ KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str] | Knob[bool
 
 @contextmanager
 def scope(**values: object) -> Iterator[None]:
-    """Sets knobs for the calls inside the block: `with hi.knobs.scope(spec=2, kernels="aten")`.
+    """Set knobs for the calls inside the block: `with hi.knobs.scope(spec=2, kernels="aten")`.
 
     The names are those of docs/environment.md without HOSTIR_, in small letters. None stands for the default. Raises
     KnobError where no knob has that name, or does not accept the value; nothing has been set then.

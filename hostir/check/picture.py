@@ -236,7 +236,7 @@ def _beside(a: Box, b: Box) -> bool:
 
 
 def _stack(boxes: Iterable[Box]) -> None:
-    """Gives each box the first row of its lane in which its columns are free."""
+    """Give each box the first row of its lane in which its columns are free."""
     ends: dict[tuple[int, str], list[int]] = {}
     for box in sorted(boxes, key=lambda box: box.first):
         rows = ends.setdefault((box.rank, box.lane), [])

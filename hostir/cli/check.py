@@ -26,7 +26,7 @@ from hostir.ir.source import Diagnostic, HostIRError, Span, error
 def check_command(
     program: Program, sizes: Mapping[str, int], lowered: Callable[[], Program], options: Namespace
 ) -> int:
-    """Checks a fusion and what it lowers to, or a host program; returns the exit code, 1 where there are errors.
+    """Check a fusion and what it lowers to, or a host program; return the exit code, 1 where there are errors.
 
     With `--fix`, errors are repaired instead, and the exit code says whether that succeeded.
     """
@@ -163,7 +163,7 @@ def _place(span: Span | None) -> dict[str, object] | None:
 
 
 def main(options: Namespace) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command; return its exit code."""
     try:
         program, sizes = load_to_lower(options)
     except HostIRError as wrong:

@@ -142,7 +142,7 @@ def _quoted(text: str) -> str:
 
 
 def main(options: Namespace) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command; return its exit code."""
     program, sizes = load_to_lower(options)
     if program.phase is Phase.HOST:
         if options.after or options.all:

@@ -181,6 +181,6 @@ def _fields(cls: type[Statement]) -> dict[str, str]:
 
 
 def main(options: Namespace) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command; return its exit code."""
     print(markdown() if options.markdown else table())
     return 0

@@ -419,7 +419,7 @@ def _when(event: Event, places: Mapping[Key, list[int]], at_first: bool = False)
 
 
 def main(options: Namespace) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command; return its exit code."""
     program, sizes = load_to_lower(options)
     if program.phase is Phase.HOST:
         verify(program)

@@ -252,7 +252,7 @@ def _progress(job: Session) -> Iterator[Begin]:
 
 
 def tune_main(options: Namespace) -> int:
-    """Runs `hostir tune`; returns its exit code."""
+    """Run `hostir tune`; return its exit code."""
     check_started(options.file)
     cases = []
     for given in _combinations(options.given):
@@ -272,6 +272,6 @@ def _combinations(given: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def explain_main(options: Namespace) -> int:
-    """Runs `hostir explain`; returns its exit code."""
+    """Run `hostir explain`; return its exit code."""
     program, sizes = load_named(options)
     return explain_command(program, sizes, options)

@@ -67,7 +67,7 @@ class Fusion:
         _building.reset(self._entered.pop())
 
     def output(self, *tensors: Tensor) -> None:
-        """Declares outputs, in the order in which a call returns them.
+        """Declare outputs, in the order in which a call returns them.
 
         Raises HostIRError for a tensor of another fusion, an input, and one that is an output already.
         """
@@ -110,7 +110,7 @@ class Fusion:
         )
 
     def combine(self, cls: type[Any], **operands: Any) -> Tensor:
-        """Adds a statement on these tensors of the fusion being built."""
+        """Add a statement on these tensors of the fusion being built."""
         span = user_span()
         return apply(cls, None, **{name: operand(t, span) for name, t in operands.items()})
 
@@ -170,7 +170,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def tensor(name: str, shape: Sequence[Extent], dtype: Any = "bf16") -> Tensor:
-    """Declares an input of the fusion being built; calls give the inputs in the order of their declarations.
+    """Declare an input of the fusion being built; calls give the inputs in the order of their declarations.
 
     Raises HostIRError outside `with hi.Fusion(...)`, for a name that is taken, and for a size or dtype that is none.
 

@@ -162,7 +162,7 @@ class LoopAxis:
     position: int
 
     def parallelize(self, on: ParallelType | str) -> None:
-        """Spreads the axis in equal contiguous blocks over a mesh axis, or cuts it into slices of the Stream.
+        """Spread the axis in equal contiguous blocks over a mesh axis, or cut it into slices of the Stream.
 
         `on` is a `hi.ParallelType`, or the name of a mesh axis. On `Stream`, each index of the axis is a slice.
 
@@ -205,7 +205,7 @@ class Tensor:
         return LoopAxis(self, position % len(self._loop))
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
-        """Puts the tensor on a mesh: from now on it lies as its axes say, replicated where they say nothing.
+        """Put the tensor on a mesh: from now on it lies as its axes say, replicated where they say nothing.
 
         Raises HostIRError where an axis is spread already over what this mesh does not have or cannot divide it by.
         """
@@ -223,7 +223,7 @@ class Tensor:
         self.mesh = mesh
 
     def split(self, position: int, outer: Extent) -> None:
-        """Splits an axis of size E into two, `outer` and E / outer, the first outside the second.
+        """Split an axis of size E into two, `outer` and E / outer, the first outside the second.
 
         Later positions move up by one; `shape` stays, since only blocks of the axis get names. Raises HostIRError where
         `outer` does not divide E, and for an axis that is spread already.
@@ -240,7 +240,7 @@ class Tensor:
         self._loop[at : at + 1] = [(k, Factor(size)), (k, Factor(factor.extent / size))]
 
     def shard(self, axis: int, mesh: DeviceMesh, on: ParallelType | str = ParallelType.DIDx) -> Tensor:
-        """Spreads an axis over the mesh in equal contiguous blocks, and returns the tensor.
+        """Spread an axis over the mesh in equal contiguous blocks, and return the tensor.
 
         Short for `set_device_mesh(mesh)` and `axis(axis).parallelize(on)`, whose errors it raises. Where the axis has E
         elements, rank r of n holds those from r * E / n on.

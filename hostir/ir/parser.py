@@ -178,7 +178,7 @@ MAX_DEPTH = 64  # blocks within each other, and operators in one index expressio
 
 
 def read(text: str, file: str) -> Program:
-    """Parses and resolves a text."""
+    """Parse and resolve a text."""
     return TreeReader(text, file).program(tree_of(text, file))
 
 
