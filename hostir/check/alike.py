@@ -220,9 +220,9 @@ class Alike(Order):
                 for holder in kernels:
                     if (other is holder or together(self, other, holder)) and lanes.any_held(other, holder):
                         graph.add_edge(kernel, holder)
-        for knot in nx.strongly_connected_components(graph):
-            first = min(knot, key=kernels.index)
-            if len(knot) > 1 or graph.has_edge(first, first):
+        for component in nx.strongly_connected_components(graph):
+            first = min(component, key=kernels.index)
+            if len(component) > 1 or graph.has_edge(first, first):
                 yield Trouble("SMs held", [first.start])
                 return
 

@@ -39,10 +39,10 @@ def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:
         yield Trouble("deadlock", _one_per_statement(path[seen[event] :]))
 
 
-def _one_per_statement(circle: list[Event]) -> list[Event | None]:
+def _one_per_statement(cycle: list[Event]) -> list[Event | None]:
     """Return the events of a cycle, each statement of a rank once, the first in program order first."""
     kept: dict[tuple[int, int, tuple[int, ...]], Event] = {}
-    for event in reversed(circle):
+    for event in reversed(cycle):
         if event.statement is not None:
             kept.setdefault((event.rank, id(event.statement), event.rounds), event)
     events = list(kept.values())
@@ -110,10 +110,12 @@ def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
             if (kernel is other or together(order, kernel, other)) and lanes.any_held(kernel, other):
                 graph.add_edge(kernel, other)
     place = {kernel: n for n, kernel in enumerate(kernels)}
-    knots = (sorted(knot, key=lambda kernel: place[kernel]) for knot in nx.strongly_connected_components(graph))
-    for knot in sorted(knots, key=lambda knot: place[knot[0]]):
-        for ring in _rings(order, knot, graph):
-            if trouble := lanes.stuck(ring or knot[:1], sure=bool(ring)):
+    components = (
+        sorted(component, key=lambda kernel: place[kernel]) for component in nx.strongly_connected_components(graph)
+    )
+    for component in sorted(components, key=lambda component: place[component[0]]):
+        for cycle in _cycles(order, component, graph):
+            if trouble := lanes.stuck(cycle or component[:1], sure=bool(cycle)):
                 yield trouble
                 return
 
@@ -140,13 +142,13 @@ def _of_the_first_call(rank: Tracer) -> Iterator[Event]:
     yield from (end for _, end in rank.lasting() if not end.call)
 
 
-def _rings(order: Order, knot: list[Kernel], graph: Any) -> Iterator[list[Kernel]]:
+def _cycles(order: Order, component: list[Kernel], graph: Any) -> Iterator[list[Kernel]]:
     """Yield the cycles of a strongly connected set of kernels that can all run at one time, once for each kernel in it.
 
     If there are more than `MAX_PATHS` paths, the last cycle is empty.
     """
-    paths = [[kernel] for kernel in reversed(knot)]
-    inside = set(knot)
+    paths = [[kernel] for kernel in reversed(component)]
+    inside = set(component)
     for _ in range(MAX_PATHS):
         if not paths:
             return
@@ -254,12 +256,12 @@ class Lanes:
         """Whether one kernel alone blocks a signal that another kernel, or the kernel itself, waits for."""
         return self.held(self.latest[kernel], holder, [holder]) is not None
 
-    def stuck(self, ring: list[Kernel], *, sure: bool = True) -> Trouble | None:
+    def stuck(self, cycle: list[Kernel], *, sure: bool = True) -> Trouble | None:
         """Return the deadlock of a cycle if each kernel waits for what one of them blocks; always, unless `sure`."""
         found: list[Trouble] = []
-        for kernel in ring:
+        for kernel in cycle:
             signals = [(s, self.order.needs[s]) for s in _signals(self.order, kernel)]
-            held = ((s, e) for s, after in signals for h in ring if (e := self.held(after, h, ring)))
+            held = ((s, e) for s, after in signals for h in cycle if (e := self.held(after, h, cycle)))
             signal, event = next(held, (None, None))
             if not sure:
                 return Trouble("SMs held", [kernel.start, *_signals(self.order, kernel)[:1]])

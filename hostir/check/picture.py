@@ -27,7 +27,7 @@ from hostir.ir.program import Program, format_statement
 # rank to rank only for those through ranks that are left out.
 
 COMMUNICATION, COMPUTATION, OTHER = "communication", "computation", "other"  # kinds of boxes; the first is a lane, too
-CIRCLES = ("deadlock", "SMs held")  # findings whose events wait for each other all around
+CYCLIC = ("deadlock", "SMs held")  # findings whose events wait for each other all around
 EARLY = ("begins", "moves")  # of a communication's events, those that need not have met other ranks
 MERGED = (FreeBuffer, Synchronize)  # statements that share a box with those of the kind that they follow
 Way = Literal["order", "ranks", "meets"]  # of an arrow: within a rank, to another, between sides of a communication
@@ -77,7 +77,7 @@ class FindingMark:
     finding: Finding
     boxes: tuple[Box, ...]
     pairs: tuple[tuple[Box, Box], ...]
-    circle: tuple[Arrow, ...] = ()
+    cycle: tuple[Arrow, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
     events = [event for box in boxes for event in box.events]
     owner_of = {event: box for box in boxes for event in box.events}
     owners = [owner_of[event] for event in events]
-    graph = _between(order, events, held=any(finding.kind in CIRCLES for finding in findings.values()))
+    graph = _between(order, events, held=any(finding.kind in CYCLIC for finding in findings.values()))
     early = [n for n, event in enumerate(events) if event.verb in EARLY]  # where ranks differ, no edge leads on
     met = [n for n, event in enumerate(events) if event.verb not in EARLY]
     graph.add_edges_from((n, m) for n in early for m in met if owners[m] is owners[n])
@@ -161,8 +161,8 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
     _stack(boxes)
     arrows = _arrows(graph, back, owners, columns, _barriers(events, columns))
     marks = _marks(findings, owner_of, arrows)
-    circle = {(arrow.source, arrow.target) for mark in marks for arrow in mark.circle}
-    return Scene(boxes, [a for a in arrows if (a.target, a.source) not in circle], marks)
+    cycle = {(arrow.source, arrow.target) for mark in marks for arrow in mark.cycle}
+    return Scene(boxes, [a for a in arrows if (a.target, a.source) not in cycle], marks)
 
 
 def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
@@ -209,8 +209,8 @@ def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
     import networkx as nx
 
     found: list[tuple[int, int]] = []
-    for circle in nx.strongly_connected_components(graph):
-        inner = graph.subgraph(circle).edges
+    for cycle in nx.strongly_connected_components(graph):
+        inner = graph.subgraph(cycle).edges
         found += [
             (a, b) for a, b in inner if owners[a].rank != owners[b].rank or (a > b and owners[a] is not owners[b])
         ]
@@ -280,11 +280,11 @@ def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: 
     marks = []
     for number, finding in findings.items():
         boxes = tuple(dict.fromkeys(owner[event] for event in finding.events if event in owner))
-        pairs, circle = list(pairwise(boxes)), list[Arrow]()
-        if finding.kind in CIRCLES:
-            pairs, circle = _around(boxes, arrows)
+        pairs, cycle = list(pairwise(boxes)), list[Arrow]()
+        if finding.kind in CYCLIC:
+            pairs, cycle = _around(boxes, arrows)
         if boxes:
-            marks.append(FindingMark(number, finding, boxes, tuple(pairs), tuple(circle)))
+            marks.append(FindingMark(number, finding, boxes, tuple(pairs), tuple(cycle)))
     return marks
 
 
@@ -296,13 +296,13 @@ def _around(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> tuple[list[tuple[B
     graph.add_nodes_from(boxes)
     for arrow in arrows:
         graph.add_edge(arrow.source, arrow.target, arrow=arrow)
-    apart, circle = [], []
+    apart, cycle = [], []
     for a, b in zip(boxes, (*boxes[1:], *boxes[:1]), strict=True):
         if not nx.has_path(graph, a, b):
             apart.append((a, b))
             continue
-        circle += [graph.edges[step]["arrow"] for step in pairwise(nx.shortest_path(graph, a, b))]
-    return apart, circle
+        cycle += [graph.edges[step]["arrow"] for step in pairwise(nx.shortest_path(graph, a, b))]
+    return apart, cycle
 
 
 def nearby(boxes: Iterable[Box], centre: Set[Event], reach: int) -> list[Box]:
@@ -506,7 +506,7 @@ class _Page:
             self.rows[rank, lane] = self.bottom
             self.bottom += rows * (HEIGHT + CHANNEL)
         self.red = {box for mark in scene.marks for box in mark.boxes}
-        self.circle = {arrow for mark in scene.marks for arrow in mark.circle}
+        self.cycle = {arrow for mark in scene.marks for arrow in mark.cycle}
         self.taken = [self.place(box) for box in scene.boxes]  # where no label may be
 
     def place(self, box: Box) -> Rectangle:
@@ -518,9 +518,9 @@ class _Page:
         height = self.bottom + BOTTOM + LINE * len(words) + BOTTOM
         box = f'viewBox="0 0 {self.width:g} {height:g}" width="{self.width:g}" height="{height:g}"'
         parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {box}>', STYLE, *_heads(), *self._top(), *self._lanes()]
-        calm = [arrow for arrow in self.scene.arrows if arrow not in self.circle]
+        calm = [arrow for arrow in self.scene.arrows if arrow not in self.cycle]
         parts += dict.fromkeys(self._arrow(arrow, INK[arrow.way]) for arrow in calm)
-        parts += [self._arrow(arrow, INK["red"]) for arrow in self.scene.arrows if arrow in self.circle]
+        parts += [self._arrow(arrow, INK["red"]) for arrow in self.scene.arrows if arrow in self.cycle]
         parts += [_path(self._way(a, b), "conflict") for mark in self.scene.marks for a, b in mark.pairs]
         parts += [self._box(box) for box in self.scene.boxes]
         parts += [self._label(mark) for mark in self.scene.marks]
@@ -608,7 +608,7 @@ class _Page:
     def _spots(self, mark: FindingMark) -> list[Point]:
         """Yield label positions: along the first line of a mark, then around its last box."""
         spots: list[Point] = []
-        for a, b in [*mark.pairs, *((arrow.source, arrow.target) for arrow in mark.circle)][:4]:
+        for a, b in [*mark.pairs, *((arrow.source, arrow.target) for arrow in mark.cycle)][:4]:
             (l0, t0, r0, _), (l1, t1, r1, _) = self.place(a), self.place(b)
             for t in (0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8):
                 y = t0 - 9 if t0 == t1 else t0 * (1 - t) + t1 * t + HEIGHT / 2

@@ -139,8 +139,8 @@ def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic
                 last = event
     order = Order(tracers)
     left = order.run(lambda event, clock: None)
-    circle = [replace(trouble, kind="queues shared") for trouble in cyclic_waits(order, left)]
-    return list(Words(program).troubles(circle))
+    cycle = [replace(trouble, kind="queues shared") for trouble in cyclic_waits(order, left)]
+    return list(Words(program).troubles(cycle))
 
 
 def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:

@@ -82,7 +82,7 @@ place on the mesh (`%r = rank of %x over didx`), and `+ - * / %` on them, `/` ro
 
 A fusion gives the type of every result, a program only where it does not follow from the operands. In the syntax below
 `%x` is a value, `<x>` something else, and `(...)?` may be left out. In the examples every operand carries the type that
-it was defined with. What orders statements is told in [memory-model.md](memory-model.md), how to add one in
+it was defined with. How statements are ordered is described in [memory-model.md](memory-model.md), how to add one in
 [extending.md](extending.md).
 """
 
