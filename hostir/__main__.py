@@ -1,7 +1,7 @@
 """The command line: `hostir lower | check | run | tune | explain | ops`.
 
-Exit codes: 0 good; 1 a finding or a mismatch; 2 bad usage, or input that does not read or whose structure is unsound,
-or what cannot be written or allocated; 130 interrupted; 141 nobody reads the output any more.
+Exit codes: 0 good; 1 a finding or a mismatch; 2 bad usage, input that cannot be read or whose structure is unsound,
+or output or memory that cannot be written or allocated; 130 interrupted; 141 the reader of the output has gone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hostir.lower import AUTO, STRATEGIES, STREAMS
 
 FORMATS = ("hir", "nvfuser", "dot")
 DEVICES = ("cpu", "cuda")
-# What runs each command, loaded when it does: some load torch.
+# The function of each command, loaded when it runs: some load torch.
 COMMANDS = {
     "lower": "hostir.cli.lower:main",
     "check": "hostir.cli.check:main",
@@ -42,7 +42,7 @@ CHOICES = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
 UNKNOWN = re.compile(r"unrecognized arguments: (--\S+)")
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # what writing raises, and little else
 INTERRUPTED, UNREAD = 130, 141  # as shells call the ends by SIGINT and SIGPIPE
-LISTENING = 5.0  # seconds: by then who speaks for all has done so; whoever ends first makes a launcher end the others
+LISTENING = 5.0  # seconds: rank 0 has printed by then; a launcher ends the other ranks when the first one exits
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
         raise error(message, hint=near or f"{self.prog} --help")
 
     def _every_option(self) -> set[str]:
-        """Its options and those of its commands."""
+        """Return the options of the parser and of its subcommands."""
         commands = [p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values()]
         return {option for parser in (self, *commands) for option in parser._option_string_actions}
 
@@ -147,13 +147,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; every mistake is one message."""
+    """Run one command and return its exit code; every mistake is one message."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # whoever started this has closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for as long as the process lives
     try:
         code = _run_command(arguments)
-        sys.stdout.flush()  # here a full disk can still be told of
+        sys.stdout.flush()  # here a full disk can still be reported
         return code
     except BrokenPipeError:
         _drop(sys.stdout)
@@ -189,7 +189,7 @@ def _run_command(arguments: Sequence[str] | None) -> int:
 
 
 def _refused(wrong: HostIRError) -> int:
-    """Tells what is wrong, once where several processes find the same; returns the exit code."""
+    """Print an error, once where several processes find the same; return the exit code."""
     findings = all(found.kind for found in wrong.diagnostics)
     rank = os.environ.get("RANK", "0")
     if findings or not _on_its_own():  # the same on all ranks; on all of a host, as files may differ
@@ -203,7 +203,7 @@ def _refused(wrong: HostIRError) -> int:
 
 
 def _on_its_own() -> bool:
-    """Whether this rank has begun to do what others may not: until then, it only reads what all read."""
+    """Whether this rank has begun to do what others may not; until then it only reads what all ranks read."""
     session = sys.modules.get("hostir.runtime.session")
     return session is not None and session.begun
 
@@ -212,12 +212,12 @@ def _tell(text: str) -> None:
     try:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
-    except OSError:  # nobody can be told
+    except OSError:  # there is nobody to report to
         _drop(sys.stderr)
 
 
 def _drop(stream: TextIO) -> None:
-    """Has the rest of what was written there, with which Python would fail at its end, go nowhere."""
+    """Discard the unwritten rest of a stream, on which Python would fail at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

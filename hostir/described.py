@@ -1,4 +1,4 @@
-"""Values and names of users in messages: each in one bounded line, and what a misspelt one may have meant."""
+"""Format users' values and names for messages: each in one bounded line, with a suggestion for a misspelt name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SHOWN = 80  # characters
 
 
 def described(value: object) -> str:
-    """The repr of a value where that is short; else what the value is: `a torch.Tensor of shape [4, 8], float32`."""
+    """Return the repr of a value if it is short; else what the value is: `a torch.Tensor of shape [4, 8], float32`."""
     try:
         text = _short.repr(value)
     except Exception:  # of the value's own __repr__
@@ -18,12 +18,12 @@ def described(value: object) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """A text without its middle where it has more characters."""
+    """Return a text, with its middle left out if it has more characters than this."""
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
 
 
 class _Short(reprlib.Repr):
-    """repr() which shows of containers the first items, and says of arrays and tensors what they are."""
+    """A repr that shows the first items of containers, and describes arrays and tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _Short(reprlib.Repr):
 
 
 def _array(x: object) -> str | None:
-    """Shape and dtype of a tensor or an array; None for anything else."""
+    """Return the shape and dtype of a tensor or an array; None for anything else."""
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     if isinstance(x, type) or dtype is None or not isinstance(shape, tuple):
         return None
@@ -54,7 +54,7 @@ _short = _Short()
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """A hint that names the nearest of the known names, upper or lower case alike; an empty string where none is."""
+    """Return a hint with the nearest of the known names, ignoring case; an empty string where none is near."""
     import difflib  # seldom needed, and not quickly loaded
 
     if not isinstance(word, str):

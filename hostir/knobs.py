@@ -47,7 +47,7 @@ _scoped: ContextVar[Mapping[str, object]] = ContextVar("hostir_knobs")
 
 
 class KnobError(ValueError):
-    """A knob was given a value that it does not accept, or has a name that does not exist."""
+    """Raised for a knob with a value that it does not accept, or a name that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Knob(Generic[T]):
 
     @property
     def keyword(self) -> str:
-        """What ``scope`` calls it: ``HOSTIR_SPEC`` is ``spec``."""
+        """The knob's keyword in ``scope``: ``HOSTIR_SPEC`` is ``spec``."""
         return self.name.removeprefix("HOSTIR_").lower()
 
     def get(self, argument: T | str | None = None) -> T:
@@ -87,7 +87,7 @@ class Knob(Generic[T]):
         return self.check(os.environ.get(self.name), self.name)
 
     def check(self, value: object, given_as: str) -> T:
-        """The typed value. None and empty text stand for the default, as in ``HOSTIR_SPEC= hostir ...``.
+        """Return the typed value. None and empty text stand for the default, as in ``HOSTIR_SPEC= hostir ...``.
 
         Raises:
             KnobError: the knob does not accept the value; the message calls the knob ``given_as``.
@@ -191,7 +191,7 @@ KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str] | Knob[bool
 
 @contextmanager
 def scope(**values: object) -> Iterator[None]:
-    """Sets knobs for the calls inside the block: `with hi.knobs.scope(spec=2, kernels="aten")`.
+    """Set knobs for the calls inside the block: `with hi.knobs.scope(spec=2, kernels="aten")`.
 
     The names are those of docs/environment.md without HOSTIR_, in small letters. None stands for the default. Raises
     KnobError where no knob has that name, or does not accept the value; nothing has been set then.
@@ -210,17 +210,17 @@ def scope(**values: object) -> Iterator[None]:
 
 
 def rank() -> str | None:
-    """The number that a launcher such as torchrun gave this process as one of its ranks; None without one."""
+    """Return the rank that a launcher such as torchrun gave this process, as text; None without one."""
     return os.environ.get("RANK")
 
 
 def speaks() -> bool:
-    """Whether this process says what is said once a job: rank 0, or a process that no launcher has started."""
+    """Whether this process prints what is printed once a job: rank 0, or a process that no launcher has started."""
     return rank() in (None, "0")
 
 
 class Row(NamedTuple):
-    """A knob, in words, for the documentation."""
+    """A knob as a row of the documentation."""
 
     name: str
     expected: str
@@ -229,7 +229,7 @@ class Row(NamedTuple):
 
 
 def table() -> list[Row]:
-    """One row for each knob, in the order in which they are documented."""
+    """Return one row for each knob, in the order in which they are documented."""
     return [
         Row(knob.name, knob.expected, "unset" if knob.default is None else str(knob.default), knob.doc)
         for knob in KNOBS

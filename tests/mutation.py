@@ -19,7 +19,7 @@ import hostir as hi
 from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, write_a_pass
 from hostir.check import check, check_structure
 from hostir.check.findings import Finding
-from hostir.check.proof import look
+from hostir.check.proof import analyse_quickly
 from hostir.ir.program import Program, format_program
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.tensor_ops import Contraction
@@ -176,7 +176,7 @@ def convicted(program: Program, seeds: int) -> str:
 def calls_of(program: Program) -> int:
     """As many calls as the proof looks at; where kernels wait, at least one for each rank."""
     waits = any(isinstance(s, Contraction) and s.ready is not None for s in program.walk())
-    return max(look(program).calls, program.ranks if waits else 2)
+    return max(analyse_quickly(program).calls, program.ranks if waits else 2)
 
 
 def rehearsal(program: Program) -> LocalMachine | str:

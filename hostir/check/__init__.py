@@ -1,4 +1,4 @@
-"""Checks of whole programs: their structure, and of host programs the orders between all that they do."""
+"""Check whole programs: their structure, and the order of all events of host programs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
 
 
 def check(
-    program: Program, *, settled: bool = False, sizes: Mapping[str, int] | None = None, calls: int | None = None
+    program: Program, *, explicit: bool = False, sizes: Mapping[str, int] | None = None, calls: int | None = None
 ) -> list[Diagnostic]:
-    """Every finding, in program order, warnings last; empty for a program that is right in every legal schedule.
+    """Return all findings in program order, warnings last; none for a program that is right under every legal schedule.
 
-    That a program could not be looked at for races is an error, of kind `unchecked`.
+    If a program could not be checked for races, that is an error of kind `unchecked`.
 
     Args:
-        program: of either phase. Only host programs whose structure is sound are looked at for races, deadlocks and
+        program: of either phase. Only host programs whose structure is sound are checked for races, deadlocks and
             misuse of memory.
-        settled: as for `check_structure`.
+        explicit: as for `check_structure`.
         sizes: of symbols; those left out get small values.
-        calls: how many calls follow each other; unless given, as many as show what any number would.
+        calls: how many successive calls to check; by default enough to show the errors of any number of calls.
     """
-    found = check_structure(program, settled=settled)
+    found = check_structure(program, explicit=explicit)
     if found:
         return found
     return _orders(program, sizes, calls)
@@ -37,16 +37,16 @@ def _orders(program: Program, sizes: Mapping[str, int] | None, calls: int | None
     """Findings about a program of sound structure."""
     if program.phase is not Phase.HOST:
         return program.misfits(sizes or {})
-    from hostir.check.proof import look  # loads numpy
+    from hostir.check.proof import analyse_quickly  # loads numpy
 
-    return look(program, sizes, calls).findings
+    return analyse_quickly(program, sizes, calls).findings
 
 
 def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
-    """The program itself, or a HostIRError with all that `check` finds wrong with it. Warnings pass.
+    """Return the program; raise a HostIRError with all errors that `check` finds in it. Warnings pass.
 
-    What could not be looked at is not proved, and refused like what is wrong. A proof is remembered for all sizes that
-    it holds for (`hostir.check.signature`): for others of them this takes some 100 us.
+    A program that could not be checked is refused like a wrong one. A proof is remembered for all sizes that it holds
+    for (`hostir.check.signature`): a later call with any of them takes some 100 us.
 
     Args:
         program: of either phase.
@@ -77,7 +77,7 @@ def _signature(program: Program) -> Signature:
 
 
 def forget() -> None:
-    """Forgets what was proved: for tests and benchmarks."""
+    """Forget all proofs: for tests and benchmarks."""
     _signature.cache_clear()
     forget_forms()
 

@@ -1,11 +1,11 @@
-"""Ranks that are alike: one is looked at, and stands for all.
+"""Check rank 0 in place of all ranks, where every rank does the same things relative to its own place.
 
-On most programs each rank does what its neighbour does, only one place further on: its peers are the neighbour's next
-ones, and so are the rows and flags that belong to ranks. Then a race, a deadlock or a read of nothing on any rank is
-one on rank 0 too, where it is enough to look. docs/memory-model.md has the argument.
+In most programs each rank does what its neighbour does, shifted by one rank: its peers, and the rows and flags that
+belong to ranks, are those next to the neighbour's. Then a race, a deadlock or a read of unwritten memory on any rank
+also happens on rank 0, and checking rank 0 is enough. docs/memory-model.md has the argument.
 
-Rank 0 is traced with indices that know their value on every rank. Whatever would make ranks differ, a condition or an
-epoch say, is refused (`UnlikeError`), and then every rank has to be walked.
+Rank 0 is traced with indices that hold their value on every rank. Anything that would make ranks differ, such as a
+condition or an epoch, raises `UnlikeError`; then every rank has to be traced.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class UnlikeError(Exception):
-    """Ranks do different things."""
+    """Raised where ranks do different things, so that rank 0 cannot stand for all."""
 
 
 class PerRank:
-    """An integer that each rank has a value of its own for. Asked for one answer, it gives what holds on all ranks."""
+    """An integer with a value for each rank. A comparison gives the answer that all ranks share, or raises."""
 
     __slots__ = ("numbers",)
 
@@ -67,7 +67,7 @@ def _spread(number: Any) -> Any:
 
 @lru_cache(maxsize=1 << 14)
 def _computed(compute: Callable[[Any, Any], Any], a: bytes | int, b: bytes | int) -> PerRank | int:
-    """Loops come to the same few numbers again and again."""
+    """Compute for all ranks at once. Results are cached: loops repeat the same few numbers."""
     if compute in (operator.floordiv, operator.mod) and not np.all(_spread(b)):
         raise ZeroDivisionError
     found = compute(_spread(a), _spread(b))
@@ -83,7 +83,7 @@ def _compared(compare: Callable[[Any, Any], Any], a: bytes, b: bytes | int) -> b
 
 
 def _binary(compute: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    """An operation of numbers of every rank, and the same with its sides exchanged."""
+    """Return an operator on the numbers of all ranks, and the same with its operands exchanged."""
     return (
         lambda a, b: _computed(compute, _plain(a), _plain(b)),
         lambda b, a: _computed(compute, _plain(a), _plain(b)),
@@ -103,14 +103,14 @@ for operation in (operator.lt, operator.le, operator.gt, operator.ge, operator.e
 
 
 class _Frame(Frame):
-    """The run of a program on all ranks at once."""
+    """The index values of a program on all ranks at once."""
 
     def place(self, mesh: Mesh, over: str) -> int:
         place: Any = PerRank.of(range(mesh.size(over)))
         return place  # type: ignore[no-any-return]
 
     def member(self, team: tuple[int, ...], place: Any) -> int:
-        """Rank 0's peer, where every rank's is as far from itself. The team has all ranks, in order."""
+        """Return rank 0's peer; raise unless all ranks have theirs at the same distance. The team has all ranks."""
         if not isinstance(place, PerRank):
             raise UnlikeError
         return _distance(place.numbers)
@@ -130,7 +130,7 @@ class _Tracer(Tracer):
 
 
 def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | None:
-    """The order of a program as rank 0 sees it, which stands for all; None where ranks differ."""
+    """Return the order of events as seen from rank 0, which stands for all ranks; None where ranks differ."""
     ranks = tuple(range(program.ranks))
     if len(ranks) == 1 or any(mesh.devices != ranks or len(mesh.shape) > 1 for mesh in program.meshes):
         return None
@@ -148,8 +148,8 @@ def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | Non
 class Alike(Order):
     """The order of rank 0's events, and of what other ranks do to its memory and its flags.
 
-    Each of the latter is a copy of what rank 0 does to that of another. The clock of the copy is that of the original
-    as seen from there: what rank 0 knows of rank 2, rank 3 knows of rank 5.
+    An event of another rank is a copy of the event by which rank 0 does the same to a peer. The copy's clock is the
+    original's, rotated by the rank: what rank 0 knows of rank 2, rank 3 knows of rank 5.
     """
 
     def __init__(self, tracer: Tracer, count: int) -> None:
@@ -168,7 +168,7 @@ class Alike(Order):
         self.lanes = {(rank, *kind): rank * self.width + n for rank in range(count) for n, kind in enumerate(kinds)}
 
     def _at_rank_0(self, event: Event) -> Iterator[Event]:
-        """Leaves an event what it does to rank 0's memory; yields the copies that stand for what others do there."""
+        """Keep an event's accesses to rank 0's memory; yield copies for what other ranks do to that memory."""
         far = [access for access in event.accesses if access.rank > 0]
         event.accesses = [_access(access, 0) for access in event.accesses if access.rank < 0]
         for access in far:
@@ -176,7 +176,7 @@ class Alike(Order):
             yield self.copy(event, rank, [_access(replace(access, rank=-1), rank)])
 
     def _signal(self, flag: Flag, events: list[Event]) -> Flag:
-        """The signal to rank 0 that is sent as rank 0 sends this one."""
+        """Return the signal that arrives at rank 0 where rank 0 sends this one: some other rank sends it."""
         rank = -flag.rank % self.count
         event = flag.event
         if rank:
@@ -195,11 +195,11 @@ class Alike(Order):
         return made
 
     def seen_from(self, clock: Clock, rank: int) -> Clock:
-        """The clock of a rank's event, given that of the same of rank 0."""
+        """Return the vector clock of an event on a rank, given the clock of the same event on rank 0."""
         turned = len(clock) - rank * self.width
         return np.concatenate((clock[turned:], clock[:turned]))
 
-    # What is asked of all ranks is asked of rank 0, and seen from everywhere.
+    # Methods that join all ranks use rank 0 alone, and rotate its clocks for the others.
     def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
         return [issued[0].get(team, [])]
 
@@ -209,7 +209,7 @@ class Alike(Order):
         return moment
 
     def stuck(self) -> Iterator[Trouble]:
-        """A kernel that may be in a ring of kernels that hold each other up; where there is none, there is no ring."""
+        """Yield a kernel that may be in a cycle of kernels that block each other; without one there is no cycle."""
         import networkx as nx
 
         lanes, kernels = Lanes(self), self.ranks[0].kernels
@@ -220,14 +220,14 @@ class Alike(Order):
                 for holder in kernels:
                     if (other is holder or together(self, other, holder)) and lanes.any_held(other, holder):
                         graph.add_edge(kernel, holder)
-        for knot in nx.strongly_connected_components(graph):
-            first = min(knot, key=kernels.index)
-            if len(knot) > 1 or graph.has_edge(first, first):
+        for component in nx.strongly_connected_components(graph):
+            first = min(component, key=kernels.index)
+            if len(component) > 1 or graph.has_edge(first, first):
                 yield Trouble("SMs held", [first.start])
                 return
 
     def _kernel(self, kernel: Kernel, rank: int, lanes: Lanes) -> Kernel:
-        """The same kernel on another rank."""
+        """Return the same kernel as it runs on another rank."""
         other = Kernel(self.copy(kernel.start, rank), self.copy(kernel.end, rank))
         self.clocks[other.start] = self.seen_from(self.clocks[kernel.start], rank)
         lanes.latest[other] = self.seen_from(lanes.latest[kernel], rank)
@@ -235,7 +235,7 @@ class Alike(Order):
 
 
 def _at(number: Any, rank: int) -> int:
-    """The value of a number on a rank."""
+    """Return the value of a number on a rank."""
     return int(number.values[rank]) if isinstance(number, PerRank) else int(number)
 
 
@@ -245,7 +245,7 @@ def _differs(number: object) -> bool:
 
 
 def _access(access: Access, rank: int) -> Access:
-    """An access as a rank makes it."""
+    """Return an access with the offset that it has on a rank."""
     if not _differs(access.region.offset):
         return access
     return replace(access, region=Region(_at(access.region.offset, rank), access.region.dims))
@@ -255,8 +255,8 @@ def _access(access: Access, rank: int) -> Access:
 class _Rotation:
     """Map the addresses of each rank's buffers to those that the next rank uses in the same way.
 
-    It is the same address, or one whose digit of weight `step` is one higher, modulo the number of ranks. So all
-    regions correspond, and overlap on every rank as they do on rank 0.
+    An address maps to itself, or to the one whose digit of weight `step` is one higher modulo the number of ranks. So
+    all regions correspond, and overlap on every rank as they do on rank 0.
     """
 
     def __init__(self, tracer: Tracer, count: int) -> None:
@@ -266,7 +266,7 @@ class _Rotation:
         self.blocks: set[int] = set()  # accesses of kernels' blocks, which go round among themselves
 
     def check(self) -> None:
-        """Raises UnlikeError unless it is so."""
+        """Raise UnlikeError unless every address maps to that of the next rank."""
         awaited = {id(flag) for kernel in self.tracer.kernels for flag in kernel.waits}
         accesses = [access for event in self.tracer.events for access in event.accesses]
         flags = [flag for flag in (*self.tracer.signals, *self.tracer.waits) if id(flag) not in awaited]
@@ -321,7 +321,7 @@ class _Rotation:
 
 @lru_cache(maxsize=1 << 12)
 def _step(numbers: bytes) -> int:
-    """The weight of the digit in which the addresses of all ranks differ; raises unless it goes up with the ranks."""
+    """Return the weight of the digit in which ranks' addresses differ; raise unless it rises by one per rank."""
     values = np.frombuffer(numbers, dtype=np.int64)
     low, n = int(values.argmin()), len(values)
     step = int(values[(low + 1) % n] - values[low])
@@ -332,14 +332,14 @@ def _step(numbers: bytes) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _one_place(offset: int, dims: Dims, step: int, count: int) -> bool:
-    """Whether all elements of a region have the same digit."""
+    """Whether all elements of a region share the digit of weight `step`."""
     inner = sum((n - 1) * s for n, s in dims if s < step)
     return offset % step + inner < step and all(s < step or s % (step * count) == 0 for _, s in dims)
 
 
 @lru_cache(maxsize=1 << 16)
 def _all_places(offset: int, dims: Dims, step: int, count: int) -> bool:
-    """Whether a region stays the same when the digit of all its elements goes one up, modulo the number of ranks."""
+    """Whether a region stays the same when this digit of all its elements rises by one, modulo the number of ranks."""
     if offset // step % count:
         return False
     across, inner = 0, offset % step

@@ -13,13 +13,13 @@ from hostir.check.order import Clock, Order, Trouble
 from hostir.check.tracer import Event, Flag, Kernel, Tracer
 
 # Cyclic waits ---------------------------------------------------------------------------------------------------------
-# Ranks that wait for each other in a circle, and flags that are set out of order.
+# Ranks that wait for each other in a cycle, and flags that are set out of order.
 
 
-def circles(order: Order, left: list[Event]) -> Iterator[Trouble]:
-    """What the events that were never reached wait for: a circle, shown once.
+def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:
+    """Yield the cycle of events that wait for each other, shown once, if some events were never reached.
 
-    A wait that a signal of a higher epoch would end is no such thing: then the signals of its flag are out of order.
+    If a signal of a higher epoch would end one of the waits, the signals of its flag are reported as unordered instead.
     """
     stuck = set(left)
     for wait in (wait for rank in order.ranks for wait in rank.waits if wait.event in stuck):
@@ -36,13 +36,13 @@ def circles(order: Order, left: list[Event]) -> Iterator[Trouble]:
         path.append(event)
         event = next((before for before in (*event.after, *event.held) if before in stuck), None)
     if event is not None:
-        yield Trouble("deadlock", _told_apart(path[seen[event] :]))
+        yield Trouble("deadlock", _one_per_statement(path[seen[event] :]))
 
 
-def _told_apart(circle: list[Event]) -> list[Event | None]:
-    """A circle of events, each statement of a rank once."""
+def _one_per_statement(cycle: list[Event]) -> list[Event | None]:
+    """Return the events of a cycle, each statement of a rank once, the first in program order first."""
     kept: dict[tuple[int, int, tuple[int, ...]], Event] = {}
-    for event in reversed(circle):
+    for event in reversed(cycle):
         if event.statement is not None:
             kept.setdefault((event.rank, id(event.statement), event.rounds), event)
     events = list(kept.values())
@@ -56,7 +56,7 @@ def _place(event: Event) -> tuple[int, int, int, int]:
 
 
 def flags_out_of_order(order: Order) -> Iterator[Trouble]:
-    """Signals of one flag that do not come one after another with rising epochs."""
+    """Yield signals of one flag that are not ordered with rising epochs."""
     for sent in order.sent.values():
         flags = sorted(sent, key=lambda f: (f.epoch, f.event.rank, f.event.number))
         for lower, higher in pairwise(f for f in flags if f.event in order.clocks):  # a deadlock cuts the rest off
@@ -73,7 +73,7 @@ def flags_out_of_order(order: Order) -> Iterator[Trouble]:
 
 
 def _epochs(a: Flag, b: Flag) -> list[str]:
-    """Two epochs in words, with their calls where these differ."""
+    """Return two epochs as text, with their calls where these differ."""
     return [f"{f.epoch[1]}" + (f" of call {f.epoch[0] + 1}" if a.epoch[0] != b.epoch[0] else "") for f in (a, b)]
 
 
@@ -91,13 +91,13 @@ def _before(order: Order, first: Event, second: Event) -> bool:
 # signals `by 1 sms` that were issued before K in its call get the one that K leaves them, unless a *rival* may have
 # taken it: another kernel of the rank that waits, or a communication, which begins beside the set and, for want of the
 # other SMs, stays.) The set is stuck if each of its kernels waits for a signal that one of them holds up. Each then
-# leads to the one that holds it up, and so around: what is looked for are rings.
+# waits for the one that holds it up, and so on around: the search is for such cycles.
 
-MAX_PATHS = 20_000  # paths that are followed in one knot of kernels; a knot that has more counts as stuck
+MAX_PATHS = 20_000  # followed in one strongly connected set of kernels; a set with more counts as stuck
 
 
 def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
-    """The first ring of kernels that hold each other up, or of one that holds up itself."""
+    """Yield the first cycle of kernels that block each other (a kernel may block itself)."""
     kernels = [kernel for rank in order.ranks for kernel in rank.kernels]
     if not kernels:
         return
@@ -110,19 +110,21 @@ def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
             if (kernel is other or together(order, kernel, other)) and lanes.any_held(kernel, other):
                 graph.add_edge(kernel, other)
     place = {kernel: n for n, kernel in enumerate(kernels)}
-    knots = (sorted(knot, key=lambda kernel: place[kernel]) for knot in nx.strongly_connected_components(graph))
-    for knot in sorted(knots, key=lambda knot: place[knot[0]]):
-        for ring in _rings(order, knot, graph):
-            if trouble := lanes.stuck(ring or knot[:1], sure=bool(ring)):
+    components = (
+        sorted(component, key=lambda kernel: place[kernel]) for component in nx.strongly_connected_components(graph)
+    )
+    for component in sorted(components, key=lambda component: place[component[0]]):
+        for cycle in _cycles(order, component, graph):
+            if trouble := lanes.stuck(cycle or component[:1], sure=bool(cycle)):
                 yield trouble
                 return
 
 
 def calls_needed(order: Order, ranks: int) -> int:
-    """Return how many calls to look at, so that every ring shows that any number of calls has.
+    """Return the number of calls to check, so that any deadlock of any number of calls shows.
 
-    If what needs SMs in one call is over when a kernel starts `apart` calls later, calls differ by less than that from
-    one kernel of a ring to the next. docs/memory-model.md has the argument.
+    If all events of one call that need SMs have ended when a kernel starts `apart` calls later, the calls of successive
+    kernels in a cycle differ by less than `apart`. docs/memory-model.md has the argument.
     """
     first = {rank.rank: [*_of_the_first_call(rank)] for rank in order.ranks if rank.kernels}
     calls = order.ranks[0].turn
@@ -140,13 +142,13 @@ def _of_the_first_call(rank: Tracer) -> Iterator[Event]:
     yield from (end for _, end in rank.lasting() if not end.call)
 
 
-def _rings(order: Order, knot: list[Kernel], graph: Any) -> Iterator[list[Kernel]]:
-    """Circles in a knot of kernels that can all run at one time, each circle once for every kernel in it.
+def _cycles(order: Order, component: list[Kernel], graph: Any) -> Iterator[list[Kernel]]:
+    """Yield the cycles of a strongly connected set of kernels that can all run at one time, once for each kernel in it.
 
-    The last is empty where there are too many to look at.
+    If there are more than `MAX_PATHS` paths, the last cycle is empty.
     """
-    paths = [[kernel] for kernel in reversed(knot)]
-    inside = set(knot)
+    paths = [[kernel] for kernel in reversed(component)]
+    inside = set(component)
     for _ in range(MAX_PATHS):
         if not paths:
             return
@@ -166,7 +168,7 @@ def together(order: Order, a: Kernel, b: Kernel) -> bool:
 
 
 def _signals(order: Order, kernel: Kernel) -> list[Event]:
-    """What a kernel waits for."""
+    """Return the signals that a kernel waits for."""
     return [signal for flag in kernel.waits if (signal := order.partners.get(flag.event))]
 
 
@@ -181,10 +183,10 @@ class _Line:
         self.large = [place for place, event in enumerate(self.events) if not event.small]
 
     def first_held(self, first: int, holder: Event, taken: int) -> int:
-        """The place of the first event, from `first` on, that gets no SM while `holder` runs.
+        """Return the index of the first event, from `first` on, that gets no SM while `holder` runs.
 
-        Small ones get the one that it leaves, if issued before it in its call, and up to the tick by which a rival may
-        have taken it.
+        Small events get the SM that it leaves, if they were issued before it in its call, and before the tick at which
+        a rival may have taken that SM.
         """
         if self.issued[first] < (holder.call, 0):
             return first
@@ -221,7 +223,7 @@ class Lanes:
         }
 
     def held(self, after: Clock, holder: Kernel, running: Sequence[Kernel]) -> Event | None:
-        """What `holder` keeps from its SMs, and a signal of this clock thereby from coming, while these kernels run."""
+        """Return an event before `after` that gets no SM of `holder`'s rank while these kernels run, or None."""
         for line in self.of.get(holder.start.rank, ()):
             first = bisect_right(line.ticks, max(self.begun(kernel, line) for kernel in running))
             until = bisect_right(line.ticks, after[line.index])
@@ -235,7 +237,7 @@ class Lanes:
         return None
 
     def rivals_beside(self, holder: Kernel, running: Sequence[Kernel]) -> list[Clock]:
-        """When each begins that may take the SM that `holder` leaves, and be under way while these kernels run."""
+        """Return the begin clocks of what may take the SM that `holder` leaves, while these kernels run."""
         known, clocks = self.order.known, self.order.clocks
         return [
             clocks[begin]
@@ -245,21 +247,21 @@ class Lanes:
         ]
 
     def begun(self, kernel: Kernel, line: _Line) -> int:
-        """Up to which tick the events of a lane do not need the SMs that a kernel takes."""
+        """Return the last tick of a lane whose events do not need the SMs that a kernel takes."""
         beside = kernel.beside
         own = beside is not None and beside.lane is not None and self.order.lanes[beside.lane] == line.index
         return max(int(self.order.clocks[kernel.start][line.index]), beside.tick if beside and own else 0)
 
     def any_held(self, kernel: Kernel, holder: Kernel) -> bool:
-        """Whether one kernel alone holds up what another, or itself, waits for."""
+        """Whether one kernel alone blocks a signal that another kernel, or the kernel itself, waits for."""
         return self.held(self.latest[kernel], holder, [holder]) is not None
 
-    def stuck(self, ring: list[Kernel], *, sure: bool = True) -> Trouble | None:
-        """The trouble of a ring in which every kernel waits for what one of them holds up; of any ring, if not sure."""
+    def stuck(self, cycle: list[Kernel], *, sure: bool = True) -> Trouble | None:
+        """Return the deadlock of a cycle if each kernel waits for what one of them blocks; always, unless `sure`."""
         found: list[Trouble] = []
-        for kernel in ring:
+        for kernel in cycle:
             signals = [(s, self.order.needs[s]) for s in _signals(self.order, kernel)]
-            held = ((s, e) for s, after in signals for h in ring if (e := self.held(after, h, ring)))
+            held = ((s, e) for s, after in signals for h in cycle if (e := self.held(after, h, cycle)))
             signal, event = next(held, (None, None))
             if not sure:
                 return Trouble("SMs held", [kernel.start, *_signals(self.order, kernel)[:1]])

@@ -1,4 +1,4 @@
-"""What the checker found, in words: both statements, ranks and streams, the order that is missing, what to insert."""
+"""Describe findings: both statements, their ranks and streams, the order that is missing, and what to insert."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hostir.check.tracer import CALLER, Buffer, Event
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import Diagnostic, Span
 
-MOST_NOTES = 8  # places that one finding tells: of a long circle the first and the last
+MAX_NOTES = 8  # places that one finding lists: of a long cycle the first and the last
 SAME = "every rank of a team issues the same ones in the same order"
 TROUBLES = {  # what is wrong and what to do, with room for the detail
     "collectives differ": ("ranks {} differ in the collectives of their team", SAME),
@@ -51,7 +51,7 @@ TROUBLES = {  # what is wrong and what to do, with room for the detail
 
 @dataclass(frozen=True)
 class Finding(Diagnostic):
-    """A diagnostic of the orders of a program. `events` are what it is about, the one that the span points at last."""
+    """A diagnostic about the order of events. `events` are those concerned; the span points at the last of them."""
 
     buffer: str = ""
     events: tuple[Event, ...] = ()
@@ -59,14 +59,14 @@ class Finding(Diagnostic):
 
 
 class Words:
-    """Tells findings about one program."""
+    """Builds the findings about one program."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
 
     # Memory -----------------------------------------------------------------------------------------------------------
     def conflict(self, c: Conflict, times: int) -> Finding:
-        """A conflict that was met a number of times."""
+        """Return the finding for a conflict that was seen so many times."""
         return _often(self._conflict(c), times)
 
     def _conflict(self, c: Conflict) -> Finding:
@@ -94,7 +94,7 @@ class Words:
         return self.finding("race", message, [first.event, second.event], c.buffer, expected=expected, hint=hint)
 
     def repair(self, c: Conflict) -> str:
-        """What to insert so that the two come one after the other."""
+        """Return a hint: what to insert so that the two accesses are ordered."""
         assert c.first is not None
         first, second = c.first.event, c.second.event
         if first.rank != second.rank:
@@ -132,7 +132,7 @@ class Words:
 
     # Ranks ------------------------------------------------------------------------------------------------------------
     def troubles(self, troubles: Iterable[Trouble]) -> Iterator[Finding]:
-        """A finding for each set of statements that are in trouble, however often."""
+        """Yield one finding for each set of statements in trouble, with the number of times."""
         grouped: dict[tuple[object, ...], list[Trouble]] = {}
         for t in troubles:
             sides = frozenset(id(event.statement) for event in t.events if event is not None)
@@ -143,7 +143,7 @@ class Words:
     def trouble(self, t: Trouble) -> Finding:
         events = [event for event in t.events if event is not None]
         message, hint = (text.format(t.detail) for text in TROUBLES[t.kind])
-        first = t.kind in ("deadlock", "SMs held", "queues shared")  # what comes first is what stands in the way
+        first = t.kind in ("deadlock", "SMs held", "queues shared")  # the first event is the one that blocks the others
         level = "warning" if t.kind == "sent again" else "error"
         found = self.finding(t.kind, message, events, None, hint=hint, at=events[0] if first else None)
         missing = [n for n, event in enumerate(t.events) if event is None]
@@ -161,10 +161,10 @@ class Words:
         hint: str = "",
         at: Event | None = None,
     ) -> Finding:
-        """A finding that points at an event: the last that a statement stands for, unless said."""
+        """Return a finding that points at an event: by default the last one that belongs to a statement."""
         at = at or next((e for e in reversed(events) if e.statement is not None), None)
-        told = events if len(events) <= MOST_NOTES else [*events[: MOST_NOTES // 2], *events[-MOST_NOTES // 2 :]]
-        notes = tuple((_span(e), f"{self.where(e)}: {self.does(e)}") for e in told)
+        shown = events if len(events) <= MAX_NOTES else [*events[: MAX_NOTES // 2], *events[-MAX_NOTES // 2 :]]
+        notes = tuple((_span(e), f"{self.where(e)}: {self.does(e)}") for e in shown)
         return Finding(
             message,
             _span(at) if at else buffer.value.span if buffer and buffer.value else None,
@@ -181,11 +181,11 @@ class Words:
         return who if touch.event.rank == buffer.rank else f"{who} of another rank"
 
     def what(self, event: Event) -> str:
-        """The statement, or the caller."""
+        """Return the text of the event's statement, or "the caller"."""
         return f"'{format_statement(event.statement, self.program)}'" if event.statement is not None else "the caller"
 
     def does(self, event: Event) -> str:
-        """The statement, or what the caller does."""
+        """Return the text of the event's statement, or what the caller does."""
         if event.statement is not None:
             return self.what(event)
         return {
@@ -223,6 +223,6 @@ def _span(event: Event) -> Span | None:
 
 
 def _often(found: Finding, times: int) -> Finding:
-    """A finding with the number of places that show it."""
+    """Return a finding that says how many places show it."""
     more = ((None, f"{times} places of these calls show it, over all ranks, rounds and calls"),) if times > 1 else ()
     return replace(found, times=times, notes=(*found.notes, *more))

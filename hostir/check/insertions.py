@@ -1,4 +1,4 @@
-"""Statements that might repair a finding, and the places where they would stand."""
+"""Propose statements that might repair a finding, and the places to insert them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from hostir.ir.types import FLAG, Kind, TensorType
 # Places in a program --------------------------------------------------------------------------------------------------
 # Edits of host programs by place, and what holds at a place: the names in scope, the stream that is current.
 
-Place = tuple[int, ...]  # an index into the program's body, an index into the body of what stands there, ...
+Place = tuple[int, ...]  # an index into the program's body, an index into the body of that statement, ...
 Block = tuple[Statement, ...]
 
 
 def on_host(s: Statement) -> bool:
-    """Whether no stream sees it."""
+    """Whether a statement runs on the host alone, and issues nothing to a stream."""
     return isinstance(s, (ViewStatement, Allocate, AllocateSymmetric, Rank)) and not isinstance(s, Dense)
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Puts statements in front of what stands at a place, or in place of the `drop` first that stand there."""
+    """An insertion of statements before a place, which replace the first `drop` statements there."""
 
     place: Place
     new: Block = ()
@@ -44,7 +44,7 @@ Edits = tuple[Edit, ...]
 
 
 def edited(program: Program, edits: Iterable[Edit]) -> Program:
-    """The program with some edits, whose places are those of the program as it is; what they leave empty goes too."""
+    """Return the program with these edits applied. Places refer to the program as given; emptied blocks are removed."""
     body = program.body
     for edit in sorted(edits, key=lambda e: e.place, reverse=True):  # the last first: it moves no other
         body = _spliced(body, edit.place, edit)
@@ -62,7 +62,7 @@ def _spliced(body: Block, place: Place, edit: Edit) -> Block:
 
 
 def without(body: Block, gone: Sequence[Statement]) -> Block:
-    """A body without these very statements, and without the loops and conditions that this leaves empty."""
+    """Return a body without these statement objects, and without the loops and conditions that this leaves empty."""
     kept: list[Statement] = []
     for s in body:
         if any(s is g for g in gone):
@@ -94,16 +94,16 @@ class Outline:
         return body
 
     def end(self, place: Place) -> Place:
-        """Behind the last statement of the block that a place is in."""
+        """Return the place behind the last statement of the block that a place is in."""
         return (*place[:-1], len(self.block(place)))
 
     def setter(self, place: Place) -> SetStream | None:
-        """The last `set_stream` above a place."""
+        """Return the last `set_stream` above a place, if any."""
         above = [s for at, s in self.statements if at < place and isinstance(s, SetStream)]
         return above[-1] if above else None
 
     def stream(self, place: Place) -> Expr | None:
-        """The stream that is current at a place, as the text above it says; None where that cannot be written."""
+        """Return the current stream at a place, as the text above it says; None where its names are not in scope."""
         setter = self.setter(place)
         if setter is not None:
             return setter.stream if self.knows(place, setter.stream) else None
@@ -115,7 +115,7 @@ class Outline:
         return all(scope.get(v.name) == v for v in expr_values(stream))
 
     def scope(self, place: Place) -> dict[str, Value]:
-        """What is in scope at a place."""
+        """Return the values in scope at a place, by name."""
         found = {v.name: v for v in self.program.inputs}
         body = self.program.body
         for at in place[:-1]:
@@ -129,7 +129,7 @@ class Outline:
 
     # What is put in ---------------------------------------------------------------------------------------------------
     def fork(self, place: Place, source: Ref | Lit) -> Block:
-        """Every other worker waits for a stream; then the stream that is current goes on to be it."""
+        """Return statements that let every other pool stream wait for `source`, then restore the current stream."""
         index, count = self._index(place), self.program.streams
         worker: Expr = Ref(index)
         if isinstance(source, Lit):
@@ -140,19 +140,19 @@ class Outline:
         return (self._for_all(index, body, count), *self._back(place)) if count else ()
 
     def join(self, place: Place) -> Block:
-        """The current stream waits for every worker."""
+        """Return statements that let the current stream wait for every pool stream."""
         index = self._index(place)
         return (self._for_all(index, (Synchronize(stream=Ref(index)),), self.program.streams),)
 
     def at_callers(self, place: Place) -> Block:
-        """What makes the caller's stream current at a place of the program's own block, if anything is needed."""
+        """Return statements, if needed, that make the caller's stream current at a place of the outermost block."""
         if len(place) > 1 or self.user is None:
             return ()
         setter = self.setter(place)
         return () if setter is None or setter.stream == Ref(self.user) else (SetStream(stream=Ref(self.user)),)
 
     def ends(self) -> list[Place]:
-        """Places at the end of the program: in front of barriers and frees that close it, of the frees, of nothing."""
+        """Return places at the end of the program: before closing barriers and frees, before closing frees, last."""
         body = self.program.body
         found = [len(body)]
         for closing in (FreeBuffer, (FreeBuffer, Barrier, SetStream)):
@@ -177,13 +177,13 @@ class Outline:
 
 
 def resets(body: Block) -> bool:
-    """Whether a body sets the stream before a stream sees anything of it."""
+    """Whether a body sets the stream before it issues anything to one."""
     first = next((s for s in body if not on_host(s)), None)
     return isinstance(first, SetStream) or (isinstance(first, For) and resets(first.body))
 
 
 def callers_stream(program: Program) -> Value | None:
-    """The value that holds the caller's stream: that of a `current_stream` above every `set_stream`, if any."""
+    """Return the value of a `current_stream` before any `set_stream`: the caller's stream; None without one."""
     for s in program.body:
         if isinstance(s, CurrentStream):
             return s.out
@@ -193,7 +193,7 @@ def callers_stream(program: Program) -> Value | None:
 
 
 def with_callers_stream(program: Program) -> Program:
-    """The program with a value that holds the caller's stream."""
+    """Return the program with a value that holds the caller's stream."""
     if callers_stream(program) is not None:
         return program
     return program.with_body((CurrentStream(out=Value(Names.of(program).fresh("user"), Kind.STREAM)), *program.body))
@@ -213,10 +213,10 @@ def _placed(body: Block, outside: Place) -> Iterator[tuple[Place, Statement]]:
 # Signals and waits that are missing -----------------------------------------------------------------------------------
 # Signals, waits for them, and kernels' `ready` that are missing, with the index expressions that each needs.
 #
-# A flag can be put back without knowing what it is for. Waits without a signal, and signals without a wait, say which
-# epochs of which flags are missing, and on which ranks. A statement that is put in has to send, or wait for, just those
-# over all ranks and rounds. Its expressions are tried from the program's text and the indices in scope, and those that
-# fit are kept.
+# A missing signal or wait can be restored without knowing its purpose. Waits without a signal, and signals without a
+# wait, show which epochs of which flags are missing, and on which ranks. An inserted statement has to send, or wait
+# for, exactly those over all ranks and rounds. Its expressions are tried from the program's text and the indices in
+# scope, and those that fit are kept.
 
 Raised = tuple[int, int, int]  # rank, slot, epoch
 Numbers = tuple[int, ...]
@@ -224,7 +224,7 @@ MAX_SUGGESTIONS = 40  # suggestions of one kind
 
 
 class MissingFlags:
-    """Signals and waits of one call that lack their counterpart, and edits that add it."""
+    """Signals and waits of one call without a counterpart, and edits that add it."""
 
     def __init__(self, outline: Outline, order: Order) -> None:
         self.outline = outline
@@ -237,7 +237,7 @@ class MissingFlags:
         self.unheard = _by_name(f for rank in order.ranks for f in rank.signals if id(f.event) not in heard)
 
     def signals(self, waiting: Event) -> Iterator[Edits]:
-        """One statement that sends of a flag what is waited for and nobody sends; best behind copies to the peer."""
+        """Yield edits that add one signal for all that is missing of a flag; first those behind copies to the peer."""
         flags = next((f for f in self.flags if f.name in self.unsent and _names(waiting.statement, f)), None)
         if flags is None:
             return
@@ -256,7 +256,7 @@ class MissingFlags:
         yield from (edits for *_, edits in sorted(found, key=lambda f: f[:3])[:MAX_SUGGESTIONS])
 
     def waits(self, users: Sequence[Statement]) -> Iterator[Edits]:
-        """A wait, in front of a statement or of what it stands in, for signals that nobody waits for yet."""
+        """Yield edits that add a wait for signals that have none, before a statement or before a block around it."""
         found: list[tuple[int, int, Edits]] = []
         for flags in (f for f in self.flags if f.name in self.unheard):
             for place in self._in_front(users):
@@ -269,7 +269,7 @@ class MissingFlags:
         yield from (edits for *_, edits in sorted(found, key=lambda f: f[:2])[:MAX_SUGGESTIONS])
 
     def kernels(self, users: Sequence[Statement]) -> Iterator[Edits]:
-        """A product takes its rows as flags say that nobody waits for; one block may be of rows that lie elsewhere."""
+        """Yield edits that make a product wait for flags that nobody waits for; one block of its rows may be `own`."""
         for s in (s for s in users if isinstance(s, Contraction) and s.ready is None):
             place = self.outline.place(s)
             owns = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType) and v != s.a]
@@ -284,13 +284,13 @@ class MissingFlags:
 
     # Places -----------------------------------------------------------------------------------------------------------
     def _behind(self) -> Iterator[tuple[Place, Statement]]:
-        """The places behind what a stream sees."""
+        """Yield the places behind each statement that is issued to a stream, with that statement."""
         for at, s in self.outline.statements:
             if not (on_host(s) or isinstance(s, (CurrentStream, SetStream, For, If))):
                 yield (*at[:-1], at[-1] + 1), s
 
     def _in_front(self, users: Sequence[Statement]) -> list[Place]:
-        """The places in front of statements and of all that they stand in, and within conditions before them."""
+        """Return the places before these statements and the blocks around them, and at the end of conditions before."""
         found: dict[Place, None] = {}
         for s in users:
             place = self.outline.place(s)
@@ -302,7 +302,7 @@ class MissingFlags:
         return list(found)
 
     def _frames(self, place: Place, flags: Value) -> list[Frame]:
-        """The values of all indices, each time that a rank comes to a place in one call."""
+        """Return a frame with the values of all indices for each time that a rank reaches a place in one call."""
         found: list[Frame] = []
         for rank in self.order.ranks:
             frame = Frame(rank, rank.sizes)
@@ -317,13 +317,13 @@ class MissingFlags:
     def _ways(
         self, place: Place, flags: Value, missing: set[Raised]
     ) -> tuple[list[Frame], dict[Numbers, Expr], dict[Numbers, Expr]]:
-        """Each time that ranks come to a place; the slots and the epochs that expressions may come to there."""
+        """Return the frames of a place, and the values that expressions for a slot and for an epoch have in them."""
         frames = self._frames(place, flags)
         slots = self._numbers(self._slots(place, flags), place, frames)
         return frames, slots, self._numbers(self._epochs(flags, missing), place, frames)
 
     def _numbers(self, exprs: Iterable[Expr], place: Place, frames: Sequence[Frame]) -> dict[Numbers, Expr]:
-        """The first expression for each sequence of values that one has there; names out of scope are replaced."""
+        """Return one expression for each sequence of values over these frames; names out of scope are replaced."""
         found: dict[Numbers, Expr] = {}
         indices = self._indices(place)
         for expr in exprs:
@@ -340,8 +340,8 @@ class MissingFlags:
         return [v for v in self.outline.scope(place).values() if v.type is Kind.INDEX]
 
     def _slots(self, place: Place, flags: Value) -> Iterator[Expr]:
-        """Expressions for a slot of a row of flags: those of the text, each index, a block of several indices."""
-        yield from (s.slot for s in self._told(flags) if not isinstance(s, Contraction))
+        """Yield expressions for a slot of a row of flags: those of the text, each index, blocks of several indices."""
+        yield from (s.slot for s in self._flag_statements(flags) if not isinstance(s, Contraction))
         count, indices = flags.tensor.shape[0].bind(self.order.ranks[0].sizes), self._indices(place)
         yield from (Lit(n) for n in range(min(count, 2)))
         for v in indices:
@@ -351,32 +351,32 @@ class MissingFlags:
                 yield from (Bin("+", Bin("*", Ref(v), Lit(n)), Ref(w)) for w in indices if w != v and n < count)
 
     def _epochs(self, flags: Value, missing: set[Raised]) -> Iterator[Expr]:
-        """Expressions for an epoch of a flag: those of the text, the missing ones, a loop's round."""
-        yield from (s.epoch for s in self._told(flags))
+        """Yield expressions for an epoch of a flag: those of the text, the missing epochs, a loop's round plus one."""
+        yield from (s.epoch for s in self._flag_statements(flags))
         yield from (Lit(epoch) for epoch in sorted({epoch for _, _, epoch in missing}))
         rounds = {s.index: None for s in self.outline.program.walk() if isinstance(s, For)}
         yield from (Bin("+", Ref(v), Lit(1)) for v in rounds)
 
-    def _told(self, flags: Value) -> list[Signal | WaitSignal | Contraction]:
-        """The statements that name flags, those that name these first."""
+    def _flag_statements(self, flags: Value) -> list[Signal | WaitSignal | Contraction]:
+        """Return the statements that use flags, those that use these flags first."""
         found = [s for s in self.outline.program.walk() if isinstance(s, (Signal, WaitSignal, Contraction))]
         return sorted(
             (s for s in found if not isinstance(s, Contraction) or s.ready), key=lambda s: not _names(s, flags)
         )
 
     def _peers(self, place: Place, flags: Value) -> Iterator[tuple[Expr, str]]:
-        """How a peer may be written, and the axis that it stands on: as in the text, and all others next to a rank."""
+        """Yield expressions for a peer, with its mesh axis: those of the text, and all distances from a rank."""
         mesh = flags.tensor.mesh
         known = {v.name for v in self._indices(place)}
-        told: list[tuple[Expr, str]] = [
+        candidates: list[tuple[Expr, str]] = [
             (s.peer, s.over) for s in self.outline.program.walk() if isinstance(s, (PeerCopy, Signal))
         ]
         for s in self.outline.program.walk():
             if isinstance(s, Rank) and mesh and s.over in mesh.axes:
                 n = mesh.size(s.over)
-                told.append((Ref(s.out), s.over))
-                told += [(Bin("%", Bin("+", Ref(s.out), Lit(k)), Lit(n)), s.over) for k in range(1, n)]
-        for peer, over in dict.fromkeys(told):
+                candidates.append((Ref(s.out), s.over))
+                candidates += [(Bin("%", Bin("+", Ref(s.out), Lit(k)), Lit(n)), s.over) for k in range(1, n)]
+        for peer, over in dict.fromkeys(candidates):
             if mesh and over in mesh.axes and {v.name for v in expr_values(peer)} <= known:
                 yield peer, over
 
@@ -386,7 +386,7 @@ def _names(s: Statement | None, flags: Value) -> bool:
 
 
 def _ready(s: Contraction, place: Place, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Iterator[Edits]:
-    """The product with flags that it waits for, where its operands allow that."""
+    """Yield the edit that makes a product wait for these flags, if its operands allow that."""
     try:
         changed = replace(s, ready=flags, epoch=epoch, first=first, own=own)
         changed.verify()
@@ -396,7 +396,7 @@ def _ready(s: Contraction, place: Place, flags: Value, epoch: Expr, first: Expr,
 
 
 def _by_name(flags: Iterable[Flag]) -> dict[str, set[Raised]]:
-    """Which flags of which ranks reach which epochs in the first call."""
+    """Group flags by name: the (rank, slot, epoch) of each in the first call."""
     found: dict[str, set[Raised]] = {}
     for flag in flags:
         if flag.epoch[0] == 0:
@@ -405,7 +405,7 @@ def _by_name(flags: Iterable[Flag]) -> dict[str, set[Raised]]:
 
 
 def _peers_of(peer: Expr, over: str, flags: Value, frames: Sequence[Frame]) -> list[int]:
-    """The ranks that a peer is each time; none where there is no such place once."""
+    """Return the peer's rank in each frame; an empty list if one of them has no such peer."""
     found: list[int] = []
     for frame in frames:
         team = flags.tensor.mesh.team(_rank(frame), over) if flags.tensor.mesh else ()
@@ -421,7 +421,7 @@ def _rank(frame: Frame) -> int:
 
 
 def _comes(body: Block, place: Place, frame: Frame) -> Iterator[Frame]:
-    """The frame each time that its rank comes to a place."""
+    """Yield the frame each time that its rank reaches a place."""
     at, *inner = place
     if not inner:
         yield Frame(frame.machine, frame.sizes, dict(frame.handles))
@@ -436,15 +436,15 @@ def _comes(body: Block, place: Place, frame: Frame) -> Iterator[Frame]:
 
 
 # Insertions -----------------------------------------------------------------------------------------------------------
-# What might repair a finding: places for a synchronize, a fork, a join, a wait, a free or a barrier.
+# Insertions that might repair a finding: a synchronize, a fork, a join, a wait, a free or a barrier.
 #
-# They are suggestions: whether one repairs anything is for the checker to say, and which is best for a search.
+# They are suggestions: the checker decides whether one repairs anything, and a search which is best.
 
 REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
 
 
 def for_handles(outline: Outline) -> Iterator[Edits]:
-    """Waits for a handle that nobody waits for, the first in program order: at any place of its block behind it."""
+    """Yield waits for the first handle that nobody waits for: at each place of its block behind it."""
     for place, s in outline.statements:
         handle = s.defines(Phase.HOST)
         if handle is None or handle.type is not Kind.HANDLE:
@@ -462,7 +462,7 @@ def _waits(handle: Value, place: Place, behind: tuple[Statement, ...]) -> Iterat
 
 
 def for_leaks(outline: Outline, names: Container[str]) -> Edits:
-    """Frees for all buffers that nobody frees: where the block ends that allocates them."""
+    """Return edits that free buffers which nobody frees, at the end of the block that allocates them."""
     ends: dict[Place, list[Statement]] = {}
     for place, s in outline.all_of(Allocate):
         value = s.defines(Phase.HOST)
@@ -473,7 +473,7 @@ def for_leaks(outline: Outline, names: Container[str]) -> Edits:
 
 
 class Suggestions:
-    """Edits that may repair a finding about two events that nothing orders, or a signal that nobody sends."""
+    """Edits that may repair a finding about two unordered events, or about a signal that nobody sends."""
 
     def __init__(self, outline: Outline, order: Order) -> None:
         self.outline = outline
@@ -500,7 +500,7 @@ class Suggestions:
 
     # Between streams --------------------------------------------------------------------------------------------------
     def _synchronizes(self, first: Event, second: Event) -> Iterator[Edits]:
-        """The stream of the second waits for that of the first."""
+        """Let the stream of the second event wait for that of the first."""
         for place in self._spots(second):
             for stream in self._streams(first, place):
                 yield (Edit(place, (Synchronize(stream=stream),)),)
@@ -509,20 +509,20 @@ class Suggestions:
             yield (Edit(place, self.outline.join(place)),)
 
     def _spots(self, second: Event) -> list[Place]:
-        """Where the stream of an event may wait: in front of it, and wherever above a stream becomes current.
+        """Return places where an event's stream may wait: before the event, and behind each `set_stream` above it.
 
-        What closes the program counts too, and barriers and signals: they pass on what their stream waited for.
+        Also before barriers and signals, which pass on what their stream waited for, and at the end of the program.
         """
         outline = self.outline
-        told = [place for place, _ in outline.all_of(Barrier, Signal)]
+        passing = [place for place, _ in outline.all_of(Barrier, Signal)]
         if second.statement is None:
-            return [*outline.ends(), *told]
+            return [*outline.ends(), *passing]
         here = outline.place(second.statement)
         set_here = [(*at[:-1], at[-1] + 1) for at, _ in outline.all_of(SetStream) if at < here]
-        return list(dict.fromkeys([here, *set_here, *told]))
+        return list(dict.fromkeys([here, *set_here, *passing]))
 
     def _streams(self, event: Event, place: Place) -> list[Expr]:
-        """How the streams that know of an event's end may be written at a place."""
+        """Return expressions, in scope at a place, for the streams that are ordered behind an event's end."""
         outline = self.outline
         lanes = {event.stream, *(str(lane[1]) for lane, _ in event.ends if len(lane) == 2)}
         found: list[Expr] = [Ref(outline.user)] if outline.user and (CALLER in lanes or lanes == {event.stream}) else []
@@ -532,9 +532,9 @@ class Suggestions:
         return [stream for stream in dict.fromkeys(found) if outline.knows(place, stream)]
 
     def _forks(self, second: Event) -> Iterator[Edits]:
-        """Every worker waits for the caller's stream, or one that has waited for others, in front of the second's loop.
+        """Let every pool stream wait for the caller's stream, or for one that waited for other ranks.
 
-        Or in front of the first loop.
+        The waits stand before the loop of the second event, or before the first loop.
         """
         if not self.outline.program.streams:
             return
@@ -544,16 +544,16 @@ class Suggestions:
         for at in dict.fromkeys(spots):
             if outline.user and outline.user.name in outline.scope((at,)):
                 yield (Edit((at,), outline.fork((at,), Ref(outline.user))),)
-            for worker in self._told():
+            for worker in self._ordered_workers():
                 yield (Edit((at,), outline.fork((at,), Lit(worker))),)
 
-    def _told(self) -> list[int]:
-        """The workers that barriers, signals and communication told of other ranks."""
-        told = {e.stream for e in self.order.events if isinstance(e.statement, (Barrier, Wait, WaitSignal))}
-        return sorted(int(stream.split()[1]) for stream in told if stream != CALLER)
+    def _ordered_workers(self) -> list[int]:
+        """Return the pool streams that wait for other ranks: by barriers, signals or communications."""
+        streams = {e.stream for e in self.order.events if isinstance(e.statement, (Barrier, Wait, WaitSignal))}
+        return sorted(int(stream.split()[1]) for stream in streams if stream != CALLER)
 
     def _joins(self) -> Iterator[Edits]:
-        """The caller's stream waits for every worker at the end."""
+        """Let the caller's stream wait for every pool stream at the end."""
         if not self.outline.program.streams:
             return
         for end in self.outline.ends():
@@ -561,7 +561,7 @@ class Suggestions:
 
     # Handles and frees ------------------------------------------------------------------------------------------------
     def _handles(self, first: Event, second: Event) -> Iterator[Edits]:
-        """The wait for a communication moves in front of what uses its memory, or right behind the communication."""
+        """Move the wait for a communication before what uses its memory, or right behind the communication."""
         s, outline = first.statement, self.outline
         handle = s.defines(Phase.HOST) if s is not None else None
         if s is None or handle is None or handle.type is not Kind.HANDLE:
@@ -579,7 +579,7 @@ class Suggestions:
             yield Edit(wait, drop=1), Edit(target, (Wait(handle=handle),))
 
     def _frees(self, first: Event, second: Event) -> Iterator[Edits]:
-        """A free moves to the end of its block."""
+        """Move a free to the end of its block."""
         for s in (first.statement, second.statement):
             if isinstance(s, FreeBuffer):
                 place = self.outline.place(s)
@@ -588,11 +588,11 @@ class Suggestions:
 
     # Between ranks ----------------------------------------------------------------------------------------------------
     def _barriers(self, first: Event, second: Event) -> Iterator[Edits]:
-        """All ranks meet between the two, or where a loop around them or the program begins or ends."""
-        outline, told = self.outline, [s for s in (first.statement, second.statement) if s is not None]
-        over = dict.fromkeys((s.remote, s.over) for s in told if isinstance(s, PeerCopy))
+        """Insert a barrier between the two events, at the ends of a loop around them, or at the end of the program."""
+        outline, statements = self.outline, [s for s in (first.statement, second.statement) if s is not None]
+        over = dict.fromkeys((s.remote, s.over) for s in statements if isinstance(s, PeerCopy))
         for x, axis in over:
-            for place in self._meetings(told):
+            for place in self._meetings(statements):
                 if (operand := self._on_mesh_of(x, place)) is not None:
                     yield (Edit(place, (Barrier(x=operand, over=axis),)),)
             for end in outline.ends():
@@ -601,10 +601,10 @@ class Suggestions:
                 if operand is not None and outline.program.streams:
                     yield (Edit(end, (*on, *outline.join(end), Barrier(x=operand, over=axis))),)
 
-    def _meetings(self, told: list[Statement]) -> list[Place]:
+    def _meetings(self, statements: list[Statement]) -> list[Place]:
         outline = self.outline
         found: list[Place] = []
-        for s in reversed(told):
+        for s in reversed(statements):
             place = outline.place(s)
             found += [place, (*place[:-1], place[-1] + 1)]
             for depth in range(len(place) - 1, 0, -1):
@@ -613,24 +613,24 @@ class Suggestions:
         return list(dict.fromkeys([*found, *self._starts(), *outline.ends()]))
 
     def _starts(self) -> list[Place]:
-        """In front of the first statement that a stream sees."""
+        """Return the place before the first statement that is issued to a stream."""
         body = self.outline.program.body
         return [(next((n for n, s in enumerate(body) if not (on_host(s) or isinstance(s, CurrentStream))), 0),)]
 
     def _on_mesh_of(self, x: Value, place: Place) -> Value | None:
-        """A value in scope that lies on the mesh of another: an input where there is one."""
+        """Return a value in scope on the same mesh as another: an input if there is one."""
         same = [v for v in self.outline.program.inputs if v.tensor.mesh == x.tensor.mesh]
         return same[0] if same else self.outline.scope(place).get(x.name)
 
     def _flags(self, first: Event, second: Event) -> Iterator[Edits]:
-        """Either side waits for a flag that is raised already, and nobody waits for."""
+        """Let either side wait for a flag that is signalled already, and that nobody waits for."""
         users = [event.statement for event in (second, first) if event.statement is not None]
         missing = MissingFlags(self.outline, self.order)
         yield from missing.waits(users)
         yield from missing.kernels(users)
 
     def _unsent(self, waiting: Event) -> Iterator[Edits]:
-        """The signal that nobody sends; or in place of the wait for it a barrier, or nothing."""
+        """Add the missing signal; or replace the wait for it by a barrier, or remove it."""
         yield from MissingFlags(self.outline, self.order).signals(waiting)
         s = waiting.statement
         if not isinstance(s, WaitSignal):
@@ -643,5 +643,5 @@ class Suggestions:
 
 
 def _issued(event: Event) -> tuple[int, int]:
-    """When its rank issued an event."""
+    """Return the call and the position in its rank's events: the order of issue."""
     return event.call, event.number

@@ -1,4 +1,4 @@
-"""Order what ranks do: happens-before over all ranks by vector clocks, and the accesses that nothing orders."""
+"""Order the events of all ranks by vector clocks (happens before), and find accesses that nothing orders."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hostir.ir.machine import Move
 from hostir.ir.regions import Near, Region, covered
 
 # Happens-before -------------------------------------------------------------------------------------------------------
-# What comes before what, over all ranks: joins what ranks issued apart, and runs through it with vector clocks.
+# Happens before, over all ranks: joins the events of the ranks, and visits them with vector clocks.
 #
 # Every lane (a stream of a rank, a team's collectives on a rank, ...) counts its events. An event's clock holds, for
 # each lane, how many of its events come before: the maximum over the events that it follows. So whether A comes before
-# B is one look-up (Mattern 1989), and no closure of the relation is ever made. What is never reached waits in a circle.
+# B is one look-up (Mattern 1989), and no closure of the relation is ever made. Events never reached wait in a cycle.
 
 Clock = Any  # an array, by lane
 T = TypeVar("T")
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass
 class Trouble:
-    """What is wrong about how ranks meet, before anything is known of memory."""
+    """A mismatch between what ranks issue, or a deadlock: found without looking at memory."""
 
     kind: str
     events: list[Event | None]
@@ -37,12 +37,12 @@ class Trouble:
 
 @dataclass
 class Order:
-    """The events of all ranks with the edges between ranks. `troubles` are what stood in the way of making them."""
+    """The events of all ranks with the edges between ranks. `troubles` are mismatches met in joining them."""
 
     ranks: Sequence[Tracer]
     events: list[Event] = field(default_factory=list)
     lanes: dict[Lane, int] = field(default_factory=dict)
-    # Of signals; where kernels wait, also of the begin of all that is `lasting`.
+    # Clocks of signals; where kernels wait, also of the begins in `lasting`.
     clocks: dict[Event, Clock] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)
     sent: dict[tuple[int, str, int], list[Flag]] = field(default_factory=dict)  # the signals of each flag
@@ -61,14 +61,14 @@ class Order:
 
     # Edges between ranks ----------------------------------------------------------------------------------------------
     def _moment(self, after: list[Event]) -> Event:
-        """A moment after all of these: it saves an edge from each of them to each that follows."""
+        """Add an event that follows all of these: one edge to it replaces an edge to each of them."""
         first = after[0]
         moment = Event(first.rank, first.call, "meets", first.statement, first.rounds, first.stream, after=after)
         self.events.append(moment)
         return moment
 
     def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
-        """What each rank of a team has issued to it."""
+        """Return, for each rank of a team, what it issued to the team."""
         return [issued[rank].get(team, []) if rank < len(issued) else [] for rank in team]
 
     def _join_collectives(self) -> None:
@@ -81,11 +81,11 @@ class Order:
                 self._join_sides(sides)
 
     def _join_sides(self, sides: Sequence[Side]) -> None:
-        """Each side ends when those have begun that it hears from; it may be held up by those who hear from it."""
+        """Order each side's end behind the begin of those that it receives from; its receivers may hold it up."""
         if sides[0].exchange.moves is None:
-            come = self._moment([side.begin for side in sides])
+            meeting = self._moment([side.begin for side in sides])
             for side in sides:
-                side.end.after.append(come)
+                side.end.after.append(meeting)
             return
         of = {side.begin.rank: side for side in sides}
         for move in {move for side in sides for move in side.exchange.moves or () if move.source != move.target}:
@@ -119,9 +119,9 @@ class Order:
                     self.troubles.append(Trouble("barriers differ", list(barriers), " ".join(map(str, team))))
                     break
                 if earlier := [before for barrier in barriers for before in barrier.after]:
-                    come = self._moment(earlier)
+                    meeting = self._moment(earlier)
                     for barrier in barriers:
-                        barrier.after.append(come)
+                        barrier.after.append(meeting)
 
     def _join_flags(self) -> None:
         for flag in (flag for rank in self.ranks for flag in rank.signals):
@@ -135,13 +135,13 @@ class Order:
             wait.event.after.append(enough[0].event)
 
     def enough(self, wait: Flag) -> list[Flag]:
-        """The signals of a flag that end a wait, in the order of their epochs."""
+        """Return the signals that can end a wait, in the order of their epochs."""
         same = [f for f in self.sent.get(wait.place, ()) if f.epoch >= wait.epoch and f.epoch[0] == wait.epoch[0]]
         return sorted(same, key=lambda f: (f.epoch, f.event.rank, f.event.number))
 
     # Clocks -----------------------------------------------------------------------------------------------------------
     def run(self, visit: Callable[[Event, Clock], None]) -> list[Event]:
-        """Goes through all events, each behind those that it follows; returns those that are never reached."""
+        """Visit all events in an order that follows the edges; return those that are never reached."""
         keep = {flag.event for rank in self.ranks for flag in rank.signals}
         if not any(rank.kernels for rank in self.ranks):
             return self._walk(visit, keep, self.clocks)
@@ -156,7 +156,7 @@ class Order:
     def _walk(
         self, visit: Callable[[Event, Clock], None], keep: Set[Event], kept: dict[Event, Clock], held: bool = False
     ) -> list[Event]:
-        """One way through all events. Clocks know of what may hold an event up only if `held`."""
+        """Visit all events once. With `held`, clocks also count what may hold an event up."""
         waiting = {event: len(event.after) + len(event.held) for event in self.events}
         followers = self.followers()
         clocks: dict[Event, Clock] = {}
@@ -184,7 +184,7 @@ class Order:
         return list(waiting)
 
     def followers(self) -> dict[Event, list[Event]]:
-        """For each event those that directly follow it, or may be held up by it."""
+        """Return, for each event, those that directly follow it or may be held up by it."""
         found: dict[Event, list[Event]] = {}
         for event in self.events:
             for before in (*event.after, *event.held):
@@ -192,7 +192,7 @@ class Order:
         return found
 
     def known(self, event: Event, clock: Clock) -> bool:
-        """Whether an event has ended for whoever has this clock."""
+        """Whether an event has ended for an observer with this clock."""
         return any(clock[self.lanes[lane]] >= tick for lane, tick in event.ends)
 
 
@@ -216,7 +216,7 @@ def _clock(
 
 
 def _agree(sides: Sequence[Side | None]) -> bool:
-    """Whether all ranks of a team mean the same collective."""
+    """Whether all ranks of a team issue the same collective."""
     first = sides[0]
     if first is None or None in sides:
         return False
@@ -233,19 +233,19 @@ def _agree(sides: Sequence[Side | None]) -> bool:
 
 
 def _fits(move: Move, source: Side, target: Side) -> bool:
-    """Whether the ends of a move mean as many elements of one dtype."""
+    """Whether both ends of a move have the same dtype and number of elements."""
     (taken, dtype), (given, other) = _content(source, "x"), _content(target, "out")
     return dtype == other and 0 < taken * move.put[1] == given * move.take[1]
 
 
 def _content(side: Side, which: str) -> tuple[int, object]:
-    """How many elements a side sends or receives, and of what dtype."""
+    """Return the number of elements that a side sends or receives, and their dtype."""
     view = side.x if which == "x" else side.out
     return prod(view.shape) if view else 0, _dtype(side, which)
 
 
 def _form(side: Side) -> tuple[object, ...]:
-    """The shapes of what a side reads and writes, then the dtypes."""
+    """Return the shapes of what a side reads and writes, then the dtypes."""
     return (*(v and v.shape for v in (side.x, side.out)), _dtype(side, "x"), _dtype(side, "out"))
 
 
@@ -255,11 +255,11 @@ def _dtype(side: Side, which: str) -> object:
 
 
 # Races ----------------------------------------------------------------------------------------------------------------
-# Who touches which memory without being ordered: races, use of what was freed, reads of what nobody wrote.
+# Unordered accesses to memory: races, use after free, reads of memory that nobody wrote.
 #
-# Events come in an order that respects what comes before what, so an earlier access is ordered before a later one or
+# Events are visited in an order that follows happens-before, so an earlier access is ordered before a later one or
 # not at all. For each buffer the accesses that a later one could still race with are kept, by region (the idea of
-# FastTrack, Flanagan and Freund 2009: after an ordered write, what came before it need not be looked at again).
+# FastTrack, Flanagan and Freund 2009: after an ordered write, what came before it need not be checked again).
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +272,9 @@ class Touch:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two accesses to a common element that nothing orders, as issued; `first` is None where there is but one.
+    """Two unordered accesses to a common element, in the order of issue; `first` is None where only one is involved.
 
-    Of an `unwritten` one, `first` has left undefined what `second` reads.
+    In an `unwritten` conflict, `first` has left undefined what `second` reads.
     """
 
     kind: str  # race, use after free, unwritten
@@ -285,7 +285,7 @@ class Conflict:
 
 @dataclass(eq=False, slots=True)
 class AccessGroup:
-    """The accesses to one region of a buffer; `near` are the groups of those that meet it, itself among them."""
+    """The accesses to one region of a buffer; `near` holds the groups of all regions that overlap it, and itself."""
 
     reads: list[Touch] = field(default_factory=list)
     writes: list[Touch] = field(default_factory=list)
@@ -303,7 +303,7 @@ class History:
     freed: Touch | None = None
 
     def group(self, region: Region) -> AccessGroup:
-        """The accesses to a region."""
+        """Return the group of a region, which is made on first use."""
         group = self.groups.get(region)
         if group is None:
             group = self.groups[region] = AccessGroup()
@@ -314,7 +314,7 @@ class History:
         return group
 
     def add(self, touch: Touch, clean: bool) -> None:
-        """Keeps an access; `clean` if it is ordered after all others that it could race with."""
+        """Record an access; `clean` if it is ordered behind all others that it could race with."""
         group, access = self.groups[touch.access.region], touch.access
         if access.writes:
             if clean:
@@ -342,7 +342,7 @@ class History:
                     del self.undefined[gone]
 
     def unwritten(self, region: Region) -> Iterator[Touch | None]:
-        """Why a region may not be read: who left some of it undefined, or None where nobody has written it."""
+        """Yield why a region may not be read: the access that left some of it undefined, or None if nobody wrote it."""
         if not self.undefined and region in self.written:
             return
         gaps = ((gone, *gap) for gone, gap in self.undefined.items() if gone.meets(region))
@@ -353,7 +353,7 @@ class History:
 
 
 class RaceDetector:
-    """Looks at what events do to memory, one event after another.
+    """Check the accesses of events, one event after another, against earlier accesses to the same memory.
 
     `conflicts` holds one conflict for each pair of statements and each buffer, with the number of times it was met.
     """
@@ -372,7 +372,7 @@ class RaceDetector:
             touch = Touch(event, access)
             found = list(self._unordered(touch, history, clock))
             for other in found:
-                if _told_of_the_writer(other, touch):
+                if _implied_by_writer(other, touch):
                     continue
                 self.raced.add(buffer)
                 self._note(Conflict("race", buffer, *_as_issued(other, touch)))
@@ -397,7 +397,7 @@ class RaceDetector:
                     yield other
 
     def finish(self) -> None:
-        """Once all events have come: of reads of nothing, those of buffers in which no race explains it."""
+        """Report reads of unwritten memory after all events, except in buffers where a race explains them."""
         for touch, buffer, history, why in self.unsure:
             if buffer not in self.raced or (why is None and not covered(touch.access.region, history.written)):
                 self._note(Conflict("unwritten", buffer, why, touch))
@@ -409,13 +409,16 @@ class RaceDetector:
         self.conflicts[conflict.kind, conflict.buffer.name, sides, own] = first, times + 1
 
 
-def _told_of_the_writer(a: Touch, b: Touch) -> bool:
-    """A read that is not behind an allocation, which needs no finding of its own: either whoever wrote what it reads is
-    not behind the allocation, or the read is not behind the writer, or nobody wrote it."""
+def _implied_by_writer(a: Touch, b: Touch) -> bool:
+    """Whether a conflict is a read that is not ordered behind an allocation, which needs no finding of its own.
+
+    Either the writer of what it reads is not behind the allocation, or the read is not behind the writer, or nobody
+    wrote it: each of these is a finding.
+    """
     return any(one.event.verb == "allocates" and not other.access.writes for one, other in ((a, b), (b, a)))
 
 
 def _as_issued(a: Touch, b: Touch) -> tuple[Touch, Touch]:
-    """Two accesses in the order in which their ranks issue them."""
+    """Return two accesses in the order in which their ranks issue them."""
     first = (a.event.call, a.event.number) <= (b.event.call, b.event.number)
     return (a, b) if first else (b, a)

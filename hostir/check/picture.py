@@ -20,14 +20,14 @@ from hostir.ir.onesided_ops import Barrier, PeerCopy
 from hostir.ir.program import Program, format_statement
 
 # The scene ------------------------------------------------------------------------------------------------------------
-# What a picture of an analysis shows: statements as boxes in lanes and columns, and what orders them.
+# The contents of a picture: statements as boxes in lanes and columns, and arrows for what orders them.
 #
 # Columns are the depth in happens-before: a box stands right of all that comes before it, and sides of one
 # communication stand above each other. Arrows within a rank also stand for chains through what is left out; arrows from
 # rank to rank only for those through ranks that are left out.
 
 COMMUNICATION, COMPUTATION, OTHER = "communication", "computation", "other"  # kinds of boxes; the first is a lane, too
-CIRCLES = ("deadlock", "SMs held")  # findings whose events wait for each other all around
+CYCLIC = ("deadlock", "SMs held")  # findings whose events wait for each other all around
 EARLY = ("begins", "moves")  # of a communication's events, those that need not have met other ranks
 MERGED = (FreeBuffer, Synchronize)  # statements that share a box with those of the kind that they follow
 Way = Literal["order", "ranks", "meets"]  # of an arrow: within a rank, to another, between sides of a communication
@@ -36,7 +36,7 @@ Tie = tuple[int, ...]  # events that happen together
 
 @dataclass(eq=False)
 class Box:
-    """A statement of one rank in one round and call, several like it in a row, or the caller's. `last` is included."""
+    """A box of the picture: a statement of one rank, round and call, several like it in a row, or the caller's."""
 
     rank: int
     lane: str
@@ -52,14 +52,14 @@ class Box:
 
     @property
     def place(self) -> str:
-        """The rounds."""
+        """The loop rounds, as text."""
         ends = dict.fromkeys((*self.rounds[:1], *self.rounds[-1:]))
         return f"[{' to '.join(map(_list, ends))}] " if ends else ""
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """`source` comes before `target`; the columns are those of the events that say so. `back`: it closes a circle."""
+    """An arrow: `source` happens before `target`; columns are those of the events. `back`: it closes a cycle."""
 
     source: Box
     target: Box
@@ -71,18 +71,18 @@ class Arrow:
 
 @dataclass(frozen=True)
 class FindingMark:
-    """A finding in the picture: its boxes, the pairs that are in conflict, and the arrows that make a circle."""
+    """The mark of a finding: its boxes, the pairs in conflict, and the arrows of a cycle."""
 
     number: int
     finding: Finding
     boxes: tuple[Box, ...]
     pairs: tuple[tuple[Box, Box], ...]
-    circle: tuple[Arrow, ...] = ()
+    cycle: tuple[Arrow, ...] = ()
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is drawn."""
+    """The boxes, arrows and marks of a picture."""
 
     boxes: Sequence[Box]
     arrows: Sequence[Arrow]
@@ -102,7 +102,7 @@ class Scene:
 
 
 def boxes_of(program: Program, order: Order, ranks: Iterable[int], calls: int, named: Set[Event]) -> list[Box]:
-    """The boxes of some ranks in the first calls, as issued. Allocations have one where a finding names them."""
+    """Return the boxes of some ranks in the first calls, as issued. An allocation gets one if a finding names it."""
     found: dict[tuple[object, ...], Box] = {}
     for event in (e for rank in ranks for e in order.ranks[rank].events):
         if event.call >= calls or (event.verb == "allocates" and event not in named):
@@ -142,13 +142,13 @@ def _list(numbers: Iterable[int]) -> str:
 
 
 def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -> Scene:
-    """Puts boxes into columns and rows, with arrows for what orders them and marks for numbered findings."""
+    """Place boxes in columns and rows, with arrows for the edges between them and marks for numbered findings."""
     if not boxes:
         return Scene((), (), ())
     events = [event for box in boxes for event in box.events]
     owner_of = {event: box for box in boxes for event in box.events}
     owners = [owner_of[event] for event in events]
-    graph = _between(order, events, held=any(finding.kind in CIRCLES for finding in findings.values()))
+    graph = _between(order, events, held=any(finding.kind in CYCLIC for finding in findings.values()))
     early = [n for n, event in enumerate(events) if event.verb in EARLY]  # where ranks differ, no edge leads on
     met = [n for n, event in enumerate(events) if event.verb not in EARLY]
     graph.add_edges_from((n, m) for n in early for m in met if owners[m] is owners[n])
@@ -161,14 +161,14 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
     _stack(boxes)
     arrows = _arrows(graph, back, owners, columns, _barriers(events, columns))
     marks = _marks(findings, owner_of, arrows)
-    circle = {(arrow.source, arrow.target) for mark in marks for arrow in mark.circle}
-    return Scene(boxes, [a for a in arrows if (a.target, a.source) not in circle], marks)
+    cycle = {(arrow.source, arrow.target) for mark in marks for arrow in mark.cycle}
+    return Scene(boxes, [a for a in arrows if (a.target, a.source) not in cycle], marks)
 
 
 def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
-    """A graph of events by place in `shown`: an edge wherever a chain leads from one to another past the rest.
+    """Return a graph of the shown events, with an edge wherever a path leads from one to another past hidden events.
 
-    What may hold an event up is in it only if `held`: nobody may rely on it, but it closes circles.
+    `held` includes edges from what may hold an event up: programs may not rely on them, but they close cycles.
     """
     import networkx as nx
 
@@ -205,12 +205,12 @@ def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
 
 
 def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
-    """The edges that close circles: all within one that lead to another rank, or to what was issued earlier."""
+    """Return the edges to leave out to break all cycles: those within a cycle to another rank or back in time."""
     import networkx as nx
 
     found: list[tuple[int, int]] = []
-    for circle in nx.strongly_connected_components(graph):
-        inner = graph.subgraph(circle).edges
+    for cycle in nx.strongly_connected_components(graph):
+        inner = graph.subgraph(cycle).edges
         found += [
             (a, b) for a, b in inner if owners[a].rank != owners[b].rank or (a > b and owners[a] is not owners[b])
         ]
@@ -218,7 +218,7 @@ def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
 
 
 def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
-    """The longest way to each event, in boxes."""
+    """Return the column of each event: the length, in boxes, of the longest path to it."""
     import networkx as nx
 
     columns: dict[int, int] = {}
@@ -229,14 +229,14 @@ def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
 
 
 def _beside(a: Box, b: Box) -> bool:
-    """Whether two boxes are one, or sides of one communication: ranks order each other's only where these meet."""
+    """Whether two boxes are one, or sides of one communication, so that one column may hold both."""
     if a is b or a.rank == b.rank or not a.lane == b.lane == COMMUNICATION:
         return a is b
     return a.word == b.word or all(isinstance(box.events[0].statement, Message) for box in (a, b))
 
 
 def _stack(boxes: Iterable[Box]) -> None:
-    """Gives each box the first row of its lane in which its columns are free."""
+    """Give each box the first row of its lane in which its columns are free."""
     ends: dict[tuple[int, str], list[int]] = {}
     for box in sorted(boxes, key=lambda box: box.first):
         rows = ends.setdefault((box.rank, box.lane), [])
@@ -247,7 +247,7 @@ def _stack(boxes: Iterable[Box]) -> None:
 def _arrows(
     graph: Any, back: Sequence[tuple[int, int]], owners: Sequence[Box], columns: Mapping[int, int], ties: Iterable[Tie]
 ) -> list[Arrow]:
-    """An arrow for each pair of boxes that an edge joins which no others imply; ties in place of those they explain."""
+    """Return an arrow for each pair of joined boxes that no others imply; ties replace those that they explain."""
     import networkx as nx
 
     found: dict[tuple[Box, Box], Arrow] = {}
@@ -267,12 +267,12 @@ def _arrows(
 
 
 def _barriers(events: Sequence[Event], columns: Mapping[int, int]) -> list[Tie]:
-    """The sides of each barrier, in the order of ranks, where they stand above each other."""
+    """Return the ties of barriers: their sides in the order of ranks, where these share a column."""
     sides: dict[tuple[Event, int], list[int]] = {}
     for n, event in enumerate(events):
-        for come in event.after if isinstance(event.statement, Barrier) else ():
-            if come.verb == "meets":
-                sides.setdefault((come, columns[n]), []).append(n)
+        for meeting in event.after if isinstance(event.statement, Barrier) else ():
+            if meeting.verb == "meets":
+                sides.setdefault((meeting, columns[n]), []).append(n)
     return [tuple(side) for side in sides.values()]
 
 
@@ -280,39 +280,39 @@ def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: 
     marks = []
     for number, finding in findings.items():
         boxes = tuple(dict.fromkeys(owner[event] for event in finding.events if event in owner))
-        pairs, circle = list(pairwise(boxes)), list[Arrow]()
-        if finding.kind in CIRCLES:
-            pairs, circle = _around(boxes, arrows)
+        pairs, cycle = list(pairwise(boxes)), list[Arrow]()
+        if finding.kind in CYCLIC:
+            pairs, cycle = _around(boxes, arrows)
         if boxes:
-            marks.append(FindingMark(number, finding, boxes, tuple(pairs), tuple(circle)))
+            marks.append(FindingMark(number, finding, boxes, tuple(pairs), tuple(cycle)))
     return marks
 
 
 def _around(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> tuple[list[tuple[Box, Box]], list[Arrow]]:
-    """The arrows that lead from each box of a circle to the next, and the pairs between which there are none."""
+    """Return the arrows around a cycle of boxes, and the neighbours in it that no arrow joins."""
     import networkx as nx
 
     graph = nx.DiGraph()
     graph.add_nodes_from(boxes)
     for arrow in arrows:
         graph.add_edge(arrow.source, arrow.target, arrow=arrow)
-    apart, circle = [], []
+    apart, cycle = [], []
     for a, b in zip(boxes, (*boxes[1:], *boxes[:1]), strict=True):
         if not nx.has_path(graph, a, b):
             apart.append((a, b))
             continue
-        circle += [graph.edges[step]["arrow"] for step in pairwise(nx.shortest_path(graph, a, b))]
-    return apart, circle
+        cycle += [graph.edges[step]["arrow"] for step in pairwise(nx.shortest_path(graph, a, b))]
+    return apart, cycle
 
 
 def nearby(boxes: Iterable[Box], centre: Set[Event], reach: int) -> list[Box]:
-    """The boxes outside loops, and those at most `reach` rounds of an outermost loop away from where the events are."""
+    """Return the boxes outside loops, and those within `reach` rounds of an outermost loop around the findings."""
     rounds = {event.rounds[0] for event in centre if event.rounds} or {0}
     return [box for box in boxes if not box.rounds or min(abs(box.rounds[0][0] - r) for r in rounds) <= reach]
 
 
 def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
-    """At most so many boxes: those that their rank issues next to where the events are."""
+    """Return at most so many boxes, those that their rank issues closest to the findings' events."""
     first: dict[int, int] = {}  # box of a rank
     turns = [first.setdefault(box.rank, n) for n, box in enumerate(boxes)]
     places = [n - turns[n] for n, box in enumerate(boxes) if not centre.isdisjoint(box.events)] or [0]
@@ -322,7 +322,7 @@ def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
 
 
 def merged(boxes: Iterable[Box], centre: Set[Event]) -> list[Box]:
-    """The boxes, with one for all that a stream frees or waits for in a row, where no finding tells them apart."""
+    """Return the boxes with frees or waits in a row on one stream merged, unless a finding names one of them."""
     found: list[Box] = []
     for box in boxes:
         before = found[-1] if found else box
@@ -343,7 +343,7 @@ def _alike(a: Box, b: Box) -> bool:
 
 
 def _place(box: Box) -> tuple[int, bool, bool, int]:
-    """Sorts lanes: of each rank the caller's stream, the pool in order, communications."""
+    """Sort key of lanes: for each rank the caller's stream, the pool in order, communications."""
     number = box.lane.removeprefix("stream ")
     return box.rank, box.lane == COMMUNICATION, box.lane != "caller", int(number) if number.isdigit() else 0
 
@@ -354,15 +354,15 @@ def _place(box: Box) -> tuple[int, bool, bool, int]:
 # Rows are the streams of each rank and its communications; a box stands right of all that comes before it. Arrows say
 # what comes before what, without those that others imply. What is in conflict is red.
 
-MOST_BOXES, FEWEST_BOXES, MOST_RANKS, MOST_FINDINGS = 150, 16, 8, 4  # that are drawn
-MOST_TOLD = 12  # findings in words
+MAX_BOXES, MIN_BOXES, MAX_RANKS, MAX_FINDINGS = 150, 16, 8, 4  # that are drawn
+MAX_LISTED = 12  # findings in words
 
 # In pixels.
 NARROWEST, WIDE, WIDEST = 800, 1200, 1600  # beyond the second rounds are left out, beyond the last statements
 LEFT, RIGHT, TOP, BOTTOM = 122, 16, 90, 16
 HEIGHT, CHANNEL, GAP, GUTTER, LINE = 30, 16, 20, 18, 17
 HEAD, REST, WORDS = 6.5, 5.9, 6.1  # of a character: in a box's first line, in its second, in running text
-LONGEST = (22, 18, 15, 12)  # of a box's second line, in characters: the first with which all fits
+TITLE_LENGTHS = (22, 18, 15, 12)  # of a box's second line, in characters: the first with which all fits
 
 FILLS = {COMMUNICATION: ("#fbeee5", "#e07b39"), COMPUTATION: ("#e8eff8", "#3f6fb5"), OTHER: ("#f6f8fa", "#9aa5b1")}
 MEANINGS = {"order": "comes before", "ranks": "comes before, on another rank", "meets": "start together"}
@@ -388,20 +388,20 @@ Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def draw(program: Program, analysis: Analysis) -> str:
-    """The picture as SVG. The ranks, rounds and calls that findings name are drawn; what is left out is told."""
+    """Return the picture as SVG: the ranks, rounds and calls that findings name; a line says what is left out."""
     title = f"@{program.name}: {_count(len(analysis.findings), 'finding') or 'no findings'}"
-    told = [f"{name} = {value}" for name, value in sorted((analysis.sizes or {}).items())]
+    header = [f"{name} = {value}" for name, value in sorted((analysis.sizes or {}).items())]
     if analysis.order is None:
-        return _Page(title, told, Scene((), (), ()), analysis).text()
+        return _Page(title, header, Scene((), (), ()), analysis).text()
     scene, left_out = _choose(program, analysis, analysis.order)
-    return _Page(title, told + left_out, scene, analysis).text()
+    return _Page(title, header + left_out, scene, analysis).text()
 
 
 def _choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, list[str]]:
-    """As many rounds as fit, and what is left out, in words."""
+    """Return a scene with as many rounds as fit, and what is left out, as text."""
     numbered = {n: f for n, f in enumerate(analysis.findings, 1) if isinstance(f, Finding) and f.events}
-    stuck = {n: f for n, f in numbered.items() if f.kind == "deadlock"}  # what else is found may come of it
-    findings = dict(list((stuck or numbered).items())[:MOST_FINDINGS])
+    stuck = {n: f for n, f in numbered.items() if f.kind == "deadlock"}  # other findings may follow from it
+    findings = dict(list((stuck or numbered).items())[:MAX_FINDINGS])
     centre = {event for f in findings.values() for event in f.events}
     calls = 1 + max((event.call for event in centre), default=0)
     ranks = _ranks(program, {event.rank for event in centre})
@@ -416,29 +416,29 @@ def _choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, 
 
     def too_much(reach: int) -> bool:
         some = near(reach)
-        return len(some) > MOST_BOXES or _width(scene(some), LONGEST[-1]) > WIDE
+        return len(some) > MAX_BOXES or _width(scene(some), TITLE_LENGTHS[-1]) > WIDE
 
     found = near(max(0, bisect_left(range(1 + max(rounds, default=0)), True, key=too_much) - 1))
     kept = {turn[0] for box in found for turn in box.rounds}
-    most = MOST_BOXES
+    most = MAX_BOXES
     chosen = scene(closest(found, centre, most))
-    while most > FEWEST_BOXES and _width(chosen, LONGEST[-1]) > WIDEST:
+    while most > MIN_BOXES and _width(chosen, TITLE_LENGTHS[-1]) > WIDEST:
         most -= most // 4
         chosen = scene(closest(found, centre, most))
     left_out = [
         f"{_spans('call', range(1, calls + 1))} of {order.ranks[0].turn}",
         _ranks_left_out(program, order, ranks),
-        _told(_spans("round", [n for n in rounds if n not in kept]), "of loops not drawn"),
-        _told(_count(len(found) - len(chosen.boxes), "statement"), "farther off not drawn"),
-        _told(_count(len(numbered) - len(findings), "finding"), "more not marked"),
+        _unless_empty(_spans("round", [n for n in rounds if n not in kept]), "of loops not drawn"),
+        _unless_empty(_count(len(found) - len(chosen.boxes), "statement"), "farther off not drawn"),
+        _unless_empty(_count(len(numbered) - len(findings), "finding"), "more not marked"),
     ]
-    return chosen, [told for told in left_out if told]
+    return chosen, [text for text in left_out if text]
 
 
 def _ranks(program: Program, named: set[int]) -> list[int]:
-    """The ranks that findings name, and one more."""
+    """Return the ranks to draw: those that findings name, and one more."""
     others = [rank for rank in range(program.ranks) if rank not in named]
-    return sorted({*sorted(named)[:MOST_RANKS], *others[: 1 if named else 2]})
+    return sorted({*sorted(named)[:MAX_RANKS], *others[: 1 if named else 2]})
 
 
 def _ranks_left_out(program: Program, order: Order, ranks: Sequence[int]) -> str:
@@ -448,23 +448,23 @@ def _ranks_left_out(program: Program, order: Order, ranks: Sequence[int]) -> str
     others = [rank for rank in range(program.ranks) if rank not in ranks]
     known = [issued(rank) for rank in ranks]
     alike = all(issued(rank) in known for rank in others)
-    return _told(_spans("rank", others), "alike, not drawn" if alike else "not drawn")
+    return _unless_empty(_spans("rank", others), "alike, not drawn" if alike else "not drawn")
 
 
-def _told(what: str, how: str) -> str:
+def _unless_empty(what: str, how: str) -> str:
     return what and f"{what} {how}"
 
 
 def _spans(what: str, numbers: Sequence[int]) -> str:
-    """Ascending numbers in words: ranks 0, 2 to 7. Empty where there are none."""
+    """Return ascending numbers as text, such as "ranks 0, 2 to 7"; empty for none."""
     spans: list[list[int]] = []
     for n in numbers:
         if spans and n == spans[-1][-1] + 1:
             spans[-1][1:] = [n]
         else:
             spans.append([n])
-    told = ", ".join(" to ".join(map(str, span)) for span in spans)
-    return told and f"{what}{'s' if len(numbers) > 1 else ''} {told}"
+    text = ", ".join(" to ".join(map(str, span)) for span in spans)
+    return text and f"{what}{'s' if len(numbers) > 1 else ''} {text}"
 
 
 def _count(number: int, what: str) -> str:
@@ -476,7 +476,7 @@ def _clip(text: str, longest: int) -> str:
 
 
 def _widths(scene: Scene, longest: int) -> list[float]:
-    """The width of each column, its gutter included."""
+    """Return the width of each column, gutter included."""
     widths = [0.0] * scene.columns
     for box in scene.boxes:
         text = max(len(box.word) * HEAD, len(_clip(box.place + box.operands, longest)) * REST) + 10
@@ -489,16 +489,16 @@ def _width(scene: Scene, longest: int) -> float:
 
 
 class _Page:
-    """Lays out a scene, and writes it from the back to the front: lanes, arrows, boxes, what is red."""
+    """Lays out a scene and writes it from back to front: lanes, arrows, boxes, findings."""
 
-    def __init__(self, title: str, told: list[str], scene: Scene, analysis: Analysis) -> None:
+    def __init__(self, title: str, header: list[str], scene: Scene, analysis: Analysis) -> None:
         self.title, self.scene, self.findings = title, scene, analysis.findings
-        self.longest = next((n for n in LONGEST if _width(scene, n) <= WIDE), LONGEST[-1])
+        self.longest = next((n for n in TITLE_LENGTHS if _width(scene, n) <= WIDE), TITLE_LENGTHS[-1])
         widths = _widths(scene, self.longest)
         self.columns = [(LEFT + sum(widths[:n]), LEFT + sum(widths[: n + 1]) - GUTTER) for n in range(len(widths))]
         self.width = max(NARROWEST, _width(scene, self.longest))
-        self.told = self._wrapped("; ".join(told)) or [""]
-        self.top = LINE * (len(self.told) - 1)
+        self.header = self._wrapped("; ".join(header)) or [""]
+        self.top = LINE * (len(self.header) - 1)
         self.rows: dict[tuple[int, str], float] = {}
         self.bottom = float(TOP + self.top)
         for (rank, lane), rows in scene.lanes.items():
@@ -506,8 +506,8 @@ class _Page:
             self.rows[rank, lane] = self.bottom
             self.bottom += rows * (HEIGHT + CHANNEL)
         self.red = {box for mark in scene.marks for box in mark.boxes}
-        self.circle = {arrow for mark in scene.marks for arrow in mark.circle}
-        self.taken = [self.place(box) for box in scene.boxes]  # where no words may stand
+        self.cycle = {arrow for mark in scene.marks for arrow in mark.cycle}
+        self.taken = [self.place(box) for box in scene.boxes]  # where no label may be
 
     def place(self, box: Box) -> Rectangle:
         y = self.rows[box.rank, box.lane] + box.row * (HEIGHT + CHANNEL) + CHANNEL / 2
@@ -518,9 +518,9 @@ class _Page:
         height = self.bottom + BOTTOM + LINE * len(words) + BOTTOM
         box = f'viewBox="0 0 {self.width:g} {height:g}" width="{self.width:g}" height="{height:g}"'
         parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {box}>', STYLE, *_heads(), *self._top(), *self._lanes()]
-        calm = [arrow for arrow in self.scene.arrows if arrow not in self.circle]
+        calm = [arrow for arrow in self.scene.arrows if arrow not in self.cycle]
         parts += dict.fromkeys(self._arrow(arrow, INK[arrow.way]) for arrow in calm)
-        parts += [self._arrow(arrow, INK["red"]) for arrow in self.scene.arrows if arrow in self.circle]
+        parts += [self._arrow(arrow, INK["red"]) for arrow in self.scene.arrows if arrow in self.cycle]
         parts += [_path(self._way(a, b), "conflict") for mark in self.scene.marks for a, b in mark.pairs]
         parts += [self._box(box) for box in self.scene.boxes]
         parts += [self._label(mark) for mark in self.scene.marks]
@@ -530,7 +530,7 @@ class _Page:
 
     def _top(self) -> list[str]:
         drawn = [f'<text class="title" x="16" y="30">{escape(self.title)}</text>']
-        for n, line in enumerate(self.told):
+        for n, line in enumerate(self.header):
             drawn.append(f'<text class="quiet" x="16" y="{50 + LINE * n}">{escape(line)}</text>')
         x, y = 16, 72 + self.top
         for kind, (fill, line) in FILLS.items():
@@ -573,13 +573,13 @@ class _Page:
         return _path(self._step(arrow), "arrow", color, head)
 
     def _tie(self, arrow: Arrow) -> str:
-        """Straight up or down, between sides of one communication."""
+        """Return a vertical line between the sides of one communication."""
         x = sum(self.columns[arrow.enters]) / 2
         upper, lower = sorted((self.place(arrow.source), self.place(arrow.target)), key=lambda place: place[1])
         return f"M{x:g} {upper[3]:g}V{lower[1]:g}"
 
     def _step(self, arrow: Arrow) -> str:
-        """From the right end of a box to the left end of another."""
+        """Return an arrow from the right end of a box to the left end of another."""
         source, target = self.place(arrow.source), self.place(arrow.target)
         leaves, enters = self.columns[arrow.leaves][1], self.columns[arrow.enters][0]
         if source[1] == target[1] and arrow.enters == arrow.leaves + 1:
@@ -594,7 +594,7 @@ class _Page:
 
     # Words ------------------------------------------------------------------------------------------------------------
     def _label(self, mark: FindingMark) -> str:
-        """What is in conflict, in short, where it hides as little as may be."""
+        """Return a short label of a conflict, placed where it hides least."""
         about = f" on %{mark.finding.buffer}" if mark.finding.buffer else ""
         text = f"{mark.number}: {mark.finding.kind}{about}"
         half = len(text) * (HEAD + 0.7) / 2 + 6
@@ -606,9 +606,9 @@ class _Page:
         return f'<g><rect {frame} fill="#fff" stroke="{INK["red"]}"/>{words}</g>'
 
     def _spots(self, mark: FindingMark) -> list[Point]:
-        """Along the first line of a mark, then around its last box."""
+        """Yield label positions: along the first line of a mark, then around its last box."""
         spots: list[Point] = []
-        for a, b in [*mark.pairs, *((arrow.source, arrow.target) for arrow in mark.circle)][:4]:
+        for a, b in [*mark.pairs, *((arrow.source, arrow.target) for arrow in mark.cycle)][:4]:
             (l0, t0, r0, _), (l1, t1, r1, _) = self.place(a), self.place(b)
             for t in (0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8):
                 y = t0 - 9 if t0 == t1 else t0 * (1 - t) + t1 * t + HEIGHT / 2
@@ -617,7 +617,7 @@ class _Page:
         return [*spots, ((left + right) / 2, bottom + 9), ((left + right) / 2, top - 9)]
 
     def _hidden(self, area: Rectangle) -> float:
-        """How much of what is taken lies below an area."""
+        """Return how much occupied area a rectangle would hide."""
         left, top, right, bottom = area
         shared = (
             max(0.0, min(right, r) - max(left, x)) * max(0.0, min(bottom, b) - max(top, y)) for x, y, r, b in self.taken
@@ -625,16 +625,16 @@ class _Page:
         return sum(shared)
 
     def _words(self) -> list[tuple[str, str]]:
-        """The findings, line by line."""
+        """Return the findings as lines of text with their styles."""
         lines = []
-        for number, found in enumerate(self.findings[:MOST_TOLD], 1):
+        for number, found in enumerate(self.findings[:MAX_LISTED], 1):
             at = f"line {found.span.line}: " if found.span else ""
             level = "warning: " if found.level == "warning" else ""
-            told = {"finding": f"{number}. {at}{level}{found.message}", "quiet": found.hint and f"hint: {found.hint}"}
-            for style, text in told.items():
+            styles = {"finding": f"{number}. {at}{level}{found.message}", "quiet": found.hint and f"hint: {found.hint}"}
+            for style, text in styles.items():
                 lines += [(style, escape(line)) for line in self._wrapped(text)]
-        if len(self.findings) > MOST_TOLD:
-            lines.append(("quiet", f"and {len(self.findings) - MOST_TOLD} more"))
+        if len(self.findings) > MAX_LISTED:
+            lines.append(("quiet", f"and {len(self.findings) - MAX_LISTED} more"))
         return lines
 
     def _wrapped(self, text: str) -> list[str]:
@@ -642,7 +642,7 @@ class _Page:
 
 
 def _curve(x0: float, a: Rectangle, x1: float, b: Rectangle) -> str:
-    """From a box to another above or below it; over its neighbours where both are in one row."""
+    """Return a curve from a box to one above or below it, or over the boxes between two in one row."""
     if a[1] == b[1]:
         return f"M{x0:g} {a[1]:g}C{x0:g} {a[1] - 13:g} {x1:g} {b[1] - 13:g} {x1:g} {b[1] - 1:g}"
     down = a[1] < b[1]

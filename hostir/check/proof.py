@@ -1,8 +1,8 @@
-"""Proves a host program free of races, deadlocks and misuse of memory, or says where it is not.
+"""Prove a host program free of races, deadlocks and misuse of memory, or report where it is not.
 
-Loops are unrolled for given sizes; symbols that are not bound get small ones. Every rank is traced, through as many
-calls as asked; what ranks issue is joined; then one walk with vector clocks looks at all accesses to memory. The rules
-are those of docs/memory-model.md.
+Loops are unrolled for given sizes; symbols that are not bound get small ones. Every rank is traced through as
+many calls as asked; the ranks' events are joined; then one walk with vector clocks checks all accesses to memory. The
+rules are those of docs/memory-model.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from hostir.check.alike import Alike, alike
-from hostir.check.deadlocks import calls_needed, circles, flags_out_of_order, kernels_in_the_way
+from hostir.check.deadlocks import calls_needed, cyclic_waits, flags_out_of_order, kernels_in_the_way
 from hostir.check.findings import Finding, Words
 from hostir.check.order import Conflict, Order, RaceDetector
 from hostir.check.signature import small_sizes
@@ -23,14 +23,14 @@ from hostir.ir.program import Program
 from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
 
 MAX_STATEMENTS = 500_000  # statements, over all ranks and calls: about a minute
-MOST_CALLS = 32  # that are looked at
+MAX_CALLS = 32  # that are checked
 JOIN = "have the kernel's stream 'synchronize' the others first"
 VALUES = "give values: --set NAME=VALUE"
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """Findings of a check, the order that it looked at, if it got so far, and the sizes and calls it looked at."""
+    """The findings of a check, the order of events (None if it got not that far), and the sizes and calls it used."""
 
     findings: list[Diagnostic]
     order: Order | None = None
@@ -40,9 +40,9 @@ class Analysis:
 
 @contextmanager
 def _keeping_all() -> Iterator[None]:
-    """Lets Python collect no garbage meanwhile: a proof makes objects by the million and drops few of them.
+    """Disable garbage collection meanwhile: a proof makes objects by the million and drops few of them.
 
-    To go through them again and again, as collections do, takes as long as the proof.
+    Collections that visit all of them again and again take as long as the proof.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -54,8 +54,8 @@ def _keeping_all() -> Iterator[None]:
 
 
 @_keeping_all()
-def look(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Looks at one rank where that stands for all and is right; at all ranks otherwise."""
+def analyse_quickly(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
+    """Analyse rank 0 alone where it stands for all ranks and nothing is wrong; all ranks otherwise."""
     if misfits := program.misfits(sizes or {}):
         return Analysis(misfits)
     bound, number = small_sizes(program, sizes or {}), calls or 2
@@ -78,9 +78,9 @@ def look(program: Program, sizes: Mapping[str, int] | None = None, calls: int | 
 
 @_keeping_all()
 def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Traces all ranks of a host program whose structure is sound, and looks at all orders.
+    """Trace all ranks of a host program whose structure is sound, and check every order of their events.
 
-    Unless it is said how many calls follow each other, it looks at as many as show what any number would.
+    Unless `calls` is given, enough successive calls are checked to show the errors of any number of calls.
     """
     if misfits := program.misfits(sizes or {}):
         return Analysis(misfits)
@@ -100,7 +100,7 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
         needed = calls_needed(analysis.order, program.ranks)
         if needed <= number:
             return analysis
-        if needed > MOST_CALLS:
+        if needed > MAX_CALLS:
             why = (
                 f"what needs SMs in a call may still wait {number - 1} calls later, beside a kernel that waits as well"
             )
@@ -109,7 +109,7 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
 
 
 def _walked(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
-    """Walk so many calls of all ranks."""
+    """Trace this many calls of all ranks, and check their events."""
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     try:
         for tracer in tracers:
@@ -124,9 +124,9 @@ def _walked(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
 
 
 def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic]:
-    """Deadlocks of a program that is right otherwise, on a device whose streams share queues.
+    """Return deadlocks of an otherwise sound program on a device whose streams share hardware queues.
 
-    Behind a wait, such a queue keeps back all that was issued to it later, on whichever stream.
+    A wait in such a queue holds back all that was issued to the queue later, whatever its stream.
     """
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     for tracer in tracers:
@@ -139,8 +139,8 @@ def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic
                 last = event
     order = Order(tracers)
     left = order.run(lambda event, clock: None)
-    circle = [replace(trouble, kind="queues shared") for trouble in circles(order, left)]
-    return list(Words(program).troubles(circle))
+    cycle = [replace(trouble, kind="queues shared") for trouble in cyclic_waits(order, left)]
+    return list(Words(program).troubles(cycle))
 
 
 def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
@@ -148,23 +148,23 @@ def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
 
 
 def findings_of(program: Program, order: Order) -> list[Diagnostic]:
-    """Findings about an order, errors first."""
+    """Return the findings about an order of events, errors first."""
     words = Words(program)
     if order.troubles:
         return list(words.troubles(order.troubles))
     memory = RaceDetector(order)
     left = order.run(memory.visit)
-    found: list[Finding] = list(words.troubles([*circles(order, left), *flags_out_of_order(order)]))
+    found: list[Finding] = list(words.troubles([*cyclic_waits(order, left), *flags_out_of_order(order)]))
     if not left:
         memory.finish()
         found += words.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
         found += words.leaks(_leaked(order.ranks))
-    found += [words.conflict(c, times) for c, times in _telling(memory.conflicts.values())]
+    found += [words.conflict(c, times) for c, times in _most_specific(memory.conflicts.values())]
     return sorted(found, key=_in_program_order)
 
 
-def _telling(conflicts: Iterable[tuple[Conflict, int]]) -> list[tuple[Conflict, int]]:
-    """The conflicts; those with an `allocate` only where no other tells which order between two streams is missing."""
+def _most_specific(conflicts: Iterable[tuple[Conflict, int]]) -> list[tuple[Conflict, int]]:
+    """Drop conflicts with an `allocate` where another conflict reports the same missing order between two streams."""
     every = list(conflicts)
     streams = {(id(c.second.event.statement), c.first.event.stream) for c, _ in every if c.first and not _of_new(c)}
     return [(c, n) for c, n in every if not (_of_new(c) and _sides(c) in streams)]
@@ -179,17 +179,17 @@ def _sides(conflict: Conflict) -> tuple[int, str]:
 
 
 def _leaked(tracers: Sequence[Tracer]) -> list[Buffer]:
-    """Buffers that are neither freed nor outputs."""
+    """Return the buffers that are neither freed nor outputs."""
     gone = {buffer for t in tracers for buffer in t.freed}
     gone |= {view.buffer for t in tracers for outputs in t.outputs for view in outputs if view}
     return [buffer for t in tracers for buffer in t.buffers if buffer not in gone]
 
 
 def _in_program_order(found: Diagnostic) -> tuple[bool, int, int]:
-    """Errors first, each group by where it stands in the text."""
+    """Sort key of findings: errors first, then by position in the text."""
     return found.level != "error", found.span.line if found.span else 0, found.span.column if found.span else 0
 
 
 def _unchecked(program: Program, why: str, hint: str) -> Diagnostic:
-    """Not proved is an error to those who ask for a proof; `prove` lets it pass with a warning."""
+    """Return the error that a program was not proved; `prove` turns it into a refusal."""
     return Diagnostic(f"@{program.name} was not checked for races: {why}", hint=hint, kind=UNCHECKED)

@@ -1,9 +1,9 @@
-"""Repairs host programs: puts in the least synchronisation with which `check` finds nothing; tells what is too much.
+"""Repair host programs: insert the least synchronisation with which `check` finds nothing, and report redundant ones.
 
-The repair is a best-first search over edits that findings suggest. Whatever is put in can only lengthen the chains of
-work of a program, never shorten them: so a program that already costs more than a sound one that was found is given up
-(branch and bound). In the end every piece that was put in is taken out once, to see whether it is needed. What comes
-first of two things on one rank is what is issued first there, as a repair by hand would have it.
+The repair is a best-first search over edits that findings suggest. An insertion can only lengthen the chains of work
+of a program, never shorten them, so a program that already costs more than a sound one is dropped (branch and bound).
+In the end every insertion is removed once, to see whether it is needed. Of two events on one rank, the one that is
+issued first comes first, as in a repair by hand.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import Region
 from hostir.ir.source import Diagnostic, HostIRError, error
 
-MOST_LOOKS = 250  # programs that one repair looks at
-MORE_LOOKS = 12  # once it has found one without findings
+MAX_CANDIDATES = 250  # programs that one repair checks
+MAX_MORE_CANDIDATES = 12  # after the first without findings
 WAITING = (Synchronize, Wait, WaitSignal)
 ORDERING = (Synchronize, Barrier, Signal, WaitSignal)
-UNSOUND, UNMET = 1_000_000, 10_000  # a finding that hides all others, and one that hides what memory has to say
+UNSOUND, UNMET = 1_000_000, 10_000  # weights: a finding that hides all others, and one that hides those about memory
 
 Cost = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Look:
-    """A program, what is found in it, and what its order costs.
+class Candidate:
+    """A program that was checked during a repair, with its findings and its cost.
 
     Fields:
-        cost: work events in the longest chain, what ranks wait for, statements. Zeros where they are not known.
-        added: what was put in so far, edit by edit.
+        cost: work events in the longest chain, waits over all ranks, statements. Zeros where they are not known.
+        added: the insertions so far, edit by edit.
     """
 
     program: Program
@@ -67,109 +67,111 @@ class Look:
 
     @property
     def left(self) -> int:
-        """How far it is from having no finding."""
+        """The number of findings left, weighted by severity."""
         return sum(_weight(f) for f in self.found)
 
 
 @dataclass(frozen=True)
 class Repairer:
-    """What every look at a program has in common."""
+    """Checks and searches the candidates of one repair; holds the sizes and calls that they share."""
 
     sizes: Mapping[str, int] | None
     calls: int | None
 
-    def look(self, program: Program, added: tuple[Block, ...] = ()) -> Look:
+    def checked(self, program: Program, added: tuple[Block, ...] = ()) -> Candidate:
         if unsound := check_structure(program):
-            return Look(program, unsound, added=added)
+            return Candidate(program, unsound, added=added)
         analysis = analyse(program, self.sizes, self.calls)
         if analysis.order is None:
-            return Look(program, analysis.findings, added=added)
-        return Look(program, analysis.findings, analysis.order, cost(program, analysis.order), added)
+            return Candidate(program, analysis.findings, added=added)
+        return Candidate(program, analysis.findings, analysis.order, cost(program, analysis.order), added)
 
-    def tried(self, program: Program, added: tuple[Block, ...]) -> Look:
-        """The program, with frees for what leaks in it."""
-        after = self.look(program, added)
+    def tried(self, program: Program, added: tuple[Block, ...]) -> Candidate:
+        """Check a program, with frees inserted for buffers that leak in it."""
+        after = self.checked(program, added)
         if leaks := {f.buffer for f in after.found if isinstance(f, Finding) and f.kind == "leak"}:
             frees = for_leaks(Outline(program), leaks)
-            after = self.look(edited(program, frees), (*added, *(edit.new for edit in frees)))
+            after = self.checked(edited(program, frees), (*added, *(edit.new for edit in frees)))
         return after
 
-    def search(self, start: Look) -> Look | None:
-        """The cheapest program without a finding among those that were looked at."""
-        best, turn, looks = None, count(), MOST_LOOKS
+    def search(self, start: Candidate) -> Candidate | None:
+        """Return the cheapest candidate without findings, or None."""
+        best, turn, budget = None, count(), MAX_CANDIDATES
         todo = [(start.left, start.cost, next(turn), start)]
         seen = {start.program}
-        while todo and looks > 0:
-            look = heapq.heappop(todo)[-1]
-            if best is not None and (look.cost >= best.cost or look.left == start.left):
+        while todo and budget > 0:
+            candidate = heapq.heappop(todo)[-1]
+            if best is not None and (candidate.cost >= best.cost or candidate.left == start.left):
                 continue
-            for edits in suggestions(look):
-                program = edited(look.program, edits)
+            for edits in suggestions(candidate):
+                program = edited(candidate.program, edits)
                 if program in seen:
                     continue
                 seen.add(program)
-                looks -= 1
-                after = self.tried(program, (*look.added, *(edit.new for edit in edits if edit.new)))
+                budget -= 1
+                after = self.tried(program, (*candidate.added, *(edit.new for edit in edits if edit.new)))
                 if best is not None and after.cost >= best.cost:
                     continue
                 if after.order is not None and not after.found and not loses(after.order):
-                    best, looks = after, min(looks, MORE_LOOKS)
-                elif after.found and after.left <= look.left:
+                    best, budget = after, min(budget, MAX_MORE_CANDIDATES)
+                elif after.found and after.left <= candidate.left:
                     heapq.heappush(todo, (after.left, after.cost, next(turn), after))
         return best
 
-    def trimmed(self, look: Look, before: Look) -> Look:
-        """The program without what was put in and is not needed, and without what this has made needless."""
+    def trimmed(self, candidate: Candidate, before: Candidate) -> Candidate:
+        """Remove inserted statements that are not needed, then statements that the repair has made redundant."""
         known = {f.message for f in before.found}
-        for piece in look.added:
-            less = self.removed(look, piece)
-            if not less.found and less.cost <= look.cost:
-                look = less
-        for join in [s for piece in look.added for s in piece if isinstance(s, For)]:
-            look = self.narrowed(look, join)
+        for piece in candidate.added:
+            less = self.removed(candidate, piece)
+            if not less.found and less.cost <= candidate.cost:
+                candidate = less
+        for join in [s for piece in candidate.added for s in piece if isinstance(s, For)]:
+            candidate = self.narrowed(candidate, join)
         for unit in _units(before.program):
-            if isinstance(unit[0], (Signal, WaitSignal)) or (less := self.removed(look, unit)).found:
+            if isinstance(unit[0], (Signal, WaitSignal)) or (less := self.removed(candidate, unit)).found:
                 continue
-            if less.program == look.program or not _same_streams(look.program, unit):
+            if less.program == candidate.program or not _same_streams(candidate.program, unit):
                 continue
             if any(f.message not in known for f in self.removed(before, unit).found):
-                look = less
-        return look
+                candidate = less
+        return candidate
 
-    def narrowed(self, look: Look, join: For) -> Look:
-        """The program with a wait for one stream in place of that for all of them, where one is enough."""
-        if any(not isinstance(s, Synchronize) for s in join.body) or all(s is not join for s in look.program.walk()):
-            return look
-        place = Outline(look.program).place(join)
-        for stream in range(look.program.streams):
-            less = self.look(edited(look.program, (Edit(place, (Synchronize(stream=Lit(stream)),), drop=1),)))
-            if not less.found and less.cost < look.cost:
+    def narrowed(self, candidate: Candidate, join: For) -> Candidate:
+        """Replace a wait for all pool streams by a wait for one of them, where that is enough."""
+        if any(not isinstance(s, Synchronize) for s in join.body) or all(
+            s is not join for s in candidate.program.walk()
+        ):
+            return candidate
+        place = Outline(candidate.program).place(join)
+        for stream in range(candidate.program.streams):
+            less = self.checked(edited(candidate.program, (Edit(place, (Synchronize(stream=Lit(stream)),), drop=1),)))
+            if not less.found and less.cost < candidate.cost:
                 return less
-        return look
+        return candidate
 
-    def removed(self, look: Look, piece: Block) -> Look:
-        return self.look(look.program.with_body(without(look.program.body, piece)))
+    def removed(self, candidate: Candidate, piece: Block) -> Candidate:
+        return self.checked(candidate.program.with_body(without(candidate.program.body, piece)))
 
 
 def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Program:
-    """The program with the least synchronisation put in, and frees, with which `check` finds nothing in it.
+    """Insert the least synchronisation and frees into a program with which `check` finds nothing in it.
 
-    Least is what leaves the shortest chain of work (computations, communications and copies, each counting one) over
-    all ranks and calls; then what waits for the least; then what is the fewest statements. A wait, a free or a
-    synchronize that stands too late is moved. A flag that is waited for and not raised, or raised and not waited for,
-    gets the other half where one statement is enough; else a wait for it becomes a barrier, or goes.
+    The best repair leaves the shortest chain of work (computations, communications and copies, each counting one) over
+    all ranks and calls; then the fewest waits; then the fewest statements. A wait, a free or a synchronize that comes
+    too late is moved. A wait for a flag without a signal, or a signal without a wait, gets its counterpart if one
+    statement is enough; otherwise such a wait becomes a barrier, or is removed.
 
     Args:
         program: a host program.
         sizes: of symbols, as for `check`.
-        calls: how many calls follow each other; unless given, as many as show what any number would.
+        calls: how many successive calls to check; by default enough to show the errors of any number of calls.
 
     Raises:
-        HostIRError: naming what putting in cannot repair, with what to do about it.
+        HostIRError: with the findings that no insertion repairs, and what to do about them.
     """
     repairer = Repairer(sizes, calls)
     _host_program(program)
-    if not (first := repairer.look(program)).found:
+    if not (first := repairer.checked(program)).found:
         return program
     if refused := [f for f in first.found if not _hopeful(f, first)]:
         raise HostIRError(*(_given_up("nothing put in repairs this", f) for f in refused))
@@ -181,7 +183,7 @@ def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int 
 
 
 def difference(before: Program, after: Program) -> str:
-    """A unified diff of two programs' texts, under the name of the file that the first stands in."""
+    """Return a unified diff of two programs' texts, named for the file of the first."""
     spans = [s.span for s in before.walk() if s.span is not None]
     name = spans[0].file if spans else f"{before.name}.hir"
     old, new = str(before).splitlines(keepends=True), str(after).splitlines(keepends=True)
@@ -189,19 +191,19 @@ def difference(before: Program, after: Program) -> str:
 
 
 def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> list[Diagnostic]:
-    """Warnings about synchronisation without which nothing more is found in the program, all of it taken out at once.
+    """Return warnings about synchronisation that can all be removed together without any new finding.
 
     Synchronises, waits, barriers, signals, and loops of nothing else are tried in program order, outer before inner.
     """
     repairer = Repairer(sizes, calls)
     _host_program(program)
-    known = {f.message for f in repairer.look(program).found}
+    known = {f.message for f in repairer.checked(program).found}
     found: list[Diagnostic] = []
     for unit in _units(program):
         body = without(program.body, unit)
         if body == program.body or not _same_streams(program, unit):
             continue
-        if all(f.message in known for f in repairer.look(program.with_body(body)).found):
+        if all(f.message in known for f in repairer.checked(program.with_body(body)).found):
             found.append(_too_much(unit, program))
             program = program.with_body(body)
     return found
@@ -209,20 +211,20 @@ def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: i
 
 # What a program costs -------------------------------------------------------------------------------------------------
 def cost(program: Program, order: Order) -> Cost:
-    """The longest chain of work, in events; what all ranks wait for; the statements of the text."""
+    """Return the longest chain of work, in events; the number of waits over all ranks; the number of statements."""
     waits = sum(_waits(event.statement) for event in order.events)
     return longest_chain(order), waits, sum(1 for _ in program.walk())
 
 
 def _waits(s: Statement | None) -> int:
-    """How much a statement waits for: a barrier for as many ranks as there are, else one thing, if anything."""
+    """Return what a statement waits for: the number of ranks for a barrier, 1 for another wait, else 0."""
     if isinstance(s, Barrier):
         return s.x.tensor.mesh.size(s.over) if s.x.tensor.mesh else 1
     return int(isinstance(s, WAITING))
 
 
 def longest_chain(order: Order) -> int:
-    """The most computations, communications and copies that come one after another, over all ranks and calls."""
+    """Return the length of the longest chain of computations, communications and copies, over all ranks and calls."""
     chain: dict[Event, int] = {}
     for event in _in_order(order):
         chain[event] = max((chain[before] for before in event.after), default=0) + _work(event)
@@ -230,10 +232,10 @@ def longest_chain(order: Order) -> int:
 
 
 def loses(order: Order) -> bool:
-    """Whether a part of a symmetric buffer that is read at times is overwritten before what was left there is read.
+    """Whether a read part of a symmetric buffer is overwritten before its earlier value is read.
 
-    The order in which a rank issues says who is first on that rank. Who is first of two ranks a repair has to choose,
-    and may choose an order in which nothing races and values are lost.
+    On one rank the order of issue says which access comes first. Between ranks a repair has to choose an order, and
+    might choose one in which nothing races but values are lost.
     """
     fresh: dict[Buffer, set[Region]] = {buffer: set() for rank in order.ranks for buffer in rank.kept.values()}
     read: dict[Buffer, set[Region]] = {buffer: set() for buffer in fresh}
@@ -257,7 +259,7 @@ def loses(order: Order) -> bool:
 
 
 def _in_order(order: Order) -> Iterator[Event]:
-    """All events, each behind those that it follows; those in circles are left out."""
+    """Yield all events in an order that follows the edges, except those in cycles."""
     missing = {event: len(event.after) + len(event.held) for event in order.events}
     followers = order.followers()
     ready = deque(event for event, n in missing.items() if not n)
@@ -276,15 +278,15 @@ def _work(event: Event) -> bool:
 
 
 # What is wrong with it ------------------------------------------------------------------------------------------------
-def suggestions(look: Look) -> Iterator[Edits]:
-    """Edits that may repair the first finding that any edit may repair. Every repair is made of such."""
-    outline = Outline(look.program)
-    if look.order is None:
+def suggestions(candidate: Candidate) -> Iterator[Edits]:
+    """Yield edits for the first finding that edits may repair."""
+    outline = Outline(candidate.program)
+    if candidate.order is None:
         yield from for_handles(outline)
         return
-    found = [f for f in look.found if isinstance(f, Finding) and f.kind in REPAIRABLE and f.kind != "leak"]
+    found = [f for f in candidate.found if isinstance(f, Finding) and f.kind in REPAIRABLE and f.kind != "leak"]
     if found:
-        yield from Suggestions(outline, look.order).of(found[0])
+        yield from Suggestions(outline, candidate.order).of(found[0])
 
 
 def _weight(found: Diagnostic) -> int:
@@ -293,11 +295,11 @@ def _weight(found: Diagnostic) -> int:
     return found.times if found.kind in ("race", "leak", "unwritten") else UNMET * found.times
 
 
-def _hopeful(found: Diagnostic, look: Look) -> bool:
-    """Whether something put in may repair what was found."""
+def _hopeful(found: Diagnostic, candidate: Candidate) -> bool:
+    """Whether an insertion may repair a finding."""
     if not isinstance(found, Finding):
-        return any(True for _ in for_handles(Outline(look.program)))
-    races = {f.buffer for f in look.found if isinstance(f, Finding) and f.kind == "race"}
+        return any(True for _ in for_handles(Outline(candidate.program)))
+    races = {f.buffer for f in candidate.found if isinstance(f, Finding) and f.kind == "race"}
     return found.kind in REPAIRABLE or (found.kind == "unwritten" and found.buffer in races)
 
 
@@ -307,13 +309,13 @@ def _given_up(why: str, found: Diagnostic) -> Diagnostic:
 
 
 def _host_program(program: Program) -> None:
-    """Raises for a fusion, which has no streams."""
+    """Raise for a fusion, which has no streams."""
     if program.phase is not Phase.HOST:
         raise error(f"@{program.name} is a fusion, in which nothing waits", expected="a host program")
 
 
 def _without_unused(program: Program, before: Program) -> Program:
-    """The program without a name for the caller's stream that it has not had before, and does not use."""
+    """Return the program without a `current_stream` that the repair inserted and nothing uses."""
     first = program.body[0]
     if not isinstance(first, CurrentStream) or first in before.body:
         return program
@@ -323,7 +325,7 @@ def _without_unused(program: Program, before: Program) -> Program:
 
 # What is too much -----------------------------------------------------------------------------------------------------
 def _units(program: Program) -> Iterator[Block]:
-    """What may be taken out together, outer before inner. A `wait` may not: every handle is waited for."""
+    """Yield statements that may be removed together, outer before inner. A `wait` may not: every handle needs one."""
     flags: dict[str, list[Statement]] = {}
     for s in program.walk():
         if isinstance(s, (Signal, WaitSignal)):
@@ -338,7 +340,7 @@ def _units(program: Program) -> Iterator[Block]:
 
 
 def _same_streams(program: Program, unit: Block) -> bool:
-    """Whether a program without some statements issues the rest to the same streams."""
+    """Whether the rest of a program is issued to the same streams without these statements."""
     if not any(isinstance(x, SetStream) for s in unit for x in getattr(s, "body", ())):
         return True
     outline = Outline(program)
@@ -346,9 +348,9 @@ def _same_streams(program: Program, unit: Block) -> bool:
 
 
 def _too_much(unit: Block, program: Program) -> Diagnostic:
-    told = f"'{format_statement(unit[0], program)}'"
+    text = f"'{format_statement(unit[0], program)}'"
     return Finding(
-        f"nothing needs {told}: all that is right stays right without it, and more may overlap",
+        f"nothing needs {text}: all that is right stays right without it, and more may overlap",
         unit[0].span,
         hint="take it out, unless it is there to hold a stream back",
         notes=tuple((s.span, f"together with '{format_statement(s, program)}'") for s in unit[1:]),

@@ -1,4 +1,4 @@
-"""Signatures of sizes: a proof of a program for some sizes holds for all others of the same signature."""
+"""Compute signatures of sizes: a proof of a program for some sizes holds for all others with the same signature."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ WHOLE = (
 
 
 class Signature:
-    """Of a host program whose structure is sound. `of` gives the same for sizes that one proof is good for.
+    """The signature function of a host program whose structure is sound: one proof is good for all sizes of one value.
 
-    Programs that differ in sizes alone share their proofs, be they symbols or numbers.
+    Programs that differ only in sizes, be they symbols or numbers, share their proofs.
 
     Fields:
         names: the symbols of the program.
-        proved: for which signatures programs of this form were found right.
+        proved: the signatures for which programs of this form were proved.
     """
 
     def __init__(self, program: Program) -> None:
@@ -88,7 +88,7 @@ class Signature:
         self.proved = _proved((*_form(program), walk.fits, walk.by_chance, tuple(walk.groups)))
 
     def of(self, sizes: Mapping[str, int]) -> Key:
-        """The signature of sizes for all symbols; of those that a division does not fit, they and the program."""
+        """Return the signature of sizes for all symbols; the sizes and the program, where a division does not fit."""
         alone = (self.program, *sorted(sizes.items()))
         if min(sizes.values(), default=1) < 1:
             return alone
@@ -105,7 +105,7 @@ class Signature:
 
 
 class _Walk:
-    """Collects from a program what a signature consists of."""
+    """Walks a program and collects what its signature consists of."""
 
     def __init__(self, program: Program) -> None:
         self.exact: list[Size] = []
@@ -123,7 +123,7 @@ class _Walk:
 
     @property
     def compared(self) -> tuple[list[Shape], ...]:
-        """The shapes that ranks compare."""
+        """Return the shapes that ranks compare."""
         return (self.messages, *((self.collectives, self.transfers) if self.branched else ()))
 
     def body(self, body: tuple[Statement, ...], branch: bool) -> None:
@@ -158,7 +158,7 @@ class _Walk:
         self.fits &= _is_known(s)
 
     def moved(self, s: Statement, shapes: list[Shape]) -> None:
-        """Note the sizes that ranks compare: shapes of collectives, numbers of elements of all else."""
+        """Record the sizes that ranks compare: shapes of collectives, numbers of elements of all else."""
         if isinstance(s, Collective):
             self.collectives += shapes
         else:
@@ -186,7 +186,7 @@ class _Walk:
         self.strides[s.out.name], self.buffers[s.out.name] = strides, buffer
 
     def regrouped(self, old: Shape, strides: Shape, new: Shape) -> Shape:
-        """Axes that merge or split: the extents that say where count. Returns the strides that they have then."""
+        """Merge or split axes: record the extents that matter, and return the strides that the new axes have."""
         found: list[Size] = []
         i = j = 0
         for end, until in _groups(old, new):
@@ -204,7 +204,7 @@ class _Walk:
         return tuple(found)
 
     def in_blocks(self, s: Contraction, ready: Value) -> None:
-        """The rows of a product that waits: leading axes that merge, cut into a block for each flag."""
+        """Record the rows of a product that waits: its leading axes merged, then cut into a block for each flag."""
         blocks = ready.tensor.shape[0]
         a, out = s.a.tensor.local_shape, s.out.tensor.local_shape
         rows = [product(shape[:-1]) / blocks for shape in (a, out)]
@@ -219,18 +219,18 @@ class _Walk:
 
 
 def _packed(shape: Shape) -> Shape:
-    """The strides of a dense tensor."""
+    """Return the strides of a dense tensor."""
     return tuple(product(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _nested(shape: Shape, strides: Shape) -> bool:
-    """Whether axes are one stretch of memory whatever the sizes are."""
+    """Whether axes merge into one stretch of memory for all sizes."""
     axes = [(n, s) for n, s in zip(shape, strides, strict=True) if not n.is_one]
     return all(outer == n * s for (_, outer), (n, s) in pairwise(axes))
 
 
 def _groups(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
-    """Where the groups of axes end that merge or split together: as few axes in each as formulas tell."""
+    """Yield the ends of groups of axes that merge or split together, with as few axes in each as formulas tell."""
     start = 0
     for i in range(1, len(old)):
         outer = product(old[:i])
@@ -242,21 +242,21 @@ def _groups(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
 
 
 def _is_known(s: Statement) -> bool:
-    """Whether a statement takes its tensors as the signature reckons: others may do anything to them."""
+    """Whether a statement uses its tensors as the signature assumes: other kinds may do anything to them."""
     if isinstance(s, TensorOp):
         return type(s).evaluate is TensorOp.evaluate
     return isinstance(s, (ViewStatement, *WHOLE))
 
 
 def values_of(program: Program) -> Iterator[Value]:
-    """Every tensor that a program names."""
+    """Yield every tensor that a program names."""
     for value in (*program.inputs, *(v for s in program.walk() for v in s.named)):
         if isinstance(value.type, TensorType):
             yield value
 
 
 def sizes_of(program: Program) -> Iterator[Size]:
-    """Every size in a program that must be whole."""
+    """Yield every size in a program that must be whole."""
     for value in values_of(program):
         yield from value.tensor.shape
         yield from value.tensor.local_shape
@@ -267,12 +267,12 @@ def sizes_of(program: Program) -> Iterator[Size]:
 # The form of a program: all of it but its sizes, its name and its places in a text --------------------------------
 @lru_cache(maxsize=256)
 def _proved(form: Key) -> set[Key]:
-    """What was proved of programs of a form."""
+    """Return the signatures that were proved for programs of a form."""
     return set()
 
 
 def forget_forms() -> None:
-    """Signatures made from here on know of no proof."""
+    """Forget which signatures were proved."""
     _proved.cache_clear()
 
 
@@ -310,7 +310,7 @@ TRIES = 4096
 
 
 def small_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int] | None:
-    """A value for every symbol of a program, or None where no small ones are found."""
+    """Return a small value for every symbol of a program, or None where none are found."""
     bound = {name: value for name, value in given.items() if name in program.size_names}
     free = sorted(program.size_names - bound.keys())
     if not free:

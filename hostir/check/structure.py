@@ -31,13 +31,13 @@ from hostir.ir.tensor_ops import TensorOp, ViewStatement
 from hostir.ir.types import DTYPES, FLAG, STREAM, Axis, Factor, Kind, Mesh, TensorType
 
 # What programs are made of --------------------------------------------------------------------------------------------
-# Whether a program is made of what programs are made of. A text always is; one built in Python need not be.
+# Types of the fields of a program. The parser guarantees them; a program built in Python may violate them.
 
 KNOWN = "_well_formed"
 
 
 def malformed(program: Program) -> Iterator[Diagnostic]:
-    """Each field of the program and of its statements that holds what it cannot hold."""
+    """Yield a diagnostic for each field of the program and its statements that holds a value of the wrong kind."""
     parts: dict[str, tuple[bool, str]] = {
         "name": (isinstance(program.name, str), "a name"),
         "phase": (isinstance(program.phase, Phase), "a Phase"),
@@ -71,7 +71,7 @@ def _block(body: tuple[object, ...]) -> Iterator[Diagnostic]:
 
 
 def _holds(codec: Codec, held: object) -> bool:
-    """Whether a field of this codec may hold this."""
+    """Whether a value fits a field of this codec."""
     if codec in VALUE_CODECS:
         return _is_value(held)
     if codec in (Codec.STREAM, Codec.INDEX):
@@ -105,7 +105,7 @@ def _is_expr(held: object) -> bool:
 
 
 def _is_size(held: object) -> bool:
-    """Whether it is a size, and whole where it has no symbols."""
+    """Whether a value is a size, and whole if it has no symbols."""
     if not isinstance(held, Size) or not (_is_int(held.num) and _is_int(held.den) and held.num and held.den):
         return False
     return held.den == 1 or bool(held.symbols)
@@ -118,7 +118,7 @@ def _is_value(held: object) -> bool:
 
 
 def _is_tensor_type(held: TensorType) -> bool:
-    """Worked out once for each type, and kept with it as a cached property would be: many statements share it."""
+    """Whether a value is a sound tensor type. Cached with the type, which many statements share."""
     if KNOWN not in vars(held):
         vars(held)[KNOWN] = _is_sound(held)
     return bool(vars(held)[KNOWN])
@@ -154,19 +154,19 @@ def _is_mesh(held: object) -> bool:
 
 
 # Index expressions ----------------------------------------------------------------------------------------------------
-# What is known of index expressions whatever the loops' indices are.
+# Facts about index expressions that hold for all values of the loops' indices.
 
 _UNIT = Lit(1)
 
 
 def constant(expr: Expr) -> int | None:
-    """Its value, where that follows from literals alone."""
+    """Return the value of an expression of literals alone, else None."""
     terms = _terms(expr)
     return terms.get(_UNIT, 0) if terms.keys() <= {_UNIT} else None
 
 
 def divisions_by_zero(expr: Expr) -> Iterator[Bin]:
-    """The parts of an expression that divide by a literal zero."""
+    """Yield the parts of an expression that divide by a literal zero."""
     if isinstance(expr, Bin):
         if expr.op in "/%" and constant(expr.right) == 0:
             yield expr
@@ -175,7 +175,7 @@ def divisions_by_zero(expr: Expr) -> Iterator[Bin]:
 
 
 def _terms(expr: Expr) -> dict[Expr, int]:
-    """The expression as a sum: the factor of each part that is not a sum itself. A constant is that of the unit."""
+    """Return the expression as a sum: the factor of each term. The constant is the factor of the unit."""
     if isinstance(expr, Lit):
         return {_UNIT: expr.value} if expr.value else {}
     if isinstance(expr, Bin):
@@ -196,9 +196,9 @@ def _terms(expr: Expr) -> dict[Expr, int]:
 
 
 class Buffers:
-    """The buffer behind each value. Fed with statements in program order, by whoever walks the program.
+    """Tracks the buffer behind each value; whoever walks a program passes its statements in order.
 
-    What holds on every rank and in every round is decided here; what depends on them, on the unrolled program.
+    Only what holds on every rank and in every round is checked here; the rest is checked on the unrolled program.
     """
 
     def __init__(self, program: Program) -> None:
@@ -209,7 +209,7 @@ class Buffers:
         self.symmetric: set[str] = set()
 
     def see(self, s: Statement) -> Iterator[Diagnostic]:
-        """Takes note of a statement; yields findings about memory that is not the program's to free."""
+        """Record a statement; yield findings about frees of memory that the program does not own."""
         for value in s.values(Codec.WRITE):
             if root := self.roots.get(value.name):
                 self.written.add(root)
@@ -226,11 +226,11 @@ class Buffers:
                 yield from self._dense(s, root)
 
     def _dense(self, s: Dense, root: str) -> Iterator[Diagnostic]:
-        """Findings about what is made dense: an input that nothing writes."""
+        """Yield a finding where an input that nothing writes is made dense."""
         self.densed.setdefault(root, s.out)
         if root not in self.inputs:
             yield Diagnostic(
-                f"{_told(s.x, root)} is no input",
+                f"{_named(s.x, root)} is no input",
                 s.span,
                 expected="an input, or a view of one: of all other memory the strides are known",
                 hint="copy it to a buffer, if it is not dense",
@@ -241,7 +241,7 @@ class Buffers:
     def _both(self, s: Statement, value: Value, root: str) -> Iterator[Diagnostic]:
         if root in self.densed:
             yield Diagnostic(
-                f"{_told(value, root)} is written, and {self.densed[root]} may be its memory or a copy of it",
+                f"{_named(value, root)} is written, and {self.densed[root]} may be its memory or a copy of it",
                 s.span,
                 expected="an input that nothing writes, as it is made dense",
                 hint="copy the input to a buffer instead, and write there",
@@ -259,48 +259,48 @@ class Buffers:
             )
 
     def reach(self, s: Statement) -> Iterator[Diagnostic]:
-        """Findings about a sound statement that names memory of a peer which the peer has not laid open."""
+        """Yield findings about a statement that reaches memory of a peer which is not symmetric."""
         if not isinstance(s, PeerCopy) or (root := self.roots.get(s.remote.name)) is None:
             return
         if root not in self.symmetric:
             yield Diagnostic(
-                f"{s.keyword()} cannot reach {_told(s.remote, root)} at a peer",
+                f"{s.keyword()} cannot reach {_named(s.remote, root)} at a peer",
                 s.span,
                 expected="a buffer of allocate_symmetric, or a view of one",
             )
 
     def unwritten_outputs(self, outputs: Collection[Value]) -> Iterator[Diagnostic]:
-        """Findings about outputs that no statement writes."""
+        """Yield findings about outputs that no statement writes."""
         for value in dict.fromkeys(outputs):
             root = self.roots.get(value.name)
             if root is not None and root not in self.written | self.inputs:
                 yield Diagnostic(
-                    f"the output {_told(value, root)} is never written",
+                    f"the output {_named(value, root)} is never written",
                     value.span,
                     expected="a statement that writes it",
                 )
 
 
-def _told(value: Value, root: str) -> str:
+def _named(value: Value, root: str) -> str:
     return f"{value}" if value.name == root else f"{value}, a view of %{root},"
 
 
 # Structure ------------------------------------------------------------------------------------------------------------
 # Structure: names, scopes, phases and types. What every program must satisfy first of all.
 
-MOST_STREAMS = 1024  # in the pool of a rank; few devices tell more than a hundred apart
-MOST_RANKS = 65536
+MAX_STREAMS = 1024  # in the pool of a rank; few devices distinguish more than a hundred
+MAX_RANKS = 65536
 
 
-def check_structure(program: Program, *, settled: bool = False) -> list[Diagnostic]:
-    """Every structural finding, in program order; empty for a sound program.
+def check_structure(program: Program, *, explicit: bool = False) -> list[Diagnostic]:
+    """Return all structural findings in program order; empty for a sound program.
 
-    `settled` asks more of a fusion: that its shardings are propagated and every change of sharding explicit, so that
-    each declared type is what the statement gives. Host programs are always held to that.
+    With `explicit`, a fusion must have all shardings propagated and every change of sharding explicit, so that each
+    declared type is the one that the statement infers. Host programs always must.
     """
     if found := list(malformed(program)):
         return found
-    checker = _Checker(program, settled or program.phase is Phase.HOST)
+    checker = _Checker(program, explicit or program.phase is Phase.HOST)
     try:
         for finding in checker.run():
             found.append(finding)  # what was found before an error counts as well
@@ -312,24 +312,24 @@ def check_structure(program: Program, *, settled: bool = False) -> list[Diagnost
     return list(checker.buffers.unwritten_outputs(program.outputs)) if program.phase is Phase.HOST else []
 
 
-def verify(program: Program, *, settled: bool = False) -> Program:
-    """The program itself, or a HostIRError with all findings about its structure."""
-    _verify(program, settled or program.phase is Phase.HOST)
+def verify(program: Program, *, explicit: bool = False) -> Program:
+    """Return the program; raise a HostIRError with all findings about its structure."""
+    _verify(program, explicit or program.phase is Phase.HOST)
     return program
 
 
 @lru_cache(maxsize=256)
-def _verify(program: Program, settled: bool) -> None:
-    """Once for equal programs, as strategies begin with the same passes. What raises is not kept: spans may differ."""
-    if found := check_structure(program, settled=settled):
+def _verify(program: Program, explicit: bool) -> None:
+    """Verify equal programs once, as strategies begin with the same passes. Errors are not cached: spans may differ."""
+    if found := check_structure(program, explicit=explicit):
         raise HostIRError(*found)
 
 
 class _Checker:
-    def __init__(self, program: Program, settled: bool) -> None:
+    def __init__(self, program: Program, explicit: bool) -> None:
         self.program = program
         self.phase = program.phase
-        self.settled = settled
+        self.explicit = explicit
         self.scope: dict[str, Value] = {}
         self.buffers = Buffers(program)
 
@@ -344,13 +344,13 @@ class _Checker:
             yield from self.data(value, "output")
 
     def limits(self) -> Iterator[Diagnostic]:
-        if self.program.streams > MOST_STREAMS:
+        if self.program.streams > MAX_STREAMS:
             yield Diagnostic(
-                f"@{self.program.name} has a pool of {self.program.streams} streams", expected=f"at most {MOST_STREAMS}"
+                f"@{self.program.name} has a pool of {self.program.streams} streams", expected=f"at most {MAX_STREAMS}"
             )
         for mesh in self.program.meshes:
-            if (device := max(mesh.devices)) >= MOST_RANKS:
-                yield Diagnostic(f"mesh @{mesh.name} names device {device}", expected=f"devices below {MOST_RANKS}")
+            if (device := max(mesh.devices)) >= MAX_RANKS:
+                yield Diagnostic(f"mesh @{mesh.name} names device {device}", expected=f"devices below {MAX_RANKS}")
 
     def data(self, value: Value, role: str) -> Iterator[Diagnostic]:
         if _holds_flags(value):
@@ -361,7 +361,7 @@ class _Checker:
             )
 
     def block(self, body: tuple[Statement, ...], around: Statement | None = None) -> Iterator[Diagnostic]:
-        """Statements in order; `around` is the innermost loop or condition."""
+        """Check statements in order; `around` is the innermost loop or condition."""
         for s in body:
             if self.phase not in s.phases:
                 yield Diagnostic(f"'{s.keyword()}' does not belong to a {self.phase.value}", s.span)
@@ -370,7 +370,7 @@ class _Checker:
             found = found or list(self.flags(s)) or list(self.typed(s))
             yield from found
             yield from self.indices(s)
-            if isinstance(s, Reshard) and self.settled:
+            if isinstance(s, Reshard) and self.explicit:
                 yield Diagnostic("a reshard is left after communications were chosen", s.span)
             if around and isinstance(s, AllocateSymmetric):
                 yield Diagnostic(
@@ -404,7 +404,7 @@ class _Checker:
             yield Diagnostic(f"{value} is used as {value.type} but defined as {self.scope[value.name].type}", span)
 
     def flags(self, s: Statement) -> Iterator[Diagnostic]:
-        """Flags are signalled and waited for; no statement reads, writes or views them."""
+        """Check that flags are only signalled and waited for, never read, written or viewed."""
         if isinstance(s, Allocate) and _holds_flags(s.out):
             yield Diagnostic(f"no peer can signal {s.out}", s.span, hint=f"{s.out}: {s.out.type} = allocate_symmetric")
         for value in dict.fromkeys(s.values(Codec.READ, Codec.WRITE, Codec.ALIAS)):
@@ -418,9 +418,9 @@ class _Checker:
     def typed(self, s: Statement) -> Iterator[Diagnostic]:
         try:
             s.verify()
-            if self.settled:
+            if self.explicit:
                 s.verify_layout()
-            expected = s.infer() if self.settled or not isinstance(s, TensorOp) else None
+            expected = s.infer() if self.explicit or not isinstance(s, TensorOp) else None
         except HostIRError as wrong:
             yield from wrong.diagnostics
             return
@@ -432,7 +432,7 @@ class _Checker:
             return
         declared = result.type
         if isinstance(expected, TensorType) and isinstance(declared, TensorType):
-            if self.settled and not _agree(expected, declared):
+            if self.explicit and not _agree(expected, declared):
                 yield Diagnostic(
                     f"{result} is declared {declared}, but {s.keyword()} gives {expected}",
                     s.span,
@@ -467,6 +467,6 @@ def _holds_flags(value: Value) -> bool:
 
 
 def _agree(a: TensorType, b: TensorType) -> bool:
-    """Equal up to Stream marks and normal form."""
+    """Whether two types are equal up to Stream marks and normal form."""
     same_mesh = a.mesh is None or b.mesh is None or a.mesh == b.mesh
     return same_mesh and a.host().axes == b.host().axes and a.dtype == b.dtype and a.partial == b.partial

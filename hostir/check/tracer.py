@@ -1,4 +1,4 @@
-"""Trace what each rank issues: events on strided views of memory, with the edges that hold within the rank."""
+"""Trace the events that each rank issues: accesses to strided views of memory, and the edges within the rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hostir.ir.types import DType, bind_shape
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """A piece of one rank's memory; `persists` where it is the caller's, or symmetric: the program need not free it."""
+    """A buffer of one rank. `persists`: it is the caller's or symmetric, and the program need not free it."""
 
     rank: int
     name: str
@@ -63,9 +63,9 @@ Does = Literal["reads", "writes", "undefines", "frees"]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One access to memory: to this rank's `buffer`, or to that of the same name of a peer, `rank`.
+    """One access to memory: to this rank's `buffer`, or to the buffer of the same name on the peer `rank`.
 
-    What is undefined may not be read until something writes it.
+    Undefined elements may not be read until something writes them.
     """
 
     buffer: Buffer
@@ -75,23 +75,23 @@ class Access:
 
     @property
     def writes(self) -> bool:
-        """Whether the bytes may differ afterwards, so that every other access needs an order with this one."""
+        """Whether it may change the bytes, so that every other access must be ordered with it."""
         return self.does != "reads"
 
 
 def access(view: View, does: Does, rank: int = -1) -> Access:
-    """An access to a view; `rank` says whose, where it may be a peer's."""
+    """Return an access to a view; `rank` is its owner, where that may be a peer."""
     peer = rank if rank not in (-1, view.buffer.rank) else -1
     return Access(view.buffer, view.region, does, peer)
 
 
 def whole(buffer: Buffer, does: Does) -> Access:
-    """An access to all of this rank's buffer."""
+    """Return an access to all of this rank's buffer."""
     return Access(buffer, Region.of(0, (buffer.elements,), (1,)), does)
 
 
 def packed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor."""
+    """Return the strides of a dense tensor."""
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)
@@ -100,12 +100,12 @@ def packed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dense(buffer: Buffer, shape: tuple[int, ...]) -> View:
-    """The view of a whole buffer."""
+    """Return a view of a whole buffer."""
     return View(buffer, 0, shape, packed(shape))
 
 
 def rows_of(x: View, block: int, blocks: int) -> View:
-    """One of `blocks` equal blocks of the rows of `x`, its leading axes flattened, which have one stride."""
+    """Return one of `blocks` equal blocks of the rows of `x`, whose leading axes flatten to one stride."""
     rows = prod(x.shape[:-1])
     strides = strides_in(x, (rows, *x.shape[-1:]))
     assert strides is not None
@@ -114,7 +114,7 @@ def rows_of(x: View, block: int, blocks: int) -> View:
 
 
 def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The strides with which a view has another shape, or None where only a copy can have it."""
+    """Return the strides of a view in another shape, or None where only a copy can have that shape."""
     if 0 in x.shape:
         return packed(shape)
     merged = [[n, s] for n, s in zip(x.shape, x.strides, strict=True) if n != 1]
@@ -136,7 +136,7 @@ def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 # The tracer -----------------------------------------------------------------------------------------------------------
-# What each rank issues, as events with the edges that hold within the rank: a machine that executes nothing.
+# A machine that executes nothing: it records what each rank issues, as events with the edges within the rank.
 #
 # The tracer is a `hostir.ir.machine.Machine`. Statements tell it what they read and write by evaluating themselves on
 # it, as they do on every machine; its tensors are regions of buffers.
@@ -148,19 +148,19 @@ Ends = list[tuple[Lane, int]]  # whoever has seen one of these ticks knows that 
 
 @dataclass(eq=False, slots=True, repr=False)  # its events all lead to each other
 class Event:
-    """Something that happens at one moment of one rank.
+    """An event at one moment of one rank.
 
     Fields:
-        number: how much its rank had issued before it.
-        lane, tick: its place in what orders it, None where nothing does but its edges.
-        ends: what tells others that it is over; by default its own tick.
-        after: the events that come before it.
-        held: what may hold it up besides, on some machine or at some size. It counts for deadlocks; nobody may rely
-            on it.
+        number: the number of events that its rank issued before it.
+        lane, tick: its lane and its position there; None where only its edges order it.
+        ends: ticks that show that it has ended; by default its own tick.
+        after: the events that happen before it.
+        held: other events that it may wait for, on some machine or at some size. They count for deadlocks, but no
+            program may rely on them.
         verb: what it does, for messages; `statement` is None for what the caller does.
         sms: whether it needs SMs.
-        small: whether it needs but the one that a kernel which waits leaves to what was issued before it in its call.
-        seen: makes its clock of that of what it follows; None where the two are the same.
+        small: whether one SM is enough for it: the one that a waiting kernel leaves to events issued before the kernel.
+        seen: computes its clock from that of the event it follows; None where the two are the same.
     """
 
     rank: int
@@ -183,7 +183,7 @@ class Event:
 
 @dataclass(eq=False, slots=True)
 class Side:
-    """One rank's side of a communication or message. `take` reads `x` and `give` writes `out`: one event, or two."""
+    """One rank's side of a communication or message. `take` reads `x`, `give` writes `out`; they may be one event."""
 
     exchange: Exchange
     x: View | None
@@ -211,11 +211,11 @@ class Flag:
 
 @dataclass(eq=False, slots=True)
 class Pushing:
-    """Copies by SMs, and the signals right behind them, that came last on a stream.
+    """The copies by SMs issued last on a stream, with the signals right behind them.
 
     Fields:
-        begin: of the first, behind all that came before.
-        last: a copy or a signal; they come one after the other.
+        begin: the begin of the first, behind all earlier events of the stream.
+        last: the last copy or signal; they run one after the other.
     """
 
     begin: Event
@@ -225,7 +225,7 @@ class Pushing:
 
 @dataclass(eq=False, slots=True)
 class Kernel:
-    """A product that waits for flags while it holds the SMs. `beside`: the last of the copies that it starts beside."""
+    """A product that holds SMs while it waits for flags. `beside`: the last of the copies that it may run beside."""
 
     start: Event
     end: Event
@@ -234,7 +234,7 @@ class Kernel:
 
 
 class Tracer(Observer):
-    """One rank. After `call`s, `events` holds what it issued, and the rest what must be matched with other ranks."""
+    """Traces one rank. After each `call`, `events` has what it issued; other fields are matched with other ranks."""
 
     frame: ClassVar[type[Frame]] = Frame
 
@@ -276,7 +276,7 @@ class Tracer(Observer):
         self.statement, self.rounds = statement, rounds
 
     def call(self) -> None:
-        """One call: inputs arrive on the caller's stream; at its end outputs are read there, and all is overwritten."""
+        """Trace one call: the caller writes inputs on its stream, at the end reads outputs, then overwrites both."""
         self.current, self.statement, self.rounds = CALLER, None, ()
         self.step("writes", [access(x, "writes") for x in self.inputs if x])
         handles = interpret(self.program, self, self.sizes, self.inputs, self, self.frame)
@@ -297,14 +297,14 @@ class Tracer(Observer):
         self.turn += 1
 
     def lasting(self) -> Iterator[tuple[Event, Event]]:
-        """The begin and the end of what may hold SMs until other ranks come: kernels that wait, communication."""
+        """Yield the begin and the end of all that may hold SMs until other ranks act: kernels, communication."""
         yield from ((kernel.start, kernel.end) for kernel in self.kernels)
         for sides in (*self.collectives.values(), *self.messages.values()):
             yield from ((side.begin, side.end) for side in sides)
 
     # Events ---------------------------------------------------------------------------------------------------------
     def event(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
-        """An event on no lane, of the current statement."""
+        """Add an event of the current statement that is on no lane."""
         made = Event(self.rank, self.turn, verb, self.statement, self.rounds, self.current, len(self.events))
         made.accesses = [a for a in accesses if not a.region.empty]
         made.after, made.sms = list(after), sms
@@ -317,11 +317,11 @@ class Tracer(Observer):
         return [found] if found else []
 
     def issued(self, stream: str) -> list[Event]:
-        """What comes after all that was issued to a stream comes after these."""
+        """Return the events that everything issued to a stream happens before."""
         return self.tail(stream) + ([self.pushing[stream].last] if stream in self.pushing else [])
 
     def follow(self, event: Event, *lane: object) -> Event:
-        """Puts an event at the end of a lane."""
+        """Put an event at the end of a lane."""
         key = (self.rank, *lane)
         before = self.tails.get(key)
         if before is not None:
@@ -332,13 +332,13 @@ class Tracer(Observer):
         return event
 
     def step(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
-        """An event on the current stream."""
+        """Add an event on the current stream."""
         pushing = self.pushing.pop(self.current, None)
         behind = [*after, pushing.last] if pushing else after
         return self.follow(self.event(verb, accesses, behind, sms), self.current)
 
     def push(self, verb: str, accesses: list[Access]) -> Event:
-        """A copy by SMs, or a signal right behind one, beside which a kernel that waits may start."""
+        """Add a copy by SMs, or a signal right behind one: a waiting kernel may start beside it."""
         pushing = self.pushing.get(self.current)
         if pushing is None:
             begin = self.step("begins", [])
@@ -361,12 +361,12 @@ class Tracer(Observer):
         hint: str = "",
         notes: tuple[tuple[Span | None, str], ...] = (),
     ) -> None:
-        """Notes what is wrong with the current statement, once for all its rounds."""
+        """Record a misuse by the current statement, once for all its rounds."""
         span = at or (self.statement.span if self.statement else None)
         self.problems.setdefault((id(self.statement), message), Diagnostic(message, span, expected, hint, notes))
 
     def use(self, out: View | None, *reads: View | None) -> None:
-        """The current statement writes one view and reads others: none of them may have been freed."""
+        """Report a freed buffer among the views that the current statement reads and writes."""
         s, read = self.statement, [x for x in reads if x is not None]
         if s is None or not self.freed:
             return
@@ -377,7 +377,7 @@ class Tracer(Observer):
                 self.refuse(f"{value} is used after {what}", notes=((freed.span, "freed here"),))
 
     def overwrite(self, out: View | None, *reads: View | None) -> None:
-        """The current statement writes one view and reads others: none of them may overlap it."""
+        """Report an overlap between the view that the current statement writes and those that it reads."""
         s = self.statement
         read = [x for x in reads if x is not None]
         if s is None or out is None or all(x.buffer is not out.buffer for x in read):
@@ -438,7 +438,7 @@ class Tracer(Observer):
         return View(x.buffer, x.offset, tuple(x.shape[a] for a in axes), tuple(x.strides[a] for a in axes))
 
     def dense(self, x: View) -> View:
-        """A copy that the caller overwrites at the end, like the input: no order does for one of the two alone."""
+        """Return a copy that, like the input, the caller overwrites at the end."""
         assert isinstance(self.statement, Dense)
         value = self.statement.out
         copy = dense(Buffer(self.rank, value.name, prod(x.shape), value, persists=True), x.shape)
@@ -502,7 +502,7 @@ class Tracer(Observer):
     def _collective(
         self, exchange: Exchange, x: View | None, out: View | None, reads: list[Access], writes: list[Access]
     ) -> Event:
-        """Memory is used from when the stream gets there, whoever else has come: the own part needs nobody."""
+        """Add the events of a collective. Its memory is used once the stream gets there, whoever else has come."""
         team = tuple(sorted(exchange.team))
         sides = self.collectives.setdefault(team, [])
         moves = self.event("moves", [*reads, *writes], self.issued(self.current))
@@ -547,7 +547,7 @@ class Tracer(Observer):
         self.step("waits", [], after=self.issued(self._stream(stream)))
 
     def delay(self, microseconds: int) -> None:
-        """It orders nothing."""
+        """Do nothing: a delay orders nothing."""
 
     def copy(self, x: View, out: View, source: int, target: int, sms: int = 0) -> None:
         if source == target and x.buffer is out.buffer and not x.equals(out) and x.region.meets(out.region):

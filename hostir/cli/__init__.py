@@ -1,1 +1,1 @@
-"""The command line: one file a subcommand, and the programs that it reads from files."""
+"""The command line: one file per subcommand, and the loading of programs from files."""

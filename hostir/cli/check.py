@@ -1,4 +1,4 @@
-"""Run `hostir check`: findings for people and tools, repairs, a picture."""
+"""Run `hostir check`: report findings to people and tools, repair programs, draw pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hostir.check import check_structure
 from hostir.check.findings import Finding
-from hostir.check.proof import Analysis, analyse, look
+from hostir.check.proof import Analysis, analyse, analyse_quickly
 from hostir.check.repair import difference, redundant, repair
 from hostir.cli.loading import STANDARD, load_to_lower, lowered, write
 from hostir.ir.op import Phase
@@ -26,9 +26,9 @@ from hostir.ir.source import Diagnostic, HostIRError, Span, error
 def check_command(
     program: Program, sizes: Mapping[str, int], lowered: Callable[[], Program], options: Namespace
 ) -> int:
-    """Checks a fusion and what it lowers to, or a host program; returns the exit code, 1 where there are errors.
+    """Check a fusion and what it lowers to, or a host program; return the exit code, 1 where there are errors.
 
-    With `--fix` what is wrong is repaired instead, and the code says whether that went well.
+    With `--fix`, errors are repaired instead, and the exit code says whether that succeeded.
     """
     _check_options(options)
     structure = check_structure(program)
@@ -41,7 +41,7 @@ def check_command(
     if options.fix:
         return _fix(program, sizes, options)
     sound = not structure and program.phase is Phase.HOST
-    prove = analyse if options.graph else look  # a picture has all ranks
+    prove = analyse if options.graph else analyse_quickly  # a picture has all ranks
     analysis = prove(program, sizes, options.calls) if sound else Analysis(structure)
     findings = _with_witnesses(program, analysis, options)
     if options.redundant and not findings:
@@ -53,7 +53,7 @@ def check_command(
 
 
 def _check_options(options: Namespace) -> None:
-    """Refuses what does not go together before anything takes time."""
+    """Refuse options that do not go together, before anything takes time."""
     if options.calls is not None and options.calls < 1:
         raise error(f"--calls {options.calls}", expected="at least 1")
     if options.out is not None and not options.fix:
@@ -70,31 +70,31 @@ def _check_options(options: Namespace) -> None:
 
 
 def _known(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Those of the given sizes that the program has; raises for one that nobody has."""
+    """Return those of the given sizes that the program uses; raise for names that are not its symbols."""
     sizes = program.given_sizes(sizes)
     return {name: value for name, value in sizes.items() if name in program.size_names}
 
 
 def _with_witnesses(program: Program, analysis: Analysis, options: Namespace) -> list[Diagnostic]:
-    """The findings, errors about orders with the command of a run that shows them."""
+    """Return the findings; those about orders get the command of a run that shows them."""
     if analysis.order is None or all(found.level != "error" for found in analysis.findings):
         return analysis.findings
 
     from hostir.cli.run import witnesses  # loads torch
 
     shown = witnesses(program, analysis.findings, analysis.sizes, analysis.calls)
-    told: list[Diagnostic] = []
+    noted: list[Diagnostic] = []
     for n, found in enumerate(analysis.findings):
         if n in shown:
             seed, wrong = shown[n]
             note = f"shown by '{run_of(analysis, seed, options)}': {wrong}"
             found = replace(found, notes=(*found.notes, (None, note)))
-        told.append(found)
-    return told
+        noted.append(found)
+    return noted
 
 
 def run_of(analysis: Analysis, seed: int, options: Namespace) -> str:
-    """The command of a run under a seed."""
+    """Return the command of a run under a seed."""
     given = dict(item.partition("=")[::2] for item in options.given) | {n: str(v) for n, v in analysis.sizes.items()}
     words = ["hostir", "run", options.file]
     for option, value in (("--from", options.form), ("--ranks", options.ranks), ("--strategy", options.strategy)):
@@ -106,7 +106,7 @@ def run_of(analysis: Analysis, seed: int, options: Namespace) -> str:
 
 
 def _fix(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
-    """Repairs the program: shows what changed, and writes the whole to `-o`, or behind it."""
+    """Repair the program: print the changes, and write the whole to `-o`, or behind them."""
     repaired = repair(program, sizes, options.calls)
     changed = difference(program, repaired)
     print(changed or f"@{program.name}: nothing to repair", end="" if changed.endswith("\n") else "\n", file=sys.stderr)
@@ -140,12 +140,12 @@ def _print(program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str,
 
 
 def print_json(program: str | None, findings: Sequence[Diagnostic], sizes: Mapping[str, int]) -> None:
-    """Findings for tools; `program` is None where there is none to speak of."""
+    """Print findings as JSON; `program` is None where it could not be loaded."""
     print(json.dumps({"program": program, "sizes": dict(sizes), "findings": [as_json(d) for d in findings]}, indent=2))
 
 
 def as_json(found: Diagnostic) -> dict[str, object]:
-    """A finding as tools read it."""
+    """Return a finding as a JSON object."""
     return {
         "level": found.level,
         "kind": found.kind or "structure",
@@ -163,7 +163,7 @@ def _place(span: Span | None) -> dict[str, object] | None:
 
 
 def main(options: Namespace) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command; return its exit code."""
     try:
         program, sizes = load_to_lower(options)
     except HostIRError as wrong:

@@ -1,4 +1,4 @@
-"""Files of commands: texts read and written, and programs loaded from them."""
+"""Read and write the texts of commands, and load programs from files."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from hostir.ir.source import Diagnostic, HostIRError, Span, did_you_mean, error,
 from hostir.lower import AUTO, lower, passes_of
 
 # Texts ----------------------------------------------------------------------------------------------------------------
-# The texts that commands read and write: files, devices, pipes and, as `-`, standard input and output.
+# Texts that commands read and write: files, devices, pipes and, as `-`, standard input and output.
 
 STANDARD = "-"
 STDIN = (STANDARD, "/dev/stdin")
 
 
 def check_readable(file: str) -> None:
-    """Raises for what is no file to read: one that does not exist, a folder, a device, or input that ranks share."""
+    """Raise for a file that cannot be read: one that does not exist, a folder, a device, or input that ranks share."""
     several = int(os.environ.get("WORLD_SIZE") or 1) > 1
     if file == STANDARD:
         if sys.stdin is None:
@@ -71,7 +71,7 @@ def _in_short(names: list[str], most: int = 20) -> Iterable[str]:
 
 
 def read(file: str) -> str:
-    """The text of a file that `check_readable` passes, or of standard input."""
+    """Return the text of a file that `check_readable` accepts, or of standard input."""
     try:
         text = sys.stdin.buffer.read() if file == STANDARD else Path(file).read_bytes()
         return text.decode("utf-8-sig").replace("\r\n", "\n")
@@ -82,7 +82,7 @@ def read(file: str) -> str:
 
 
 def write(text: str, out: str | Path | None) -> None:
-    """Writes a text to a file, or prints it where `out` is None or `-`."""
+    """Write a text to a file, or print it where `out` is None or `-`."""
     if out is None or out == STANDARD:
         print(text, end="" if text.endswith("\n") else "\n")
         return
@@ -99,16 +99,16 @@ def write(text: str, out: str | Path | None) -> None:
 
 
 class Loaded(NamedTuple):
-    """A program, the sizes that were given for it, what is worth telling of its file, and whether that has comments."""
+    """A program, the sizes that were given for it, notices about its file, and whether the file has comments."""
 
     program: Program
     sizes: dict[str, int]
-    told: list[Diagnostic]
+    notices: list[Diagnostic]
     comments: bool
 
 
 def load(file: str, *, name: str | None, form: str | None, given: Mapping[str, str], ranks: int | None) -> Loaded:
-    """Reads `FILE`.
+    """Load the program of `FILE`.
 
     Args:
         file: a `.py`, a text of hostir, or an nvFuser dump (`form="nvfuser"`).
@@ -130,8 +130,8 @@ def load(file: str, *, name: str | None, form: str | None, given: Mapping[str, s
     if form == "nvfuser":
         from hostir.nvfuser import read_nvfuser
 
-        program, told = read_nvfuser(text, file)
-        return Loaded(program, _sizes(program, given), told, False)
+        program, notices = read_nvfuser(text, file)
+        return Loaded(program, _sizes(program, given), notices, False)
     if text.lstrip().startswith("%HostIrContainer"):
         raise error(f"{file} is an nvFuser dump", hint="add --from nvfuser")
     program = parse(text, file)
@@ -139,7 +139,7 @@ def load(file: str, *, name: str | None, form: str | None, given: Mapping[str, s
 
 
 def _sizes(program: Program, given: Mapping[str, str], parameters: Sequence[str] = ()) -> dict[str, int]:
-    """What was given beside the parameters of the fusion's function: sizes of the program."""
+    """Return the given sizes of the program, apart from the parameters of the fusion's function."""
     names = [*sorted(program.size_names), *(name for name, _ in program.aliases)]
     left = {name: value for name, value in given.items() if name not in parameters}
     for name, value in left.items():
@@ -157,7 +157,7 @@ def _sizes(program: Program, given: Mapping[str, str], parameters: Sequence[str]
 def _from_python(
     path: Path, name: str | None, given: Mapping[str, str], ranks: int | None
 ) -> tuple[Fusion, Sequence[str]]:
-    """The fusion, and the parameters of the function that made it."""
+    """Return the fusion, and the parameters of the function that made it."""
     module = _import(path)
     found = _fusions(module)
     if name is not None and inspect.isfunction(function := getattr(module, name, None)):
@@ -197,7 +197,7 @@ def _import(path: Path) -> ModuleType:
 
 
 def _users_fault(what: str, problem: Exception | SystemExit, file: str) -> HostIRError:
-    """A failure of the user's own Python, with the deepest line of the file."""
+    """Return the error for a failure of the user's own Python, with the deepest line of the file."""
     if isinstance(problem, SyntaxError):
         where = from_here(problem.filename or file)
         return error(
@@ -209,7 +209,7 @@ def _users_fault(what: str, problem: Exception | SystemExit, file: str) -> HostI
 
 
 def _fusions(module: ModuleType) -> dict[str, Fusion | Callable[..., Fusion]]:
-    """Module-level fusions, and functions annotated to return one."""
+    """Return module-level fusions, and functions annotated to return one."""
     found: dict[str, Fusion | Callable[..., Fusion]] = {}
     for key, value in vars(module).items():
         if isinstance(value, Fusion):
@@ -222,7 +222,7 @@ def _fusions(module: ModuleType) -> dict[str, Fusion | Callable[..., Fusion]]:
 
 
 def _arguments(function: Callable[..., Fusion], given: Mapping[str, str], ranks: int | None) -> dict[str, Any]:
-    """The arguments for a fusion's function, by name; nothing for `*args` and `**kwargs`."""
+    """Return the arguments for a fusion's function, by name; none for `*args` and `**kwargs`."""
     parameters = inspect.signature(function).parameters
     chosen: dict[str, Any] = {}
     for key, parameter in parameters.items():
@@ -286,7 +286,7 @@ def load_named(options: Namespace) -> tuple[Program, dict[str, int]]:
     world = os.environ.get("WORLD_SIZE")
     if world and options.ranks not in (None, int(world)):
         raise error(f"--ranks {options.ranks} under torchrun with {world} processes", hint="leave --ranks out")
-    program, sizes, told, options.comments = load(
+    program, sizes, notices, options.comments = load(
         file, name=name, form=options.form, given=given, ranks=options.ranks or (int(world) if world else None)
     )
     if options.ranks not in (None, program.ranks):
@@ -294,13 +294,13 @@ def load_named(options: Namespace) -> tuple[Program, dict[str, int]]:
         if file.endswith(".py"):
             hint = "have a parameter 'ranks' of its function make the mesh, or leave --ranks out"
         raise error(f"@{program.name} is for {program.ranks} ranks, not {options.ranks}", hint=hint)
-    for diagnostic in told:
+    for diagnostic in notices:
         say(str(diagnostic).replace("error:", "note:", 1))
     return program, sizes
 
 
 def load_to_lower(options: Namespace) -> tuple[Program, dict[str, int]]:
-    """As `load_named`, for commands that lower fusions."""
+    """Load as `load_named` does, for commands that lower fusions."""
     program, sizes = load_named(options)
     if program.phase is Phase.HOST and (options.strategy is not None or options.streams is not None):
         option = "--streams" if options.strategy is None else "--strategy"
@@ -313,19 +313,19 @@ def load_to_lower(options: Namespace) -> tuple[Program, dict[str, int]]:
 
 
 def say(text: str) -> None:
-    """Tells people something beside the output, once a job."""
+    """Print a message to stderr, once a job."""
     if knobs.speaks():
         print(text, file=sys.stderr)
 
 
 def lowering_of(options: Namespace) -> dict[str, Any]:
-    """What was said of the lowering."""
+    """Return the lowering options that were given."""
     given = {"strategy": options.strategy, "streams": options.streams}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def lowered(program: Program, sizes: dict[str, int], options: Namespace) -> Program:
-    """The host program: what the file holds, or the fusion lowered."""
+    """Return the host program: as the file has it, or lowered from its fusion."""
     if program.phase is Phase.HOST:
         return program
     choose_strategy(program, sizes, options)
@@ -333,7 +333,7 @@ def lowered(program: Program, sizes: dict[str, int], options: Namespace) -> Prog
 
 
 def choose_strategy(program: Program, sizes: dict[str, int], options: Namespace) -> None:
-    """Replaces the strategy `auto` by what is chosen, and says so."""
+    """Replace the strategy `auto` by the chosen one, and print which."""
     if options.strategy != AUTO:
         return
     from hostir.cli.tune import chosen

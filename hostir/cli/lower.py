@@ -23,12 +23,12 @@ QUEUED = (TensorOp, Communication, Message, Wait, Synchronize, FreeBuffer, *ONE_
 
 
 def to_dot(program: Program) -> str:
-    """The graph of a fusion or a host program, as a text in Graphviz's language."""
+    """Return the graph of a fusion or a host program in Graphviz's language."""
     return "\n".join(_Drawing(program).lines()) + "\n"
 
 
 class _Drawing:
-    """Walks a program once and notes, for every name and stream, which node it now stands at."""
+    """Draws a program in one walk; tracks the latest node of every name and stream."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -102,7 +102,7 @@ class _Drawing:
         self.makes(s, node)
 
     def makes(self, s: Statement, node: str) -> None:
-        """Notes whose work tensors and handles show from here on; a communication's shows where it is waited for."""
+        """Record the node that makes tensors and handles; a communication's result counts as made by its wait."""
         if isinstance(s, ViewStatement):
             self.roots[s.out.name] = self.roots.get(s.x.name, s.x.name)
             self.makers[s.out.name] = node
@@ -114,12 +114,12 @@ class _Drawing:
             self.makers[value.name] = self.makers[self.roots.get(value.name, value.name)] = node
 
     def named(self, stream: Expr) -> str:
-        """The stream that an expression names, as far as the text tells."""
+        """Return the stream that an expression names, as far as the text shows."""
         known = self.streams.get(stream.value.name) if isinstance(stream, Ref) else None
         return known or f"stream {stream}"
 
     def latest(self, stream: str) -> list[str]:
-        """The latest on every stream that this may be: a computed index may stand for any of the pool."""
+        """Return the latest nodes of every stream that this may be: a computed index may be any of the pool."""
         if stream == CALLER:
             return self.last[CALLER]
         may = [other for other in self.last if other == stream or (other != CALLER and "%" in other + stream)]
@@ -131,7 +131,7 @@ class _Drawing:
         return name
 
     def edge(self, sources: Iterable[str], target: str, style: str) -> None:
-        """Adds edges where there are none yet."""
+        """Add the edges that are not there yet."""
         for source in sources:
             self.edges.setdefault((source, target), style)
 
@@ -142,7 +142,7 @@ def _quoted(text: str) -> str:
 
 
 def main(options: Namespace) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command; return its exit code."""
     program, sizes = load_to_lower(options)
     if program.phase is Phase.HOST:
         if options.after or options.all:

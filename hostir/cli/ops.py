@@ -1,4 +1,4 @@
-"""The language reference, from the registry: `hostir ops` prints `table()`, docs/language.md holds `markdown()`."""
+"""Generate the language reference from the registry: `table()` for `hostir ops`, `markdown()` for docs/language.md."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ place on the mesh (`%r = rank of %x over didx`), and `+ - * / %` on them, `/` ro
 
 A fusion gives the type of every result, a program only where it does not follow from the operands. In the syntax below
 `%x` is a value, `<x>` something else, and `(...)?` may be left out. In the examples every operand carries the type that
-it was defined with. What orders statements is told in [memory-model.md](memory-model.md), how to add one in
+it was defined with. How statements are ordered is described in [memory-model.md](memory-model.md), how to add one in
 [extending.md](extending.md).
 """
 
 
 @dataclass(frozen=True)
 class ReferenceEntry:
-    """One statement, in words: its text in each phase, what it does, an example, and its fields by what they are."""
+    """One statement in the reference: its text in each phase, its description, an example, and its fields by kind."""
 
     keyword: str
     forms: tuple[tuple[str, str], ...]
@@ -104,7 +104,7 @@ class ReferenceEntry:
 
 
 def entry(cls: type[Statement]) -> ReferenceEntry:
-    """What the reference says of a statement class."""
+    """Return the reference entry of a statement class."""
     doc, _, example = inspect.cleandoc(cls.__doc__ or "").partition("Example:")
     forms: dict[str, list[str]] = {}
     for phase in (p for p in Phase if p in cls.phases):
@@ -114,7 +114,7 @@ def entry(cls: type[Statement]) -> ReferenceEntry:
 
 
 def sections() -> dict[str, list[ReferenceEntry]]:
-    """Every statement, under the heading of the first kind that it is of."""
+    """Return every statement's entry, under the heading of the first kind that it belongs to."""
     found: dict[str, list[ReferenceEntry]] = {title: [] for title, _ in SECTIONS}
     for cls in REGISTRY.values():
         title = next(title for title, bases in SECTIONS if issubclass(cls, bases))
@@ -123,7 +123,7 @@ def sections() -> dict[str, list[ReferenceEntry]]:
 
 
 def table() -> str:
-    """The statements with one line each, for a terminal: as a program writes them, or else as a fusion does."""
+    """Return the statements with one line each, for a terminal: as a program writes them, or else as a fusion does."""
     every = [e for entries in sections().values() for e in entries]
     width = max(len(e.forms[-1][1]) for e in every)
     blocks = [
@@ -134,7 +134,7 @@ def table() -> str:
 
 
 def markdown() -> str:
-    """The reference as a page."""
+    """Return the reference as a page of Markdown."""
     parts = [PAGE]
     for title, entries in sections().items():
         parts += [f"## {title}\n", *(_markdown(e) for e in entries)]
@@ -149,7 +149,7 @@ def _markdown(e: ReferenceEntry) -> str:
 
 
 def _syntax(cls: type[Statement], phase: Phase) -> str:
-    """A template as people read it: `%out: <type> = cast %x to <dtype>`."""
+    """Return a template as people read it: `%out: <type> = cast %x to <dtype>`."""
     codecs = codecs_of(cls)
 
     def spell(part: Part, leads: bool) -> str:
@@ -169,7 +169,7 @@ def _syntax(cls: type[Statement], phase: Phase) -> str:
 
 
 def _fields(cls: type[Statement]) -> dict[str, str]:
-    """The names of the fields of each kind, by what they are; with the default where one may be left out."""
+    """Return the field names of each kind, with the default of those that may be left out."""
     optional = {part.field for part in template(cls.syntax) if isinstance(part, OptionalPart)}
     found: dict[str, str] = {}
     for name, codec in sorted(codecs_of(cls).items(), key=lambda field: field[0] in optional):
@@ -181,6 +181,6 @@ def _fields(cls: type[Statement]) -> dict[str, str]:
 
 
 def main(options: Namespace) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command; return its exit code."""
     print(markdown() if options.markdown else table())
     return 0

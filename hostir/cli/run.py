@@ -1,4 +1,4 @@
-"""Run `hostir run`: fresh inputs, one run or several, and the comparison with a reference."""
+"""Run `hostir run`: execute a program on fresh inputs, once or repeatedly, and compare it with a reference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def run_command(source: Program, program: Program, sizes: dict[str, int], options: Namespace) -> int:
-    """Runs `program`, and with `--compare` holds it against `source`, the fusion or host program it came from.
+    """Run `program`; with `--compare`, compare it with `source`, the fusion or host program that it came from.
 
     A host program of single ranks means what simulated ranks compute in program order. Returns the exit code: 1 where
     a result is too far from the reference. Raises HostIRError where there is none.
@@ -79,7 +79,7 @@ def _check_trace(path: str | None) -> None:
 
 
 def _check_room(program: Program, sizes: dict[str, int], device: str | None) -> None:
-    """Refuses sizes for which the memory of this rank's GPU, or of its host for all ranks there, is too small."""
+    """Refuse sizes for which the memory of this rank's GPU, or of its host for all ranks there, is too small."""
     room = Room(program, sizes)
     local, ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if device != "cpu" and torch.cuda.is_available():
@@ -101,7 +101,7 @@ def _write_trace(trace: Trace | None, path: str | None) -> None:
 
 
 def _turns(turns: range, title: str, *, speaks: bool = True) -> Iterable[int]:
-    """The runs to do; where there are several and somebody is watching, with a progress bar."""
+    """Return the runs to do; with a progress bar if there are several and stderr is a terminal."""
     if len(turns) == 1 or not speaks or not sys.stderr.isatty():
         return turns
     from rich.console import Console
@@ -147,7 +147,7 @@ Results = Sequence[Sequence[Parts]]  # by call and output
 
 
 def what_is_wrong(program: Program, results: Results, in_order: Results, first: int = 0) -> list[str]:
-    """What is NaN in the outputs of calls, the first of which is number `first`, or other than in program order."""
+    """Return the outputs' errors: NaN, or other values than in program order. `first` numbers the first call."""
     found = []
     for call, (outputs, expected) in enumerate(zip(results, in_order, strict=True), first + 1):
         for value, parts, others in zip(program.outputs, outputs, expected, strict=True):
@@ -169,7 +169,7 @@ def _differences(x: torch.Tensor | None, other: torch.Tensor | None) -> int:
 
 
 def _watched(machine: LocalMachine, seed: int) -> None:
-    """Says what races the simulated ranks see for themselves, whatever came of them."""
+    """Print the races that the simulated ranks detect, whether or not results differ."""
     try:
         machine.run(seed, watch=True)
     except HostIRError as seen:
@@ -180,7 +180,7 @@ def _watched(machine: LocalMachine, seed: int) -> None:
 def _on_ranks(
     joined: Session, source: Program, program: Program, sizes: dict[str, int], options: Namespace, trace: Trace | None
 ) -> int:
-    """The same on this rank of a job; rank 0 speaks for all."""
+    """Run and compare on this rank of a job; rank 0 reports for all."""
     device, rank = joined.device, joined.rank
     kernels = knobs.KERNELS.get(options.kernels)
     executor = Executor(program, sizes=sizes, kernels=kernels, trace=trace, check=False)  # which the caller has done
@@ -208,14 +208,14 @@ def _on_ranks(
 
 
 def _expected(source: Program, inputs: Tensors, sizes: dict[str, int]) -> tuple[Tensors, Tensors]:
-    """What the source means, in the program's own dtypes and in float64."""
+    """Return the expected outputs of the source, in the program's own dtypes and in float64."""
     bound = {name: value for name, value in sizes.items() if name in source.size_names}
     means = rehearsed if of_single_ranks(source) else reference
     return means(source, inputs, bound, None), means(source, inputs, bound)
 
 
 def _meant(source: Program) -> str:
-    """What results are compared with."""
+    """Return the name of the reference that results are compared with."""
     return "simulated ranks in program order" if of_single_ranks(source) else "the unsharded result"
 
 
@@ -228,9 +228,9 @@ def _part_against(
     sizes: dict[str, int],
     turn: int,
 ) -> list[Comparison]:
-    """Each rank compares its own parts; the squares of all errors are added up. Partial sums mean nothing alone.
+    """Compare this rank's own parts and add up the squared errors of all ranks. Partial sums are added up first.
 
-    Ranks have rounded theirs, whose sum is not rounded again.
+    Each rank rounds its partial sum; their sum is not rounded again.
     """
     plain, exact = _expected(source, inputs, sizes)
     squares = []
@@ -249,21 +249,21 @@ def _part_against(
 
 
 def _squared(got: torch.Tensor | None, expected: torch.Tensor | None) -> float:
-    """The square of the error's norm; 0 where a rank holds nothing."""
+    """Return the square of the error's norm; 0 where a rank holds nothing."""
     if got is None or expected is None:
         return 0.0
     return float(torch.linalg.vector_norm(got.to(expected.dtype) - expected)) ** 2
 
 
 def copies(type: TensorType) -> int:
-    """How many ranks hold each element."""
+    """Return the number of ranks that hold each element."""
     assert type.mesh
     spread = prod(type.mesh.size(mark) for axis in type.axes for mark in axis.marks)
     return len(type.mesh.devices) // spread
 
 
 def _worse(old: list[Comparison], new: list[Comparison]) -> list[Comparison]:
-    """Of each output the comparison that is nearer to its bound, or beyond it."""
+    """Return, for each output, the comparison that is closer to its bound, or further beyond it."""
     if not old:
         return new
     pairs = zip(old, new, strict=True)
@@ -279,7 +279,7 @@ def _report(
     options: Namespace,
     wrong: Sequence[str] = (),
 ) -> int:
-    """Says how it went, and what is wrong besides, for people or as JSON; returns the exit code."""
+    """Report the result, and other errors, as text or as JSON; return the exit code."""
     good = all(c.good for c in found) and not wrong
     if options.json:
         outputs = [{"output": c.output, "error": c.error, "bound": c.bound, "good": c.good} for c in found]
@@ -299,7 +299,7 @@ def _report(
 
 
 # The reference of a program of single ranks ---------------------------------------------------------------------------
-# What a host program of single ranks means: its statements on simulated ranks, one after another in program order.
+# The reference of a host program of single ranks: its statements on simulated ranks, in program order.
 #
 # Whole tensors say nothing of a program in which ranks do different things: who copies what where is what it computes.
 # So every rank is simulated in this process, on the device of the inputs, in one order that the memory model allows and
@@ -315,7 +315,7 @@ def rehearsed(
     sizes: Mapping[str, int] | None = None,
     dtype: torch.dtype | None = torch.float64,
 ) -> tuple[torch.Tensor, ...]:
-    """The whole outputs of one call of a host program, from whole inputs; arguments as of `reference`.
+    """Return the whole outputs of one call of a host program, from whole inputs; arguments as of `reference`.
 
     The sum of partial sums is in float64, not rounded, whatever `dtype` is. Raises HostIRError for inputs that do not
     fit, and for a program that simulated ranks cannot run, or of which they end with copies of an output that differ.
@@ -350,22 +350,22 @@ def _no_result(program: Program, refused: HostIRError) -> HostIRError:
 # Schedules that show what the checker found: seeds of the simulated ranks under which the program goes wrong.
 
 SEEDS = 400
-SECONDS = 20.0  # of looking for one; large sizes take long to run
-LARGEST = 1 << 24  # elements of the inputs: beyond it a run takes too long to look for anything
+SECONDS = 20.0  # of trying seeds; large sizes take long to run
+MAX_ELEMENTS = 1 << 24  # elements of the inputs; runs with more take too long to try many seeds
 Key = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
 
 
 def witnesses(
     program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str, int], calls: int = 2
 ) -> dict[int, tuple[int, str]]:
-    """For findings by their place in the list: a seed, and how the run under it goes wrong.
+    """Find runs that show findings: by a finding's index, a seed and how the run under it goes wrong.
 
     The run is that of `hostir run --no-check --repeat CALLS --schedule-seed SEED`. A race is shown by a run that does
     not get to its end, or goes wrong and has the second access before the first. Findings that no seed shows are left
     out.
     """
     inputs = [random_inputs(program, sizes, turn) for turn in range(calls)]
-    if sum(x.numel() for x in inputs[0]) > LARGEST:
+    if sum(x.numel() for x in inputs[0]) > MAX_ELEMENTS:
         return {}
     shown: dict[int, tuple[int, str]] = {}
     left = {n: f for n, f in enumerate(findings) if isinstance(f, Finding) and f.level == "error"}
@@ -393,7 +393,7 @@ def witnesses(
 
 
 def _places(ran: Sequence[Task]) -> dict[Key, list[int]]:
-    """When each statement of each rank, round and call touched memory, from the first of its tasks to the last."""
+    """Return the positions at which each statement of each rank, round and call accessed memory."""
     found: dict[Key, list[int]] = {}
     for place, task in enumerate(ran):
         if task.memory:
@@ -402,7 +402,7 @@ def _places(ran: Sequence[Task]) -> dict[Key, list[int]]:
 
 
 def _overtaken(finding: Finding, places: Mapping[Key, list[int]]) -> bool:
-    """Whether the second of two accesses came first; other findings need no more than that the run goes wrong."""
+    """Whether the second of a finding's two accesses came first; other findings only need the run to go wrong."""
     if finding.kind != "race":
         return True
     before, after = finding.events
@@ -419,7 +419,7 @@ def _when(event: Event, places: Mapping[Key, list[int]], at_first: bool = False)
 
 
 def main(options: Namespace) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command; return its exit code."""
     program, sizes = load_to_lower(options)
     if program.phase is Phase.HOST:
         verify(program)

@@ -24,11 +24,11 @@ from hostir.knobs import KERNELS
 from hostir.runtime.session import Session, launched, session
 
 # Tables ---------------------------------------------------------------------------------------------------------------
-# What people read of a choice: aligned tables, in plain text.
+# Choices as aligned tables of plain text.
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be; what looks like a number stands right."""
+    """Return columns as wide as they need to be; numbers are aligned right."""
     widths = [max(len(line[i]) for line in (headers, *rows)) for i in range(len(headers))]
     return "\n".join(_line(line, widths) for line in (headers, *rows))
 
@@ -43,7 +43,7 @@ def _number(cell: str) -> bool:
 
 
 def describe(choice: Choice) -> str:
-    """All of a choice: what was taken, the times of the candidates, and why the others were not possible."""
+    """Return a choice in full: what was taken, the times of the candidates, and why others were not possible."""
     parts = [f"{choice}"]
     if choice.timings:
         parts += ["", _times(choice)]
@@ -77,11 +77,11 @@ def _us(time: float | None) -> str:
 
 
 # Explaining a choice --------------------------------------------------------------------------------------------------
-# What the command line says of choices: `hostir explain`, and `--strategy auto` of the other commands.
+# Choices on the command line: `hostir explain`, and `--strategy auto` of the other commands.
 
 
 def explain_command(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
-    """Prints the choice for a fusion; returns the exit code."""
+    """Print the choice for a fusion; return the exit code."""
     fusion = fusion_of(program)
     check_sizes(fusion, dict(sizes))
     if options.machine is not None and options.device is not None:
@@ -95,9 +95,9 @@ def explain_command(program: Program, sizes: Mapping[str, int], options: Namespa
 
 
 def chosen(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Choice:
-    """What `--strategy auto` takes: for `run` on the ranks that will run it, else as `explain` would say.
+    """Return the choice of `--strategy auto`: for `run` on the ranks that will run it, else as `explain` prints it.
 
-    The caller tells of fallbacks, so they are not warned of.
+    The caller prints fallbacks, so no warning is issued for them.
     """
     if options.command == "run":
         machine = {"cpu": "gloo", "cuda": "cuda", None: None}[options.device] if _launched() else None
@@ -111,7 +111,7 @@ def chosen(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Cho
 
 
 def platform_of(fusion: Program, device: str | None = None, machine: str | None = None) -> Platform:
-    """The machine that was named; else this one, if it has the GPUs or was asked for; else a known one."""
+    """Return the named machine; else this one, if it has the GPUs or was asked for; else a known one."""
     if machine is not None:
         hardware, ranks = named(machine)
         return reference(hardware, ranks or fusion.ranks)
@@ -137,7 +137,7 @@ def _launched() -> bool:
 
 
 def _speaks() -> bool:
-    """Whether this process speaks for all."""
+    """Whether this process prints for the whole job."""
     from hostir.runtime.session import joined
 
     return not _launched() or joined().rank == 0
@@ -151,7 +151,7 @@ Begin = Callable[[str, int], Progress]  # a case, by its label and how many step
 
 @dataclass(frozen=True)
 class Case:
-    """One fusion with its sizes; `label` says what was set."""
+    """One fusion with its sizes; `label` names the values that were set."""
 
     label: str
     fusion: Program
@@ -159,7 +159,7 @@ class Case:
 
 
 def check_started(command: str) -> None:
-    """Raises outside torchrun, where there are no ranks to measure."""
+    """Raise outside torchrun, where there are no ranks to measure."""
     if not launched():
         raise error(
             "'hostir tune' measures real ranks, and this process is alone",
@@ -169,7 +169,7 @@ def check_started(command: str) -> None:
 
 
 def tune_command(cases: Sequence[Case], options: Namespace) -> int:
-    """Measures each case that the cache does not hold yet, and prints what is fastest; returns the exit code."""
+    """Measure each case that the cache does not hold yet, and print what is fastest; return the exit code."""
     if options.runs is not None and options.runs < 1:
         raise error(f"--runs {options.runs}", expected="at least 1")
     for case in cases:
@@ -185,7 +185,7 @@ def tune_command(cases: Sequence[Case], options: Namespace) -> int:
 
 
 def _tune(case: Case, job: Session, options: Namespace, begin: Begin) -> list[str]:
-    """Measures a case unless the cache holds all of it, and gives its row of the table, which is rank 0's to print."""
+    """Measure a case unless the cache holds all of it; return its row of the table, which rank 0 prints."""
     kernels = KERNELS.get(options.kernels)
     platform = here("cuda" if job.device.type == "cuda" else "gloo", job.size)
     check_ranks(case.fusion, platform)
@@ -211,15 +211,15 @@ def _measured_row(case: Case, choice: Choice, when: str) -> list[str]:
 
 
 def _keep(job: Session, key: Mapping[str, Any], name: str, entries: cache.Entries) -> None:
-    """Rank 0 writes. All ranks end where it cannot."""
+    """Save results to the cache on rank 0. All ranks raise if that fails."""
     problem = ""
     if job.rank == 0:
         try:
             cache.write(key, name, entries)
         except HostIRError as refusal:
             problem = refusal.diagnostics[0].message
-    if said := _from_rank_0(job, problem):
-        raise error(said, hint="HOSTIR_CACHE names another folder")
+    if problem := _from_rank_0(job, problem):
+        raise error(problem, hint="HOSTIR_CACHE names another folder")
 
 
 def _from_rank_0(job: Session, mine: str) -> str:
@@ -231,7 +231,7 @@ _turns = itertools.count()
 
 @contextlib.contextmanager
 def _progress(job: Session) -> Iterator[Begin]:
-    """A bar on rank 0, where somebody is watching."""
+    """Show a progress bar on rank 0, if stderr is a terminal."""
     if job.rank or not sys.stderr.isatty():
         yield lambda label, total: lambda _: None
         return
@@ -252,7 +252,7 @@ def _progress(job: Session) -> Iterator[Begin]:
 
 
 def tune_main(options: Namespace) -> int:
-    """Runs `hostir tune`; returns its exit code."""
+    """Run `hostir tune`; return its exit code."""
     check_started(options.file)
     cases = []
     for given in _combinations(options.given):
@@ -263,7 +263,7 @@ def tune_main(options: Namespace) -> int:
 
 
 def _combinations(given: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Every choice of one value for each `--set NAME=VALUE,VALUE,...`."""
+    """Yield every choice of one value for each `--set NAME=VALUE,VALUE,...`."""
     lists = []
     for item in given:
         name, equals, values = item.partition("=")
@@ -272,6 +272,6 @@ def _combinations(given: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def explain_main(options: Namespace) -> int:
-    """Runs `hostir explain`; returns its exit code."""
+    """Run `hostir explain`; return its exit code."""
     program, sizes = load_named(options)
     return explain_command(program, sizes, options)

@@ -1,4 +1,4 @@
-"""What users write: sharded tensors on a device mesh, and computations on them.
+"""The language that users write: sharded tensors on a device mesh, and computations on them.
 
     with hi.Fusion("ag_matmul") as fusion:
         a = hi.tensor("a", [4, 8, 128, 1024], "bf16")

@@ -24,7 +24,7 @@ from hostir.ir.types import DTYPES, Axis, DType, Mesh, TensorType
 # A fusion under construction: `with hi.Fusion(...)`, its inputs and outputs, and the program it makes.
 
 TORCH_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
-MOST_AXES = 64  # of a tensor of torch
+MAX_AXES = 64  # torch's limit for a tensor
 NUMBER = "a number enters as an input of one element: hi.tensor('scale', [1], dtype)"
 
 _building: ContextVar[Fusion | None] = ContextVar("building", default=None)
@@ -40,7 +40,7 @@ class Fusion:
             fusion.output(y)
 
     Results are named after the variable that they are assigned to. `print(fusion)` shows the program. Raises
-    HostIRError for a name that is none.
+    HostIRError for an invalid name.
 
     Args:
         name: letters, digits and `_`, not starting with a digit.
@@ -67,7 +67,7 @@ class Fusion:
         _building.reset(self._entered.pop())
 
     def output(self, *tensors: Tensor) -> None:
-        """Declares outputs, in the order in which a call returns them.
+        """Declare outputs, in the order in which a call returns them.
 
         Raises HostIRError for a tensor of another fusion, an input, and one that is an output already.
         """
@@ -110,12 +110,12 @@ class Fusion:
         )
 
     def combine(self, cls: type[Any], **operands: Any) -> Tensor:
-        """Adds a statement on these tensors of the fusion being built."""
+        """Add a statement on these tensors of the fusion being built."""
         span = user_span()
         return apply(cls, None, **{name: operand(t, span) for name, t in operands.items()})
 
     def size(self, extent: Extent, span: Span | None) -> Size:
-        """A size of a result or a split, whose symbols must be those of inputs."""
+        """Return the size of a result or a split, whose symbols must be those of inputs."""
         size = Size.of(extent, span)
         known = {n for t in self.inputs for s in t.shape for n in s.names}
         if unknown := sorted(size.names - known):
@@ -147,7 +147,7 @@ def _check_name(name: object, what: str, span: Span | None) -> None:
 
 
 def building(span: Span | None) -> Fusion:
-    """The fusion of the innermost `with`."""
+    """Return the fusion of the innermost `with`."""
     fusion = _building.get()
     if fusion is None:
         raise error("no fusion is being built", span, hint="with hi.Fusion('name') as fusion: ...")
@@ -155,22 +155,22 @@ def building(span: Span | None) -> Fusion:
 
 
 def sizes(shape: Any, span: Span | None, fusion: Fusion | None = None) -> list[Size]:
-    """A shape as users write it; its names must be those of the inputs of `fusion`, where it is given."""
+    """Return a shape as sizes; its names must be those of the inputs of `fusion`, where it is given."""
     if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
         raise error(f"not a shape: {described(shape)}", span, expected="a list of sizes, such as [4, 'M', 128]")
-    if len(shape) > MOST_AXES:
-        raise error(f"a shape of {len(shape)} axes", span, expected=f"at most {MOST_AXES}")
+    if len(shape) > MAX_AXES:
+        raise error(f"a shape of {len(shape)} axes", span, expected=f"at most {MAX_AXES}")
     return [fusion.size(s, span) if fusion else Size.of(s, span) for s in shape]
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of an element type, which may be given as torch's; of anything else, what it is."""
+    """Return the name of an element type, which may be torch's; of anything else, a description."""
     name = dtype if isinstance(dtype, str) else described(dtype)
     return TORCH_NAMES.get(name, name)
 
 
 def tensor(name: str, shape: Sequence[Extent], dtype: Any = "bf16") -> Tensor:
-    """Declares an input of the fusion being built; calls give the inputs in the order of their declarations.
+    """Declare an input of the fusion being built; calls give the inputs in the order of their declarations.
 
     Raises HostIRError outside `with hi.Fusion(...)`, for a name that is taken, and for a size or dtype that is none.
 
@@ -193,7 +193,7 @@ def tensor(name: str, shape: Sequence[Extent], dtype: Any = "bf16") -> Tensor:
 
 
 def operand(t: Any, span: Span | None) -> Value:
-    """A tensor as a statement of the fusion being built reads it."""
+    """Return a tensor as an operand of a statement of the fusion being built."""
     fusion = building(span)
     if not isinstance(t, Tensor):
         hint = NUMBER if isinstance(t, int | float) else ""
@@ -205,7 +205,7 @@ def operand(t: Any, span: Span | None) -> Value:
 
 
 def apply(cls: type[Any], shape: Sequence[Size] | None = None, **fields: Any) -> Tensor:
-    """Adds a statement of the user's line; its result has `shape`, or the one that the statement infers."""
+    """Add a statement of the user's line; its result has `shape`, or the one that the statement infers."""
     span = user_span()
     fusion = building(span)
     unknown = Value("out", TensorType(DTYPES["f32"], ()))
@@ -224,7 +224,7 @@ def apply(cls: type[Any], shape: Sequence[Size] | None = None, **fields: Any) ->
 
 
 def _assigned(span: Span | None, otherwise: str) -> str:
-    """The variable that the result is assigned to on the user's line."""
+    """Return the name of the variable that the user's line assigns the result to, else `otherwise`."""
     if span is None or not span.column:
         return otherwise
     before, after = span.text[: span.column - 1], span.text[span.column - 1 + span.width :]
@@ -233,7 +233,7 @@ def _assigned(span: Span | None, otherwise: str) -> str:
 
 
 # Functions ------------------------------------------------------------------------------------------------------------
-# What users call on tensors. Each adds one statement to the fusion being built and gives its result.
+# The functions that users call on tensors. Each adds one statement to the fusion being built and returns its result.
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

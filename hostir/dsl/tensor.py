@@ -1,4 +1,4 @@
-"""Device meshes, and tensors on them as users annotate them."""
+"""Define device meshes, and the tensors on them that users annotate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = re.compile(r"[A-Za-z_]\w*")  # what may stand in the text as a name
 
 
 class ParallelType(Enum):
-    """What an axis is spread over.
+    """The kinds of parallelism that an axis can have.
 
     `DIDx` is the mesh's last axis, its ranks for a mesh in a line; `DIDy` the axis before. `Stream` is no axis of the
     mesh: it cuts the axis into slices that the `pipeline` strategy runs on several streams, so that one is communicated
@@ -64,7 +64,7 @@ class DeviceMesh:
         self.names = _names(names, len(self.shape), span)
 
     def axis_name(self, on: ParallelType | str, span: Span | None) -> str:
-        """The mesh axis that DIDx, DIDy or a name stands for."""
+        """Return the mesh axis that DIDx, DIDy or a name stands for."""
         if on is ParallelType.DIDx:
             return self.names[-1]
         if on is ParallelType.DIDy:
@@ -80,7 +80,7 @@ class DeviceMesh:
         return on
 
     def ranks(self, name: str) -> int:
-        """The number of ranks along the axis of this name."""
+        """Return the number of ranks along the axis of this name."""
         return self.shape[self.names.index(name)]
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ class DeviceMesh:
 
 
 def _grid(devices: Iterable[Any], span: Span | None) -> tuple[list[list[Any]], tuple[int, ...]]:
-    """The devices in rows, and the mesh's shape."""
+    """Return the devices in rows, and the mesh's shape."""
     plain = _plain(devices)
     lines = [_plain(line) for line in plain] if isinstance(plain, Iterable) else []
     rows = [list(d) for d in lines if isinstance(d, Iterable)]
@@ -105,7 +105,7 @@ def _grid(devices: Iterable[Any], span: Span | None) -> tuple[list[list[Any]], t
 
 
 def _plain(x: Any) -> Any:
-    """Arrays and tensors as lists and numbers; anything else as it is."""
+    """Convert arrays and tensors to lists and numbers; return anything else as it is."""
     return x.tolist() if hasattr(x, "tolist") and not isinstance(x, type) else x
 
 
@@ -136,15 +136,15 @@ INVERT = "multiply with an input that holds the inverse"
 
 
 class Owner(Protocol):
-    """What a tensor needs of its fusion."""
+    """The interface to its fusion that a tensor needs."""
 
     name: str
 
     def size(self, extent: Extent, span: Span | None) -> Size:
-        """A size of a result or a split."""
+        """Return the size of a result or a split."""
 
     def combine(self, cls: type[Any], **operands: Any) -> Tensor:
-        """Adds a statement on these tensors and gives its result."""
+        """Add a statement on these tensors and return its result."""
 
 
 class Shape(tuple[Size, ...]):
@@ -156,13 +156,13 @@ class Shape(tuple[Size, ...]):
 
 @dataclass
 class LoopAxis:
-    """One axis of a tensor, after its splits: what `Tensor.axis` gives."""
+    """One axis of a tensor, after its splits, as returned by `Tensor.axis`."""
 
     tensor: Tensor
     position: int
 
     def parallelize(self, on: ParallelType | str) -> None:
-        """Spreads the axis in equal contiguous blocks over a mesh axis, or cuts it into slices of the Stream.
+        """Spread the axis in equal contiguous blocks over a mesh axis, or cut it into slices of the Stream.
 
         `on` is a `hi.ParallelType`, or the name of a mesh axis. On `Stream`, each index of the axis is a slice.
 
@@ -205,7 +205,7 @@ class Tensor:
         return LoopAxis(self, position % len(self._loop))
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
-        """Puts the tensor on a mesh: from now on it lies as its axes say, replicated where they say nothing.
+        """Put the tensor on a mesh: from now on it lies as its axes say, replicated where they say nothing.
 
         Raises HostIRError where an axis is spread already over what this mesh does not have or cannot divide it by.
         """
@@ -223,7 +223,7 @@ class Tensor:
         self.mesh = mesh
 
     def split(self, position: int, outer: Extent) -> None:
-        """Splits an axis of size E into two, `outer` and E / outer, the first outside the second.
+        """Split an axis of size E into two, `outer` and E / outer, the first outside the second.
 
         Later positions move up by one; `shape` stays, since only blocks of the axis get names. Raises HostIRError where
         `outer` does not divide E, and for an axis that is spread already.
@@ -240,7 +240,7 @@ class Tensor:
         self._loop[at : at + 1] = [(k, Factor(size)), (k, Factor(factor.extent / size))]
 
     def shard(self, axis: int, mesh: DeviceMesh, on: ParallelType | str = ParallelType.DIDx) -> Tensor:
-        """Spreads an axis over the mesh in equal contiguous blocks, and returns the tensor.
+        """Spread an axis over the mesh in equal contiguous blocks, and return the tensor.
 
         Short for `set_device_mesh(mesh)` and `axis(axis).parallelize(on)`, whose errors it raises. Where the axis has E
         elements, rank r of n holds those from r * E / n on.

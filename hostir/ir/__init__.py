@@ -30,7 +30,7 @@ BOM = "\ufeff"  # some editors begin a file of UTF-8 with this mark
 
 
 def parse(text: str, file: str = "<text>") -> Program:
-    """Reads a program. Raises HostIRError with file:line:col, a caret and what was expected."""
+    """Read a program. Raises HostIRError with file:line:col, a caret and what was expected."""
     from hostir.ir.parser import read  # lark loads only when a text is read
 
     return read(text.removeprefix(BOM).replace("\r\n", "\n"), file)

@@ -1,4 +1,4 @@
-"""The vocabulary of communication: collectives and transfers over a mesh axis, and messages between two ranks."""
+"""Define communication statements: collectives and transfers over a mesh axis, and messages between two ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Reshard(Statement):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Communication(Statement):
-    """The base of communications.
+    """The base class of communications.
 
     In a host program `x` and `out` are dense and what moves is outermost in them; lowering sees to it. In a fusion,
     where a communication has no handle, any axis may move.
@@ -77,7 +77,7 @@ class Communication(Statement):
         return meshes_of([self.x, self.out])
 
     def exchange(self, rank: int) -> Exchange:
-        """What this rank does."""
+        """Return what a rank does in this communication."""
         raise AssertionError(type(self).__name__)
 
     def verify(self) -> None:
@@ -238,7 +238,7 @@ class Transfer(Communication):
 
     @cached_property
     def _exchanges(self) -> dict[int, Exchange]:
-        """By rank what it does, if anything."""
+        """Return what each rank does, by rank; ranks that do nothing have no entry."""
         moves: dict[int, list[Move]] = {}
         for move in self.moves(*self._meshes):
             for rank in {move.source, move.target}:
@@ -255,7 +255,7 @@ class Transfer(Communication):
         return source, target
 
     def moves(self, source: Mesh, target: Mesh) -> tuple[Move, ...]:
-        """Every message of every rank."""
+        """Return every message of every rank."""
         raise AssertionError(type(self).__name__)
 
     def verify(self) -> None:
@@ -267,7 +267,7 @@ class Transfer(Communication):
             raise self.fail(f"{self.keyword()} does not lead from {start} to {end}", expected=self.rule)
 
     def sharded(self, type: TensorType, marks: tuple[Mark, ...]) -> bool:
-        """Whether one axis lies over the whole of the type's mesh, in a host program the outermost."""
+        """Whether a single axis is sharded over the type's whole mesh, and in a host program is the outermost."""
         one = len(marks) == 1 and type.mesh is not None and len(type.mesh.axes) == 1
         return one and (self.handle is None or leads(type, type.mesh.axes[0] if type.mesh else ""))
 
@@ -373,19 +373,19 @@ WHOLE = (0, 1)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Message(Statement):
-    """The base of messages."""
+    """The base class of messages."""
 
     handle: Define
     over: Name
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh between whose ranks it goes; raises where that has no axis `over`."""
+        """Return the mesh whose ranks exchange the message; raise where it has no axis `over`."""
         return mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
 
     @property
     def teams(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that it goes between, in ascending order: a message's team has no other."""
+        """Return the teams within which messages go, their ranks in ascending order."""
         return tuple(tuple(sorted(team)) for team in self.mesh.teams(self.over))
 
     def infer(self) -> Kind:
@@ -395,7 +395,7 @@ class Message(Statement):
         mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
 
     def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
-        """What this rank sends and receives."""
+        """Return what this rank sends and receives."""
         raise AssertionError(type(self).__name__)
 
     def evaluate(self, frame: Frame) -> None:
@@ -475,7 +475,7 @@ MESSAGES = frozenset(cls.keyword() for cls in (Send, Recv, SendAndRecv))  # the 
 
 
 def _other(op: Message, me: int, peer: int) -> int:
-    """The peer; raises where it is this rank, whose own next message would have to meet this one."""
+    """Return the peer's rank; raise where it is this rank itself, which cannot be its own partner."""
     if peer == me:
         raise op.fail(
             f"rank {me} would wait for itself: its messages run one after another",

@@ -1,4 +1,4 @@
-"""The vocabulary of host programs: buffers, views by index, streams, handles and loops."""
+"""Define host program statements: buffers, views by index, streams, handles and loops."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FreeBuffer(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Select(ViewStatement):
-    """The view at one index of an axis, the first unless said; the axis goes away. The axis is not sharded.
+    """A view at one index of an axis, by default the first; the axis goes away. The axis is not sharded.
 
     Example: %y: f32[8@didx, 32] = select %x: f32[4, 8@didx, 32][%i]
     """
@@ -90,7 +90,7 @@ class Select(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Chunk(ViewStatement):
-    """The view of one of `count` equal pieces of an axis, counted within each rank's part; the axis stays.
+    """A view of one of `count` equal pieces of an axis, counted within each rank's part; the axis stays.
 
     Example: %y: f32[16, 8@didx] = chunk %x: f32[16, 32@didx][%i of 4] axis 1
     """
@@ -102,7 +102,7 @@ class Chunk(ViewStatement):
     axis: Int = 0
 
     def _cut(self) -> tuple[Size, Axis]:
-        """The number of blocks outside the pieces, which are spread over ranks, and the axis of one piece."""
+        """Return the number of blocks outside the pieces, which are spread over ranks, and the axis of one piece."""
         type = self.x.tensor
         if self.axis >= len(type.axes):
             raise self.fail(f"{self.x} has no axis {self.axis}", expected=f"an axis below {len(type.axes)}")
@@ -150,7 +150,7 @@ class Chunk(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class AsPartial(ViewStatement):
-    """The same buffer holding, for now, each rank's partial sum: what an in-place allreduce starts from.
+    """Treats the same buffer as each rank's partial sum: the input of an in-place allreduce.
 
     Example: %p: f32[16, 32] partial(didx) = as_partial %x: f32[16, 32] over didx
     """
@@ -224,7 +224,7 @@ class Wait(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class CurrentStream(Statement):
-    """The stream that statements are issued to now: at the start, the caller's.
+    """The stream that statements are issued to at this point; at the start, the caller's.
 
     Example: %user = current_stream
     """
@@ -242,7 +242,7 @@ class CurrentStream(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class SetStream(Statement):
-    """What follows is issued to this stream: a stream value, or a member of the pool by index.
+    """Issues what follows to a stream: a stream value, or a member of the pool by index.
 
     Example: set_stream %i % 2
     """
@@ -272,7 +272,7 @@ class Synchronize(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Delay(Statement):
-    """The current stream stands still, so that a communication that gets ready meanwhile takes its SMs first.
+    """Delays the current stream, so that a communication that gets ready meanwhile takes its SMs first.
 
     A computation that fills the device keeps a communication out until its first blocks have ended. A delay orders
     nothing: a program means the same without it, and machines without SMs pass over it. The idea is the nudge in
@@ -308,5 +308,5 @@ class For(Statement):
         return range(self.count.bind(frame.sizes))
 
     def begin(self, frame: Frame, index: int) -> None:
-        """Enters a round. The interpreter walks the body, so that it can name the statement that fails."""
+        """Begin a round. The interpreter walks the body, so that it can name the statement that fails."""
         frame[self.index] = index

@@ -1,4 +1,4 @@
-"""Walks a program on a machine: the one place where statements meet what executes them, or what proves them right."""
+"""Walk a program on a machine, which executes its statements or proves them right."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 
-MOST = 1_000_000  # statements, once loops are unrolled: beyond it planning takes minutes, and much memory
+MAX_UNROLLED = 1_000_000  # statements with loops unrolled; planning more takes minutes, and much memory
 
 
 class Observer:
-    """Told of every statement before it is evaluated, by machines that name statements in traces or errors."""
+    """Is notified of every statement before it is evaluated, so that traces and errors can name it."""
 
     def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
-        """The statement that what follows belongs to, and the indices of the loops around it, outermost first."""
+        """Note the statement that runs next, and the indices of the loops around it, outermost first."""
 
 
 def interpret(
@@ -29,10 +29,10 @@ def interpret(
     observer: Observer | None = None,
     frames: type[Frame] = Frame,
 ) -> tuple[Handle | None, ...]:
-    """Evaluates every statement in program order, loops unrolled; returns the outputs' handles.
+    """Evaluate every statement in program order, loops unrolled; return the outputs' handles.
 
     `inputs` are this rank's parts (or whole tensors, where the machine's rank is None), None where it holds none.
-    Raises HostIRError at the loop that makes the program longer than `MOST` statements.
+    Raises HostIRError at the loop that makes the program longer than `MAX_UNROLLED` statements.
     """
     unrolled_length(program.body, sizes)
     frame = frames(machine, sizes)
@@ -43,17 +43,17 @@ def interpret(
 
 
 def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> int:
-    """How many statements a body is with its loops unrolled, each round being one more."""
+    """Return the number of statements of a body with its loops unrolled; each round counts as one more."""
     total = 0
     for statement in body:
         if not isinstance(statement, For):
             total += 1 + sum(unrolled_length(inner, sizes) for inner in statement.bodies)
             continue
         total += statement.count.bind(sizes) * (1 + unrolled_length(statement.body, sizes))
-        if total > MOST:
+        if total > MAX_UNROLLED:
             raise statement.fail(
                 f"with this loop the program has {total} statements and rounds to go through",
-                expected=f"at most {MOST}",
+                expected=f"at most {MAX_UNROLLED}",
                 hint="choose fewer rounds, each with more work",
             )
     return total

@@ -1,4 +1,4 @@
-"""How sharding passes through statements: joining operands' axes, and following marks through a reshape."""
+"""Propagate sharding through statements: join operands' axes, and follow marks through a reshape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mark = tuple[str, Size, int]  # mesh axis, elements' blocks outside it, number o
 def join(
     op: Statement, dtype: DType, shape: tuple[Size, ...], operands: Sequence[Value], maps: Sequence[tuple[int, ...]]
 ) -> TensorType:
-    """The type of what each rank computes from its own parts of the operands.
+    """Return the type of the result that each rank computes from its own parts of the operands.
 
     An axis of the result lies where the operands' axes lie that map to it; axes summed away leave a partial sum over
     the mesh axes they lie on. Raises where the parts of two operands do not meet, as they then need a reshard first.
@@ -53,7 +53,7 @@ def join(
 
 
 def flat_marks(type: TensorType) -> tuple[Mark, ...]:
-    """Each mark of a type with its position in the flattened tensor, outermost first: what a reshape must keep."""
+    """Return each mark of a type with its position in the flattened tensor, outermost first. A reshape keeps them."""
     found, outer = [], ONE
     for axis in type.host().axes:
         for factor in axis.factors:
@@ -64,7 +64,7 @@ def flat_marks(type: TensorType) -> tuple[Mark, ...]:
 
 
 def place_marks(shape: tuple[Size, ...], marks: Sequence[Mark]) -> tuple[Axis, ...] | None:
-    """Axes of this shape that carry the marks at these flat positions, or None where one falls between two axes."""
+    """Return axes of this shape with the marks at these flat positions, or None where one falls between two axes."""
     axes, before, left = [], ONE, list(marks)
     for extent in shape:
         factors, rest, done = [], extent, ONE
@@ -85,7 +85,7 @@ def place_marks(shape: tuple[Size, ...], marks: Sequence[Mark]) -> tuple[Axis, .
 def refine(
     axis: Axis, outer: Size, count: Size, mesh: Mesh | None
 ) -> tuple[tuple[Factor, ...], tuple[Factor, ...]] | None:
-    """Splits an axis as [outer, count, inner]: the factors before and after, or None where sharding stands in the way.
+    """Split an axis as [outer, count, inner]: the factors before and after, or None where sharding prevents it.
 
     A factor of E over D ranks is [D over the ranks, E/D on each]; the cut may fall between the two.
     """
@@ -115,7 +115,7 @@ def refine(
 
 
 def leads(type: TensorType, mark: str, axes: Iterable[Axis] | None = None) -> bool:
-    """Whether what lies on `mark` is outermost in each rank's part, or in these axes of it."""
+    """Whether the axis on `mark` is outermost in each rank's part, or in these axes of it."""
     for axis in type.axes if axes is None else axes:
         for factor in axis.factors:
             if factor.on == mark:
@@ -126,7 +126,7 @@ def leads(type: TensorType, mark: str, axes: Iterable[Axis] | None = None) -> bo
 
 
 def is_multiple(extent: Size, of: Size) -> bool:
-    """Whether an extent is a multiple of another. Where only symbols tell, `M` is one of 4, and 4 none of `M`."""
+    """Whether an extent is a multiple of another, if that is known: 4 counts as a divisor of `M`, not as a multiple."""
     quotient = extent / of
     if quotient.whole or (of / extent).whole:
         return quotient.whole

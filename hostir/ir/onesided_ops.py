@@ -1,7 +1,7 @@
-"""The vocabulary of ranks that act alone: places, conditions, symmetric buffers, copies, signals and barriers.
+"""Define one-sided statements: ranks, conditions, symmetric buffers, copies between ranks, signals and barriers.
 
-A symmetric buffer stands on every rank of its mesh, and a view of this rank's names the same bytes at a peer. Nothing
-orders the ranks but signals and barriers:
+Every rank of its mesh has a symmetric buffer, and a view of this rank's buffer names the same bytes on a peer. Only
+signals and barriers order the ranks:
 
     put %mine -> %theirs at %next over didx
     signal %arrived[0] = 1 at %next over didx
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def mesh_over(op: Statement, x: Value, over: str) -> Mesh:
-    """The mesh of a tensor, which has the axis `over`; raises where it has none."""
+    """Return the mesh of a tensor; raise unless it has the axis `over`."""
     mesh = x.tensor.mesh
     if mesh is None or over not in mesh.axes:
         known = mesh.axes if mesh else ()
@@ -39,7 +39,7 @@ def mesh_over(op: Statement, x: Value, over: str) -> Mesh:
 
 
 def own_rank(op: Statement, frame: Frame) -> int:
-    """The rank that runs the statement; raises on a machine that holds whole tensors, where there are none."""
+    """Return the rank that runs the statement; raise on a machine that holds whole tensors, which has no ranks."""
     if frame.machine.rank is None:
         raise op.fail(
             f"whole tensors have no ranks, so '{op.keyword()}' means nothing to them",
@@ -49,7 +49,7 @@ def own_rank(op: Statement, frame: Frame) -> int:
 
 
 def peer_of(op: Statement, frame: Frame, x: Value, over: str, place: Expr) -> int:
-    """The rank at a place along a mesh axis, in this rank's own team; raises where there is no such place."""
+    """Return the rank at a position along a mesh axis, in this rank's own team; raise where there is none."""
     team = mesh_over(op, x, over).team(own_rank(op, frame), over)
     index = frame.index(place)
     if not 0 <= index < len(team):
@@ -135,7 +135,7 @@ class If(Statement):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PeerCopy(Statement):
-    """The base of copies between this rank and a peer, on the current stream."""
+    """The base class of copies between this rank and a peer, on the current stream."""
 
     x: Read
     out: Write
@@ -144,12 +144,12 @@ class PeerCopy(Statement):
 
     @property
     def remote(self) -> Value:
-        """The view that is meant at the peer, of a symmetric buffer."""
+        """Return the view of a symmetric buffer that the copy accesses on the peer."""
         raise AssertionError(type(self).__name__)
 
     @property
     def multiprocessors(self) -> int:
-        """How many SMs copy; 0: a copy engine does."""
+        """Return the number of SMs that copy; 0 for a copy engine."""
         return 0
 
     def verify(self) -> None:
@@ -306,7 +306,7 @@ class Barrier(Statement):
 
 
 def flags_of(op: Statement, flags: Value) -> None:
-    """Raises unless a value is a row of flags of which every rank has its own."""
+    """Raise unless a value is a row of flags, one row on every rank."""
     if not isinstance(flags.type, TensorType) or flags.type.dtype != FLAG or len(flags.type.axes) != 1:
         raise op.fail(f"{flags} is no row of flags", expected="such as %flags: flag[8] = allocate_symmetric")
     if flags.type.axes[0].marks or flags.type.partial:
@@ -314,7 +314,7 @@ def flags_of(op: Statement, flags: Value) -> None:
 
 
 def slot_of(op: Statement, frame: Frame, flags: Value, slot: Expr) -> int:
-    """Which flag an index names; raises where there is none."""
+    """Return the value of a flag's index; raise where there is no such flag."""
     index, count = frame.index(slot), flags.tensor.shape[0].bind(frame.sizes)
     if not 0 <= index < count:
         raise op.fail(f"{flags} has no flag {index}", expected=f"0 to {count - 1}")
@@ -322,7 +322,7 @@ def slot_of(op: Statement, frame: Frame, flags: Value, slot: Expr) -> int:
 
 
 def epoch_of(op: Statement, frame: Frame, epoch: Expr) -> int:
-    """An epoch of this call; raises below 1, which every flag has reached when the call begins."""
+    """Return an epoch of this call; raise below 1, which every flag has reached when the call begins."""
     number = frame.index(epoch)
     if number < 1:
         raise op.fail(f"epoch {number} of a flag", expected="at least 1: a call begins at epoch 0")

@@ -1,4 +1,4 @@
-"""The statement: a frozen dataclass whose fields, syntax template and methods drive everything else."""
+"""Define the base of statements: frozen dataclasses whose fields and syntax template drive everything else."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _operand(expr: Expr) -> str:
 
 
 def expr_values(expr: Expr) -> Iterator[Value]:
-    """The values an expression uses."""
+    """Yield the values that an expression uses."""
     if isinstance(expr, Ref):
         yield expr.value
     elif isinstance(expr, Bin):
@@ -92,7 +92,7 @@ def expr_values(expr: Expr) -> Iterator[Value]:
 
 
 def rename_expr(expr: Expr, names: dict[str, Value]) -> Expr:
-    """The expression with every value replaced whose name is in `names`."""
+    """Return the expression with every value replaced whose name is in `names`."""
     if isinstance(expr, Ref):
         return Ref(names.get(expr.value.name, expr.value))
     if isinstance(expr, Bin):
@@ -101,7 +101,7 @@ def rename_expr(expr: Expr, names: dict[str, Value]) -> Expr:
 
 
 # Statements -----------------------------------------------------------------------------------------------------------
-# What a statement is: a frozen dataclass whose fields, syntax template and methods drive everything else.
+# A statement is a frozen dataclass whose fields, syntax template and methods drive everything else.
 #
 # A statement class declares
 # - its fields, each annotated with the codec that says how it is written and what it does (reads, writes, defines);
@@ -115,7 +115,7 @@ def rename_expr(expr: Expr, names: dict[str, Value]) -> Expr:
 
 
 class Phase(Enum):
-    """Before lowering a program is a fusion (values); after it, a host program (buffers, streams, handles)."""
+    """The phase of a program: a fusion (values) before lowering, then a host program (buffers, streams, handles)."""
 
     FUSION = "fusion"
     HOST = "program"
@@ -125,7 +125,7 @@ BOTH = frozenset(Phase)
 
 
 class Codec(Enum):
-    """How a field is written, and what the statement does with it."""
+    """The kind of a field: how it is written, and what the statement does with it."""
 
     READ = "tensor operand that is read"
     WRITE = "tensor operand that is written"
@@ -165,7 +165,7 @@ VALUE_CODECS = {Codec.READ, Codec.WRITE, Codec.ALIAS, Codec.FREE, Codec.DEFINE, 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Statement:
-    """The base of all statements.
+    """The base class of all statements.
 
     Equality, hash and `repr` are here for all of them: to write them for each class, as `dataclass` would, doubles the
     time in which the modules of statements load.
@@ -191,30 +191,30 @@ class Statement:
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in typed.items())})"
 
     def _operands(self) -> tuple[Any, ...]:
-        """What it consists of, without its place in a text and its note."""
+        """Return all fields that count for equality: all but the span and the note."""
         return tuple(getattr(self, name) for name in codecs_of(type(self)))
 
     def infer(self) -> Type | None:
-        """The type of what it defines, from its operands; None where the text must declare it."""
+        """Return the type of the value it defines, from its operands; None where the text must declare it."""
         return None
 
     def verify(self) -> None:
-        """Raises where the operands do not fit each other."""
+        """Raise where the operands do not fit each other."""
 
     def verify_layout(self) -> None:
-        """Raises where the parts that a rank holds do not meet. Asked once every change of sharding is explicit."""
+        """Raise where the parts that ranks hold do not match. Called once every change of sharding is explicit."""
 
     def divisions(self) -> Iterator[Division]:
-        """What it cuts in equal parts, besides what the types of its values say."""
+        """Yield the divisions into equal parts that do not follow from the types of its values."""
         yield from ()
 
     def evaluate(self, frame: Frame) -> None:
-        """Runs the statement on the frame's machine."""
+        """Run the statement on the frame's machine."""
         raise AssertionError(f"{type(self).__name__} has no meaning on a machine")
 
     # What the fields say -----------------------------------------------------------------------------------------
     def values(self, *codecs: Codec) -> Iterator[Value]:
-        """The values in fields of these codecs, in the order of the fields; index expressions count as USE."""
+        """Yield the values in fields of these codecs, in the order of the fields; index expressions count as USE."""
         for name, codec in codecs_of(type(self)).items():
             got = getattr(self, name)
             if got is None:
@@ -225,17 +225,17 @@ class Statement:
                 yield from expr_values(got)
 
     def defines(self, phase: Phase) -> Value | None:
-        """The value this statement defines, if any: in a fusion, what it would write in a host program."""
+        """Return the value that this statement defines, if any. In a fusion, what it would write counts as defined."""
         return next(self.values(Codec.DEFINE, *([Codec.WRITE] if phase is Phase.FUSION else [])), None)
 
     def uses(self, phase: Phase) -> tuple[Value, ...]:
-        """Every value it uses but does not define."""
+        """Return every value that it uses but does not define."""
         written = [] if phase is Phase.FUSION else [Codec.WRITE]
         return tuple(self.values(Codec.READ, *written, Codec.ALIAS, Codec.FREE, Codec.USE))
 
     @cached_property
     def named(self) -> tuple[Value, ...]:
-        """Every value it mentions."""
+        """Return every value that it mentions."""
         return tuple(self.values(*VALUE_CODECS))
 
     @cached_property
@@ -247,11 +247,11 @@ class Statement:
         return False
 
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
-        """An error that points at this statement."""
+        """Return an error that points at this statement."""
         return error(message, self.span, expected=expected, hint=hint)
 
     def rename(self, names: dict[str, Value]) -> Statement:
-        """The same statement on other values: every operand whose name is in `names` is replaced."""
+        """Return the same statement on other values: every operand whose name is in `names` is replaced."""
         changes: dict[str, Any] = {}
         for name, codec in codecs_of(type(self)).items():
             got = getattr(self, name)
@@ -268,13 +268,13 @@ class Statement:
     @classmethod
     @cache
     def keyword(cls) -> str:
-        """The word that names the statement in the text."""
+        """Return the word that names the statement in the text."""
         words = re.findall(r"[a-z_]+", re.sub(r"<\?.*?\?>|\{\w+\}", "", cls.syntax))
         return str(words[0])
 
     @classmethod
     def form(cls, phase: Phase) -> str:
-        """The template in a phase."""
+        """Return the syntax template of a phase."""
         return cls.syntax
 
 
@@ -285,7 +285,7 @@ _codecs: dict[type[Statement], dict[str, Codec]] = {}  # typing works each out o
 
 
 def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
-    """The codec of each field of a statement class, by field name."""
+    """Return the codec of each field of a statement class, by field name."""
     if cls not in _codecs:
         hints = get_type_hints(cls, include_extras=True)
         found = {f.name: [a for a in get_args(hints[f.name])[1:] if isinstance(a, Codec)] for f in _own_fields(cls)}
@@ -298,7 +298,7 @@ def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
 
 
 def defaults_of(cls: type[Statement]) -> dict[str, Any]:
-    """The default of each field that has one."""
+    """Return the default of each field that has one."""
     return {f.name: f.default for f in _own_fields(cls) if f.default is not MISSING}
 
 
@@ -314,7 +314,7 @@ S = TypeVar("S", bound="Statement")
 
 
 def statement(cls: type[S]) -> type[S]:
-    """Adds a statement class to the language, under its keyword."""
+    """Register a statement class in the language, under its keyword."""
     REGISTRY[cls.keyword()] = cls
     return cls
 
@@ -329,7 +329,7 @@ class FieldPart:
 
 @dataclass(frozen=True)
 class OptionalPart:
-    """What is left out while its first field has its default."""
+    """A part of a template that is left out while its first field has its default."""
 
     parts: tuple[Part, ...]
 
@@ -343,7 +343,7 @@ Part = str | FieldPart | OptionalPart
 
 @cache
 def template(syntax: str) -> tuple[Part, ...]:
-    """A syntax template as literal strings, fields and optional groups."""
+    """Return a syntax template as literal strings, fields and optional groups."""
     parts: list[Part] = []
     for piece in re.split(r"(<\?.*?\?>|\{\w+\})", syntax):
         if piece.startswith("<?"):

@@ -85,7 +85,7 @@ FRAGMENT = {
 
 @cache
 def grammar() -> tuple[str, dict[str, tuple[type[Statement], Phase]]]:
-    """The grammar's text, and the statement and phase behind each of its rules."""
+    """Return the grammar's text, and the statement and phase behind each of its rules."""
     words = {"hostir", "mesh", "streams", "partial", "on"}
     rules: dict[str, tuple[type[Statement], Phase]] = {}
     lines: list[str] = []
@@ -116,7 +116,7 @@ def _lark() -> Lark:
 
 
 def tree_of(text: str, file: str) -> Tree[Token]:
-    """The parse tree of a text. Raises HostIRError at the first word that does not belong there."""
+    """Return the parse tree of a text. Raise HostIRError at the first word that does not belong there."""
     try:
         return _lark().parse(text)
     except UnexpectedInput as unexpected:
@@ -145,14 +145,14 @@ def _syntax_error(unexpected: UnexpectedInput, text: str, file: str) -> HostIREr
 
 
 def _expected(unexpected: UnexpectedInput) -> list[str]:
-    """The terminals that could stand where the text went wrong."""
+    """Return the terminals that could stand where the text went wrong."""
     if isinstance(unexpected, UnexpectedToken):
         return sorted(unexpected.accepts or unexpected.expected)
     return sorted(unexpected.allowed or ()) if isinstance(unexpected, UnexpectedCharacters) else []
 
 
 def _spell(terminal: str) -> str:
-    """How a terminal is called in a message."""
+    """Return the name of a terminal in messages."""
     named = {
         "VALUE": "a %name",
         "AT": "a @name",
@@ -174,27 +174,27 @@ def _one_of(terminals: list[str]) -> str:
 # From a parse tree to a program ---------------------------------------------------------------------------------------
 # Turns the parse tree of a text into a program: resolves names and infers the types that the text leaves out.
 
-DEEPEST = 64  # blocks within each other, and operators in one index expression
+MAX_DEPTH = 64  # blocks within each other, and operators in one index expression
 
 
 def read(text: str, file: str) -> Program:
-    """Parses and resolves a text."""
+    """Parse and resolve a text."""
     return TreeReader(text, file).program(tree_of(text, file))
 
 
 def _parts(tree: Tree[Token]) -> list[Any]:
-    """A tree's children. The grammar says which is a token, a tree or None; lark's types do not."""
+    """Return a tree's children. The grammar says which is a token, a tree or None; lark's types do not."""
     return tree.children
 
 
 def _fields(parts: tuple[Part, ...]) -> list[str]:
-    """The fields of a template, in order."""
+    """Return the fields of a template, in order."""
     nested = (_fields(p.parts) if isinstance(p, OptionalPart) else [p.name] for p in parts if not isinstance(p, str))
     return [name for names in nested for name in names]
 
 
 def _spelled(form: str) -> str:
-    """A template as people read it."""
+    """Return a template as people read it."""
     return re.sub(r"\{(\w+)\}", r"%\1", re.sub(r"<\?.*?\?>", "", form))
 
 
@@ -214,7 +214,7 @@ class TreeReader:
         return Span(self.file, line, token.column or 0, min(len(token), WIDEST), self.lines[line - 1])
 
     def whole(self, tree: Tree[Token]) -> Span:
-        """A statement, or the first line of a loop."""
+        """Return the span of a statement, or of the first line of a loop."""
         line, column, text = tree.meta.line, tree.meta.column, self.lines[tree.meta.line - 1]
         end = tree.meta.end_column if tree.meta.end_line == line else len(text.rstrip()) + 1
         return Span(self.file, line, column, min(end - column, WIDEST), text)
@@ -399,8 +399,8 @@ class TreeReader:
         given: dict[str, Any] = {}
         binder: tuple[str, Tree[Token]] | None = None
         block = any(c is Codec.BLOCK for c in codecs.values())
-        if block and self.depth == DEEPEST:
-            raise error(f"blocks {DEEPEST + 1} deep", span, expected=f"at most {DEEPEST} within each other")
+        if block and self.depth == MAX_DEPTH:
+            raise error(f"blocks {MAX_DEPTH + 1} deep", span, expected=f"at most {MAX_DEPTH} within each other")
         outer = dict(self.scope) if block else self.scope
         for name, child in zip(_fields(template(cls.form(phase))), _parts(tree), strict=True):
             if isinstance(child, Tree) and child.data == "binder":
@@ -448,9 +448,9 @@ class TreeReader:
     def index(self, tree: Tree[Token] | Token) -> Expr:
         if isinstance(tree, Tree):
             operators = sum(len(part.children) // 2 for part in tree.iter_subtrees())
-            if operators > DEEPEST:
+            if operators > MAX_DEPTH:
                 span = self.whole(tree)
-                raise error(f"an index expression with {operators} operators", span, expected=f"at most {DEEPEST}")
+                raise error(f"an index expression with {operators} operators", span, expected=f"at most {MAX_DEPTH}")
         return self.expr(tree)
 
     def expr(self, tree: Tree[Token] | Token) -> Expr:

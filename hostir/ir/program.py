@@ -1,4 +1,4 @@
-"""A program: plain immutable data, in one of two phases; how it prints, and what it divides sizes by."""
+"""Define programs: immutable data in one of two phases, how they print, and what they divide sizes by."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INDENT = "  "
 
 
 class Printer:
-    """Prints statements of one program: it knows the phase and which mesh goes without saying."""
+    """Prints statements of one program. It knows the phase, and the mesh that is not printed."""
 
     def __init__(self, phase: Phase, meshes: tuple[Mesh, ...], *, notes: bool = False) -> None:
         self.phase = phase
@@ -88,7 +88,7 @@ class Printer:
 
 
 def _other_than_inferred(s: Statement, defined: Value) -> bool:
-    """Whether a type must stand in the text because reading it back would give another."""
+    """Whether the type must be printed, because parsing without it would infer another."""
     try:
         return defined.type != s.infer()
     except HostIRError:
@@ -96,16 +96,16 @@ def _other_than_inferred(s: Statement, defined: Value) -> bool:
 
 
 def declares_type(cls: type[Statement], phase: Phase) -> bool:
-    """Whether the text always gives the type of what it defines: in a fusion, and where the operands do not give it."""
+    """Whether the text always declares the type that it defines: in a fusion, and where operands do not imply it."""
     return phase is Phase.FUSION or cls.infer is Statement.infer
 
 
 # Divisions of sizes ---------------------------------------------------------------------------------------------------
-# What a program divides sizes by, so that they must be multiples of it: the one place that finds and says so.
+# The divisors of a program's sizes: the one place that finds them and reports sizes that are no multiples.
 
 
 def divisions_of(inputs: Iterable[Value], statements: Iterable[Statement]) -> tuple[Division, ...]:
-    """Every division of a program, those first that say most about it.
+    """Return every division of a program, the most informative reasons first.
 
     A split by a Stream axis of a fusion is none: it only asks a strategy for slices.
     """
@@ -130,7 +130,7 @@ def _axes(value: Value) -> Iterator[Division]:
 
 
 def _factors(value: Value) -> Iterator[tuple[Size, Size, str]]:
-    """The parts of axes, whole and on one rank, and over how many ranks they lie if over any."""
+    """Yield for each part of an axis its size, its size on one rank, and over how many ranks it is sharded, if any."""
     type = value.tensor.host()
     for axis in type.axes:
         for factor in axis.factors:
@@ -147,7 +147,7 @@ def _written(s: Statement) -> Iterator[Division]:
 
 
 def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int]) -> list[Diagnostic]:
-    """Which sizes, as far as they are bound, are no multiples of what divides them."""
+    """Return a diagnostic for each bound size that is no multiple of what divides it."""
     alike: dict[tuple[Size, Size], list[Division]] = {}
     for division in divisions:
         alike.setdefault(_apart(division.size), []).append(division)
@@ -164,7 +164,7 @@ def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int
 
 
 def _apart(size: Size) -> tuple[Size, Size]:
-    """The dividend, without a factor that cannot help, and the symbols of the divisor."""
+    """Return the dividend, without a factor that cannot help, and the symbols of the divisor."""
     above = tuple((name, power) for name, power in size.symbols if power > 0)
     below = tuple((name, -power) for name, power in size.symbols if power < 0)
     return Size(size.num if below else 1, 1, above), Size(1, 1, below)
@@ -173,7 +173,7 @@ def _apart(size: Size) -> tuple[Size, Size]:
 def _refusal(
     program: str, bound: str, dividend: Size, multiple: Size, of: Sequence[Division], sizes: Mapping[str, int]
 ) -> Diagnostic:
-    (first, *others) = _telling(of)
+    (first, *others) = _strongest(of)
     meant = f"{multiple}" if multiple.value is not None else f"{multiple} = {multiple.bind(sizes)}"
     why = " and ".join(division.why for division in (first, *others))
     expected = ""
@@ -189,8 +189,8 @@ def _refusal(
     )
 
 
-def _telling(of: Sequence[Division]) -> list[Division]:
-    """Those that together ask for as much as all: none of which another asks for a multiple."""
+def _strongest(of: Sequence[Division]) -> list[Division]:
+    """Return the divisions that imply all others: no other one asks for a multiple of theirs."""
     kept: list[Division] = []
     for division in of:
         if all(other.size.den % division.size.den for other in kept):
@@ -238,11 +238,11 @@ class Program:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it needs: one more than the highest device of its meshes."""
+        """The number of ranks it needs: one more than the highest device of its meshes."""
         return 1 + max(device for mesh in self.meshes for device in mesh.devices)
 
     def walk(self) -> Iterator[Statement]:
-        """Every statement, outer before inner, in order."""
+        """Yield every statement, outer before inner, in order."""
         return _walk(self.body)
 
     @property
@@ -263,20 +263,20 @@ class Program:
 
     @cached_property
     def divisions(self) -> tuple[Division, ...]:
-        """What it divides sizes by: they must be multiples of that."""
+        """The divisions of its sizes: each must be whole."""
         return divisions_of(self.inputs, self.walk())
 
     def misfits(self, sizes: Mapping[str, int]) -> list[Diagnostic]:
-        """Which of these sizes are no multiples of what the program divides them by."""
+        """Return a diagnostic for each of these sizes that is no multiple of what the program divides it by."""
         return misfits(self.name, self.divisions, sizes)
 
     def check_whole(self, sizes: Mapping[str, int]) -> None:
-        """Raises where a size that is bound is no multiple of what the program divides it by."""
+        """Raise where a bound size is no multiple of what the program divides it by."""
         if found := self.misfits(sizes):
             raise HostIRError(*found)
 
     def given_sizes(self, given: Mapping[str, int] | None) -> dict[str, int]:
-        """Sizes as a caller gives them, of some symbols or all. Raises for an unknown name and for what is no size."""
+        """Return the sizes that a caller gives, of some symbols or all. Raise for unknown names and invalid sizes."""
         if given is None:
             return {}
         if not isinstance(given, Mapping):
@@ -296,7 +296,7 @@ class Program:
             raise error(f"@{self.name} has no size '{unknown}'", expected=expected, hint=hint)
 
     def check_sizes(self, sizes: dict[str, int]) -> None:
-        """Raises unless just the program's symbols are bound, to sizes that it divides, and aliases to their equals."""
+        """Raise unless exactly the program's symbols are bound, to sizes that it divides, aliases to their equals."""
         names, aliases = self.size_names, dict(self.aliases)
         self._refuse_unknown(sizes)
         if missing := sorted(names - sizes.keys()):
@@ -312,7 +312,7 @@ class Program:
 
 
 def format_program(program: Program, *, notes: bool = True) -> str:
-    """The program's text, with `notes` as comments behind statements: what passes left there for people to read."""
+    """Return the program's text, with `notes` as comments behind statements."""
     printer = Printer(program.phase, program.meshes, notes=notes)
     lines = [f"hostir {VERSION}", *(f"mesh {mesh}" for mesh in program.meshes)]
     head = f"{program.phase.value} @{program.name}"
@@ -329,7 +329,7 @@ def format_program(program: Program, *, notes: bool = True) -> str:
 
 
 def format_statement(statement: Statement, program: Program) -> str:
-    """One statement on one line, without the body of a loop: for messages and traces."""
+    """Return one statement on one line, without the body of a loop: for messages and traces."""
     text = Printer(program.phase, program.meshes).lines(statement, 0)[0]
     return text.removesuffix("{").rstrip()
 
@@ -342,7 +342,7 @@ def _walk(body: tuple[Statement, ...]) -> Iterator[Statement]:
 
 
 def rewrite(body: Iterable[Statement], change: Callable[[Statement], Iterable[Statement]]) -> tuple[Statement, ...]:
-    """Replaces each statement by what `change` gives for it, inner bodies first."""
+    """Replace each statement by the result of `change`, inner bodies first."""
     done: list[Statement] = []
     for s in body:
         blocks: dict[str, Any] = {
@@ -353,7 +353,7 @@ def rewrite(body: Iterable[Statement], change: Callable[[Statement], Iterable[St
 
 
 class Names:
-    """Gives fresh names: `a`, then `a_1`, `a_2`, ... in the order they are asked for."""
+    """Generates fresh names: `a`, then `a_1`, `a_2`, ... in the order they are asked for."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self.taken = set(taken)

@@ -1,4 +1,4 @@
-"""Regions: sets of elements that strided views touch. Exact, whatever the views."""
+"""Compute with regions, the sets of elements that strided views touch. Results are exact for all views."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Region:
 
     @staticmethod
     def of(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Region:
-        """The region of a view, in elements."""
+        """Return the region of a view, in elements."""
         return Region(offset, _dims(shape, strides))
 
     @property
@@ -97,7 +97,7 @@ def _dense(dims: Dims) -> bool:
 
 
 def _meet_in_step(a: int, n: int, inner: Dims, b: int, m: int, other: Dims, s: int) -> bool:
-    """Two sets with the same outermost stride: what counts is how many steps apart they are."""
+    """Whether two sets with the same outermost stride meet, by the number of strides between them."""
     gap = b - a
     for steps in range(-((_span(inner) - gap) // s), (gap + _span(other)) // s + 1):
         if max(0, steps) <= min(n - 1, m - 1 + steps) and _meet(a + steps * s, inner, b, other):
@@ -107,7 +107,7 @@ def _meet_in_step(a: int, n: int, inner: Dims, b: int, m: int, other: Dims, s: i
 
 @lru_cache(maxsize=256)
 def _runs(region: Region) -> Any:
-    """The stretches of neighbouring elements, as rows of [first, behind the last], ascending."""
+    """Return the contiguous runs of a region as rows of [first, last + 1], ascending."""
     dims, length = region.dims, 1
     if dims and dims[-1][1] == 1:
         dims, length = dims[:-1], dims[-1][0]
@@ -118,7 +118,7 @@ def _runs(region: Region) -> Any:
 
 
 def covered(region: Region, by: Iterable[Region], within: Region | None = None) -> bool:
-    """Whether every element of a region, or those of it within another, lies in one of the others."""
+    """Whether every element of a region, or of its part within another, lies in one of these regions."""
     near = [r for r in dict.fromkeys(by) if r.offset <= region.last and region.offset <= r.last]
     if any(r == region or (_dense(r.dims) and r.offset <= region.offset and region.last <= r.last) for r in near):
         return True
@@ -135,7 +135,7 @@ def covered(region: Region, by: Iterable[Region], within: Region | None = None) 
 
 
 def _common(runs: Any, others: Any) -> Any:
-    """The stretches that two lists of stretches share."""
+    """Return the runs that are in both lists of runs."""
     first = np.searchsorted(others[:, 1], runs[:, 0], side="right")
     count = np.maximum(np.searchsorted(others[:, 0], runs[:, 1], side="left") - first, 0)
     mine = np.repeat(np.arange(len(runs)), count)
@@ -151,7 +151,7 @@ T = TypeVar("T")
 
 
 class Near(Generic[T]):
-    """Regions of one buffer, each with something that belongs to it.
+    """An index of the regions of one buffer, each with a value, that finds those that meet a region.
 
     They are sorted by offset within classes of their extent, each twice as long as the one before. So of a class none
     that begins further before a region than the longest of it reaches the region.
@@ -171,7 +171,7 @@ class Near(Generic[T]):
         self.items.append((region, item))
 
     def meeting(self, region: Region) -> list[T]:
-        """What belongs to the regions that have an element in common with this one, as added."""
+        """Return the values of the regions that have an element in common with this one, in the order added."""
         found: list[int] = []
         for (stride, bits), places in self.classes.items():
             earliest = region.offset - (1 << bits) + 1
@@ -183,12 +183,12 @@ class Near(Generic[T]):
 
 
 def _extent(region: Region, stride: int) -> int:
-    """How far a region reaches behind its offset; unless the stride is 0, modulo that."""
+    """Return the distance from a region's first to its last element; modulo `stride` unless that is 0."""
     return sum((n - 1) * s for n, s in region.dims if s % stride) if stride else region.last - region.offset
 
 
 def _stretches(first: int, last: int, stride: int) -> Iterator[tuple[int, int]]:
-    """The integers from the first to the last; unless the stride is 0, modulo that."""
+    """Return the integers from the first to the last, modulo `stride` unless that is 0, as ascending ranges."""
     if not stride:
         yield first, last
     elif last - first + 1 >= stride:

@@ -12,7 +12,7 @@ from hostir.described import described
 from hostir.ir.source import HostIRError, Span, did_you_mean, error
 
 DIGITS = 18  # of the integers in a size: what fits in 64 bits
-LONGEST = 1000  # characters of a size's text
+MAX_CHARACTERS = 1000  # characters of a size's text
 _TERM = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*))\s*")
 
 
@@ -26,7 +26,7 @@ class Size:
 
     @staticmethod
     def of(value: Size | int | str, span: Span | None = None) -> Size:
-        """Reads an integer, a symbol's name, or a product and quotient of them such as `"M*K/8"`."""
+        """Read an integer, a symbol's name, or a product and quotient of them such as `"M*K/8"`."""
         if isinstance(value, Size):
             return value
         if isinstance(value, bool) or not isinstance(value, (int, str)):
@@ -46,7 +46,7 @@ class Size:
 
     @property
     def value(self) -> int | None:
-        """The integer, where no symbol is left."""
+        """The integer, if no symbol is left; else None."""
         return self.num if not self.symbols and self.den == 1 else None
 
     @property
@@ -55,7 +55,7 @@ class Size:
 
     @property
     def whole(self) -> bool:
-        """Whether it is an integer whatever the symbols are."""
+        """Whether it is an integer for all values of its symbols."""
         return self.den == 1 and all(power > 0 for _, power in self.symbols)
 
     @property
@@ -69,12 +69,12 @@ class Size:
         return _combine(self, Size(other) if isinstance(other, int) else other, -1)
 
     def divisible_by(self, other: Size | int) -> bool:
-        """False only where the division is known to leave a remainder; a symbol is given the benefit of the doubt."""
+        """Whether the division may leave no remainder: False only where it certainly leaves one."""
         quotient = self / other
         return quotient.whole or bool(quotient.symbols)
 
     def bind(self, values: Mapping[str, int]) -> int:
-        """The integer for these values of the symbols. Raises where one is missing or a division leaves a remainder."""
+        """Return the integer for these values of the symbols. Raise if one is missing or a division is not exact."""
         num, den = self.num, self.den
         for name, power in self.symbols:
             if name not in values:
@@ -109,7 +109,7 @@ ONE = Size()
 
 
 def binding(name: str) -> str:
-    """A hint how to bind a symbol."""
+    """Return a hint how to bind a symbol."""
     return f"bind it: sizes={{'{name}': ...}} in Python, --set {name}=... on the command line"
 
 
@@ -133,7 +133,7 @@ def _combine(a: Size, b: Size, sign: int) -> Size:
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """The product of sizes; 1 for none."""
+    """Return the product of sizes; 1 for none."""
     result = ONE
     for size in sizes:
         result = result * size
@@ -142,8 +142,8 @@ def product(sizes: Iterable[Size]) -> Size:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str, span: Span | None) -> Size:
-    if len(text) > LONGEST and not text.isdecimal():
-        raise error(f"a size of {len(text)} characters", span, expected=f"at most {LONGEST}")
+    if len(text) > MAX_CHARACTERS and not text.isdecimal():
+        raise error(f"a size of {len(text)} characters", span, expected=f"at most {MAX_CHARACTERS}")
     result, operator, rest = ONE, "*", text
     while True:
         term = _TERM.match(rest)

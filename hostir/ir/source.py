@@ -1,4 +1,4 @@
-"""Diagnostics: where things stand in a source, how a mistake is told, and what is said once or logged."""
+"""Report mistakes: source spans, diagnostics, errors, warnings and logs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hostir.described import did_you_mean as did_you_mean  # messages are made w
 from hostir.knobs import rank, speaks
 
 # Spans and diagnostics ------------------------------------------------------------------------------------------------
-# Where things stand in a source, and how a mistake is told: file:line:col, a caret, what was expected, what to do.
+# Positions in a source, and messages about mistakes: file:line:col, a caret, what was expected, what to do.
 
 WIDEST = 160  # characters: of a longer line, messages show a part
-LONGEST_WORD, LONGEST_TEXT = 240, 2000  # characters, likewise
+MAX_WORD, MAX_TEXT = 240, 2000  # characters, likewise
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Span:
         return f"{self.file}:{self.line}:{self.column}" if self.column else f"{self.file}:{self.line}"
 
     def render(self) -> str:
-        """The source line with carets below the span, or nothing where the line is not known."""
+        """Return the source line with carets below the span; empty where the line is not known."""
         if not self.text.strip():
             return ""
         gutter = f"{self.line:5} | "
@@ -51,7 +51,7 @@ class Span:
 
 
 def _window(text: str, column: int) -> tuple[str, int]:
-    """The part of a long line around a column, and the column in it."""
+    """Return the part of a long line around a column, and the column in it."""
     if len(text) <= WIDEST:
         return text, column
     start = max(0, min(column - WIDEST // 3, len(text) - WIDEST))
@@ -60,7 +60,7 @@ def _window(text: str, column: int) -> tuple[str, int]:
 
 
 def user_span(package: str = "hostir") -> Span | None:
-    """The line of the nearest caller outside this package: where the user wrote what is being built."""
+    """Return the line of the nearest caller outside this package: the user's code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -82,19 +82,19 @@ def _frame_span(frame: FrameType) -> Span:
 
 
 def from_here(file: str) -> str:
-    """A path as one would type it: relative to the current folder where it lies inside."""
+    """Return a path as one would type it: relative to the current folder if it lies inside."""
     inside = os.path.join(os.getcwd(), "")
     return file.removeprefix(inside)
 
 
 def _bounded(text: str) -> str:
-    """A text of a message, whatever names and values it quotes."""
-    if len(text) <= LONGEST_WORD:
+    """Shorten a message text, whatever names and values it quotes."""
+    if len(text) <= MAX_WORD:
         return text
-    return shortened(re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: shortened(word[0], WIDEST), text), LONGEST_TEXT)
+    return shortened(re.sub(rf"\S{{{MAX_WORD},}}", lambda word: shortened(word[0], WIDEST), text), MAX_TEXT)
 
 
-UNCHECKED = "unchecked"  # the kind of the finding that orders were not looked at, so that nothing is proved
+UNCHECKED = "unchecked"  # the kind of the finding that orders were not checked, so that nothing is proved
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ class Diagnostic:
     Fields:
         message: what is wrong.
         span: where: its `file`, `line` and `column`, counted from 1; None where no place is known.
-        expected: what would have been right; empty where nothing is to be said, as `hint` may be.
+        expected: what would have been right; may be empty, as may `hint`.
         hint: what to do about it.
         notes: other places that have to do with it, each with a text.
         level: `error` or `warning`.
-        kind: of what the checker found out about orders, memory and ranks; empty for all other mistakes.
+        kind: the kind of a finding about orders, memory or ranks; empty for all other mistakes.
     """
 
     message: str
@@ -161,12 +161,12 @@ def error(
     hint: str = "",
     notes: tuple[tuple[Span | None, str], ...] = (),
 ) -> HostIRError:
-    """A HostIRError with one diagnostic, ready to raise."""
+    """Return a HostIRError with one diagnostic, ready to raise."""
     return HostIRError(Diagnostic(message, span, expected, hint, notes))
 
 
 def check_known(what: str, value: object, known: Iterable[str]) -> None:
-    """Raises unless the value is one of the known words; `what` is what they name."""
+    """Raise unless the value is one of the known words; `what` says what they name."""
     words = list(known)
     if not isinstance(value, str) or value not in words:
         expected = f"one of: {', '.join(words)}"
@@ -174,7 +174,7 @@ def check_known(what: str, value: object, known: Iterable[str]) -> None:
 
 
 # Logging --------------------------------------------------------------------------------------------------------------
-# Records of what is decided, made and let go, in standard `logging` below the logger `hostir`.
+# Log records of decisions, creations and releases, in standard `logging` below the logger `hostir`.
 #
 # They are silent until a program asks for them: `logging.getLogger("hostir").setLevel(logging.INFO)`, with a handler.
 # No call of an executor that runs a plan or replays a graph which is there already makes any.
@@ -191,31 +191,31 @@ class Logger(logging.LoggerAdapter[logging.Logger]):
 
 
 def logger(module: str) -> Logger:
-    """The logger of a module, given its `__name__`."""
+    """Return the logger of a module, given its `__name__`."""
     return Logger(logging.getLogger(module), {})
 
 
 # Notices --------------------------------------------------------------------------------------------------------------
-# What a user should know of a job that runs all the same: said once.
+# Warnings about a job that runs all the same, each issued once.
 
 
 class FallbackWarning(UserWarning):
-    """Something runs otherwise than was hoped, and slower."""
+    """Warns that something runs in another way than was preferred, and slower."""
 
 
-_told: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def warn_once(key: str, message: str, hint: str = "", category: type[Warning] = FallbackWarning) -> None:
-    """Warns of a message once for a key, on rank 0 only, at the line of the user's call."""
-    if not speaks() or (key, message) in _told:
+    """Warn once for each key, on rank 0 only, at the line of the user's call."""
+    if not speaks() or (key, message) in _warned:
         return
-    _told.add((key, message))
+    _warned.add((key, message))
     warnings.warn(str(Diagnostic(message, hint=hint, level="warning")), category, stacklevel=_depth())
 
 
 def _depth() -> int:
-    """How many frames up the user's code is, for a warning raised by the caller."""
+    """Return how many frames up the user's code is, for a warning raised by the caller."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "hostir":
         depth, frame = depth + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""The vocabulary of computations on sharded tensors, and of views. Fusions and host programs share it."""
+"""Define tensor computations and views, which fusions and host programs share."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Map = tuple[int, ...]  # for each axis of an operand, the axis of the result tha
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TensorOp(Statement):
-    """A computation: `infer` follows from `result` and `maps`, `evaluate` from the fields."""
+    """The base class of computations: `infer` follows from `result` and `maps`, `evaluate` from the fields."""
 
     phases: ClassVar[frozenset[Phase]] = BOTH
     stand_ins: ClassVar[frozenset[str]] = frozenset()  # fields that are read in place of a part of an operand
@@ -70,15 +70,15 @@ class TensorOp(Statement):
         return [getattr(self, n) for n in read if n not in self.stand_ins]
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
-        """The result's dtype and logical shape; raises where the operands do not fit."""
+        """Return the result's dtype and logical shape; raise where the operands do not fit."""
         raise AssertionError(type(self).__name__)
 
     def maps(self) -> tuple[Map, ...]:
-        """One Map for each operand."""
+        """Return one Map for each operand."""
         raise AssertionError(type(self).__name__)
 
     def infer(self) -> TensorType:
-        """The result's type when every rank computes on its own parts; raises where the parts do not meet."""
+        """Return the result's type when every rank computes on its own parts; raise where the parts do not match."""
         dtype, shape = self.result()
         self._one_mesh(self.operands)
         return join(self, dtype, shape, self.operands, self.maps())
@@ -109,15 +109,15 @@ class TensorOp(Statement):
         frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(frame))
 
     def pass_over(self, frame: Frame) -> None:
-        """What is left to do where the result has no elements."""
+        """Do what is left to do where the result has no elements."""
 
     def in_place(self, operand: int) -> bool:
-        """Where each element of the operand is read for that of the result, and for no other."""
+        """Whether each element of the operand is read only for the same element of the result."""
         maps = self.maps()
         return all(CONTRACTED not in axes for axes in maps) and maps[operand] == tuple(range(len(self.out.tensor.axes)))
 
     def options(self, frame: Frame) -> dict[str, Any]:
-        """What the kernel is told besides its operands."""
+        """Return the kernel's options besides its operands."""
         return {n: getattr(self, n) for n, c in codecs_of(type(self)).items() if c not in VALUE_CODECS}
 
     @classmethod
@@ -126,7 +126,7 @@ class TensorOp(Statement):
 
 
 def same_dtype(op: Statement, values: Sequence[Value]) -> DType:
-    """The one dtype of these operands."""
+    """Return the common dtype of these operands; raise where they differ."""
     first = values[0]
     for other in values[1:]:
         if other.tensor.dtype != first.tensor.dtype:
@@ -157,7 +157,7 @@ READY = "<? ready {ready} >= {epoch} from {first}?><? own {own}?>"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Contraction(TensorOp):
-    """A product that sums the last axis of `a` away, and may wait for rows of `a`: `ready`, `own` as in `matmul`."""
+    """The base class of products that sum over the last axis of `a`, and may wait for its rows (`ready`, `own`)."""
 
     stand_ins: ClassVar[frozenset[str]] = frozenset({"own"})
 
@@ -169,7 +169,7 @@ class Contraction(TensorOp):
 
     @classmethod
     def form(cls, phase: Phase) -> str:
-        """In a fusion nothing waits: what is gathered is there."""
+        """Return the syntax template; in a fusion nothing waits, so the part about flags is left out."""
         form = super().form(phase)
         return form if phase is Phase.HOST else form.removesuffix(READY)
 
@@ -197,7 +197,7 @@ class Contraction(TensorOp):
             yield Division(product(self.a.tensor.local_shape[:-1]) / blocks, why, self.span)
 
     def pass_over(self, frame: Frame) -> None:
-        """It waits for the flags, which peers raise all the same."""
+        """Wait for the flags, which peers signal even where the result has no elements."""
         if self.ready is None:
             return
         blocks = self.ready.tensor.shape[0].bind(frame.sizes)  # 0 where the flags are as many as blocks of no rows
@@ -207,7 +207,7 @@ class Contraction(TensorOp):
                 frame.machine.wait_signal(frame[self.ready], block, epoch)
 
     def options(self, frame: Frame) -> dict[str, Any]:
-        """What it waits for, if anything. Raises where flags do not divide the rows, or own rows are no block."""
+        """Return the flags it waits for, if any. Raise where flags do not divide the rows, or `own` is no block."""
         if self.ready is None:
             return {}
         blocks = self.ready.tensor.shape[0].bind(frame.sizes)
@@ -378,7 +378,7 @@ class Silu(Unary):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class DenseCopy(Unary):
-    """The same elements in a dense buffer: what the lowering inserts where a layout does not serve.
+    """Copies a tensor to a dense buffer; lowering inserts it where a layout does not fit.
 
     Example: %y: f32[16, 32] = copy %x: f32[16, 32]
     """
@@ -435,7 +435,7 @@ class Sum(Unary):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ViewStatement(Statement):
-    """A statement whose result is the same memory seen another way."""
+    """The base class of views: the result is the same memory with another shape or type."""
 
     phases: ClassVar[frozenset[Phase]] = BOTH
 
@@ -443,7 +443,7 @@ class ViewStatement(Statement):
     out: Define
 
     def view(self, frame: Frame, x: Any) -> Any:
-        """The machine's view of `x`."""
+        """Return the machine's view of `x`."""
         raise AssertionError(type(self).__name__)
 
     def evaluate(self, frame: Frame) -> None:
@@ -484,7 +484,7 @@ class Reshape(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Permute(ViewStatement):
-    """The axes in another order: axis `i` of the result is axis `axes[i]` of `x`.
+    """Permutes the axes: axis `i` of the result is axis `axes[i]` of `x`.
 
     Example: %y: f32[32, 16] = permute %x: f32[16, 32] (1, 0)
     """
@@ -511,7 +511,7 @@ class Permute(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Shard(ViewStatement):
-    """Each rank's own block of a tensor that every rank holds whole: no communication.
+    """Takes each rank's own block of a tensor that every rank holds whole, without communication.
 
     Example: %y: f32[8@didx, 32] = shard %x: f32[8, 32]
     """
@@ -519,7 +519,7 @@ class Shard(ViewStatement):
     syntax = "{out} = shard {x}"
 
     def _moved(self) -> list[tuple[int, str]]:
-        """The axes that become sharded, each with its mesh axis."""
+        """Return the axes that become sharded, each with its mesh axis."""
         pairs = zip(self.x.tensor.axes, self.out.tensor.host().axes, strict=True)
         return [(k, mark) for k, (old, new) in enumerate(pairs) for mark in new.marks if mark not in old.marks]
 

@@ -1,4 +1,4 @@
-"""Types of values: dtypes, device meshes, tensor axes and how they are spread over a mesh."""
+"""Define types of values: dtypes, device meshes, tensor axes and how they are spread over a mesh."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class Mesh:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Where in `devices` each device stands."""
+        """The position of each device in `devices`."""
         return {device: place for place, device in enumerate(self.devices)}
 
     def coordinate(self, device: int, axis: str) -> int:
-        """Where a device stands on a mesh axis."""
+        """Return the position of a device on a mesh axis."""
         k = self.axes.index(axis)
         return self.places[device] // prod(self.shape[k + 1 :]) % self.shape[k]
 
     def team(self, device: int, axis: str) -> tuple[int, ...]:
-        """The devices that differ from `device` only along `axis`, in order: the members of a collective over it."""
+        """Return the devices that differ from `device` only along `axis`, in order: a collective's team over it."""
         return self._teams[axis][device]
 
     def teams(self, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -63,7 +63,7 @@ class Mesh:
 
     @cached_property
     def _teams(self) -> dict[str, dict[int, tuple[int, ...]]]:
-        """By axis and device: its team, one tuple for all its members."""
+        """The team of each device for each axis: one tuple for all its members."""
         found: dict[str, dict[int, tuple[int, ...]]] = {}
         for k, axis in enumerate(self.axes):
             stride, block = prod(self.shape[k + 1 :]), prod(self.shape[k:])
@@ -109,15 +109,15 @@ class Axis:
 
     @cached_property
     def marks(self) -> tuple[str, ...]:
-        """What its factors lie on, outermost first: mesh axes and STREAM."""
+        """The mesh axes and STREAM that its factors lie on, outermost first."""
         return tuple(f.on for f in self.factors if f.on)
 
     def without(self, *marks: str) -> Axis:
-        """The same axis with these marks taken off."""
+        """Return the same axis with these marks removed."""
         return Axis(tuple(replace(f, on=None) if f.on in marks else f for f in self.factors)).normal()
 
     def normal(self) -> Axis:
-        """The shortest equal layout: plain neighbours merge, and a sharded factor absorbs the plain ones inside it."""
+        """Return the shortest equal layout: plain neighbours merge, and a sharded factor absorbs those inside it."""
         merged: list[Factor] = []
         for factor in self.factors:
             last = merged[-1] if merged else None
@@ -156,25 +156,25 @@ class TensorType:
         return frozenset(n for axis in self.axes for f in axis.factors for n in f.extent.names)
 
     def axis_on(self, mark: str) -> int | None:
-        """The axis that carries this mark, or None."""
+        """Return the axis that carries this mark, or None."""
         return next((k for k, axis in enumerate(self.axes) if mark in axis.marks), None)
 
     def local_factor(self, factor: Factor) -> Size:
-        """The part of a factor that one rank holds."""
+        """Return the part of a factor that one rank holds."""
         if factor.on in (None, STREAM) or self.mesh is None:
             return factor.extent
         return factor.extent / self.mesh.size(factor.on or "")
 
     @cached_property
     def local_shape(self) -> tuple[Size, ...]:
-        """The shape of the part that one rank holds."""
+        """Return the shape of the part that one rank holds."""
         return tuple(product([self.local_factor(f) for f in axis.factors]) for axis in self.axes)
 
     def with_axes(self, axes: Iterable[Axis]) -> TensorType:
         return replace(self, axes=tuple(axes))
 
     def host(self) -> TensorType:
-        """As it stands in a host program: no Stream marks (the loop says it), every axis in normal form."""
+        """Return its form in a host program: no Stream marks (the loop replaces them), every axis in normal form."""
         return self._host
 
     @cached_property
@@ -189,7 +189,7 @@ class TensorType:
 
 
 class Kind(Enum):
-    """Types of values that are not tensors."""
+    """The types of values that are not tensors."""
 
     STREAM = "stream"
     HANDLE = "handle"
@@ -203,5 +203,5 @@ Type = TensorType | Kind
 
 
 def bind_shape(shape: Iterable[Size], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The integers for these values of the symbols."""
+    """Return the integers of a shape for these values of the symbols."""
     return tuple(size.bind(sizes) for size in shape)

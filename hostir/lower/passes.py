@@ -48,7 +48,7 @@ def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None =
         _dump(folder, number, each.name, program)
         if watch:
             watch(each.name, program)
-    return _proved(verify(program, settled=program.phase is Phase.HOST))
+    return _proved(verify(program, explicit=program.phase is Phase.HOST))
 
 
 def _proved(program: Program) -> Program:
@@ -65,7 +65,7 @@ def _proved(program: Program) -> Program:
 
 def _hold(each: Pass, program: Program, spec: int) -> None:
     try:
-        verify(program, settled=each.settles)
+        verify(program, explicit=each.settles)
         if spec > 1 and parse(str(program)) != program:
             raise AssertionError(f"the text after {each.name} does not parse back to the same program:\n{program}")
     except HostIRError as wrong:

@@ -1,4 +1,4 @@
-"""Axes and types of a dump: which logical axes its printed IterDomains make up, and what lies on devices."""
+"""Find the axes and types of a dump: how printed IterDomains form logical axes, and what lies on devices."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LogicalAxis:
 
 
 def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = False) -> list[tuple[LogicalAxis, ...]]:
-    """The ways to read the printed axes of a tensor as logical axes, the likeliest first.
+    """Return the ways to read the printed axes of a tensor as logical axes, the likeliest first.
 
     nvFuser prints the axes of the loop domain. An axis of extent ceilDiv(N, D) is the inner part of a split of N, and
     its outer part is an axis of extent D to the left: beside it, or anywhere, where it is on devices or streams, which
@@ -79,20 +79,20 @@ def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = F
     if len(set(parallel)) < len(parallel):
         return [tuple(LogicalAxis((d,)) for d in domains)]  # no layout, which is said where its type is asked for
     outer = {k for k, d in enumerate(domains) if not d.rfactor and (d.kind == "r" or d.on not in alone)}
-    splits = list(islice(_splits(domains, outer, 0, ()), _MOST_SPLITS))
+    splits = list(islice(_splits(domains, outer, 0, ()), _MAX_SPLITS))
     splits.sort(key=lambda parts: _unlikelihood(domains, parts, split))
     missing = _missing(domains, splits[0])
-    likely = [parts for parts in splits if _missing(domains, parts) == missing][:_MOST_READINGS]
+    likely = [parts for parts in splits if _missing(domains, parts) == missing][:_MAX_READINGS]
     return [_grouped(domains, parts) for parts in likely]
 
 
-_MOST_SPLITS = 512  # that are tried for one tensor: real ones have a few
-_MOST_READINGS = 48
+_MAX_SPLITS = 512  # tried for one tensor; real tensors have a few
+_MAX_READINGS = 48
 Split = tuple[tuple[int, ...], ...]  # for each printed axis, the places of its outer parts, outermost first
 
 
 def _splits(domains: Sequence[IterDomain], outer: Collection[int], place: int, split: Split) -> Iterator[Split]:
-    """Every way to give the axes from `place` on their outer parts, which are among `outer`."""
+    """Yield every assignment of outer parts, taken from `outer`, to the axes from `place` on."""
     if place == len(domains):
         yield split
         return
@@ -103,7 +103,7 @@ def _splits(domains: Sequence[IterDomain], outer: Collection[int], place: int, s
 
 
 def _outer_parts(domains: Sequence[IterDomain], place: int, free: Collection[int]) -> Iterator[tuple[int, ...]]:
-    """The outer parts that an axis may have among the free axes to its left; none comes last."""
+    """Yield the outer parts that an axis may have among the free axes to its left; no outer parts come last."""
     inner = domains[place]
     same = [k for k in free if domains[k].kind == inner.kind]
     if inner.extent.splits and not inner.rfactor:
@@ -118,7 +118,7 @@ def _outer_parts(domains: Sequence[IterDomain], place: int, free: Collection[int
 def _chains(
     domains: Sequence[IterDomain], extents: Sequence[Size], right: int, free: Collection[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Axes of these extents, the last one left of `right`: beside it, or on devices or streams."""
+    """Yield the free axes with these extents left of `right`: adjacent ones, or those on devices or streams."""
     if not extents:
         yield ()
         return
@@ -129,12 +129,12 @@ def _chains(
 
 
 def _missing(domains: Sequence[IterDomain], split: Split) -> int:
-    """The number of splits whose outer parts are not there, as where one index of them was selected."""
+    """Return the number of splits whose outer parts are missing, for example because one index of them was selected."""
     return sum(bool(d.extent.splits) and not outers for d, outers in zip(domains, split, strict=True))
 
 
 def _unlikelihood(domains: Sequence[IterDomain], split: Split, split_devices: bool) -> tuple[int, ...]:
-    """What speaks against a reading, the weightiest first.
+    """Return a sort key: the signs against a reading, the weightiest first.
 
     nvFuser numbers the two parts of a split one after the other, and behind all axes that were there before.
     """
@@ -165,11 +165,11 @@ def _grouped(domains: Sequence[IterDomain], split: Split) -> tuple[LogicalAxis, 
 
 
 class Sizes:
-    """Sizes that a dump forces to be equal, though it names them differently: a union-find over products of symbols."""
+    """A union-find over products of symbols: sizes that a dump forces to be equal under different names."""
 
     def __init__(self, symbols: Iterable[str]) -> None:
         self.order = {name: k for k, name in enumerate(symbols)}
-        self.known: dict[str, Size] = {}  # what a symbol stands for, in symbols that stand for themselves
+        self.known: dict[str, Size] = {}  # the size that a symbol equals, in canonical symbols
 
     def resolve(self, size: Size) -> Size:
         result = Size(size.num, size.den)
@@ -180,7 +180,7 @@ class Sizes:
         return result
 
     def equal(self, a: Size, b: Size) -> bool:
-        """Makes two sizes equal, by giving a meaning to the symbol that appeared last; False where they cannot be."""
+        """Make two sizes equal by defining the symbol that appeared last; return False where they cannot be."""
         ratio = self.resolve(a) / self.resolve(b)
         free = [(self.order[name], name, power) for name, power in ratio.symbols if abs(power) == 1]
         if not ratio.symbols:
@@ -196,8 +196,8 @@ class Sizes:
         self.known = {n: self.resolve(m) for n, m in self.known.items()}
         return True
 
-    def settle(self, type: TensorType) -> TensorType:
-        """The type in symbols that stand for themselves, its axes in normal form."""
+    def canonical(self, type: TensorType) -> TensorType:
+        """Return the type in canonical symbols, its axes in normal form."""
         return replace(type, axes=tuple(self._axis(axis) for axis in type.axes))
 
     def _axis(self, axis: Axis) -> Axis:
@@ -205,7 +205,7 @@ class Sizes:
 
     @property
     def aliases(self) -> tuple[tuple[str, str], ...]:
-        """Each symbol that is another size, with that size, in the order in which they first appear."""
+        """Return each symbol that equals another size, with that size, in the order in which they first appear."""
         return tuple((name, str(self.known[name])) for name in self.order if name in self.known)
 
 
@@ -216,7 +216,7 @@ Place = tuple[Size, object, int]  # a size, the tensor that has it, and in which
 
 
 def equate(sizes: Sizes, pairs: Iterable[tuple[Place, Place]], span: Span | None) -> None:
-    """Makes the sizes of each pair equal; raises where they cannot be."""
+    """Make the sizes of each pair equal; raise where they cannot be."""
     for (a, a_name, a_axis), (b, b_name, b_axis) in pairs:
         if not sizes.equal(a, b):
             a, b = sizes.resolve(a), sizes.resolve(b)
@@ -225,14 +225,14 @@ def equate(sizes: Sizes, pairs: Iterable[tuple[Place, Place]], span: Span | None
 
 
 def pairwise(a: TensorType, a_name: object, b: TensorType, b_name: object) -> Iterator[tuple[Place, Place]]:
-    """The axes of two tensors of one shape. Unequal numbers of axes are left to the checks of the program."""
+    """Yield the axes of two tensors of one shape in pairs; none if their ranks differ, which program checks report."""
     if len(a.axes) == len(b.axes):
         for k, (one, other) in enumerate(zip(a.shape, b.shape, strict=True)):
             yield (one, a_name, k), (other, b_name, k)
 
 
 def computed(s: TensorOp) -> Iterator[tuple[Place, Place]]:
-    """The sizes that a computation forces to be equal: those that its maps bring together."""
+    """Yield the pairs of axes whose sizes a computation forces to be equal: those that its maps match."""
     shape = s.out.tensor.shape
     contracted: list[Place] = []
     for operand, map in zip(s.operands, maps_of(s), strict=True):
@@ -248,21 +248,21 @@ def computed(s: TensorOp) -> Iterator[tuple[Place, Place]]:
 
 
 def maps_of(s: TensorOp) -> tuple[tuple[int, ...], ...]:
-    """The maps of a computation whose sizes may still have several names."""
+    """Return the maps of a computation whose sizes may still have several names."""
     if not isinstance(s, Binary):
         return s.maps()
     axes = range(len(s.out.tensor.axes))  # its own maps ask for sizes that are known to align
     return tuple(tuple(axes[len(axes) - len(v.tensor.axes) :]) for v in s.operands)
 
 
-def settled(program: Program, sizes: Sizes) -> Program:
-    """The same program in symbols that stand for themselves; what views give is inferred anew."""
-    env = {v.name: _settle(v, sizes) for v in program.inputs}
+def with_canonical_sizes(program: Program, sizes: Sizes) -> Program:
+    """Return the program with each size in its canonical symbols; result types of views are inferred anew."""
+    env = {v.name: _canonical(v, sizes) for v in program.inputs}
     for s in program.walk():
         defined = s.defines(Phase.HOST)
         if defined is None:
             continue
-        env[defined.name] = _settle(defined, sizes)
+        env[defined.name] = _canonical(defined, sizes)
         if isinstance(s, ViewStatement) and isinstance(type := _sized(s.rename(env), sizes).infer(), TensorType):
             env[defined.name] = replace(defined, type=type)
     body = rewrite((s.rename(env) for s in program.body), lambda s: [_sized(s, sizes)])
@@ -274,10 +274,10 @@ def settled(program: Program, sizes: Sizes) -> Program:
     )
 
 
-def _settle(value: Value, sizes: Sizes) -> Value:
+def _canonical(value: Value, sizes: Sizes) -> Value:
     if not isinstance(value.type, TensorType):
         return value
-    type = sizes.settle(value.type)
+    type = sizes.canonical(value.type)
     for factor in (f for axis in type.axes for f in axis.factors):
         part = type.local_factor(factor)
         if not part.symbols and part.den != 1:
@@ -287,14 +287,14 @@ def _settle(value: Value, sizes: Sizes) -> Value:
 
 
 def _sized(s: Statement, sizes: Sizes) -> Statement:
-    """A statement with its own sizes settled."""
+    """Return a statement with its own sizes in canonical symbols."""
     return replace(s, count=sizes.resolve(s.count)) if isinstance(s, (For, Chunk)) else s
 
 
 # The reading that fits all statements ---------------------------------------------------------------------------------
-# Which logical axes the printed axes of each tensor make up: those with which its statements fit.
+# Choosing the logical axes of each printed tensor so that its statements fit.
 #
-# Where extents are numbers, a printed tensor may be read in several ways (`nvfuser_layout.readings`). A statement fits
+# Where extents are numbers, a printed tensor may be read in several ways (`readings`). A statement fits
 # some of them: a weight has two axes, an allreduce keeps the shape, a piece has the axes of the whole. Readings that
 # some statement leaves no room for are dropped until nothing changes. If several are left then, the first tensor that
 # is printed takes its likeliest, and so on.
@@ -306,7 +306,7 @@ BETWEEN_RANKS = ("Allgather", *REDUCING, "AllToAll")
 
 
 def operation(node: ComputeNode, out: Value, operands: Iterable[Value]) -> ops.TensorOp:
-    """The statement of a computation other than a sum, whose axis has to be found first."""
+    """Return the statement of a computation other than a sum, whose axis has to be found first."""
     first, *rest = operands
     if node.op == "matmul":
         return ops.Matmul(out, first, rest[0])
@@ -330,7 +330,7 @@ def _splits_devices(dump: Dump) -> bool:
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read a tensor: its logical axes, and those among them that were not summed away."""
+    """One way to read a tensor: its logical axes, and those that were not summed away."""
 
     groups: tuple[LogicalAxis, ...]
     axes: tuple[LogicalAxis, ...]  # without those on devices that hold the parts of a partial sum
@@ -347,13 +347,13 @@ Chosen = dict[TensorNode, Reading]
 
 @dataclass(frozen=True)
 class Rule:
-    """What a statement asks of the readings of two tensors."""
+    """A constraint between the readings of two tensors."""
 
     tensors: tuple[TensorNode, ...]
     fits: Callable[[Reading, Reading], bool]
 
     def fitting(self, left: Readings) -> list[Chosen]:
-        """The readings that fit each other."""
+        """Return the pairs of readings that fit each other."""
         a, b = self.tensors
         pairs = product_of(left[a], left[b]) if a != b else zip(left[a], left[a], strict=True)
         return [{a: one, b: other} for one, other in pairs if self.fits(one, other)]
@@ -361,7 +361,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Computation:
-    """A computation brings axes together: those lie on the same devices, and what is sliced in a loop alike."""
+    """A constraint from a computation: matched axes lie on the same devices and are sliced by loops alike."""
 
     node: ComputeNode
     looped: bool
@@ -371,7 +371,7 @@ class Computation:
         return self.node.tensors
 
     def fitting(self, left: Readings) -> list[Chosen]:
-        """The readings of all its tensors that fit each other."""
+        """Return the choices of a reading for each tensor that fit each other."""
         tensors = tuple(dict.fromkeys(self.node.tensors))
         found: list[Chosen] = []
         for ranks in product_of(*(dict.fromkeys(len(r.kept) for r in left[tensor]) for tensor in tensors)):
@@ -389,7 +389,7 @@ class Computation:
     def meeting(
         self, rank: Mapping[TensorNode, int]
     ) -> list[tuple[tuple[TensorNode, int], tuple[TensorNode, int]]] | None:
-        """The axes that come together, two and two, for so many axes of each tensor; None where these do not fit."""
+        """Return the matched pairs of axes, given each tensor's number of axes; None where these numbers do not fit."""
         values = {
             Value(f"T{n}", TensorType(tensor.dtype, tuple(Axis.of(f"i{n}_{k}") for k in range(rank[tensor])))): tensor
             for n, tensor in enumerate(self.node.tensors)
@@ -434,7 +434,7 @@ class Axes:
             self._choose([*self._prints(), *self._rules(dump.body, looped=False)])
 
     def groups(self, tensor: TensorNode) -> tuple[LogicalAxis, ...]:
-        """The logical axes of a printed tensor, those included that hold the parts of a partial sum."""
+        """Return the logical axes of a printed tensor, including those that hold the parts of a partial sum."""
         return self.left[tensor][0].groups
 
     def _readings(self, tensor: TensorNode) -> list[Reading]:
@@ -446,7 +446,7 @@ class Axes:
 
     # Choosing ----------------------------------------------------------------------------------------------------
     def _choose(self, rules: Iterable[Rule | Computation]) -> None:
-        """A rule that fits no readings at all stands for a mistake, which is told where the statement is read."""
+        """Choose readings that all rules allow. A rule that none satisfies is an error, reported where it is read."""
         rules = [rule for rule in rules if rule.fitting(self.left)]
         self.left = _pruned(self.left, rules, self.left) or self.left
         for tensor in self.left:
@@ -457,7 +457,7 @@ class Axes:
 
     # Rules -------------------------------------------------------------------------------------------------------
     def _prints(self) -> Iterator[Rule]:
-        """A tensor that is printed with an axis that was summed away, and elsewhere without, is one tensor."""
+        """Yield rules for tensors that are printed several times, with and without an axis that was summed away."""
         first: dict[str, TensorNode] = {}
         for tensor in self.left:
             if first.setdefault(tensor.name, tensor) is not tensor:
@@ -486,7 +486,7 @@ class Axes:
                     yield self._communication(node)
 
     def _communication(self, node: CommunicationNode) -> Rule:
-        """A communication keeps the shape; along a team only what lies on its devices moves."""
+        """Return the rule of a communication: it keeps the shape; along a team only what lies on its devices moves."""
         if node.type.text not in BETWEEN_RANKS:
             return Rule(node.tensors, lambda x, out: _alike(x.kept, out.kept))
         over = self.over(node)
@@ -501,7 +501,7 @@ class Axes:
 
 
 def _selection(node: ViewNode) -> Rule:
-    """A select takes one axis away, which is not split."""
+    """Return the rule of a select: it removes one axis, which is not split."""
 
     def fits(x: Reading, out: Reading) -> bool:
         rest = [g for g in x.kept if not (node.axis and [d.number for d in g.domains] == [node.axis.number])]
@@ -511,7 +511,7 @@ def _selection(node: ViewNode) -> Rule:
 
 
 def _alike(a: Sequence[LogicalAxis], b: Sequence[LogicalAxis], moving: Collection[str] | None = None) -> bool:
-    """Whether these axes may have equal extents and, if given what is moving, lie on the same devices otherwise."""
+    """Whether axes may have equal extents and, given `moving`, lie on the same devices apart from those."""
     return len(a) == len(b) and all(
         (bool((ratio := one.extent / other.extent).symbols) or ratio.is_one)
         and (moving is None or _marks(one, moving) == _marks(other, moving))
@@ -524,7 +524,7 @@ def _marks(group: LogicalAxis, without: Collection[str]) -> list[str]:
 
 
 def _pruned(left: Readings, rules: Sequence[Rule | Computation], changed: Collection[TensorNode]) -> Readings | None:
-    """The readings that every rule leaves room for, after those of some tensors changed; None where one leaves none."""
+    """Return the readings left by all rules after those of some tensors changed; None where a tensor has none left."""
     left, of = dict(left), defaultdict(list)
     for n, rule in enumerate(rules):
         for tensor in dict.fromkeys(rule.tensors):
@@ -549,7 +549,7 @@ def _pruned(left: Readings, rules: Sequence[Rule | Computation], changed: Collec
 
 
 class Types:
-    """Gives printed tensors their types, and notes in `sizes` what these force to be equal."""
+    """Gives printed tensors their types, and records in `sizes` which sizes these force to be equal."""
 
     def __init__(self, dump: Dump) -> None:
         self.sizes = Sizes(dump.symbols)
@@ -567,7 +567,7 @@ class Types:
         return self.meshes[tensor.devices]
 
     def mark(self, on: str, mesh: Mesh, span: Span) -> str:
-        """The mesh axis that is deviceIdx.x or deviceIdx.y."""
+        """Return the mesh axis that deviceIdx.x or deviceIdx.y stands for."""
         axes = _letters(mesh)
         if on not in axes:
             expected = "deviceIdx.x" if on == "y" else "deviceIdx.x or deviceIdx.y"
@@ -577,7 +577,7 @@ class Types:
     def logical(
         self, tensor: TensorNode, partial: Collection[str] | None = None
     ) -> tuple[list[LogicalAxis], tuple[str, ...]]:
-        """The logical axes, reduced ones included, and the mesh axes over which the tensor is a partial sum.
+        """Return the logical axes, reduced ones included, and the mesh axes over which the tensor is a partial sum.
 
         nvFuser prints a partial sum with one more axis, on the devices that hold its parts: `partial` says over which
         mesh axes. Where it is None, the axis that a matmul leaves (marked `rf`) counts, and one that is reduced later.
@@ -595,7 +595,7 @@ class Types:
         return kept, tuple(sorted(over))
 
     def type_of(self, tensor: TensorNode, *, sliced: bool, partial: Collection[str] | None = None) -> TensorType:
-        """The type of a printed tensor. Where it is `sliced`, it holds one round's slice of its Stream axis."""
+        """Return the type of a printed tensor. If `sliced`, it holds one round's slice of its Stream axis."""
         mesh = self.mesh(tensor)
         kept, over = self.logical(tensor, partial)
         axes = tuple(self.axis(group, mesh, sliced) for group in kept if not group.reduced)
@@ -617,14 +617,14 @@ class Types:
         return Axis(tuple(factors)).normal()
 
     def devices_fit(self, domain: IterDomain, mesh: Mesh) -> None:
-        """A device axis has as many entries as its mesh axis has devices."""
+        """Check that a device axis has as many entries as its mesh axis has devices."""
         devices = mesh.size(self.mark(domain.on, mesh, domain.span))
         if not self.sizes.equal(domain.extent.size, Size(devices)):
             message = f"{devices} devices cannot hold an axis of {domain.extent.size}, one entry each"
             raise error(message, domain.span, expected=f"an extent of {devices}")
 
     def over(self, node: CommunicationNode) -> str:
-        """The mesh axis along which the team of a collective lies."""
+        """Return the mesh axis along which the team of a collective lies."""
         mesh = self.mesh(node.x)
         along = [axis for axis in reversed(mesh.axes) if node.team in mesh.teams(axis)]
         if not along:
@@ -635,7 +635,7 @@ class Types:
         return next((axis for axis in along if axis in used), along[0])
 
     def _partials(self, dump: Dump) -> dict[str, set[str]]:
-        """The tensors that hold partial sums, with the mesh axes: what leads to a reducing communication, backwards.
+        """Return the tensors that hold partial sums, with the mesh axes, traced back from reducing communications.
 
         Inputs, and their views and copies, do not: a device axis of theirs holds summands side by side.
         """
@@ -670,12 +670,12 @@ def _mesh(devices: Devices, index: int) -> Mesh:
 
 
 def _letters(mesh: Mesh) -> dict[str, str]:
-    """The axes of a mesh by their letter in deviceIdx."""
+    """Return the axes of a mesh by their letter in deviceIdx."""
     return dict(zip(("x", "y"), reversed(mesh.axes), strict=False))
 
 
 def _unprinted_devices(dump: Dump) -> Devices:
-    """Where a dump prints no mesh: the first team that communicates, else as many devices as a device axis is long."""
+    """Return the devices where no mesh is printed: the first team that communicates, else a device axis's extent."""
     teams = [n.team for n in dump.walk() if isinstance(n, CommunicationNode)]
     device_axes = [d for t in dump.tensors() for d in t.domains if d.on in ("x", "y")]
     lengths = [n for d in device_axes if (n := d.extent.size.value) is not None]

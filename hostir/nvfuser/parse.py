@@ -13,7 +13,7 @@ from hostir.ir.source import HostIRError, Span, did_you_mean, error
 from hostir.ir.types import DTYPES, DType
 
 # Tokens and nodes -----------------------------------------------------------------------------------------------------
-# What an nvFuser dump of host IR says, before it means anything: tokens, and the nodes that the lines spell.
+# The syntax of nvFuser's dumps of host IR: tokens, and a node for each line.
 #
 # A node keeps what was printed: tensors with their IterDomains, extents with their ceilDivs, streams and indices by
 # name. The spellings of several versions lead to the same nodes. The body of a loop is what is indented deeper than its
@@ -22,7 +22,7 @@ from hostir.ir.types import DTYPES, DType
 
 @dataclass(frozen=True)
 class Token:
-    """A word, a number or a sign, and where it stands."""
+    """A word, a number or a sign, and its position."""
 
     text: str
     span: Span
@@ -43,7 +43,7 @@ Formula = Token | Operation  # an index expression as printed: names are not res
 
 @dataclass(frozen=True)
 class Extent:
-    """An extent. The rest of a split, `ceilDiv(ceilDiv(whole, a), b)`, has splits (a, b), taken to be exact."""
+    """The size of an axis. The rest of a split, `ceilDiv(ceilDiv(whole, a), b)`, has splits (a, b), assumed exact."""
 
     size: Size
     splits: tuple[Size, ...] = ()
@@ -85,7 +85,7 @@ class TensorNode:
 
 @dataclass(frozen=True)
 class Node:
-    """The base of statements as printed."""
+    """The base class of statements as printed."""
 
     span: Span
 
@@ -104,7 +104,7 @@ class StreamNode(Node):
 
 @dataclass(frozen=True)
 class LoopNode(Node):
-    """FOR index from 0 to count."""
+    """A loop: FOR index from 0 to count."""
 
     index: Token
     count: Extent
@@ -136,7 +136,7 @@ class DeallocateNode(Node):
 
 @dataclass(frozen=True)
 class ViewNode(Node):
-    """The same memory seen another way: `op` is select, chunk, reshape, permute, as_partial or dense."""
+    """A view of the same memory: `op` is select, chunk, reshape, permute, as_partial or dense."""
 
     op: str
     out: TensorNode
@@ -189,7 +189,7 @@ class WaitNode(Node):
 
 @dataclass(frozen=True)
 class DelayNode(Node):
-    """Delay(microseconds), ours."""
+    """Delay(microseconds), an extension of hostir's."""
 
     microseconds: int
 
@@ -205,7 +205,7 @@ class Dump:
     symbols: tuple[str, ...]  # the names of sizes, in the order in which they first appear
 
     def walk(self) -> Iterator[Node]:
-        """Every node, outer before inner, in order."""
+        """Yield every node, outer before inner, in order."""
         return walk(self.body)
 
     def tensors(self) -> Iterator[TensorNode]:
@@ -215,7 +215,7 @@ class Dump:
 
 
 def walk(body: tuple[Node, ...]) -> Iterator[Node]:
-    """Every node of a block, outer before inner, in order."""
+    """Yield every node of a block, outer before inner, in order."""
     for node in body:
         yield node
         if isinstance(node, LoopNode):
@@ -235,7 +235,7 @@ _RANK = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:", re.ASCII)  # what mpirun pu
 
 
 def tokens(text: str, file: str) -> list[Token]:
-    """Cuts a text into tokens; any text can be cut."""
+    """Split a text into tokens; any text can be split."""
     found: list[Token] = []
     for number, line in enumerate(text.split("\n"), 1):
         prefix = _RANK.match(line)
@@ -254,7 +254,7 @@ def tokens(text: str, file: str) -> list[Token]:
 TENSOR = re.compile(r"(T\d{1,18})(?:_(?:g|l|s|t|sym))?(?:_(\w+))?", re.ASCII)
 _DOMAIN = re.compile(r"([a-z])([A-Z]\w*?|[a-z]+Idx(?:\.([xyz]))?|)(\d{1,18})", re.ASCII)
 _STREAM_AXES = ("streamIdx", "StreamIdx", "Stream")
-_DEEPEST = 60  # loops, parentheses and operators inside one another
+_MAX_DEPTH = 60  # loops, parentheses and operators inside one another
 FLOATS = {"float": DTYPES["f32"], "__half": DTYPES["f16"], "__bfloat": DTYPES["bf16"]}
 
 T = TypeVar("T")
@@ -285,7 +285,7 @@ class Scanner:
         return token
 
     def skip(self, text: str) -> bool:
-        """Takes a token if it is this one."""
+        """Take a token if it is this one; return whether it was."""
         if self.next.text != text:
             return False
         self.at += 1
@@ -303,14 +303,14 @@ class Scanner:
 
     def deeper(self, read: Callable[[], T]) -> T:
         self.depth += 1
-        if self.depth > _DEEPEST:
-            raise error(f"more than {_DEEPEST} levels of nesting", self.next.span)
+        if self.depth > _MAX_DEPTH:
+            raise error(f"more than {_MAX_DEPTH} levels of nesting", self.next.span)
         result = read()
         self.depth -= 1
         return result
 
     def step_over(self) -> None:
-        """Takes the value of an option that has no meaning here."""
+        """Skip the value of an option that has no meaning here."""
         open = 0
         while self.next is not self.end and (open or self.next.text not in (",", ")")):
             open += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(self.take().text, 0)
@@ -454,12 +454,12 @@ class Scanner:
         return left
 
     def signs(self, *signs: str) -> Iterator[None]:
-        """Goes on while one of these signs is next; so many in a row are no index expression of nvFuser's."""
+        """Yield while one of these signs is next; raise after more in a row than nvFuser ever prints."""
         for n in itertools.count():
             if self.next.text not in signs:
                 return
-            if n == _DEEPEST:
-                raise error(f"more than {_DEEPEST} operators in a row", self.next.span)
+            if n == _MAX_DEPTH:
+                raise error(f"more than {_MAX_DEPTH} operators in a row", self.next.span)
             yield
 
     def atom(self) -> Formula:
@@ -553,7 +553,7 @@ class CallNode:
 
 
 def parse_dump(text: str, file: str) -> Dump:
-    """Parses the `%HostIrContainer` of a text; what stands before it, and nearly all that stands behind, is ignored."""
+    """Parse the `%HostIrContainer` of a text; text before it, and nearly all text behind it, is ignored."""
     return _DumpParser(text, file).dump()
 
 
@@ -598,7 +598,7 @@ class _DumpParser(Scanner):
         return Dump(inputs, outputs, body, self.definitions(), tuple(self.symbols))
 
     def definitions(self) -> int | None:
-        """`numberOfStreams = 8`, among the index definitions behind the container."""
+        """Read the index definitions behind the container; return the number of streams if they define it."""
         while self.next is not self.end:
             if self.take().text == "numberOfStreams" and self.skip("="):
                 span = self.next.span
@@ -617,7 +617,7 @@ class _DumpParser(Scanner):
         return tuple(found)
 
     def block(self, column: int) -> tuple[Node, ...]:
-        """The statements that start right of a column."""
+        """Return the statements that start right of a column."""
         body: list[Node] = []
         while self.next is not self.end and self.next.text != "}" and self.next.span.column > column:
             if not self.next.leads:
@@ -670,7 +670,7 @@ class _DumpParser(Scanner):
         return error(f"'{head.text}' has no meaning here", head.span, expected=expected, hint=hint)
 
     def maybe_in_parentheses(self, read: Callable[[], T], word: str = "") -> T:
-        """`Verb(x)` as today, `Verb x` or `Verb word x` as it used to be."""
+        """Read `Verb(x)` as printed today, or `Verb x` or `Verb word x` as printed by older versions."""
         if not self.skip("("):
             self.skip(word)
             return read()
@@ -758,7 +758,7 @@ class _DumpParser(Scanner):
         return found
 
     def call(self, name: Token) -> CallNode:
-        """What stands in the parentheses behind a name."""
+        """Read the parenthesised arguments behind a name."""
         call = CallNode(name)
         self.expect("(")
         while not self.skip(")"):

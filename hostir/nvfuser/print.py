@@ -1,4 +1,4 @@
-"""Prints a host program in the spelling that nvFuser uses today. docs/nvfuser.md lists the spellings."""
+"""Print a host program in nvFuser's current spelling. docs/nvfuser.md lists the spellings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLOAT_OF = {ours: name for name, ours in CASTS.items()}
 
 @dataclass(frozen=True)
 class Printed:
-    """A tensor as printed, and its axes apart: for each the IterDomains, outermost first."""
+    """A tensor as printed, and separately the IterDomains of each axis, outermost first."""
 
     head: str
     lead: tuple[str, ...]  # the device axes of a partial sum
@@ -61,7 +61,7 @@ class DumpPrinter:
 
     # Tensors -----------------------------------------------------------------------------------------------------
     def define(self, value: Value, memory: str, order: tuple[int, ...] | None = None) -> Printed:
-        """Gives a tensor its number and its axes theirs: in the order of its axes, or in the `order` of a permute."""
+        """Number a tensor and its axes: in the order of its axes, or in the `order` of a permute."""
         type = value.tensor
         if type.dtype == FLAG:
             raise error("nvFuser's form has no spelling for flags", value.span)
@@ -83,7 +83,7 @@ class DumpPrinter:
     def axis(
         self, axis: Axis, mesh: Mesh | None, kind: str = "i", cut: tuple[int, Size] | None = None
     ) -> tuple[str, ...]:
-        """The IterDomains of an axis: a split that has one for each factor, and the rest.
+        """Return the IterDomains of an axis: a split that has one for each factor, and the rest.
 
         With `cut`, the axis is one piece of so many: a streamIdx axis stands behind that many of its IterDomains.
         """
@@ -178,7 +178,7 @@ class DumpPrinter:
         return [f"{out} = view( {x} )"]
 
     def chunk(self, s: host.Chunk) -> Printed:
-        """The piece, printed as nvFuser does: the whole axis, with a streamIdx axis where it is cut."""
+        """Print a chunk as nvFuser does: the whole axis, with a streamIdx axis where it is cut."""
         out = self.define(s.out, "l")
         cut = 0
         for factor in s.x.tensor.axes[s.axis].factors:
@@ -213,7 +213,7 @@ class DumpPrinter:
         return _assign(out, f"{s.keyword()}({first});")
 
     def summed(self, s: ops.Sum, out: Printed) -> Printed:
-        """The result with the axis that was summed away, as nvFuser prints it."""
+        """Print a result together with the axis that was summed away, as nvFuser does."""
         reduced = self.axis(s.x.tensor.axes[s.axis], s.x.tensor.mesh, kind="r")
         return Printed(out.head, out.lead, (*out.axes[: s.axis], reduced, *out.axes[s.axis :]), out.mesh)
 
@@ -253,7 +253,7 @@ class DumpPrinter:
 
 
 def print_dump(program: Program) -> str:
-    """The program's text in nvFuser's form. Raises for a fusion, which has no host statements yet."""
+    """Return the program's text in nvFuser's form. Raise for a fusion, which has no host statements yet."""
     if program.phase is not Phase.HOST:
         raise error(f"@{program.name} is a fusion; nvFuser's form prints host programs", hint="lower it first")
     return DumpPrinter(program).text()
@@ -280,7 +280,7 @@ def _devices(mesh: Mesh) -> str:
 
 
 def _size(size: Size) -> str:
-    """A size the way nvFuser prints products and quotients: two at a time, in parentheses."""
+    """Return a size as nvFuser prints products and quotients: two operands at a time, in parentheses."""
     up = [name for name, power in size.symbols for _ in range(power)]
     down = [name for name, power in size.symbols for _ in range(-power)]
     up = [str(size.num), *up] if size.num != 1 or not up else up

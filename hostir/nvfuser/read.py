@@ -19,7 +19,7 @@ from hostir.ir.sizes import Size
 from hostir.ir.source import Diagnostic, Span, did_you_mean, error
 from hostir.ir.tensor_ops import ViewStatement
 from hostir.ir.types import Kind, TensorType, Type
-from hostir.nvfuser.axes import REDUCING, Types, computed, equate, maps_of, operation, pairwise, settled
+from hostir.nvfuser.axes import REDUCING, Types, computed, equate, maps_of, operation, pairwise, with_canonical_sizes
 from hostir.nvfuser.parse import (
     AllocateNode,
     CommunicationNode,
@@ -40,7 +40,7 @@ from hostir.nvfuser.parse import (
 )
 
 # The program so far ---------------------------------------------------------------------------------------------------
-# What reading an nvFuser dump keeps: scopes of names, the statements so far, and what streams and indices mean.
+# The state of reading a dump: scopes of names, the statements so far, the meaning of streams and indices.
 
 STREAMS = 4  # nvFuser's default number of streams
 
@@ -84,13 +84,13 @@ class Builder:
         return self.scope[tensor.name]
 
     def operand(self, tensor: TensorNode) -> Value:
-        """What a tensor stands for in a statement: in a loop, the round's slice of one that was there before it."""
+        """Return the value of a tensor operand: in a loop, the round's slice of a tensor from before the loop."""
         value = self.tensor(tensor)
         cut = self.cut(tensor, value) if self.loops else None
         return self.slice(value, *cut, tensor) if cut else value
 
     def slice(self, whole: Value, axis: int, count: Size, tensor: TensorNode) -> Value:
-        """This round's of so many slices of an axis, where the value has all of them."""
+        """Return this round's slice of an axis where the value has all `count` slices, else the value."""
         if whole.name not in self.whole:
             return whole
         index = self.loop_over(count)
@@ -107,7 +107,7 @@ class Builder:
         return self.scope[key]
 
     def cut(self, tensor: TensorNode, x: Value) -> tuple[int, Size] | None:
-        """The axis of `x` that has a Stream axis in it, as a tensor is printed, and the number of slices."""
+        """Return the axis of `x` that has a Stream axis in it, as a tensor is printed, and the number of slices."""
         kept = [group for group in self.types.logical(tensor, x.tensor.partial)[0] if not group.reduced]
         for axis, group in enumerate(kept):
             for k, domain in enumerate(group.domains):
@@ -119,7 +119,7 @@ class Builder:
         return None
 
     def destination(self, tensor: TensorNode) -> Value:
-        """What a statement writes: memory that the tensor already stands for, or else new memory."""
+        """Return the value that a statement writes: memory that the tensor already stands for, or else new memory."""
         return self.operand(tensor) if tensor.name in self.scope else self.allocate(tensor)
 
     def allocate(self, tensor: TensorNode) -> Value:
@@ -134,12 +134,12 @@ class Builder:
         return self.types.type_of(tensor, sliced=self.sliced(tensor))
 
     def sliced(self, tensor: TensorNode) -> bool:
-        """Whether what is made here is one round's slice: in a loop with as many rounds as the tensor has slices."""
+        """Whether a result here is one round's slice: in a loop with as many rounds as the tensor has slices."""
         stream = _stream(tensor)
         return stream is not None and self.loop_over(stream.extent.size) is not None
 
     def loop_over(self, slices: Size) -> Value | None:
-        """The index of the innermost loop around this with as many rounds."""
+        """Return the index of the innermost enclosing loop with as many rounds."""
         resolve = self.types.sizes.resolve
         return next((i for i in reversed(self.loops) if resolve(self.loops[i]) == resolve(slices)), None)
 
@@ -155,7 +155,7 @@ class Builder:
                     owned.pop(self.memory.get(x.name, x.name), None)
 
     def free_the_rest(self, kept: Iterable[Value] = ()) -> None:
-        """Ends a block: its buffers are freed but for what is kept. nvFuser frees what a dump does not deallocate."""
+        """Free the buffers of a block except `kept`. nvFuser frees what a dump does not deallocate."""
         names = {self.memory.get(value.name, value.name) for value in kept}
         for name, value in self.owned[-1].copy().items():
             if name not in names:
@@ -177,7 +177,7 @@ class Builder:
         self.emit(host.SetStream(stream) if node.verb == "set" else host.Synchronize(stream), node.span)
 
     def stream(self, formula: Formula) -> Expr:
-        """A stream: one that was got, or a member of the pool by index.
+        """Return a stream: one that was defined, or a member of the pool by index.
 
         In nvFuser every index has a stream of its own; the pool has so many, and an index beyond it begins again at 0.
         One that was made elsewhere, `Stream 0x1f`, becomes one more member of the pool.
@@ -271,10 +271,10 @@ class DumpReader(Builder):
         name = name if name[0].isalpha() else f"dump_{name}"
         sizes = self.types.sizes
         program = Program(name, Phase.HOST, meshes, inputs, outputs, tuple(self.body), streams, sizes.aliases)
-        return settled(program, sizes), warnings
+        return with_canonical_sizes(program, sizes), warnings
 
     def output(self, tensor: TensorNode, warnings: list[Diagnostic]) -> Value | None:
-        """The value behind an output. One that lives in a loop only is reported and dropped."""
+        """Return the value of an output. Warn about one that exists in a loop only, and return None."""
         if tensor.name in self.scope:
             return self.scope[tensor.name]
         if not any(tensor.name == t.name for n in self.dump.walk() for t in n.tensors):
@@ -326,7 +326,7 @@ class DumpReader(Builder):
         self.emit(loop, node.span)
 
     def allocate_ahead(self, loop: LoopNode) -> None:
-        """Allocates what is written in a loop slice by slice and used outside it, where the dump has no ALLOCATE."""
+        """Allocate tensors without ALLOCATE that a loop writes slice by slice and that are used outside it."""
         inside = list(walk(loop.body))
         uses = Counter(t.name for node in inside for t in node.tensors)
         made = {node.out.name for node in inside if isinstance(node, (AllocateNode, ViewNode))}
@@ -361,7 +361,7 @@ class DumpReader(Builder):
         return None
 
     def inferred(self, view: V, node: ViewNode) -> V:
-        """The view with the type that follows from its operand, which must have the printed shape."""
+        """Return the view with the type inferred from its operand; raise unless that has the printed shape."""
         printed, name = view.out.tensor, node.out.name
         view = replace(view, span=node.span)
         type = view.infer()
@@ -406,7 +406,7 @@ class DumpReader(Builder):
         self.emit(self.inferred(view, node), node.span)
 
     def order(self, node: ViewNode) -> tuple[int, ...]:
-        """The order of a permute: nvFuser numbers the axes of the result in the order of the operand's axes."""
+        """Return the order of a permute: nvFuser numbers the result's axes in the order of the operand's axes."""
         numbers = [min(d.number for d in g.domains) for g in self.types.logical(node.out)[0] if not g.reduced]
         return tuple(sorted(numbers).index(n) for n in numbers)
 
@@ -428,7 +428,7 @@ class DumpReader(Builder):
         return operation(node, out, operands)
 
     def slices(self, node: ComputeNode, whole: ops.TensorOp, axis: int, count: Size) -> list[Value]:
-        """The operands that give one slice of a result: of one with an axis that becomes the sliced one, its slice."""
+        """Return the operands of one slice of a result: of an operand that has the sliced axis, its slice."""
         found = []
         for tensor, value, map in zip(node.operands, whole.operands, maps_of(whole), strict=True):
             sliced = [k for k, to in enumerate(map[: len(value.tensor.axes)]) if to == axis]
@@ -437,7 +437,7 @@ class DumpReader(Builder):
         return found
 
     def shards(self, node: ComputeNode) -> bool:
-        """A Set whose result lies on devices where the operand does not takes each rank's own block."""
+        """Whether a Set takes each rank's own block: its result lies on devices where the operand does not."""
         x = self.tensor(node.operands[0])
         out = self.operand(node.out) if node.out.name in self.scope else None
         type = out.tensor if out else self.type_of(node.out)
@@ -452,7 +452,7 @@ class DumpReader(Builder):
         return True
 
     def summed(self, node: ComputeNode, x: Value, out: Value) -> int:
-        """The axis that a reduction sums: the reduced one among the printed axes of its result."""
+        """Return the axis that a reduction sums: the reduced one among the printed axes of its result."""
         kept, _ = self.types.logical(node.out, out.tensor.partial)
         reduced = [k for k, group in enumerate(kept) if group.reduced]
         if len(reduced) != 1 or len(kept) != len(x.tensor.axes):
@@ -491,7 +491,7 @@ class DumpReader(Builder):
         self.emit(COLLECTIVES[kind](x, out, handle, over), node.span)
 
     def summand(self, x: Value, over: str, node: CommunicationNode) -> Value:
-        """A tensor whose device axis holds summands side by side, as the partial sum that we reduce."""
+        """Return a tensor whose device axis holds summands side by side as a partial sum to be reduced."""
         axis = x.tensor.axis_on(over)
         if axis is None:
             hint = "a reducing communication starts from a tensor with one axis on the devices of its team"
@@ -504,7 +504,7 @@ class DumpReader(Builder):
         return sum
 
     def merges(self, node: CommunicationNode, x: Value, out: Value) -> bool:
-        """Checks the root of a transfer, and says whether it is part of one that was issued.
+        """Whether a transfer is part of one that was issued already; checks its root.
 
         nvFuser issues one Gather for each receiver, one SendRecv for each pair of devices; one of ours stands for all.
         """

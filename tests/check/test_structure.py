@@ -106,7 +106,7 @@ def test_before_it_is_settled_a_fusion_may_lie_otherwise_than_its_statements_giv
     text = f"{HEAD}fusion @f(%a: f32[4@didx, 8], %b: f32[4, 8]) -> (%c) {{\n%c: f32[4, 8@didx] = add %a, %b\n}}\n"
     program = hi.parse(text)
     assert check_structure(program) == []
-    assert check_structure(program, settled=True) != []
+    assert check_structure(program, explicit=True) != []
 
 
 def test_a_division_by_a_literal_zero_is_a_finding() -> None:

@@ -73,10 +73,10 @@ def test_after_reshard_each_statement_agrees_with_its_types_and_after_communicat
     seen = stages(patterns.column_parallel())
     assert [s.keyword() for s in seen["reshard"].body] == ["reshard", "linear", "gelu"]
     assert [s.keyword() for s in seen["communicate"].body] == ["allgather", "linear", "gelu"]
-    verify(seen["communicate"], settled=True)
+    verify(seen["communicate"], explicit=True)
     assert hi.check(seen["reshard"]) == []
     with pytest.raises(HostIRError, match="a reshard is left"):
-        verify(seen["reshard"], settled=True)
+        verify(seen["reshard"], explicit=True)
 
 
 def test_every_buffer_but_the_outputs_is_freed_once() -> None:
