@@ -248,7 +248,7 @@ def test_the_watchdog_sees_what_the_device_reports_unless_the_caller_was_told(mo
     monkeypatch.setattr(CudaPlan, "problem", lambda plan: error("a kernel gave up"))
     assert Watchdog.reported(dog) == "a kernel gave up"
     assert told == ["a kernel gave up"]
-    dog.told = True
+    dog.acknowledged = True
     assert Watchdog.reported(dog) == ""
 
 
