@@ -454,8 +454,8 @@ def compile(
     """Compile a fusion into an executor that runs it as fast as is known; its field `choice` says how and why.
 
     With `auto` the fastest of all strategies is taken: as measured, if `hostir tune` has filled the cache of this
-    machine; else as a cost model estimates. Under torchrun rank 0 decides for all. A `hostir.FallbackWarning` says,
-    once, which strategies are not possible on this machine or for these sizes.
+    machine; else as a cost model estimates. Under torchrun rank 0 decides for all. A `hostir.FallbackWarning` names,
+    once, strategies and overlaps that are not possible on this machine or for these sizes.
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.

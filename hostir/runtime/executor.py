@@ -101,7 +101,7 @@ class Plans(dict[tuple[Any, ...], Plan]):
     def sweep(self) -> None:
         """Poll all plans after another was made or refused, and drop those that the device is done with.
 
-        Those are plans that were replaced, and all whose symmetric memory is gone, for which the device was waited for.
+        Those are plans that made room, and all whose symmetric memory is gone, for which the device was waited for.
         Queries events, so it must not be called during a capture.
         """
         stay = [(plan, behind) for plan, behind in self.leaving if not (behind.query() or is_stale(plan))]
