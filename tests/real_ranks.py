@@ -167,7 +167,7 @@ class Rank:
             plan = executor._choose(None, given)
         assert isinstance(plan, GlooPlan)
         assert executor.watchdog is not None
-        executor.watchdog.look_at(plan)
+        executor.watchdog.observe(plan)
         caller, slowness = Caller(plan), Slowness(plan, self.rank, case.program.ranks)
         for call in range(case.calls):
             caller.inputs = self.parts(case, call)

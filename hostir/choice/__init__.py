@@ -1,4 +1,4 @@
-"""Choosing how a fusion is lowered and what computes it: by measurement where there is one, else by estimate."""
+"""Choose how a fusion is lowered and with which kernels it runs: by measurement if there is one, else by estimate."""
 
 from hostir.choice.cache import Candidate, Choice, Impossible, Timing
 from hostir.choice.decision import choose, chosen_for, compile, lower_auto

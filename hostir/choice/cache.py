@@ -20,14 +20,14 @@ from hostir.ir.source import error, warn_once
 from hostir.knobs import CACHE
 
 # Choices --------------------------------------------------------------------------------------------------------------
-# What is chosen, and why: plain data, which an executor holds and the cache keeps.
+# The choice and its reasons, as plain data that an executor holds and the cache keeps.
 
 MEASURED, ESTIMATED, ASKED_FOR, FALLBACK = "measured", "estimated", "asked for", "fallback"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run a fusion: how it is lowered, and what computes."""
+    """A way to run a fusion: strategy, streams and kernels."""
 
     strategy: str
     streams: int
@@ -35,7 +35,7 @@ class Candidate:
 
     @property
     def on_streams(self) -> bool:
-        """Whether the number of its worker streams tells it from others of its strategy."""
+        """Whether candidates of its strategy differ in the number of worker streams."""
         return self.strategy in ("pipeline", "ring") or (self.strategy == "fused" and self.streams > 1)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a call takes, in microseconds.
+    """The time of a call, in microseconds.
 
     Fields:
         us: what candidates are ranked by, one of the other two; see `CALLS`.
@@ -65,7 +65,7 @@ CALLS = ("out", "eager", "graph")
 
 
 def ranked_by(calls: str, eager: float | None, graph: float | None, *, captured_by_caller: bool) -> float | None:
-    """The time that counts for calls made so; None where it is not known."""
+    """Return the time that counts for calls made so; None if it is not known."""
     replayed = calls == "graph" or (calls == "out" and not captured_by_caller)
     return graph if replayed and graph is not None else eager
 
@@ -74,17 +74,17 @@ def ranked_by(calls: str, eager: float | None, graph: float | None, *, captured_
 class Impossible:
     """A candidate that cannot be taken, and why.
 
-    `loud` where the reason is the machine or the sizes, not what the fusion computes: with others it might be taken.
+    `warn` if the reason is the machine or the sizes, not what the fusion computes: with others it might be possible.
     """
 
     candidate: Candidate
     reason: str
-    loud: bool = False
+    warn: bool = False
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a fusion runs, and why so.
+    """The way in which a fusion runs, and why it was chosen.
 
     Fields:
         fusion: its name.
@@ -119,13 +119,10 @@ class Choice:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """Which strategies are not possible as one might have hoped, with each reason, as clauses.
-
-        This is what is warned of.
-        """
+        """The clauses of a fallback warning: strategies that are not possible here, with the reason of each."""
         strategies: dict[str, dict[str, None]] = {}
         for it in self.impossible:
-            if it.loud or self.source == FALLBACK:
+            if it.warn or self.source == FALLBACK:
                 strategies.setdefault(it.reason, {})[it.candidate.strategy] = None
         return tuple(f"{_listed(list(names))} not possible here: {reason}" for reason, names in strategies.items())
 
@@ -135,7 +132,7 @@ class Choice:
         return f"@{self.fusion} runs '{self.taken}' ({self.source}{took}) on {self.machine}"
 
     def to_json(self) -> dict[str, Any]:
-        """As data for tools, and for the other ranks."""
+        """Return the choice as data for tools, and for the other ranks."""
         return asdict(self)
 
     @staticmethod
@@ -153,7 +150,7 @@ class Choice:
 
 
 def _listed(names: list[str]) -> str:
-    """`ring is`, or `ring, fused and push are`."""
+    """Join names with their verb: `ring is`, or `ring, fused and push are`."""
     *others, last = names
     return f"{', '.join(others)} and {last} are" if others else f"{last} is"
 
@@ -161,8 +158,8 @@ def _listed(names: list[str]) -> str:
 # The cache ------------------------------------------------------------------------------------------------------------
 # Measurements on disk: one JSON file for each fusion, sizes and platform, below HOSTIR_CACHE.
 #
-# A file is replaced as a whole, so that whoever reads sees one state of it. Writers take turns by a lock, and add to
-# what another has measured meanwhile. What cannot be read, or was written by another version, is said once and ignored.
+# A file is replaced atomically. Writers hold a lock and add to what others have measured meanwhile. Files that
+# cannot be read, or were written by another version, are ignored with one warning.
 
 FORMAT = 1
 
@@ -173,7 +170,7 @@ class CacheWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured of one candidate, for the program with this digest: microseconds, or why there are none."""
+    """The measurement of one candidate, of the program with this digest: microseconds, or why there are none."""
 
     digest: str
     eager: float | None = None
@@ -185,7 +182,7 @@ Entries = Mapping[Candidate, Entry]
 
 
 def folder() -> Path:
-    """Where measurements are kept: the knob HOSTIR_CACHE, else the platform's folder for caches."""
+    """Return where measurements are kept: the knob HOSTIR_CACHE, else the platform's folder for caches."""
     chosen = CACHE.get()
     if chosen is not None:
         return chosen / "tuning"
@@ -194,18 +191,18 @@ def folder() -> Path:
 
 
 def key_of(fusion: Program, sizes: Mapping[str, int], platform: Platform) -> dict[str, Any]:
-    """What a measurement holds for. The fusion's text has its dtypes, and all sizes that are no symbols."""
+    """Return what a measurement is valid for. The fusion's text includes its dtypes and constant sizes."""
     return {"fusion": fusion.digest, "sizes": dict(sorted(sizes.items())), **platform.identity}
 
 
 def path_of(key: Mapping[str, Any]) -> Path:
-    """The file of a key."""
+    """Return the file of a key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     return folder() / f"{digest}.json"
 
 
 def read(key: Mapping[str, Any]) -> Entries:
-    """What was measured for a key; nothing where it cannot be used."""
+    """Read what was measured for a key; nothing if the file cannot be used."""
     path = path_of(key)
     try:
         text = path.read_text(encoding="utf-8")
@@ -246,7 +243,7 @@ def _ignored(path: Path, why: str) -> Entries:
 
 
 def write(key: Mapping[str, Any], name: str, entries: Entries) -> Path:
-    """Adds measurements to what is there for a key; `name` is for who looks into the file.
+    """Add measurements to those of a key; `name` is for people who read the file.
 
     Raises HostIRError where the folder cannot be written.
     """
@@ -279,7 +276,7 @@ def _replace(path: Path, key: Mapping[str, Any], name: str, entries: Entries) ->
 
 @contextlib.contextmanager
 def _alone(place: Path) -> Iterator[None]:
-    """One writer at a time, of whatever job."""
+    """Hold a file lock: one writer at a time, of whatever job."""
     with open(place / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""The cost model: how long a host program would take."""
+"""The cost model: estimates how long a host program takes."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from hostir.ir.program import Program
 from hostir.ir.types import DTYPES, DType
 
 # Tasks of each rank ---------------------------------------------------------------------------------------------------
-# What each rank of a host program has to do, as data: tasks, what each takes, and what each waits for.
+# The tasks of each rank of a host program: their kind and size, and the tasks that each waits for.
 #
-# Made by walking the program's own text on a machine that computes nothing, once a rank. So a cost model needs to know
-# nothing of strategies: whatever the statements say is what it sees.
+# The interpreter runs the program once a rank on a machine that computes nothing. So the cost model knows nothing of
+# strategies, only statements.
 
 CALLER = -1  # the caller's stream
 CONTRACTIONS = ("matmul", "linear")
 
 
-# What a task takes ------------------------------------------------------------------------------------------------
+# Kinds of tasks ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Nothing:
-    """A stream waits for something else."""
+    """No work: a stream waits for another task."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """The stream stands still for a fixed time; with `kind`, that of a signal.
+    """A stream pauses for a fixed time; with `kind`, the time of a signal.
 
     A `signal` is the stream's own, `kernel` one by a kernel, and one that a kernel `raised` which copies takes no time.
     """
@@ -71,8 +71,11 @@ class CostTransfer:
 
 
 @dataclass(frozen=True)
-class Copying:
-    """A copy between this rank and `peer`: by a copy engine, or on `sms` by a kernel, of which it may be the first."""
+class CostCopy:
+    """A copy between this rank and `peer`, by a copy engine, or by a kernel on `sms` SMs.
+
+    `first` if it is the first copy of its kernel.
+    """
 
     bytes: int
     peer: int
@@ -82,18 +85,18 @@ class Copying:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """A barrier."""
+class CostBarrier:
+    """A barrier among `ranks` ranks."""
 
     ranks: int
 
 
-What = Nothing | Pause | Gemm | Traffic | CostTransfer | Copying | Meeting
+What = Nothing | Pause | Gemm | Traffic | CostTransfer | CostCopy | CostBarrier
 
 
 @dataclass(eq=False)
 class CostTask:
-    """Something that a rank does on one of its streams.
+    """An operation that a rank issues to one of its streams.
 
     Fields:
         after: the task before it on its lane, which ends before it begins.
@@ -118,10 +121,10 @@ class CostTask:
     launches: Mapping[str, int] = field(default_factory=dict)
 
 
-# Recording --------------------------------------------------------------------------------------------------------
+# One rank ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class CostTensor:
-    """A tensor, of which only the shape matters; `symmetric` numbers the symmetric ones in the order of allocation."""
+    """A tensor's shape and dtype; `symmetric` numbers symmetric buffers in the order of allocation."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -141,7 +144,7 @@ Waits = list[
 
 @dataclass
 class Shared:
-    """What the ranks meet in."""
+    """State that all ranks share: flags, waits for them, and tasks that start together."""
 
     flags: Flags = field(default_factory=dict)
     waits: Waits = field(default_factory=list)
@@ -149,7 +152,7 @@ class Shared:
 
 
 class CostMachine:
-    """One rank, as the machine that the interpreter speaks to."""
+    """One rank of the cost model, driven by the interpreter as a machine."""
 
     def __init__(self, rank: int, shared: Shared) -> None:
         self.rank: int | None = rank
@@ -165,7 +168,7 @@ class CostMachine:
         self.spare = 0  # SMs that a matmul which waits leaves to signals before it
 
     def issue(self, what: What, *joins: CostTask | None, lane: Any = None, launch: str = "") -> CostTask:
-        """A task behind what its lane, the current stream unless said, has done so far, and behind what it joins."""
+        """Add a task after the latest one of its lane (the current stream unless given), and after `joins`."""
         lane = self.stream if lane is None else lane
         self.launched[launch] = self.launched.get(launch, 0) + 1
         after = [self.last[lane]] if lane in self.last else []
@@ -178,14 +181,14 @@ class CostMachine:
         return task
 
     def push(self, what: What) -> CostTask:
-        """A copy by SMs, or a signal behind one: part of the kernel that was issued last, or of a new one."""
+        """Add a copy by SMs, or a signal after one: to the kernel that was issued last, or to a new one."""
         behind = self.pushing
         task = self.issue(what, launch="" if behind else "push")
         self.pushing = [*behind, task]
         return task
 
     def launch(self, kind: str) -> None:
-        """The host does something that no stream sees."""
+        """Count host work that no stream sees."""
         self.launched[kind] = self.launched.get(kind, 0) + 1
 
     def number(self, key: Any) -> int:
@@ -198,7 +201,7 @@ class CostMachine:
         task.partners = partners
 
     def close(self) -> None:
-        """What ends a call that used symmetric memory: a kernel that puts its flags back."""
+        """End a call: with symmetric memory, a kernel resets its flags."""
         if self.symmetric:
             self.issue(Traffic(0), lane=CALLER, launch="compute")
 
@@ -250,7 +253,7 @@ class CostMachine:
             return
         if beside and beside[-1] in task.after:
             first = beside[0]
-            assert isinstance(first.what, Copying)
+            assert isinstance(first.what, CostCopy)
             task.beside, task.after, task.joins = first.what.sms, [*first.after], [*first.joins]
         task.blocks, task.spare = [None] * ready.blocks, self.spare
         task.apart = ready.own is not None and prod(ready.own.shape[:-1]) >= FEWEST_APART
@@ -277,13 +280,13 @@ class CostMachine:
 
     def copy(self, x: CostTensor, out: CostTensor, source: int, target: int, sms: int = 0) -> None:
         if sms:
-            self.push(Copying(x.bytes, target, source == self.me, sms, first=not self.pushing))
+            self.push(CostCopy(x.bytes, target, source == self.me, sms, first=not self.pushing))
             return
         if source == target:  # by a kernel
             self.issue(Traffic(2 * x.bytes), launch="compute")
             return
         peer = target if source == self.me else source
-        self.issue(Copying(x.bytes, peer, out=source == self.me), launch="copy")
+        self.issue(CostCopy(x.bytes, peer, out=source == self.me), launch="copy")
 
     def signal(self, flags: CostTensor, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
         if sms:
@@ -303,7 +306,7 @@ class CostMachine:
         self.shared.waits.append((task, None, (self.me, flags.symmetric, slot), epoch))
 
     def barrier(self, team: tuple[int, ...]) -> None:
-        task = self.issue(Meeting(len(team)), launch="barrier")
+        task = self.issue(CostBarrier(len(team)), launch="barrier")
         self.meet(task, "barrier", team, self.number(("barrier", team)))
 
     def current_stream(self) -> int:
@@ -325,14 +328,14 @@ def _sent(pieces: int, x: CostTensor | None) -> int:
 
 
 def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[CostTask]:
-    """Every rank's tasks, each rank's in the order of issue. Raises HostIRError where sizes do not fit the program."""
+    """Return all ranks' tasks, each rank's in issue order. Raises HostIRError if sizes do not fit the program."""
     shared, tasks = Shared(), []
     for rank in range(program.ranks):
-        recorder = CostMachine(rank, shared)
-        inputs = [_input(recorder, v.tensor, sizes) for v in program.inputs]
-        interpret(program, recorder, sizes, inputs)
-        recorder.close()
-        tasks += recorder.tasks
+        machine = CostMachine(rank, shared)
+        inputs = [_input(machine, v.tensor, sizes) for v in program.inputs]
+        interpret(program, machine, sizes, inputs)
+        machine.close()
+        tasks += machine.tasks
     for waiter, turn, flag, epoch in shared.waits:
         sent = [task for number, task in shared.flags.get(flag, ()) if number >= epoch]
         if not sent:
@@ -344,14 +347,14 @@ def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[CostTask]:
     return tasks
 
 
-def _input(recorder: CostMachine, type: Any, sizes: Mapping[str, int]) -> CostTensor | None:
-    if type.mesh is not None and recorder.me not in type.mesh.devices:
+def _input(machine: CostMachine, type: Any, sizes: Mapping[str, int]) -> CostTensor | None:
+    if type.mesh is not None and machine.me not in type.mesh.devices:
         return None
     return CostTensor(tuple(n.bind(sizes) for n in type.local_shape), type.dtype)
 
 
 def flops(tasks: Sequence[CostTask]) -> float:
-    """Floating point operations of the busiest rank."""
+    """Return the floating point operations of the busiest rank."""
     total: dict[int, float] = {}
     for task in tasks:
         if isinstance(task.what, Gemm):
@@ -360,11 +363,11 @@ def flops(tasks: Sequence[CostTask]) -> float:
 
 
 # Simulation on a clock ------------------------------------------------------------------------------------------------
-# How long a host program would take: all ranks' tasks run on a clock, with what they share.
+# The time of a host program: all ranks' tasks run on one clock, with the resources that they share.
 #
 # A fluid model, advanced from one end of a task to the next. Matmuls of one rank share its SMs; a collective takes some
 # of them; copies of one rank share its link in either direction; collectives of a team run one after another; what
-# waits for another stream goes on a little later than that. A matmul that waits while it runs is looked at tile by
+# waits for another stream starts a little later than that. A matmul that waits while it runs is computed tile by
 # tile: each SM takes every n-th tile in the order of the blocks, and begins it when the SM is free and the block is
 # there.
 
@@ -373,18 +376,18 @@ COOL = 0.2e12  # floating point operations of a call that power does not limit y
 SLOWEST = 0.81  # of the peak, however long a call computes
 SPARE = 0.5  # how far SMs that a matmul's last wave leaves help another one, as both want the L2
 SMALL = 3.0  # microseconds of a kernel that moves little
-MOST_PARTS = 8  # of a tile that is split, as in hostir/runtime/kernels/matmul_kernel.py, which needs Triton
+MAX_PARTS = 8  # of a tile that is split, as in hostir/runtime/kernels/matmul_kernel.py, which needs Triton
 EARLY_WAVES, SPLIT_STEP, FINE_WAVES = 2, 9, 8  # as in hostir/runtime/kernels/tiles.py
-STARTED = 0.4  # what is left of a look where a matmul has started beside the copies
+STARTED = 0.4  # what is left of `poll` where a matmul has started beside the copies
 GRAPH, EAGER = "graph", "eager"
 
 
 def estimates(
     program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten"
 ) -> Mapping[str, float]:
-    """Microseconds that a call would take: `graph` as replayed from a CUDA graph, `eager` with what the host takes.
+    """Return the microseconds of a call: `graph` if replayed from a CUDA graph, `eager` if issued anew.
 
-    Of calls in a row each takes the time of the device or, where longer, of the host.
+    Of calls in a row each takes the time of the device, or of the host if that is longer.
     """
     tasks = tasks_of(program, sizes)
     costs = Costs(hardware, kernels, flops(tasks))
@@ -393,7 +396,7 @@ def estimates(
 
 
 class Costs:
-    """What each task takes alone, for one program: the peak depends on how much there is to compute."""
+    """The time of each task alone, for one program: the clock, and so the peak, depends on its total work."""
 
     def __init__(self, hardware: Hardware, kernels: str, work: float) -> None:
         self.hardware = hardware
@@ -403,11 +406,11 @@ class Costs:
         self.slower = max(1 - hardware.throttle * doublings, SLOWEST)
 
     def launch(self, kind: str) -> float:
-        """Microseconds of the host to issue something."""
+        """Return the host's microseconds to issue something."""
         return self.hardware.launch.get("triton matmul" if self.in_triton and kind == "matmul" else kind, 0.0)
 
     def host(self, tasks: Sequence[CostTask]) -> float:
-        """Microseconds of the host to issue a call, on the rank with most to issue."""
+        """Return the host's microseconds to issue a call, on the rank that issues most."""
         took: dict[int, float] = {}
         for task in tasks:
             each = sum(n * self.launch(kind) for kind, n in task.launches.items())
@@ -419,7 +422,7 @@ class Costs:
         return max(took.values(), default=0.0)
 
     def alone(self, task: CostTask) -> float:
-        """Microseconds with the machine to itself."""
+        """Return the microseconds of a task that has the machine to itself."""
         what, h = task.what, self.hardware
         if isinstance(what, Gemm):
             return self.gemm(what)
@@ -427,16 +430,16 @@ class Costs:
             return SMALL + what.bytes / h.memory / 1e3
         if isinstance(what, CostTransfer):
             return self.transfer(what) if what.ranks > 1 else 0.0
-        if isinstance(what, Copying):
+        if isinstance(what, CostCopy):
             return self.copying(what, task.rank)
-        if isinstance(what, Meeting):
+        if isinstance(what, CostBarrier):
             return h.barrier if what.ranks > 1 else 0.0
         if isinstance(what, Pause):
-            return {"signal": h.signal, "kernel": h.teller}.get(what.kind, what.microseconds)
+            return {"signal": h.signal, "kernel": h.kernel_signal}.get(what.kind, what.microseconds)
         return 0.0
 
-    def copying(self, what: Copying, rank: int) -> float:
-        """A kernel that copies begins once, whatever it copies."""
+    def copying(self, what: CostCopy, rank: int) -> float:
+        """Return the microseconds of a copy; a kernel's start counts once, with its first copy."""
         h = self.hardware
         if not what.sms:
             return h.copy + what.bytes / h.link / 1e3
@@ -444,25 +447,25 @@ class Costs:
         return h.push * what.first + what.bytes / rate / 1e3
 
     def transfer(self, what: CostTransfer) -> float:
-        """Of two protocols, one with the lower latency and one with the higher rate, the faster."""
+        """Return the microseconds of a collective: the faster of a low-latency and a high-rate protocol."""
         steps = 2 if what.kind == "allreduce" else 1
         moved = steps * what.bytes * (what.ranks - 0.5) / what.ranks
         h, rate = self.hardware, self.hardware.rates.get(what.kind, self.hardware.link)
         return min(h.collective + moved / rate / 1e3, h.quick + moved / (rate / 3) / 1e3)
 
     def gemm(self, what: Gemm) -> float:
-        """With the fastest of the family's tiles, but no faster than memory."""
+        """Return the microseconds of a matmul with the fastest of the family's tiles, but at least memory's time."""
         tile = self.fastest(what)
         return self.family.start + max(self.waves(what, tile, self.hardware.sms), self.streaming(what))
 
     @lru_cache(maxsize=1 << 10)  # noqa: B019  # the matmuls of a program are few, and asked for at every step
     def fastest(self, what: Gemm) -> Tile:
-        """The tile that a kernel takes for a matmul."""
+        """Return the tile with which a matmul is fastest."""
         return min(self.family.tiles, key=lambda tile: self.waves(what, tile, self.hardware.sms))
 
     @lru_cache(maxsize=1 << 10)  # noqa: B019
     def waves(self, what: Gemm, tile: Tile, sms: int) -> float:
-        """Microseconds of all tiles, one at a time on each SM, but for those that are split."""
+        """Return the microseconds of all tiles: waves of one tile on each SM, and split tiles at the end."""
         took, tiles = self.tile(what, tile), self.tiles(what, tile)
 
         def time(left: int, part: float) -> float:
@@ -472,28 +475,28 @@ class Costs:
         return min(time(left, part) for left, _, part in self.splits(tile, tiles, max(sms, 1), took))
 
     def splits(self, tile: Tile, tiles: int, sms: int, took: float) -> Iterator[tuple[int, int, float]]:
-        """How a kernel may split the last tiles: of how many it makes how many parts, and microseconds of a part.
+        """Yield ways to split the last tiles along K: how many tiles, in how many parts, and a part's microseconds.
 
-        None of them; those of a thin last wave; or of a thick one as many as leave an SM for every part.
+        They are: no split; all tiles of a thin last wave; of a thick one as many as leave an SM for every part.
         """
         yield 0, 0, 0.0
         last = tiles % sms
         if self.family.split is None or not last or tiles <= sms:
             return
         for left in dict.fromkeys((last, min(last, sms - last))):
-            parts = min((sms - last + left) // left, MOST_PARTS)
+            parts = min((sms - last + left) // left, MAX_PARTS)
             if parts >= 2:
                 yield left, parts, self.part(tile, took, parts)
 
     def part(self, tile: Tile, took: float, parts: int) -> float:
-        """Microseconds of a part of a tile that takes so many whole."""
+        """Return the microseconds of one of `parts` parts of a tile that takes `took` microseconds unsplit."""
         assert self.family.split is not None
         once, each, elements = self.family.split
         read = each * (1 if parts == 2 else parts)
         return took / parts + once + read + elements * tile.rows * tile.columns / (128 * 256)
 
     def streaming(self, what: Gemm) -> float:
-        """Microseconds in which memory gives a matmul its operands and takes its result."""
+        """Return the microseconds that memory takes to load a matmul's operands and store its result."""
         moved = (what.m * what.k + what.k * what.n + what.m * what.n) * DTYPES[what.dtype].bytes
         return moved / self.hardware.memory / 1e3
 
@@ -501,12 +504,12 @@ class Costs:
         return ceil(what.m / tile.rows) * ceil(what.n / tile.columns)
 
     def tile(self, what: Gemm, tile: Tile) -> float:
-        """Microseconds of one tile on one SM."""
+        """Return the microseconds of one tile on one SM."""
         peak = self.family.peak[what.dtype] * self.slower * tile.share
         return self.family.each + 2.0 * tile.rows * tile.columns * what.k / (peak * 1e6 / self.hardware.sms)
 
     def beside(self, task: CostTask, kind: str) -> float:
-        """The rate at which a computation goes on beside a collective, 1 being alone."""
+        """Return the relative speed of a computation beside a collective; 1 is its speed alone."""
         left = self.hardware.sms - self.family.beside.get(kind, 0)
         if not isinstance(task.what, Gemm):
             return left / self.hardware.sms
@@ -515,7 +518,7 @@ class Costs:
         return self.alone(task) / fewer
 
     def width(self, task: CostTask) -> float:
-        """The share of the SMs, or of the memory's rate, that a computation can fill."""
+        """Return the share of the SMs, or of the memory's rate, that a computation can use."""
         if not isinstance(task.what, Gemm):
             return 1.0
         sms, tile = self.hardware.sms, self.fastest(task.what)
@@ -524,7 +527,7 @@ class Costs:
         return min(1.0, max(filled, self.streaming(task.what) / self.alone(task)))
 
     def share(self, task: CostTask, left: float) -> float:
-        """What a computation takes of the SMs that are left. A matmul of one wave ends no sooner with some of them."""
+        """Return a computation's share of the SMs left; a matmul of one wave gains nothing from part of them."""
         what, width = task.what, self.width(task)
         if width <= left + EPSILON:
             return width
@@ -540,11 +543,11 @@ class Costs:
         apart: bool = False,
         spare: int = 0,
     ) -> float:
-        """When a matmul ends whose blocks of rows arrive one after another, in its order.
+        """Return when a matmul ends whose blocks of rows arrive at times `arrivals`, in its own order.
 
-        The Triton kernel is one that waits tile by tile, on the SMs that copies `beside` it leave, less those that it
-        is to `spare`. Of the others there is one a block, behind the other; behind copies by SMs only one, when all
-        blocks are there. Blocks that are `apart` share no tile.
+        With Triton one kernel waits tile by tile, on the SMs that neither the copies `beside` it use nor `spare`
+        reserves. Other kernels run once a block, one after another; behind copies by SMs once in all, when all blocks
+        have arrived. Blocks that are `apart` share no tile.
         """
         rows = max(what.m // len(arrivals), 1)
         if not self.in_triton and beside:
@@ -556,9 +559,9 @@ class Costs:
         slower = self.hardware.pushed if beside else 1.0
         tiles = [replace(tile, share=(tile.fed or tile.share) * slower) for tile in self.family.tiles]
         sms = self.hardware.sms - beside - spare
-        look = self.hardware.look * (STARTED if beside else 1.0)
+        poll = self.hardware.poll * (STARTED if beside else 1.0)
         start += self.family.start
-        return min(self.fed(what, tile, rows, start, arrivals, sms, look, apart) for tile in tiles)
+        return min(self.fed(what, tile, rows, start, arrivals, sms, poll, apart) for tile in tiles)
 
     def fed(
         self,
@@ -568,10 +571,10 @@ class Costs:
         start: float,
         arrivals: Sequence[float],
         sms: int,
-        look: float,
+        poll: float,
         apart: bool,
     ) -> float:
-        """When a kernel ends that walks through blocks of rows with one kind of tile."""
+        """Return when a kernel ends that takes blocks of rows as they arrive, with one kind of tile."""
         if rows < tile.rows and not apart:  # blocks that would fill tiles badly stay together
             rows, arrivals = what.m, [max(arrivals)]
         each = self.tiles(replace(what, m=rows), tile)
@@ -584,8 +587,8 @@ class Costs:
             halves, last = np.arange(2 * early * each) // 2, np.tile(np.arange(tiles - left, tiles), parts)
             units = np.concatenate([halves, np.arange(early * each, tiles - left), last])
             times = np.repeat([half, took, part], [len(halves), len(units) - len(halves) - len(last), len(last)])
-            ready = (np.asarray(arrivals) + look)[units // each]
-            free = np.full(sms, start + look)
+            ready = (np.asarray(arrivals) + poll)[units // each]
+            free = np.full(sms, start + poll)
             for turn in range(0, len(units), sms):  # one unit for each SM, the last time perhaps for some
                 now = free[: len(units) - turn]
                 np.maximum(now, ready[turn : turn + sms], out=now)
@@ -595,12 +598,14 @@ class Costs:
         return min(ends(*way) for way in [(0, 0, 0), *self.ways(each, len(arrivals), sms, what.dtype)])
 
     def ways(self, each: int, blocks: int, sms: int, dtype: str) -> Iterator[tuple[int, int, int]]:
-        """Of how many of the first blocks, of `each` tiles, a kernel may split all tiles in two, and how many of
-        the last tiles in how many parts: a coarser choice than that of hostir/runtime/kernels/tiles.py."""
+        """Yield ways to split tiles: how many first blocks in halves, how many last tiles, and in how many parts.
+
+        A block has `each` tiles. The choice is coarser than that of hostir/runtime/kernels/tiles.py.
+        """
         if self.family.split is None:
             return
         tiles = each * blocks
-        step, some = (SPLIT_STEP, (2, 4, MOST_PARTS)) if tiles <= FINE_WAVES * sms else (sms, (2,))
+        step, some = (SPLIT_STEP, (2, 4, MAX_PARTS)) if tiles <= FINE_WAVES * sms else (sms, (2,))
         early_most = 0 if dtype == "f32" else min(blocks - 1, EARLY_WAVES * sms // (2 * each))
         for early in range(early_most + 1):
             last = (tiles + early * each) % sms
@@ -611,7 +616,7 @@ class Costs:
 
 
 class Activity:
-    """What is under way: one task, or the tasks of a collective on all its ranks."""
+    """Running work: one task, or the tasks of a collective on all its ranks."""
 
     def __init__(self, tasks: list[CostTask], left: float, since: float) -> None:
         self.tasks, self.left, self.since = tasks, left, since
@@ -623,7 +628,7 @@ class Activity:
 
 
 class Simulation:
-    """One call of a program, from the moment it is issued."""
+    """The simulation of one call of a program, from the moment it is issued."""
 
     def __init__(self, tasks: Sequence[CostTask], costs: Costs) -> None:
         self.costs = costs
@@ -645,7 +650,7 @@ class Simulation:
             self._free(task)
 
     def run(self) -> float:
-        """Microseconds until the last rank is done."""
+        """Return the microseconds until the last rank is done."""
         while self.active or self.later:
             self._rates()
             step = min((a.left / a.rate for a in self.active if a.rate > 0), default=inf)
@@ -665,7 +670,7 @@ class Simulation:
         return self.now
 
     def _free(self, task: CostTask) -> None:
-        """All that a task waits for is there, or will be by a time that is known."""
+        """Begin a task whose dependencies have ended, or schedule it for the time when their results are usable."""
         if self.earliest[task] > self.now:
             heapq.heappush(self.later, (self.earliest[task], self.order[task], task))
         else:
@@ -683,7 +688,7 @@ class Simulation:
         activity = Activity(list(partners), inf if waits else self.costs.alone(task), self.now)
         self.active.append(activity)
         if waits:
-            self._settle(activity)
+            self._set_end(activity)
 
     def _end(self, task: CostTask) -> None:
         self.ended[task] = self.now
@@ -695,10 +700,10 @@ class Simulation:
         if isinstance(task.what, Pause) and task.what.kind:
             for a in self.active:
                 if task in a.task.blocks:
-                    self._settle(a)
+                    self._set_end(a)
 
-    def _settle(self, a: Activity) -> None:
-        """Says when a matmul ends that waits for blocks, once the last of them is there."""
+    def _set_end(self, a: Activity) -> None:
+        """Set the end of a matmul that waits for blocks, once the signals of all of them have been sent."""
         if any(signal is not None and signal not in self.ended for signal in a.task.blocks):
             return
         task, what = a.task, a.task.what
@@ -709,7 +714,7 @@ class Simulation:
 
     # Who gets how much ---------------------------------------------------------------------------------------------
     def _rates(self) -> None:
-        """What is under way goes on at these rates until something begins or ends.
+        """Set the rate of all running work, valid until something begins or ends.
 
         Computations and copies that began first are served first, as the device's own queues do: what is left over
         goes to the next.
@@ -729,7 +734,7 @@ class Simulation:
                 a.rate = share / width
                 if a.task.rank in busy:
                     a.rate *= self.costs.beside(a.task, busy[a.task.rank])
-            elif isinstance(a.task.what, Copying):
+            elif isinstance(a.task.what, CostCopy):
                 queues.setdefault((a.task.rank, a.task.what.out), []).append(a)
         for queue in queues.values():
             queue[0].rate = self.costs.hardware.crowd if len(queue) > 1 else 1.0

@@ -1,4 +1,4 @@
-"""Choose: the fastest of what was measured, else of what is estimated; and compile a fusion by the choice."""
+"""Choose the fastest candidate, by measurements or else by estimates, and compile a fusion with it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 # Candidates -----------------------------------------------------------------------------------------------------------
-# The ways to run a fusion on a platform, each with its host program or the reason why it cannot be taken.
+# The ways to run a fusion on a platform, each with its host program or the reason why it is impossible.
 
 STREAM_COUNTS = {"sequential": (1,), "pipeline": (2, 4), "ring": (2, 4), "fused": (1, 2), "push": (1,)}
 ONE_SIDED = (AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal)
@@ -57,9 +57,9 @@ SEQUENTIAL = "sequential"
 
 @dataclass(frozen=True)
 class Candidates:
-    """What can be taken, with the program of each, and what cannot, with the reasons.
+    """The candidates of a fusion that can be taken, with their programs, and those that cannot, with the reasons.
 
-    `whole` says of communications that no candidate overlaps with anything, each as a clause, why.
+    `whole` has clauses that say why a communication is not overlapped by any candidate.
     """
 
     programs: dict[Candidate, Program]
@@ -68,12 +68,12 @@ class Candidates:
 
 
 def uses_peers(program: Program) -> bool:
-    """Whether ranks reach into each other's memory."""
+    """Whether a program accesses peers' memory."""
     return any(isinstance(s, ONE_SIDED) for s in program.walk())
 
 
 def candidates(fusion: Program, platform: Platform, kernels: str = "auto", *, all_that_run: bool = False) -> Candidates:
-    """Lowers a fusion in every way.
+    """Lower a fusion in every way that a platform allows.
 
     Args:
         fusion: a program in the fusion phase.
@@ -96,13 +96,13 @@ def candidates(fusion: Program, platform: Platform, kernels: str = "auto", *, al
 
 
 def _whole(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
-    """What every program but the sequential ones says of the same communication."""
+    """Return the reasons that every program but the sequential ones gives for the same communication."""
     said = [left_whole(p) for c, p in programs.items() if c.strategy != SEQUENTIAL]
     return tuple(clause for place, clause in said[0].items() if all(place in of for of in said)) if said else ()
 
 
 def left_whole(program: Program) -> dict[tuple[str, Span | None], str]:
-    """Why communications are not overlapped, each as a clause, by its kind and where it comes from."""
+    """Return clauses that say why communications are not overlapped, by their kind and source line."""
     start = f"{NOT_OVERLAPPED}: "
     left = [s for s in program.walk() if s.note.startswith(start)]
     return {(s.keyword(), s.span): _clause(s, s.note.removeprefix(start)) for s in left}
@@ -114,7 +114,7 @@ def _clause(s: Statement, why: str) -> str:
 
 
 def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tuple[Candidate, Program | HostIRError]]:
-    """The program of each candidate, or why it does not lower."""
+    """Yield the program of each candidate, or the error with which it does not lower."""
     for strategy, streams in [(s, n) for s in STRATEGIES for n in STREAM_COUNTS[s]]:
         program: Program | HostIRError
         try:
@@ -139,9 +139,9 @@ def _refused(
     platform: Platform,
     all_that_run: bool,
 ) -> Impossible | bool:
-    """Why a candidate cannot be taken; False for one that need not be looked at, True for one that can be taken.
+    """Return why a candidate cannot be taken, False to leave it out silently, or True if it can be taken.
 
-    One that is the same as another need not be, nor one that is slower in any case.
+    Left out are candidates that equal another one, or that are slower in any case.
     """
     same = [c for c, other in known.items() if c.kernels == candidate.kernels and _same(other, program)]
     if any(c.strategy == candidate.strategy for c in same):
@@ -151,7 +151,7 @@ def _refused(
     if candidate.kernels == "aten" and _signals_by_sms(program):
         return False  # cuBLAS's matmuls leave no SM to them: they would wait for a wave of tiles
     if uses_peers(program) and platform.refuses and not (all_that_run and platform.runs_all):
-        return Impossible(candidate, platform.refuses, loud=True)
+        return Impossible(candidate, platform.refuses, warn=True)
     return True
 
 
@@ -164,7 +164,7 @@ def _same(a: Program, b: Program) -> bool:
 
 
 def _why_same(candidate: Candidate, program: Program) -> str:
-    """Why a strategy comes to the same program as another."""
+    """Return why a strategy lowers to the same program as another."""
     if left := left_whole(program):
         return next(iter(left.values()))
     if candidate.strategy == "pipeline":
@@ -173,7 +173,7 @@ def _why_same(candidate: Candidate, program: Program) -> str:
 
 
 def _merged(found: Sequence[Impossible]) -> Iterator[Impossible]:
-    """One of those that differ in streams or kernels only."""
+    """Yield one of those that differ in streams or kernels only."""
     seen: set[tuple[str, str]] = set()
     for it in found:
         if (it.candidate.strategy, it.reason) not in seen:
@@ -182,7 +182,7 @@ def _merged(found: Sequence[Impossible]) -> Iterator[Impossible]:
 
 
 def fusion_of(given: object) -> Program:
-    """The program of a `hostir.Fusion`, or a program that is a fusion. Raises for anything else."""
+    """Return the program of a `hostir.Fusion`, or a program that is a fusion. Raises for anything else."""
     build = getattr(given, "program", None)
     program = given if isinstance(given, Program) or not callable(build) or isinstance(given, type) else build()
     if not isinstance(program, Program):
@@ -197,7 +197,7 @@ def fusion_of(given: object) -> Program:
 
 
 def check_ranks(fusion: Program, platform: Platform) -> None:
-    """Raises where there are fewer ranks than the fusion's."""
+    """Raise HostIRError if there are fewer ranks than the fusion needs."""
     if platform.ranks < fusion.ranks:
         raise error(
             f"@{fusion.name} is for {fusion.ranks} ranks, and there are {platform.ranks}",
@@ -206,7 +206,7 @@ def check_ranks(fusion: Program, platform: Platform) -> None:
 
 
 def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
-    """Raises unless all sizes are known: a choice is made for sizes."""
+    """Raise HostIRError unless all sizes are known: a choice is made for sizes."""
     if missing := sorted(fusion.size_names - sizes.keys()):
         raise error(
             f"what is fastest depends on the size '{missing[0]}' of @{fusion.name}, which is not bound",
@@ -236,7 +236,7 @@ def choose(
     machine: str | None = None,
     calls: str = "out",
 ) -> Choice:
-    """How a fusion is best run here. Under torchrun rank 0 decides, and every rank gets the same.
+    """Choose how to run a fusion here. Under torchrun rank 0 decides, and every rank gets the same.
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
@@ -264,8 +264,8 @@ def choose(
         session = joined()
         speaks = session.rank == 0
         key = f"choice {next(_rounds.setdefault(session, itertools.count()))}"
-        choice = _heard(session.exchange(key, _spoken(decided) if speaks else "")[0])
-    tell(choice)
+        choice = _decoded(session.exchange(key, _encoded(decided) if speaks else "")[0])
+    log_choice(choice)
     if speaks:  # once all have heard, as a warning may be an error
         warn_fallbacks(program, choice)
     return choice
@@ -275,7 +275,7 @@ _rounds: WeakKeyDictionary[object, itertools.count[int]] = WeakKeyDictionary()
 
 
 def machine_name(machine: str | None) -> str:
-    """The machine that an `Executor` would take: under torchrun what the device calls for, else simulated ranks."""
+    """Return the machine that an `Executor` would take: under torchrun by the device, else simulated ranks."""
     if machine is not None:
         check_known("machine", machine, ("local", "gloo", "cuda"))
     from hostir.runtime.session import joined, launched
@@ -290,7 +290,7 @@ def machine_name(machine: str | None) -> str:
 def decide(
     program: Program, platform: Platform, sizes: Mapping[str, int], kernels: str = "auto", calls: str = "out"
 ) -> Choice:
-    """The choice on a platform, by what this process finds in its cache; the arguments are as for `choose`."""
+    """Choose on a platform, by the measurements in this process's cache; the arguments are as for `choose`."""
     found = candidates(program, platform, kernels)
     if not found.programs:
         lower(program, SEQUENTIAL)  # which says why, in its own words
@@ -307,7 +307,7 @@ def decide(
 
 
 def _communicates(programs: Iterable[Program]) -> bool:
-    """Whether there is something that could be overlapped."""
+    """Whether the fusion communicates, so that there is something to overlap."""
     return any(isinstance(s, Communication) for program in programs for s in program.walk())
 
 
@@ -326,7 +326,7 @@ def _choice(
 def _measured(
     program: Program, platform: Platform, sizes: Mapping[str, int], kernels: str, calls: str
 ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]] | None:
-    """What the cache knows of today's programs; None where it knows no time of any."""
+    """Return the choice by the cached times of the current programs; None if there are none."""
     if platform.machine in (SIMULATED, ELSEWHERE):
         return None
     entries = cache.read(cache.key_of(program, sizes, platform))
@@ -340,7 +340,7 @@ def _measured(
         if entry is None or entry.digest != lowered.digest:
             impossible.append(Impossible(candidate, UNMEASURED))
         elif entry.failure:
-            impossible.append(Impossible(candidate, entry.failure, loud=True))
+            impossible.append(Impossible(candidate, entry.failure, warn=True))
         else:
             timings.append(_timing(candidate, lowered, entry.eager, entry.graph, calls))
     return (tuple(timings), tuple(impossible)) if timings else None
@@ -349,7 +349,7 @@ def _measured(
 def _estimated(
     found: Candidates, platform: Platform, sizes: Mapping[str, int], calls: str
 ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]]:
-    """Times of all candidates; those that the sizes do not fit are not possible. Raises where they fit none."""
+    """Choose by estimated times; candidates that the sizes do not fit are impossible. Raises if they fit none."""
     timings: list[Timing] = []
     impossible = list(found.impossible)
     for candidate, program in found.programs.items():
@@ -358,7 +358,7 @@ def _estimated(
         except HostIRError as misfit:
             if candidate.strategy == SEQUENTIAL:
                 raise
-            impossible.append(Impossible(candidate, misfit.diagnostics[0].message, loud=True))
+            impossible.append(Impossible(candidate, misfit.diagnostics[0].message, warn=True))
     return tuple(timings), tuple(impossible)
 
 
@@ -380,9 +380,9 @@ def _timing(candidate: Candidate, program: Program, eager: float | None, graph: 
     return Timing(candidate, us, eager, graph)
 
 
-# Telling ----------------------------------------------------------------------------------------------------------
-def tell(choice: Choice) -> None:
-    """Logs a choice, what came near, and what is not possible or not overlapped."""
+# Logs and warnings ----------------------------------------------------------------------------------------------------
+def log_choice(choice: Choice) -> None:
+    """Log a choice, the next best candidates, and what is not possible or not overlapped."""
     if not LOG.isEnabledFor(logging.INFO):
         return
     others = "".join(f"; '{it.candidate}' {it.us:.0f} us" for it in choice.timings[1:3])
@@ -392,7 +392,7 @@ def tell(choice: Choice) -> None:
 
 
 def warn_fallbacks(program: Program, choice: Choice) -> None:
-    """Warns, once for a fusion and a reason, of what does not run as one might have hoped."""
+    """Warn, once for a fusion and a reason, that a strategy or an overlap is not possible here."""
     hint = "'hostir explain' lists all ways to run it, with their times and what keeps them from being taken"
     if choice.source == ASKED_FOR:
         hint = "'pipeline' slices any communication along a Stream axis; 'auto' takes what is fastest"
@@ -402,8 +402,8 @@ def warn_fallbacks(program: Program, choice: Choice) -> None:
         warn_once(program.digest, message, hint)
 
 
-def _spoken(decided: Callable[[], Choice]) -> str:
-    """Rank 0's choice for the others, or why there is none."""
+def _encoded(decided: Callable[[], Choice]) -> str:
+    """Encode rank 0's choice, or its error, for the other ranks."""
     try:
         return json.dumps(decided().to_json())
     except HostIRError as refusal:
@@ -413,7 +413,7 @@ def _spoken(decided: Callable[[], Choice]) -> str:
         return json.dumps({"refusal": [f"rank 0 could not choose: {type(problem).__name__}: {problem}", "", ""]})
 
 
-def _heard(text: str) -> Choice:
+def _decoded(text: str) -> Choice:
     data = json.loads(text)
     if "refusal" in data:
         message, expected, hint = data["refusal"]
@@ -422,18 +422,18 @@ def _heard(text: str) -> Choice:
 
 
 def program_of(fusion: Program, choice: Choice) -> Program:
-    """The host program that was chosen."""
+    """Return the host program of the chosen candidate."""
     return lower(fusion, choice.strategy, choice.streams)
 
 
 # Compilation ----------------------------------------------------------------------------------------------------------
-# From a fusion to what runs it, by the strategy that is asked for or by the one that is chosen.
+# From a fusion to an executor, by a given strategy or the chosen one.
 
 
 def lower_auto(
     fusion: HasProgram | Program, streams: int | None, watch: Watcher | None, sizes: Mapping[str, int] | None
 ) -> Program:
-    """What `auto` lowers a fusion to, for these sizes."""
+    """Lower a fusion by the strategy that `auto` chooses for these sizes."""
     _refuse_streams(streams)
     program = fusion_of(fusion)
     choice = choose(program, sizes=sizes)
@@ -451,11 +451,11 @@ def compile(
     calls: str = "out",
     **options: Any,
 ) -> Executor:
-    """An executor of a fusion, which runs as fast as is known: its field `choice` says how, and why so.
+    """Compile a fusion into an executor that runs it as fast as is known; its field `choice` says how and why.
 
-    With `auto` the fastest of all strategies is taken: as measured, where `hostir tune` has filled the cache of this
-    machine; else as a cost model estimates. Under torchrun rank 0 decides for all. What does not run as one might have
-    hoped, for the machine or for the sizes, is said in a `hostir.FallbackWarning`, once.
+    With `auto` the fastest of all strategies is taken: as measured, if `hostir tune` has filled the cache of this
+    machine; else as a cost model estimates. Under torchrun rank 0 decides for all. A `hostir.FallbackWarning` names,
+    once, strategies and overlaps that are not possible on this machine or for these sizes.
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
@@ -484,7 +484,7 @@ def compile(
         taken = Candidate(strategy, STREAMS if streams is None else streams, KERNELS.get(kernels))
         notes = tuple(left_whole(host).values()) if strategy != SEQUENTIAL else ()
         choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine), notes=notes)
-        tell(choice)
+        log_choice(choice)
         warn_fallbacks(program, choice)
     executor = Executor(host, sizes=_unknown_to_inputs(host, given), kernels=choice.kernels, machine=machine, **options)
     executor.choice = choice
@@ -499,7 +499,7 @@ def chosen_for(
     kernels: str | None,
     machine: str | None,
 ) -> tuple[Program, str]:
-    """What `auto` lowers a fusion to, and the kernels it takes, for the shapes of whole tensors."""
+    """Return the program that `auto` lowers a fusion to, and its kernels, for the shapes of whole tensors."""
     from hostir.runtime.sharding import bind_sizes
 
     _refuse_streams(streams)
@@ -516,6 +516,6 @@ def _refuse_streams(streams: int | None) -> None:
 
 
 def _unknown_to_inputs(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes that no input's shape will give: with the others the executor is free."""
-    told = {name for value in program.inputs for name in value.tensor.names}
-    return {name: size for name, size in sizes.items() if name in program.size_names - told}
+    """Return the sizes that no input's shape gives; the executor takes the others from each call's inputs."""
+    bound = {name for value in program.inputs for name in value.tensor.names}
+    return {name: size for name, size in sizes.items() if name in program.size_names - bound}

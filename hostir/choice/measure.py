@@ -1,8 +1,8 @@
-"""Times candidates on the machine that is here: all in turn, ranks lined up, random data, and only what is right.
+"""Time candidates on this machine: in turn, with all ranks synchronized, on random data, if their results are right.
 
-What comes out of each is first held against what the sequential program gives; what is off is not timed. A figure is
+The results of each candidate are compared with those of the sequential program; a wrong one is not timed. A time is
 the median of many runs, and of the ranks' medians the largest. On CUDA the L2 is flushed before each run and times are
-those of events, once for calls issued anew and once for the replays of a CUDA graph; on a CPU it is the wall's clock.
+those of events, once for calls issued anew and once for the replays of a CUDA graph; on a CPU it is wall clock time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Subject:
-    """A candidate that is measured: its program, what executes it, and why it is out, if it is."""
+    """A candidate to measure: its program, its executor, and the reason if it cannot be measured."""
 
     candidate: Candidate
     program: Program
@@ -67,7 +67,7 @@ def measure(
     seed: int = 0,
     progress: Progress = lambda _: None,
 ) -> dict[Candidate, Entry]:
-    """What each candidate takes, in microseconds. All ranks call it with equal arguments and get equal results.
+    """Return the microseconds of each candidate. All ranks call it with equal arguments and get equal results.
 
     Args:
         programs: by candidate; the first is what the others' results are held against, and is to be sequential.
@@ -91,7 +91,7 @@ def measure(
     works = {s.candidate: partial(_call, s.executor, inputs[0]) for s in subjects if not s.failure}
     clock = CudaClock(session.device) if kind == "cuda" else WallClock()
     progress("timing")
-    times = _race(works, clock, session, count, WARM[kind])
+    times = _run_in_turn(works, clock, session, count, WARM[kind])
     for subject in subjects:
         subject.eager = times.get(subject.candidate)
     if kind == "cuda":
@@ -102,7 +102,7 @@ def measure(
 
 
 def steps(programs: int) -> int:
-    """How often `measure` tells of its progress."""
+    """Return how often `measure` reports progress."""
     return 2 * programs + 2
 
 
@@ -112,7 +112,7 @@ def _call(executor: Executor | None, inputs: Sequence[Part]) -> tuple[Part, ...]
 
 
 def _agree(session: Session, mine: str) -> list[str]:
-    """What every rank says."""
+    """Return what every rank gives."""
     number = next(_rounds.setdefault(session, itertools.count()))
     return session.exchange(f"measure {number}", mine, PATIENCE)
 
@@ -120,9 +120,9 @@ def _agree(session: Session, mine: str) -> list[str]:
 _rounds: WeakKeyDictionary[Session, itertools.count[int]] = WeakKeyDictionary()
 
 
-# What is right ----------------------------------------------------------------------------------------------------
+# Correct results --------------------------------------------------------------------------------------------------
 def _prepare(subject: Subject, sizes: Mapping[str, int], session: Session) -> None:
-    """Makes the executor. Where a rank cannot, no rank measures the candidate."""
+    """Make the executor of a candidate; if one rank cannot, no rank measures the candidate."""
     problem = ""
     try:
         known = {name: size for name, size in sizes.items() if name in subject.program.size_names}
@@ -133,7 +133,7 @@ def _prepare(subject: Subject, sizes: Mapping[str, int], session: Session) -> No
 
 
 def _parts(program: Program, sizes: Mapping[str, int], seed: int, session: Session) -> list[Part]:
-    """This rank's parts of random inputs."""
+    """Return this rank's parts of random inputs."""
     whole = random_inputs(program, sizes, seed, session.device)
     return [shard(x, v.tensor, session.rank, sizes) for v, x in zip(program.inputs, whole, strict=True)]
 
@@ -145,7 +145,7 @@ def _check(
     session: Session,
     progress: Progress,
 ) -> None:
-    """Holds every candidate against the first, on inputs of which each call has its own."""
+    """Compare the results of every candidate with the first one's, on different inputs in each call."""
     first = subjects[0]
     expected = [_kept(_call(first.executor, parts)) for parts in inputs]
     for subject in subjects:
@@ -154,13 +154,13 @@ def _check(
         if subject.failure:
             continue
         found = [_kept(_call(subject.executor, parts)) for parts in inputs]
-        subject.failure = _off(found, expected, allowed, session)
+        subject.failure = _mismatch(found, expected, allowed, session)
 
 
 def _refusal(executor: Executor | None, inputs: Sequence[Part], session: Session) -> str:
-    """Why a rank refuses to run it, which it says when it plans its first call; empty where none does.
+    """Return why a rank refuses to run the program, as planning its first call reports; empty if all ranks can.
 
-    Meanwhile the watchdog, for which a failure may be the end of the job, looks away: who stands still here ends the
+    Meanwhile the watchdog, for which a failure may be the end of the job, ignores it; a rank that stops here ends the
     others after `PATIENCE`.
     """
     assert executor is not None
@@ -175,8 +175,10 @@ def _refusal(executor: Executor | None, inputs: Sequence[Part], session: Session
     return next((said for said in _agree(session, problem) if said), "")
 
 
-def _off(found: Sequence[Sequence[Part]], expected: Sequence[Sequence[Part]], allowed: float, session: Session) -> str:
-    """Why a result is not the first's, on whatever rank; empty where it is."""
+def _mismatch(
+    found: Sequence[Sequence[Part]], expected: Sequence[Sequence[Part]], allowed: float, session: Session
+) -> str:
+    """Return why a result differs from the first candidate's, on whatever rank; empty if it does not."""
     errors = [_error(x, y) for got, right in zip(found, expected, strict=True) for x, y in zip(got, right, strict=True)]
     worst = max((float(text) for text in _agree(session, repr(max(errors, default=0.0)))), key=_badness)
     if worst <= allowed:
@@ -185,7 +187,7 @@ def _off(found: Sequence[Sequence[Part]], expected: Sequence[Sequence[Part]], al
 
 
 def _badness(error: float) -> tuple[bool, float]:
-    """NaN is worse than any number."""
+    """Order errors, with NaN worse than any number."""
     return error != error, error
 
 
@@ -196,12 +198,12 @@ def _error(found: Part, expected: Part) -> float:
 
 
 def _kept(outputs: Sequence[Part]) -> list[Part]:
-    """Copies, as what a call gives may be overwritten by the next."""
+    """Return copies, as the next call may overwrite the results."""
     return [None if x is None else x.clone() for x in outputs]
 
 
 def closeness(program: Program, sizes: Mapping[str, int]) -> float:
-    """How far two right results may be from each other, relative to their norm.
+    """Return how far two correct results may be from each other, relative to their norm.
 
     As in `runtime.compare`, but without a reference in float64, which whole tensors of this size have no time for. Each
     step rounds to its dtype, by half a unit at the most, and sums `k` products in f32 in whatever order; both results
@@ -217,16 +219,16 @@ def closeness(program: Program, sizes: Mapping[str, int]) -> float:
 
 
 def _contracted(s: TensorOp, sizes: Mapping[str, int]) -> int:
-    """How many products are summed."""
+    """Return how many products each element of the result sums."""
     return s.a.tensor.local_shape[-1].bind(sizes) if isinstance(s, Matmul | Linear) else 0
 
 
 # Time -------------------------------------------------------------------------------------------------------------
 class WallClock:
-    """Runs of processes on a CPU, which return when all is done."""
+    """Times runs of CPU processes, which return when all is done."""
 
     def run(self, work: Work) -> Callable[[], float]:
-        """Runs once, all ranks starting together; the time in microseconds is asked for afterwards."""
+        """Run once, with all ranks starting together; the time in microseconds is asked for afterwards."""
         dist.barrier()
         begin = time.perf_counter()
         work()
@@ -235,14 +237,14 @@ class WallClock:
 
 
 class CudaClock:
-    """Runs on a GPU: a flushed L2, ranks lined up by a collective on the device, and events around the run."""
+    """Times runs on a GPU: with a flushed L2, after a collective on the device, between two events."""
 
     def __init__(self, device: torch.device) -> None:
         self.flush = torch.empty(L2_FLUSH, dtype=torch.uint8, device=device)
         self.line = torch.zeros(1, device=device)
 
     def run(self, work: Work) -> Callable[[], float]:
-        """As `WallClock.run`; the host does not wait."""
+        """Run as `WallClock.run` does; the host does not wait."""
         start, end = _event(), _event()
         self.flush.zero_()
         dist.all_reduce(self.line)
@@ -264,10 +266,10 @@ def _event() -> Any:
 Clock = WallClock | CudaClock
 
 
-def _race(
+def _run_in_turn(
     works: Mapping[Candidate, Work], clock: Clock, session: Session, runs: int, warm: int
 ) -> dict[Candidate, float]:
-    """One run of each in turn, so that drifting clocks and heat touch all alike."""
+    """Time one run of each in turn, so that drifting clocks and heat affect all alike."""
     for work in works.values():
         for _ in range(warm):
             work()
@@ -290,7 +292,7 @@ def _replays(
     session: Session,
     runs: int,
 ) -> None:
-    """The times of replays, of those candidates that a graph can hold and that give the same result from it."""
+    """Time graph replays of the candidates that can be captured and give the same result from a graph."""
     expected = _kept(_call(subjects[0].executor, inputs))
     with contextlib.ExitStack() as graphs:
         works: dict[Candidate, Work] = {}
@@ -302,9 +304,9 @@ def _replays(
             for x in [x for x in outputs if x is not None]:
                 x.fill_(nan)
             replay()
-            if not _off([_kept(outputs)], [expected], allowed, session):
+            if not _mismatch([_kept(outputs)], [expected], allowed, session):
                 works[subject.candidate] = replay
-        times = _race(works, clock, session, runs, WARM["cuda"])
+        times = _run_in_turn(works, clock, session, runs, WARM["cuda"])
         torch.cuda.synchronize()
     for subject in subjects:
         subject.graph = times.get(subject.candidate)
@@ -312,7 +314,7 @@ def _replays(
 
 @contextlib.contextmanager
 def _replay(subject: Subject, inputs: Sequence[Part], outputs: Sequence[Part]) -> Iterator[Work | None]:
-    """A call that is replayed from a CUDA graph, by whom it is captured in practice; None where it cannot be.
+    """Yield a call that replays a CUDA graph, captured by whoever captures it in practice; None if it cannot be.
 
     An executor captures calls with `out=` itself, unless they communicate through NCCL: these are their caller's to
     capture. The graph goes with the block: NCCL cannot shut down while it is alive.

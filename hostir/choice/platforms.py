@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 
 # Known machines -------------------------------------------------------------------------------------------------------
-# What machines are known to do: constants of the cost model, each with where it comes from.
+# Constants of the cost model for known machines, and the measurements that they come from.
 #
 # All of H200 were measured there. Peaks, tiles and what limits the clock are fitted to matmuls alone, as
 # benchmarks/matmul.py and benchmarks/allgather_matmul.py time them; how much of the peak each Triton tile reaches
 # stands in hostir/runtime/kernels/tiles.py as well. Collectives are fitted to all-gathers alone, of 0.5 to 540 MB on 2,
 # 4 and 8 ranks, and to benchmarks/patterns.py, which also gave what a matmul loses beside one. `copy`, `link` and
 # `signal` come from a chain of copies, each with a signal, in a CUDA graph: 10.8 us for 2 MiB, 16.3 for 4, 27.2 for 8;
-# `teller` from copies whose signals are kernels' on another stream, which take 3 us less each; `edge` from the first
-# copy of the chain, which begins 10 us after the launch; `look` from fused calls, which take 4 to 21 us more than their
-# own copy and their matmul, and end, of 512 rows and fewer, 15 to 20 us later than the last rows and one tile explain;
+# `kernel_signal` from copies whose signals are kernels' on another stream, which take 3 us less each; `edge` from the
+# first copy of the chain, which begins 10 us after the launch; `poll` from fused calls, which take 4 to 21 us more than
+# their own copy and their matmul, and end, of 512 rows and fewer, 15 to 20 us later than the last rows and one tile
+# explain;
 # `push` and `stores` from calls of the strategy `push` on 2 and 4 ranks, of 64 to 4096 rows. Host times are fitted to
 # what benchmarks/allgather_matmul.py recorded, together with `ahead` and `quick`: of hosts that have nothing else to
 # do. They vary by a factor of three, from row to row and from run to run.
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tile:
-    """An output tile of a matmul kernel: its rows and columns, and how much of the peak its inner loop reaches.
+    """An output tile of a matmul kernel: its rows and columns, and the share of the peak that its K loop reaches.
 
-    `fed` is the share where rows come while the kernel runs, if it differs.
+    `fed` is the share while rows still arrive, if it differs.
     """
 
     rows: int
@@ -49,12 +50,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class Kernels:
-    """A family of matmul kernels: the tiles that it chooses from, and microseconds to start one and to end it.
+    """A family of matmul kernels: the tiles that it chooses from, and microseconds to start and end a kernel.
 
-    `peak` is in TFLOP/s, by dtype, before power limits it; `each` is what a tile takes besides its arithmetic, to fill
-    its pipeline and to store. `beside` is how many SMs it loses while a collective of a kind runs. `split` is what a
-    tile of a thin last wave takes besides when it is split along K: once, for each part, and for 128 x 256 elements;
-    None where none is split.
+    `peak` is in TFLOP/s, by dtype, before power limits it; `each` is a tile's overhead: filling its pipeline, and
+    storing. `beside` is how many SMs it loses while a collective of a kind runs. `split` is the overhead of splitting a
+    tile of a thin last wave along K: once, for each part, and for 128 x 256 elements; None if the family never splits.
     """
 
     tiles: tuple[Tile, ...]
@@ -67,26 +67,26 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU among others of one host. Times are in microseconds, rates in GB/s.
+    """The constants of a GPU among others of one host. Times are in microseconds, rates in GB/s.
 
     Fields:
-        throttle: what each doubling of a call's work beyond 0.2 TFLOP takes off the peak, as power limits the clock.
-        memory: bytes read and written by what is bound by memory.
-        collective: what one of them costs, whatever it moves; `quick` where it moves little, at a third of the rate.
+        throttle: the loss of peak for each doubling of a call's work beyond 0.2 TFLOP, as power limits the clock.
+        memory: rate of kernels that are bound by memory, in bytes read and written.
+        collective: fixed cost of a collective; `quick` that of a low-latency one, at a third of the rate.
         rates: of each kind of collective, of the bytes that leave a rank and half of those that it keeps.
-        hidden: the part of that rate which is left beside a computation.
-        copy: what one copy costs; `link` its rate to a peer; `crowd` what is left of that where copies overlap.
-        push: what a kernel costs that copies on some SMs; `stores` its rate to a peer of each SM, no more than `link`;
-            `pushed` what is left of the rate of a matmul that starts beside it.
+        hidden: the share of that rate which is left beside a computation.
+        copy: fixed cost of a copy; `link` its rate to a peer; `crowd` the share of that left when copies overlap.
+        push: fixed cost of a kernel that copies on some SMs; `stores` the rate to a peer of each SM, at most `link` in
+            all; `pushed` the share of its rate that a matmul keeps which starts beside such a kernel.
         barrier, signal: across ranks.
-        teller: from the end of a copy until a kernel on another stream has raised a flag behind it.
-        edge: from the end of something to the begin of what waits for it on another stream.
-        turn: from the end of a matmul until the next of its stream, which a flag is waited for in between.
-        look: what a kernel that looks for signals takes from its start, or from the signal, until it multiplies.
-        launch: host time of issuing one of each kind, where no CUDA graph replays them; `flags` is what it takes a
-            Triton matmul besides to wait for them, `call` what it takes a call besides. `ahead` is how much of all that
-            passes while the device is busy with something before the call, such as the 90 us of a benchmark that writes
-            all of L2, less what the device has to do after it.
+        kernel_signal: from the end of a copy until a kernel on another stream has set the flag after it.
+        edge: from the end of a task until a task on another stream starts that waits for it.
+        turn: from the end of a matmul to the start of the next on its stream, with a wait for a flag in between.
+        poll: from a kernel's start, or from a signal, until a kernel that polls flags multiplies.
+        launch: host time of issuing one of each kind, if no CUDA graph replays them; `flags` is what waiting for flags
+            adds to a Triton matmul, `call` the fixed cost of a call. `ahead` is how much of all that passes while the
+            device is busy with earlier work, such as the 90 us of a benchmark that writes all of L2, less what the
+            device has to do after it.
     """
 
     name: str
@@ -106,10 +106,10 @@ class Hardware:
     pushed: float
     barrier: float
     signal: float
-    teller: float
+    kernel_signal: float
     edge: float
     turn: float
-    look: float
+    poll: float
     launch: Mapping[str, float] = field(default_factory=dict)
     ahead: float = 0.0
     source: str = ""
@@ -182,10 +182,10 @@ H200 = Hardware(
     pushed=0.88,
     barrier=5.0,
     signal=2.0,
-    teller=2.5,
+    kernel_signal=2.5,
     edge=5.0,
     turn=3.0,
-    look=15.0,
+    poll=15.0,
     launch=LAUNCH,
     ahead=40.0,
     source="measured on 8 x H200 with NVLink 4",
@@ -213,10 +213,10 @@ CPU = Hardware(
     pushed=1.0,
     barrier=100.0,
     signal=20.0,
-    teller=20.0,
+    kernel_signal=20.0,
     edge=0.0,
     turn=0.0,
-    look=0.0,
+    poll=0.0,
     launch={},
     source="rough figures of a CPU, which nobody takes for speed",
 )
@@ -225,12 +225,12 @@ REFERENCE = H200
 
 
 def hardware_of(gpu: str) -> Hardware | None:
-    """The constants of a GPU by the name that its driver gives it, such as "NVIDIA H200"; None for an unknown one."""
+    """Return the constants of a GPU by its driver's name for it, such as "NVIDIA H200"; None if unknown."""
     return next((h for name, h in KNOWN.items() if name in gpu.lower()), None)
 
 
 def named(text: str) -> tuple[Hardware, int | None]:
-    """The machine that `--machine` names: `h200x8`, or `h200` for as many ranks as the program has."""
+    """Return the machine that `--machine` names: `h200x8`, or `h200` for as many ranks as the program has."""
     name, _, count = text.lower().partition("x")
     if name not in KNOWN or (count and (not count.isdecimal() or int(count) < 1)):
         raise error(
@@ -242,7 +242,7 @@ def named(text: str) -> tuple[Hardware, int | None]:
 
 
 # Platforms ------------------------------------------------------------------------------------------------------------
-# Where a program will run, as far as it matters for how fast: GPUs, links, versions, and what they cannot do.
+# The properties of a machine that decide how fast a program runs: GPUs, links, versions, and what they cannot do.
 
 CUDA, GLOO, SIMULATED, ELSEWHERE = "cuda", "gloo", "local", "elsewhere"
 FOR_TESTING = "copies and flags between CPU processes are there for testing"
@@ -250,7 +250,7 @@ FOR_TESTING = "copies and flags between CPU processes are there for testing"
 
 @dataclass(frozen=True)
 class Platform:
-    """Where the ranks of a program run.
+    """The machine that ranks run on: GPU or CPU, number of ranks, links and versions.
 
     Fields:
         machine: what executes: `cuda`, `gloo` or `local`; `elsewhere` for one that is known by its constants only.
@@ -279,12 +279,12 @@ class Platform:
 
     @property
     def computes(self) -> str:
-        """What its kernels run on: `cuda` or `cpu`, on which ranks are simulated too."""
+        """The device type of its kernels: `cuda`, or `cpu`, on which ranks are simulated too."""
         return "cuda" if self.machine in (CUDA, ELSEWHERE) and self.hardware is not CPU else "cpu"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a measurement holds for."""
+        """All that a measurement depends on besides program and sizes."""
         return {
             "machine": self.machine,
             "name": self.name,
@@ -295,23 +295,23 @@ class Platform:
 
     @property
     def note(self) -> str:
-        """What is to be said of the estimates."""
+        """A remark on the estimates, for the user."""
         known = hardware_of(self.name) if self.machine == CUDA else self.hardware
         return "" if known else f"there are no constants of {self.name}: estimates use those of {self.hardware.name}"
 
 
 def reference(hardware: Hardware, ranks: int) -> Platform:
-    """A machine of which only the constants are known."""
+    """Return a platform of which only the constants are known."""
     return Platform(ELSEWHERE, hardware.name, ranks, "nvlink", (), hardware)
 
 
 def simulated(ranks: int) -> Platform:
-    """Simulated ranks, which have no speed: what is chosen for them is what the reference machine would take."""
+    """Return the platform of simulated ranks, which have no speed: the choice is that of the reference machine."""
     return Platform(SIMULATED, REFERENCE.name, ranks, "nvlink", (), REFERENCE)
 
 
 def here(machine: str, ranks: int) -> Platform:
-    """This process's platform, for a program of so many ranks.
+    """Return this process's platform, for a program of `ranks` ranks.
 
     Under torchrun all ranks come here together, and `ranks` is how many there are; `machine` is as for an `Executor`.
     Outside torchrun the GPUs of this host stand for the ranks' (`cuda`), or its CPU (`gloo`).
@@ -332,7 +332,7 @@ _rounds: WeakKeyDictionary[Session, itertools.count[int]] = WeakKeyDictionary()
 
 
 def _facts(machine: str, device: int) -> dict[str, Any]:
-    """What one rank knows of its own device."""
+    """Return what one rank knows of its own device."""
     import torch
 
     from hostir.runtime.cuda.memory import why_not
@@ -395,7 +395,7 @@ def _version(package: str) -> str:
 
 
 def _platform(facts: Sequence[dict[str, Any]]) -> Platform:
-    """The same on every rank, from what all of them know."""
+    """Combine what all ranks know into one platform, the same on every rank."""
     first, ranks = facts[0], len(facts)
     versions = tuple(sorted(first["versions"].items()))
     one_host = len({it["host"] for it in facts}) == 1

@@ -23,7 +23,7 @@ from hostir.lower.propagate import splits_only
 
 @dataclass(frozen=True)
 class AssignStreams(Pass):
-    """Workers fork from the caller's stream before a loop, and the caller's stream joins them after it.
+    """Distributes rounds of a loop over worker streams, which fork from the caller's stream and join it after the loop.
 
     The two loops of synchronisation stand apart from the work: nvFuser found that a fork inside the working loop costs
     the overlap (its pull request 4217), and that leaving it out is a race (3913).
@@ -45,7 +45,7 @@ class AssignStreams(Pass):
         return replace(program, body=tuple(body), streams=pool)
 
     def _pool(self, loop: For) -> int:
-        """No more streams than slices."""
+        """Return the number of worker streams: as asked for, but not more than slices."""
         slices = loop.count.value
         return min(self.streams, slices) if slices else self.streams
 
@@ -69,7 +69,7 @@ class AssignStreams(Pass):
 
 @dataclass(frozen=True)
 class Stagger(Pass):
-    """Keeps a round's computation from starting before the communication that it should hide has its SMs.
+    """Delays a round's computation until the communication that it should overlap with has its SMs.
 
     NCCL's kernels and a matmul that fills the device do not share SMs: whichever starts first keeps the other waiting
     for a wave of tiles. So the first computation of a round starts a little late; and where communications come only
@@ -103,7 +103,7 @@ class Stagger(Pass):
 
 
 def _next_after(turn: Bin, loop: For) -> Iterator[Statement]:
-    """The next round's stream waits for what this round has issued so far."""
+    """Return statements that make the next round's stream wait for what this round has issued so far."""
     following: Expr = Bin("%", Bin("+", Ref(loop.index), Lit(1)), turn.right)
     yield SetStream(following)
     yield Synchronize(turn)
@@ -111,12 +111,12 @@ def _next_after(turn: Bin, loop: For) -> Iterator[Statement]:
 
 
 # Buffers --------------------------------------------------------------------------------------------------------------
-# Passes `free` and `tidy`: buffers end after their last use, and what nobody uses goes.
+# Passes `free` and `tidy`: free buffers after their last use, and drop unused views.
 
 
 @dataclass(frozen=True)
 class FreeBuffers(Pass):
-    """Frees every buffer that no output looks at after the last statement that touches it, on the caller's stream."""
+    """Frees each buffer that no output uses after the last statement that touches it, on the caller's stream."""
 
     name = "free"
 
@@ -131,10 +131,10 @@ class FreeBuffers(Pass):
                 flying[s.handle.name] = s
             for name in _touched(flying[s.handle.name] if isinstance(s, Wait) else s):
                 last[roots.get(name, name)] = n
-        settled = _settled(program.body)
+        joined = _joined_after(program.body)
         after: dict[int, list[Value]] = {}
         for name, value in buffers.items():
-            after.setdefault(settled.index(True, last.get(name, 0)), []).append(value)
+            after.setdefault(joined.index(True, last.get(name, 0)), []).append(value)
         body: list[Statement] = []
         for n, s in enumerate(program.body):
             body += [s, *(FreeBuffer(v) for v in after.get(n, ()))]
@@ -142,7 +142,7 @@ class FreeBuffers(Pass):
 
 
 def _roots(program: Program) -> dict[str, str]:
-    """For every view, the buffer or input it looks at."""
+    """Map each view to the buffer or input behind it."""
     roots: dict[str, str] = {}
     for s in program.walk():
         if isinstance(s, ViewStatement):
@@ -158,9 +158,9 @@ def _touched(s: Statement) -> Iterable[str]:
             yield from _touched(inner)
 
 
-def _settled(body: tuple[Statement, ...]) -> list[bool]:
-    """For each place in the body, whether behind it the caller's stream is current and has joined all workers."""
-    settled: list[bool] = []
+def _joined_after(body: tuple[Statement, ...]) -> list[bool]:
+    """Return, for each statement, whether after it the caller's stream is current and has joined all workers."""
+    joined: list[bool] = []
     away = flying = False
     for s in body:
         inner = _kinds(s)
@@ -169,18 +169,18 @@ def _settled(body: tuple[Statement, ...]) -> list[bool]:
         if not away and inner == {Synchronize}:
             flying = False
         flying |= away and not inner <= {SetStream, Synchronize}
-        settled.append(not away and not flying)
-    return settled
+        joined.append(not away and not flying)
+    return joined
 
 
 def _kinds(s: Statement) -> set[type[Statement]]:
-    """The kinds of statements that it is or holds."""
+    """Return the classes of the statements in its bodies, or its own class if it has none."""
     return {type(inner) for body in s.bodies for inner in body} or {type(s)}
 
 
 @dataclass(frozen=True)
 class Tidy(Pass):
-    """Drops views that nobody uses, and takes the same view once."""
+    """Removes unused views, and repeated ones."""
 
     name = "tidy"
 
@@ -200,7 +200,7 @@ def _unless_idle(used: set[str], s: Statement) -> tuple[Statement, ...]:
 
 
 def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[tuple[Statement, ...], dict[str, Value]]:
-    """The body with repeated views taken once, and the names that went with their replacements."""
+    """Return the body with repeated views taken once, and the removed names with their replacements."""
     seen, renamed, kept = dict(outer), dict[str, Value](), list[Statement]()
     for s in body:
         s = s.rename(renamed)
@@ -218,12 +218,12 @@ def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[t
 
 
 # Dense inputs ---------------------------------------------------------------------------------------------------------
-# Pass `dense`: what must lie in one piece, and is read from an input, whose strides only the caller knows.
+# Pass `dense`: copies inputs that must be contiguous, unless the caller's strides make them so already.
 
 
 @dataclass(frozen=True)
 class MakeDense(Pass):
-    """Begins with `dense` for each input that a communication or a copy to a peer reads, or a reshape that merges."""
+    """Inserts a `dense` at the start for each input that must be contiguous: for transfers and merging reshapes."""
 
     name = "dense"
 
@@ -241,7 +241,7 @@ class MakeDense(Pass):
 
 
 def _needed(program: Program) -> Iterator[tuple[str, Statement]]:
-    """The inputs of which something must be dense, each with a statement that says so."""
+    """Return the inputs that must be dense, each with a statement that requires it."""
     roots = {v.name: v.name for v in program.inputs}  # by the name of a view: its input
     own: set[str] = set()  # this rank's places
     for s in program.walk():
@@ -257,5 +257,5 @@ def _needed(program: Program) -> Iterator[tuple[str, Statement]]:
 
 
 def _stays(s: Put, own: set[str]) -> bool:
-    """Whether it copies within the rank, by a kernel that takes any strides."""
+    """Whether a statement copies within the rank, by a kernel that takes any strides."""
     return not s.multiprocessors and isinstance(s.peer, Ref) and s.peer.value.name in own

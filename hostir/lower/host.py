@@ -1,4 +1,4 @@
-"""Host programs under construction: streams, buffers, places, names, and layouts of communications in memory."""
+"""Builders of host programs: streams, buffers, ranks' places, names, and the layouts that communications need."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from hostir.ir.types import Axis, Factor, Kind, TensorType
 from hostir.lower.propagate import keeps_dense, result_of, splits_only
 
 # Layouts --------------------------------------------------------------------------------------------------------------
-# How a communication lies in memory: what it moves must be outermost in dense buffers.
+# Communications need dense buffers in which the axis that they move is outermost.
 #
-# Where an operand does not lie so, the ranks' axis is split off and brought to the front: as a view where that moves
-# nothing in memory, else by way of a dense buffer and a copy.
+# If an operand has another layout, the ranks' axis is split off and brought to the front: as a view if that moves
+# nothing in memory, else by a copy to a dense buffer.
 
 
 @dataclass(frozen=True)
 class Front:
-    """How to see a tensor so that what a communication moves is outermost: split axes, then their order."""
+    """A tensor seen with the axis that a communication moves outermost: axes split first, then permuted."""
 
     split: TensorType
     order: tuple[int, ...]
@@ -47,7 +47,7 @@ class Front:
 
 
 def isolate(type: TensorType, mark: str) -> tuple[Axis, ...]:
-    """The axes with the factor on `mark` as an axis of exactly the ranks, and its neighbours as axes of their own."""
+    """Split the axis sharded over `mark` so that the ranks are an axis of their own, and so are its neighbours."""
     assert type.mesh
     ranks = Size(type.mesh.size(mark))
     axes: list[Axis] = []
@@ -66,7 +66,7 @@ def isolate(type: TensorType, mark: str) -> tuple[Axis, ...]:
 
 
 def fronts(s: Communication, x: TensorType, out: TensorType) -> tuple[Front, Front] | None:
-    """How to see both sides, or None where they serve as they are."""
+    """Return how to see both operands of a communication, or None if they need no change."""
     if isinstance(s, (AllReduce, Broadcast, SendRecv)):
         return None
     if isinstance(s, AllToAll):
@@ -88,7 +88,7 @@ def fronts(s: Communication, x: TensorType, out: TensorType) -> tuple[Front, Fro
 
 
 def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
-    """`[.., A@m, .., B, ..]` as `[D, A@m, rest]`, and `[.., A, .., B@m, ..]` as `[D@m, A, rest]`."""
+    """See `[.., A@m, .., B, ..]` as `[D, A@m, rest]`, and `[.., A, .., B@m, ..]` as `[D@m, A, rest]`."""
     a = x.axis_on(mark)
     assert a is not None
     axes = isolate(out, mark)
@@ -101,12 +101,12 @@ def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
     return Front(x.with_axes(left), order), Front(out.with_axes(axes), order)
 
 
-# Ranks that meet ------------------------------------------------------------------------------------------------------
-# What the ranks of a host program need to meet: streams, places and barriers, each stated once.
+# Peers ----------------------------------------------------------------------------------------------------------------
+# Statements that transfers between ranks need: streams, places and barriers, each added once.
 
 
 class Peers:
-    """Adds to the top level of a host program what statements between ranks stand on."""
+    """Adds the statements that transfers between ranks need: this rank's place, barriers, the caller's stream."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -116,15 +116,15 @@ class Peers:
         host.body.append(CurrentStream(self.user.value))
 
     def place(self, s: AllGather) -> Ref:
-        """This rank's place among those of an allgather."""
+        """Return this rank's place among the ranks of an allgather."""
         key = s.mesh.name, s.over
         if key not in self.places:
             place = self.places[key] = Ref(Value(self.host.names.fresh("r"), Kind.INDEX))
             self.host.body.append(Rank(place.value, self.host.values[s.x.name], s.over, span=s.span))
         return self.places[key]
 
-    def past(self, s: AllGather, buffer: Value) -> list[Statement]:
-        """A barrier behind the call before, where there is none yet: then nobody reads what that call left."""
+    def barrier(self, s: AllGather, buffer: Value) -> list[Statement]:
+        """Return a barrier after the previous call, so that nobody still reads what that call left; only once."""
         key = s.mesh.name, s.over
         if key in self.met:
             return []
@@ -133,23 +133,23 @@ class Peers:
         return [Barrier(buffer, s.over, span=s.span, note=note)]
 
     def index(self, wish: str) -> Ref:
-        """The index of a loop; its name is free again behind the loop."""
+        """Return a loop index; its name may be used again after the loop."""
         index = Ref(Value(self.host.names.fresh(wish), Kind.INDEX))
         self.host.names.taken.discard(index.value.name)
         return index
 
 
 def modulo(expr: Expr, ranks: int) -> Expr:
-    """The place, or the stream, at which a count arrives that goes round."""
+    """Return `expr % ranks`: a place, or a stream number, counted round robin."""
     return Bin("%", expr, Lit(ranks))
 
 
 # Scopes ---------------------------------------------------------------------------------------------------------------
-# A place that host statements are written to, with what is needed to write them: names, scratch buffers, layouts.
+# Bodies under construction, with the names, scratch buffers and layouts that new statements need.
 
 
 class Scope:
-    """The program's top level, or the body of a loop."""
+    """A place that statements are added to: the top level of a program, or the body of a loop."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
@@ -158,10 +158,10 @@ class Scope:
 
     @abstractmethod
     def scratch(self, wish: str, type: TensorType, like: Value) -> Value:
-        """A dense buffer."""
+        """Allocate a dense buffer."""
 
     def view(self, s: ViewStatement) -> Value:
-        """Adds a view, with a copy before a reshape that strides cannot express; of dense parts it is mostly dense."""
+        """Add a view, after a copy if it is a reshape that strides cannot express."""
         if isinstance(s, Reshape) and s.x.name not in self.dense and not splits_only(s):
             dense = self.scratch(f"{s.x.name}_dense", s.x.tensor, s.x)
             note = f"copy: {s.x} does not lie in one piece, as a reshape that merges axes needs it to"
@@ -173,7 +173,7 @@ class Scope:
         return s.out
 
     def see(self, value: Value, front: Front) -> Value:
-        """The value with what a communication moves brought to the front."""
+        """Return the value seen with the axis that a communication moves outermost."""
         if front.split.axes != value.tensor.axes:
             split = Value(self.names.fresh(f"{value.name}_split"), front.split, value.span)
             value = self.view(Reshape(value, split, span=value.span))
@@ -183,7 +183,7 @@ class Scope:
         return value
 
     def communicate(self, s: Communication) -> None:
-        """A communication with the layout it needs, and the wait for it."""
+        """Add a communication with the layout it needs, and the wait for it."""
         x, out = s.x, s.out
         if seen := fronts(s, x.tensor, out.tensor):
             x, out = self.see(x, seen[0]), self.see(out, seen[1])
@@ -195,7 +195,7 @@ class Scope:
             self.body.append(DenseCopy(out=out, x=target, span=s.span, note=_why(s, s.out)))
 
     def packed(self, x: Value, s: Communication) -> Value:
-        """What a communication sends, seen as `x`, in one piece."""
+        """Return `x`, what a communication sends, or a dense copy of it."""
         if x.name in self.dense:
             return x
         dense = self.scratch(f"{s.x.name}_packed", x.tensor, x)
@@ -226,7 +226,7 @@ class Host(Scope):
         self.outputs = {v.name for v in program.outputs}
 
     def whole(self, s: Statement) -> None:
-        """A statement outside any loop: its result is a buffer of its own, or a view."""
+        """Add a statement outside any loop; its result is a buffer of its own, or a view."""
         out = result_of(s)
         if isinstance(s, ViewStatement):
             self.values[out.name] = replace(out, type=out.tensor.host())
@@ -242,7 +242,7 @@ class Host(Scope):
             self.body.append(moved)
 
     def destination(self, out: Value) -> Value:
-        """The buffer of a result, made where it has none."""
+        """Return the buffer of a result, allocated if it has none."""
         if out.name not in self.values:
             self.values[out.name] = self.buffer(out)
         return self.values[out.name]
@@ -254,7 +254,7 @@ class Host(Scope):
         return buffer
 
     def buffer(self, value: Value) -> Value:
-        """A buffer for a value; for what only an allreduce reads, the buffer that the allreduce fills."""
+        """Allocate a buffer for a value, or share the allreduce's buffer if only an allreduce reads it."""
         host = replace(value, type=value.tensor.host())
         self.dense.add(host.name)
         reduce = self.only_reduced(value)
@@ -265,18 +265,18 @@ class Host(Scope):
         return host
 
     def finished(self, streams: int = 0) -> Program:
-        """The host program, once every statement of the fusion has been added."""
+        """Return the host program, once every statement of the fusion has been added."""
         inputs, outputs = (tuple(self.values[v.name] for v in vs) for vs in (self.program.inputs, self.program.outputs))
         body = tuple(self.body)
         return Program(self.program.name, Phase.HOST, self.program.meshes, inputs, outputs, body, streams)
 
     def used_outside(self, value: Value, inside: Collection[str]) -> bool:
-        """Whether a value is an output, or read by a statement whose result is not among these."""
+        """Whether a value is an output, or read by a statement whose result is not in `made`."""
         users = self.users.get(value.name, [])
         return value.name in self.outputs or any(result_of(u).name not in inside for u in users)
 
     def only_reduced(self, value: Value) -> AllReduce | None:
-        """The allreduce that is the one user of a value."""
+        """Return the allreduce that is the only user of a value, or None."""
         users = self.users.get(value.name, [])
         lone = users[0] if len(users) == 1 and value.name not in self.outputs else None
         return lone if isinstance(lone, AllReduce) else None

@@ -1,4 +1,4 @@
-"""What a pass is, and how a list of them runs: checked, dumped and watched between any two."""
+"""Define passes, and run a list of them: each result is verified, dumped and passed to a watcher."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from hostir.ir.source import UNCHECKED, HostIRError, error, warn_once
 
 @dataclass(frozen=True)
 class Pass:
-    """A pure function of a program. Its fields are its options; its first docstring line says what it does."""
+    """A pure function of a program. Its fields are its options; its docstring's first line says what it does."""
 
     name: ClassVar[str]
-    settles: ClassVar[bool] = True  # after it, every change of sharding is explicit
+    explicit_reshards: ClassVar[bool] = True  # after it, every change of sharding is explicit
 
     @abstractmethod
     def run(self, program: Program) -> Program:
-        """The program after the pass."""
+        """Return the transformed program."""
 
 
 Watcher = Callable[[str, Program], None]
 
 
 def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None = None) -> Program:
-    """Runs the passes in order, each held to its contract: what it leaves verifies.
+    """Run the passes in order, and verify the result of each.
 
     The host program at the end is proved free of races, deadlocks and misuse of memory. HOSTIR_DUMP writes the program
     before and after every pass as numbered files that can be fed back in. HOSTIR_SPEC=0 verifies only at the end, 1
@@ -52,7 +52,7 @@ def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None =
 
 
 def _proved(program: Program) -> Program:
-    """The program, proved for small sizes. What could not be looked at passes with a warning: it is not run here."""
+    """Prove the program for small sizes, and return it. Findings that only say "not checked" become a warning."""
     try:
         return prove(program)
     except HostIRError as findings:
@@ -65,7 +65,7 @@ def _proved(program: Program) -> Program:
 
 def _hold(each: Pass, program: Program, spec: int) -> None:
     try:
-        verify(program, explicit=each.settles)
+        verify(program, explicit=each.explicit_reshards)
         if spec > 1 and parse(str(program)) != program:
             raise AssertionError(f"the text after {each.name} does not parse back to the same program:\n{program}")
     except HostIRError as wrong:

@@ -1,4 +1,4 @@
-"""Passes `sequential` and `pipeline`: from values to buffers, whole or slice by slice."""
+"""Passes `sequential` and `pipeline`: allocate buffers for values, and run statements whole or slice by slice."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from hostir.lower.host import Host, Scope
 from hostir.lower.passes import Pass
 from hostir.lower.propagate import result_of, stream_place
 
-# What a Stream axis slices --------------------------------------------------------------------------------------------
-# Which statements a Stream axis slices, and where the slice lies in each of their tensors.
+# Slices ---------------------------------------------------------------------------------------------------------------
+# The statements that a Stream axis slices, and where the slices lie in each of their tensors.
 
 
 @dataclass(frozen=True)
 class SlicePlace:
-    """Where a slice lies in a tensor: `count` pieces of an axis, with `outer` blocks outside them.
+    """The position of slices in a tensor: `count` slices of an axis, with `outer` blocks outside them.
 
     A slice of one element loses the axis, unless it is to `keep` it.
     """
@@ -46,17 +46,17 @@ class SlicePlace:
     keep: bool = False
 
     def whole(self, type: TensorType) -> bool:
-        """Whether the pieces are the elements of an axis on no mesh axis, so that a slice has one axis less."""
+        """Whether each slice is one element of an axis that is not sharded, so that a slice has one axis less."""
         axis = type.host().axes[self.axis]
         return axis.extent == self.count and not axis.marks and not self.keep
 
     def cut(self, type: TensorType) -> Axis | None:
-        """The axis as a slice has it, or None where the pieces cut across ranks."""
+        """Return the axis of one slice, or None if slices would cut across ranks."""
         parts = refine(type.host().axes[self.axis], self.outer, self.count, type.mesh)
         return None if parts is None else Axis((*parts[0], *parts[1])).normal()
 
     def slice(self, type: TensorType) -> TensorType:
-        """The type of one slice."""
+        """Return the type of one slice."""
         host = type.host()
         if self.whole(type):
             return host.with_axes(a for i, a in enumerate(host.axes) if i != self.axis)
@@ -65,7 +65,7 @@ class SlicePlace:
         return host.with_axes(cut if i == self.axis else a for i, a in enumerate(host.axes))
 
     def blocks_outside(self, type: TensorType) -> Size:
-        """How many blocks of one rank's part lie outside the pieces, within their axis."""
+        """Return how many blocks of one rank's part lie outside the slices, within their axis."""
         cut = refine(type.host().axes[self.axis], self.outer, self.count, type.mesh)
         assert cut is not None
         return product([type.local_factor(f) for f in cut[0]])
@@ -73,7 +73,7 @@ class SlicePlace:
 
 @dataclass
 class SlicedGroup:
-    """Statements that one loop runs slice by slice, and the place of the slice in every tensor that is sliced."""
+    """Statements that one loop runs slice by slice, and where the slices lie in each sliced tensor."""
 
     statements: list[Statement] = field(default_factory=list)
     places: dict[str, SlicePlace] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class SlicedGroup:
 
 
 def annotated(program: Program) -> Iterator[tuple[Statement | None, Value, SlicePlace]]:
-    """Every tensor with a Stream part, and the statement that defines it (None for an input)."""
+    """Return every tensor with a Stream part, and the statement that defines it (None for an input)."""
     for s, value in [*((None, v) for v in program.inputs), *((s, result_of(s)) for s in program.body)]:
         found = [(k, stream_place(a)) for k, a in enumerate(value.tensor.axes)]
         places = [SlicePlace(k, *p) for k, p in found if p]
@@ -101,7 +101,7 @@ def annotated(program: Program) -> Iterator[tuple[Statement | None, Value, Slice
 
 
 def operand_places(s: Statement, place: SlicePlace) -> dict[str, SlicePlace]:
-    """From the place of a slice in the result to its places in the operands; operands used whole are left out."""
+    """Map the place of a slice in the result to its places in the operands; operands used whole are left out."""
     if isinstance(s, Communication):
         return {s.x.name: place}
     if isinstance(s, TensorOp):
@@ -118,7 +118,7 @@ def operand_places(s: Statement, place: SlicePlace) -> dict[str, SlicePlace]:
 
 
 def result_place(s: Statement, operand: Value, place: SlicePlace) -> SlicePlace | None:
-    """From the place of a slice in an operand to its place in the result, or None where it has none."""
+    """Map the place of a slice in an operand to its place in the result; None if it has none."""
     if isinstance(s, (Communication, Shard)):
         return place
     if isinstance(s, TensorOp):
@@ -133,7 +133,7 @@ def result_place(s: Statement, operand: Value, place: SlicePlace) -> SlicePlace 
 
 
 def _through_reshape(old: TensorType, new: TensorType, place: SlicePlace) -> SlicePlace | None:
-    """The place at the same position of the flattened tensor."""
+    """Return the place at the same position of the flattened tensor."""
     position = product(old.shape[: place.axis]) * place.outer
     before = ONE
     for k, extent in enumerate(new.shape):
@@ -145,7 +145,7 @@ def _through_reshape(old: TensorType, new: TensorType, place: SlicePlace) -> Sli
 
 
 def why_not(s: Statement, place: SlicePlace, places: dict[str, SlicePlace]) -> str | None:
-    """Why a statement cannot run slice by slice, or None."""
+    """Return why a statement cannot run slice by slice, or None if it can."""
     named = {v.name: v for v in [*s.values(Codec.READ, Codec.ALIAS), result_of(s)]}
     for name, at in [(result_of(s).name, place), *places.items()]:
         type = named[name].tensor
@@ -175,7 +175,7 @@ def _refusal(s: Statement, reason: str) -> HostIRError:
 
 
 def groups(program: Program) -> list[SlicedGroup]:
-    """The loops that the Stream axes ask for, each from its annotated tensor to all that can be sliced with it."""
+    """Return the loops that the Stream axes ask for: each annotated tensor with all that can be sliced with it."""
     producer = {result_of(s).name: s for s in program.body}
     taken: set[int] = set()
     made: list[SlicedGroup] = []
@@ -198,7 +198,7 @@ def groups(program: Program) -> list[SlicedGroup]:
 
 
 def _needs_axis(s: Statement, place: SlicePlace) -> bool:
-    """Whether a statement needs the axis that is sliced: the columns of a matrix, or what aligns other operands."""
+    """Whether a statement needs the sliced axis whole: the columns of a matrix, or what aligns other operands."""
     if isinstance(s, (Matmul, Linear)):
         return place.axis == len(s.out.tensor.axes) - 1
     return isinstance(s, Binary) and any(
@@ -215,7 +215,7 @@ def _backward(
     *,
     required: bool,
 ) -> bool:
-    """Adds a statement and, where they can be sliced too, those that make its operands."""
+    """Add a statement to a group, and the statements that make its operands if they can be sliced too."""
     known = group.places.get(result_of(s).name)
     if known is not None or id(s) in taken:
         return known == place
@@ -239,7 +239,7 @@ def _backward(
 
 
 def _forward(program: Program, group: SlicedGroup, taken: set[int], seed: Value) -> None:
-    """Adds the statements that use what the loop makes, where they can be sliced and nothing outside stands between."""
+    """Add the users of the loop's results that can be sliced and do not depend on statements outside the loop."""
     outside: set[str] = set()  # made outside the loop from what the loop makes: not there until it has ended
     inside = {result_of(s).name for s in group.statements}
     for s in program.body:
@@ -266,8 +266,10 @@ def _forward(program: Program, group: SlicedGroup, taken: set[int], seed: Value)
 
 
 def _untangle(program: Program, group: SlicedGroup) -> None:
-    """Takes out of a loop what must be whole before the rest of it: what a statement inside uses whole, and what one
-    outside needs that the loop needs in turn.
+    """Remove from a loop the statements that must be complete before the rest of the loop can run.
+
+    Those are the ones that a statement inside uses whole, and those that a statement outside needs on which the loop
+    depends in turn.
     """
     while True:
         inside = {result_of(s).name for s in group.statements}
@@ -310,7 +312,7 @@ def _joins(s: Statement, place: SlicePlace, group: SlicedGroup, taken: set[int])
 
 
 class Loop(Scope):
-    """Builds the loop; buffers and tensors that outlive a round belong to the host program around it."""
+    """Builds one loop; buffers and tensors that outlive a round belong to the host program around it."""
 
     def __init__(self, host: Host, group: SlicedGroup) -> None:
         super().__init__(host.names)
@@ -346,7 +348,7 @@ class Loop(Scope):
             self.body.append(self.spread[out.name])
 
     def sliced(self, s: Statement) -> Statement:
-        """The statement on slices instead of whole tensors; an axis that a slice lacks is not counted."""
+        """Return the statement on slices instead of whole tensors; axes that a slice lacks are not counted."""
         place = self.group.places[result_of(s).name]
         sliced = (*operand_places(s, place), result_of(s).name)
         moved = s.rename({**self.host.values, **{name: self.slices[name] for name in sliced}})
@@ -360,7 +362,7 @@ class Loop(Scope):
         return moved
 
     def viewed(self, s: ViewStatement, out: Value) -> None:
-        """A view inside the loop; where the value is needed outside, a copy puts it there."""
+        """Add a view inside the loop, and a copy of it if the value is needed outside."""
         made = self.slices[out.name] = self.fresh(out, self.group.places[out.name].slice(out.tensor))
         moved = self.sliced(s)
         assert isinstance(moved, ViewStatement)
@@ -374,14 +376,14 @@ class Loop(Scope):
         return self.host.used_outside(value, self.inside)
 
     def whole(self, value: Value) -> Value:
-        """The tensor, outside the loop, of which the loop makes slices."""
+        """Return the whole tensor, outside the loop, that the loop fills slice by slice."""
         return self.host.destination(value)
 
     def fresh(self, value: Value, type: TensorType) -> Value:
         return Value(self.names.fresh(f"{value.name}_{self.index.name}"), type, value.span)
 
     def slice_of(self, whole: Value, value: Value) -> tuple[Value, bool]:
-        """A view of this round's slice of a whole tensor, and whether it has the slice's own type.
+        """Return a view of this round's slice of a whole tensor, and whether it has the slice's own type.
 
         Pieces with blocks outside them on one rank lie apart: the view then has the blocks as an axis of their own.
         """
@@ -414,7 +416,7 @@ class Loop(Scope):
         return out, False
 
     def outside(self, value: Value) -> Value:
-        """The slice of a tensor that the loop does not make."""
+        """Return the slice of a tensor that the loop does not make."""
         view, exact = self.slice_of(self.host.values[value.name], value)
         if exact:
             return view
@@ -423,7 +425,7 @@ class Loop(Scope):
         return stage
 
     def staged(self, value: Value) -> Value:
-        """This round's slice of a buffer made for the loop."""
+        """Return this round's slice of a buffer that was allocated for the loop."""
         own = value.name not in self.host.values
         if own:
             self.names.taken.discard(value.name)  # the fusion's name is free: nothing else stands for the value
@@ -431,7 +433,7 @@ class Loop(Scope):
         return self.scratch(wish, self.group.places[value.name].slice(value.tensor), value)
 
     def scratch(self, wish: str, type: TensorType, like: Value) -> Value:
-        """The round's slice of a buffer [rounds, slice], so that rounds in flight do not share memory."""
+        """Return the round's slice of a buffer [rounds, slice], so that overlapping rounds do not share memory."""
         whole = type.with_axes([Axis.of(self.group.count), *type.axes])
         buffer = self.host.scratch(wish, whole, like)
         out = Value(self.names.fresh(f"{wish}_{self.index.name}"), type, like.span)
@@ -440,7 +442,7 @@ class Loop(Scope):
         return out
 
     def into(self, source: Value, target: Value, why: str) -> Statement:
-        """A copy between a slice and a view of the same slice that has its outer blocks as an axis."""
+        """Copy between a slice and a view of the same slice in which the outer blocks are an axis."""
         if len(source.tensor.axes) < len(target.tensor.axes):
             source = self.blocks(source, target.tensor)
         elif len(source.tensor.axes) > len(target.tensor.axes):
@@ -453,7 +455,7 @@ class Loop(Scope):
         )
 
     def destination(self, out: Value) -> Value:
-        """Where a slice of a result goes: a slice of the whole where others need it, else of a buffer for the loop."""
+        """Return where a slice of a result goes: into the whole tensor if used outside, else into the loop's buffer."""
         if not self.escapes(out):
             reduce = self.host.only_reduced(out)
             return self.partial_of(out, reduce) if reduce and reduce.out.name not in self.slices else self.staged(out)
@@ -465,7 +467,7 @@ class Loop(Scope):
         return stage
 
     def partial_of(self, out: Value, reduce: AllReduce) -> Value:
-        """What only an allreduce reads is computed where the allreduce leaves its result."""
+        """Return the allreduce's slice for a partial sum that only the allreduce reads: it is reduced in place."""
         target = self.slices[reduce.out.name] = self.destination(reduce.out)
         if target.name not in self.dense:
             return self.staged(out)
@@ -476,7 +478,7 @@ class Loop(Scope):
 
 
 # The passes -----------------------------------------------------------------------------------------------------------
-# Passes `sequential` and `pipeline`: from values to buffers, whole or slice by slice.
+# Passes `sequential` and `pipeline`.
 #
 # `pipeline` is nvFuser's collective-based pipeline (its pull request 3606, later its StreamParallelType pass), made
 # generic: whatever statements can be sliced along the Stream axis run in one loop.
@@ -486,7 +488,7 @@ NOT_OVERLAPPED = "not overlapped"  # begins the comment of a communication that 
 
 @dataclass(frozen=True)
 class Sequential(Pass):
-    """Each communication whole, then each computation whole, on the caller's stream."""
+    """Runs each communication and each computation whole, in program order, on the caller's stream."""
 
     name = "sequential"
 
@@ -496,7 +498,7 @@ class Sequential(Pass):
 
 @dataclass(frozen=True)
 class Pipeline(Pass):
-    """A loop over the Stream axis: a slice is selected, communicated and computed in each round."""
+    """Makes a loop over the Stream axis: each round selects, communicates and computes one slice."""
 
     name = "pipeline"
 
@@ -506,11 +508,11 @@ class Pipeline(Pass):
             if group.left_out and not group.communicates:  # a loop that hides nothing is not what was asked for
                 raise next(iter(group.left_out.values()))
         reasons = {name: why.diagnostics[0].message for group in found for name, why in group.left_out.items()}
-        return build(told(program, reasons), [group for group in found if group.communicates])
+        return build(with_reasons(program, reasons), [group for group in found if group.communicates])
 
 
-def told(program: Program, reasons: Mapping[str, str]) -> Program:
-    """Each communication that cannot be hidden says why in the dump; `reasons` go by its result."""
+def with_reasons(program: Program, reasons: Mapping[str, str]) -> Program:
+    """Return the program with a note on each communication that cannot be overlapped; `reasons` are by its result."""
     body = (
         replace(s, note=f"{NOT_OVERLAPPED}: {reasons[name]}") if (name := result_of(s).name) in reasons else s
         for s in program.body
@@ -519,7 +521,7 @@ def told(program: Program, reasons: Mapping[str, str]) -> Program:
 
 
 def build(program: Program, loops: list[SlicedGroup]) -> Program:
-    """The host program that runs these loops, and the rest of the fusion whole."""
+    """Build the host program that runs these loops, and the rest of the fusion whole."""
     host = Host(program)
     for step in schedule(program.body, loops):
         if isinstance(step, SlicedGroup):
@@ -530,7 +532,7 @@ def build(program: Program, loops: list[SlicedGroup]) -> Program:
 
 
 def schedule(body: tuple[Statement, ...], loops: list[SlicedGroup]) -> list[Statement | SlicedGroup]:
-    """Program order, except that a loop runs as one, once all that it needs has run."""
+    """Return program order, except that a loop runs as one item, after all that it needs."""
     loop_of = {result_of(s).name: g for g in loops for s in g.statements}
     made = {result_of(s).name for s in body}
     steps: list[Statement | SlicedGroup] = []

@@ -1,4 +1,4 @@
-"""Pass `propagate`: gives every tensor a sharding, from the annotated inputs on."""
+"""Pass `propagate`: gives every tensor a sharding, starting from the annotated inputs."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from hostir.ir.tensor_ops import (
 from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
 from hostir.lower.passes import Pass
 
-# Which part of a computation each rank does ---------------------------------------------------------------------------
-# Which part of a computation each rank does: the choice that propagation and explicit resharding share.
+# Shardings of one computation ----------------------------------------------------------------------------------------
+# The choice of shardings with which a computation needs no communication; `propagate` and `reshard` share it.
 
 
 @dataclass(frozen=True)
 class OperandShardings:
-    """The types that the operands must have for a computation without communication, and what it then gives."""
+    """The operand types with which a computation needs no communication, and the result type that follows."""
 
     operands: tuple[TensorType, ...]
     result: TensorType
 
 
 def choose(op: TensorOp, types: Sequence[TensorType], wanted: TensorType) -> OperandShardings:
-    """Chooses for each mesh axis what to spread over it.
+    """Choose which axis each mesh axis shards in a computation.
 
     In this order: a contraction whose operands are all sharded there stays where it is (a partial sum); what an
     annotated result asks for; the weight's rows or columns; an axis of the left side; else nothing, and sharded
@@ -83,7 +83,7 @@ def _home(
     contracting: Sequence[int],
     wanted: TensorType,
 ) -> int | None:
-    """The axis of the result that lies on this mesh axis, CONTRACTED for a partial sum, or None."""
+    """Return the axis of the result that a mesh axis shards, CONTRACTED for a partial sum, or None."""
     at = [m[k] if (k := t.axis_on(mark)) is not None else None for t, m in zip(types, maps, strict=True)]
     if contracting and all(at[i] == CONTRACTED for i in contracting):
         return CONTRACTED
@@ -102,7 +102,7 @@ def _thin_out(
     maps: Sequence[tuple[int, ...]],
     wanted: TensorType,
 ) -> None:
-    """Takes mesh axes from an axis of the result that is too short for all that the operands would put there."""
+    """Remove mesh axes from an axis of the result that is too short for all that the operands would put there."""
     marks = [mark for mark in mesh.axes if homes[mark] == axis]
     while marks and _as_found(axis, set(marks), types, maps, wanted) is None:
         if size.divisible_by(prod(mesh.size(mark) for mark in marks)):
@@ -119,7 +119,7 @@ def _layout(
     maps: Sequence[tuple[int, ...]],
     wanted: TensorType,
 ) -> Axis:
-    """How an axis of the result lies: as annotated, as in an operand, or in plain blocks."""
+    """Return the sharding of an axis of the result: as annotated, as in an operand, or plain blocks."""
     marks = {mark for mark, home in homes.items() if home == axis}
     return _as_found(axis, marks, types, maps, wanted) or _blocks(mesh, size, marks)
 
@@ -127,7 +127,7 @@ def _layout(
 def _as_found(
     axis: int, marks: set[str], types: Sequence[TensorType], maps: Sequence[tuple[int, ...]], wanted: TensorType
 ) -> Axis | None:
-    """An axis with just these marks in the annotation or in an operand."""
+    """Return an axis with exactly these marks, as found in the annotation or in an operand."""
     candidates = [wanted.axes[axis]] if wanted.mesh else []
     candidates += [t.axes[k] for t, m in zip(types, maps, strict=True) for k, to in enumerate(m) if to == axis]
     return next((a.without(STREAM) for a in candidates if set(a.without(STREAM).marks) == marks), None)
@@ -158,7 +158,7 @@ def _contracted_layout(
 
 
 def choose_view(op: ViewStatement, x: TensorType, wanted: TensorType) -> OperandShardings:
-    """A view keeps its elements on their ranks: what cannot be expressed in the new shape is gathered first."""
+    """Choose the operand's sharding for a view: elements stay on their ranks, or else are gathered first."""
     mesh = wanted.mesh or x.mesh
     assert mesh is not None
     source = replace(x.host(), mesh=mesh, partial=()) if x.mesh == mesh else _replicated(x, mesh)
@@ -173,13 +173,13 @@ def choose_view(op: ViewStatement, x: TensorType, wanted: TensorType) -> Operand
 
 
 def result_of(s: Statement) -> Value:
-    """What a statement of a fusion defines: in this phase every one defines a tensor."""
+    """Return the tensor that a statement of a fusion defines: in this phase each defines exactly one."""
     assert isinstance(s, (TensorOp, ViewStatement, Communication, Reshard))
     return s.out
 
 
 def stream_place(axis: Axis) -> tuple[Size, Size] | None:
-    """The extent outside an axis's Stream part, and that of the part."""
+    """Return the extent outside an axis's Stream part, and that of the part."""
     outer = Size()
     for factor in axis.factors:
         if factor.on == STREAM:
@@ -189,7 +189,7 @@ def stream_place(axis: Axis) -> tuple[Size, Size] | None:
 
 
 def keeps_dense(s: Statement) -> bool:
-    """Whether a view of a dense part is dense: a reshape, or a permute that only moves axes of which a rank has one."""
+    """Whether a view of dense memory is dense: a reshape, or a permute that only moves axes of local extent 1."""
     if not isinstance(s, Permute):
         return isinstance(s, Reshape)
     local = s.x.tensor.local_shape
@@ -198,7 +198,7 @@ def keeps_dense(s: Statement) -> bool:
 
 
 def splits_only(s: Reshape) -> bool:
-    """Whether every axis of the result lies within one of the operand's, so that any strides can express it."""
+    """Whether every axis of the result lies within one axis of the operand, so that any strides can express it."""
     inside = [size for size in s.out.tensor.local_shape if not size.is_one]
     for rest in s.x.tensor.local_shape:
         while inside and not rest.is_one and is_multiple(rest, inside[0]):
@@ -214,23 +214,23 @@ def splits_only(s: Reshape) -> bool:
 
 @dataclass(frozen=True)
 class Propagate(Pass):
-    """Inputs without a mesh are replicated; a result without one lies where its computation leaves it, whole."""
+    """Gives each tensor without a mesh a sharding: inputs are replicated, results follow from their operands."""
 
     name = "propagate"
-    settles = False
+    explicit_reshards = False
 
     def run(self, program: Program) -> Program:
         program = _without_lone_axes(program)
         values: dict[str, Value] = {}
         for value in program.inputs:
-            values[value.name] = _settled(value, _on(value.tensor, program.meshes[0]))
+            values[value.name] = _with_type(value, _on(value.tensor, program.meshes[0]))
         body = []
         wishes = _wishes(program)
         for s in program.body:
             moved = s.rename(values)
             result = result_of(moved)
             if result.tensor.mesh is None:
-                values[result.name] = _settled(result, _spread(moved, result.tensor, wishes.get(result.name)))
+                values[result.name] = _with_type(result, _spread(moved, result.tensor, wishes.get(result.name)))
                 moved = moved.rename(values)
             body.append(moved)
         outputs = tuple(values.get(v.name, v) for v in program.outputs)
@@ -238,7 +238,7 @@ class Propagate(Pass):
 
 
 def _without_lone_axes(program: Program) -> Program:
-    """Takes off the marks of mesh axes of one rank, unless there are explicit communications that may name them."""
+    """Remove sharding over mesh axes of one rank, unless explicit communications may name them."""
     if any(isinstance(s, (Communication, Shard)) for s in program.body):
         return program
     every = {v.name: v for v in (*program.inputs, *map(result_of, program.body))}
@@ -257,7 +257,7 @@ def _without_lone(type: TensorType) -> TensorType:
     return replace(type, axes=tuple(axes), partial=tuple(mark for mark in type.partial if mark not in lone))
 
 
-def _settled(value: Value, type: TensorType) -> Value:
+def _with_type(value: Value, type: TensorType) -> Value:
     return replace(value, type=type)
 
 
@@ -266,7 +266,7 @@ def _on(type: TensorType, mesh: Mesh) -> TensorType:
 
 
 def _wishes(program: Program) -> dict[str, TensorType]:
-    """How the one elementwise user of a tensor wants it to lie: what a partial sum is best reduced to."""
+    """Map each tensor to the sharding that its one elementwise user needs: what a partial sum is reduced to."""
     users: dict[str, list[Statement]] = {}
     for s in program.body:
         for v in s.values(Codec.READ, Codec.ALIAS):
@@ -285,7 +285,7 @@ def _wishes(program: Program) -> dict[str, TensorType]:
 
 
 def _spread(s: Statement, declared: TensorType, wish: TensorType | None) -> TensorType:
-    """The declared type with the sharding that the statement gives it; its Stream marks stay."""
+    """Return the declared type with the sharding that the statement gives it; its Stream marks stay."""
     if isinstance(s, Reshard):
         return replace(declared, mesh=s.x.tensor.mesh)
     if isinstance(s, (Communication, Shard)):
@@ -313,7 +313,7 @@ def _one_mesh(op: TensorOp) -> Sequence[TensorType]:
 
 
 def _reduced(given: TensorType, wish: TensorType) -> TensorType:
-    """A partial sum as its user wants it: the mesh axes it is summed over go where the wish has them."""
+    """Return the type of a partial sum once reduced: the mesh axes it is summed over go where its user wants them."""
     axes = list(given.axes)
     for k, wanted in enumerate(wish.host().axes):
         if wanted.marks and set(wanted.marks) <= set(given.partial) and not axes[k].marks:
@@ -322,7 +322,7 @@ def _reduced(given: TensorType, wish: TensorType) -> TensorType:
 
 
 def _with_stream(s: Statement, given: Axis, declared: Axis, mesh: Mesh | None) -> Axis:
-    """The given axis, with the Stream part where it was declared."""
+    """Return the given axis with the Stream part that was declared."""
     place = stream_place(declared)
     if place is None:
         return given

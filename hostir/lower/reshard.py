@@ -1,4 +1,4 @@
-"""Passes `reshard` and `communicate`: changes of sharding become statements, and these communications."""
+"""Passes `reshard` and `communicate`: make changes of sharding explicit, then turn them into communications."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from hostir.lower.propagate import OperandShardings, choose, choose_view, result
 
 @dataclass(frozen=True)
 class MakeReshards(Pass):
-    """Inserts a reshard where an operand lies otherwise than a statement needs, or a result otherwise than declared."""
+    """Inserts a reshard where an operand's sharding is not what a statement needs, or a result's not as declared."""
 
     name = "reshard"
-    settles = False
+    explicit_reshards = False
 
     def run(self, program: Program) -> Program:
         names = Names.of(program)
@@ -48,7 +48,7 @@ class MakeReshards(Pass):
 
 
 def _explicit(s: Statement, names: Names, resharded: dict[tuple[str, TensorType], Value]) -> Iterator[Statement]:
-    """The statement with reshards before its operands and after its result."""
+    """Return the statement with reshards before its operands and after its result."""
     declared = result_of(s).tensor
     if isinstance(s, Reshard):
         yield from chain(s.x, s.out, s, names)
@@ -96,7 +96,7 @@ def _choice(s: Statement, declared: TensorType) -> OperandShardings:
 
 
 def _bias_last(s: Linear, names: Names, resharded: dict[tuple[str, TensorType], Value]) -> Iterator[Statement]:
-    """A bias must be added once, not on every rank's partial sum: after the reduction."""
+    """Move the bias of a partial sum behind the reduction, so that it is added once and not on every rank."""
     assert s.bias is not None
     product = Value(names.fresh(f"{s.out.name}_sum"), s.out.type, s.span)
     yield from _explicit(replace(s, bias=None, out=product), names, resharded)
@@ -108,14 +108,14 @@ def _same(a: TensorType, b: TensorType) -> bool:
 
 
 def _keep_stream(type: TensorType, declared: TensorType) -> TensorType:
-    """The type with the declared Stream split on axes that are not spread otherwise."""
+    """Return the type with the declared Stream split on axes that are not sharded otherwise."""
     return type.with_axes(
         d if d.without("stream").normal() == a.normal() else a for a, d in zip(type.axes, declared.axes, strict=True)
     )
 
 
 def chain(x: Value, out: Value, s: Statement, names: Names) -> Iterator[Statement]:
-    """Reshards from `x` to `out`, each changing one mesh axis, or the mesh."""
+    """Return reshards from `x` to `out`, each of which changes one mesh axis, or the mesh."""
     if made := [mark for mark in out.tensor.partial if mark not in x.tensor.partial]:
         raise s.fail(f"{out} cannot be made a partial sum over {made[0]}", expected="a whole result")
     steps = list(_steps(x.tensor, out.tensor))
@@ -130,7 +130,7 @@ def chain(x: Value, out: Value, s: Statement, names: Names) -> Iterator[Statemen
 
 
 def _steps(old: TensorType, new: TensorType) -> Iterator[TensorType]:
-    """The types on the way, the last being the new one."""
+    """Return the types along the way, the last being the goal."""
     assert old.mesh
     assert new.mesh
     current, goal = old.host(), new.host()
@@ -143,7 +143,7 @@ def _steps(old: TensorType, new: TensorType) -> Iterator[TensorType]:
 
 
 def _nearer(current: TensorType, goal: TensorType, mesh: Mesh) -> TensorType:
-    """One mesh axis nearer to the goal: sums first, then local slices, then moves to another axis, then gathers."""
+    """Change one mesh axis: reductions first, then local slices, then moves to another axis, then gathers."""
     for mark in current.partial:
         if mark not in goal.partial:
             whole = replace(current, partial=tuple(m for m in current.partial if m != mark))
@@ -170,12 +170,12 @@ def _without(type: TensorType, *marks: str) -> TensorType:
 
 
 def _partly(axis: Axis, marks: Sequence[str]) -> Axis:
-    """The axis with no other marks than these."""
+    """Return the axis with these marks only."""
     return axis.without(*(mark for mark in axis.marks if mark not in marks))
 
 
 def _put(type: TensorType, goal: TensorType, mark: str) -> TensorType | None:
-    """The type with a mark put where the goal has it; None where the axis lies otherwise than the goal's."""
+    """Return the type with a mark added where the goal has it; None if the axis then differs from the goal's."""
     k = goal.axis_on(mark)
     if k is None:
         return None
@@ -186,7 +186,7 @@ def _put(type: TensorType, goal: TensorType, mark: str) -> TensorType | None:
 
 
 def _between(current: TensorType, goal: TensorType, source: Mesh, target: Mesh) -> Iterator[TensorType]:
-    """From mesh to mesh: sums and gathers the meshes cannot exchange directly happen on the source's side."""
+    """Return the types between two meshes: what they cannot exchange directly is reduced or gathered at the source."""
     for mark in current.partial:
         current = replace(current, partial=tuple(m for m in current.partial if m != mark))
         yield current
@@ -208,7 +208,7 @@ def _between(current: TensorType, goal: TensorType, source: Mesh, target: Mesh) 
 
 
 def _in_line(type: TensorType, mesh: Mesh) -> bool:
-    """Whether a tensor lies in whole blocks over a mesh of one axis, as gather and scatter need it."""
+    """Whether a tensor is sharded in whole blocks over a mesh of one axis, as gather and scatter need it."""
     return len(mesh.axes) == 1 and all(len(axis.factors) == 1 for axis in type.axes)
 
 
@@ -218,7 +218,7 @@ def _in_line(type: TensorType, mesh: Mesh) -> bool:
 
 @dataclass(frozen=True)
 class Communicate(Pass):
-    """Turns each reshard into the communication that does it; a part of what a rank has already is a view."""
+    """Turns each reshard into a communication, or into a view if a rank already has the elements."""
 
     name = "communicate"
 
@@ -262,7 +262,7 @@ def _axes(type: TensorType) -> list[str]:
 
 
 def _shard(s: Reshard, mark: str, names: Names) -> Iterator[Statement]:
-    """Each rank's block: a view where the block is in one piece, else a copy of the pieces."""
+    """Keep each rank's block: a view if the block is in one piece, else a copy of the pieces."""
     new = s.out.tensor.host()
     axis = next(a for a in new.axes if mark in a.marks)
     if leads(new, mark, [axis]):

@@ -1,4 +1,4 @@
-"""Pass `ring`: each rank pulls its peers' shards one after another, and multiplies each while the next one comes.
+"""Pass `ring`: each rank pulls its peers' shards one after another, and multiplies each while the next is copied.
 
 The schedule is that of the pipelined all-gather of torch's asynchronous tensor parallelism
 (`torch.distributed._symmetric_memory`): copies over symmetric memory instead of a collective, the own shard first, and
@@ -22,14 +22,14 @@ from hostir.lower.host import Host, Peers, modulo
 from hostir.lower.passes import Pass
 from hostir.lower.pipeline import SlicedGroup, operand_places, result_place, schedule, why_not
 from hostir.lower.propagate import result_of
-from hostir.lower.transfers import Gathers, reads_rows, shard_place, torn, with_block_axes
+from hostir.lower.transfers import Gathers, reads_rows, shard_in_pieces, shard_place, with_block_axes
 
 FIRST = Lit(0)  # the worker on which the shards are made ready, before it takes its turns
 
 
 @dataclass(frozen=True)
 class Ring(Pass):
-    """Copies from one peer after another instead of an allgather of rows, each copy followed by its matmuls."""
+    """Replaces an allgather of rows by copies from one peer after another, each followed by its matmuls."""
 
     name = "ring"
     streams: int = 4
@@ -40,7 +40,7 @@ class Ring(Pass):
         gathers = gathers.only(
             in_turn.__contains__, "every matmul of these rows also needs what a later allgather brings"
         )
-        blocked, rows = with_block_axes(gathers.told(program, self.name), gathers.rows, torn)
+        blocked, rows = with_block_axes(gathers.with_reasons(program, self.name), gathers.rows, shard_in_pieces)
         groups = _groups(blocked, rows)
         host = Host(blocked)
         peers = Peers(host) if groups else None
@@ -53,13 +53,13 @@ class Ring(Pass):
 
 
 def _pool(s: AllGather, streams: int) -> int:
-    """No more streams than peers."""
+    """Return the number of worker streams: as asked for, but not more than peers."""
     return min(streams, s.mesh.size(s.over) - 1)
 
 
-# What a turn computes ---------------------------------------------------------------------------------------------
+# Computations of a turn -------------------------------------------------------------------------------------------
 def _groups(program: Program, gathers: Sequence[AllGather]) -> list[SlicedGroup]:
-    """For each allgather, the computations that can run on the rows of one shard."""
+    """Return, for each allgather, the computations that can run on the rows of one shard."""
     after = _after(program, gathers)
     groups: list[SlicedGroup] = []
     taken: set[str] = set()
@@ -78,7 +78,7 @@ def _groups(program: Program, gathers: Sequence[AllGather]) -> list[SlicedGroup]
 
 
 def _in_turn(program: Program, gathers: Sequence[AllGather]) -> list[AllGather]:
-    """The allgathers with a matmul that needs no later one."""
+    """Return the allgathers with a matmul that does not depend on a later one."""
     after = _after(program, gathers)
     return [
         s
@@ -91,7 +91,7 @@ def _in_turn(program: Program, gathers: Sequence[AllGather]) -> list[AllGather]:
 
 
 def _after(program: Program, gathers: Sequence[AllGather]) -> dict[str, int]:
-    """For each value, the last of the allgathers that it depends on; -1 where there is none."""
+    """Return, for each value, the number of the last allgather that it depends on; -1 if there is none."""
     after: dict[str, int] = {}
     number = {s.out.name: n for n, s in enumerate(gathers)}
     for s in program.body:
@@ -102,7 +102,7 @@ def _after(program: Program, gathers: Sequence[AllGather]) -> dict[str, int]:
 
 
 def _joins(s: TensorOp, group: SlicedGroup, made: Collection[str], late: Collection[str]) -> bool:
-    """Whether a computation can run shard by shard on what the group makes; its places are then known.
+    """Whether a computation can run shard by shard on what the group makes; if so, its places are added to the group.
 
     What else it reads must not depend on this or a later allgather: groups run in the order of their allgathers.
     """
@@ -123,10 +123,10 @@ def _joins(s: TensorOp, group: SlicedGroup, made: Collection[str], late: Collect
 
 # The turns --------------------------------------------------------------------------------------------------------
 class Turns:
-    """One allgather and what is computed from it, at the top level of a host program.
+    """Builds the statements of one allgather and of what is computed from it, at the top level of a host program.
 
-    Every rank has the rows of a shard at one place of one layout, its own as well: kernels then do the same to them on
-    every rank, and what is computed from them has the same bits.
+    A shard has the same place and layout on every rank, its owner included: so kernels run alike on every rank, and
+    what they compute from a shard has the same bits everywhere.
     """
 
     def __init__(self, host: Host, peers: Peers, group: SlicedGroup) -> None:
@@ -139,7 +139,7 @@ class Turns:
         self.wanted = host.used_outside(gather.out, self.made)  # whole, as the fusion has it
 
     def build(self, streams: int) -> None:
-        """The own shard goes where peers can read it; then a turn for it, and one for each of theirs."""
+        """Add all statements: share the own shard, compute on it, then pull each peer's shard and compute on that."""
         s, body = self.gather, self.host.body
         pool = _pool(s, streams)
         self.peers.place(s)
@@ -163,7 +163,7 @@ class Turns:
         body.append(For(worker.value, Size(pool), (Synchronize(worker),)))
 
     def share(self) -> tuple[Value, Value]:
-        """A symmetric buffer with the own shard, and the own shard where this rank computes on it.
+        """Copy the own shard to a symmetric buffer; return the buffer, and the own rows in it for this rank's matmuls.
 
         The buffer has room for the shards of all, unless these are wanted whole and go to a tensor of their own.
         """
@@ -173,13 +173,13 @@ class Turns:
         room = piece if self.wanted else piece.with_axes([Axis.of(self.ranks), *piece.axes])
         shared = Value(host.names.fresh(f"{s.x.name}_shared"), room, s.span)
         host.body.append(AllocateSymmetric(shared, span=s.span))
-        host.body += self.peers.past(s, shared)
+        host.body += self.peers.barrier(s, shared)
         rows = self.rows(shared, place, "own")
         host.body += [rows, Put(x, shared if self.wanted else rows.out, place, s.over, span=s.span)]
         return shared, rows.out
 
     def theirs(self, shared: Value, turn: Expr) -> list[Statement]:
-        """The turn of a peer's shard; in each round every rank pulls from another peer."""
+        """Return the turn of a peer's shard; in each round every rank pulls from another peer."""
         s = self.gather
         peer = modulo(Bin("+", self.peers.place(s), Bin("+", turn, Lit(1))), self.ranks)
         rows = self.rows(shared, peer, "i")
@@ -187,7 +187,7 @@ class Turns:
         return [rows, get, *self.turn(peer, "i", rows.out)]
 
     def rows(self, shared: Value, index: Expr, suffix: str) -> Chunk | Select:
-        """The rows of the shard at a place, where this rank computes on them."""
+        """Return the rows of the shard at a place, in the memory where this rank computes on them."""
         if self.wanted:
             return self.piece(self.gather.out, index, suffix)
         full = self.gather.out
@@ -195,7 +195,7 @@ class Turns:
         return Select(shared, out, index, span=full.span)
 
     def turn(self, index: Expr, suffix: str, rows: Value) -> list[Statement]:
-        """The computations on the rows of the shard at a place."""
+        """Return the computations on the rows of the shard at a place."""
         pieces = {self.gather.out.name: rows}
         done: list[Statement] = []
         for s in self.computations:
@@ -209,7 +209,7 @@ class Turns:
         return done
 
     def piece(self, value: Value, index: Expr, suffix: str) -> Chunk:
-        """The rows of the shard at a place, in a tensor that has the rows of all."""
+        """Return a view of the rows of the shard at a place, in a tensor that has the rows of all."""
         at = self.group.places[value.name]
         out = Value(self.host.names.fresh(f"{value.name}_{suffix}"), self.piece_type(value), value.span)
         return Chunk(self.host.values[value.name], out, index, at.count, at.axis, span=value.span)

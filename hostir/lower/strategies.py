@@ -1,4 +1,4 @@
-"""The strategies by name, the passes of each, and `lower`, which runs them."""
+"""List the strategies with their passes, and lower a fusion by one of them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ STREAMS = 4  # the most worker streams, unless said
 
 
 def check_strategy(strategy: object) -> None:
-    """Raises for what is no strategy's name, nor `auto`."""
+    """Raise HostIRError unless the name is that of a strategy, or `auto`."""
     check_known("strategy", strategy, [*STRATEGIES, AUTO])
 
 
 def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
-    """The passes of a strategy, in order."""
+    """Return the passes of a strategy, in order."""
     check_strategy(strategy)
     if strategy == AUTO:
         hint = "hi.lower and hi.compile choose one for a fusion"
@@ -56,7 +56,7 @@ def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
 
 
 class HasProgram(Protocol):
-    """What the DSL builds."""
+    """Protocol of objects that hold a fusion, such as `hostir.Fusion`."""
 
     def program(self) -> Program:
         """The fusion as a program."""
@@ -65,7 +65,7 @@ class HasProgram(Protocol):
 def lower(
     fusion: HasProgram | Program, strategy: str = "pipeline", streams: int = STREAMS, watch: Watcher | None = None
 ) -> Program:
-    """Lowers a fusion to a host program, as `hostir.lower` says of every strategy but `auto`."""
+    """Lower a fusion to a host program; `hostir.lower` documents it, and handles `auto` besides."""
     known = isinstance(fusion, (Program, type))  # a class has `program`, but nothing to call it on
     build = fusion if known else getattr(fusion, "program", None)
     program = build() if callable(build) and not known else build

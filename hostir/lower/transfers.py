@@ -1,4 +1,4 @@
-"""Passes `fused` and `push`: each rank sends its shard to all, and one matmul takes each block of rows as it comes."""
+"""Passes `fused` and `push`: each rank sends its shard to all, and one matmul takes each block as it arrives."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from hostir.ir.tensor_ops import Contraction, DenseCopy, Linear, Matmul, Reshape
 from hostir.ir.types import FLAG, Axis, TensorType
 from hostir.lower.host import Host, Peers, isolate, modulo
 from hostir.lower.passes import Pass
-from hostir.lower.pipeline import SlicePlace, told
+from hostir.lower.pipeline import SlicePlace, with_reasons
 from hostir.lower.propagate import result_of
 
 # Allgathers that bring rows to matmuls --------------------------------------------------------------------------------
-# Which allgathers bring rows to matmuls, and how the ranks' shards lie in them: what `ring` and `fused` share.
+# Allgathers whose result a matmul reads by rows, and the layout of shards in them, for `ring`, `fused` and `push`.
 
 
 @dataclass(frozen=True)
 class Gathers:
-    """The allgathers whose rows matmuls read, and by its result why each other communication stays whole."""
+    """The allgathers whose rows matmuls read, and reasons why the other communications stay whole, by their result."""
 
     rows: tuple[AllGather, ...]
     reasons: Mapping[str, str]
 
     @staticmethod
     def of(program: Program, strategy: str) -> Gathers:
-        moves = [s for s in program.body if isinstance(s, Communication) and not _lone(s)]
+        moves = [s for s in program.body if isinstance(s, Communication) and not _of_one_rank(s)]
         reasons = {s.out.name: why for s in moves if (why := _why_whole(s, program, strategy))}
         rows = [s for s in moves if isinstance(s, AllGather) and s.out.name not in reasons]
         return Gathers(tuple(rows), reasons)
 
     def only(self, fits: Callable[[AllGather], bool], why_not: str) -> Gathers:
-        """The same with those that do not fit among the reasons."""
+        """Keep the allgathers that fit; the others get `why_not` as their reason."""
         out = {s.out.name: why_not for s in self.rows if not fits(s)}
         return Gathers(tuple(s for s in self.rows if s.out.name not in out), {**self.reasons, **out})
 
-    def told(self, program: Program, strategy: str) -> Program:
-        """The program with the reasons in its notes; raises where there are communications and none brings rows."""
+    def with_reasons(self, program: Program, strategy: str) -> Program:
+        """Return the program with the reasons as notes; raise if it communicates but gathers no rows for a matmul."""
         if self.rows or not self.reasons:
-            return told(program, self.reasons)
+            return with_reasons(program, self.reasons)
         s = next(s for s in program.body if result_of(s).name in self.reasons)
         raise s.fail(
             f"'{strategy}' cannot overlap the {s.keyword()}: {self.reasons[result_of(s).name]}",
@@ -54,8 +54,8 @@ class Gathers:
         )
 
 
-def _lone(s: Communication) -> bool:
-    """Whether it is among ranks that are alone: it hides nothing, and needs no reason."""
+def _of_one_rank(s: Communication) -> bool:
+    """Whether a collective has one rank only: there is nothing to overlap, and it needs no reason."""
     return isinstance(s, Collective) and s.mesh.size(s.over) == 1
 
 
@@ -72,20 +72,20 @@ def _why_whole(s: Communication, program: Program, strategy: str) -> str:
 
 
 def reads_rows(s: Statement, rows: Value) -> bool:
-    """Whether a matmul reads a tensor as its left side, and as nothing else."""
+    """Whether a matmul reads a tensor as its left side, and nowhere else."""
     reads = [v.name for v in s.values(Codec.READ, Codec.ALIAS)]
     return isinstance(s, (Matmul, Linear)) and s.a.name == rows.name and reads.count(rows.name) == 1
 
 
 def first_matmul(program: Program, s: AllGather) -> Statement | None:
-    """The first matmul that reads the rows, and nothing else that needs them."""
+    """Return the first matmul that reads the rows as its left side, and nothing else that depends on them."""
     after = computed_from(program, s.out)
     found = (user for user in program.body if reads_rows(user, s.out))
     return next((u for u in found if not any(v.name in after for v in u.values(Codec.READ))), None)
 
 
 def computed_from(program: Program, value: Value) -> set[str]:
-    """What is computed from a value, and from that in turn."""
+    """Return the names of all values that depend on a value."""
     found: set[str] = set()
     for s in program.body:
         if any(v.name == value.name or v.name in found for v in s.values(Codec.READ, Codec.ALIAS)):
@@ -94,14 +94,14 @@ def computed_from(program: Program, value: Value) -> set[str]:
 
 
 def wanted_otherwise(program: Program, rows: Value) -> bool:
-    """Whether a tensor is read by anything but the matmuls whose left side it is, or is an output."""
+    """Whether a tensor is an output, or read by anything but matmuls that have it as their left side."""
     users = [s for s in program.body if any(v.name == rows.name for v in s.values(Codec.READ, Codec.ALIAS))]
     return rows in program.outputs or not all(reads_rows(s, rows) for s in users)
 
 
 # How the shards lie -----------------------------------------------------------------------------------------------
 def shard_place(s: AllGather) -> SlicePlace:
-    """The place of one rank's shard in what is gathered."""
+    """Return where one rank's shard lies in the gathered tensor."""
     k = s.x.tensor.axis_on(s.over)
     assert k is not None
     factors = s.x.tensor.host().axes[k].factors
@@ -110,18 +110,18 @@ def shard_place(s: AllGather) -> SlicePlace:
 
 
 def long_axes(s: AllGather) -> list[int]:
-    """The axes outside that of the shards of which a rank has more than one element."""
+    """Return the axes outside the sharded one of which a rank has more than one element."""
     k = shard_place(s).axis
     return [j for j, size in enumerate(s.x.tensor.local_shape[:k]) if not size.is_one]
 
 
-def torn(s: AllGather) -> bool:
-    """Whether a shard lies in several blocks of one axis."""
+def shard_in_pieces(s: AllGather) -> bool:
+    """Whether a shard is several blocks of one axis."""
     return not shard_place(s).blocks_outside(s.out.tensor).is_one
 
 
 def block_axes(s: AllGather) -> tuple[Axis, ...]:
-    """The axes of what is gathered as `[blocks, ranks, ..., K]`: `ranks` is an axis of its own, with one before it."""
+    """Return the gathered tensor's axes as `[blocks, ranks, ..., K]`, with the ranks as an axis of their own."""
     axes = isolate(s.x.tensor, s.over)
     at = next(n for n, axis in enumerate(axes) if s.over in axis.marks)
     blocks = Axis(tuple(f for axis in axes[:at] for f in axis.factors)).normal()
@@ -131,7 +131,10 @@ def block_axes(s: AllGather) -> tuple[Axis, ...]:
 def with_block_axes(
     program: Program, gathers: Sequence[AllGather], wanted: Callable[[AllGather], bool]
 ) -> tuple[Program, list[AllGather]]:
-    """The program with block axes in those allgathers that want them, and in their matmuls; and these allgathers."""
+    """Rewrite the allgathers that want block axes, and their matmuls, to tensors with block axes.
+
+    Returns the program, and all the allgathers as they are in it.
+    """
     names = Names.of(program)
     known = {s.out.name for s in gathers}
     rows: dict[str, Value] = {}  # by what was gathered: the same with block axes
@@ -164,17 +167,17 @@ def _like(value: Value, axes: tuple[Axis, ...], names: Names) -> Value:
 
 
 # By copy engines ------------------------------------------------------------------------------------------------------
-# Pass `fused`: each rank pushes its shard to all, and one matmul takes each block of rows as it comes.
+# Pass `fused`: each rank pushes its shard to all others, and one matmul multiplies each block of rows as it arrives.
 #
 # The schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et al.,
 # 2024), the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The copies are left to the copy engines.
 #
-# With two streams and more than one copy, the signals behind the copies go to the other stream, where a kernel raises
-# each. Between two copies of one stream, a signal by the stream itself would keep the second waiting.
+# With two streams and more than one copy, the signals after the copies go to the other stream, where a kernel sends
+# each. A signal by the copying stream itself would delay the next copy.
 
-COPIER = Lit(0)  # the worker that copies
-TELLER = Lit(1)  # the worker whose kernels raise the flags behind the copies, if it is another
-THERE = Lit(1)  # the epoch of a block that is there
+COPY_STREAM = Lit(0)  # the worker stream that copies
+SIGNAL_STREAM = Lit(1)  # the worker stream whose kernels signal after the copies, if there are two
+ARRIVED = Lit(1)  # the epoch of a block that has arrived
 
 
 def _in_blocks(s: AllGather) -> bool:
@@ -184,11 +187,11 @@ def _in_blocks(s: AllGather) -> bool:
 
 
 def _needs_block_axes(s: AllGather) -> bool:
-    return torn(s) or len(long_axes(s)) > 1
+    return shard_in_pieces(s) or len(long_axes(s)) > 1
 
 
 def _matmuls_first(program: Program, gathers: Sequence[AllGather]) -> Program:
-    """The statements in such an order that the first to need gathered rows is a matmul, which can wait for them."""
+    """Reorder statements so that the first user of gathered rows is a matmul: it can wait block by block."""
     for gather in gathers:
         matmul, body = first_matmul(program, gather), program.body
         assert matmul
@@ -203,7 +206,7 @@ def _matmuls_first(program: Program, gathers: Sequence[AllGather]) -> Program:
 
 
 class ShardPush:
-    """One allgather: the copies of the own shard to the others, and the matmul that waits for theirs."""
+    """Builds one allgather: the copies of the own shard to the peers, and the matmul that waits for theirs."""
 
     def __init__(self, host: Host, peers: Peers, gather: AllGather, streams: int) -> None:
         self.host, self.peers, self.gather = host, peers, gather
@@ -223,12 +226,12 @@ class ShardPush:
         self.copies()
 
     def workers_of(self, streams: int) -> int:
-        """How many worker streams it takes: a second one where a copy comes after another."""
+        """Return how many worker streams it takes: two if signals and copies shall not wait for each other."""
         return 2 if streams > 1 and (self.ranks > 2 or self.axis is not None) else 1
 
     @property
     def copies_own(self) -> bool:
-        """Whether this rank's rows go to the buffer too: a matmul takes one block of them as they lie, others do not.
+        """Whether this rank's rows are copied to the buffer too; a matmul can read one block of them where they are.
 
         A matmul that reads what else is gathered waits for all of it before it starts.
         """
@@ -239,9 +242,9 @@ class ShardPush:
         return any(isinstance(s, AllGather) and s.out.name in operands for s in self.host.program.body)
 
     def buffers(self) -> tuple[Value, Value | None]:
-        """The symmetric buffer that all ranks fill; and where the rows are wanted whole, one for a copy of it.
+        """Allocate the symmetric buffer that all ranks fill; return it, and the tensor for a copy of the rows or None.
 
-        What is wanted by others than the matmul must stay as it is when the next call's copies come.
+        Rows are copied if anything but the matmul reads them: the next call's copies overwrite the buffer.
         """
         s, host = self.gather, self.host
         whole = host.destination(s.out) if wanted_otherwise(host.program, s.out) else None
@@ -252,7 +255,7 @@ class ShardPush:
         return full, whole
 
     def copies(self) -> None:
-        """The own shard to the own buffer; and on a worker to each peer's, just before its matmul comes to it."""
+        """Add the copies: to the own buffer, and on a worker stream to each peer when its matmul needs the rows."""
         s, body, turn = self.gather, self.host.body, self.peers.index("i")
         before = modulo(Bin("+", self.place, Bin("-", Lit(self.ranks - 1), turn)), self.ranks)
         copy, signal = self.push(before, "to the rank that multiplies these rows next")
@@ -260,31 +263,31 @@ class ShardPush:
         if self.workers > 1:
             note = "by a kernel: the next copy need not wait for it"
             raised = replace(signal, sms=1, note=note)
-            theirs = SetStream(COPIER), copy, SetStream(TELLER), Synchronize(COPIER), raised
-        body += [SetStream(COPIER), Synchronize(self.peers.user)]
+            theirs = SetStream(COPY_STREAM), copy, SetStream(SIGNAL_STREAM), Synchronize(COPY_STREAM), raised
+        body += [SetStream(COPY_STREAM), Synchronize(self.peers.user)]
         body += self.views if self.axis is None else ()
         if self.copies_own:
             # A copy within a GPU needs SMs, so it must come before the matmul that holds them.
             mine = self.each(self.push(self.place, "the matmul begins with these rows"))
-            body += [SetStream(self.peers.user), *mine, SetStream(COPIER)]
-        body += self.peers.past(s, self.full)
+            body += [SetStream(self.peers.user), *mine, SetStream(COPY_STREAM)]
+        body += self.peers.barrier(s, self.full)
         body += self.each([For(turn.value, Size(self.ranks - 1), theirs, span=s.span)])
         body.append(SetStream(self.peers.user))
 
     def push(self, to: Expr, note: str) -> tuple[Put, Signal]:
-        """One block of the own shard to a rank, and the signal behind it."""
+        """Return the copy of one block of the own shard to a rank, and the signal after it."""
         slot = self.place if self.axis is None else Bin("+", Bin("*", self.block, Lit(self.ranks)), self.place)
         copy = Put(self.shard, self.mine, to, self.gather.over, span=self.gather.span, note=note)
-        return copy, Signal(self.flags, slot, THERE, to, self.gather.over, span=self.gather.span)
+        return copy, Signal(self.flags, slot, ARRIVED, to, self.gather.over, span=self.gather.span)
 
     def each(self, done: Iterable[Statement]) -> list[Statement]:
-        """The same for each block of the own shard."""
+        """Return the statements, in a loop over the blocks of the own shard if there are several."""
         if self.axis is None:
             return [*done]
         return [For(self.block.value, self.blocks, (*self.views, *done), span=self.gather.span)]
 
     def views_of(self, x: Value) -> tuple[list[ViewStatement], Value, Value]:
-        """The own shard and its place in the buffer: of one block of the rows, where a shard lies in several."""
+        """Return views of the own shard, or of one of its blocks, and of its place in the buffer."""
         views: list[ViewStatement] = []
         full, span = self.full, self.gather.span
         if self.axis is not None:
@@ -294,7 +297,7 @@ class ShardPush:
         return views, x, mine
 
     def one_of(self, value: Value, block: Ref, views: list[ViewStatement]) -> Value:
-        """A view of one block of the rows, added to `views`."""
+        """Return a view of one block of the rows, added to `views`."""
         axes, k = value.tensor.axes, self.axis
         assert k is not None
         name = self.host.names.fresh(f"{value.name}_{block.value.name}")
@@ -308,33 +311,34 @@ class ShardPush:
         return out
 
     def multiply(self, s: Contraction) -> None:
-        """The matmul that waits for the blocks: the copies have ended behind it, and others find the rows there."""
+        """Add the matmul that waits for the blocks. After it all copies have ended, and others may read the rows."""
         self.host.destination(s.out)
         moved = s.rename(self.host.values)
         assert isinstance(moved, Contraction)
         note = "own rows first, each other block when it is there"
         own = None if self.copies_own else self.shard
-        waits = replace(moved, a=self.full, ready=self.flags, epoch=THERE, first=self.place, own=own, note=note)
+        waits = replace(moved, a=self.full, ready=self.flags, epoch=ARRIVED, first=self.place, own=own, note=note)
         self.host.body.append(waits)
-        self.settle()
+        self.join_copies()
 
     def arrive(self) -> None:
-        """The caller's stream waits for the blocks, where something other than a matmul needs them first."""
+        """Make the caller's stream wait for all blocks, if something other than a matmul needs them first."""
         block = self.peers.index("i")
-        self.host.body.append(For(block.value, self.blocks * self.ranks, (WaitSignal(self.flags, block, THERE),)))
-        self.settle()
+        self.host.body.append(For(block.value, self.blocks * self.ranks, (WaitSignal(self.flags, block, ARRIVED),)))
+        self.join_copies()
 
-    def settle(self) -> None:
-        """Once all blocks are there: this rank's copies have ended too, and the rows go where they are wanted whole."""
+    def join_copies(self) -> None:
+        """Join this rank's copy streams once all blocks have arrived, and copy the rows if they are needed whole."""
         body, span = self.host.body, self.gather.span
-        body.append(Synchronize(TELLER if self.workers > 1 else COPIER))  # the teller's last signal follows all copies
+        last = SIGNAL_STREAM if self.workers > 1 else COPY_STREAM  # whose last signal follows all copies
+        body.append(Synchronize(last))
         if self.whole:
             body.append(DenseCopy(out=self.whole, x=self.full, span=span, note=f"copy: {self.whole} is wanted whole"))
 
 
 @dataclass(frozen=True)
 class Fused(Pass):
-    """Copies to all peers instead of an allgather of rows, and a matmul that waits for each block of them."""
+    """Copies shards to all peers instead of an allgather of rows, and a matmul that waits for each block of them."""
 
     name = "fused"
     pushes: ClassVar[type[ShardPush]] = ShardPush
@@ -343,7 +347,7 @@ class Fused(Pass):
     def run(self, program: Program) -> Program:
         why_not = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
         gathers = Gathers.of(program, self.name).only(_in_blocks, why_not)
-        blocked, rows = with_block_axes(gathers.told(program, self.name), gathers.rows, _needs_block_axes)
+        blocked, rows = with_block_axes(gathers.with_reasons(program, self.name), gathers.rows, _needs_block_axes)
         host = Host(_matmuls_first(blocked, rows))
         peers = Peers(host) if rows else None
         flying: dict[str, ShardPush] = {}  # by the gathered tensor: the copies that the caller's stream has not joined
@@ -366,7 +370,7 @@ class Fused(Pass):
 # By SMs ---------------------------------------------------------------------------------------------------------------
 # Pass `push`: as `fused`, with copies by a few SMs of the rank that has the rows, in one kernel before the matmul.
 #
-# For few rows: a kernel begins to write to peers, and raises flags behind, in less time than copy engines take to
+# For few rows: a kernel begins to write to peers, and sets flags after that, in less time than copy engines take to
 # begin. The matmul behind it starts while it copies. Kernels that store to peers are how low-latency collectives work
 # in NCCL (its LL protocols) and in the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
 
@@ -374,7 +378,7 @@ SMS = 16  # that copy: fewer do not fill the links, more leave too few to the ma
 
 
 class KernelPush(ShardPush):
-    """One allgather: the copies to all ranks, this one first, are on the caller's stream, before the matmul."""
+    """One allgather: copies to all ranks, this one first, on the caller's stream, before the matmul."""
 
     copies_own = True  # the same few SMs copy to all
 
@@ -383,13 +387,13 @@ class KernelPush(ShardPush):
 
     def copies(self) -> None:
         body, turn = self.host.body, self.peers.index("i")
-        body += self.peers.past(self.gather, self.full)
+        body += self.peers.barrier(self.gather, self.full)
         body += self.views if self.axis is None else ()
         before = modulo(Bin("+", self.place, Bin("-", Lit(self.ranks), turn)), self.ranks)
         copy, signal = self.push(before, "to itself, then to the rank that multiplies these rows next")
         body += self.each([For(turn.value, Size(self.ranks), (replace(copy, sms=SMS), signal), span=self.gather.span)])
 
-    def settle(self) -> None:
+    def join_copies(self) -> None:
         if self.whole:
             note = f"copy: {self.whole} is wanted whole"
             self.host.body.append(DenseCopy(out=self.whole, x=self.full, span=self.gather.span, note=note))
@@ -397,7 +401,7 @@ class KernelPush(ShardPush):
 
 @dataclass(frozen=True)
 class Pushed(Fused):
-    """Copies by SMs to all peers instead of an allgather of rows, and a matmul that starts beside them."""
+    """Copies shards by SMs instead of an allgather of rows, and a matmul that starts beside them."""
 
     name = "push"
     pushes: ClassVar[type[ShardPush]] = KernelPush

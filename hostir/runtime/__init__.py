@@ -1,1 +1,1 @@
-"""What runs programs: the interpreter, the machines, the kernels, and what watches them. Loads torch."""
+"""Run programs: the interpreter's machines, kernels, sessions and the watchdog. Loads torch."""

@@ -39,11 +39,11 @@ from hostir.runtime.unroll import (
 )
 
 # Inputs ---------------------------------------------------------------------------------------------------------------
-# What a caller gives as inputs: without gradients, and apart in memory where a program writes one of them.
+# Inputs must not require gradients, and must not overlap in memory if a program writes one of them.
 
 
 def written_inputs(program: Program) -> frozenset[str]:
-    """The names of the inputs that a program writes, as they are or through views."""
+    """Return the names of the inputs that a program writes, directly or through views."""
     inputs = {value.name: value.name for value in program.inputs}
     written: set[str] = set()
     for s in program.walk():
@@ -57,9 +57,10 @@ def written_inputs(program: Program) -> frozenset[str]:
 
 
 def check_apart(program: Program, written: Collection[str], inputs: Sequence[Any]) -> None:
-    """Raises HostIRError where one of the inputs `written` shares memory with another of the same rank, or with itself.
+    """Raise HostIRError if one of the inputs `written` shares memory with another of the same rank, or with itself.
 
-    The program was proved right for inputs apart from each other. What is no tensor with memory passes: others say so.
+    The program was proved for inputs that do not overlap. Values that are not tensors with memory pass: other checks
+    refuse them.
     """
     pairs = list(zip(program.inputs, inputs, strict=False))
     held = [(v, x) for v, x in pairs if isinstance(x, torch.Tensor) and without_plain_memory(x) is None]
@@ -82,7 +83,7 @@ def check_apart(program: Program, written: Collection[str], inputs: Sequence[Any
 
 
 def refuse_gradients(program: Program, inputs: Sequence[Any]) -> None:
-    """Autograd knows nothing of what an executor computes, so that gradients would silently be lost."""
+    """Refuse inputs that require gradients: autograd does not see what an executor computes."""
     if not torch.is_grad_enabled():
         return
     for value, x in zip(program.inputs, inputs, strict=False):
@@ -95,7 +96,7 @@ def refuse_gradients(program: Program, inputs: Sequence[Any]) -> None:
 
 
 def check_local(program: Program, written: Collection[str], inputs: Sequence[Any], sizes: Mapping[str, int]) -> None:
-    """Refuses what a real rank would: simulated ranks compute with dense copies, and without gradients."""
+    """Refuse on simulated ranks what real ranks refuse, though they compute on dense copies and without gradients."""
     parts = [x if isinstance(x, list | tuple) else [x] for x in inputs]
     ranks = list(enumerate(zip(*parts, strict=False)))
     for _, mine in ranks:
@@ -112,7 +113,7 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
 
 
 def tell_copies(unrolled: UnrolledProgram) -> None:
-    """Warns, once for each, of inputs that every call copies, as the program needs them dense and they are not."""
+    """Warn, once for each, of inputs that every call copies because the program needs them dense."""
     program = unrolled.program
     copies = [op for op in unrolled.ops if isinstance(op, ComputeOp) and isinstance(op.place.statement, Dense)]
     for register in dict.fromkeys(op.operands[0] for op in copies if op.operands[0] in unrolled.inputs):
@@ -122,7 +123,7 @@ def tell_copies(unrolled: UnrolledProgram) -> None:
 
 
 def sizes_of(program: Program, inputs: Sequence[Any], given: Mapping[str, int]) -> Mapping[str, int] | None:
-    """The sizes of a call of the local machine; None where inputs are neither all whole nor all in parts."""
+    """Return the sizes of a call of the local machine; None if inputs are neither all whole nor all in parts."""
     if all(isinstance(x, torch.Tensor) for x in inputs):
         return bind_sizes(program, inputs, given, device="cpu")
     if not all(isinstance(x, list | tuple) and len(x) == program.ranks for x in inputs):
@@ -138,7 +139,7 @@ def _not_dense(x: Any) -> bool:
 
 
 # Outputs --------------------------------------------------------------------------------------------------------------
-# What a caller gives: how its tensors look, what those for outputs must be, and where a program writes into them.
+# Cache keys of a caller's tensors, the checks of `out=`, and the buffers that those tensors replace.
 
 Part = torch.Tensor | None
 Key = list[tuple[Any, ...] | None]
@@ -146,10 +147,10 @@ UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # from what 
 
 
 def homes(unrolled: UnrolledProgram) -> tuple[int, ...]:
-    """For each output the register of the buffer whose place the caller's tensor takes; NONE where it gets a copy.
+    """Return, for each output, the register of the buffer that the caller's tensor replaces; NONE if it gets a copy.
 
-    It takes the place of what the program allocates and returns whole, once, and touches only behind the beginning of
-    the call: the caller's stream may have used the tensor before, while nobody has used what is allocated.
+    Replaced are buffers that the program allocates, returns whole and once, and touches only after the beginning of the
+    call: the caller's stream may have used the tensor before the call, unlike memory that is newly allocated.
     """
     allocated = {op.out for op in unrolled.ops if isinstance(op, AllocateOp)} - _early(unrolled)
     found: list[int] = []
@@ -160,14 +161,14 @@ def homes(unrolled: UnrolledProgram) -> tuple[int, ...]:
 
 
 def place(given: Sequence[Part], homes: Sequence[int], registers: list[Any]) -> None:
-    """Before a run: puts the caller's tensors where the program would have allocated its outputs."""
+    """Put the caller's tensors, before a run, in the registers of the buffers that they replace."""
     for home, x in zip(homes, given, strict=True):
         if home != NONE:
             registers[home] = x
 
 
 def deliver(given: Sequence[Part], outputs: Sequence[int], registers: Sequence[Any]) -> tuple[Part, ...]:
-    """After a run, on the caller's stream: copies what lies elsewhere, and gives the caller's tensors back."""
+    """Copy, after a run, the outputs that are not in the caller's tensors yet; return the caller's tensors."""
     for register, x in zip(outputs, given, strict=True):
         if x is not None and x is not registers[register]:
             x.copy_(registers[register])
@@ -175,7 +176,7 @@ def deliver(given: Sequence[Part], outputs: Sequence[int], registers: Sequence[A
 
 
 def _early(unrolled: UnrolledProgram) -> set[int]:
-    """Buffers that a stream touches which may not have waited for what the caller's stream did before the call."""
+    """Return the buffers touched by streams that may not have waited for the caller's stream's earlier work."""
     behind, handles = {CALLER}, set[int]()
     early: set[int] = set()
     for op in unrolled.ops:
@@ -200,26 +201,26 @@ def _touched(op: Op) -> tuple[int, ...]:
     return ()
 
 
-# What the caller gives --------------------------------------------------------------------------------------------
-def look(tensors: Sequence[Any]) -> Key | None:
-    """What of tensors decides how a program runs on them; None where one is none that a call takes."""
+# Checks of `out=` -------------------------------------------------------------------------------------------------
+def cache_key(tensors: Sequence[Any]) -> Key | None:
+    """Return the cache key of tensors: shapes, strides, dtypes, device; None if one of them is unsupported."""
     grad, functorch = torch.is_grad_enabled(), torch._C._functorch
     try:
         within = functorch.peek_interpreter_stack() is not None  # torch.vmap and its like
         if within and any(x is not None and functorch.is_functorch_wrapped_tensor(x) for x in tensors):
             return None
-        return [None if x is None else _look(x, grad) for x in tensors]
+        return [None if x is None else _tensor_key(x, grad) for x in tensors]
     except UNREADABLE:
         return None
 
 
-def _look(x: torch.Tensor, grad: bool) -> tuple[Any, ...]:
+def _tensor_key(x: torch.Tensor, grad: bool) -> tuple[Any, ...]:
     wraps = x.__class__.__torch_dispatch__
     return x.shape, x.stride(), x.dtype, x.device, wraps, x.is_neg() or x._is_zerotensor(), grad and x.requires_grad
 
 
 def addresses(tensors: Iterable[Any]) -> tuple[int, ...]:
-    """Where tensors lie; nothing where one is no tensor or has no memory, which their check will say."""
+    """Return the addresses of tensors, None for what has no memory; the checks report that."""
     try:
         return tuple([0 if x is None else x.data_ptr() for x in tensors])
     except UNREADABLE:
@@ -227,20 +228,20 @@ def addresses(tensors: Iterable[Any]) -> tuple[int, ...]:
 
 
 def unwritable(tensors: Iterable[Any]) -> bool:
-    """Whether torch refuses to write one here: it was made in inference mode, and this is outside."""
+    """Whether torch refuses to write a tensor here, because it was made in inference mode and this is outside."""
     outside = not torch.is_inference_mode_enabled()
     return outside and any(isinstance(x, torch.Tensor) and x.is_inference() for x in tensors)
 
 
 def check_out(unrolled: UnrolledProgram, given: Sequence[Part], inputs: Sequence[Part], device: torch.device) -> None:
-    """Raises HostIRError unless `given` are tensors for this rank's outputs, on a device, apart from all others."""
+    """Raise HostIRError unless `given` are tensors for this rank's outputs, on a device, apart from all others."""
     program, rank = unrolled.program, unrolled.rank
     check_given(program, rank, given, expected_parts(program, rank, unrolled.sizes), device)
     check_out_apart(program, given, inputs)
 
 
 def expected_parts(program: Program, rank: int, sizes: Mapping[str, int]) -> list[Part]:
-    """A tensor without data like each output that a rank holds, None for the others."""
+    """Return a tensor without data like each output that a rank holds, None for the others."""
     held = [v.tensor.mesh is None or rank in v.tensor.mesh.devices for v in program.outputs]
     return [_like(v, sizes) if here else None for v, here in zip(program.outputs, held, strict=True)]
 
@@ -251,7 +252,7 @@ def _like(value: Value, sizes: Mapping[str, int]) -> torch.Tensor:
 
 
 def sequence_of(out: Any) -> tuple[Any, ...]:
-    """What a caller gives as `out=`: one tensor, or as many as there are outputs."""
+    """Return the tensors of `out=` as a tuple: it may be one tensor, or as many as there are outputs."""
     if isinstance(out, torch.Tensor):
         return (out,)
     if not isinstance(out, list | tuple):
@@ -262,7 +263,7 @@ def sequence_of(out: Any) -> tuple[Any, ...]:
 def check_given(
     program: Program, rank: int, given: Sequence[Part], expected: Sequence[Part], device: torch.device
 ) -> None:
-    """Raises HostIRError unless `given` are one rank's tensors for the outputs, like those `expected`, on a device."""
+    """Raise HostIRError unless `given` are one rank's tensors for outputs like those `expected`, on a device."""
     if len(given) != len(program.outputs):
         names = ", ".join(map(str, program.outputs))
         raise error(f"out= of @{program.name} has {len(given)} tensors", expected=f"{len(program.outputs)}: {names}")
@@ -297,7 +298,7 @@ def _check(value: Value, rank: int, x: Part, like: torch.Tensor, device: torch.d
 
 
 def check_out_apart(program: Program, given: Sequence[Part], inputs: Sequence[Part]) -> None:
-    """Raises HostIRError where a tensor for an output shares memory with an input, or with another such tensor.
+    """Raise HostIRError if a tensor for an output shares memory with an input, or with another such tensor.
 
     `given` and `inputs` are those of one rank, or of several one after another.
     """

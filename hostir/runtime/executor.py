@@ -23,10 +23,10 @@ from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
 from hostir.runtime.arguments import (
     Key,
     addresses,
+    cache_key,
     check_apart,
     check_local,
     check_out,
-    look,
     refuse_gradients,
     sequence_of,
     sizes_of,
@@ -59,39 +59,39 @@ WHY = "an executor runs a program that hostir has compiled"
 
 
 def untraced(function: F) -> F:
-    """A function at which Dynamo breaks its graph: it compiles neither that nor anything that it calls."""
+    """Mark a function so that Dynamo breaks its graph there, and compiles neither it nor what it calls."""
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=True, _torchdynamo_disable_msg=WHY)
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------
-# The plans of an executor, and what the device says of those that are not the latest.
+# The plans of an executor, and the errors that the device reports of them, the latest and others.
 
 Plan = CudaPlan | GlooPlan
 KEPT = 128  # plans: where shapes never repeat, they must not pile up
 
 
 class Plans(dict[tuple[Any, ...], Plan]):
-    """Plans by how their inputs look, the latest used last.
+    """An executor's plans by the cache keys of their inputs, the latest used last.
 
-    A kernel that waits for a peer may give up long after its call was made, when other plans run, or when its own has
-    gone. So each call asks its own plan and one of all, in turn. All are asked when another plan is made, which takes
-    longer than that, and one that made room stays at hand until the device is done with it and another is made.
+    A kernel that waits for a peer may time out long after its call, when other plans run or its own plan was dropped.
+    So each call polls its own plan, and one of all others in turn. All are polled when another plan is made, which
+    takes longer anyway. A dropped plan is kept until the device is done with it and another plan is made.
 
     Fields:
-        captured: those that graphs of the caller's use: they stay, since their tables must.
+        captured: plans used by graphs that the caller captured: they stay, since the graphs read their tables.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.captured: set[CudaPlan] = set()
-        self.leaving: list[tuple[CudaPlan, torch.cuda.Event]] = []  # made room; each with what comes behind its calls
-        self.unsaid: list[Diagnostic] = []  # reported, and not raised so far
+        self.leaving: list[tuple[CudaPlan, torch.cuda.Event]] = []  # dropped plans, each with an event after its calls
+        self.unraised: list[Diagnostic] = []  # reported by the device, but not raised yet
         self.turns: Iterator[CudaPlan] = iter(())
 
     def keep(self, key: tuple[Any, ...], plan: Plan) -> None:
-        """Adds the plan that runs next; what was not used longest leaves where there are too many."""
+        """Add the plan that runs next; drop the least recently used if there are too many."""
         self[key] = plan
         if len(self) > KEPT:
             oldest = self.pop(next(iter(self)))
@@ -99,40 +99,40 @@ class Plans(dict[tuple[Any, ...], Plan]):
                 self.leaving.append((oldest, oldest.behind()))
 
     def sweep(self) -> None:
-        """After another was made, or refused: asks all, and drops those that the device is done with.
+        """Poll all plans after another was made or refused, and drop those that the device is done with.
 
-        Those are leaving ones, and all whose symmetric memory has gone, for which the device was waited for. Asks for
-        events, so it must not be called in a capture.
+        Those are plans that made room, and all whose symmetric memory is gone, for which the device was waited for.
+        Queries events, so it must not be called during a capture.
         """
         stay = [(plan, behind) for plan, behind in self.leaving if not (behind.query() or is_stale(plan))]
-        heard = _diagnostics(plan.problem() for plan in self.everyone())
-        self.unsaid = [*dict.fromkeys([*self.unsaid, *heard])]
+        heard = _diagnostics(plan.problem() for plan in self.reporting())
+        self.unraised = [*dict.fromkeys([*self.unraised, *heard])]
         for key in [key for key, plan in self.items() if is_stale(plan)]:
             del self[key]
         self.leaving, self.turns = stay, iter(())
 
-    def look(self, plan: CudaPlan) -> HostIRError | None:
-        """What is reported of the plan that runs next, of the one whose turn it is, and was of all that have gone."""
+    def poll(self, plan: CudaPlan) -> HostIRError | None:
+        """Return the error reported by the plan that runs next, by the one whose turn it is, or by dropped ones."""
         said = plan.problem()
         other = next(self.turns, None)
         if other is None:
             if len(self) > 1 or self.captured or self.leaving:
-                self.turns = iter(self.everyone())
+                self.turns = iter(self.reporting())
         elif said is None:
             said = other.problem()
-        return None if said is None and not self.unsaid else self.said([said])
+        return None if said is None and not self.unraised else self._merged([said])
 
     def problem(self) -> HostIRError | None:
-        """What the device has reported by now of any of them."""
-        return self.said(plan.problem() for plan in self.everyone())
+        """Return what the device has reported so far of any plan, as one error."""
+        return self._merged(plan.problem() for plan in self.reporting())
 
-    def said(self, problems: Iterable[HostIRError | None]) -> HostIRError | None:
-        """These, and what is unsaid, as one."""
-        found, self.unsaid = dict.fromkeys([*self.unsaid, *_diagnostics(problems)]), []
-        return HostIRError(*found) if found else None  # a broken machine says the same of all plans
+    def _merged(self, problems: Iterable[HostIRError | None]) -> HostIRError | None:
+        """Join these errors, and those not raised so far, to one; None if there are none."""
+        found, self.unraised = dict.fromkeys([*self.unraised, *_diagnostics(problems)]), []
+        return HostIRError(*found) if found else None  # a broken machine reports the same error for all plans
 
-    def everyone(self) -> list[CudaPlan]:
-        """Each plan that the device may report something of."""
+    def reporting(self) -> list[CudaPlan]:
+        """Return every plan of which the device may report an error."""
         plans = [*self.values(), *self.captured, *(plan for plan, _ in self.leaving)]
         return list(dict.fromkeys(plan for plan in plans if isinstance(plan, CudaPlan)))
 
@@ -142,7 +142,7 @@ def _diagnostics(problems: Iterable[HostIRError | None]) -> list[Diagnostic]:
 
 
 # Executors ------------------------------------------------------------------------------------------------------------
-# What runs host programs: under torchrun on this rank's real machine, elsewhere on simulated ranks.
+# Execute host programs: under torchrun on this rank's real machine, elsewhere on simulated ranks.
 
 LOG = logger(__name__)
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
@@ -236,7 +236,7 @@ class Executor:
         self.rank = 0
         self._key: Key | None = None
         self._plan: Plan | None = None
-        self._given: Key | None = None  # of the latest call: how the tensors of its out= look
+        self._given: Key | None = None  # cache key of the latest call's `out=`
         self._where: Where = ()  # its plan, and the address of each of its tensors
         self._graphs: Graphs | None = None
         self._agreement = Agreement(None, program, self.kernels, False)  # with nobody, unless it joins a job
@@ -256,7 +256,7 @@ class Executor:
             self._graphs = self._make_graphs()
 
     def _join(self, machine: str | None) -> CudaMachine | GlooMachine:
-        """This rank's machine, in a program of as many ranks as there are."""
+        """Create this rank's machine, in a program of as many ranks as there are."""
         size = 1
         device = torch.device("cpu" if machine == "gloo" else "cuda")
         if launched():
@@ -291,7 +291,7 @@ class Executor:
     # Running ------------------------------------------------------------------------------------------------------
     @untraced
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
-        """One run.
+        """Run the program once.
 
         Raises HostIRError for tensors that do not fit, before anything runs; and for a statement that failed, which it
         names.
@@ -314,8 +314,8 @@ class Executor:
             return tuple(parts)
         with self._calls.lock:
             if self.watchdog is not None and self.watchdog.disturbed:
-                self.watchdog.come_back()
-            key = look(inputs)
+                self.watchdog.resume()
+            key = cache_key(inputs)
             plan = self._plan
             if plan is None or key != self._key:
                 plan = self._choose(key, inputs)
@@ -328,7 +328,7 @@ class Executor:
                 if not isinstance(plan, GlooPlan):
                     return self._issue(plan, inputs, given)
                 if self.watchdog is not None:
-                    self.watchdog.look_at(plan)
+                    self.watchdog.observe(plan)
                 with self._without_gradients:
                     return plan.run(inputs, given)
             except HostIRError as failure:
@@ -338,7 +338,7 @@ class Executor:
 
     @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:
-        """For inputs like these the symmetric memory that the program copies them to, None where there is none.
+        """Return for each input the symmetric memory that the program copies it to, None where there is none.
 
         An input that a caller computes right there, with the strides that it has there, is not copied. The memory is
         the executor's, and stays as the caller leaves it until the program writes there. All ranks must call this.
@@ -346,17 +346,17 @@ class Executor:
         if self.machine == "local":
             return tuple(None for _ in inputs)
         with self._calls.lock:
-            plan = self._choose(look(inputs), inputs, places=True)
+            plan = self._choose(cache_key(inputs), inputs, places=True)
         found = places(plan.unrolled, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
 
     def _issue(self, plan: CudaPlan, inputs: Sequence[Part], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
-        """Issues a run on CUDA, statement by statement or as one graph; a caller's graph gets the statements."""
+        """Issue a run on CUDA, statement by statement or as one graph; a caller's capture gets the statements."""
         graphs, capturing = self._graphs, torch.cuda.is_current_stream_capturing()
-        if (problem := self.plans.look(plan)) is not None:
+        if (problem := self.plans.poll(plan)) is not None:
             raise problem
         if self.watchdog is not None:
-            self.watchdog.look_at(plan, capturing)
+            self.watchdog.observe(plan, capturing)
         if capturing:
             self.plans.captured.add(plan)
             graphs = None
@@ -379,7 +379,7 @@ class Executor:
 
     @property
     def graph_refusal(self) -> str | None:
-        """Why calls with `out=`, like the latest call, are not replayed from CUDA graphs; None where they are."""
+        """The reason why calls with `out=` like the latest are not replayed from CUDA graphs; None if they are."""
         if self._graphs is not None:
             left = self._plan.eager_only if isinstance(self._plan, CudaPlan) else ""
             return self._graphs.refusal or left or None
@@ -389,7 +389,7 @@ class Executor:
 
     @untraced
     def synchronize(self) -> None:
-        """Waits for everything issued so far; on CUDA at most `timeout` seconds.
+        """Wait for everything issued so far; on CUDA at most `timeout` seconds.
 
         Raises HostIRError naming the communications that the device has not finished by then, or what it reports.
         """
@@ -399,14 +399,14 @@ class Executor:
         reached.record(torch.cuda.current_stream(self._machine.device))
         deadline = time.monotonic() + self.timeout
         while not reached.query():
-            self._raise_problem()  # a kernel may have given up, and what follows it wait for ever
+            self._raise_problem()  # a kernel may have timed out, and work after it wait forever
             if time.monotonic() > deadline:
                 raise self._blamed(self._stuck())
             time.sleep(1e-4)
         self._raise_problem()
 
     def _raise_problem(self) -> None:
-        """Raises what the device has reported by now."""
+        """Raise what the device has reported so far."""
         if (problem := self.plans.problem()) is not None:
             raise self._blamed(problem)
 
@@ -427,7 +427,7 @@ class Executor:
 
     # Planning -----------------------------------------------------------------------------------------------------
     def _begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
-        """Raises where other ranks are at another call; a rank that may already run it is told, too."""
+        """Raise if other ranks make another call; a rank that may already run its call is told as well."""
         try:
             self._agreement.begin(sizes, planned=planned, places=places)
         except HostIRError as refused:
@@ -436,7 +436,7 @@ class Executor:
             raise
 
     def _choose(self, key: Key | None, inputs: Sequence[Part], places: bool = False) -> Plan:
-        """The plan for inputs of these shapes, made where there is none."""
+        """Return the plan for inputs with this key; make it if there is none."""
         if self._process != os.getpid():
             raise forked_from(self.rank)
         plan = self.plans.pop(tuple(key), None) if key is not None else None
@@ -447,7 +447,7 @@ class Executor:
                 plan = self._make(inputs, places)
             finally:
                 self._drop_stale()
-            self._tell(plan, time.perf_counter() - began)
+            self._log(plan, time.perf_counter() - began)
         else:
             self._begin(plan.unrolled.sizes, planned=True, places=places)
         self.plans.keep(tuple(key or ()), plan)
@@ -457,7 +457,7 @@ class Executor:
         return plan
 
     def _drop_stale(self) -> None:
-        """Drops the plans whose symmetric memory went when the latest plan got its own."""
+        """Drop the plans whose symmetric memory was released when the latest plan got its own."""
         self._key, self._plan, self._given, self._where = None, None, None, ()
         if self._graphs is not None:
             self._graphs.forget(is_stale)
@@ -492,8 +492,8 @@ class Executor:
                 return machine.plan(unrolled, self.trace)
             return machine.plan(unrolled, Timeline(unrolled, self.trace) if self.trace is not None else None)
 
-    def _tell(self, plan: Plan, seconds: float) -> None:
-        """Logs a plan that was made, and why no graph is captured of it."""
+    def _log(self, plan: Plan, seconds: float) -> None:
+        """Log a new plan, and why no graph is captured of it."""
         if not LOG.isEnabledFor(logging.INFO):
             return
         unrolled, name = plan.unrolled, self.program.name
@@ -505,7 +505,7 @@ class Executor:
             LOG.info("@%s: no CUDA graph is captured: %s", name, plan.eager_only or self.graph_refusal)
 
     def _refuse_shared_queues(self, sizes: Mapping[str, int]) -> None:
-        """Refuses what would stand still since the device has fewer queues than the program has streams."""
+        """Refuse a program that would deadlock because the device has fewer queues than it has streams."""
         if self.machine == "cuda" and self.program.streams >= queues():  # the caller's stream needs one as well
             from hostir.check.proof import shared_queues
 
@@ -513,16 +513,16 @@ class Executor:
                 raise HostIRError(*stuck)
 
     def _take(self, plan: Plan, inputs: Sequence[Part], out: Any) -> tuple[Part, ...]:
-        """The caller's tensors for the outputs, checked where they are not those of the latest call."""
+        """Return the caller's tensors for the outputs; check them unless they are those of the latest call."""
         given = sequence_of(out)
-        looks, where = look(given), (plan, *addresses((*inputs, *given)))
-        if looks is None or looks != self._given or where != self._where or unwritable(given):
+        key, where = cache_key(given), (plan, *addresses((*inputs, *given)))
+        if key is None or key != self._given or where != self._where or unwritable(given):
             check_out(plan.unrolled, given, inputs, self._machine.device)
-            self._given, self._where = looks, where
+            self._given, self._where = key, where
         return given
 
     def _keep_apart(self, key: Key | None, inputs: Sequence[Part]) -> None:
-        """Refuses inputs that share memory of which the program writes some, wherever the caller has them now."""
+        """Refuse inputs that overlap in memory if the program writes one; addresses may change from call to call."""
         here = key, addresses(inputs)
         if here != self._apart:
             check_apart(self.program, self._written, inputs)
@@ -533,7 +533,7 @@ _with_threads: weakref.WeakSet[Executor] = weakref.WeakSet()  # or connections, 
 
 
 def _forked() -> None:
-    """In a child of a fork: the next call of an executor looks for a plan, and then at the process that it is in."""
+    """Make the next call of each executor in a forked child look up its plan, which finds that the process changed."""
     for executor in _with_threads:
         executor._key, executor._plan = None, None
     for calls in {executor._calls for executor in _with_threads}:
@@ -544,11 +544,11 @@ os.register_at_fork(after_in_child=_forked)
 
 
 # Whole tensors --------------------------------------------------------------------------------------------------------
-# Running a program on whole tensors, wherever its ranks are.
+# Run a program on whole tensors, on any machine.
 
 
 def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-    """Runs a host program once on whole tensors and returns whole tensors, on every machine.
+    """Run a host program once on whole tensors, on any machine, and return whole tensors.
 
     Under torchrun every rank gives the same inputs and gets the same outputs: each takes its parts, and at the end the
     ranks send each other theirs. For tests and small runs. `options` are those of Executor.
@@ -568,7 +568,7 @@ def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
 
 
 def everyones(parts: Sequence[Part], joined: Session | None) -> list[Sequence[Part]]:
-    """The parts of each rank of a job, on all of them."""
+    """Return the parts of every rank of a job, on all ranks."""
     if joined is None:
         return [parts]
     gathered: list[Any] = [None] * joined.size

@@ -25,14 +25,14 @@ from hostir.runtime.unroll import (
 )
 
 # Inputs in place ------------------------------------------------------------------------------------------------------
-# Inputs that need no copy: the places in symmetric memory that a program would copy them to.
+# Inputs that need no copy: the caller can write them where a program would copy them, in symmetric memory.
 
 
 def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int, ...]:
-    """For each input the register of the place to which one copy takes all of it; NONE where there is none.
+    """Return for each input the register of the memory to which one copy takes all of it; NONE if there is none.
 
-    Nor is there one in a buffer that peers read: they may be at it until this rank's next call waits for them, and the
-    caller writes before. Nor where anything else is written: it would be lost, or the input.
+    Memory that peers read does not count: they may read it until this rank's next call waits for them, and the caller
+    writes before. Nor does memory that anything else writes: the result or the input would be lost.
     """
     found = dict.fromkeys(unrolled.inputs, NONE)
     if memory is None:
@@ -51,24 +51,24 @@ def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int,
 
 
 def _written(op: Op) -> tuple[int, ...]:
-    """The registers that an operation writes."""
+    """Return the registers that an operation writes."""
     if isinstance(op, CopyOp | ComputeOp | CollectiveOp):
         return (op.out,)
     return tuple(register for register, _ in op.receives) if isinstance(op, MessagesOp) else ()
 
 
 # Lifetimes ------------------------------------------------------------------------------------------------------------
-# Which buffers may go back to the allocator as soon as the host drops them, and which must wait for a stream.
+# Buffers that can be returned to the allocator when the host drops them, and those that must wait for a stream.
 #
 # An allocator of CUDA memory hands a dropped buffer to the next allocation on the stream it came from. That is safe
-# where that stream has already waited for every stream that used the buffer. One pass over a recording proves it, or
+# if that stream has already waited for every stream that used the buffer. One pass over the operations proves it, or
 # names the streams it cannot prove it for; they are then marked on the tensor (`record_stream`), at some cost in
 # memory. Programs that lowering emits allocate on the caller's stream and join all workers to it, so they pass; texts
 # edited by hand may not.
 
 
 def late_streams(unrolled: UnrolledProgram) -> dict[int, tuple[int, ...]]:
-    """For each buffer that needs it, the streams that may still use it when the host drops it.
+    """Return, for each buffer that needs it, the streams that may still use it when the host drops it.
 
     Buffers are dropped where the program frees them, else at the end of the run. Outputs go to the caller, who uses
     them on its stream; inputs come from the caller, who drops them after the run.
@@ -86,7 +86,7 @@ def late_streams(unrolled: UnrolledProgram) -> dict[int, tuple[int, ...]]:
 
 
 def unjoined(unrolled: UnrolledProgram) -> tuple[int, ...]:
-    """The streams that the caller's stream has not waited for at the end of the run."""
+    """Return the streams that the caller's stream has not waited for at the end of the run."""
     scan = _Scan(unrolled)
     for op in unrolled.ops:
         scan.pass_over(op)
@@ -96,7 +96,7 @@ def unjoined(unrolled: UnrolledProgram) -> tuple[int, ...]:
 
 @dataclass
 class _Scan:
-    """Vector clocks: `seen[s][t]` is how many operations of stream t are over before the next of stream s begins."""
+    """Vector clocks: `seen[s][t]` counts operations of stream t that are over before the next of stream s begins."""
 
     unrolled: UnrolledProgram
     seen: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class _Scan:
             self.uses.setdefault(self.unrolled.buffers[register], {})[stream] = self.seen[stream][stream]
 
     def launch(self, handle: int, registers: tuple[int, ...], stream: int) -> None:
-        """A communication uses its buffers until a stream waits for it, which then has seen what it started after."""
+        """Start a communication: a stream that waits for it follows what it started after, and uses its buffers."""
         self.use(registers, stream)
         self.flying[handle] = stream
         self.flights[handle] = ([self.unrolled.buffers[r] for r in registers], dict(self.seen[stream]))

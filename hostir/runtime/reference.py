@@ -1,4 +1,4 @@
-"""The meaning of a program on whole tensors, and how far a result may be from it."""
+"""Compute the reference results of a program on whole tensors, and the error that a result may have."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hostir.ir.types import DType
 from hostir.runtime.kernels.aten import KERNELS
 from hostir.runtime.sharding import bind_sizes, torch_dtype
 
-# The meaning ----------------------------------------------------------------------------------------------------------
-# The meaning of a program: its statements one after another, at once, on whole tensors.
+# The reference --------------------------------------------------------------------------------------------------------
+# Defines what a program computes: its statements run one after another, each at once, on whole tensors.
 #
 # Here a sharded axis is an axis, a partial sum is the sum, and every communication copies. Nothing is fast, and nothing
-# depends on ranks, streams or order, so that all other machines can be held against it.
+# depends on ranks, streams or order, so that all other machines can be compared with it.
 
 
 class Whole:
@@ -33,19 +33,19 @@ class Whole:
         self.tensor = tensor
 
     def get(self) -> torch.Tensor:
-        """Its elements, perhaps in memory that others hold too: not to be written."""
+        """Return its elements, perhaps in shared memory: they must not be written."""
         return self.tensor
 
     def put(self, elements: torch.Tensor) -> None:
-        """Replaces its elements."""
+        """Replace its elements."""
         self.tensor = elements
 
 
 @dataclass(frozen=True)
 class WholeView:
-    """Some elements of `parent`: those of `part(parent)`, a strided view, in the shape `shape`.
+    """Part of a tensor: the elements of `part(parent)`, a strided view, in the shape `shape`.
 
-    A piece of a sharded axis is some rows of every rank's part, which no strides express; two steps do.
+    A piece of a sharded axis is some rows of every rank's part: not one strided view, but two steps.
     """
 
     parent: Whole | WholeView
@@ -53,11 +53,11 @@ class WholeView:
     shape: tuple[int, ...]
 
     def get(self) -> torch.Tensor:
-        """Its elements, perhaps in memory that others hold too: not to be written."""
+        """Return its elements, perhaps in shared memory: they must not be written."""
         return self.part(self.parent.get()).reshape(self.shape)
 
     def put(self, elements: torch.Tensor) -> None:
-        """Replaces its elements in the parent."""
+        """Replace its elements in the parent."""
         whole = self.parent.get().clone()
         part = self.part(whole)
         part.copy_(elements.reshape(part.shape))
@@ -121,19 +121,19 @@ class Reference:
             out.put(x.get().reshape(out.get().shape))
 
     def wait(self, handle: None) -> None:
-        """Nothing is in flight here."""
+        """Do nothing: communications have ended when they are issued."""
 
     def current_stream(self) -> int:
         return 0
 
     def set_stream(self, stream: int) -> None:
-        """All is one stream."""
+        """Do nothing: there is one stream."""
 
     def synchronize(self, stream: int) -> None:
-        """All is done when it is issued."""
+        """Do nothing: statements have ended when they are issued."""
 
     def delay(self, microseconds: int) -> None:
-        """Nothing else wants to run."""
+        """Do nothing: nothing else waits to run."""
 
     def copy(self, x: Handle, out: Handle, source: int, target: int, sms: int = 0) -> None:
         raise _no_ranks()
@@ -149,7 +149,7 @@ class Reference:
 
 
 def _no_ranks() -> HostIRError:
-    """What statements that name ranks refuse before they get here."""
+    """Fail: programs with statements that name ranks are refused before."""
     return error("whole tensors have no ranks", hint="run the program on simulated or real ranks")
 
 
@@ -160,7 +160,7 @@ def reference(
     sizes: Mapping[str, int] | None = None,
     dtype: torch.dtype | None = torch.float64,
 ) -> tuple[torch.Tensor, ...]:
-    """The whole outputs of a fusion or a host program, from whole inputs.
+    """Return the whole outputs of a fusion or a host program, from whole inputs.
 
     Computes in `dtype`, or in the program's own dtypes where it is None, on the device of the inputs. `sizes` need name
     only the symbols that do not follow from the inputs' shapes. Raises HostIRError for inputs that do not fit.
@@ -172,8 +172,8 @@ def reference(
     return tuple(x.get().clone() for x in outputs if x is not None)
 
 
-# The bound ------------------------------------------------------------------------------------------------------------
-# How far a result may be from the unsharded reference, and how far it is.
+# Error bounds ---------------------------------------------------------------------------------------------------------
+# The error of a result relative to the unsharded reference, and the largest allowed.
 #
 # The reference is computed in float64. A result passes when its error is at most 1.1 times that of the unsharded torch
 # computation in the program's own dtypes, on the same inputs, times what sums over ranks add. A sum over R ranks rounds
@@ -196,7 +196,7 @@ CHANCE = 1.5  # units in the last place, by which one element's roundings may di
 
 @dataclass(frozen=True)
 class Comparison:
-    """Errors relative to the reference's norm: of one output, and the most it may have."""
+    """The error of one output relative to the reference's norm, and the largest that is allowed."""
 
     output: str
     error: float
@@ -212,7 +212,7 @@ class Comparison:
 
 
 def of_single_ranks(source: Program) -> bool:
-    """Whether single ranks do different things in a program, so that whole tensors say nothing of what it computes.
+    """Whether single ranks do different things in a program, so that whole tensors do not define its results.
 
     What a fusion computes does not depend on ranks, however it is lowered.
     """
@@ -227,7 +227,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def reductions(program: Program, *, ring: bool = False) -> float:
-    """What the sums over ranks of a host program add to the square of the error, relative to one rounding.
+    """Return what a host program's sums over ranks add to the square of the error, relative to one rounding.
 
     `ring`: they are made by NCCL, in the dtype, hop by hop.
     """
@@ -236,7 +236,7 @@ def reductions(program: Program, *, ring: bool = False) -> float:
 
 
 def bound(plain: torch.Tensor, expected: torch.Tensor, sums: float, dtype: torch.dtype | None = None) -> float:
-    """The largest error that a result may have: `plain` is the unsharded computation in the program's own dtypes.
+    """Return the largest error allowed; `plain` is the unsharded computation in the program's own dtypes.
 
     `dtype` is the result's; None: that of `plain`, which a sum of partial sums need not have.
     """
@@ -254,7 +254,7 @@ def compare(
     ring: bool = False,
     summed: bool = False,
 ) -> list[Comparison]:
-    """One comparison an output of a host program, on whole tensors, sums of partial sums unrounded.
+    """Compare the outputs of a host program with the reference, on whole tensors, with partial sums unrounded.
 
     `ring` as for `reductions`; `summed`: `plain` has rounded the sums over ranks too, as on a CPU.
     """

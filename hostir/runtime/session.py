@@ -1,4 +1,4 @@
-"""Sessions: this process as one rank of a job, what ranks agree on, and the order of their calls."""
+"""Sessions: this process as one rank of a job, agreement between ranks, and the order of their calls."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ from hostir.runtime.watchdog import Watchdog, headline
 # Calls ----------------------------------------------------------------------------------------------------------------
 # The calls of executors by a team of ranks: one at a time on each rank, and the same in the same order on all.
 #
-# Executors share their team's process groups, which match what comes from each rank by its order alone. So the rank
-# that gets first to the team's n-th call says in the team's store what it is, and every other holds its own against
-# that. It waits for nobody: ranks may be calls apart. Threads of a rank take turns, in the order of the ranks that came
-# first.
+# Executors share their team's process groups, which match operations of ranks by their order alone. So the rank that
+# gets first to the team's n-th call posts it in the team's store, and every other compares its own call with that.
+# Nobody waits: ranks may be calls apart. Threads of a rank take turns, in the order of the ranks that were first.
 
 SLOTS = 512  # of the store: no rank is as many calls ahead of another
 ALIKE = "the same calls, in the same order, on every rank"
@@ -46,7 +45,7 @@ PAGE = "docs/calls.md says what the ranks of a job must do alike"
 
 @dataclass(frozen=True)
 class Call:
-    """What ranks compare of a call; `executor` is the number of its executor's first call, None before that."""
+    """The data of a call that ranks compare; `executor` numbers its executor's first call, None before that."""
 
     program: str
     digest: str
@@ -70,8 +69,8 @@ class Call:
         return json.dumps(asdict(self))
 
 
-def told(by_rank: Mapping[int, Call]) -> str:
-    """Calls of several ranks that differ, in the words of who made them: equal ones together."""
+def describe(by_rank: Mapping[int, Call]) -> str:
+    """Describe ranks' different calls in the user's terms, equal ones together."""
     groups: dict[str, list[int]] = {}
     for rank, call in by_rank.items():
         groups.setdefault(str(call), []).append(rank)
@@ -99,7 +98,7 @@ def told(by_rank: Mapping[int, Call]) -> str:
 
 
 class Calls:
-    """The calls of one team, as one of its ranks makes them.
+    """The calls of one team, as seen by one of its ranks.
 
     Args:
         store: a store that the ranks share; None for a rank alone.
@@ -122,23 +121,23 @@ class Calls:
         self.users: dict[str, weakref.WeakSet[threading.Thread]] = defaultdict(weakref.WeakSet)  # by digest
 
     def unlock(self) -> None:
-        """Begins with locks that no thread holds: in a child of a fork, whose parent's threads may have held them."""
+        """Create new locks, held by no thread: in a forked child, the parent's threads may have held the old ones."""
         self.lock = threading.RLock()
         self.moved = threading.Condition(self.lock)
 
     def made(self, digest: str) -> None:
-        """Notes that this thread has made an executor of a program, and may call it."""
+        """Record that this thread has made an executor of a program, and may call it."""
         with self.lock:
             self.users[digest].add(threading.current_thread())
 
     def begin(self, asked: Callable[[], Call], *, planned: bool) -> None:
-        """Goes on where every rank that has got here makes the same call; the caller has the lock.
+        """Return if every rank that has reached this call makes the same one; the caller holds the lock.
 
-        `asked` gives the call, anew after other threads have had their turn: where one of them may be about to make the
-        call that comes next, this one waits for it.
+        `asked` returns the call, again after other threads have called: if one of them may be about to make the call
+        that is next on the other ranks, this thread waits for it.
 
-        Raises HostIRError, naming both calls, where they differ. It has the field `running` where the rank that came
-        first had `planned`, and so may be in the midst of its call.
+        Raises HostIRError, naming both calls, if they differ. Its attribute `running` is true if the rank that got
+        there first had `planned`, and so may already run its call.
         """
         if not self.others:
             return
@@ -147,7 +146,7 @@ class Calls:
             call = asked()
             self.users[call.digest].add(threading.current_thread())
             mine = str(call)
-            first, running, text = self._say(mine, planned)
+            first, running, text = self._post(mine, planned)
             if text == mine:
                 return self._move()
             theirs = Call.of(text)
@@ -155,31 +154,31 @@ class Calls:
                 self._move()
                 what = f"rank {self.rank} does not run @{call.program}, because rank {first} does not"
                 raise error(f"{what}: {theirs.refusal}")
-            if not self._comes(theirs, deadline):
+            if not self._made_by_other_thread(theirs, deadline):
                 self._move()
-                said = told({first: theirs, self.rank: call})
+                said = describe({first: theirs, self.rank: call})
                 refused = error(f"the calls of the ranks do not line up: {said}", expected=ALIKE, hint=PAGE)
                 refused.running = running  # type: ignore[attr-defined]
                 raise refused
 
     def refuse(self, asked: Callable[[], Call]) -> bool:
-        """Says that this rank does not make a call, when its turn has come; the caller has the lock.
+        """Report, when its turn has come, that this rank does not make a call; the caller holds the lock.
 
-        `asked` gives the call, as for `begin`. Returns whether another rank may be in the midst of it.
+        `asked` returns the call, as for `begin`. Returns whether another rank may already run it.
         """
         if not self.others:
             return False
         deadline = time.monotonic() + self.timeout
         while True:
             call = asked()
-            _, running, text = self._say(str(call), planned=False)
+            _, running, text = self._post(str(call), planned=False)
             theirs = Call.of(text)
-            if call.is_by(theirs) or not self._comes(theirs, deadline):
+            if call.is_by(theirs) or not self._made_by_other_thread(theirs, deadline):
                 self._move()
                 return running
 
-    def _say(self, mine: str, planned: bool) -> tuple[int, bool, str]:
-        """What the first rank there has said of the next call, which rank that is, and whether it had planned it."""
+    def _post(self, mine: str, planned: bool) -> tuple[int, bool, str]:
+        """Post this rank's next call unless another rank was first. Return the first rank, `planned`, and its call."""
         slot = self.number % SLOTS
         try:
             if self.number % (SLOTS // 2) == 0:
@@ -193,28 +192,28 @@ class Calls:
         return int(first), running == "1", text
 
     def _move(self) -> None:
-        """The next call is another."""
+        """Go on to the next call."""
         self.slots[self.number % SLOTS] = self.said
         self.number += 1
         self.moved.notify_all()
 
-    def _comes(self, call: Call, deadline: float) -> bool:
-        """Lets other threads call, where one of them may be about to make this call; whether one did call."""
+    def _made_by_other_thread(self, call: Call, deadline: float) -> bool:
+        """Release the lock to a thread that may be about to make this call; return whether one made a call."""
         left = deadline - time.monotonic()
-        return self._may_come(call) and left > 0 and self._moves(left)
+        return self._may_be_made(call) and left > 0 and self._wait_for_move(left)
 
-    def _moves(self, seconds: float) -> bool:
-        """Lets other threads call; whether one did within so many seconds."""
+    def _wait_for_move(self, seconds: float) -> bool:
+        """Release the lock to other threads; return whether one made a call within so many seconds."""
         number = self.number
         return self.moved.wait_for(lambda: self.number != number, seconds)
 
-    def _may_come(self, call: Call) -> bool:
+    def _may_be_made(self, call: Call) -> bool:
         """Whether a thread other than this one uses executors of the program, or may be about to make one."""
         users = self.users.get(call.digest) or [thread for thread in threading.enumerate() if not thread.daemon]
         return any(thread.is_alive() and thread is not threading.current_thread() for thread in users)
 
     def _keep_up(self) -> None:
-        """Waits until every rank has read the slots that come next, half of all."""
+        """Wait until every rank has read the slots that are used next, half of all."""
         turn = self.number // (SLOTS // 2)
         self.store.set(f"turn/{self.rank}", str(turn))
         deadline = time.monotonic() + self.timeout
@@ -227,7 +226,7 @@ class Calls:
 
 
 def is_running(refused: HostIRError) -> bool:
-    """Whether a rank may be in the midst of a call that another refused."""
+    """Whether a rank may already run a call that another refused."""
     return getattr(refused, "running", False)
 
 
@@ -243,7 +242,7 @@ def is_running(refused: HostIRError) -> bool:
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LOG = logger(__name__)
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-SOON, LATER = 5e-5, 5e-3  # seconds between looks at what the other ranks gave: they mostly come together
+MIN_PAUSE, MAX_PAUSE = 5e-5, 5e-3  # seconds between two polls of what the other ranks gave: mostly they arrive together
 PARTING = 10.0  # seconds that destroying the process groups may take
 
 _current: Session | None = None
@@ -251,7 +250,7 @@ _parents: Session | None = None  # of the rank that this process was forked from
 _sessions = itertools.count()
 _forking = threading.local()  # the signal mask of a thread that forks
 begun = False  # whether this process has set out to meet others: what it finds wrong from then on may be its own
-# Where the job's store is whose launcher has none, by the place to meet; rank 0 keeps the server.
+# Addresses of job stores that the launcher does not provide, by the address where ranks meet; rank 0 has the server.
 _servers: dict[tuple[str, str, str], tuple[str, int, Any]] = {}
 
 
@@ -262,7 +261,7 @@ def launched() -> bool:
 
 @dataclass
 class Groups:
-    """The process groups of this process, one for each team. Ranks make them in the same order."""
+    """This process's process groups, one for each team. Ranks make them in the same order."""
 
     rank: int
     device: torch.device
@@ -270,23 +269,23 @@ class Groups:
 
     @cached_property
     def messages(self) -> Groups:
-        """Those for a rank's own messages, which collectives neither wait for nor keep waiting."""
+        """The groups for a rank's own messages, which are not ordered with collectives."""
         return Groups(self.rank, self.device)
 
     def forget(self) -> None:
-        """Lets go of all: they are being destroyed, or the program's that made the first."""
+        """Drop all groups: they are being destroyed, or belong to the program that made the first."""
         self.made.clear()
         self.__dict__.pop("messages", None)
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a group is made with. NCCL's kernels come first where blocks of two kernels wait for an SM."""
+        """The options of a group. NCCL's kernels get priority when blocks of two kernels wait for an SM."""
         if self.device.type != "cuda":
             return {"backend": BACKENDS[self.device.type]}
         return {"backend": "nccl", "pg_options": dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)}
 
     def prepare(self, teams: Sequence[tuple[int, ...]]) -> None:
-        """Makes the groups that are missing; on CUDA it also connects them, which a graph capture could not."""
+        """Make the groups that are missing; on CUDA also connect them, which a graph capture could not do."""
         new = [team for team in teams if team not in self.made]
         for team in new:
             self.made[team] = dist.new_group(list(team), **self.options)
@@ -299,7 +298,7 @@ class Groups:
             torch.cuda.synchronize(self.device)
 
     def of(self, team: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
-        """A team's group, and its ranks in the order in which the group numbers them."""
+        """Return a team's group, and its ranks in the order in which the group numbers them."""
         members = tuple(sorted(team))
         return self.made[members], members
 
@@ -317,7 +316,7 @@ class Session:
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.device = device
         self.timeout = timeout
-        self.told: Counter[str] = Counter()
+        self.exchanges: Counter[str] = Counter()
         self.owner = not dist.is_initialized()
         os.environ.update(NO_MULTICAST)
         if device.type == "cuda":
@@ -328,7 +327,7 @@ class Session:
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = _launchers_place() if agent else _met(self.rank, self.size, timeout, number)
             self.store = _part(_connection(host, port, timeout), "ranks", number)
-            self.exchange("the start", "")  # a rank that never comes would keep the groups waiting for half an hour
+            self.exchange("the start", "")  # a rank that never arrives would keep the groups waiting for half an hour
             groups = _part(_connection(host, port, default_pg_timeout.total_seconds()), "groups", number)
             bound = device if device.type == "cuda" else None  # a bound device connects its ranks at once
             # torch numbers groups from 0 again once all were destroyed, and would take addresses that are left for
@@ -348,19 +347,19 @@ class Session:
         LOG.info("joined a job of %d ranks on %s, in %s process group", self.size, device, whose)
 
     def tell(self, key: str, mine: str) -> str:
-        """Gives this rank's part of an exchange without waiting for the others'; returns where the store has it.
+        """Post this rank's part of an exchange without waiting for the others'; return its place in the store.
 
-        What is told again under the same key is another exchange.
+        Using a key again starts another exchange.
         """
-        self.told[key] += 1
-        place = f"{key}/{self.told[key]}"
+        self.exchanges[key] += 1
+        place = f"{key}/{self.exchanges[key]}"
         self.store.set(f"{place}/{self.rank}", mine)
         return place
 
     def exchange(self, key: str, mine: str, timeout: float | None = None, where: str = "") -> list[str]:
-        """What every rank gave for this key, by rank.
+        """Return what every rank gave for this key, by rank.
 
-        Raises HostIRError naming the ranks that do not come, and `where` they do not: the key, unless said.
+        Raises HostIRError naming the ranks that do not arrive, and `where`: at the key, unless given.
         """
         try:
             return self._exchange(key, mine, timeout, where or key)
@@ -372,7 +371,7 @@ class Session:
 
     def _exchange(self, key: str, mine: str, timeout: float | None, where: str) -> list[str]:
         place = self.tell(key, mine)
-        deadline, pause = time.monotonic() + (timeout or self.timeout), SOON
+        deadline, pause = time.monotonic() + (timeout or self.timeout), MIN_PAUSE
         keys = [f"{place}/{rank}" for rank in range(self.size)]
         while not self.store.check(keys):
             if time.monotonic() > deadline:
@@ -383,17 +382,17 @@ class Session:
                     hint=f"{PAGE}; HOSTIR_TIMEOUT sets how long one may wait for the others",
                 )
             time.sleep(pause)
-            pause = min(2 * pause, LATER)
+            pause = min(2 * pause, MAX_PAUSE)
         return [self.store.get(k).decode() for k in keys]
 
     def first(self, what: str) -> bool:
-        """Whether no rank of the job has asked this before: who says what need be said only once."""
+        """Whether no rank of the job has asked this before, for messages that one rank prints for all."""
         with contextlib.suppress(RuntimeError):  # the store may have gone
             return bool(self.store.add(f"said/{what}", 1) == 1)
         return True
 
     def close(self, done: bool, timeout: float | None = None) -> None:
-        """Leaves the job. A rank that is `done` waits for the others; one that failed does not."""
+        """Leave the job. A rank that is `done` waits for the others; one that failed does not."""
         global _current
         if _current is not self:
             return
@@ -417,7 +416,7 @@ _torchs_own = dist.init_process_group
 
 
 def _too_late(*arguments: Any, **options: Any) -> None:
-    """Refuses what torch's `init_process_group`, whose place it takes, would refuse without saying why."""
+    """Refuse `init_process_group`, which this replaces once hostir has initialised torch's groups itself."""
     raise error(
         "hostir has initialised torch's process group itself, when the session began with the first executor",
         expected="dist.init_process_group before the first executor or session: hostir uses that group",
@@ -431,7 +430,7 @@ def _say_who_initialises(function: Any) -> None:
 
 
 def _destroy() -> None:
-    """Destroys the process groups; NCCL never comes back from that while a CUDA graph of its kernels is alive."""
+    """Destroy the process groups; with NCCL that hangs while a CUDA graph of its kernels is alive."""
     over = threading.Thread(target=dist.destroy_process_group, daemon=True)
     over.start()
     over.join(PARTING)
@@ -474,7 +473,7 @@ def session(device: str | None = None, timeout: float | None = None) -> Iterator
 
 
 def joined(device: str | None = None) -> Session:
-    """The session of this process; opened until the process ends where there is none."""
+    """Return this process's session; if there is none, open one until the process ends."""
     if _current is None:
         refuse_in_child()
         _open(device, None)
@@ -492,7 +491,7 @@ def _leave() -> None:
 
 
 def _forks() -> None:
-    """Holds back SIGTERM until the child is ready for it: what comes before that, Python's handlers never hear of."""
+    """Block SIGTERM during a fork until the child is ready for it: Python's handlers would miss an earlier one."""
     if _current is not None:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -503,7 +502,7 @@ def _has_forked() -> None:
 
 
 def _forked() -> None:
-    """In a child of a rank: it is no rank, and nothing that it does or suffers is the rank's."""
+    """Detach a forked child from the rank: it does not act for the rank."""
     global _current, _parents
     if _current is not None:
         _current.watchdog.forget()
@@ -516,13 +515,13 @@ os.register_at_fork(before=_forks, after_in_parent=_has_forked, after_in_child=_
 
 
 def refuse_in_child() -> None:
-    """Raises in a process that was forked from a rank."""
+    """Raise in a process that was forked from a rank."""
     if _parents is not None:
         raise forked_from(_parents.rank)
 
 
 def forked_from(rank: int) -> HostIRError:
-    """The refusal of what only the rank itself can do."""
+    """Return the error for using in a forked child what only the rank itself can use."""
     return error(
         f"this process was forked from rank {rank} after that had made its first executor, and is no rank",
         expected="calls from the rank's own process: its threads, connections and GPU do not come along",
@@ -555,7 +554,7 @@ def _open(device: str | None, timeout: float | None) -> Session:
 
 
 def _launchers_place() -> tuple[str, int]:
-    """Where ranks meet, and where a launcher with a store has it."""
+    """Return the host and port at which the launcher lets ranks meet. Raises HostIRError if they are not set."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise error("this rank does not know where to meet the others", expected="MASTER_ADDR and MASTER_PORT")
@@ -563,10 +562,10 @@ def _launchers_place() -> tuple[str, int]:
 
 
 def _met(rank: int, size: int, timeout: float, number: int) -> tuple[str, int]:
-    """Where rank 0 has a store for all sessions of this process, as the launcher has none.
+    """Return the address of rank 0's store for all sessions of this process, as the launcher has none.
 
-    The ranks meet at the launcher's place, rank 0 says where its store is, and the place is free again: others of the
-    program may use it, and who comes early to a later session does not meet what is about to go.
+    The ranks meet at the launcher's address, rank 0 posts the address of its own store, and the first address is free
+    again: others of the program may use it, and ranks that are early for a later session do not meet a closing store.
     """
     host, port = _launchers_place()
     key = host, str(port), os.environ["WORLD_SIZE"]
@@ -595,12 +594,12 @@ def _met(rank: int, size: int, timeout: float, number: int) -> tuple[str, int]:
 
 
 def _connection(host: str, port: int, seconds: float) -> Any:
-    """To a store of the job, which waits so long for a key."""
+    """Connect to a store of the job, with a timeout for keys."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
 def _connect(timeout: float, number: int) -> Any:
-    """The store of groups that the program has made, over a connection of our own where its address is known."""
+    """Connect to the store of groups that the program has made, over an own connection if its address is known."""
     if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
         store = _connection(*_launchers_place(), timeout)
     else:
@@ -609,19 +608,19 @@ def _connect(timeout: float, number: int) -> Any:
 
 
 def _part(store: Any, what: str, number: int) -> Any:
-    """What of a store is for this session only: a launcher keeps its store when it starts ranks that failed again."""
+    """Return this session's part of a store: a launcher keeps its store when it restarts failed ranks."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "job"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"hostir/{'/'.join(job)}/{what}/{number}", store)
 
 
 # Agreements -----------------------------------------------------------------------------------------------------------
-# What the ranks of an executor tell each other before they run something.
+# Ranks of an executor compare what they are about to run before they run it.
 
 _turns = itertools.count()
 
 
 class Agreement:
-    """Ranks go on together or not at all: they compare what they are about to run for the first time.
+    """The agreement of all ranks on what an executor runs: before its first run at some sizes they compare it.
 
     With `compare`, also each call. Without a session there is nobody to agree with.
     """
@@ -636,7 +635,7 @@ class Agreement:
         self.agreed: set[tuple[tuple[str, int], ...]] = set()  # sizes
 
     def begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
-        """Raises where ranks that have got to this call make another; the caller has the lock of the calls."""
+        """Raise if ranks that have reached this call make another one; the caller holds the lock of the calls."""
         if not self.compare:
             return
         try:
@@ -646,16 +645,16 @@ class Agreement:
             raise
 
     def refuse(self, refusal: HostIRError) -> bool:
-        """Lets ranks that are about to compare what they run know that this one does not.
+        """Report to ranks that are about to compare what they run that this one does not run it.
 
-        Returns whether one is known to be in the midst of it.
+        Returns whether another rank is known to run it already.
         """
         running = self.compare and self.calls.refuse(lambda: replace(self.call, refusal=headline(refusal)))
         self._tell(refusal, self.calls.number - 1)
         return running
 
     def reach(self, sizes: Mapping[str, int]) -> None:
-        """Raises on every rank where one refuses, or where programs, sizes or kernels differ."""
+        """Raise on every rank if one refuses, or if programs, sizes or kernels differ."""
         bound = tuple(sorted(sizes.items()))
         if self.session is None or bound in self.agreed:
             return
@@ -666,7 +665,7 @@ class Agreement:
         if (refused := next((rank for rank, it in enumerate(given) if it.refusal), None)) is not None:
             raise error(f"{what}, because rank {refused} does not: {given[refused].refusal}")
         if any(it != given[0] for it in given):
-            said = told(dict(enumerate(given)))
+            said = describe(dict(enumerate(given)))
             raise error(f"{what}: {said}", expected=ALIKE, hint=PAGE)
         if self.call.executor is None:
             self.call = replace(self.call, executor=number)
@@ -674,14 +673,14 @@ class Agreement:
         self.session.groups.prepare(teams_of(self.program))
 
     def exchange(self, what: str, mine: str) -> list[str]:
-        """What every rank gives of something else that they agree on."""
+        """Return what every rank gives, for other matters that they agree on."""
         if self.session is None:
             return [mine]
         key = f"executor {self.call.executor} of {self.call.digest}, {what}"
         return self.session.exchange(key, mine, where=f"@{self.program.name}, {what}")
 
     def of(self, sizes: Mapping[str, int], places: bool = False) -> Call:
-        """A call of the executor with these sizes."""
+        """Return a call of the executor with these sizes."""
         return replace(self.call, sizes=tuple(sorted(sizes.items())), places=places)
 
     def _tell(self, refusal: HostIRError, number: int) -> None:
@@ -689,7 +688,7 @@ class Agreement:
             self.session.tell(self._meeting(number)[1], str(replace(self.call, refusal=headline(refusal))))
 
     def _meeting(self, number: int) -> tuple[int, str]:
-        """Where ranks meet at a call: by its number, or where calls are not counted by how often they have met."""
+        """Return the key under which ranks meet at a call: its number, or without numbers how often they have met."""
         if self.compare:
             return number, f"call {number}"
         number = next(_turns)

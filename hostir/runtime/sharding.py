@@ -1,4 +1,4 @@
-"""Between whole tensors and the parts that ranks hold: shapes, sizes, and the bytes that a program takes."""
+"""Convert between whole tensors and the parts that ranks hold; find sizes and memory needs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from hostir.ir.types import FLAG, DType, Factor, Mesh, TensorType, bind_shape
 from hostir.runtime.simulated.tasks import check_seed
 
 # Tensors that cannot be used ------------------------------------------------------------------------------------------
-# What a caller gives that is no tensor, or none whose memory hostir can use as it is.
+# Arguments that are not tensors, or tensors whose memory hostir cannot use directly.
 
 
 class Odd(NamedTuple):
-    """What a tensor is, and what to do."""
+    """A kind of unsupported tensor, and a hint for the user."""
 
     what: str
     hint: str
 
 
 def without_plain_memory(x: torch.Tensor) -> Odd | None:
-    """What a tensor is whose elements do not lie in memory as shape and strides say; None for all others."""
+    """Return the kind of a tensor whose elements are not in plain strided memory; None for all others."""
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a wrapper of other tensors
         hint = "pass what this rank has of it, .to_local()" if hasattr(x, "to_local") else "pass a plain one"
         return Odd(f"a {type(x).__name__}", hint)
@@ -66,7 +66,7 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether elements may have memory in common: unless each step leads past all that the shorter ones reach."""
+    """Whether elements may share memory: unless each stride is longer than all that the shorter ones reach."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach and x.numel():
@@ -76,7 +76,7 @@ def overlaps_itself(x: torch.Tensor) -> bool:
 
 
 def _stretch(x: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and behind its last; of one without elements, none between."""
+    """Return the addresses of a tensor's first byte and past its last; equal ones if it has no elements."""
     start = x.data_ptr()
     if not x.numel():
         return start, start
@@ -91,20 +91,20 @@ def _bytes_of(x: torch.Tensor, offset: int) -> Region:
 
 
 # Parts and sizes ------------------------------------------------------------------------------------------------------
-# Between whole tensors and the parts that ranks hold; and the sizes that a call's tensors give to symbols.
+# Convert between whole tensors and the parts that ranks hold, and bind symbols to the sizes of a call's tensors.
 
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, FLAG.name: torch.int32}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """What torch calls an element type."""
+    """Return torch's dtype for an element type."""
     return TORCH[dtype.name]
 
 
 # Parts ------------------------------------------------------------------------------------------------------------
 def shard(tensor: torch.Tensor, type: TensorType, rank: int, sizes: Mapping[str, int]) -> torch.Tensor | None:
-    """The part of a whole tensor that one rank holds, dense and its own memory; None for a rank outside the mesh.
+    """Return one rank's part of a whole tensor, dense in its own memory; None for a rank outside the mesh.
 
     Of a partial sum each rank along the partial axes holds every n-th element and zeros elsewhere, so that the parts
     add up to `tensor` without rounding.
@@ -129,7 +129,7 @@ def shard(tensor: torch.Tensor, type: TensorType, rank: int, sizes: Mapping[str,
 def assemble(
     parts: Sequence[torch.Tensor | None], type: TensorType, sizes: Mapping[str, int], *, rounded: bool = True
 ) -> torch.Tensor:
-    """The whole tensor, from every rank's part (`parts[rank]`): the inverse of `shard`.
+    """Return the whole tensor from every rank's part (`parts[rank]`): the inverse of `shard`.
 
     Partial sums are added in float64, in the order of the ranks, and rounded once; unless `rounded`, not at all, and
     their whole is of float64. Raises HostIRError where a part is missing or has the wrong shape, or where parts that
@@ -162,7 +162,7 @@ def assemble(
 
 
 def check_shape(tensor: torch.Tensor, type: TensorType, sizes: Mapping[str, int]) -> None:
-    """Raises unless a whole tensor has the shape that the type gives it."""
+    """Raise HostIRError unless a whole tensor has the shape that the type gives it."""
     expected = bind_shape(type.shape, sizes)
     if tuple(tensor.shape) != expected:
         raise error(f"a tensor of shape {list(tensor.shape)} is not {type}", expected=f"shape {list(expected)}")
@@ -171,7 +171,7 @@ def check_shape(tensor: torch.Tensor, type: TensorType, sizes: Mapping[str, int]
 def _split(
     type: TensorType, mesh: Mesh, sizes: Mapping[str, int], coordinate: Callable[[str], int]
 ) -> tuple[list[int], tuple[int | slice, ...]]:
-    """The shape in which each sharded factor is an axis of ranks and one within a rank; and where one rank stands."""
+    """Return the shape with each sharded factor split into ranks and the rest, and a rank's index in it."""
     shape: list[int] = []
     at: list[int | slice] = []
     for axis in type.axes:
@@ -205,7 +205,7 @@ def _part(parts: Sequence[torch.Tensor | None], rank: int, type: TensorType, sha
 
 
 def _added(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum in float64, made with one tensor of that size; of a single block, itself."""
+    """Return the sum in float64, with one temporary of that size; of a single block, the block itself."""
     if len(blocks) == 1:
         return blocks[0]
     total = blocks[0].to(torch.float64, copy=True)
@@ -215,7 +215,7 @@ def _added(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _agree(ranks: Sequence[int], held: Mapping[int, torch.Tensor], type: TensorType) -> None:
-    """Raises unless these ranks hold the same bits; NaN equals itself here."""
+    """Raise HostIRError unless these ranks hold the same bits; NaN equals itself here."""
     bits = BITS[held[ranks[0]].element_size()]
     first = held[ranks[0]].contiguous().view(bits)
     if odd := [rank for rank in ranks[1:] if not torch.equal(held[rank].contiguous().view(bits), first)]:
@@ -235,7 +235,7 @@ def bind_sizes(
     rank: int | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, int]:
-    """Every symbol of the program, from the shapes of a call's inputs and from those `given`.
+    """Return the value of every symbol of the program, from the shapes of a call's inputs and those `given`.
 
     `inputs` are this rank's parts, or whole tensors where `rank` is None. Raises HostIRError for an input of the wrong
     number, shape, dtype or device (`device` None: any), and for a symbol that neither inputs nor `given` bind.
@@ -253,7 +253,7 @@ def solve_sizes(
     rank: int | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, int]:
-    """As `bind_sizes`, but symbols that stand in no input which this rank holds stay unbound."""
+    """Do as `bind_sizes`, but leave symbols unbound that occur only in inputs that this rank does not hold."""
     if len(inputs) != len(program.inputs):
         names = ", ".join(map(str, program.inputs))
         raise error(f"@{program.name} was given {len(inputs)} inputs", expected=f"{len(program.inputs)}: {names}")
@@ -277,7 +277,7 @@ def _shape(value: Value, rank: int | None) -> tuple[Size, ...]:
 def _check_input(
     value: Value, tensor: torch.Tensor | None, rank: int | None, device: torch.device | str | None
 ) -> bool:
-    """Whether the rank holds the input; raises where it should not, and for a wrong dtype, device or number of axes."""
+    """Whether the rank holds the input; raises if it should not, and for a wrong dtype, device or number of axes."""
     type, mesh = value.tensor, value.tensor.mesh
     if rank is not None and mesh is not None and rank not in mesh.devices:
         if tensor is not None:
@@ -303,7 +303,7 @@ def _same_device(got: torch.device, expected: torch.device) -> bool:
 
 
 def _solve(size: Size, extent: int, sizes: Mapping[str, int]) -> tuple[str, int] | None:
-    """The one unbound symbol of `size`, and its value where `size` is `extent`; None unless just one is unbound."""
+    """Return the one unbound symbol of `size`, and its value if `size` is `extent`; None unless just one is unbound."""
     unbound = [(name, power) for name, power in size.symbols if name not in sizes]
     if len(unbound) != 1 or unbound[0][1] < 1:
         return None
@@ -335,7 +335,7 @@ def _check_extents(
 def random_inputs(
     program: Program, sizes: Mapping[str, int], seed: int = 0, device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
-    """Whole tensors for the inputs, normally distributed with mean 0, the same for the same seed and kind of device.
+    """Return whole random inputs, normal with mean 0, the same for the same seed and kind of device.
 
     Their standard deviation is 1, or 1/sqrt(K) for an input that reaches the right side of a matmul or linear with K
     contracted elements: products are then about 1 as well, and f16 does not overflow.
@@ -352,7 +352,7 @@ def random_inputs(
 
 
 def _scales(program: Program, sizes: Mapping[str, int]) -> dict[str, float]:
-    """The standard deviation of each input, by name, that is the right side of a contraction."""
+    """Return the standard deviation of each input, by name, that is the right side of a contraction."""
     origin: dict[str, str] = {}  # of a name: what it is a view of, or was computed from alone
     scales: dict[str, float] = {}
 
@@ -374,7 +374,7 @@ def _scales(program: Program, sizes: Mapping[str, int]) -> dict[str, float]:
 
 
 # Bytes ----------------------------------------------------------------------------------------------------------------
-# How much memory a program takes, and what is said where there is less.
+# The memory that a program takes, and the error if there is less.
 
 SMALLER = "choose smaller sizes, or fewer ranks"
 SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "Storage size calculation overflowed")
@@ -399,7 +399,7 @@ class Room:
         self.name = program.name
 
     def check(self, total: int, there: int, where: str, has: str, whole: str = "") -> None:
-        """Raises where `total` bytes are more than are `there`; `has` says what those are."""
+        """Raise HostIRError if `total` bytes are more than are `there`; `has` describes the memory for the message."""
         if total <= there:
             return
         raise error(
@@ -421,7 +421,7 @@ class Room:
         return prod(bind_shape(type.local_shape, self.sizes)) * type.dtype.bytes
 
     def _most(self, body: tuple[Statement, ...], meshes: set[str]) -> tuple[int, int]:
-        """The most bytes of buffers that a body has at once, and those that it leaves."""
+        """Return the largest number of bytes that a body's buffers take at once, and the bytes left at its end."""
         most = now = 0
         for s in body:
             if isinstance(s, Allocate | AllocateSymmetric):
@@ -438,12 +438,12 @@ class Room:
 
 
 def of_host() -> int:
-    """The bytes of memory that this host or container has."""
+    """Return the bytes of memory that this host or container has."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits()])
 
 
 def free_here() -> int:
-    """The bytes of memory that are left on this host, with what it can swap out."""
+    """Return the bytes of memory that are free on this host, counting what it can swap out."""
     try:
         rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         left = sum(int(rows[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
@@ -459,7 +459,7 @@ def _limits() -> Iterator[int]:
 
 
 def amount(bytes: float) -> str:
-    """Bytes as people read them."""
+    """Format bytes for people."""
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if bytes < 1024 or unit == "TiB":
             break
@@ -468,19 +468,19 @@ def amount(bytes: float) -> str:
 
 
 def lacks_memory(problem: BaseException) -> bool:
-    """Whether Python or torch could not allocate."""
+    """Whether an exception of Python or torch means that it could not allocate."""
     return isinstance(problem, MemoryError) or any(sign in str(problem) for sign in SIGNS)
 
 
 def out_of_memory(problem: BaseException, what: str = "it") -> HostIRError:
-    """The diagnostic for what `lacks_memory`."""
+    """Return the diagnostic for an exception for which `lacks_memory` is true."""
     said = f": {str(problem).splitlines()[0]}" if str(problem) else ""
     return error(f"there is not enough memory for {what}{said}", hint=SMALLER)
 
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Has a HostIRError raised where the block cannot allocate."""
+    """Raise a HostIRError if the block cannot allocate."""
     try:
         yield
     except (MemoryError, RuntimeError) as problem:

@@ -1,9 +1,9 @@
-"""Memory that the ranks of one host see of each other: symmetric buffers, flags, and what barriers count with.
+"""Symmetric memory: buffers, flags and barrier counters that the ranks of one host can access on each other.
 
-Ranks meet once for each set of sizes that they run a program with: each makes one piece of memory that holds its
-buffers, its flags and its barriers, and maps the pieces of the others. How, a machine says: shared_files.py for CPU
-processes, peer_memory.py for GPUs. The memory belongs to the executor, and is 0 in flags and NaN in numbers at first.
-It stays as long as the executor, unless other sizes want so much that what has not been used longest has to go.
+Ranks meet once for each set of sizes that they run a program with: each allocates one piece of memory that holds its
+buffers, its flags and its barriers, and maps the pieces of the others. The machine defines how (`Sharing`). The memory
+belongs to the executor; flags are 0 and numbers NaN at first. It lives as long as the executor, unless other sizes need
+so much that the least recently used must go.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Touch = tuple[str, tuple[int, ...], int, int, int]  # the same, and from which e
 
 @dataclass(frozen=True)
 class BufferInfo:
-    """One buffer of a rank, as it describes it to the others."""
+    """The description of one buffer of a rank, for the other ranks."""
 
     name: str
     rounds: tuple[int, ...]
@@ -60,7 +60,7 @@ class BufferInfo:
         return -(-prod(self.shape) * self.kind.itemsize // ALIGNMENT) * ALIGNMENT
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor at the beginning of some bytes."""
+        """Return the tensor at the beginning of some bytes."""
         return memory.view(self.kind)[: prod(self.shape)].view(self.shape)
 
     def __str__(self) -> str:
@@ -70,20 +70,20 @@ class BufferInfo:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank gives at a meeting.
+    """The message that a rank gives the others at a rendezvous.
 
     Fields:
         host: the machine and its process numbers: ranks that differ in it cannot open each other's memory.
         name: the host's name, for people.
-        path: where peers find the memory.
-        buffers: what lies in it, one after another.
-        uses: the places of peers' buffers that it touches, with the peer.
+        path: path by which peers open the memory.
+        buffers: the buffers in it, one after another.
+        uses: the places of peers' buffers that it accesses, with the peer.
         reads: those of them that it copies from.
-        touches: what of them it copies from or to.
-        notes: what its machine tells the others besides.
-        drops: the sizes whose memory goes when this has been made; those of rank 0 count.
+        touches: the ranges of them that it copies from or to.
+        notes: further data for this kind of machine on the other ranks.
+        drops: the sizes whose memory is released when this has been made; those of rank 0 count.
         pinned: the sizes whose memory a graph of this rank's caller uses: it stays on all ranks.
-        refusal: why there is none of all this.
+        refusal: the reason if this rank offers nothing.
     """
 
     host: str = ""
@@ -116,35 +116,35 @@ class Offer:
 
 
 class Sharing(Protocol):
-    """How the ranks of one kind of machine come to see each other's memory.
+    """The mechanism by which the ranks of one kind of machine access each other's memory.
 
     Methods raise OSError or RuntimeError where they cannot.
     """
 
     def offering(self, size: int) -> AbstractContextManager[str]:
-        """Where peers find as many bytes of this rank, while the context lasts."""
+        """Allocate `size` bytes on this rank; yields the path for peers, valid while the context lasts."""
 
     def reserve(self, size: int) -> None:
-        """Makes what `map` needs of this rank: as many bytes as the rank with most needs."""
+        """Reserve address space or files on this rank for `map`: as many bytes as the rank that needs most."""
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
-        """The memory of some ranks, this one among them, as bytes; 0 at first. All ranks call it."""
+        """Return the memory of some ranks, this one included, as bytes; 0 at first. All ranks call it."""
 
-    def settle(self) -> None:
-        """Waits until nothing that this rank has issued uses any memory."""
+    def synchronize(self) -> None:
+        """Wait until nothing that this rank has issued uses any memory."""
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Makes this rank's memory ready for the first call, before any peer touches it."""
+        """Prepare this rank's memory for the first call, before any peer touches it."""
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
-        """What it keeps of its own among the buffers."""
+        """Return the buffers that the machine adds for its own use."""
 
     def notes(self, unrolled: UnrolledProgram) -> str:
-        """What it tells the other ranks of its unrolled."""
+        """Return the data about an unrolled program for the other ranks."""
 
 
 def shares_memory(program: Program) -> bool:
-    """Whether its ranks have to meet before they run it: the same on every rank."""
+    """Whether the ranks of a program must meet before they run it: the same on every rank."""
     return any(isinstance(s, AllocateSymmetric | BarrierStatement) for s in program.walk())
 
 
@@ -154,9 +154,9 @@ class SharedMemory:
     Fields:
         offers: of all ranks.
         read: the places, with their ranks, that a peer reads.
-        used: when it became that of the plan which runs, in seconds of this rank's clock.
+        used: when its plan last began to run, in seconds of this rank's clock.
         pinned: a graph of the caller's uses it.
-        gone: other sizes took its place; plans that hold it shall be dropped.
+        gone: other sizes took its place; plans that hold it must be dropped.
     """
 
     def __init__(self, offers: Sequence[Offer], maps: Mapping[int, torch.Tensor]) -> None:
@@ -172,11 +172,11 @@ class SharedMemory:
                 at += buffer.bytes
 
     def buffer(self, op: SymmetricOp) -> torch.Tensor:
-        """A symmetric buffer of some rank."""
+        """Return a symmetric buffer of some rank."""
         return self.buffers[(op.name, op.rounds), op.rank]
 
     def barriers(self, team: tuple[int, ...], rank: int) -> torch.Tensor:
-        """A rank's flags for a team's barriers: `[barriers, ranks]`, the ranks by their places in the team."""
+        """Return a rank's flags for a team's barriers: `[barriers, ranks]`, the ranks by their places in the team."""
         return self.buffers[(BARRIERS, team), rank]
 
 
@@ -197,7 +197,7 @@ class SymmetricMemory:
         self.meetings = 0
 
     def of(self, unrolled: UnrolledProgram) -> SharedMemory | None:
-        """The memory for a recording's sizes; ranks meet where there is none yet. None where the program needs none.
+        """Return the memory for a program's sizes; ranks meet if there is none yet. None if the program needs none.
 
         Raises HostIRError on every rank where they cannot share memory, or disagree on what they share.
         """
@@ -209,7 +209,7 @@ class SymmetricMemory:
         return self.met[key]
 
     def meet(self, unrolled: UnrolledProgram) -> SharedMemory:
-        """Makes this rank's memory, and maps that of the ranks that it has to do with."""
+        """Allocate this rank's memory, and map that of the ranks that it exchanges data with."""
         self.meetings += 1
         with contextlib.ExitStack() as until_all_have_mapped:
             offer = self.offer(unrolled, until_all_have_mapped)
@@ -218,7 +218,7 @@ class SymmetricMemory:
                 raise refused
             drops = set(offers[0].drops).difference(*(offer.pinned for offer in offers))
             if drops:
-                self.sharing.settle()
+                self.sharing.synchronize()
             if refused := _refusal(self.tell("symmetric memory, made", self.reserve(offers))):
                 raise refused
             memory, why = self.map(unrolled, offers)
@@ -243,7 +243,7 @@ class SymmetricMemory:
             return Offer(refusal=str(problem))
 
     def surplus(self, size: int) -> tuple[Sizes, ...]:
-        """The sizes that have not been used longest, as many as leave room for `size` bytes more."""
+        """Return the least recently used sizes, as many as must go to leave room for `size` bytes more."""
         held = {sizes: memory.offers[self.rank].bytes for sizes, memory in self.met.items()}
         excess, found = sum(held.values()) + size - KEPT_BYTES, list[Sizes]()
         for sizes, memory in sorted(self.met.items(), key=lambda each: each[1].used):
@@ -253,7 +253,7 @@ class SymmetricMemory:
         return tuple(found)
 
     def reserve(self, offers: Sequence[Offer]) -> str:
-        """Makes this rank's memory, or says why it cannot: nobody shall wait for the memory of a rank without."""
+        """Allocate this rank's memory, or return why it cannot, so that no rank waits for it."""
         try:
             self.sharing.reserve(max(offer.bytes for offer in offers))
         except (OSError, RuntimeError) as problem:
@@ -261,7 +261,7 @@ class SymmetricMemory:
         return ""
 
     def map(self, unrolled: UnrolledProgram, offers: Sequence[Offer]) -> tuple[SharedMemory | None, str]:
-        """The memory of this rank, as its first call finds it, and of its peers; or why there is none.
+        """Return the mapped memory of this rank and its peers, initialised for the first call; or why there is none.
 
         Its peers are the ranks whose memory it names, and those that name its own.
         """
@@ -282,7 +282,7 @@ class SymmetricMemory:
 
 
 def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[Use, ...], tuple[Use, ...]]:
-    """What lies in this rank's memory, what it names at its peers, and what of that it reads."""
+    """Return the buffers in this rank's memory, the buffers of peers that it names, and those of them that it reads."""
     rank, buffers, uses = unrolled.rank, [], []
     theirs: dict[int, Use] = {}  # by register
     barriers: dict[tuple[int, ...], int] = {}
@@ -301,7 +301,7 @@ def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[Use
 
 
 def _touches(unrolled: UnrolledProgram) -> tuple[Touch, ...]:
-    """What of its peers' buffers a rank copies from or to."""
+    """Return the ranges of its peers' buffers that a rank copies from or to."""
     theirs = {op.out: op for op in unrolled.ops if isinstance(op, SymmetricOp) and op.rank != unrolled.rank}
     at, found = extents(unrolled), dict[Touch, None]()
     for op in unrolled.ops:
@@ -312,13 +312,13 @@ def _touches(unrolled: UnrolledProgram) -> tuple[Touch, ...]:
 
 
 def _host() -> str:
-    """What ranks have in common that can open each other's memory: a running kernel, and how it numbers processes."""
+    """Return an identity of the running kernel and its process numbering: ranks that share it can share memory."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 # Agreeing ---------------------------------------------------------------------------------------------------------
 def judge(offers: Sequence[Offer], program: Program) -> HostIRError | None:
-    """What is wrong with the offers of all ranks: the same on every rank; None where they fit."""
+    """Return the error in the offers of all ranks, the same on every rank; None if they fit."""
     if refused := _refusal([offer.refusal for offer in offers]):
         return refused
     if len({offer.host for offer in offers}) > 1:

@@ -1,4 +1,4 @@
-"""Trace what ran when: for Perfetto, as a picture, and on CUDA from events."""
+"""Trace when statements ran: for Perfetto, as a picture, and on CUDA from events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.runtime.unroll import CALLER, AllocateOp, CollectiveOp, MessagesOp, Op, Step, UnrolledProgram, WaitOp
 
 # Traces ---------------------------------------------------------------------------------------------------------------
-# What ran when: a Chrome trace that Perfetto opens, and a picture of the timeline.
+# Statements with their times: a Chrome trace that Perfetto opens, and a picture of the timeline.
 
 COMMUNICATION = "communication"  # kinds of events, and the lane that communications run in
 MATMUL = "matmul"
@@ -50,7 +50,7 @@ class TraceEvent(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What colours it."""
+        """The kind of statement, which sets the bar's colour."""
         statement = REGISTRY.get(self.keyword, type(None))
         if issubclass(statement, Communication | Message | Get | Put):
             return COMMUNICATION
@@ -64,7 +64,7 @@ class TraceEvent(NamedTuple):
 
 @dataclass
 class Trace:
-    """What ran when: give one to `hi.Executor` or `hi.run`, and write it to a file.
+    """A timeline of the statements that ran: give one to `hi.Executor` or `hi.run`, and write it to a file.
 
     Ranks in processes of their own each get their own events, and join them by `extend`.
 
@@ -79,7 +79,7 @@ class Trace:
     def add(
         self, rank: int, stream: str, statement: str, start: float, end: float, rounds: tuple[int, ...] = ()
     ) -> None:
-        """Notes that a statement ran from `start` to `end`, in seconds by a clock that all ranks share."""
+        """Record that a statement ran from `start` to `end`, in seconds by a clock that all ranks share."""
         self.events.append(TraceEvent(rank, stream, statement, start, end, rounds))
 
     def extend(self, events: Iterable[TraceEvent]) -> None:
@@ -87,14 +87,14 @@ class Trace:
 
     @property
     def lanes(self) -> dict[int, list[str]]:
-        """The streams of each rank: the caller's, the pool in order, and the communications."""
+        """Return the streams of each rank: the caller's, the pool in order, and the communications."""
         found: dict[int, set[str]] = {}
         for event in self.events:
             found.setdefault(event.rank, set()).add(event.stream)
         return {rank: sorted(found[rank], key=_place) for rank in sorted(found)}
 
     def to_chrome(self, path: str | Path) -> None:
-        """Writes Chrome's trace format: one process a rank, one track a stream, times in microseconds."""
+        """Write Chrome's trace format: one process a rank, one track a stream, times in microseconds."""
         rows = ",\n".join(json.dumps(row) for row in self._chrome())
         other = json.dumps({"title": self.title})
         text = f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n{rows}\n]}}\n'
@@ -118,7 +118,7 @@ class Trace:
         return rows
 
     def to_svg(self, path: str | Path) -> None:
-        """Draws ranks as groups of streams, time from left to right. Pointing at a bar shows its statement."""
+        """Draw ranks as groups of streams, time from left to right. Pointing at a bar shows its statement."""
         Path(path).write_text(self._svg(), encoding="utf-8")
 
     def _svg(self) -> str:
@@ -185,7 +185,7 @@ def _metadata(kind: str, rank: int, track: int, **args: object) -> dict[str, obj
 
 
 def _place(lane: str) -> tuple[bool, bool, int, str]:
-    """Sorts streams: the caller's first, communications last, the pool by number between them."""
+    """Sort key of streams: the caller's first, the pool by number, communications last."""
     number = re.search(r"\d+", lane)
     return lane.startswith(COMMUNICATION), lane != "caller", int(number[0]) if number else 0, lane
 
@@ -200,25 +200,25 @@ def _time(seconds: float) -> str:
 
 
 def _ticks(span: float) -> list[tuple[float, str]]:
-    """At most eleven round times from 0 to `span` seconds, with labels."""
+    """Return at most eleven round times from 0 to `span` seconds, with labels."""
     factor, unit = _unit(span)
     step = next(m * 10.0**e for e in range(-9, 12) for m in (1, 2, 5) if span * factor <= m * 10.0**e * 10)
     return [(i * step / factor, f"{i * step:g} {unit}") for i in range(int(span * factor / step) + 1)]
 
 
 # Times on CUDA --------------------------------------------------------------------------------------------------------
-# Times of a run's operations on CUDA, from events on their streams, brought to the clock that all ranks share.
+# Times of a run's operations on CUDA, from events on their streams, converted to the clock that all ranks share.
 
 
 def lane_of(op: Op) -> str:
-    """The track of a trace that an operation belongs on."""
+    """Return the track of a trace for an operation."""
     if isinstance(op, CollectiveOp | MessagesOp):
         return f"communication {op.team}"
     return "caller" if op.stream == CALLER else f"stream {op.stream}"
 
 
 class Timeline:
-    """Events around the operations of one plan; `collect` turns those of the latest run into events of a trace.
+    """Events around the operations of one plan; `collect` turns those of the latest run into a trace's events.
 
     A communication lasts from where it could start, the end of the earlier work on its stream, to where the first
     stream that waits for it goes on.
@@ -231,7 +231,7 @@ class Timeline:
         self.flights: dict[int, torch.cuda.Event] = {}  # by handle: where the communication ends
 
     def timed(self, op: Op, step: Step, streams: Sequence[torch.cuda.Stream]) -> Step:
-        """The step with events before and after it."""
+        """Return the step with events before and after it."""
         if isinstance(op, AllocateOp):
             return step
         if isinstance(op, WaitOp):
@@ -259,7 +259,7 @@ class Timeline:
         return ended
 
     def collect(self) -> None:
-        """Adds the latest run to the trace. Waits for the device."""
+        """Add the latest run to the trace. Waits for the device."""
         torch.cuda.synchronize()
         anchor = torch.cuda.Event(enable_timing=True)
         anchor.record()

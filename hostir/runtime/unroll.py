@@ -20,7 +20,7 @@ from hostir.runtime.kernels.table import REPEATABLE, Kernel, repeating
 from hostir.runtime.sharding import torch_dtype
 
 # Operations -----------------------------------------------------------------------------------------------------------
-# A program unrolled for one rank and one set of shapes: what the rank does, as data, in the order of issue.
+# A program unrolled for one rank and one set of shapes is a list of operations in issue order.
 #
 # Names, loops, indices and sizes are gone: operations on numbered registers are left, each knowing the statement it
 # came from. `unroll` makes them. The machines bind them to closures over one list of registers, and a run is
@@ -29,7 +29,7 @@ from hostir.runtime.sharding import torch_dtype
 CALLER = -1  # the caller's stream; the pool's are 0, 1, ...
 NONE = 0  # the register that always holds None
 
-# A flag is one integer, so that a machine sets it and waits for it in one go: the number of the call, from 1, in the
+# A flag is one integer, so that setting and waiting are single operations: the number of the call, from 1, in the
 # upper half, and the epoch of that call in the lower. It rises from epoch to epoch and from call to call, whichever of
 # an executor's plans they run; 2^31 calls of 2^32 epochs are more than anyone will make.
 FLAGS = torch.int64
@@ -37,7 +37,7 @@ EPOCHS = 1 << 32
 
 
 def flag_value(call: int, epoch: int) -> int:
-    """What a flag holds once it has reached an epoch of a call."""
+    """Return the value of a flag that has reached an epoch of a call."""
     return call * EPOCHS + epoch
 
 
@@ -98,7 +98,7 @@ class ViewOp(Op):
 
 
 def index_of(whole: torch.Tensor, view: torch.Tensor) -> int | None:
-    """The i for which the view is `whole[i]`, or None."""
+    """Return the i for which the view is `whole[i]`, or None."""
     if view.shape != whole.shape[1:] or view.stride() != whole.stride()[1:] or not whole.ndim:
         return None
     index, rest = divmod(int(view.storage_offset()), max(int(whole.stride(0)), 1))
@@ -107,7 +107,7 @@ def index_of(whole: torch.Tensor, view: torch.Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class FreeOp(Op):
-    """The buffer and all its views go."""
+    """The buffer and all its views are freed."""
 
     buffer: int
 
@@ -116,9 +116,9 @@ class FreeOp(Op):
 class ComputeOp(Op):
     """Kernel `kind` writes `out`.
 
-    With `ready`, whose flags and own rows are registers, it computes each block of rows once the flag of that block is
-    up. It may start while the copies run that come right before it on its stream: `beside` is on how many SMs, 0 where
-    none do. `spare` is how many it leaves to signals that come before it in the call and that kernels send.
+    With `ready`, whose flags and own rows are registers, it computes each block of rows once that block's flag is set.
+    It may start beside the copies directly before it on its stream: `beside` is the number of SMs they run on, 0 if
+    there are none. `spare` is how many SMs it leaves to signals that precede it in the call and that kernels send.
     """
 
     kind: str
@@ -138,7 +138,7 @@ class ComputeOp(Op):
 
 @dataclass(frozen=True)
 class CopyOp(Op):
-    """`out` becomes `x`, without SMs if `sms` is 0, else by a kernel on so many. One may be a peer's memory."""
+    """`out` becomes `x`: by copy engine if `sms` is 0, else by a kernel on so many SMs. One may be a peer's memory."""
 
     x: int
     out: int
@@ -147,9 +147,9 @@ class CopyOp(Op):
 
 @dataclass(frozen=True)
 class SignalOp(Op):
-    """Element `slot` of `flags`, which are those of `peer`, reaches an epoch of this call.
+    """Element `slot` of `flags`, which are those of `peer`, is set to an epoch of this call.
 
-    The stream itself sees to that if `sms` is 0, else a kernel on so many.
+    The stream itself sets it if `sms` is 0, else a kernel on so many SMs.
     """
 
     flags: int
@@ -170,7 +170,7 @@ class WaitSignalOp(Op):
 
 @dataclass(frozen=True)
 class BarrierOp(Op):
-    """The stream waits for the ranks of a team, each at its barrier of this number, which counts in every call."""
+    """The stream waits for the ranks of a team at their barriers of this number, counted in every call."""
 
     team: tuple[int, ...]
     number: int
@@ -189,10 +189,10 @@ class CollectiveOp(Op):
 
 @dataclass(frozen=True)
 class MessagesOp(Op):
-    """Pieces to and from other ranks: pairs of a register and a rank.
+    """Sends and receives of pieces: pairs of a register and a rank.
 
-    Where it is `collective`, it is one rank's side of a transfer between meshes, and has its turn among the collectives
-    of the team. Else it has it among this rank's own messages, which collectives neither wait for nor keep waiting.
+    If `collective`, it is one rank's side of a transfer between meshes, ordered with the collectives of the team. Else
+    it is ordered with this rank's other messages only, and collectives and messages do not wait for each other.
     """
 
     team: tuple[int, ...]
@@ -204,7 +204,7 @@ class MessagesOp(Op):
 
 @dataclass(frozen=True)
 class MarkOp(Op):
-    """The end, on its own stream, of a communication that stayed within the rank: what other streams wait for."""
+    """The end of a communication that stayed within the rank, on its own stream: other streams wait for it."""
 
     handle: int
 
@@ -218,27 +218,27 @@ class WaitOp(Op):
 
 @dataclass(frozen=True)
 class SynchronizeOp(Op):
-    """The stream waits for all that was issued on the stream `other`."""
+    """The stream waits for all work issued to the stream `other` so far."""
 
     other: int
 
 
 @dataclass(frozen=True)
 class DelayOp(Op):
-    """The stream stands still."""
+    """The stream pauses."""
 
     microseconds: int
 
 
 @dataclass(frozen=True)
 class UnrolledProgram:
-    """Operations in the order of issue, and where a call's tensors go and come from.
+    """A rank's flat program: operations in issue order, and the registers of a call's tensors.
 
     Fields:
-        sizes: what its symbols stand for.
-        inputs: the registers of the program's inputs; they follow one another.
+        sizes: the values of its symbols.
+        inputs: the registers of the program's inputs, consecutive.
         outputs: the registers of its outputs, NONE where this rank holds none.
-        buffers: for each register the register of the memory behind it, NONE for a handle.
+        buffers: for each register the register of the buffer behind it, NONE for a handle.
     """
 
     program: Program
@@ -251,21 +251,21 @@ class UnrolledProgram:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Bytes that a run allocates, over all its buffers, and bytes of this rank's symmetric memory."""
+        """The bytes that a run allocates, over all its buffers, and the bytes of this rank's symmetric memory."""
         mine = [op for op in self.ops if isinstance(op, SymmetricOp) and op.rank == self.rank]
         return _bytes(op for op in self.ops if isinstance(op, AllocateOp)), _bytes(mine)
 
     def text(self, op: Op) -> str:
-        """The statement behind an operation, in one line."""
+        """Return the statement of an operation, in one line."""
         return format_statement(op.place.statement, self.program).strip()
 
     def describe(self, op: Op) -> str:
-        """The same with its round in each loop, for a message."""
+        """Return the statement of an operation with its round in each loop, for a message."""
         rounds = ", ".join(map(str, op.place.rounds))
         return f"'{self.text(op)}'" + (f" in round {rounds}" if rounds else "")
 
     def failure(self, op: Op, problem: BaseException) -> HostIRError:
-        """What a person reads when an operation raises: the rank, the statement, the line it stands in, the cause."""
+        """Return the error for an operation that raised: rank, statement, source line and cause."""
         what = str(problem) if isinstance(problem, HostIRError) else f"{type(problem).__name__}: {problem}"
         return op.place.statement.fail(f"rank {self.rank}, {self.describe(op)}: {what}")
 
@@ -276,9 +276,9 @@ def _bytes(buffers: Iterable[AllocateOp | SymmetricOp]) -> int:
 
 # Teams ------------------------------------------------------------------------------------------------------------
 def teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
-    """The members, in ascending order, of every team of two ranks or more that communicates, in program order.
+    """Return the members, ascending, of every team of two or more ranks that communicates, in program order.
 
-    The same on every rank: what must be made for a team is made in this order everywhere.
+    The order is the same on every rank: process groups and the like are made in this order everywhere.
     """
     found: dict[tuple[int, ...], None] = {}
     for statement in program.walk():
@@ -290,7 +290,7 @@ def teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def message_teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
-    """As `teams_of`, for the teams whose ranks send each other messages."""
+    """Do as `teams_of`, for the teams whose ranks send each other messages."""
     teams = (team for statement in program.walk() if isinstance(statement, Message) for team in statement.teams)
     return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
 
@@ -302,7 +302,7 @@ Step = Callable[[], object]
 def bind(
     op: AllocateOp | ViewOp | ComputeOp, registers: list[Any], device: torch.device, kernels: Mapping[str, Kernel]
 ) -> Step:
-    """The closure that carries out an operation that is the same on every machine."""
+    """Return the closure that runs an operation that is the same on every machine."""
     if isinstance(op, AllocateOp):
         return _bind_allocate(op, registers, device)
     if isinstance(op, ViewOp):
@@ -348,13 +348,13 @@ def _bind_compute(op: ComputeOp, registers: list[Any], kernel: Kernel) -> Step:
 
 
 # Extents of registers -------------------------------------------------------------------------------------------------
-# Where in its buffer each register lies: from its first element to its last, whatever lies between.
+# The extent of each register in its buffer: from its first element to its last, gaps included.
 
 Extent = tuple[int, int]  # elements of a buffer, from the first to the one behind the last
 
 
 def extents(unrolled: UnrolledProgram) -> dict[int, Extent]:
-    """Those of a program's own buffers, symmetric ones of peers among them, and of views."""
+    """Return the extents, within their buffers, of a program's buffers, peers' symmetric ones, and views."""
     found: dict[int, Extent] = {}
     for op in unrolled.ops:
         if isinstance(op, AllocateOp | SymmetricOp):
@@ -366,26 +366,26 @@ def extents(unrolled: UnrolledProgram) -> dict[int, Extent]:
 
 
 def overlap(one: Extent, others: Iterable[Extent]) -> bool:
-    """Whether one shares an element with another."""
+    """Whether an extent shares an element with one of the others."""
     low, high = one
     return any(low < end and start < high for start, end in others)
 
 
-# Copies that one kernel carries out -----------------------------------------------------------------------------------
-# Which copies by SMs, with the signals between them, one kernel carries out on CUDA.
+# Copies by one kernel -------------------------------------------------------------------------------------------------
+# Runs of copies by SMs, with the signals between them, that one kernel carries out on CUDA.
 
 HOST = (AllocateOp, SymmetricOp, ViewOp)  # the device does nothing for these
 
 
 @dataclass(frozen=True)
 class Pushes:
-    """Copies one after another on a stream, of one size and from one buffer, each with the signal right behind it.
+    """Consecutive copies on a stream, of one size and from one buffer, each with the signal directly after it.
 
-    They may run at one time: none writes what another reads or writes.
+    They may run at the same time: none writes what another reads or writes.
 
     Fields:
-        copies: in order, with the signals; None where there is none.
-        ops: all of them, in the order of issue.
+        copies: in order, each with its signal, or None if it has none.
+        ops: all of them, in issue order.
     """
 
     copies: tuple[tuple[CopyOp, SignalOp | None], ...]
@@ -397,7 +397,7 @@ class Pushes:
 
     @classmethod
     def of(cls, unrolled: UnrolledProgram) -> list[Pushes]:
-        """All of a program, each as long as can be."""
+        """Return all such runs of a program, each as long as possible."""
         views = {op.out: op.shape for op in unrolled.ops if isinstance(op, ViewOp)}
         at = extents(unrolled)
         runs: list[_Run] = []
@@ -419,7 +419,7 @@ class Pushes:
 
 @dataclass
 class _Run:
-    """Copies of one kernel and their signals, while more are looked for.
+    """A run of copies and signals under construction.
 
     Fields:
         buffers, shapes, at: of registers: their buffers, the shapes of views, where in its buffer each lies.
@@ -435,7 +435,7 @@ class _Run:
     written: dict[int, list[Extent]] = field(default_factory=dict)
 
     def takes(self, op: CopyOp) -> bool:
-        """Whether a copy is of the same kind as the first, and may run while the others do."""
+        """Whether a copy is of the same kind as the first, and may run at the same time as the others."""
         first, x, out = self.ops[0], self.buffers[op.x], self.buffers[op.out]
         assert isinstance(first, CopyOp)
         alike = op.stream == first.stream and op.sms == first.sms and x == self.buffers[first.x]
@@ -453,7 +453,7 @@ class _Run:
                 touched.setdefault(self.buffers[register], []).append(self.at[register])
 
     def takes_signal(self, op: SignalOp) -> bool:
-        """Whether a signal is one of the stream, and right behind a copy."""
+        """Whether a signal is sent by the stream itself, directly after a copy."""
         return not op.sms and isinstance(self.ops[-1], CopyOp) and self.ops[-1].stream == op.stream
 
 
@@ -468,10 +468,10 @@ def _paired(run: Sequence[Op]) -> Pushes:
 
 
 def room(ops: Sequence[Op], ordered: int, stream: int) -> dict[str, int]:
-    """The SMs that a kernel does not get which is issued to a stream now and takes all: `beside` and `spare`.
+    """Return the SMs that a kernel issued to a stream now does not get: `beside` and `spare`.
 
     Args:
-        ops: what comes before it in the call.
+        ops: the operations before it in the call.
         ordered: how many of them there were when a statement last ordered a stream.
         stream: its own.
     """
@@ -480,7 +480,7 @@ def room(ops: Sequence[Op], ordered: int, stream: int) -> dict[str, int]:
 
 
 def _copying(ops: Sequence[Op], stream: int) -> int:
-    """On how many SMs the copies go on that come last, where something is issued to their stream; 0 for none."""
+    """Return the number of SMs of the copies that may still run when the next operation starts on the stream, or 0."""
     latest = (op for op in reversed(ops) if not isinstance(op, HOST))
     last = next(latest, None)
     if isinstance(last, SignalOp) and not last.sms and last.stream == stream:
@@ -489,7 +489,7 @@ def _copying(ops: Sequence[Op], stream: int) -> int:
 
 
 # Unrolling ------------------------------------------------------------------------------------------------------------
-# The machine that takes notes: it turns a program, for one rank and one set of shapes, into a Recording.
+# The interpreter's machine that records operations, for one rank and one set of shapes, instead of running them.
 #
 # Views cost nothing until something uses them: a chain of select, chunk and reshape becomes one strided view of its
 # buffer, and the same view is made once a run.
@@ -500,20 +500,20 @@ COLLECTIVES = ("allgather", "allreduce", "reduce_scatter", "alltoall")
 def unroll(
     program: Program, rank: int, sizes: Mapping[str, int], inputs: Sequence[torch.Tensor | None]
 ) -> UnrolledProgram:
-    """Unrolls a program for this rank and for tensors like `inputs`, of which only shapes, strides and dtypes count.
+    """Unroll a program for one rank and for inputs like these.
 
-    Raises HostIRError where the program asks for what no machine can do: a stream outside the pool, a view that needs a
-    copy, a communication of memory that is not dense or that nothing waits for, a use after free, a peer's memory that
-    is not symmetric.
+    Only the inputs' shapes, strides and dtypes count. Raises HostIRError if the program asks for what no machine can
+    do: a stream outside the pool, a view that needs a copy, a communication of memory that is not dense or that nothing
+    waits for, a use after free, a peer's memory that is not symmetric.
     """
-    recorder = Unroller(program, rank, sizes)
-    outputs = interpret(program, recorder, sizes, recorder.take(inputs), recorder)
-    return recorder.finish(inputs, outputs)
+    unroller = Unroller(program, rank, sizes)
+    outputs = interpret(program, unroller, sizes, unroller.take(inputs), unroller)
+    return unroller.finish(inputs, outputs)
 
 
 @dataclass(frozen=True)
 class RegisterView:
-    """A tensor while unrolled: the register of its buffer, and its place in it as a tensor without data."""
+    """A tensor while unrolling: the register of its buffer, and its layout as a tensor without data."""
 
     buffer: int
     meta: torch.Tensor
@@ -521,14 +521,14 @@ class RegisterView:
 
 @dataclass(frozen=True)
 class StreamValue:
-    """A stream value, as `current_stream` gives it."""
+    """A stream value, as returned by `current_stream`."""
 
     number: int
 
 
 @dataclass
 class Flight:
-    """A communication while unrolled."""
+    """A communication while unrolling."""
 
     handle: int
     op: Op
@@ -537,7 +537,7 @@ class Flight:
 
 @dataclass
 class Unroller(Observer):
-    """The machine that takes notes."""
+    """The machine that records operations instead of running them."""
 
     program: Program
     rank: int
@@ -567,7 +567,7 @@ class Unroller(Observer):
         return self.place.statement.fail(message, expected=expected, hint=hint)
 
     def fail_layout(self, x: RegisterView, message: str, expected: str) -> HostIRError:
-        """An error for how a tensor lies in memory; it names the input, where the tensor is a view of one not dense."""
+        """Return an error for a tensor's layout; it names the input if the tensor is a view of one not dense."""
         if x.buffer > len(self.program.inputs) or self.metas[x.buffer].is_contiguous():
             return self.fail(message, expected=expected, hint="copy it to a buffer of its own first")
         value, meta = self.program.inputs[x.buffer - 1], self.metas[x.buffer]
@@ -580,7 +580,7 @@ class Unroller(Observer):
         )
 
     def take(self, inputs: Sequence[torch.Tensor | None]) -> list[RegisterView | None]:
-        """A part for each input of a call."""
+        """Return a tensor for each input of a call."""
         parts: list[RegisterView | None] = []
         for value, x in zip(self.program.inputs, inputs, strict=True):
             buffer = self.new_register()
@@ -694,7 +694,7 @@ class Unroller(Observer):
         if len(team) > 1:
             self.emit(BarrierOp, team=team, number=number)
 
-    # How it takes them --------------------------------------------------------------------------------------------
+    # Registers ----------------------------------------------------------------------------------------------------
     def emit(self, op: type[Op], /, **fields: Any) -> Op:
         self.ops.append(op(self.place, self.stream, **fields))
         return self.ops[-1]
@@ -712,7 +712,7 @@ class Unroller(Observer):
     def home(
         self, name: str, rounds: tuple[int, ...], rank: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> RegisterView:
-        """A rank's symmetric buffer, made known by an operation the first time that this rank names it."""
+        """Return a rank's symmetric buffer; its first use adds an operation that provides it."""
         place = name, rounds, rank
         if place in self.homes:
             return RegisterView(self.homes[place], self.metas[self.homes[place]])
@@ -724,7 +724,7 @@ class Unroller(Observer):
         return self.whole(buffer, torch.empty(shape, dtype=dtype, device="meta"))
 
     def at_rank(self, x: RegisterView, rank: int) -> RegisterView:
-        """The same view of a rank's buffer. Raises for a view of what is not symmetric."""
+        """Return the same view of a rank's buffer. Raises for a view of memory that is not symmetric."""
         own, name = self.symmetric.get(x.buffer), self.names[x.buffer]
         if own is None:
             raise self.fail(f"%{name} is not symmetric", expected="a view of what allocate_symmetric gives")
@@ -740,14 +740,14 @@ class Unroller(Observer):
             raise self.fail(f"epoch {epoch} of a flag", expected=f"at most {EPOCHS - 1}")
 
     def whole(self, buffer: int, meta: torch.Tensor) -> RegisterView:
-        """A new buffer, as the tensor that it is."""
+        """Allocate a new buffer, and return it as a tensor."""
         self.buffers[buffer] = buffer
         self.metas[buffer] = meta
         self.views[_key(buffer, meta)] = buffer
         return RegisterView(buffer, meta)
 
     def register(self, x: RegisterView | None) -> int:
-        """The register of a tensor, made by a View where it has none yet."""
+        """Return the register of a tensor; add a view operation if it has none yet."""
         if x is None:
             return NONE
         self.check_held(x)
@@ -788,7 +788,7 @@ class Unroller(Observer):
         return self.flights[-1]
 
     def follow(self, handle: Flight) -> None:
-        """The current stream goes on after a communication."""
+        """Make the current stream wait for a communication."""
         self.ordered = len(self.ops)
         if isinstance(handle.op, MarkOp):
             if handle.op.stream == self.stream:
@@ -797,7 +797,7 @@ class Unroller(Observer):
         self.emit(WaitOp, handle=handle.handle)
 
     def copy_here(self, x: RegisterView | None, out: RegisterView | None) -> None:
-        """A copy between dense tensors of equal size, nothing where they are the same memory."""
+        """Add a copy between dense tensors of equal size; none if they are the same memory."""
         source, target = self.register(self.block(x, 0, 1)), self.register(self.block(out, 0, 1))
         if source != target:
             self.emit(ComputeOp, kind="copy", out=target, operands=(source,), options={})
@@ -842,7 +842,7 @@ class Unroller(Observer):
         return UnrolledProgram(self.program, self.rank, self.sizes, ops, held, registers, tuple(self.buffers))
 
     def callers(self, x: RegisterView | None) -> RegisterView | None:
-        """An output as the caller may own it: of a symmetric buffer, which the next call goes on with, a copy."""
+        """Return an output that the caller may own: a copy if it is symmetric, as the next call reuses that."""
         if x is None or x.buffer not in self.symmetric:
             return x
         self.place = self.symmetric[x.buffer].place

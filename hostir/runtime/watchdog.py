@@ -1,4 +1,4 @@
-"""End every rank when one of them is lost: no rank waits for ever for a peer that died, raised or never came."""
+"""End every rank when one of them is lost: no rank waits forever for a peer that died, raised or never arrived."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 
 # Connections ----------------------------------------------------------------------------------------------------------
-# Connections by which ranks notice that one of them has ended, and tell all others what happened to them.
+# Connections by which ranks notice that one of them has ended, and report events to all others.
 #
 # Rank 0 listens, and every other rank connects to it. The kernel keeps a connection open as long as the process lives,
 # busy, stopped or holding the GIL as it may be, and closes it however the process ends. A host that is lost with its
 # processes leaves the connection open; then the kernel's own probes (TCP keepalive), which need no process to answer
 # them, go unanswered for HOSTIR_KEEPALIVE seconds.
 #
-# What a rank tells goes to rank 0, which puts what all ranks tell in one order and sends that to everyone, the teller
-# too. So all ranks know the same, sooner or later.
+# A rank sends its events to rank 0, which puts the events of all ranks in one order and sends them to everyone, the
+# sender included. So all ranks see the same events in the same order, sooner or later.
 
 LONGEST = 4000  # characters of what a rank tells
-PATIENCE = 1.0  # seconds that a rank waits until rank 0 has sent what it told
+PATIENCE = 1.0  # seconds that a rank waits for rank 0 to return its event
 CONNECTING = 2.0  # seconds that an attempt may take
 TRYING = 10.0  # seconds of vain attempts after which that is said
-PAUSE = 0.02  # seconds between two attempts, or looks
+PAUSE = 0.02  # seconds between two attempts, or polls
 
 
 class RankEvent(NamedTuple):
-    """What happened to a rank: it `failed`, came `back` to calls, is `done`, or `died`; more in words."""
+    """An event of a rank: it `failed`, came `back` to calls, is `done`, or `died`; `words` has details."""
 
     what: str
     rank: int
@@ -52,7 +52,7 @@ class RankEvent(NamedTuple):
 
 
 class Link:
-    """One connection, and what has come of its next line."""
+    """One connection, and the received part of its next line."""
 
     def __init__(self, to: socket.socket, keepalive: float) -> None:
         self.socket = to
@@ -66,7 +66,7 @@ class Link:
             self.socket.sendall("".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def receive(self) -> tuple[list[bytes], str]:
-        """The lines that have come; and why no others will, empty while they may."""
+        """Return the lines received so far, and why no more will follow; that is empty while the connection is open."""
         ended = ""
         try:
             while True:
@@ -86,26 +86,26 @@ class Link:
 
 
 class Links:
-    """What one rank has of them.
+    """One rank's connections.
 
     Args:
-        store: of the run: by it the others find rank 0.
+        store: a store of the run, which has rank 0's address.
         rank, size: this rank and how many there are.
         keepalive: seconds after which a host that does not answer counts as lost.
 
     Fields:
-        events: what has happened, in the same order on every rank; it only grows.
+        events: all events so far, in the same order on every rank.
     """
 
     def __init__(self, store: Any, rank: int, size: int, keepalive: float) -> None:
         self.store, self.rank, self.keepalive = store, rank, keepalive
         self.events: list[RankEvent] = []
-        self.untold: list[RankEvent] = []  # until this rank is linked
+        self.unsent: list[RankEvent] = []  # until this rank is linked
         self.links: list[Link] = []
         self.linked = size == 1
         self.vain = 0.0  # when the first attempt to connect failed
         self.listener: socket.socket | None = None
-        self.changing = threading.RLock()  # both the rank's own thread and its watchdog's come here
+        self.changing = threading.RLock()  # held by the rank's own thread or its watchdog's
         self.token = secrets.token_hex()
         self.poller = select.poll()
         if size > 1 and rank == 0:
@@ -120,7 +120,7 @@ class Links:
         self.linked = True
 
     def serve(self, seconds: float, alarm: int) -> None:
-        """Waits so long for something to happen, or until there is something to read from `alarm`."""
+        """Wait up to `seconds` for an event, or until `alarm` is readable."""
         if not self.linked:
             self.connect()
             seconds = min(seconds, PAUSE) if not self.linked else seconds
@@ -129,7 +129,7 @@ class Links:
         self.pump()
 
     def pump(self) -> None:
-        """Takes in what has come by now."""
+        """Process all that was received so far."""
         with self.changing:
             if self.listener is not None:
                 self.accept(self.listener)
@@ -139,32 +139,32 @@ class Links:
                     for line in lines:
                         self.take(link, json.loads(line))
                 except (ValueError, TypeError, IndexError):
-                    self.drop(link, "")  # a stranger
+                    self.drop(link, "")  # not one of our ranks
                 if ended:
                     self.drop(link, ended)
 
     def tell(self, what: str, words: str = "") -> RankEvent:
-        """Tells all ranks what happened to this one."""
+        """Send all ranks an event of this one."""
         event = RankEvent(what, self.rank, words[:LONGEST])
         self.pump()
         with self.changing:
-            if self.rank == 0 or (self.linked and not self.links):  # where rank 0 has gone, this one tells itself
+            if self.rank == 0 or (self.linked and not self.links):  # without rank 0 only this one hears of it
                 self.spread(event)
             elif self.linked:
                 self.links[0].send(event)
             else:
-                self.untold.append(event)
+                self.unsent.append(event)
         return event
 
     def hear(self, event: RankEvent) -> None:
-        """Waits a moment until this rank has heard what it told, and with it all that came before."""
+        """Wait briefly until this rank has received its own event, and so all that came before."""
         deadline = time.monotonic() + PATIENCE
         while self.linked and event not in self.events and time.monotonic() < deadline:
             time.sleep(PAUSE)
             self.pump()
 
     def close(self) -> None:
-        """Closes what this process has of the connections; those of one that it was forked from stay open."""
+        """Close this process's copies of the connections; those of the process it was forked from stay open."""
         for each in (self.listener, *(link.socket for link in self.links)):
             if each is not None:
                 each.close()
@@ -172,19 +172,19 @@ class Links:
 
     # Connecting ---------------------------------------------------------------------------------------------------
     def connect(self) -> None:
-        """Connects to rank 0, if that can be reached yet."""
+        """Connect to rank 0, if it can be reached yet."""
         try:
             if not self.store.check(["links"]):
                 return
             hosts, port, token = json.loads(self.store.get("links"))
         except RuntimeError:
-            return  # the store has gone: who waits for it is told
+            return  # the store has gone: whoever waits for it gets an error
         for host in hosts:
             with contextlib.suppress(OSError):
                 link = Link(socket.create_connection((host, port), CONNECTING), self.keepalive)
                 with self.changing:
-                    link.send((token, self.rank), *self.untold)
-                    self.untold.clear()
+                    link.send((token, self.rank), *self.unsent)
+                    self.unsent.clear()
                     self.add(link, 0)
                     self.linked = True
                 return
@@ -201,7 +201,7 @@ class Links:
             )
 
     def accept(self, listener: socket.socket) -> None:
-        """Takes in who has connected. Who that is, the first line will tell."""
+        """Accept new connections. Their first line will say which rank it is."""
         with contextlib.suppress(OSError):
             while True:
                 self.add(Link(listener.accept()[0], self.keepalive), -1)
@@ -212,7 +212,7 @@ class Links:
         self.poller.register(link.socket, select.POLLIN)
 
     def take(self, link: Link, line: list[Any]) -> None:
-        """Takes a line: rank 0 hears first who there is, then what others tell; these hear what all have told."""
+        """Process a line: rank 0 receives each rank's greeting and events, the others receive what it forwards."""
         if self.rank:
             self.events.append(RankEvent(*line))
         elif link.rank >= 0:
@@ -233,7 +233,7 @@ class Links:
             self.spread(RankEvent("died", link.rank, why))
 
     def spread(self, event: RankEvent) -> None:
-        """Notes an event, and on rank 0 sends it to all others."""
+        """Record an event; rank 0 also sends it to all others."""
         self.events.append(event)
         if self.rank == 0:
             for link in self.links:
@@ -248,7 +248,7 @@ def _listener(size: int) -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket, seconds: float) -> None:
-    """Has the kernel probe the other end, and give it up after so many seconds without an answer."""
+    """Make the kernel probe the peer, and close the connection after so many seconds without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     probes = 4
     wait = max(1, round(seconds / (probes + 1)))
@@ -263,38 +263,38 @@ def _keep_alive(connection: socket.socket, seconds: float) -> None:
 
 
 # The watchdog ---------------------------------------------------------------------------------------------------------
-# Ends every rank when one of them is lost: no rank waits for ever for a peer that died, raised, or never came.
+# Ends every rank when one of them is lost, so that no rank waits forever for a peer that died, raised or never arrived.
 #
-# Each rank has a thread that looks for four things: a rank that has died, a rank that stays away after a call has
-# failed, a communication of this rank's that stands still, and what its device has reported. On any of them it prints
-# one diagnostic that names this rank, the statement it is at and the cause, and ends the process at once, since a
-# thread stuck in a collective cannot be asked to stop. Ranks hear of each other by the connections of links.py, which
-# live as long as the processes: one that is busy, stopped or holds the GIL is no dead one. The hot path pays two
-# comparisons a call: where a run stands is read off its iterator.
+# Each rank has a thread that checks for four things: a rank that has died, a rank that makes no more calls after one
+# has failed, a communication of this rank's that makes no progress, and errors that its device has reported. On any of
+# them it prints one diagnostic that names this rank, the statement it is at and the cause, and ends the process at
+# once, since a thread stuck in a collective cannot be asked to stop. Ranks learn of each other by the connections
+# above, which live as long as the processes: one that is busy, stopped or holds the GIL does not count as dead. The hot
+# path pays two comparisons a call: the position of a run is read off its iterator.
 #
 # A failed call is its caller's, who may try again. Where it has failed on every rank, all is as before. Else each rank
-# has HOSTIR_TIMEOUT seconds to come to its next call; if one of them does not, all end with the first failure's
+# has HOSTIR_TIMEOUT seconds to make its next call; if one of them does not, all end with the first failure's
 # message.
 
-PERIOD = 0.5  # seconds between two looks
+PERIOD = 0.5  # seconds between two checks
 LAST_WORDS = 1.0  # seconds that a rank between runs has, once another has died, to end with an error of its own
 ASKED = b"!"  # what our handler of SIGTERM writes for the thread: no signal has this number
 
 
 class Watched(Protocol):
-    """A plan, as the watchdog sees it."""
+    """The watchdog's view of a plan."""
 
     def in_flight(self) -> list[Op]:
-        """The operations being executed, the most telling first; none while nothing runs."""
+        """Return the operations being executed, most informative first; none while nothing runs."""
 
     def describe(self, op: Op) -> str:
-        """An operation in flight: the statement, its round, and what it waits for where that is known."""
+        """Describe an operation in flight: the statement, its round, and what it waits for if known."""
 
     def progress(self) -> object:
-        """Changes whenever the run gets on; None where standing still cannot be told from here."""
+        """Return a value that changes whenever the run progresses; None if that cannot be observed."""
 
     def ailment(self) -> str:
-        """What the device has reported that no call has raised yet; empty while all is well."""
+        """Return what the device has reported that no call has raised yet; empty if nothing."""
 
 
 class Watchdog:
@@ -312,8 +312,8 @@ class Watchdog:
         self.timeout = timeout
         self.plan: Watched | None = None  # of the run under way, or of the last one
         self.replaced: list[Watched | None] = []  # during captures
-        self.looking = threading.Lock()  # held while this thread has a plan at hand: it must not be the last that has
-        self.clock = 0.0  # seconds in which this thread could look: those in which the process was stopped do not count
+        self.inspecting = threading.Lock()  # held while this thread uses a plan: it must not drop its last reference
+        self.clock = 0.0  # seconds in which this thread could run: those in which the process was stopped do not count
         self.stood: tuple[object, float] = (None, 0.0)
         self.links = Links(store, rank, size, keepalive)
         self.everyone = set(range(size))
@@ -323,30 +323,30 @@ class Watchdog:
         self.done: set[int] = set()
         self.first: RankEvent | None = None  # the failure that is not over yet
         self.failed: set[int] = set()  # ranks that have failed since
-        self.away: set[int] = set()  # those that have not come to another call since
+        self.away: set[int] = set()  # those that have not made another call since
         self.since = 0.0
-        self.disturbed = False  # whether this rank is to say that it comes to its next call
-        self.raised: HostIRError | None = None  # what this rank's caller was told, and may be printing
-        self.told = False  # whether the caller knows what ails the latest plan
+        self.disturbed = False  # whether this rank must report that it makes its next call
+        self.raised: HostIRError | None = None  # raised to this rank's caller, who may be printing it
+        self.acknowledged = False  # whether the caller knows the error of the latest plan
         self.wake, self.signalled = os.pipe()
         os.set_blocking(self.wake, False)
         os.set_blocking(self.signalled, False)
         self.closing = threading.Event()
-        self.before = -1  # who else is to hear of signals
+        self.before = -1  # who else receives signals
         self.hear_signals()
         self.thread = threading.Thread(target=self.watch, name="hostir watchdog", daemon=True)
         self.thread.start()
 
-    def look_at(self, plan: Watched, capturing: bool = False) -> None:
-        """What runs now, or is captured to run later.
+    def observe(self, plan: Watched, capturing: bool = False) -> None:
+        """Watch a plan that runs now, or is captured to run later.
 
-        The plan that it replaces, if nobody else has it, goes on the caller's thread, and not during a capture: memory
-        that the GPU shares with peers may go with it, for which the driver waits until the device is idle.
+        The plan that it replaces is released on the caller's thread, and not during a capture: memory that the GPU
+        shares with peers may be freed with it, for which the driver waits until the device is idle.
         """
         if plan is self.plan and (capturing or not self.replaced):
             return
-        self.told = False
-        with self.looking:
+        self.acknowledged = False
+        with self.inspecting:
             replaced, self.plan = self.plan, plan
         if capturing:
             self.replaced.append(replaced)
@@ -354,7 +354,7 @@ class Watchdog:
             self.replaced.clear()
 
     def blame(self, failure: HostIRError) -> HostIRError:
-        """Tells all ranks of this one's failure; where another failed first, says so in the error that it returns."""
+        """Report this rank's failure to all ranks; if another failed first, the error that it returns says so."""
         self.links.hear(self.links.tell("failed", headline(failure)))
         self.learn()
         theirs = self.first is not None and self.first.rank != self.rank
@@ -362,32 +362,32 @@ class Watchdog:
         if cause:
             first, *rest = failure.diagnostics
             failure = HostIRError(replace(first, notes=(*first.notes, (None, f"first, {cause}"))), *rest)
-        self.raised, self.told, self.disturbed = failure, True, True
+        self.raised, self.acknowledged, self.disturbed = failure, True, True
         return failure
 
-    def come_back(self) -> None:
-        """Tells all ranks, if they want to know, that this one has come to another call."""
+    def resume(self) -> None:
+        """Report to all ranks, if any waits for that, that this one makes another call."""
         self.disturbed, self.raised = False, None
         if self.first is not None:
             self.links.tell("back")
 
     def leave(self) -> None:
-        """Tells all ranks that this one has made its last call: from here on its end is no death."""
+        """Report to all ranks that this one has made its last call: from here on its exit is no failure."""
         self.links.hear(self.links.tell("done"))
 
     def close(self, done: bool = True) -> None:
-        """Ends the thread and the connections.
+        """End the thread and the connections.
 
-        A rank that is not `done` is on its way out with an error to print, and SIGTERM shall not come in between.
+        A rank that is not `done` is about to exit with an error, and SIGTERM must not interrupt its printing.
         """
         self.closing.set()
         os.write(self.signalled, b"\0")
         self.thread.join()
-        self.deafen(signal.SIG_DFL if done else lambda number, frame: None)
+        self.restore_handlers(signal.SIG_DFL if done else lambda number, frame: None)
         self.drop()
 
     def drop(self) -> None:
-        """Closes what this process has of pipes and connections, without a word to anyone."""
+        """Close this process's copies of pipes and connections, without a message to anyone."""
         self.links.close()
         os.close(self.wake)
         os.close(self.signalled)
@@ -408,13 +408,13 @@ class Watchdog:
             last = now
             self.learn()
             cause = self.cause()
-            with self.looking:
+            with self.inspecting:
                 cause = cause or self.standstill() or self.reported()
             if cause:
                 self.end(cause)
 
     def learn(self) -> None:
-        """Takes in what has happened to the ranks."""
+        """Process new events of the ranks."""
         with self.links.changing:
             events = self.links.events[self.known :]
             self.known += len(events)
@@ -438,7 +438,7 @@ class Watchdog:
             self.first = None
 
     def cause(self) -> str:
-        """Why this rank must end for another's sake; empty while it need not."""
+        """Return why this rank must end because of another; empty if it need not."""
         overdue = self.first is not None and self.clock - self.since > self.timeout
         if self.first is not None and (overdue or self.died is not None):
             return self.first.words
@@ -446,7 +446,7 @@ class Watchdog:
         return "" if idle and self.clock - self.died_at < LAST_WORDS else self.loss()
 
     def loss(self) -> str:
-        """Which rank has died, and how that is known; empty where none has."""
+        """Return which rank has died, and how that is known; empty if none has."""
         return f"rank {self.died.rank} died: {self.died.words}" if self.died is not None else ""
 
     def standstill(self) -> str:
@@ -465,15 +465,15 @@ class Watchdog:
         return f"it {what}"
 
     def reported(self) -> str:
-        """What the device has told of this rank's run; what its caller was told already is the caller's."""
-        found = self.plan.ailment() if self.plan is not None and not self.told else ""
+        """Return what the device has reported of this rank's run, unless its caller already knows."""
+        found = self.plan.ailment() if self.plan is not None and not self.acknowledged else ""
         if found:
             self.links.tell("failed", found)
         return found
 
     # Ending -------------------------------------------------------------------------------------------------------
     def end(self, cause: str) -> NoReturn:
-        """Prints the diagnostic and ends the process."""
+        """Print the diagnostic and end the process."""
         self.report(cause)
         os._exit(1)
 
@@ -483,7 +483,7 @@ class Watchdog:
         sys.stderr.flush()
 
     def diagnostic(self, cause: str) -> Diagnostic:
-        """This rank, the statement it is at, and the cause."""
+        """Return the diagnostic: this rank, the statement it is at, and the cause."""
         if self.raised is not None:
             return self.raised.diagnostics[0]
         plan = self.plan
@@ -496,10 +496,10 @@ class Watchdog:
 
     # Signals ------------------------------------------------------------------------------------------------------
     def hear_signals(self) -> None:
-        """Has SIGTERM wake the thread, even while the main thread is stuck outside Python.
+        """Make SIGTERM wake the thread, even while the main thread is stuck outside Python.
 
-        A launcher sends it to the ranks that are left when one has ended. A handler of the user's, whether it was there
-        before or comes later, is in charge; if it calls ours, the rank ends.
+        A launcher sends it to the remaining ranks when one has ended. A handler of the user's, installed before or
+        after, takes precedence; if it calls ours, the rank ends.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -508,7 +508,7 @@ class Watchdog:
         self.before = signal.set_wakeup_fd(self.signalled, warn_on_full_buffer=False)
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """The handler of SIGTERM where the user has none; the thread does what is to be done."""
+        """Handle SIGTERM if the user has no handler; the thread does the rest."""
         if self.signalled >= 0:
             os.write(self.signalled, ASKED)
             return
@@ -516,7 +516,7 @@ class Watchdog:
         os.kill(os.getpid(), number)
 
     def heard(self) -> bytes:
-        """The signals that have come, which others may have asked for before."""
+        """Return the signals received, and forward them to whoever had asked for them before."""
         try:
             heard = os.read(self.wake, 64)
         except BlockingIOError:
@@ -526,8 +526,8 @@ class Watchdog:
                 os.write(self.before, heard.translate(None, b"\0" + ASKED))
         return heard
 
-    def deafen(self, handler: Callable[[int, FrameType | None], object] | int = signal.SIG_DFL) -> None:
-        """Undoes `hear_signals`, as far as nobody else has taken the place since; SIGTERM gets this handler."""
+    def restore_handlers(self, handler: Callable[[int, FrameType | None], object] | int = signal.SIG_DFL) -> None:
+        """Undo `hear_signals`, unless somebody else has replaced it since; SIGTERM gets `handler`."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) == self.on_sigterm:
@@ -542,13 +542,13 @@ class Watchdog:
         os._exit(128 + signal.SIGTERM)
 
     def forget(self) -> None:
-        """In a process that was forked from the rank: what is the rank's own is nothing to this one."""
+        """Release, in a process that was forked from the rank, what belongs to the rank."""
         self.before = -1
-        self.deafen()
+        self.restore_handlers()
         self.drop()
 
 
 def headline(failure: HostIRError) -> str:
-    """An error in one line, for other ranks to name."""
+    """Return the first line of an error, for messages of other ranks."""
     diagnostic = failure.diagnostics[0]
     return f"{diagnostic.message} ({diagnostic.span})" if diagnostic.span else diagnostic.message

@@ -86,7 +86,7 @@ def test_ranks_that_cannot_reach_each_other_keep_to_collectives(change: Mapping[
     assert {c.strategy for c in found.programs} == {"sequential", "pipeline"}
     assert not any(uses_peers(p) for p in found.programs.values())
     assert {it.candidate.strategy for it in found.impossible} == {"ring", "fused", "push"}
-    assert all(reason in it.reason and it.loud for it in found.impossible)
+    assert all(reason in it.reason and it.warn for it in found.impossible)
 
 
 def test_on_a_cpu_copies_between_ranks_are_for_testing_but_can_be_measured() -> None:

@@ -164,7 +164,7 @@ def test_sizes_that_do_not_fit_a_strategy_leave_it_out_loudly() -> None:
     timings, impossible = _estimated(broken, reference(H200, 2), {"M": 2, "K": 8}, "out")
     assert {timing.candidate.strategy for timing in timings} == {"sequential"}
     assert impossible
-    assert all("M must be a multiple of 4" in it.reason and it.loud for it in impossible)
+    assert all("M must be a multiple of 4" in it.reason and it.warn for it in impossible)
 
 
 def unfit(program: Program) -> Program:

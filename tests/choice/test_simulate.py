@@ -112,7 +112,7 @@ def test_a_signal_by_a_kernel_keeps_no_copy_waiting_and_comes_soon_behind_its_ow
     plain = "  signal %there[0] = $ at 1 - %r over didx\n"
     by_sms = f"  set_stream 1\n  synchronize 0\n{plain[:-1]} by 1 sms\n  set_stream 0\n"
     copy = rounds(plain, 1) - H200.signal
-    assert rounds(by_sms, 1) == pytest.approx(copy + H200.teller)
+    assert rounds(by_sms, 1) == pytest.approx(copy + H200.kernel_signal)
     copy -= SMALL  # which puts flags back
     assert rounds(plain, 5) - rounds(plain, 1) == pytest.approx(4 * (copy + H200.signal))
     assert rounds(by_sms, 5) - rounds(by_sms, 1) == pytest.approx(4 * copy)
@@ -122,7 +122,7 @@ def test_a_matmul_leaves_an_sm_to_signals_by_kernels() -> None:
     gemm, model = Gemm(128 * 11, 256 * 12, 4096, "bf16"), costs("triton")  # 132 tiles, of which each SM takes one
     one = replace(H200.kernels["triton"], tiles=(replace(H200.kernels["triton"].tiles[0], fed=None),))
     model.family = one
-    assert model.arriving(gemm, 0.0, [0.0], spare=1) > 1.8 * (model.arriving(gemm, 0.0, [0.0]) - H200.look)
+    assert model.arriving(gemm, 0.0, [0.0], spare=1) > 1.8 * (model.arriving(gemm, 0.0, [0.0]) - H200.poll)
     fused = {n: hi.lower(patterns.allgather_matmul(ranks=4, S=1), "fused", n) for n in (1, 2)}
     assert {n: {t.spare for t in tasks_of(p, {}) if t.blocks} for n, p in fused.items()} == {1: {0}, 2: {1}}
 
@@ -205,7 +205,7 @@ def test_tiles_of_a_thin_last_wave_are_split_by_triton_where_it_pays() -> None:
             assert took[0] == took[1]
             assert fed[0] == fed[1]
     assert costs("aten").family.split is None
-    assert simulate.MOST_PARTS == kernels_split.MOST_PARTS
+    assert simulate.MAX_PARTS == kernels_split.MOST_PARTS
     for name in ("EARLY_WAVES", "SPLIT_STEP", "FINE_WAVES"):
         assert getattr(simulate, name) == getattr(tile_choice, name)
 
@@ -224,7 +224,7 @@ def test_blocks_smaller_than_a_tile_are_multiplied_together() -> None:
     gemm, c = Gemm(64, 3584, 8192, "bf16"), costs("triton")
     together = c.arriving(gemm, 0.0, [100.0] * 8)
     assert together == c.arriving(gemm, 0.0, [0.0] * 7 + [100.0])
-    assert together < 100 + H200.look + 2 * c.gemm(gemm)
+    assert together < 100 + H200.poll + 2 * c.gemm(gemm)
 
 
 def test_matmuls_of_one_wave_run_together_only_where_both_fit() -> None:

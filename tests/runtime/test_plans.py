@@ -118,7 +118,7 @@ def test_of_a_broken_machine_all_plans_say_the_same_once(executor: Executor) -> 
     executor._machine.broken = "a call failed"
     for _ in range(3):
         said(lambda: executor(torch.ones(2, 2)))
-    assert len(executor.plans.unsaid) == 1
+    assert len(executor.plans.unraised) == 1
     assert said(executor.synchronize).count("cannot run again") == 1
     assert said(lambda: executor(torch.ones(3))).count("cannot run again") == 1
 

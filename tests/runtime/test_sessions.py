@@ -141,7 +141,7 @@ def test_a_rank_that_comes_a_little_later_is_not_waited_for_long(monkeypatch: py
             return self.keys() >= set(keys)
 
     rank, pauses = object.__new__(Session), list[float]()
-    rank.store, rank.told, rank.rank, rank.size, rank.timeout = Store(), Counter(), 0, 2, 30.0
+    rank.store, rank.exchanges, rank.rank, rank.size, rank.timeout = Store(), Counter(), 0, 2, 30.0
     monkeypatch.setattr(time, "sleep", pauses.append)
     assert rank.exchange("what", "mine") == ["mine", "theirs"]
     assert sum(pauses) < 1e-3

@@ -52,7 +52,7 @@ def test_a_plan_that_nobody_else_has_goes_on_the_callers_thread(dog: Watchdog, n
     went: list[str] = []
     Plan.looks = 0
     for _ in range(200):
-        dog.look_at(Plan(went, number))
+        dog.observe(Plan(went, number))
         time.sleep(2e-4)
     assert len(went) == 199
     assert set(went) == {threading.current_thread().name}
@@ -61,12 +61,12 @@ def test_a_plan_that_nobody_else_has_goes_on_the_callers_thread(dog: Watchdog, n
 
 def test_no_plan_goes_during_a_capture(dog: Watchdog) -> None:
     went: list[str] = []
-    dog.look_at(Plan(went))
+    dog.observe(Plan(went))
     captured = Plan(went)
-    dog.look_at(captured, capturing=True)
-    dog.look_at(captured, capturing=True)
+    dog.observe(captured, capturing=True)
+    dog.observe(captured, capturing=True)
     assert not went
     assert len(dog.replaced) == 1, "a plan that is captured again replaces nothing"
-    dog.look_at(captured)
+    dog.observe(captured)
     assert went == [threading.current_thread().name]
     assert weakref.ref(captured)() is dog.plan

@@ -269,7 +269,7 @@ class PeerMemory:
         maps = {peer: handle.get_buffer(peer, mine.shape, torch.uint8) for peer in ranks if peer != self.rank}
         return {self.rank: mine, **maps}
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for the GPU."""
         torch.cuda.synchronize(self.device)
 

@@ -1,1 +1,1 @@
-"""Ranks as CPU processes, which gloo connects."""
+"""Ranks as CPU processes, connected by gloo."""

@@ -1,4 +1,4 @@
-"""Run programs on CPU processes: every stream is a thread, every event an event; gloo carries collectives."""
+"""Run programs on CPU processes: each stream is a thread, each event a threading event; gloo runs collectives."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from hostir.runtime.unroll import (
 )
 
 # Collectives and messages ---------------------------------------------------------------------------------------------
-# What gloo carries between CPU processes: collectives, transfers and messages.
+# Collectives, transfers and messages between CPU processes by gloo.
 #
 # Everything travels as bytes, whatever its dtype. Sums are taken here, in f32 and in the order of the team, so that
 # bf16 loses nothing on the way and every run gives the same bits.
@@ -63,17 +63,17 @@ def _blocks(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _places(op: CollectiveOp, members: Members) -> list[int]:
-    """For each rank of the group, which numbers its ranks in ascending order, its place in the team."""
+    """Return, for each rank of the group, numbered ascending, its place in the team."""
     return [op.team.index(rank) for rank in members]
 
 
 def _gather(x: torch.Tensor, blocks: Sequence[torch.Tensor], places: list[int], group: Any) -> None:
-    """`blocks[i]` becomes `x` of the team's i-th rank."""
+    """Write `x` of the team's i-th rank to `blocks[i]`."""
     group.allgather([[_bytes(blocks[i]) for i in places]], [_bytes(x)], AllgatherOptions()).wait()
 
 
 def _swap(x: torch.Tensor, places: list[int], group: Any) -> torch.Tensor:
-    """Sends block i of `x` to the team's i-th rank; returns the blocks received, by the sender's place in the team."""
+    """Send block i of `x` to the team's i-th rank; return the blocks received, by the sender's place in the team."""
     sent = _blocks(x, len(places))[places].contiguous()
     received, ordered = torch.empty_like(sent), torch.empty_like(sent)
     group.alltoall_base(_bytes(received), _bytes(sent), [], [], AllToAllOptions()).wait()
@@ -89,13 +89,13 @@ def _sum(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def allgather(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
-    """Every rank gets all parts."""
+    """Give every rank all parts."""
     out = registers[op.out]
     _gather(registers[op.x], _blocks(out, len(members)).unbind(0), _places(op, members), group)
 
 
 def allreduce(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
-    """Every rank gets the sum, in place."""
+    """Give every rank the sum, in place."""
     x = registers[op.out]
     parts = x.new_empty(len(members), x.numel())
     _gather(x, parts.unbind(0), _places(op, members), group)
@@ -103,12 +103,12 @@ def allreduce(op: CollectiveOp, registers: list[Any], group: Any, members: Membe
 
 
 def reduce_scatter(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
-    """Each rank gets its block of the sum."""
+    """Give each rank its block of the sum."""
     _sum(_swap(registers[op.x], _places(op, members), group), registers[op.out])
 
 
 def alltoall(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
-    """Each rank sends a block to each rank."""
+    """Send a block from each rank to each rank."""
     _blocks(registers[op.out], len(members)).copy_(_swap(registers[op.x], _places(op, members), group))
 
 
@@ -116,7 +116,7 @@ COLLECTIVES = {f.__name__: f for f in (allgather, allreduce, reduce_scatter, all
 
 
 def exchange(op: MessagesOp, registers: list[Any], group: Any, members: Members) -> None:
-    """Sends and receives pieces."""
+    """Send and receive pieces."""
     if [rank for _, rank in op.sends] == [members[group.rank()]]:  # an exchange with itself
         registers[op.receives[0][0]].copy_(registers[op.sends[0][0]])
         return
@@ -127,21 +127,21 @@ def exchange(op: MessagesOp, registers: list[Any], group: Any, members: Members)
 
 
 # The machine ----------------------------------------------------------------------------------------------------------
-# Programs on CPU processes: every stream is a thread, every event an event, and gloo carries what ranks exchange.
+# Programs on CPU processes: each stream is a thread, each event a threading event, and gloo runs communications.
 #
-# A unrolled is dealt out to lanes: one for the caller's stream, which the calling thread runs itself, one for each
-# worker stream, and one for each team, whose thread executes the team's communications in the order of issue. So the
-# order is the same on every rank, whatever the streams do. A rank's messages within a team have another lane, and
-# another process group, since collectives do not wait for them. Memory and views are made first, in the order of issue,
-# as by a host that issues everything at once. Copies, signals and barriers belong to the streams: they work on memory
-# that the ranks share. A call returns when all lanes are done: on this machine calls are synchronous.
+# An unrolled program is distributed over lanes: one for the caller's stream, which the calling thread runs itself, one
+# for each worker stream, and one for each team, whose thread executes the team's communications in the order of issue.
+# So the order is the same on every rank, whatever the streams do. A rank's messages within a team have another lane,
+# and another process group, since collectives do not wait for them. Memory and views are made first, in the order of
+# issue, as by a host that issues everything at once. Copies, signals and barriers belong to the streams: they work on
+# memory that the ranks share. A call returns when all lanes are done: on this machine calls are synchronous.
 
 CPU = torch.device("cpu")
 Jobs = SimpleQueue[Callable[[], None] | None]
 
 
 class GlooMachine:
-    """The threads of an executor on a CPU, which end with it, and the memory that it shares with its peers."""
+    """An executor's threads on a CPU, which end with it, and the memory that it shares with its peers."""
 
     name = "gloo"
     device = CPU
@@ -163,7 +163,7 @@ class GlooMachine:
         return GlooPlan(self, unrolled, trace)
 
     def queue(self, key: Key) -> Jobs:
-        """The queue of the thread that runs a lane."""
+        """Return the queue of the thread that runs a lane."""
         if key not in self.queues:
             jobs = self.queues[key] = SimpleQueue()
             threading.Thread(target=_work, args=(jobs,), name=f"hostir {key}", daemon=True).start()
@@ -172,14 +172,14 @@ class GlooMachine:
 
 
 def _work(jobs: Jobs) -> None:
-    torch.set_grad_enabled(False)  # what a thread is told of gradients holds for it alone
+    torch.set_grad_enabled(False)  # the gradient mode is a thread's own
     while (job := jobs.get()) is not None:
         job()
         del job  # an idle thread must not keep alive the executor that it ends with
 
 
 class GlooPlan:
-    """A recording dealt out to lanes."""
+    """An unrolled program distributed over lanes, one a thread."""
 
     def __init__(self, machine: GlooMachine, unrolled: UnrolledProgram, trace: Trace | None) -> None:
         self.machine = machine
@@ -206,7 +206,7 @@ class GlooPlan:
     def run(
         self, inputs: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None] | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Executes one run, into the tensors `given` for the outputs if there are any.
+        """Execute one run, into the tensors `given` for the outputs if there are any.
 
         Raises HostIRError naming the statement that raised, on whichever thread.
         """
@@ -237,13 +237,13 @@ class GlooPlan:
         return outputs
 
     def execute(self) -> None:
-        """Runs all lanes; after a failure it does not wait for those that may be stuck in a communication."""
+        """Run all lanes; after a failure do not wait for those that may be stuck in a communication."""
         self.begun = False
         self.host.run()
         if self.problem:
             return
         self.begun = True
-        inference = torch.is_inference_mode_enabled()  # what a thread is told of it holds for it alone, too
+        inference = torch.is_inference_mode_enabled()  # the mode is a thread's own, too
         for lane, queue in self.workers:
             lane.done.clear()
             queue.put(partial(lane.run_in_mode, inference))
@@ -253,7 +253,7 @@ class GlooPlan:
                 pass
 
     def refuse(self, op: Op, problem: BaseException) -> NoReturn:
-        """Raises what ended the run."""
+        """Raise the error that ended the run."""
         shared = self.memory is not None or any(not isinstance(lane.key, int) for lane, _ in self.workers)
         if self.begun and shared:
             self.machine.broken = f"{self.unrolled.describe(op)} failed earlier"
@@ -262,14 +262,14 @@ class GlooPlan:
         raise self.unrolled.failure(op, problem) from problem
 
     def fail(self, op: Op, problem: BaseException) -> None:
-        """Notes the first failure, and releases the lanes that wait for what will not come."""
+        """Record the first failure, and release the lanes that wait for events that will not occur."""
         if self.problem is None:
             self.problem = op, problem
         for event in self.events:
             event.set()
 
     def in_flight(self) -> list[Op]:
-        """The operations being executed, those first that wait for a peer; where all wait for lanes, the caller's.
+        """Return the operations being executed, those first that wait for a peer; else the caller's lane's first.
 
         After a failure, the operation that failed.
         """
@@ -281,7 +281,7 @@ class GlooPlan:
         return [op for _, op in sorted(at_work or standing, key=lambda it: it[0] is not Waits.PEER)]
 
     def describe(self, op: Op) -> str:
-        """An operation in flight, and what it waits for."""
+        """Describe an operation in flight, and what it waits for."""
         notes = [lane.notes.get(i) for lane in self.lanes.values() if (i := lane.position) >= 0 and lane.ops[i] is op]
         return self.unrolled.describe(op) + "".join(f", which waits for {note()}" for note in notes if note)
 
@@ -289,7 +289,7 @@ class GlooPlan:
         return ""  # what fails is raised to the caller
 
     def progress(self) -> tuple[int, ...] | None:
-        """Changes whenever a lane gets on; None while none waits for a peer."""
+        """Return a value that changes whenever a lane progresses; None while none waits for a peer."""
         at = {lane: lane.position for lane in self.lanes.values()}
         if not any(i >= 0 and lane.waits[i] is Waits.PEER for lane, i in at.items()):
             return None
@@ -331,7 +331,7 @@ class GlooPlan:
             self.deal_communication(op, lane)
 
     def deal_memory(self, op: AllocateOp | ViewOp | SymmetricOp) -> None:
-        """Symmetric buffers are the same in every run, and so are their views; all else is made anew."""
+        """Bind allocations and views: symmetric buffers and views of them once, all others in every run."""
         if isinstance(op, SymmetricOp):
             assert self.memory is not None
             self.registers[op.out] = self.memory.buffer(op)
@@ -343,7 +343,7 @@ class GlooPlan:
             self.host.add(op, step)
 
     def deal_communication(self, op: CollectiveOp | MessagesOp, lane: Lane) -> None:
-        """The team's thread starts when the stream gets there, and tells whoever waits."""
+        """Add a communication to its team's thread: it starts when the stream gets there, and signals its end."""
         ready, arrived = self.event(), self.event()
         self.arrivals[op.handle] = arrived
         collective = isinstance(op, CollectiveOp) or op.collective
@@ -385,7 +385,7 @@ class GlooPlan:
         return timed_step
 
     def bracket(self, op: Op) -> tuple[Step, Step]:
-        """What to do before and after an operation, for the trace."""
+        """Return the steps before and after an operation, for the trace."""
         trace = self.trace
         if trace is None:
             return _nothing, _nothing
@@ -402,4 +402,4 @@ class GlooPlan:
 
 
 def _nothing() -> None:
-    """Nobody looks."""
+    """Do nothing."""

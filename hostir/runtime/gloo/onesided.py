@@ -34,17 +34,17 @@ from hostir.runtime.unroll import (
 )
 
 # Threads --------------------------------------------------------------------------------------------------------------
-# What one thread of a CPU process does in a run, and what it stands at.
+# One thread's part of a run on a CPU process, and its position in it.
 
 Key = int | tuple[object, ...]  # of a lane: a stream, or a team
 
 
 class AbandonedError(Exception):
-    """Another lane of the run failed."""
+    """Raised in a lane because another lane of the run failed."""
 
 
 class Waits(Enum):
-    """What a step may have to wait for."""
+    """Kinds of waits of a step."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"
@@ -52,7 +52,7 @@ class Waits(Enum):
 
 
 class Lane:
-    """What one thread does in a run: steps, and the operation of each."""
+    """The part of a run for one thread: steps, and the operation of each."""
 
     def __init__(self, key: Key, fail: Callable[[Op, BaseException], None]) -> None:
         self.key = key
@@ -72,7 +72,7 @@ class Lane:
         self.waits.append(waits)
 
     def run(self) -> None:
-        # The iterator counts the steps for whoever asks where the run stands.
+        # The iterator counts the steps, so that others can see the position of the run.
         cursor = self.cursor = iter(self.steps)
         try:
             for step in cursor:
@@ -86,13 +86,13 @@ class Lane:
             self.done.set()
 
     def run_in_mode(self, inference: bool) -> None:
-        """`run` on a thread of its own, as a caller in torch's inference mode or not would."""
+        """Call `run` on its thread, in torch's inference mode if the caller is."""
         with torch.inference_mode() if inference else contextlib.nullcontext():
             self.run()
 
     @property
     def position(self) -> int:
-        """The index of the step being executed; -1 where none is."""
+        """The index of the step being executed; -1 if none is."""
         cursor = self.cursor
         return len(self.steps) - operator.length_hint(cursor) - 1 if cursor else -1
 
@@ -104,7 +104,7 @@ class Lane:
 
 
 class SharedFiles:
-    """How CPU processes share memory, and take turns."""
+    """Shares memory between CPU processes through files, and makes them take turns."""
 
     def __init__(self) -> None:
         self.mutex = threading.Lock()
@@ -112,7 +112,7 @@ class SharedFiles:
 
     @contextlib.contextmanager
     def offering(self, size: int) -> Iterator[str]:
-        """The memory's path, as long as peers need it to map the memory."""
+        """Create the file; yields its path, valid while peers need it to map the memory."""
         if not hasattr(os, "memfd_create"):
             raise RuntimeError("only Linux lets processes open each other's memory")
         file = os.memfd_create("hostir")
@@ -123,10 +123,10 @@ class SharedFiles:
             os.close(file)
 
     def reserve(self, size: int) -> None:
-        """The file is there."""
+        """Do nothing: the file exists."""
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
-        """Maps the files of these ranks."""
+        """Map the files of these ranks."""
         newest = os.open(offers[0].path, os.O_RDWR)  # a turn is a lock on rank 0's newest memory, which that keeps
         if self.lock < 0:
             self.lock = newest
@@ -139,28 +139,28 @@ class SharedFiles:
             for rank in ranks
         }
 
-    def settle(self) -> None:
-        """A call that has returned has ended."""
+    def synchronize(self) -> None:
+        """Do nothing: a call that has returned has ended."""
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the memory is ready."""
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
-        """Nothing."""
+        """Return no buffers."""
         return ()
 
     def notes(self, unrolled: UnrolledProgram) -> str:
-        """Nothing."""
+        """Return no data."""
         return ""
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """What comes before a rank's turn is visible to every rank whose turn comes later, on any CPU.
+        """Take a turn: what is written before one is visible, on any CPU, to every rank whose turn comes later.
 
         torch copies with plain stores, and nothing that Python has is a fence: on Arm a flag written after them may be
         seen before them. So a rank sets a flag in its turn, and one that has seen it set takes a turn before it reads
-        what the flag stands for. Turns are a lock in the kernel, which is let go with release and taken with acquire,
-        and by the kernel itself where a process dies. The file lock is between processes only; hence the mutex.
+        what the flag stands for. Turns are a lock in the kernel, unlocked with release and locked with acquire, and
+        unlocked by the kernel itself if a process dies. The file lock is between processes only; hence the mutex.
         """
         with self.mutex:
             fcntl.flock(self.lock, fcntl.LOCK_EX)
@@ -171,25 +171,25 @@ class SharedFiles:
 
 
 # Statements -----------------------------------------------------------------------------------------------------------
-# One-sided statements on CPU processes: threads copy, set flags and look at flags in memory that the ranks share.
+# One-sided statements on CPU processes: threads copy, set flags and poll flags in memory that the ranks share.
 #
-# A flag holds the highest epoch of the latest call that was signalled, and rises; see `plan.flag_value`. A barrier is a
-# row of such flags on every rank of the team, one for each of them: a rank sets its own everywhere, and looks at its
-# own row. Who waits looks again and again, and sleeps in between, as there are more threads than cores.
+# A flag holds the highest epoch of the latest call that was signalled, and rises; see `flag_value`. A barrier is a row
+# of such flags on every rank of the team, one for each of them: a rank sets its own everywhere, and polls its own row.
+# Waiting threads sleep between polls, as there are more threads than cores.
 
-SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a flag
+MIN_PAUSE, MAX_PAUSE = 2e-5, 1e-3  # seconds between two polls of a flag
 Flags = Any  # a row of flags as numpy sees it: an element is one load or store
 
 
 class SharedMachine(Protocol):
-    """What the operations need of a machine: which call it is in, and the memory that ranks share."""
+    """The machine as one-sided operations need it: the number of the call, and the shared memory."""
 
     calls: int
     sharing: SharedFiles
 
 
 class LanePlan(Protocol):
-    """What they need of the plan that they belong to."""
+    """The plan as one-sided operations need it."""
 
     unrolled: UnrolledProgram
     registers: list[Any]
@@ -198,17 +198,17 @@ class LanePlan(Protocol):
 
     @property
     def machine(self) -> SharedMachine:
-        """Where it runs."""
+        """The machine it runs on."""
 
     def timed(self, op: Op, step: Step) -> Step:
-        """The step, with its time in the trace if there is one."""
+        """Return the step, recorded in the trace if there is one."""
 
     def bracket(self, op: Op) -> tuple[Step, Step]:
-        """Steps that begin and end a bar in the trace."""
+        """Return steps that begin and end a bar in the trace."""
 
 
 class GlooOneSided:
-    """Deals the one-sided operations of a plan to the lanes of its streams."""
+    """Distributes the one-sided operations of a plan over the lanes of its streams."""
 
     def __init__(self, plan: LanePlan) -> None:
         self.plan = plan
@@ -249,11 +249,11 @@ class GlooOneSided:
         def standing() -> str:
             return f"rank {', '.join(map(str, missing()))} in call {self.machine.calls}"
 
-        lane.add(op, partial(self.come, rows, place))
+        lane.add(op, partial(self.arrive, rows, place))
         lane.add(op, self.until(lambda: not missing()), Waits.PEER, standing)
 
     def deal_blocks(self, op: ComputeOp, ready: Ready, kernel: Kernel, lane: Lane) -> None:
-        """Block after block, each behind a wait for its flag; in a trace it is one bar."""
+        """Add a matmul block by block, each after a wait for its flag; in a trace it is one bar."""
         flags, start, end = self.flags(ready.flags), *self.plan.bracket(op)
         lane.add(op, start)
         for block in ready.order:
@@ -275,7 +275,7 @@ class GlooOneSided:
         with self.turn():
             flags[slot] = flag_value(self.machine.calls, epoch)
 
-    def come(self, rows: list[Flags], place: int) -> None:
+    def arrive(self, rows: list[Flags], place: int) -> None:
         with self.turn():
             for row in rows:
                 row[place] = flag_value(self.machine.calls, 0)
@@ -288,12 +288,12 @@ class GlooOneSided:
 
     def until(self, reached: Callable[[], bool]) -> Step:
         def step() -> None:
-            pause = SHORTEST
+            pause = MIN_PAUSE
             while not reached():
                 if self.plan.problem:
                     raise AbandonedError
                 time.sleep(pause)
-                pause = min(2 * pause, LONGEST)
+                pause = min(2 * pause, MAX_PAUSE)
             with self.turn():
                 pass  # what was written before the flag can be read from here on
 

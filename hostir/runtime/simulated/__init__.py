@@ -1,1 +1,1 @@
-"""Simulated ranks: all of them in one process, in any order that the memory model allows."""
+"""Simulated ranks in one process, which run in any order that the memory model allows."""

@@ -14,28 +14,27 @@ from hostir.ir.source import Diagnostic, HostIRError, Span, error
 from hostir.runtime.simulated.tasks import FlagGate, SimulatedMemory, Task, Views, join, spoil, storage_of
 
 # Collectives and transfers --------------------------------------------------------------------------------------------
-# Communications among simulated ranks: which rank's call belongs to which, and what moves.
+# Communications among simulated ranks: match the ranks' issues with each other, and move data.
 
 Note = tuple[Span | None, str]
 
 
 class Issue(Protocol):
-    """Makes a task of the communication that is being issued."""
+    """Creates a task of the communication that is being issued."""
 
     def __call__(
         self, run: Callable[[], object] | None, reads: Views = (), writes: Views = (), undefines: Views = ()
     ) -> Task:
-        """A task that follows nothing yet."""
+        """Return a task without dependencies."""
 
 
 class Side:
-    """One rank's side of a communication, which may touch memory at any time between its issue and its end.
+    """One rank's side of a collective, which may touch memory at any time between its issue and its end.
 
-    `tail` is what comes before it on its stream, `come` is when it has begun on this rank, `give` its end, which writes
-    the result. Machines may read `x` for one peer early and for another late, so it is read twice, at any time, and the
-    ranks of a team take what they get from either by turns. And they may write `out` before anybody else has come: it
-    is spoilt at any time. `peers` are all sides, in the order of the team; `earlier` is the one before it of its team,
-    on this rank.
+    `tail` precedes it on its stream; `start` is its start on this rank; `give` is its end, which writes the result.
+    Machines may read `x` early for one peer and late for another, so it is read twice, at any time, and the ranks of a
+    team alternate between the two. They may write `out` before any other rank has started, so it is undefined from any
+    time on. `peers` are all sides, in the order of the team; `earlier` is the team's previous one on this rank.
     """
 
     def __init__(
@@ -44,42 +43,42 @@ class Side:
         x: torch.Tensor | None,
         out: torch.Tensor | None,
         tail: Sequence[Task],
-        come: Task,
+        start: Task,
         task: Issue,
         earlier: Side | None,
     ) -> None:
-        self.exchange, self.x, self.out, self.come = exchange, x, out, come
-        reads = (x,) if x is not None and exchange.takes(come.rank) else ()
-        writes = (out,) if out is not None and exchange.gives(come.rank) else ()
+        self.exchange, self.x, self.out, self.start = exchange, x, out, start
+        reads = (x,) if x is not None and exchange.takes(start.rank) else ()
+        writes = (out,) if out is not None and exchange.gives(start.rank) else ()
         self.taken: list[torch.Tensor | None] = [None, None]
         self.takes = [task(partial(self._snapshot, turn), reads=reads).follow(tail) for turn in (0, 1)]
         self.spoil = task(self._spoil, undefines=writes).follow(tail)
         if reads and writes and x is not None and out is not None and x.data_ptr() == out.data_ptr():
             self.spoil.follow(self.takes)  # in place
-        self.give = task(self._fill, writes=writes).follow([come, *self.takes, self.spoil])
+        self.give = task(self._fill, writes=writes).follow([start, *self.takes, self.spoil])
         self.give.since = self.takes[0]
         self.peers: list[Side] = []
         self.totals: list[torch.Tensor | None] = [None, None]
         if earlier is not None:
-            # A team starts in order, and on all machines runs one after another; but nobody may rely on more than that
-            # what came before has begun.
-            self.come.follow([earlier.come]).held_by([earlier.give])
+            # A team starts in order, and on all machines runs one after another; but programs may rely only on
+            # the earlier one's start.
+            self.start.follow([earlier.start]).held_by([earlier.give])
             self.takes[0].alone = earlier.give  # its wires carry one at a time; that is a matter of time, not of order
 
     @property
     def rank(self) -> int:
-        return self.come.rank
+        return self.start.rank
 
     @property
     def shapes(self) -> tuple[object, ...]:
-        """Dtype and shape of what it reads and writes."""
+        """Return dtype and shape of what it reads and writes."""
         return tuple(None if t is None else (t.dtype, t.shape) for t in (self.x, self.out))
 
     def __str__(self) -> str:
         return " to ".join("nothing" if t is None else f"{t.dtype} {list(t.shape)}" for t in (self.x, self.out))
 
     def agrees(self, other: Side) -> bool:
-        """Whether two ranks mean the same communication."""
+        """Whether two ranks issue the same communication."""
         if self.exchange.kind != other.exchange.kind:
             return False
         if self.exchange.moves is None or other.exchange.moves is None:
@@ -115,7 +114,7 @@ class Side:
                 out[i] = blocks(taken, 1)[0] if kind == "allgather" else blocks(taken, n)[me]
 
     def sum(self, turn: int) -> torch.Tensor:
-        """The sum of what all sides hold: in f32, in the order of the team, rounded once."""
+        """Return the sum over all sides: in f32, in the order of the team, rounded once."""
         total = self.totals[turn]
         if total is None:
             parts = [peer.taken[turn] for peer in self.peers]
@@ -123,7 +122,7 @@ class Side:
         return total
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of some tensors."""
+        """Return the sum of some tensors."""
         total = parts[0].to(torch.float32, copy=True)
         for part in parts[1:]:
             total += part
@@ -131,7 +130,7 @@ class Side:
 
 
 def blocks(x: torch.Tensor | None, count: int) -> torch.Tensor:
-    """A dense tensor as `count` equal blocks, `[count, elements]`."""
+    """Return a dense tensor as `count` equal blocks, `[count, elements]`."""
     assert x is not None
     return x.view(count, -1)
 
@@ -144,10 +143,10 @@ def _fits(move: Move, sides: Mapping[int, Side]) -> bool:
 
 
 def match(issued: Sequence[Mapping[tuple[int, ...], list[Side]]], note: Callable[[Task], Note]) -> list[Task]:
-    """Joins the sides of every communication; `issued[rank][team]` are a rank's sides in the order issued.
+    """Join the sides of every collective; `issued[rank][team]` are a rank's sides in issue order.
 
-    A team is named by its ranks in ascending order. Returns the tasks of joining. Raises HostIRError where ranks differ
-    in what they issue to a team; `note` says where a task comes from.
+    A team is named by its ranks in ascending order. Returns the tasks that join. Raises HostIRError if ranks differ in
+    what they issue to a team; `note` describes where a task comes from.
     """
     joints: list[Task] = []
     for team in dict.fromkeys(team for rank in issued for team in rank):
@@ -155,19 +154,19 @@ def match(issued: Sequence[Mapping[tuple[int, ...], list[Side]]], note: Callable
         for number, peers in enumerate(zip_longest(*calls)):
             sides = [part for part in peers if part is not None]
             if len(sides) < len(team) or not all(a.agrees(b) for i, a in enumerate(sides) for b in sides[:i]):
-                notes = [None if part is None else _note(note(part.come), part) for part in peers]
+                notes = [None if part is None else _note(note(part.start), part) for part in peers]
                 raise disagreement("communication", team, number, notes)
             joints += _meet(sides)
     return joints
 
 
 def _meet(sides: Sequence[Side]) -> list[Task]:
-    """Joins the sides of one communication: each ends with what it has got from others, which have begun by then."""
+    """Join the sides of one collective: each ends after the others that it receives from have started and read."""
     by_rank = {part.rank: part for part in sides}
     for part in sides:
         part.peers = [by_rank[rank] for rank in part.exchange.team]
     if sides[0].exchange.moves is None:
-        start = join(part.come for part in sides)
+        start = join(part.start for part in sides)
         read = [join(part.takes[turn] for part in sides) for turn in (0, 1)]
         for place, part in enumerate(sides[0].peers):
             part.give.follow([start, read[place % 2]])
@@ -175,9 +174,9 @@ def _meet(sides: Sequence[Side]) -> list[Task]:
     for part in sides:
         turn = part.exchange.team.index(part.rank) % 2
         for source in {move.source for move in part.exchange.moves or () if move.target == part.rank}:
-            part.give.follow([by_rank[source].come, by_rank[source].takes[turn]])
+            part.give.follow([by_rank[source].start, by_rank[source].takes[turn]])
         others = {move.target for move in part.exchange.moves or () if move.source == part.rank} - {part.rank}
-        part.give.held_by(by_rank[target].come for target in others)
+        part.give.held_by(by_rank[target].start for target in others)
     return []
 
 
@@ -186,7 +185,7 @@ def _note(where: Note, part: Side) -> Note:
 
 
 def disagreement(what: str, team: Sequence[int], number: int, notes: Sequence[Note | None]) -> HostIRError:
-    """Ranks of a team differ in their communication or barrier `number`; no note for a rank that issues none."""
+    """Return the error for ranks that differ in a team's communication or barrier `number`; None is a missing one."""
     said = [note or (None, f"rank {rank} issues only {number}") for rank, note in zip(team, notes, strict=True)]
     return HostIRError(
         Diagnostic(
@@ -202,9 +201,9 @@ def disagreement(what: str, team: Sequence[int], number: int, notes: Sequence[No
 
 
 class MessageSide:
-    """One rank's message: `come` is when it has begun, `take` reads what it sends, `give` writes what it receives.
+    """One rank's message: `start` is its start, `take` reads what it sends, `give` writes what it receives.
 
-    It ends when it has done both, as far as it does; the rank's next message in the team begins then.
+    It ends after whichever of the two it has; then the rank's next message in the team starts.
     """
 
     def __init__(
@@ -212,32 +211,32 @@ class MessageSide:
         exchange: Exchange,
         x: torch.Tensor | None,
         out: torch.Tensor | None,
-        come: Task,
+        start: Task,
         task: Issue,
         earlier: MessageSide | None,
     ) -> None:
-        self.x, self.out, self.come = x, out, come
-        self.to = next((m.target for m in exchange.moves or () if x is not None and m.source == come.rank), None)
+        self.x, self.out, self.start = x, out, start
+        self.to = next((m.target for m in exchange.moves or () if x is not None and m.source == start.rank), None)
         self.source = next((m.source for m in reversed(exchange.moves or ()) if out is not None), None)
-        self.take = None if x is None else task(self._take, reads=(x,)).follow([come])
-        self.give = None if out is None else task(self._give, writes=(out,)).follow([come])
+        self.take = None if x is None else task(self._take, reads=(x,)).follow([start])
+        self.give = None if out is None else task(self._give, writes=(out,)).follow([start])
         self.sender: MessageSide | None = None
         self.taken: torch.Tensor | None = None
         self.ends[-1].since = self.ends[-1]
         if earlier is not None:
-            come.follow(earlier.ends)
+            start.follow(earlier.ends)
 
     @property
     def ends(self) -> list[Task]:
-        """After these it has ended."""
+        """The tasks after which it has ended."""
         return [task for task in (self.take, self.give) if task is not None]
 
     def meet(self, sender: MessageSide) -> None:
-        """This message receives what `sender` sends."""
+        """Receive what `sender` sends."""
         assert sender.take is not None
         assert self.give is not None
-        sender.take.held_by([self.come])
-        self.give.follow([sender.come, sender.take])
+        sender.take.held_by([self.start])
+        self.give.follow([sender.start, sender.take])
         self.sender = sender
 
     def _take(self) -> None:
@@ -252,7 +251,7 @@ class MessageSide:
 
 
 def pair(issued: Sequence[Sequence[MessageSide]], note: Callable[[Task], Note]) -> None:
-    """Brings the messages of one team together: the k-th that a rank sends to another meets the k-th received there.
+    """Match the messages of one team: the k-th from a rank to another with the k-th that the other receives.
 
     `issued` are each rank's messages in the order issued. Raises HostIRError for one that has no partner, or another
     size or dtype than its partner.
@@ -261,9 +260,9 @@ def pair(issued: Sequence[Sequence[MessageSide]], note: Callable[[Task], Note]) 
     received: dict[tuple[int, int], list[MessageSide]] = {}
     for message in (message for messages in issued for message in messages):
         if message.to is not None:
-            sent.setdefault((message.come.rank, message.to), []).append(message)
+            sent.setdefault((message.start.rank, message.to), []).append(message)
         if message.source is not None:
-            received.setdefault((message.source, message.come.rank), []).append(message)
+            received.setdefault((message.source, message.start.rank), []).append(message)
     for ends in dict.fromkeys([*sent, *received]):
         for number, (sender, receiver) in enumerate(zip_longest(sent.get(ends, []), received.get(ends, []))):
             if sender is None or receiver is None or not _message_fits(sender, receiver):
@@ -295,22 +294,22 @@ def _mismatch(
 
 
 def _message_note(message: MessageSide, sends: bool, note: Callable[[Task], Note]) -> Note:
-    span, text = note(message.come)
+    span, text = note(message.start)
     tensor = message.x if sends else message.out
     assert tensor is not None
     return span, f"{text}, {tensor.dtype} {list(tensor.shape)}"
 
 
 # Symmetric buffers, flags, barriers -----------------------------------------------------------------------------------
-# What simulated ranks share: symmetric buffers, the flags in them, and barriers.
+# State that simulated ranks share: symmetric buffers, the flags in them, and barriers.
 
 Place = tuple[str, tuple[int, ...]]  # where a program allocates: the name that it gives, and the round
 
 
 class SymmetricBuffers:
-    """The symmetric buffers of all ranks. What ranks allocate at one place of the program belongs together.
+    """The symmetric buffers of all ranks. Allocations of all ranks at one place of the program belong together.
 
-    A rank that names a peer's buffer may plan before the peer does; so the first that asks makes it.
+    A rank may name a peer's buffer before the peer has planned it; so the first to ask creates it.
     """
 
     def __init__(self, memory: SimulatedMemory) -> None:
@@ -322,13 +321,13 @@ class SymmetricBuffers:
         self.named: dict[tuple[Place, int], Task] = {}  # the first task that touches it from another rank
 
     def allocate(self, place: Place, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """A rank's buffer, the same in every call; None where the place has one of another shape or dtype."""
+        """Return a rank's buffer, the same in every call; None if it exists with another shape or dtype."""
         self.allocated.add((place, rank))
         buffer = self._buffer(place, rank, shape, dtype)
         return buffer if buffer.shape == torch.Size(shape) and buffer.dtype == dtype else None
 
     def at(self, view: torch.Tensor, rank: int) -> torch.Tensor | None:
-        """The same view of a rank's buffer; None for a view of what is not symmetric."""
+        """Return the same view of a rank's buffer; None for a view of memory that is not symmetric."""
         place, owner = self.places.get(storage_of(view), (None, rank))
         if place is None:
             return None
@@ -337,20 +336,20 @@ class SymmetricBuffers:
         return peer.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def flag(self, flags: torch.Tensor, slot: int) -> FlagGate:
-        """The flag at a slot of a view."""
+        """Return the flag at a slot of a view."""
         return self.flags.setdefault((storage_of(flags), int(flags[slot].storage_offset())), FlagGate())
 
     def touch(self, view: torch.Tensor, rank: int, task: Task) -> None:
-        """A task of another rank touches this view of a rank's buffer."""
+        """Record that a task of another rank touches this view of a rank's buffer."""
         self.named.setdefault((self.places[storage_of(view)][0], rank), task)
 
     def reset(self) -> None:
-        """As the first call finds it: no signal was sent."""
+        """Reset all flags to their state before the first call."""
         for flag in self.flags.values():
             flag.reset()
 
     def check(self, note: Callable[[Task], Note]) -> None:
-        """Raises where a task touches the buffer of a rank that never allocated it."""
+        """Raise HostIRError if a task touches the buffer of a rank that never allocated it."""
         for (place, rank), task in self.named.items():
             if (place, rank) not in self.allocated:
                 span, where = note(task)
@@ -363,11 +362,11 @@ class SymmetricBuffers:
         return self.buffers[place, rank]
 
 
-BarrierSide = tuple[Task, Task]  # of a barrier, on one rank: when it comes, and when it goes on
+BarrierSide = tuple[Task, Task]  # of a barrier, on one rank: when the rank arrives, and when it continues
 
 
 def meet(issued: Sequence[Mapping[tuple[int, ...], list[BarrierSide]]], note: Callable[[Task], Note]) -> list[Task]:
-    """Joins the barriers of all ranks, the n-th of each team with each other; returns the tasks of joining.
+    """Join the barriers of all ranks, the n-th of each team with each other; return the tasks that join.
 
     Raises HostIRError where the ranks of a team differ in how many they issue.
     """
@@ -377,7 +376,7 @@ def meet(issued: Sequence[Mapping[tuple[int, ...], list[BarrierSide]]], note: Ca
         for number, sides in enumerate(zip_longest(*calls)):
             if any(side is None for side in sides):
                 raise disagreement("barrier", team, number, [None if s is None else note(s[0]) for s in sides])
-            met = join(come for come, _ in sides)
+            met = join(arrived for arrived, _ in sides)
             for _, go in sides:
                 go.follow([met])
             joints.append(met)

@@ -1,10 +1,10 @@
-"""Simulated ranks in one process: the memory model taken at its word, on CPU tensors.
+"""Run simulated ranks in one process, on CPU tensors, in every order that the memory model permits.
 
 Every rank first plans: its statements become tasks, with an edge wherever the memory model orders two of them, and
-nowhere else. Then a seeded scheduler runs the tasks in any order that the edges allow. Memory is poisoned with NaN
-before it is written and, once the caller's stream is done, where the caller may overwrite it; memory that was freed may
-not be touched at all. A program that lacks an edge gives NaN, other bits, or an error, under some seed; with `watch`
-the unordered accesses themselves are named, under any seed.
+nowhere else. Then a seeded scheduler runs the tasks in any order that the edges allow. Memory holds NaN before it is
+written and, once the caller's stream is done, where the caller may overwrite it; freed memory may not be touched at
+all. A program that lacks an edge gives NaN, other bits, or an error, under some seed; with `watch` the unordered
+accesses themselves are named, under any seed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Kernels = str | Mapping[str, Kernel]  # a policy, or what computes each kind
 
 
 class LocalMachine:
-    """Simulated ranks, one for each of `programs`, which are mostly one and the same.
+    """Simulated ranks, one for each of `programs`, which usually are one and the same.
 
     First every rank plans each call (`ranks[r].plan(sizes, inputs)`), then `run` executes all calls, again and again.
     `kernels`, `dtype` and `device` are as of `rehearse`.
@@ -67,7 +67,7 @@ class LocalMachine:
 
     @torch.no_grad()
     def run(self, seed: int = 0, *, watch: bool = False) -> list[list[Parts]]:
-        """Executes what was planned, from the beginning; returns `outputs[call][output][rank]`.
+        """Execute what was planned, from the beginning; returns `outputs[call][output][rank]`.
 
         Seed 0 is program order, others are random. With `watch`, two unordered accesses to one element, of which one
         writes, are an error whatever they lead to, and so is a read of what nobody wrote.
@@ -109,18 +109,18 @@ class LocalMachine:
         return [[list(parts) for parts in zip(*outputs, strict=True)] for outputs in calls]
 
     def release(self) -> None:
-        """Gives the memory back at once; as ranks and tasks refer to each other, Python would take its time."""
+        """Free the memory at once; ranks and tasks form cycles, which Python would collect late."""
         for buffer in self.memory.buffers:
             buffer.untyped_storage().resize_(0)
         for rank in self.ranks:
             rank.outputs.clear()
 
     def where(self, task: Task) -> tuple[Span | None, str]:
-        """Which rank, statement, round and call a task belongs to."""
+        """Return the rank, statement, round and call that a task belongs to."""
         return self.ranks[task.rank].where(task)
 
     def record(self, trace: Trace) -> None:
-        """Adds what ran to a trace, as if every stream and every team had a processor of its own."""
+        """Add what ran to a trace, as if every stream and every team had a processor of its own."""
         at = times(self.ran)
         for task in (task for rank in self.ranks for task in rank.tasks if task.since is not None):
             rank = self.ranks[task.rank]
@@ -134,7 +134,7 @@ class LocalMachine:
             trace.add(task.rank, lane, text, at[task.since][0], at[task][1], task.rounds)
 
     def _meet(self) -> None:
-        """Joins what the ranks do together, once all of them have planned."""
+        """Join what the ranks do together, once all of them have planned."""
         ranks = self.ranks
         self.symmetric.check(self.where)
         joints = match([rank.parts for rank in ranks], self.where)
@@ -153,7 +153,7 @@ class LocalMachine:
         return error(f"{where}: {type(problem).__name__}: {problem}", span)
 
     def _deadlock(self) -> HostIRError:
-        """What every rank stands before: gates that stay closed, or else the first that did not run."""
+        """Return the error that names what every rank waits for: closed gates, or else its first task left."""
         notes = []
         ran = set(self.ran)
         for rank in self.ranks:
@@ -188,7 +188,7 @@ def rehearse(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> LocalMachine:
-    """Plans calls of a host program that follow each other with nothing in between; `run(seed)` executes them.
+    """Plan consecutive calls of a host program; `run(seed)` of the result executes them.
 
     Args:
         program: a host program that checks.
@@ -227,7 +227,7 @@ def run_calls(
     watch: bool = False,
     trace: Trace | None = None,
 ) -> list[list[Parts]]:
-    """Runs calls of a host program one after another, on as many simulated ranks as its meshes name.
+    """Run consecutive calls of a host program, on as many simulated ranks as its meshes name.
 
     After a call the caller reads the outputs and overwrites inputs and outputs; then it writes the next call's inputs.
     Nothing else lies between: streams, teams, flags and symmetric buffers go on.
@@ -261,7 +261,7 @@ def run_local(
     trace: Trace | None = None,
     out: Any = None,
 ) -> list[Parts]:
-    """One call of `run_calls`: for each output what every rank holds, `outputs[i][rank]`.
+    """Run one call as `run_calls` does; return for each output what every rank holds, `outputs[i][rank]`.
 
     `out` are the caller's tensors for them, in the same form, or of the only output; they are then what is returned.
     """
@@ -270,7 +270,7 @@ def run_local(
 
 
 def _deliver(program: Program, inputs: Inputs, outputs: list[Parts], out: Any) -> list[Parts]:
-    """Puts outputs into the caller's tensors. Raises HostIRError, and writes nothing, where those do not fit."""
+    """Copy outputs to the caller's tensors. Raises HostIRError, and writes nothing, if those do not fit."""
     given = sequence_of(out)
     if len(outputs) == 1 and not isinstance(given[0] if given else None, list | tuple):
         given = (given,)
@@ -297,7 +297,7 @@ def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
 def _distribute(
     program: Program, inputs: Inputs, given: Mapping[str, int], device: torch.device | str
 ) -> tuple[list[Parts], dict[str, int]]:
-    """What every rank holds of each input, and the sizes."""
+    """Return what every rank holds of each input, and the sizes."""
     ranks = range(program.ranks)
     whole = [x for x in inputs if isinstance(x, torch.Tensor)]
     if len(whole) == len(inputs):

@@ -1,4 +1,4 @@
-"""One simulated rank while it plans: statements become tasks, with the edges of the memory model and no others."""
+"""Plan one simulated rank: statements become tasks, with the edges of the memory model and no others."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Team = tuple[int, ...]
 
 
 class IssueQueue:
-    """A queue of one rank. What is issued to it next follows `tail`.
+    """One rank's queue of issued work. What is issued to it next follows `tail`.
 
-    Where copies by SMs came last, with the signals right behind them, `pushing` are these, behind where they begin.
+    If copies by SMs came last, with the signals directly after them, `pushing` is their common start, and then these.
     """
 
     def __init__(self, label: str) -> None:
@@ -42,8 +42,8 @@ class IssueQueue:
         self.tail = [*self.tail, *(task for task in others if task not in self.tail)]
 
 
-class WidePart(Side):
-    """A side of a communication among ranks that compute in float64: sums are not made in f32 either."""
+class Float64Side(Side):
+    """A side of a collective among ranks that compute in float64: its sums are not made in f32 either."""
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack(list(parts)).sum(0)
@@ -86,14 +86,14 @@ class RankMachine(Observer):
 
     @property
     def call(self) -> int:
-        """Which call it plans, from 0."""
+        """The number of the call that it plans, from 0."""
         return len(self.outputs) - 1
 
     def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
         self.statement, self.rounds, self.steps = statement, rounds, self.steps + 1
 
     def plan(self, sizes: Mapping[str, int], inputs: Parts) -> None:
-        """Turns one call into tasks: inputs arrive on the caller's stream, and outputs are read there at the end."""
+        """Turn one call into tasks: inputs arrive on the caller's stream, and outputs are read there at the end."""
         if not self.inputs:  # the caller uses the same memory in every call
             named = zip(self.program.inputs, inputs, strict=True)
             self.inputs = [
@@ -113,7 +113,7 @@ class RankMachine(Observer):
         leave.stream = "after the call"
 
     def finish(self, call: int, outputs: Parts, written: Views) -> None:
-        """The caller's stream is done: the caller takes the outputs, and does as it likes with all that is its own."""
+        """End a call on the caller's stream: the caller takes the outputs, and may overwrite all that it owns."""
         self.outputs[call] = [None if x is None else x.clone() for x in outputs]
         for x in written:
             spoil(x)
@@ -130,7 +130,7 @@ class RankMachine(Observer):
         timed: bool = False,
         team: Team = (),
     ) -> Task:
-        """A task that follows nothing yet."""
+        """Return a new task without dependencies."""
         memory = tuple({storage_of(x) for x in (*reads, *writes, *undefines)})
         task = Task(
             self.rank,
@@ -161,14 +161,14 @@ class RankMachine(Observer):
         *,
         timed: bool = False,
     ) -> Task:
-        """Adds a task to the current stream."""
+        """Add a task to the current stream."""
         task = self.task(run, reads, writes, undefines, timed=timed).follow(self.current.tail)
         self.current.tail, self.current.pushing = [task], []
         task.since = task if timed else None
         return task
 
     def push(self, run: Callable[[], object] | None, reads: Views = (), writes: Views = ()) -> Task:
-        """Adds a copy by SMs, or a signal right behind one, beside which a kernel that waits may start."""
+        """Add a copy by SMs, or a signal directly after one; a kernel that waits for flags may start beside it."""
         stream = self.current
         pushing = stream.pushing or [self.issue(_nothing)]
         task = self.task(run, reads, writes, lane=f"{stream.label}, SMs that copy", timed=bool(writes))
@@ -178,7 +178,7 @@ class RankMachine(Observer):
         return task
 
     def late(self, task: Task) -> HostIRError:
-        """The error of a task that touches memory which was freed."""
+        """Return the error of a task that touches freed memory."""
         ended = [self.memory.freed[storage] for storage in task.memory if storage in self.memory.freed]
         span, where = self.where(task)
         if task.statement is None:
@@ -195,7 +195,7 @@ class RankMachine(Observer):
         )
 
     def where(self, task: Task) -> tuple[Span | None, str]:
-        """Which rank, statement, round and call a task belongs to."""
+        """Return the rank, statement, round and call that a task belongs to."""
         call = f" of call {task.call + 1}" if len(self.outputs) > 1 else ""
         if task.statement is None:
             return None, f"rank {self.rank}, caller{call}"
@@ -204,7 +204,7 @@ class RankMachine(Observer):
         return task.statement.span, f"rank {self.rank}, '{text}'{rounds}{call}"
 
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
-        """An error of the statement that is being planned."""
+        """Return an error of the statement that is being planned."""
         span, where = self.where(Task(statement=self.statement, rounds=self.rounds, call=self.call))
         return error(f"{where}: {message}", span, expected=expected, hint=hint)
 
@@ -222,7 +222,7 @@ class RankMachine(Observer):
         return buffer
 
     def _hand_out(self, buffer: torch.Tensor) -> None:
-        """Until the stream gets there, whoever had this memory before may use it. It leaves copies by SMs alone."""
+        """Leave new memory undefined until the stream gets there: its previous owner may still use it."""
         stream = self.current
         task = self.task(partial(spoil, buffer), undefines=(buffer,)).follow(stream.pushing[:1] or stream.tail)
         stream.tail = [*stream.tail, task] if stream.pushing else [task]
@@ -252,7 +252,7 @@ class RankMachine(Observer):
         return x.permute(axes)
 
     def dense(self, x: torch.Tensor) -> torch.Tensor:
-        """Now `x` itself, now a copy of it, by rank and call: on real ranks it depends on the caller."""
+        """Return `x` or a copy of it, depending on rank and call: on real ranks it depends on the caller."""
         if x.is_contiguous() and (self.rank + self.call) % 2 == 0:
             return x
         name = next((v.name for v in self.statement.named), "") if self.statement else ""
@@ -281,7 +281,7 @@ class RankMachine(Observer):
     def _by_blocks(
         self, kernel: Kernel, out: torch.Tensor, operands: Sequence[torch.Tensor | None], ready: Ready
     ) -> None:
-        """A kernel that takes all SMs when it starts, and computes each block of rows once its flag is up."""
+        """Add a kernel that takes all SMs when it starts, and computes each block of rows once its flag is set."""
         a, *others = operands
         assert a is not None
         whole = tuple(x for x in others if x is not None)
@@ -308,7 +308,7 @@ class RankMachine(Observer):
         end.turns, end.since = self.processors, start
 
     def _blocks(self, x: torch.Tensor, does: str, count: int) -> list[torch.Tensor]:
-        """Equal blocks of the rows of `x`, its leading axes flattened."""
+        """Return equal blocks of the rows of `x`, its leading axes flattened."""
         flat = rows(x)
         if flat is None:
             raise self.fail(f"it {does} {_layout(x)}", expected="rows with one stride", hint="copy it first")
@@ -321,17 +321,17 @@ class RankMachine(Observer):
                 raise self.fail(f"it {does} {_layout(tensor)}", expected="a dense tensor", hint="copy it first")
         lane = f"communication {len(self.tasks)}"
         task = partial(self.task, lane=lane, timed=True, team=exchange.team)
-        come = self.task(_nothing, lane=lane).follow(self.current.tail)
-        come.gate, come.lasts = self.processors, True
+        start = self.task(_nothing, lane=lane).follow(self.current.tail)
+        start.gate, start.lasts = self.processors, True
         if x is not None and out is not None and exchange.takes(self.rank) and exchange.gives(self.rank):
             self._refuse_overlap(out, (x,))
         if exchange.kind in MESSAGES:
             messages = self.messages.setdefault(exchange.team, [])
-            messages.append(MessageSide(exchange, x, out, come, task, messages[-1] if messages else None))
+            messages.append(MessageSide(exchange, x, out, start, task, messages[-1] if messages else None))
             return messages[-1].ends
         parts = self.parts.setdefault(tuple(sorted(exchange.team)), [])
-        side = Side if self.dtype is None else WidePart
-        parts.append(side(exchange, x, out, self.current.tail, come, task, parts[-1] if parts else None))
+        side = Side if self.dtype is None else Float64Side
+        parts.append(side(exchange, x, out, self.current.tail, start, task, parts[-1] if parts else None))
         return [parts[-1].give]
 
     def wait(self, handle: list[Task]) -> None:
@@ -364,8 +364,8 @@ class RankMachine(Observer):
         task.gate, task.epoch = self._flag(flags, slot), self._epoch(epoch)
 
     def barrier(self, team: Team) -> None:
-        come = self.issue(None)
-        self.barriers.setdefault(team, []).append((come, self.issue(None)))
+        arrived = self.issue(None)
+        self.barriers.setdefault(team, []).append((arrived, self.issue(None)))
 
     def current_stream(self) -> IssueQueue:
         return self.current
@@ -377,7 +377,7 @@ class RankMachine(Observer):
         self.current.wait(self._stream(stream).tail)
 
     def delay(self, microseconds: int) -> None:
-        """It orders nothing: the scheduler may already run anything first."""
+        """Do nothing: a delay orders nothing, and the scheduler may run anything first anyway."""
 
     def _stream(self, stream: IssueQueue | int) -> IssueQueue:
         if isinstance(stream, IssueQueue):
@@ -388,7 +388,7 @@ class RankMachine(Observer):
         return self.pool[stream]
 
     def _at(self, view: torch.Tensor, rank: int) -> torch.Tensor:
-        """The same view at a rank; raises for what is not symmetric."""
+        """Return the same view at a rank; raise if the memory is not symmetric."""
         there = self.symmetric.at(view, rank)
         if there is None:
             name = self.memory.owners[storage_of(view)][0]
@@ -405,17 +405,17 @@ class RankMachine(Observer):
 def _instead(
     kernel: Kernel, out: torch.Tensor, own: torch.Tensor, others: Sequence[torch.Tensor | None], rows: torch.Tensor
 ) -> None:
-    """A block of own rows; nobody shall read what lies where others have theirs."""
+    """Compute a block from the rank's own rows, and leave their place in the gathered rows undefined."""
     kernel(out, own, *others)
     rows.fill_(float("nan"))
 
 
 def _nothing() -> None:
-    """What a task does that only has to get there."""
+    """Do nothing: the task only orders others."""
 
 
 def _steps(x: torch.Tensor) -> list[int]:
-    """The strides along which there are steps."""
+    """Return the strides of the axes that are longer than 1."""
     return [stride for extent, stride in zip(x.shape, x.stride(), strict=True) if extent != 1]
 
 

@@ -1,4 +1,4 @@
-"""Tasks with edges between them: a seeded scheduler runs them, and a watch sees the accesses that nothing orders."""
+"""Schedule tasks with edges between them by a seed, and find accesses that no edges order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAN = float("nan")
 
 
 class SimulatedMemory:
-    """Every buffer of every rank on some device, each a storage of its own."""
+    """The buffers of all ranks on some device, each a storage of its own."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
@@ -31,7 +31,7 @@ class SimulatedMemory:
         self.buffers: list[torch.Tensor] = []
 
     def new(self, name: str, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A dense buffer: NaN, or 0 where there is none."""
+        """Allocate a dense buffer of NaN, or of 0 for dtypes without NaN."""
         memory = torch.zeros(max(prod(shape), 1), dtype=dtype, device=self.device)  # one at least, to have an address
         if dtype.is_floating_point:
             self.buffers.append(memory.fill_(NAN))
@@ -48,23 +48,23 @@ class SimulatedMemory:
         return bool(marks.as_strided(y.shape, y.stride(), int(y.storage_offset())).any())
 
     def free(self, storage: int, span: Span | None) -> None:
-        """From here on, this memory may not be touched."""
+        """Mark memory as freed: it may not be touched from here on."""
         self.freed[storage] = span
 
     def reset(self) -> None:
-        """As before the first run."""
+        """Restore the state before the first run."""
         self.freed.clear()
         for buffer in self.buffers:
             buffer.fill_(NAN)
 
 
 def spoil(x: torch.Tensor) -> None:
-    """Leaves a view undefined: it holds NaN, or 0 where there is none."""
+    """Make a view undefined: NaN, or 0 for dtypes without NaN."""
     x.fill_(NAN if x.dtype.is_floating_point else 0)
 
 
 def storage_of(x: torch.Tensor) -> int:
-    """Which memory a tensor lies in."""
+    """Return an identity of the memory that a tensor is in."""
     return x.untyped_storage().data_ptr()
 
 
@@ -77,28 +77,28 @@ Epoch = tuple[int, int]  # which call, and the epoch counted from its start
 
 @dataclass(eq=False, slots=True, repr=False)  # its tasks all lead to each other
 class Task:
-    """Something that one rank does at one moment: `run`, once every task it follows has run and its gate is open.
+    """An action of one rank: `run`, once every task it follows has run and its gate is open.
 
     Fields:
-        lane: what it stands in line with: its stream, or something of its own for what is on none.
+        lane: the queue that it is part of: its stream, or one of its own if it is on none.
         order, step: how many tasks, and how many statements, its rank issued before it.
-        statement, rounds, call: what it comes from; no statement where the program's text has none.
-        stream: the label of the stream that was current, or where the caller stands.
-        run: None for a moment that only orders others.
+        statement, rounds, call: its origin; no statement if the program's text has none.
+        stream: the label of the stream that was current, or a description of where the caller is.
+        run: None for a task that only orders others.
         reads, writes: the views that it touches, of whatever rank; `memory`: their storages.
         undefines: views that it writes, and that nobody may read before something else writes them.
-        gate: what it stands before, besides the tasks that it follows.
+        gate: the gate that must be open, besides the tasks that it follows.
         turns: the gate that may open or close when it runs.
-        small: whether one SM is enough, which a kernel that holds the others leaves to it, if issued later in its call.
+        small: whether it needs one SM only: a kernel that was issued later in its call leaves it one.
         lasts: whether it may hold SMs until other ranks do something.
-        epoch: what the flag that is its gate must reach, or what it sets the flag that it turns to.
+        epoch: the epoch that it waits for at its gate, or that it sets the flag `turns` to.
         team: of a communication.
-        since: where the bar in a trace begins that ends with this task; None: nothing is drawn.
+        since: the task at which the bar in a trace begins that ends with this task; None: nothing is drawn.
         timed: whether a real machine takes time for it.
-        alone: what delays it on real wires, though nothing orders the two.
+        alone: the task whose end delays it on real wires, though nothing orders the two.
         needs, blockers: how many tasks it follows, and how many of them have not run.
-        holds, held: the tasks that it may hold up besides, on some machines, and how many may hold up this one.
-        seconds: how long it took.
+        holds, held: the tasks that it may hold up on some machines, and how many may hold up this one.
+        seconds: its duration.
     """
 
     rank: int = 0
@@ -131,14 +131,14 @@ class Task:
     seconds: float = 0.0
 
     def follow(self, others: Iterable[Task]) -> Task:
-        """Adds an edge from each of `others`; returns the task."""
+        """Add an edge from each of `others`; return the task."""
         for other in others:
             other.followers.append(self)
             self.needs += 1
         return self
 
     def held_by(self, others: Iterable[Task]) -> Task:
-        """Adds an edge from each of `others` that holds on some machines, and that nobody may rely on."""
+        """Add an edge from each of `others` that exists on some machines only, and that programs must not rely on."""
         for other in others:
             other.holds.append(self)
             self.held += 1
@@ -146,13 +146,13 @@ class Task:
 
 
 def join(tasks: Iterable[Task]) -> Task:
-    """A moment after all of these, which takes no time: it saves an edge from each of them to each that follows."""
+    """Return a task that takes no time after all of these: it saves edges from each of them to each that follows."""
     return Task().follow(tasks)
 
 
 # Gates ------------------------------------------------------------------------------------------------------------
 class Gate:
-    """What lets tasks pass only while it is open. A task that comes too early is parked until the gate turns."""
+    """A condition that blocks tasks while it is closed. A task that is too early is parked until the gate changes."""
 
     def __init__(self) -> None:
         self.parked: list[Task] = []
@@ -168,7 +168,7 @@ class Gate:
         return False
 
     def released(self) -> list[Task]:
-        """The tasks that should try again."""
+        """Return the tasks that should try again."""
         parked, self.parked = self.parked, []
         return parked
 
@@ -177,7 +177,7 @@ class Gate:
 
 
 class FlagGate(Gate):
-    """What signals set. Whoever waits passes while it stands at the epoch or above."""
+    """A flag that signals set. Waiting tasks pass while it is at their epoch or above."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,10 +195,10 @@ class FlagGate(Gate):
 
 
 class Processors(Gate):
-    """The SMs of a rank: a kernel may hold them, and no other begins until it ends but copies `beside` it.
+    """The SMs of a rank: while a kernel holds them no other begins, except copies `beside` it.
 
-    It leaves one SM to what is small and was issued before it in its call; but what lasts may come and take that one,
-    and cannot go on before it has the others too.
+    It leaves one SM to small tasks that were issued before it in its call. A task that may wait for other ranks can
+    take that SM as well, and then cannot go on before it has the others too.
     """
 
     def __init__(self) -> None:
@@ -227,19 +227,19 @@ LAST = 2.0  # behind every random number
 
 
 def program_order(task: Task) -> float:
-    """As issued, rank after rank for equal places."""
+    """Return the order of issue, rank after rank for equal places."""
     return task.step + task.rank * 1e-6
 
 
 def check_seed(seed: object) -> int:
-    """The seed, where it is one."""
+    """Return the seed; raise HostIRError if it is none."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise error(f"the seed is {described(seed)}", user_span(), expected="an integer")
     return seed
 
 
 def random_order(seed: int, tasks: Sequence[Task]) -> Order:
-    """An order in which what is missing hurts; every legal order has a chance.
+    """Return a random order that is likely to expose missing edges; every legal order has a chance.
 
     Lanes have strict random priorities, which never change, or seldom, or often, or at every step, as the seed has it.
     Where they do not change, a lane starves until it alone can run. That makes orders likely that fair choices hardly
@@ -274,9 +274,9 @@ def execute(
     failed: Callable[[Task, Exception], Exception],
     held: bool = True,
 ) -> list[Task]:
-    """Runs tasks until none may run any more, and returns them as they ran; those that are left wait for each other.
+    """Run tasks until none may run any more, and return them as they ran; those left wait for each other.
 
-    `before` sees each task before it runs, and raises where it must not; an exception of the task itself is raised as
+    `before` sees each task before it runs, and raises if it must not run; an exception of the task itself is raised as
     what `failed` makes of it. Tasks wait for those that may hold them up only if `held`.
     """
     for task in tasks:
@@ -319,7 +319,7 @@ def _run(task: Task, failed: Callable[[Task, Exception], Exception]) -> None:
 
 
 def _unblocked(task: Task, held: bool) -> list[Task]:
-    """The followers that waited for this task alone."""
+    """Return the followers that waited for this task alone."""
     free = []
     for follower in (*task.followers, *task.holds) if held else task.followers:
         follower.blockers -= 1
@@ -329,7 +329,7 @@ def _unblocked(task: Task, held: bool) -> list[Task]:
 
 
 def times(ran: Iterable[Task]) -> dict[Task, tuple[float, float]]:
-    """When each task would start and end, in seconds, if every lane had a processor of its own."""
+    """Return when each task would start and end, in seconds, if every lane had a processor of its own."""
     starts: dict[Task, float] = {}
     at: dict[Task, tuple[float, float]] = {}
     for task in ran:
@@ -343,8 +343,8 @@ def times(ran: Iterable[Task]) -> dict[Task, tuple[float, float]]:
     return at
 
 
-# The watch ------------------------------------------------------------------------------------------------------------
-# Sees, while simulated ranks run, the accesses that nothing orders.
+# Race detection -------------------------------------------------------------------------------------------------------
+# Finds, while simulated ranks run, accesses that nothing orders.
 #
 # Each task's past is what comes before it: the pasts of the tasks that it follows, and of the signal that it waited
 # for. It is a set of tasks, kept as the bits of an integer: a vector clock with a component for each task. What merely
@@ -354,7 +354,7 @@ Where = Callable[[Task], tuple[Span | None, str]]
 
 
 class TaskAccess:
-    """A view of a storage that a task reads or writes, and the elements it stands for."""
+    """A view of a storage that a task reads or writes, and the elements in it."""
 
     def __init__(self, task: int, view: torch.Tensor, writes: bool) -> None:
         self.task = task
@@ -370,11 +370,11 @@ class TaskAccess:
         return "writes" if self.writes else "reads"
 
     def of(self, marks: torch.Tensor) -> torch.Tensor:
-        """The marks of its elements, among those of all elements of the storage."""
+        """Return the marks of its elements, from the marks of all elements of the storage."""
         return marks.as_strided(*self.place)
 
     def blank(self) -> torch.Tensor:
-        """A mark for each element of the storage, none set."""
+        """Return a mark for each element of the storage, none set."""
         return torch.zeros(self.extent, dtype=torch.bool, device="cpu")
 
     def meets(self, other: TaskAccess) -> bool:
@@ -386,12 +386,12 @@ class TaskAccess:
         return bool(other.of(marks).any())
 
     def stands_for(self, other: TaskAccess) -> bool:
-        """Whether what races with an access before this one, and does not come before this one, races with this one."""
+        """Whether all later accesses that race with the earlier `other` race with this one, which then replaces it."""
         return self.place == other.place and (self.writes or not other.writes)
 
 
 class Watch:
-    """One run, task by task. `where` names a task's statement, `memory` the buffers."""
+    """The race detector of one run. `where` names a task's statement, `memory` the buffers."""
 
     def __init__(self, tasks: Sequence[Task], memory: SimulatedMemory, where: Where) -> None:
         self.tasks = tasks
@@ -405,7 +405,7 @@ class Watch:
         self.unwritten: HostIRError | None = None
 
     def runs(self, task: Task) -> None:
-        """A task runs now. Raises HostIRError where it races with one that ran before."""
+        """Record that a task runs. Raises HostIRError if it races with one that ran before."""
         me = self.number[task]
         known = self.past.pop(me, 0) | 1 << me
         if isinstance(task.gate, FlagGate):
@@ -424,7 +424,7 @@ class Watch:
             self.past[number] = self.past.get(number, 0) | known
 
     def finish(self) -> None:
-        """Everything ran. Raises HostIRError where something was read that nobody had written."""
+        """Check the completed run. Raises HostIRError if something was read that nobody had written."""
         if self.unwritten is not None:
             raise self.unwritten
 
@@ -449,7 +449,7 @@ class Watch:
             )
 
     def _signal(self, task: Task, known: int, earlier: Sequence[Task]) -> None:
-        """Signals of one flag come one after another."""
+        """Record a signal; signals of one flag are ordered one after another."""
         if not earlier or known >> self.number[earlier[-1]] & 1:
             return
         first, second = self.where(earlier[-1]), self.where(task)

@@ -243,12 +243,12 @@ def test_the_watchdog_sees_what_the_device_reports_unless_the_caller_was_told(mo
     (plan,) = e.plans.values()
     told: list[str] = []
     links = types.SimpleNamespace(tell=lambda what, words: told.append(words))
-    dog = types.SimpleNamespace(plan=plan, told=False, links=links)
+    dog = types.SimpleNamespace(plan=plan, acknowledged=False, links=links)
     assert Watchdog.reported(dog) == ""
     monkeypatch.setattr(CudaPlan, "problem", lambda plan: error("a kernel gave up"))
     assert Watchdog.reported(dog) == "a kernel gave up"
     assert told == ["a kernel gave up"]
-    dog.told = True
+    dog.acknowledged = True
     assert Watchdog.reported(dog) == ""
 
 
