@@ -289,9 +289,7 @@ def _fed(
     arrivals = [0.0, *(_FIRST + i * (_PAUSE + block * K * itemsize / _BYTES) for i in range(1, blocks))]
     whole = _whole(tile, K, tile.fed or tile.rate)
     half, programs = _part(tile, 2, whole), min(sms, units)
-    plans: dict[int, list[Schedule]] = {
-        units: [Schedule(programs, units)]
-    }  # by units before the split ones
+    plans: dict[int, list[Schedule]] = {units: [Schedule(programs, units)]}  # by units before the split ones
     for split, parts in _split_counts(tiles, tiles // blocks, ahead, sms):
         plan = schedule(units, steps, sms, split, parts)
         if plan.parts and plan.programs == programs:  # others would leave SMs without work
