@@ -5,7 +5,7 @@
 For who has no 8 GPUs. The programs are those of `fused` and `push` for so many ranks, but that every copy goes to the
 same peer, into the place of another rank. Each GPU sends and receives as many shards of the same size, one after
 another, with a signal behind each, and multiplies them as they come, all as among so many ranks. What is not the same:
-barrier and permits are of two ranks, no rank lags behind the others, and there is no NCCL and none of torch's peers to
+barrier and credits are of two ranks, no rank lags behind the others, and there is no NCCL and none of torch's peers to
 compare with. The floor is cuBLAS alone, or copies of as many shards alone, from a CUDA graph.
 """
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import environment, table, write
-from hostir.runtime.kernels.flags import ReadyFlags, no_stalls, stall_error
+from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts, timeout_error
 from hostir.runtime.kernels.matmul import matmul
 from hostir.runtime.kernels.tiles import Config, candidates, choose
 
@@ -70,7 +70,7 @@ class Clock:
         """The median time from when the last of `BLOCKS` blocks has come, `late` us after the start, to the end."""
         flags = torch.zeros(BLOCKS, dtype=torch.int32, device="cuda")
         come = torch.arange(repeats + 2, dtype=torch.int32).pin_memory()
-        ready, side, pairs = ReadyFlags(flags, 0, no_stalls(BLOCKS, "cuda")), torch.cuda.Stream(), []
+        ready, side, pairs = ReadyFlags(flags, 0, no_timeouts(BLOCKS, "cuda")), torch.cuda.Stream(), []
         for epoch in range(1, repeats + 2):  # the first one compiles
             flags[:-1] = epoch
             self.flush.zero_()
@@ -86,7 +86,7 @@ class Clock:
             end.record()
             torch.cuda.synchronize()
             pairs.append((raised, end))
-        if problem := stall_error(ready.stalls, 0, "flags"):
+        if problem := timeout_error(ready.timeouts, 0, "flags"):
             raise problem
         return median(pairs[1:])
 
@@ -281,7 +281,7 @@ def host_times() -> dict[str, float]:
     """Microseconds of host time of a launch, ours in several ways and torch's."""
     small = [torch.randn(256, 256, device="cuda").to(DTYPE) for _ in range(3)]
     others = [torch.empty_like(small[2]) for _ in range(3)]
-    ready = ReadyFlags(torch.ones(4, dtype=torch.int32, device="cuda"), 1, no_stalls(4, "cuda"))
+    ready = ReadyFlags(torch.ones(4, dtype=torch.int32, device="cuda"), 1, no_timeouts(4, "cuda"))
     turns = itertools.cycle(others)
     shared = Config(64, 64, 64, stages=4, warps=4, split=4)
     works: dict[str, Callable[[], object]] = {

@@ -205,7 +205,7 @@ def test_tiles_of_a_thin_last_wave_are_split_by_triton_where_it_pays() -> None:
             assert took[0] == took[1]
             assert fed[0] == fed[1]
     assert costs("aten").family.split is None
-    assert simulate.MAX_PARTS == kernels_split.MOST_PARTS
+    assert simulate.MAX_PARTS == kernels_split.MAX_PARTS
     for name in ("EARLY_WAVES", "SPLIT_STEP", "FINE_WAVES"):
         assert getattr(simulate, name) == getattr(tile_choice, name)
 
@@ -270,7 +270,7 @@ def test_machines_are_named_with_or_without_ranks() -> None:
 
 
 def test_own_rows_that_the_kernel_copies_are_copied_in_the_model() -> None:
-    assert work.FEWEST_APART == tiles.FEWEST_APART
+    assert work.FEWEST_APART == tiles.MIN_OWN_ROWS
     text = """hostir 1
 mesh @mesh [didx] = 0 1
 fusion @rows(%a: bf16[M@didx, 4096], %b: bf16[4096, 1792]) -> (%c) {

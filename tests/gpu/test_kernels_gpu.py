@@ -226,11 +226,11 @@ def test_sums_of_split_tiles_are_float32_whatever_torchs_default_is():
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-@pytest.mark.parametrize("dtype", list(aten.SUMS_OF_HALVES))
+@pytest.mark.parametrize("dtype", list(aten.REDUCED_PRECISION))
 @pytest.mark.parametrize("shape", [(160, 100, 1000), (33, 100, 1000), (64, 60, 4096), (64, 1792, 4096)])
 def test_cublas_adds_up_in_float32_whatever_torch_lets_it_do(shape, dtype, allowed):
     M, N, K = shape
-    setting = aten.SUMS_OF_HALVES[dtype]
+    setting = aten.REDUCED_PRECISION[dtype]
     a, b = filled([3, M, K], dtype, device=CUDA), filled([K, N], dtype, device=CUDA)
     exact = a.double() @ b.double()
     rounded = torch.linalg.vector_norm(exact.to(dtype).double() - exact)

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 
-from hostir.runtime.kernels.flags import Piece, PushKernel, ReadyFlags, no_stalls, stall_error
+from hostir.runtime.kernels.flags import Piece, PushKernel, ReadyFlags, no_timeouts, timeout_error
 from hostir.runtime.kernels.matmul import matmul
 from tests.runtime.kernels.pushing import Job
 
@@ -36,13 +36,13 @@ def test_a_matmul_that_starts_beside_the_copies_takes_blocks_as_they_come(
     height = M // blocks
     b = torch.randn(K, N, device=CUDA).bfloat16()
     a, out = (torch.empty(M, columns, device=CUDA, dtype=torch.bfloat16) for columns in (K, N))
-    flags, stalls = torch.zeros(blocks, dtype=torch.int64, device=CUDA), no_stalls(blocks, CUDA)
+    flags, timeouts = torch.zeros(blocks, dtype=torch.int64, device=CUDA), no_timeouts(blocks, CUDA)
     source, after = torch.empty_like(a), torch.empty_like(a)
     size = height * K * 2
     order = [(1 + i) % blocks for i in range(blocks)]
     pieces = [Piece(i * size, a.data_ptr() + i * size, flags.data_ptr() + 8 * i, 1) for i in order]
     push = PushKernel(CUDA, pieces, size, sms=16)
-    ready = ReadyFlags(flags, 1, stalls, first=1, beside=16)
+    ready = ReadyFlags(flags, 1, timeouts, first=1, beside=16)
 
     def both() -> None:
         push(source)
@@ -68,7 +68,7 @@ def test_a_matmul_that_starts_beside_the_copies_takes_blocks_as_they_come(
         poisoned()
         again()
         torch.cuda.synchronize()
-        assert stall_error(stalls, 0, "%f") is None
+        assert timeout_error(timeouts, 0, "%f") is None
         assert torch.equal(after, source), "what follows comes after the copies too"
         exact = source.double() @ b.double()
         error = (out.double() - exact).norm() / exact.norm()

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from hostir.runtime.kernels.flags import ReadyFlags, no_stalls, stall_error
+from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts, timeout_error
 from hostir.runtime.kernels.matmul import DTYPES, matmul
 from hostir.runtime.kernels.tiles import Config, candidates
 from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled
@@ -28,7 +28,7 @@ def one_tile(dtype: torch.dtype, use_descriptors: bool) -> Config:
 def raised(blocks: int, *, dtype: torch.dtype = torch.int32, **fields: object) -> ReadyFlags:
     """Flags that stand at epoch 1, which is waited for."""
     flags = torch.ones(blocks, dtype=dtype, device=CUDA)
-    return ReadyFlags(flags, **{"epoch": 1, "stalls": no_stalls(blocks, CUDA), **fields})
+    return ReadyFlags(flags, **{"epoch": 1, "timeouts": no_timeouts(blocks, CUDA), **fields})
 
 
 @pytest.mark.parametrize("transpose_b", [True, False])
@@ -48,7 +48,7 @@ def test_every_tile_gives_the_bits_of_the_kernel_without_flags(M, N, K, blocks, 
             matmul(a, b, out, ready=ready, **options)
             assert_only_view_written(out, buffer)
             assert torch.equal(out, matmul(a, b, torch.empty_like(out), **options))
-            assert stall_error(ready.stalls, 0, "%f") is None
+            assert timeout_error(ready.timeouts, 0, "%f") is None
 
 
 @pytest.mark.parametrize("transpose_b", [True, False])
@@ -72,7 +72,7 @@ def test_own_rows_give_the_bits_that_they_give_in_the_buffer(M, N, K, transpose_
                 matmul(rows, b, out.fill_(math.nan), ready=ready, own=own, **options)
                 assert_only_view_written(out, buffer)
                 assert torch.equal(out, matmul(a, b, torch.empty_like(out), **options))
-            assert stall_error(ready.stalls, 0, "%f") is None
+            assert timeout_error(ready.timeouts, 0, "%f") is None
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_early_blocks_give_the_bits_of_tiles_that_are_split_in_two_every_time(M,
                 for block in range(early) if apart else ():
                     place = (first + block) % blocks
                     assert torch.equal(seen[0].chunk(blocks)[place], wanted[place])
-                assert stall_error(ready.stalls, 0, "%f") is None
+                assert timeout_error(ready.timeouts, 0, "%f") is None
 
 
 @pytest.mark.parametrize(("M", "N", "K", "bias"), [(2048, 1792, 1024, False), (2000, 904, 1096, True)])
@@ -132,7 +132,7 @@ def test_early_and_split_tiles_give_the_product_however_many_there_are_of_either
             options = {"bias": added, "use_descriptors": use_descriptors, "config": config}
             matmul(a if mine is None else rows, b, out.fill_(math.nan), ready=ready, own=mine, **options)
             assert torch.equal(out, exact), (config, mine is None)
-            assert stall_error(ready.stalls, 0, "%f") is None
+            assert timeout_error(ready.timeouts, 0, "%f") is None
 
 
 def _in_two(a: torch.Tensor, b: torch.Tensor, tile: Config, options: dict[str, bool]) -> torch.Tensor:
@@ -161,7 +161,7 @@ def test_rows_that_copies_bring_while_the_kernel_waits_are_seen_in_every_call(fi
     b = filled([K, N], torch.bfloat16, device=CUDA)
     out, expected = (torch.empty(M, N, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
     flags = torch.zeros(blocks, dtype=torch.int32, device=CUDA)
-    ready = ReadyFlags(flags, 0, no_stalls(blocks, CUDA), first=first, looks=5_000_000)
+    ready = ReadyFlags(flags, 0, no_timeouts(blocks, CUDA), first=first, polls=5_000_000)
     side = torch.cuda.Stream()
     modes = [
         {"use_descriptors": mode, "config": dataclasses.replace(one_tile(torch.bfloat16, mode), early=early)}
@@ -186,7 +186,7 @@ def test_rows_that_copies_bring_while_the_kernel_waits_are_seen_in_every_call(fi
                 flags[block : block + 1].copy_(epochs, non_blocking=True)
         options = modes[epoch % len(modes)]
         matmul(a, b, out, ready=dataclasses.replace(ready, epoch=epoch), **options)
-        assert stall_error(ready.stalls, 0, "%f") is None
+        assert timeout_error(ready.timeouts, 0, "%f") is None
         torch.cuda.synchronize()
         assert torch.equal(out, matmul(a, b, expected, ready=there, **options))
 
@@ -197,13 +197,13 @@ def test_a_flag_that_never_rises_ends_the_kernel_with_its_rows_untouched_unless_
     a, b = filled([4096, 512], torch.bfloat16, device=CUDA), filled([512, 1024], torch.bfloat16, device=CUDA)
     for use_descriptors in descriptor_modes():
         out = torch.full((4096, 1024), math.nan, dtype=torch.bfloat16, device=CUDA)
-        ready = raised(4, first=2, looks=1000)
+        ready = raised(4, first=2, polls=1000)
         ready.flags[missing] = 0
         config = dataclasses.replace(one_tile(torch.bfloat16, use_descriptors), early=early)
         options = {"use_descriptors": use_descriptors, "config": config}
         there = matmul(a, b, torch.empty_like(out), ready=raised(4, first=2), **options)
         matmul(a, b, out, ready=ready, **options)
-        found = stall_error(ready.stalls, 3, "%arrived")
+        found = timeout_error(ready.timeouts, 3, "%arrived")
         assert f"rank 3: flag %arrived[{missing}] did not reach epoch 1 (stands at 0)" in str(found)
         assert out.chunk(4)[missing].isnan().all() or (early and missing == 2)
         if missing != 2 or early:  # multiplied as it is
@@ -217,7 +217,7 @@ def test_a_flag_that_never_rises_ends_the_kernel_with_its_rows_untouched_unless_
 def test_a_replayed_launch_waits_anew(early):
     a, b = filled([1024, 512], torch.bfloat16, device=CUDA), filled([512, 1024], torch.bfloat16, device=CUDA)
     out, expected = (torch.empty(1024, 1024, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
-    ready = raised(4, looks=1000)
+    ready = raised(4, polls=1000)
     config = dataclasses.replace(one_tile(torch.bfloat16, descriptor_modes()[-1]), early=early)
     options = {"use_descriptors": descriptor_modes()[-1], "config": config}
     matmul(a, b, out, ready=ready, **options)
@@ -228,25 +228,25 @@ def test_a_replayed_launch_waits_anew(early):
     a.copy_(torch.randn_like(a))
     out.fill_(math.nan)
     graph.replay()
-    assert stall_error(ready.stalls, 0, "%f") is None
+    assert timeout_error(ready.timeouts, 0, "%f") is None
     assert torch.equal(out, matmul(a, b, expected, ready=raised(4), **options))
     ready.flags.zero_()
     out.fill_(math.nan)
     graph.replay()
-    assert ready.stalls.tolist() == [[1, 0]] * 4
+    assert ready.timeouts.tolist() == [[1, 0]] * 4
     assert out.chunk(4)[early].isnan().all()
 
 
-def test_stalls_in_pinned_memory_are_seen_by_the_host():
+def test_timeouts_in_pinned_memory_are_seen_by_the_host():
     a, b = filled([1024, 512], torch.bfloat16, device=CUDA), filled([512, 1024], torch.bfloat16, device=CUDA)
-    stalls = torch.zeros(4, 2, dtype=torch.int64).pin_memory()
+    timeouts = torch.zeros(4, 2, dtype=torch.int64).pin_memory()
     out = torch.full((1024, 1024), math.nan, dtype=torch.bfloat16, device=CUDA)
     for _ in range(2):  # the second is launched without Triton's checks
-        ready = dataclasses.replace(raised(4, looks=1000), stalls=stalls.zero_())
+        ready = dataclasses.replace(raised(4, polls=1000), timeouts=timeouts.zero_())
         ready.flags[1] = 0
         matmul(a, b, out, ready=ready)
         torch.cuda.synchronize()
-        assert stalls.tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]
-    pageable = no_stalls(4, "cpu")
+        assert timeouts.tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]
+    pageable = no_timeouts(4, "cpu")
     with pytest.raises(ValueError, match="one device"):
-        matmul(a, b, out, ready=dataclasses.replace(ready, stalls=pageable))
+        matmul(a, b, out, ready=dataclasses.replace(ready, timeouts=pageable))

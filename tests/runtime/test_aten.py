@@ -41,11 +41,11 @@ def layout(draw: st.DrawFn, axes: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("users", [True, False])
-@pytest.mark.parametrize("dtype", list(aten.SUMS_OF_HALVES))
+@pytest.mark.parametrize("dtype", list(aten.REDUCED_PRECISION))
 def test_sums_of_halves_are_off_while_a_product_is_issued_and_as_before_afterwards(
     dtype: torch.dtype, users: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting, seen, multiply = aten.SUMS_OF_HALVES[dtype], [], aten._multiply
+    setting, seen, multiply = aten.REDUCED_PRECISION[dtype], [], aten._multiply
 
     def spy(*operands: torch.Tensor) -> None:
         cublas = torch.backends.cuda.matmul

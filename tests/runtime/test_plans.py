@@ -26,7 +26,7 @@ class Kernels:
 
     def __init__(self, *reports: str) -> None:
         self.reports = [*reports]
-        self.stalls = ["a table of theirs"]
+        self.timeouts = ["a table of theirs"]
 
     def problem(self) -> HostIRError | None:
         return error(self.reports.pop()) if self.reports else None

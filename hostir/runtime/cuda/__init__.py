@@ -1,1 +1,1 @@
-"""Ranks as processes with a CUDA device each."""
+"""Executes programs with one process and one CUDA device per rank."""

@@ -1,4 +1,4 @@
-"""CUDA graphs of an executor: a call whose tensors lie where they lay before is one launch."""
+"""CUDA graphs of an executor: a call with the same addresses as before is one graph launch."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from hostir.runtime.unroll import AllocateOp, CollectiveOp, FreeOp, MessagesOp, 
 from hostir.runtime.watchdog import headline
 
 # Workspaces of cuBLAS -------------------------------------------------------------------------------------------------
-# cuBLAS in CUDA graphs: no two executors' graphs share a workspace.
+# cuBLAS in CUDA graphs: graphs of different executors never share a workspace.
 #
-# Where the tiles of a product are few, cuBLAS divides K and adds up the parts in a workspace. torch has one workspace
-# for each stream that it calls cuBLAS on, in a capture too, and a graph keeps its address. Graphs captured on one
-# stream, as all are for which none is named, and replayed at once on two, would add up each other's parts [PyTorch
-# 2026]. Work that is issued eagerly to the stream of a capture shares it as well.
+# For a product of few tiles cuBLAS uses split-K and adds up the parts in a workspace. torch has one workspace for each
+# stream that it calls cuBLAS on, also during a capture, and the graph keeps its address. Two graphs that were captured
+# on the same stream (all are, unless a stream is named) and are replayed at the same time on two streams would corrupt
+# each other's parts [PyTorch 2026]. So would work that is issued eagerly to the stream of a capture.
 #
-# So in a capture the products of an executor go to streams that nobody else has, one for each stream of its program.
-# They fork from the stream that they belong to and join it: edges, which a graph has anyway, and no nodes.
+# So during a capture the products of an executor go to private streams, one for each stream of its program. These fork
+# from the stream of the program and join it again, which adds edges to the graph, but no nodes.
 #
 # - [PyTorch 2026] pytorch/pytorch issue 193402, *Multiple separate CUDA graphs recorded on the same stream implicitly
 #   share memory*.
 
 
-class Apart:
-    """What becomes of the products that one stream of an executor gives cuBLAS.
+class CublasStreams:
+    """The private streams on which cuBLAS runs during captures, for one stream of an executor.
 
     Args:
-        device: this rank's.
-        priority: of the stream, as far as is known now.
+        device: this rank's device.
+        priority: the expected priority of the executor's stream.
     """
 
     def __init__(self, device: torch.device, priority: int) -> None:
         self.device = device
         self.fork, self.join = torch.cuda.Event(), torch.cuda.Event()
-        # By priority, as a node of a graph has its stream's.
+        # By priority, since a node of a graph has the priority of its stream.
         self.streams = {priority: own_stream(self, device, priority, products=True)}
 
-    def wrapped(self, kernel: Kernel) -> Kernel:
-        """A kernel of cuBLAS that does as is said above."""
+    def wrap(self, kernel: Kernel) -> Kernel:
+        """Return a kernel that calls `kernel`, one of cuBLAS, on a private stream during captures."""
 
         def call(*tensors: torch.Tensor | None, **options: object) -> Again | None:
             if not torch.cuda.is_current_stream_capturing():
@@ -64,7 +64,7 @@ class Apart:
                 with torch.cuda.stream(inside):
                     again = kernel(*tensors, **options)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # what came first is the reason
+                with contextlib.suppress(RuntimeError):  # report the first failure
                     self.rejoin(inside, outside)
                 raise
             self.rejoin(inside, outside)
@@ -78,50 +78,50 @@ class Apart:
 
 
 # Graphs ---------------------------------------------------------------------------------------------------------------
-# CUDA graphs of an executor: a call whose tensors lie where they lay before is one launch.
+# CUDA graphs of an executor: a call with the same addresses as before is one graph launch.
 #
 # A call with `out=` has all its addresses from the caller. After two such calls at the same addresses the plan is
-# captured, which executes nothing, and from then on its graph is launched on the caller's stream. The graph keeps none
-# of the caller's tensors; whatever lies at its addresses when it is launched is what it reads and writes. Its
-# workspaces come from a pool that all graphs of the executor share, and its kernels may share with eager calls what
-# libraries keep for each stream; hence calls of one executor stay in order, on whatever streams they are made.
+# captured, which executes nothing, and from then on its graph is launched on the caller's stream. The graph holds no
+# reference to the caller's tensors: it reads and writes whatever is at its addresses when it is launched. Workspaces
+# come from a pool that all graphs of the executor share, and kernels may share per-stream library state with eager
+# calls; hence calls of one executor run in order, on whatever streams they are made.
 #
-# Programs that communicate through NCCL are left to the caller, who can capture a call on all ranks at once. Whether a
-# launch is captured must be uniform over all of its ranks, and they must replay the graphs of one common capture [NCCL
-# 2025]; but where tensors lie is a rank's own affair, so ranks do not find repeated addresses in the same call.
-# One-sided copies, signals and barriers are the same to a peer, captured or not.
+# Programs that communicate through NCCL are left to the caller, who can capture a call on all ranks at once. Either all
+# ranks capture a launch or none, and they must replay graphs of one common capture [NCCL 2025]; but each rank has its
+# own addresses, so ranks do not see repeated addresses in the same call. To a peer, captured one-sided copies, signals
+# and barriers are no different from eager ones.
 #
 # - [NCCL 2025] NVIDIA Collective Communication Library user guide, *Using NCCL with CUDA Graphs*.
 
 LOG = logger(__name__)
-EAGER = 2  # calls at the same addresses before they are captured: the first may compile, tune and connect
-KEPT = 16  # graphs of an executor
-SEEN = 256  # sets of addresses that it remembers
+EAGER_CALLS = 2  # at the same addresses before a capture: the first may compile, tune and connect
+MAX_GRAPHS = 16  # kept by an executor
+MAX_SEEN = 256  # sets of addresses that are remembered
 Part = torch.Tensor | None
 Where = tuple[object, ...]  # a plan, and the address of each input and output
 
 
 class Capturable(Protocol):
-    """What graphs need of a plan."""
+    """The part of a plan that `Graphs` uses."""
 
     @property
     def eager_only(self) -> str:
-        """Why no graph may be captured of its runs; empty where one may."""
+        """The reason why its runs must not be captured; empty if they may."""
 
     def run(self, inputs: Sequence[Part], given: Sequence[Part] | None = None) -> tuple[Part, ...]:
-        """Issues one run, into the tensors `given`."""
+        """Issue one run, into the tensors `given`."""
 
 
 def is_stale(plan: Any) -> bool:
-    """Whether its symmetric memory went to other sizes."""
+    """Whether a plan's symmetric memory was released to make room for other sizes."""
     return plan.memory is not None and plan.memory.gone
 
 
-HOST_ONLY = (AllocateOp, FreeOp, ViewOp, SynchronizeOp)  # nothing of these is in a graph
+HOST_ONLY = (AllocateOp, FreeOp, ViewOp, SynchronizeOp)  # these leave no node in a graph
 
 
 def uniform_only(unrolled: UnrolledProgram) -> str:
-    """Why a rank may not capture this by itself; empty where it may."""
+    """Return the reason why a rank must not capture a program by itself; empty if it may."""
     if all(isinstance(op, HOST_ONLY) for op in unrolled.ops):
         return "nothing runs with these sizes, and torch warns of an empty graph"
     op = next((op for op in unrolled.ops if isinstance(op, CollectiveOp | MessagesOp)), None)
@@ -131,11 +131,11 @@ def uniform_only(unrolled: UnrolledProgram) -> str:
 
 
 class Graphs:
-    """The graphs of one executor on a CUDA device; calls come from one thread at a time.
+    """The CUDA graphs of one executor. Not thread-safe.
 
     Fields:
-        first: whether this rank is the first of the job to have lost its graphs, so that one says it for all.
-        refusal: why there are none any more: a capture has failed, or the session has ended; else None.
+        first: returns whether this rank is the first of the job to lose its graphs; only that one warns.
+        refusal: the reason why there are no more graphs (a capture failed, or the session has ended); else None.
     """
 
     def __init__(self, device: torch.device, name: str, first: Callable[[], bool] = lambda: True) -> None:
@@ -143,9 +143,9 @@ class Graphs:
         self.name = name
         self.first = first
         self.refusal: str | None = None
-        self.kept: OrderedDict[Where, torch.cuda.CUDAGraph] = OrderedDict()  # the latest used last
-        self.seen: OrderedDict[Where, tuple[int, int]] = OrderedDict()  # eager calls since the last capture; captures
-        self.stream: torch.cuda.Stream | None = None  # of the latest call
+        self.kept: OrderedDict[Where, torch.cuda.CUDAGraph] = OrderedDict()  # least recently used first
+        self.seen: OrderedDict[Where, tuple[int, int]] = OrderedDict()  # eager calls since the last capture, captures
+        self.stream: torch.cuda.Stream | None = None  # the stream of the latest call
 
     @cached_property
     def side(self) -> torch.cuda.Stream:
@@ -154,11 +154,11 @@ class Graphs:
 
     @cached_property
     def pool(self) -> Any:
-        """Where the workspaces of all graphs come from."""
+        """The memory pool of all graphs."""
         return torch.cuda.graph_pool_handle()
 
     def replay(self, where: Where) -> bool:
-        """Launches the graph for these addresses; False where there is none."""
+        """Launch the graph for these addresses; return False if there is none."""
         graph = self.kept.get(where)
         if graph is None:
             return False
@@ -167,7 +167,7 @@ class Graphs:
         return True
 
     def run(self, plan: Capturable, where: Where, inputs: Sequence[Part], given: Sequence[Part]) -> None:
-        """One run into `given` for which there is no graph yet: eagerly, or captured and launched."""
+        """Run a plan without a graph for these addresses: eagerly, or capture one and launch it."""
         graph = self.capture_when_due(plan, where, inputs, given)
         if graph is None:
             plan.run(inputs, given)
@@ -181,7 +181,7 @@ class Graphs:
             raise error(f"the CUDA graph of @{self.name} could not be launched: {problem}") from problem
 
     def follow(self) -> None:
-        """Puts the current stream behind the executor's latest call, which may have been on another."""
+        """Make the current stream wait for the executor's latest call, if that was on another stream."""
         now, last = current(self.device), self.stream
         if now is last:
             return
@@ -192,24 +192,24 @@ class Graphs:
     def capture_when_due(
         self, plan: Capturable, where: Where, inputs: Sequence[Part], given: Sequence[Part]
     ) -> torch.cuda.CUDAGraph | None:
-        """The new graph of a call that is eager no longer.
+        """Capture a graph if these addresses have been used often enough; return None otherwise.
 
-        A set of addresses that lost its graph must first come back four times as often: where more sets take turns than
-        are kept, captures get rare instead of frequent.
+        A set of addresses whose graph was dropped needs four times as many eager calls before the next capture: if more
+        sets take turns than there are graphs, captures become rare instead of frequent.
         """
         if self.refusal or plan.eager_only:
             return None
         calls, captures = self.seen.pop(where, (0, 0))
-        due = calls >= EAGER * 4**captures
+        due = calls >= EAGER_CALLS * 4**captures
         self.seen[where] = (0, captures + 1) if due else (calls + 1, captures)
-        if len(self.seen) > SEEN:
+        if len(self.seen) > MAX_SEEN:
             self.seen.popitem(last=False)
         return self.capture(plan, where, inputs, given) if due else None
 
     def capture(
         self, plan: Capturable, where: Where, inputs: Sequence[Part], given: Sequence[Part]
     ) -> torch.cuda.CUDAGraph | None:
-        """The graph of a run that is recorded, not executed. None after a warning where that fails, once for all."""
+        """Capture a run, which executes nothing. If that fails, warn, make no more graphs, and return None."""
         began = time.perf_counter()
         try:
             graph = self.record(plan, inputs, given)
@@ -227,36 +227,36 @@ class Graphs:
         self.kept[where] = graph
         took = (time.perf_counter() - began) * 1e3
         LOG.info("@%s: captured a CUDA graph in %.1f ms, which this call is the first to replay", self.name, took)
-        if len(self.kept) > KEPT:  # what is being executed goes when it has ended
+        if len(self.kept) > MAX_GRAPHS:  # CUDA frees a graph that is running once it has ended
             self.kept.popitem(last=False)
-            LOG.info("@%s: dropped a CUDA graph, as more than %d sets of tensors take turns", self.name, KEPT)
+            LOG.info("@%s: dropped a CUDA graph, as more than %d sets of tensors take turns", self.name, MAX_GRAPHS)
         return graph
 
     def record(self, plan: Capturable, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
         with torch.cuda.stream(self.side), _no_garbage():
             graph = torch.cuda.CUDAGraph()
-            try:  # of all threads only this one is kept from what a capture forbids
+            try:  # other threads may go on calling what a capture forbids
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 plan.run(inputs, given)
                 graph.capture_end()
             except BaseException:
-                self.give_up(graph)
+                self.abort_capture(graph)
                 raise
         return graph
 
-    def give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Ends a failed capture, for its streams and for what of torch else believes that it goes on."""
-        with contextlib.suppress(Exception):  # it may be over
+    def abort_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a failed capture, also for torch's allocator and random generator."""
+        with contextlib.suppress(Exception):  # it may have ended
             graph.capture_end()
-        with contextlib.suppress(RuntimeError):  # a capture_end that CUDA refuses does not tell the allocator
+        with contextlib.suppress(RuntimeError):  # capture_end skips the allocator if CUDA refuses
             torch._C._cuda_endAllocateToPool(self.side.device_index, self.pool)
             torch._C._cuda_releasePool(self.side.device_index, self.pool)
-        with contextlib.suppress(RuntimeError, IndexError):  # a clone of the generator's state is in no capture
+        with contextlib.suppress(RuntimeError, IndexError):  # a clone of the state belongs to no capture
             generator = torch.cuda.default_generators[self.side.device_index]
             generator.graphsafe_set_state(generator.clone_state())
 
     def forget(self, stale: Callable[[Any], bool]) -> None:
-        """Drops what there is of plans that will not run again."""
+        """Drop the graphs and remembered addresses of stale plans."""
         before = len(self.kept)
         for known in (self.kept, self.seen):
             for where in [where for where in known if stale(where[0])]:
@@ -265,10 +265,10 @@ class Graphs:
             dropped = before - len(self.kept)
             LOG.info("@%s: dropped %d CUDA graphs, whose symmetric memory made room", self.name, dropped)
         if not self.kept:
-            self.__dict__.pop("pool", None)  # torch gives up a pool with its last graph
+            self.__dict__.pop("pool", None)  # torch frees a pool with its last graph
 
     def release(self, reason: str) -> None:
-        """Drops all graphs, and makes no more."""
+        """Drop all graphs, and make no more."""
         self.refusal = reason
         if self.kept:
             LOG.info("@%s: dropped %d CUDA graphs: %s", self.name, len(self.kept), reason)
@@ -278,7 +278,7 @@ class Graphs:
 
 @contextlib.contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Collects no garbage meanwhile: another graph among it would spoil a capture."""
+    """Disable garbage collection: destroying another graph would break a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Run programs on one CUDA device a rank: CUDA streams and events, NCCL, and a host that never waits."""
+"""Run programs on one CUDA device per rank, with CUDA streams and events and NCCL; the host never waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import (
 
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.arguments import deliver, homes, place
-from hostir.runtime.cuda.graphs import Apart, uniform_only
+from hostir.runtime.cuda.graphs import CublasStreams, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
 from hostir.runtime.cuda.onesided import CudaOneSided
 from hostir.runtime.cuda.streams import current, workers
@@ -57,9 +57,10 @@ from hostir.runtime.watchdog import headline
 
 
 def inlined(unrolled: UnrolledProgram) -> frozenset[int]:
-    """The handles of collectives that run on the caller's stream itself: it waits for them at once, and is alone.
+    """Return the handles of collectives that NCCL may run on the caller's stream itself.
 
-    That saves the host two events, and the device the way from stream to stream and back.
+    They are those that a program with no other stream waits for at once. This saves two events on the host, and the
+    synchronization of two streams on the device.
     """
     ops = [op for op in unrolled.ops if not isinstance(op, AllocateOp | SymmetricOp | ViewOp)]
     if any(op.stream != CALLER for op in ops):
@@ -75,9 +76,13 @@ def inlined(unrolled: UnrolledProgram) -> frozenset[int]:
 def collective(
     op: CollectiveOp, registers: list[Any], group: Any, members: tuple[int, ...], inline: bool = False
 ) -> Step:
-    """The closure that starts a collective; its Work goes to the handle's register. `inline`: on the current stream.
+    """Return the step that starts a collective and puts its Work into the handle's register.
 
-    A group numbers its ranks in ascending order. A team in another order takes the calls that name every block.
+    A group numbers its ranks in ascending order. A team in another order needs the calls that take a list of blocks.
+
+    Args:
+        members: the ranks of `group`.
+        inline: run on the current stream.
     """
     x, out, handle = op.x, op.out, op.handle
     order = [op.team.index(rank) for rank in members]
@@ -109,7 +114,7 @@ def collective(
 
 def _options(kind: Any, inline: bool) -> Any:
     options = kind()
-    options.asyncOp = not inline  # else NCCL runs on the current stream, in the way of what follows
+    options.asyncOp = not inline  # else NCCL runs on the current stream and delays what follows
     return options
 
 
@@ -135,7 +140,7 @@ def _block_by_block(op: CollectiveOp, registers: list[Any], group: Any, order: l
 
 
 def messages(op: MessagesOp, registers: list[Any], group: Any, members: tuple[int, ...], device: torch.device) -> Step:
-    """The closure that sends and receives all of an exchange's pieces as one NCCL group."""
+    """Return the step that sends and receives all pieces of an exchange as one NCCL group."""
     handle = op.handle
     sends = [(register, members.index(rank)) for register, rank in op.sends]
     receives = [(register, members.index(rank)) for register, rank in op.receives]
@@ -152,21 +157,20 @@ def messages(op: MessagesOp, registers: list[Any], group: Any, members: tuple[in
 
 
 # The machine ----------------------------------------------------------------------------------------------------------
-# Programs on one CUDA device a rank: CUDA streams and events, NCCL, and a host that never waits.
+# Binds an unrolled program to streams, events and NCCL, and runs it.
 #
-# A run issues everything and returns; the caller's stream is the one current when the call is made. All of it may be
-# captured into a CUDA graph: memory comes from torch's allocator, events carry no times, nothing asks the device
-# anything.
+# A run issues all work and returns; the caller's stream is the one that is current when the call is made. A run can be
+# captured into a CUDA graph: memory comes from torch's allocator, events have no timing, nothing queries the device.
 
-CYCLES = 2000  # of a clock near 2 GHz in a microsecond
+CYCLES_PER_US = 2000  # of a clock near 2 GHz
 _latest: dict[torch.device, torch.cuda.Stream] = {}  # the stream of the latest call with symmetric memory
 
 
 class CudaMachine:
-    """A device, its pool of worker streams, and the process groups of this rank's teams.
+    """A device, its worker streams, its symmetric memory, and the process groups of this rank's teams.
 
-    Those for a rank's own messages are apart from those for collectives: NCCL runs all that one group is given in
-    order, and collectives do not wait for messages.
+    Messages have groups of their own: NCCL runs the operations of a group in order, and collectives must not wait for
+    messages.
     """
 
     name = "cuda"
@@ -181,24 +185,24 @@ class CudaMachine:
         self.symmetric = SymmetricMemory(groups.rank, exchange, PeerMemory(device, groups.rank))
         self.messages = groups.messages
         self.streams = workers(device, streams)
-        self.apart: dict[int, Apart] = {}
+        self.cublas_streams: dict[int, CublasStreams] = {}
 
     def kernel(self, op: ComputeOp) -> Kernel:
-        """What carries out a computation on its stream."""
+        """Return the kernel of a computation, for its stream."""
         kernel = self.kernels[op.kind]
         if kernel not in BY_CUBLAS:
             return kernel
-        if op.stream not in self.apart:
+        if op.stream not in self.cublas_streams:
             priority = 0 if op.stream == CALLER else self.streams[op.stream].priority
-            self.apart[op.stream] = Apart(self.device, priority)
-        return self.apart[op.stream].wrapped(kernel)
+            self.cublas_streams[op.stream] = CublasStreams(self.device, priority)
+        return self.cublas_streams[op.stream].wrap(kernel)
 
     def plan(self, unrolled: UnrolledProgram, timeline: Timeline | None = None) -> CudaPlan:
         self.connect([t for t in message_teams_of(unrolled.program) if t not in self.messages.made])
         return CudaPlan(self, unrolled, timeline)
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
-        """Makes the groups for messages, and all their connections: NCCL else makes each as both hosts get to it."""
+        """Create the groups for messages and connect all their ranks, which NCCL would else do at the first message."""
         self.messages.prepare(teams)
         for team in teams:
             if self.messages.rank in team:
@@ -209,7 +213,7 @@ class CudaMachine:
 
 
 class CudaPlan:
-    """A recording bound to a device: a flat list of closures over one list of registers."""
+    """An unrolled program bound to a device: a flat list of steps (closures) over one list of registers."""
 
     def __init__(self, machine: CudaMachine, unrolled: UnrolledProgram, timeline: Timeline | None) -> None:
         self.machine = machine
@@ -218,20 +222,20 @@ class CudaPlan:
         self.registers: list[Any] = [None] * len(unrolled.buffers)
         self.streams = [*machine.streams, torch.cuda.default_stream(machine.device)]  # CALLER indexes the last
         self.steps: list[Step] = []
-        self.ops: list[Op] = []  # of each step
+        self.ops: list[Op] = []  # the operation of each step
         self.cursor: Iterator[Step] = iter(self.steps)
         self.current = CALLER
         self.late = late_streams(unrolled)
         self.homes = homes(unrolled)
         self.inlined = inlined(unrolled)
-        self.eager_only = uniform_only(unrolled)  # why no graph may be captured of its runs; empty where one may
+        self.eager_only = uniform_only(unrolled)  # why its runs must not be captured; empty if they may
         self.memory = machine.symmetric.of(unrolled)
         self.one_sided: CudaOneSided | None = None
         if self.memory is not None:
             self.one_sided = CudaOneSided(
                 *(unrolled, self.memory, machine.device), self.registers, self.streams, machine.kernels, machine.kernel
             )
-        for step in self.one_sided.opening() if self.one_sided else ():
+        for step in self.one_sided.begin_call() if self.one_sided else ():
             self.append(unrolled.ops[0], step)
         for op in unrolled.ops:
             self.add(op)
@@ -239,24 +243,24 @@ class CudaPlan:
             self.mark(unrolled.ops[-1], buffer)
         if self.current != CALLER:
             self.append(unrolled.ops[-1], self.switch(CALLER))
-        for step in self.one_sided.closing() if self.one_sided else ():
+        for step in self.one_sided.end_call() if self.one_sided else ():
             self.append(unrolled.ops[-1], step)
-        self.blank = list(self.registers)  # symmetric buffers and their views last
+        self.blank = list(self.registers)  # between runs: only symmetric buffers and their views
 
     # Running ------------------------------------------------------------------------------------------------------
     def run(
         self, inputs: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None] | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Issues one run, into the tensors `given` for the outputs if there are any.
+        """Issue one run, with the outputs in the tensors `given` if there are any; return the outputs.
 
-        Raises HostIRError naming the statement whose launch raised.
+        Raises HostIRError that names the statement whose launch failed.
         """
         registers, held = self.registers, self.unrolled.inputs
         self.streams[CALLER] = current(self.machine.device)
         registers[held.start : held.stop] = inputs
         if given is not None:
             place(given, self.homes, registers)
-        # The iterator counts the steps for whoever asks where the run stands, at no cost to the run.
+        # `in_flight` reads the position of this iterator, which costs the run nothing.
         self.cursor = cursor = iter(self.steps)
         try:
             for step in cursor:
@@ -273,17 +277,17 @@ class CudaPlan:
             registers[:] = self.blank
 
     def abandon(self) -> None:
-        """The caller's stream waits for what has been issued, so that memory dropped now is not reused too early."""
+        """Make the caller's stream wait for all issued work, so that memory freed now is not reused too early."""
         caller = self.streams[CALLER]
         if self.memory is not None and not torch.cuda.is_current_stream_capturing():
             self.machine.broken = "a call failed when a part of it had been issued, and peers may wait for the rest"
         for stream in self.machine.streams:
-            with contextlib.suppress(RuntimeError):  # in a capture, a worker that never joined it cannot be waited for
+            with contextlib.suppress(RuntimeError):  # a worker that is no part of a capture cannot be waited for
                 caller.wait_stream(stream)
         torch.cuda.set_stream(caller)
 
     def in_flight(self) -> list[Op]:
-        """The operation that the host issued last."""
+        """Return the operation that the host issued last."""
         issued = len(self.ops) - operator.length_hint(self.cursor)
         return self.ops[issued - 1 : issued] if issued else []
 
@@ -291,21 +295,21 @@ class CudaPlan:
         return self.unrolled.describe(op)
 
     def progress(self) -> None:
-        """The host never stands still; what the device does, `Executor.synchronize` watches."""
+        """Return None: the host never waits in a run. `Executor.synchronize` watches the device."""
 
     def problem(self) -> HostIRError | None:
-        """What the device has reported by now. Every call asks, and so does the watchdog's thread; nobody waits."""
+        """Return what the device has reported so far, without waiting. Every call and the watchdog's thread ask."""
         if self.machine.broken:
             return error(f"this executor cannot run again: {self.machine.broken}", hint="start all ranks anew")
         return self.one_sided.problem() if self.one_sided else None
 
     @property
     def reports(self) -> bool:
-        """Whether kernels of its calls may report something after they were issued."""
-        return self.one_sided is not None and bool(self.one_sided.stalls)
+        """Whether its kernels may report timeouts after a call has returned."""
+        return self.one_sided is not None and bool(self.one_sided.timeouts)
 
     def behind(self) -> torch.cuda.Event:
-        """An event behind its latest call, if it has symmetric memory; see `take_turn`."""
+        """Return an event recorded behind the device's latest call with symmetric memory; see `take_turn`."""
         event, device = torch.cuda.Event(), self.machine.device
         event.record(_latest.get(device) or current(device))
         return event
@@ -315,17 +319,17 @@ class CudaPlan:
         return headline(found) if found is not None else ""
 
     def busy(self) -> list[tuple[Op, str]]:
-        """What the device has not finished, and what is known of each. Asks the device: not during a capture."""
+        """Return the operations that may be unfinished, each with a description. Not to be called during a capture."""
         pool = len(self.machine.streams)
         running = {i if i < pool else CALLER for i, stream in enumerate(self.streams) if not stream.query()}
-        flying = [o for o in self.unrolled.ops if isinstance(o, CollectiveOp | MessagesOp) and o.stream in running]
+        unfinished = [o for o in self.unrolled.ops if isinstance(o, CollectiveOp | MessagesOp) and o.stream in running]
         missing = self.one_sided.missing() if self.one_sided else []
-        return [*missing, *((op, "it may be in flight") for op in flying)]
+        return [*missing, *((op, "it may be in flight") for op in unfinished)]
 
     def take_turn(self) -> None:
-        """Puts the current stream behind the latest call of any executor with symmetric memory, on whichever stream.
+        """Make the current stream wait for the latest call of any executor with symmetric memory.
 
-        Kernels that wait for peers hold the SMs: two of them in different orders on two ranks would never end.
+        Kernels that wait for peers hold SMs: two calls that run in different orders on two ranks would deadlock.
         """
         device = self.machine.device
         now, last = current(device), _latest.get(device)
@@ -340,9 +344,9 @@ class CudaPlan:
         self.ops.append(op)
 
     def add(self, op: Op) -> None:
-        """Binds one operation, on its stream."""
+        """Bind one operation to its stream."""
         if isinstance(op, WaitOp) and op.handle in self.inlined:
-            return  # what follows on the stream does
+            return  # the order of the stream does
         if isinstance(op, SymmetricOp) or (isinstance(op, ViewOp) and self.registers[op.x] is not None):
             self.keep(op)
             return
@@ -363,14 +367,14 @@ class CudaPlan:
         self.here(op, self.bind_here(op))
 
     def here(self, op: Op, step: Step) -> None:
-        """Adds a step that goes to the current stream, which is the operation's."""
+        """Add a step that runs on the operation's stream as the current one."""
         if op.stream != self.current:
             self.append(op, self.switch(op.stream))
             self.current = op.stream
         self.append(op, self.timeline.timed(op, step, self.streams) if self.timeline else step)
 
     def keep(self, op: SymmetricOp | ViewOp) -> None:
-        """Symmetric buffers are the same in every run, and so are their views."""
+        """Set the register of a symmetric buffer, or of a view of one: they are the same in every run."""
         if isinstance(op, ViewOp):
             bind(op, self.registers, self.machine.device, self.machine.kernels)()
             return
@@ -402,7 +406,7 @@ class CudaPlan:
             groups = self.machine.groups if op.collective else self.machine.messages
             return messages(op, registers, *groups.of(op.team), self.machine.device)
         if isinstance(op, DelayOp):
-            return partial(torch.cuda._sleep, op.microseconds * CYCLES)
+            return partial(torch.cuda._sleep, op.microseconds * CYCLES_PER_US)
         if isinstance(op, CopyOp):
             assert self.one_sided is not None
             return self.one_sided.copy(op)
@@ -443,7 +447,7 @@ class CudaPlan:
         return step
 
     def mark(self, op: Op, buffer: int) -> None:
-        """Tells the allocator of the streams that may still use a buffer when it is dropped."""
+        """Tell the allocator which streams may still use a buffer when it is freed."""
         registers, streams = self.registers, self.streams
 
         def recording(stream: int) -> Step:

@@ -1,4 +1,4 @@
-"""Symmetric memory of GPUs, and how flags go from one call to the next in it."""
+"""Symmetric memory of GPUs, and the flow control of its flags from one call to the next."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ from hostir.runtime.unroll import (
 )
 
 # Flag reset and credits -----------------------------------------------------------------------------------------------
-# How flags go from one call to the next on CUDA, so that a call is the same in every replay of a CUDA graph.
+# Resets flags between calls on CUDA, so that a call is the same in every replay of a CUDA graph.
 #
-# A flag there holds the epoch itself, and each call finds its flags at 0. So a call ends, on every rank, by putting the
-# flags that others raised back to 0, and by giving each of these others a *permit* to raise them anew: it adds 1 to a
-# count at that peer. And before it touches a peer a call waits until it has the permits of all whose flags it raises,
-# and takes them away. A rank cannot give a second permit before the first is taken, since a call does not end before
-# all the flags that peers raise in it have risen.
+# A flag holds the epoch itself, and every call starts with its flags at 0. So on every rank a call ends by resetting
+# the flags that peers raised to 0, and then grants each of these peers a *credit*, the right to signal them again: it
+# adds 1 to a counter in the peer's memory. Before a call touches a peer, it waits until it has a credit from every rank
+# whose flags it raises, and sets its counter back to 0. A rank cannot grant a second credit before the first is
+# consumed, since a call does not end before all flags that peers raise in it have risen.
 #
-# A permit says more: that the rank is done with the call before. If a call has done nothing that concerns a peer before
-# its first barrier, on any rank of the team, the permits of the team are that barrier. They say nothing of ranks that
-# are known through a third, so a second team's barrier stays.
+# A credit also says that the rank has finished the previous call. If no rank of a team does anything that concerns a
+# peer before the team's first barrier, the credits of the team replace that barrier. They say nothing about ranks that
+# are reached only through a third rank, so the first barrier of a second team stays.
 
-PERMITS: Place = ("", ())  # one count; a team's barriers have the same name, and the team as their round
+CREDITS: Place = ("", ())  # one counter; a team's barriers have the same name, and the team as their rounds
 Team = tuple[int, ...]
 Slot = tuple[Place, int]  # a flag of some rank
-Opening = tuple[Team, list[tuple[Place, Extent]], list[Slot]]  # a barrier, and what a rank has touched and raised
-NOWHERE = CALLER - 1  # no stream
-FOREVER = 1 << 62  # what a flag holds that nobody has to raise
+FirstBarrier = tuple[Team, list[tuple[Place, Extent]], list[Slot]]  # its team; own rows and flags used before it
+NO_STREAM = CALLER - 1  # the index of no stream
+ALWAYS_RAISED = 1 << 62  # the value of a flag that nobody has to raise
 
 
 def notes(unrolled: UnrolledProgram) -> str:
-    """What a rank tells the others: the highest epoch of each flag that it raises, and the barrier it begins with."""
+    """Return, as JSON for the peers, the highest epoch of each flag that this rank raises, and its first barrier."""
     raised: dict[tuple[int, Slot], int] = {}
     homes = _homes(unrolled)
     for op in unrolled.ops:
@@ -63,18 +63,18 @@ def notes(unrolled: UnrolledProgram) -> str:
             key = op.peer, (homes[unrolled.buffers[op.flags]], op.slot)
             raised[key] = max(raised.get(key, 0), op.epoch)
     signals = [[peer, *place, slot, epoch] for (peer, (place, slot)), epoch in raised.items()]
-    return json.dumps({"signals": signals, "opening": _opening(unrolled)})
+    return json.dumps({"signals": signals, "first_barrier": _first_barrier(unrolled)})
 
 
 def _homes(unrolled: UnrolledProgram) -> dict[int, Place]:
-    """The symmetric buffers, by register."""
+    """Map the register of each symmetric buffer to its name and rounds."""
     return {op.out: (op.name, op.rounds) for op in unrolled.ops if isinstance(op, SymmetricOp)}
 
 
-def _opening(unrolled: UnrolledProgram) -> Opening | None:
-    """The first barrier, where this call touches no peer before it, and what of its own it touches before.
+def _first_barrier(unrolled: UnrolledProgram) -> FirstBarrier | None:
+    """Return the first barrier with what this rank uses of its own memory before it; None if a peer is touched first.
 
-    Only the first: what comes before the second of another team, on ranks that are in both, is more than permits say.
+    Only the very first barrier: credits do not cover what ranks in two teams do before the second team's barrier.
     """
     me, homes, at = unrolled.rank, _homes(unrolled), extents(unrolled)
     own = {op.out for op in unrolled.ops if isinstance(op, SymmetricOp) and op.rank == me}
@@ -95,75 +95,76 @@ def _opening(unrolled: UnrolledProgram) -> Opening | None:
 
 
 @dataclass(frozen=True)
-class Handover:
-    """What a rank owes its peers in a call, and they it.
+class FlowControl:
+    """The flags that a rank resets at the end of a call, and the credits that it takes and grants.
 
     Fields:
-        owners: the peers whose flags it raises.
-        users: the peers that raise its own.
-        raised: its own flags that ranks raise by signals in a call, with the last epoch of each.
-        unseen: those of them that no statement of its own waits for.
-        settled: its own flags that only it raises, on the stream that waits for them: their order says enough.
-        opening: the teams whose first barrier the permits stand for.
+        signaled: the peers whose flags this rank raises; it needs a credit from each.
+        signalers: the peers that raise this rank's flags; it grants a credit to each.
+        raised: this rank's flags that are raised by signals in a call, with the last epoch of each.
+        unawaited: the flags in `raised` whose last epoch no statement of this rank waits for.
+        stream_ordered: this rank's flags that only it raises, on the one stream that waits for them: the order of the
+            stream replaces them.
+        implied_barriers: the teams whose first barrier the credits replace.
     """
 
-    owners: frozenset[int]
-    users: frozenset[int]
+    signaled: frozenset[int]
+    signalers: frozenset[int]
     raised: dict[Slot, int] = field(default_factory=dict)
-    unseen: dict[Slot, int] = field(default_factory=dict)
-    settled: frozenset[Slot] = frozenset()
-    opening: frozenset[Team] = frozenset()
+    unawaited: dict[Slot, int] = field(default_factory=dict)
+    stream_ordered: frozenset[Slot] = frozenset()
+    implied_barriers: frozenset[Team] = frozenset()
 
     @classmethod
-    def of(cls, unrolled: UnrolledProgram, offers: Sequence[Offer]) -> Handover:
-        """That of a rank that has met the others; all ranks find the same pairs and teams."""
+    def of(cls, unrolled: UnrolledProgram, offers: Sequence[Offer]) -> FlowControl:
+        """Derive it from the notes that all ranks exchanged; all ranks find the same pairs and teams."""
         me = unrolled.rank
-        said = [json.loads(offer.notes) for offer in offers]
+        all_notes = [json.loads(offer.notes) for offer in offers]
         raised: dict[Slot, int] = {}
         raisers: dict[Slot, set[int]] = {}
-        for rank, it in enumerate(said):
+        for rank, it in enumerate(all_notes):
             for peer, name, rounds, slot, epoch in it["signals"]:
                 if peer == me:
                     key = (name, tuple(rounds)), slot
                     raised[key] = max(raised.get(key, 0), epoch)
                     raisers.setdefault(key, set()).add(rank)
         streams = _streams(unrolled)
-        settled = frozenset(slot for slot, by in raisers.items() if by == {me} and len(streams[slot]) == 1)
-        raised = {slot: epoch for slot, epoch in raised.items() if slot not in settled}
-        signals = {(rank, peer) for rank, it in enumerate(said) for peer, *_ in it["signals"] if peer != rank}
-        pairs, opening = _with_barriers(signals, said, offers)
+        stream_ordered = frozenset(slot for slot, by in raisers.items() if by == {me} and len(streams[slot]) == 1)
+        raised = {slot: epoch for slot, epoch in raised.items() if slot not in stream_ordered}
+        signals = {(rank, peer) for rank, it in enumerate(all_notes) for peer, *_ in it["signals"] if peer != rank}
+        pairs, implied_barriers = _with_barriers(signals, all_notes, offers)
         awaited = _awaited(unrolled)
         return cls(
-            owners=frozenset(peer for rank, peer in pairs if rank == me),
-            users=frozenset(rank for rank, peer in pairs if peer == me),
+            signaled=frozenset(peer for rank, peer in pairs if rank == me),
+            signalers=frozenset(rank for rank, peer in pairs if peer == me),
             raised=raised,
-            unseen={slot: epoch for slot, epoch in raised.items() if awaited.get(slot, 0) < epoch},
-            settled=settled,
-            opening=opening,
+            unawaited={slot: epoch for slot, epoch in raised.items() if awaited.get(slot, 0) < epoch},
+            stream_ordered=stream_ordered,
+            implied_barriers=implied_barriers,
         )
 
 
 def _with_barriers(
-    signals: set[tuple[int, int]], said: Sequence[dict[str, Any]], offers: Sequence[Offer]
+    signals: set[tuple[int, int]], all_notes: Sequence[dict[str, Any]], offers: Sequence[Offer]
 ) -> tuple[set[tuple[int, int]], frozenset[Team]]:
-    """All pairs of a rank and a peer whose flags it raises, and the teams whose first barrier raises none.
+    """Return all pairs (rank, peer whose flags it raises), and the teams whose first barrier needs no flags.
 
-    A barrier may be left to the permits only where every two of its team have permits for each other by other flags.
+    Credits replace a barrier only if every two ranks of its team grant each other credits because of other flags.
     """
     counts = {b.rounds: b.shape[0] for offer in offers for b in offer.buffers if b.name == BARRIERS and b.rounds}
     touched = [touch for offer in offers for touch in offer.touches]
-    claimed = {team for team in counts if all(_claims(said, touched, team, rank) for rank in team)}
-    certain = signals.union(*(permutations(t, 2) for t, n in counts.items() if n > 1 or t not in claimed))
-    opening = frozenset(team for team in claimed if certain.issuperset(permutations(team, 2)))
-    return certain.union(*(permutations(team, 2) for team in claimed - opening)), opening
+    unneeded = {team for team in counts if all(_begins_with(all_notes, touched, team, rank) for rank in team)}
+    certain = signals.union(*(permutations(t, 2) for t, n in counts.items() if n > 1 or t not in unneeded))
+    implied_barriers = frozenset(team for team in unneeded if certain.issuperset(permutations(team, 2)))
+    return certain.union(*(permutations(team, 2) for team in unneeded - implied_barriers)), implied_barriers
 
 
-def _claims(said: Sequence[dict[str, Any]], touched: Sequence[Touch], team: Team, rank: int) -> bool:
-    """Whether a rank has done nothing that concerns a peer when it comes to its first barrier, with this team."""
-    if said[rank]["opening"] is None:
+def _begins_with(all_notes: Sequence[dict[str, Any]], touched: Sequence[Touch], team: Team, rank: int) -> bool:
+    """Whether the first barrier of a rank is one of `team`, and it does nothing that concerns a peer before it."""
+    if all_notes[rank]["first_barrier"] is None:
         return False
-    first, own, raised = said[rank]["opening"]
-    others = [it["signals"] for other, it in enumerate(said) if other != rank]
+    first, own, raised = all_notes[rank]["first_barrier"]
+    others = [it["signals"] for other, it in enumerate(all_notes) if other != rank]
     rivals = {(name, tuple(rounds), slot) for it in others for peer, name, rounds, slot, _ in it if peer == rank}
     if tuple(first) != team or any((name, tuple(rounds), slot) in rivals for (name, rounds), slot in raised):
         return False
@@ -175,15 +176,15 @@ def _claims(said: Sequence[dict[str, Any]], touched: Sequence[Touch], team: Team
 
 
 def prepare(unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-    """Makes a rank's flags ready for its first call: it may raise everyone's, and some of its own nobody has to."""
-    handover = Handover.of(unrolled, memory.offers)
-    memory.buffers[PERMITS, unrolled.rank].fill_(len(handover.owners))
-    for place, slot in handover.settled:
-        memory.buffers[place, unrolled.rank][slot] = FOREVER
+    """Initialise a rank's flags for its first call: it has all credits, and its stream-ordered flags are raised."""
+    flow_control = FlowControl.of(unrolled, memory.offers)
+    memory.buffers[CREDITS, unrolled.rank].fill_(len(flow_control.signaled))
+    for place, slot in flow_control.stream_ordered:
+        memory.buffers[place, unrolled.rank][slot] = ALWAYS_RAISED
 
 
 def waits(unrolled: UnrolledProgram) -> Iterator[tuple[Slot, int, Op]]:
-    """The flags that a rank waits for: the epoch, and what waits."""
+    """Yield each flag that a rank waits for, with the epoch and the operation that waits."""
     homes = _homes(unrolled)
     for op in unrolled.ops:
         if isinstance(op, WaitSignalOp):
@@ -194,21 +195,20 @@ def waits(unrolled: UnrolledProgram) -> Iterator[tuple[Slot, int, Op]]:
 
 
 def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
-    """The streams that raise or wait for each of a rank's own flags."""
+    """Return, for each of a rank's own flags, the streams that raise it or wait for it."""
     homes, found = _homes(unrolled), dict[Slot, set[int]]()
     for op in unrolled.ops:
         if isinstance(op, SignalOp) and op.peer == unrolled.rank:
             found.setdefault((homes[unrolled.buffers[op.flags]], op.slot), set()).add(op.stream)
     for slot, _, op in waits(unrolled):
-        beside = (
-            isinstance(op, ComputeOp) and op.beside
-        )  # it does not wait for what comes right before it on its stream
-        found.setdefault(slot, set()).update({op.stream, NOWHERE} if beside else {op.stream})
+        # Such a kernel may start before the one right before it on its stream has ended.
+        beside = isinstance(op, ComputeOp) and op.beside
+        found.setdefault(slot, set()).update({op.stream, NO_STREAM} if beside else {op.stream})
     return found
 
 
 def _awaited(unrolled: UnrolledProgram) -> dict[Slot, int]:
-    """The highest epoch of each flag that a rank waits for."""
+    """Return the highest epoch that a rank waits for, by flag."""
     awaited: dict[Slot, int] = {}
     for slot, epoch, _ in waits(unrolled):
         awaited[slot] = max(awaited.get(slot, 0), epoch)
@@ -216,16 +216,16 @@ def _awaited(unrolled: UnrolledProgram) -> dict[Slot, int]:
 
 
 # Peer memory ----------------------------------------------------------------------------------------------------------
-# Memory that the GPUs of one host see of each other: torch's symmetric memory, on its CUDA backend, without multicast.
+# Memory that GPUs of one host share: torch's symmetric memory, on its CUDA backend, without multicast.
 #
-# Streams copy to and from it with copy engines, set flags in it, and wait for flags in their own.
+# Streams copy to and from a peer's memory with copy engines, set flags in it, and wait for flags in their own.
 
 
 class PeerMemory:
-    """How GPUs share memory.
+    """Allocates this rank's symmetric memory and maps that of its peers.
 
     Args:
-        device: this rank's.
+        device: this rank's device.
         rank: this rank.
     """
 
@@ -233,21 +233,21 @@ class PeerMemory:
         self.device = device
         self.rank = rank
         self.mine = torch.empty(0)  # between `reserve` and `map`
-        self.handle: Any = None  # of the memory that was mapped last
+        self.handle: Any = None  # torch's handle of the memory that was mapped last
         self.handles: WeakKeyDictionary[SharedMemory, Any] = WeakKeyDictionary()  # torch unmaps peers' memory with them
 
     @contextlib.contextmanager
     def offering(self, size: int) -> Iterator[str]:
-        """The number of this rank's GPU."""
+        """Yield the index of this rank's GPU, for peers; drop the memory if the rendezvous fails."""
         if why := why_not(self.device):
             raise RuntimeError(why)
         try:
             yield str(self.device.index)
-        finally:  # where a meeting was refused
+        finally:  # whether the rendezvous succeeded or not
             self.mine, self.handle = torch.empty(0), None
 
     def reserve(self, size: int) -> None:
-        """Allocates: between ranks what only torch's symmetric memory can share."""
+        """Allocate `size` bytes of zeros: torch's symmetric memory if there are peers, else ordinary memory."""
         if not dist.is_initialized():
             self.mine = torch.zeros(size, dtype=torch.uint8, device=self.device)
             return
@@ -256,7 +256,7 @@ class PeerMemory:
         self.mine = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device).zero_()
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
-        """Maps the memory of these peers; all ranks meet in it."""
+        """Map the memory of these ranks; collective over all ranks."""
         mine, self.mine = self.mine, torch.empty(0)
         if len(offers) == 1:
             return {self.rank: mine}
@@ -270,26 +270,26 @@ class PeerMemory:
         return {self.rank: mine, **maps}
 
     def synchronize(self) -> None:
-        """Waits for the GPU."""
+        """Wait until the GPU is idle."""
         torch.cuda.synchronize(self.device)
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Puts flags as the first call finds them, on whatever stream it will be."""
+        """Initialise flags for the first call, on whatever stream it will be made."""
         self.handles[memory], self.handle = self.handle, None
         prepare(unrolled, memory)
         torch.cuda.synchronize(self.device)
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
-        """The count of permits."""
-        return (BufferInfo(*PERMITS, (1,), "int64"),)
+        """Return the buffers that no statement names: the counter of credits."""
+        return (BufferInfo(*CREDITS, (1,), "int64"),)
 
     def notes(self, unrolled: UnrolledProgram) -> str:
-        """What ranks must know of each other's calls."""
+        """Return what peers must know about this rank's calls, as text."""
         return notes(unrolled)
 
 
 def why_not(device: torch.device) -> str:
-    """Why this GPU cannot share its memory; nothing where it can."""
+    """Return the reason why this GPU cannot share its memory; empty if it can."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     backend = symmetric_memory.get_backend(device)

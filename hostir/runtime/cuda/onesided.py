@@ -12,8 +12,8 @@ import torch
 from hostir.ir.machine import Ready
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.knobs import TIMEOUT
-from hostir.runtime.cuda.memory import PERMITS, Handover, Slot, waits
-from hostir.runtime.cuda.streams import Copier, in_batches, own_stream, wait_at_least, write
+from hostir.runtime.cuda.memory import CREDITS, FlowControl, Slot, waits
+from hostir.runtime.cuda.streams import StridedCopy, in_batches, own_stream, wait_at_least, write
 from hostir.runtime.kernels.flags import with_all_rows
 from hostir.runtime.kernels.table import Again, Kernel, repeating
 from hostir.runtime.lifetimes import unjoined
@@ -40,42 +40,43 @@ from hostir.runtime.unroll import (
 )
 
 # The beginning of a call ----------------------------------------------------------------------------------------------
-# Where on CUDA a call begins for its streams: none shall look at a flag, or raise one, before the last call's end.
+# Orders the streams of a call behind the previous call: none may poll a flag, or raise one, before that has ended.
 
 Touches = Callable[[Op], bool]  # whether an operation touches a peer's memory
 
 
 def beginning(unrolled: UnrolledProgram, peers: Touches) -> tuple[bool, bool]:
-    """Whether a stream uses flags without having waited for the caller's; and whether permits must be taken at once.
+    """Return whether a stream uses flags before it has waited for the caller's, and whether to take credits first.
 
-    Permits are taken by the first stream that touches a peer, and others that do so wait for it. That is wrong where
-    it may be held up by then, by a flag or for want of an SM, and the program says nothing of this to the others.
+    Credits are taken by the first stream that touches a peer, and other streams that touch one wait for it. But if that
+    stream may be blocked by then, by a flag or for lack of a free SM, others would wait for something that the program
+    does not make them wait for. Then the caller's stream takes the credits at the beginning of the call.
     """
-    forked, held, behind = {CALLER}, set[int](), set[int]()  # behind: what comes after the first touch of a peer
-    loose = late = others = False
+    forked, held, behind = {CALLER}, set[int](), set[int]()  # behind: streams after the first touch of a peer
+    unforked = late = others = False
     sms = any(isinstance(op, ComputeOp) and op.ready is not None for op in unrolled.ops)
     for op in unrolled.ops:
         if isinstance(op, SynchronizeOp):
             forked |= {op.stream} if op.other in forked else set()
             held |= {op.stream} if op.other in held else set()
             behind |= {op.stream} if op.other in behind else set()
-        loose |= uses_flags(op, peers) and op.stream not in forked
+        unforked |= uses_flags(op, peers) and op.stream not in forked
         if peers(op):
             late |= not behind and op.stream in held
             others |= bool(behind) and op.stream not in behind
             behind.add(op.stream)
         elif _holds(op, sms):
             held.add(op.stream)
-    return loose, late and others
+    return unforked, late and others
 
 
 def uses_flags(op: Op, peers: Touches) -> bool:
-    """Whether an operation raises or awaits flags, of this rank or a peer, or needs permits."""
+    """Whether an operation raises flags or waits for flags, of this rank or a peer, or needs credits."""
     return isinstance(op, SignalOp | WaitSignalOp) or (isinstance(op, ComputeOp) and op.ready is not None) or peers(op)
 
 
 def _holds(op: Op, sms: bool) -> bool:
-    """Whether an operation may hold its stream up: `sms` where a kernel that waits may have taken them all."""
+    """Whether an operation may block its stream. `sms`: a kernel that waits for flags may hold all SMs."""
     if isinstance(op, ComputeOp):
         return op.ready is not None or sms
     if isinstance(op, SignalOp):
@@ -84,26 +85,26 @@ def _holds(op: Op, sms: bool) -> bool:
 
 
 # Statements -----------------------------------------------------------------------------------------------------------
-# One-sided statements on CUDA: copy engines move rows, streams set flags and wait for flags, a kernel looks at them.
+# One-sided statements on CUDA: copy engines move rows, streams set flags and wait for flags, kernels poll them.
 #
-# The host only issues. A flag holds an epoch; see handover.py for how it gets back to 0. Everything is captured into a
-# CUDA graph as it stands, and is right in every replay.
+# The host only issues work. A flag holds an epoch; hostir.runtime.cuda.memory describes how it is reset to 0. All work
+# can be captured into a CUDA graph as it is, and every replay is correct.
 
 FLAG_BYTES = 8
-SECONDS_OF_A_LOOK = 1e-6  # of a kernel at a flag
-Issue = Callable[[int], None]  # something that a stream shall do, given its handle
+SECONDS_PER_POLL = 1e-6  # in a kernel: a round trip to the L2 cache
+Issue = Callable[[int], None]  # issues work to the stream of a given handle
 
 
 class CudaOneSided:
     """The one-sided operations of a plan.
 
     Args:
-        unrolled: of the plan.
-        memory: of all ranks.
-        device: this rank's.
+        unrolled: the plan's unrolled program.
+        memory: the symmetric memory of all ranks.
+        device: this rank's device.
         registers, streams: the plan's own lists, whose elements change with every call.
-        kernels: what computes.
-        kernel: what carries out one computation, on its stream.
+        kernels: the kernels by kind of computation.
+        kernel: returns the kernel of one computation, for its stream.
     """
 
     def __init__(
@@ -123,36 +124,36 @@ class CudaOneSided:
         self.streams = streams
         self.kernels, self.kernel = kernels, kernel
         self.rank = unrolled.rank
-        self.handover = Handover.of(unrolled, memory.offers)
+        self.flow_control = FlowControl.of(unrolled, memory.offers)
         self.owner_of = {op.out: op.rank for op in unrolled.ops if isinstance(op, SymmetricOp)}  # by buffer
-        self.opened: torch.cuda.Event | None = None  # behind the permits, once a stream has waited for them
-        self.behind: set[int] = set()  # the streams that come after them
+        self.credits_taken: torch.cuda.Event | None = None  # recorded by the stream that takes the credits
+        self.after_credits: set[int] = set()  # the streams ordered behind that event
         self.forked = {CALLER}
-        self.stalls: list[tuple[ComputeOp, torch.Tensor, memoryview]] = []  # their bytes are looked at in every call
+        self.timeouts: list[tuple[ComputeOp, torch.Tensor, memoryview]] = []  # every call checks their bytes
         self.start = torch.cuda.Event()  # the beginning of the call
-        self.loose, self.early = beginning(unrolled, self.peers)
+        self.has_unforked, self.credits_first = beginning(unrolled, self.peers)
         self.sent: set[tuple[int, Place, int, int]] = set()
         self.pushes = {id(op): pushes for pushes in Pushes.of(unrolled) for op in pushes.ops}
         self.offsets = {op.out: op.offset for op in unrolled.ops if isinstance(op, ViewOp)}
 
     @cached_property
-    def aside(self) -> torch.cuda.Stream:
-        """A stream to look at flags on, whatever the others are stuck in."""
+    def diagnosis(self) -> torch.cuda.Stream:
+        """A stream to read flags on while all others may be blocked."""
         return own_stream(self, self.device, priority=0)
 
     # Operations ---------------------------------------------------------------------------------------------------
     def is_direct(self, op: Op) -> bool:
-        """Whether an operation needs no current stream, as it is given its own."""
+        """Whether an operation is issued to its stream by handle, whatever stream is current."""
         if id(op) in self.pushes:
             return False
         return isinstance(op, SignalOp | WaitSignalOp | BarrierOp) or (isinstance(op, CopyOp) and not self.is_local(op))
 
     def is_local(self, op: CopyOp) -> bool:
-        """Whether a copy stays on this GPU, where it is a kernel's work."""
+        """Whether a copy stays on this GPU, where a kernel makes it."""
         return all(self.owner(register) == self.rank for register in (op.x, op.out))
 
     def owner(self, register: int) -> int:
-        """Whose memory a register's is."""
+        """Return the rank whose memory a register's tensor is in."""
         return self.owner_of.get(self.unrolled.buffers[register], self.rank)
 
     def peers(self, op: Op) -> bool:
@@ -161,60 +162,61 @@ class CudaOneSided:
             return not self.is_local(op)
         return isinstance(op, BarrierOp) or (isinstance(op, SignalOp) and op.peer != self.rank)
 
-    def opening(self) -> list[Step]:
-        """The beginning of a call, on the caller's stream."""
-        marks: list[Step] = [partial(_record, self.streams, CALLER, self.start)] if self.loose else []
-        if not self.early:
+    def begin_call(self) -> list[Step]:
+        """Return the steps that begin a call, on the caller's stream."""
+        marks: list[Step] = [partial(_record, self.streams, CALLER, self.start)] if self.has_unforked else []
+        if not self.credits_first:
             return marks
-        self.opened = torch.cuda.Event()
-        self.behind.add(CALLER)
-        return [*marks, self.on(CALLER, self.permits()), partial(_record, self.streams, CALLER, self.opened)]
+        self.credits_taken = torch.cuda.Event()
+        self.after_credits.add(CALLER)
+        take = self.on(CALLER, self.take_credits())
+        return [*marks, take, partial(_record, self.streams, CALLER, self.credits_taken)]
 
     def before(self, op: Op) -> list[Step]:
-        """What must come before an operation that uses flags: the beginning of the call; for a peer's, the permits.
+        """Return the steps needed before an operation: wait for the beginning of the call, and take or await credits.
 
-        Permits are taken once in a call, by the first stream that touches a peer; others that do so wait for it.
+        Credits are taken once per call, by the first stream that touches a peer; other streams that do so wait for it.
         """
         if isinstance(op, SynchronizeOp) and op.other in self.forked:
             self.forked.add(op.stream)
         streams, fork = self.streams, list[Step]()
-        if uses_flags(op, self.peers) and op.stream not in self.forked:  # else it may be ahead of the call before
+        if uses_flags(op, self.peers) and op.stream not in self.forked:  # else it might precede the last call's end
             self.forked.add(op.stream)
             fork = [partial(_after, streams, op.stream, self.start)]
-        if not self.peers(op) or op.stream in self.behind:
+        if not self.peers(op) or op.stream in self.after_credits:
             return fork
-        self.behind.add(op.stream)
-        if self.opened is not None:
-            return [*fork, partial(_after, streams, op.stream, self.opened)]
-        self.opened = torch.cuda.Event()
+        self.after_credits.add(op.stream)
+        if self.credits_taken is not None:
+            return [*fork, partial(_after, streams, op.stream, self.credits_taken)]
+        self.credits_taken = torch.cuda.Event()
         others = {o.stream for o in self.unrolled.ops if self.peers(o)} - {op.stream}
-        mark = [partial(_record, streams, op.stream, self.opened)] if others else []
-        return [*fork, self.on(op.stream, self.permits()), *mark]
+        mark = [partial(_record, streams, op.stream, self.credits_taken)] if others else []
+        return [*fork, self.on(op.stream, self.take_credits()), *mark]
 
     def bind(self, op: Op) -> Step | None:
-        """What carries out an operation; None where nothing is left to do."""
+        """Return the step that executes an operation; None if there is nothing to do."""
         if isinstance(op, CopyOp):
             return self.copy(op)
-        if isinstance(op, SignalOp | WaitSignalOp) and self.is_settled(op):
+        if isinstance(op, SignalOp | WaitSignalOp) and self.is_stream_ordered(op):
             return None
         if isinstance(op, SignalOp):
             if self.is_sent(op):
                 return None
             if op.sms:
-                return self.raising(op)
+                return self.signal_by_kernel(op)
             return self.on(op.stream, in_batches([write(self.flag(self.place(op.flags), op.slot, op.peer), op.epoch)]))
         if isinstance(op, WaitSignalOp):
             return self.on(op.stream, self.wait(op.flags, op.slot, op.epoch))
         assert isinstance(op, BarrierOp)
-        return None if op.number == 0 and op.team in self.handover.opening else self.barrier(op)
+        return None if op.number == 0 and op.team in self.flow_control.implied_barriers else self.barrier(op)
 
-    def is_settled(self, op: SignalOp | WaitSignalOp) -> bool:
-        """Whether a flag says no more than the order of the stream."""
+    def is_stream_ordered(self, op: SignalOp | WaitSignalOp) -> bool:
+        """Whether the order of one stream replaces the flag."""
         mine = isinstance(op, WaitSignalOp) or op.peer == self.rank
-        return mine and (self.place(op.flags), op.slot) in self.handover.settled
+        return mine and (self.place(op.flags), op.slot) in self.flow_control.stream_ordered
 
     def is_sent(self, op: SignalOp) -> bool:
-        """Whether this call has sent the same before: sent again, it might come after the flag is back at 0."""
+        """Whether this call has sent the same signal before: a second one might arrive after the flag is reset."""
         signal = op.peer, self.place(op.flags), op.slot, op.epoch
         again = signal in self.sent
         self.sent.add(signal)
@@ -227,18 +229,18 @@ class CudaOneSided:
     def copy(self, op: CopyOp) -> Step:
         registers, streams, x, out, stream = self.registers, self.streams, op.x, op.out, op.stream
         if not self.is_local(op):
-            copy = Copier()
+            copy = StridedCopy()
             return lambda: copy(registers[out], registers[x], streams[stream].cuda_stream)
         kernel = self.kernels["copy"]
 
         def local() -> None:
-            if registers[out].data_ptr() != registers[x].data_ptr():  # else the caller made it in its place
+            if registers[out].data_ptr() != registers[x].data_ptr():  # else the caller's tensor is in place already
                 kernel(registers[out], registers[x])
 
         return local
 
     def push(self, pushes: Pushes) -> Step:
-        """One kernel for all of these copies and signals."""
+        """Return the step that launches one kernel for all of these copies and signals."""
         registers, (first, _) = self.registers, pushes.copies[0]
         source = self.unrolled.buffers[first.x]
         to = registers[first.out]
@@ -247,66 +249,67 @@ class CudaOneSided:
             flag, epoch = (0, 0) if signal is None or self.is_sent(signal) else (self.raised(signal), signal.epoch)
             offset = self.offsets.get(copy.x, 0) * to.element_size()
             pieces.append((offset, registers[copy.out].data_ptr(), flag, epoch))
-        # Its flags rise in any order, hence each once: an earlier epoch might come when the flag is back at 0.
+        # Its flags rise in any order, so each is raised once: an earlier epoch might arrive after the reset to 0.
         last = {flag: number for number, (*_, flag, _) in enumerate(pieces)}
         pieces = [
             (offset, target, flag if last[flag] == number else 0, epoch)
             for number, (offset, target, flag, epoch) in enumerate(pieces)
         ]
-        kernel = self.pusher(pieces, to.numel() * to.element_size(), pushes.sms)
+        kernel = self.push_kernel(pieces, to.numel() * to.element_size(), pushes.sms)
         return lambda: kernel(registers[source])
 
-    def pusher(self, pieces: Sequence[tuple[int, ...]], size: int, sms: int) -> Callable[[torch.Tensor], None]:
+    def push_kernel(self, pieces: Sequence[tuple[int, ...]], size: int, sms: int) -> Callable[[torch.Tensor], None]:
         from hostir.runtime.kernels.flags import Piece, PushKernel  # which needs Triton
 
         return PushKernel(self.device, [Piece(*each) for each in pieces], size, sms)
 
-    def raising(self, op: SignalOp) -> Step:
-        kernel, streams, stream = self.raiser(self.raised(op), op.epoch), self.streams, op.stream
+    def signal_by_kernel(self, op: SignalOp) -> Step:
+        kernel, streams, stream = self.signal_kernel(self.raised(op), op.epoch), self.streams, op.stream
         return lambda: kernel(streams[stream])
 
-    def raiser(self, flag: int, epoch: int) -> Callable[[torch.cuda.Stream], None]:
-        from hostir.runtime.kernels.flags import Raising  # which needs Triton
+    def signal_kernel(self, flag: int, epoch: int) -> Callable[[torch.cuda.Stream], None]:
+        from hostir.runtime.kernels.flags import SignalKernel  # which needs Triton
 
-        return Raising(self.device, flag, epoch)
+        return SignalKernel(self.device, flag, epoch)
 
     def raised(self, op: SignalOp) -> int:
-        """The address of the flag that a signal raises; 0 for one that is up."""
-        return 0 if self.is_settled(op) else self.flag(self.place(op.flags), op.slot, op.peer)
+        """Return the address of the flag that a signal raises; 0 if the order of a stream replaces it."""
+        return 0 if self.is_stream_ordered(op) else self.flag(self.place(op.flags), op.slot, op.peer)
 
     def wait(self, flags: int, slot: int, epoch: int) -> Issue:
         return in_batches([wait_at_least(self.flag(self.place(flags), slot, self.rank), epoch)])
 
     def barrier(self, op: BarrierOp) -> Step:
-        """Tells the others that this rank has come, and waits for them."""
+        """Return the step that signals this rank's arrival to the team, and waits for theirs."""
         size, place = len(op.team), (BARRIERS, op.team)
         mine, first = op.team.index(self.rank), op.number * size
         others = [rank for rank in op.team if rank != self.rank]
-        tell = [write(self.flag(place, first + mine, rank), 1) for rank in others]
+        signals = [write(self.flag(place, first + mine, rank), 1) for rank in others]
         slots = [first + op.team.index(rank) for rank in others]
         return self.on(
-            op.stream, in_batches([*tell, *(wait_at_least(self.flag(place, s, self.rank), 1) for s in slots)])
+            op.stream, in_batches([*signals, *(wait_at_least(self.flag(place, s, self.rank), 1) for s in slots)])
         )
 
     # A matmul that waits ------------------------------------------------------------------------------------------
     def compute(self, op: ComputeOp, ready: Ready) -> Step:
-        """One kernel that looks at the flags; where there is none that can, block after block, each behind a wait.
+        """Return the step of a matmul that waits: one kernel that polls the flags if there is one, else block by block.
 
-        Where it comes after all of this rank's copies, there is nothing to begin with before the peers' are there too.
+        Without such a kernel, a matmul behind all of this rank's copies and without own rows waits for all blocks at
+        once: it could not start much earlier.
         """
         kernel = self.kernels.get(f"{op.kind}_ready")
         if kernel is not None:
-            return self.whole(op, ready, kernel)
-        return self.afterwards(op, ready) if op.beside and ready.own is None else self.blocks(op, ready)
+            return self.in_one_kernel(op, ready, kernel)
+        return self.after_all_blocks(op, ready) if op.beside and ready.own is None else self.by_blocks(op, ready)
 
-    def whole(self, op: ComputeOp, ready: Ready, kernel: Kernel) -> Step:
+    def in_one_kernel(self, op: ComputeOp, ready: Ready, kernel: Kernel) -> Step:
         from hostir.runtime.kernels.flags import ReadyFlags  # which needs Triton
 
-        stalls = torch.zeros(ready.blocks, 2, dtype=torch.int64, device="cpu", pin_memory=True)
-        self.stalls.append((op, stalls, stalls.numpy().data.cast("B")))
+        timeouts = torch.zeros(ready.blocks, 2, dtype=torch.int64, device="cpu", pin_memory=True)
+        self.timeouts.append((op, timeouts, timeouts.numpy().data.cast("B")))
         registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
-        looks = int(TIMEOUT.get() / 2 / SECONDS_OF_A_LOOK)  # so that it says what is missing before somebody else does
-        flags = ReadyFlags(registers[ready.flags], ready.epoch, stalls, ready.first, looks, op.beside, op.spare)
+        polls = int(TIMEOUT.get() / 2 / SECONDS_PER_POLL)  # it reports first: others time out later
+        flags = ReadyFlags(registers[ready.flags], ready.epoch, timeouts, ready.first, polls, op.beside, op.spare)
         own = NONE if ready.own is None else ready.own
 
         def waiting(out: torch.Tensor, own: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:
@@ -315,7 +318,7 @@ class CudaOneSided:
         multiply = repeating(waiting)
         return lambda: multiply(registers[out], registers[own], *[registers[x] for x in operands])
 
-    def afterwards(self, op: ComputeOp, ready: Ready) -> Step:
+    def after_all_blocks(self, op: ComputeOp, ready: Ready) -> Step:
         place, stream = self.place(ready.flags), op.stream
         flags = [self.flag(place, block, self.rank) for block in range(ready.blocks)]
         wait = self.on(stream, in_batches([wait_at_least(flag, ready.epoch) for flag in flags]))
@@ -327,9 +330,9 @@ class CudaOneSided:
 
         return step
 
-    def blocks(self, op: ComputeOp, ready: Ready) -> Step:
+    def by_blocks(self, op: ComputeOp, ready: Ready) -> Step:
         registers, operands, options = self.registers, op.operands, dict(op.options)
-        awaited = {b for b in ready.awaited if (self.place(ready.flags), b) not in self.handover.settled}
+        awaited = {b for b in ready.awaited if (self.place(ready.flags), b) not in self.flow_control.stream_ordered}
         issues = [self.wait(ready.flags, b, ready.epoch) if b in awaited else in_batches([]) for b in ready.order]
         waits = [(block, self.on(op.stream, issue)) for block, issue in zip(ready.order, issues, strict=True)]
         kernel, own = self.kernel(op), NONE if ready.own is None else ready.own
@@ -345,29 +348,29 @@ class CudaOneSided:
         return step
 
     def problem(self) -> HostIRError | None:
-        """What kernels that gave up waiting have said; forgets it."""
+        """Return the timeouts that kernels have reported since the last time, and clear them."""
         found: list[Diagnostic] = []
-        for op, stalls, said in self.stalls:
-            if int.from_bytes(said):
-                from hostir.runtime.kernels.flags import stall_error
+        for op, timeouts, reported in self.timeouts:
+            if int.from_bytes(reported):
+                from hostir.runtime.kernels.flags import timeout_error
 
                 assert op.ready is not None
-                stalled = stall_error(stalls.clone(), self.rank, f"%{self.place(op.ready.flags)[0]}")
-                stalls.zero_()
-                if stalled is not None:  # else another thread has just taken it
-                    found += self.unrolled.failure(op, stalled).diagnostics
+                timed_out = timeout_error(timeouts.clone(), self.rank, f"%{self.place(op.ready.flags)[0]}")
+                timeouts.zero_()
+                if timed_out is not None:  # else another thread has just reported it
+                    found += self.unrolled.failure(op, timed_out).diagnostics
         return HostIRError(*found) if found else None
 
     def missing(self) -> list[tuple[Op, str]]:
-        """The operations whose flags have not risen, and which flag stands where. Reads flags beside all streams."""
+        """Return the operations whose flags are not raised yet, with the flags' values. Waits for no other stream."""
         held: dict[Place, list[int]] = {}
-        with torch.cuda.stream(self.aside):
+        with torch.cuda.stream(self.diagnosis):
             for (place, rank), buffer in self.memory.buffers.items():
                 if rank == self.rank and buffer.dtype == FLAGS:
                     held[place] = buffer.cpu().view(-1).tolist()
         found: list[tuple[Op, str]] = []
         for op in self.unrolled.ops:
-            if isinstance(op, BarrierOp) and not (op.number == 0 and op.team in self.handover.opening):
+            if isinstance(op, BarrierOp) and not (op.number == 0 and op.team in self.flow_control.implied_barriers):
                 row = held[BARRIERS, op.team][op.number * len(op.team) :]
                 late = [rank for rank, came in zip(op.team, row, strict=False) if not came and rank != self.rank]
                 found += [(op, f"rank {', '.join(map(str, late))} has not come")] if late else []
@@ -377,34 +380,34 @@ class CudaOneSided:
         return found
 
     # From call to call --------------------------------------------------------------------------------------------
-    def permits(self) -> Issue:
-        """Waits for the permits of all peers whose flags this rank raises, and takes them away."""
-        count = self.flag(PERMITS, 0, self.rank)
-        needed = len(self.handover.owners)
+    def take_credits(self) -> Issue:
+        """Return what waits for a credit from each peer whose flags this rank raises, and consumes them."""
+        count = self.flag(CREDITS, 0, self.rank)
+        needed = len(self.flow_control.signaled)
         return in_batches([wait_at_least(count, needed), write(count, 0)] if needed else [])
 
-    def closing(self) -> list[Step]:
-        """The end of a call, on the caller's stream: flags back to 0, permits to the peers that raise them."""
+    def end_call(self) -> list[Step]:
+        """Return the steps that end a call, on the caller's stream: reset flags, and grant credits to peers."""
         joins: list[Step] = [
             partial(_join, self.streams, CALLER, stream, torch.cuda.Event()) for stream in unjoined(self.unrolled)
         ]
-        late = [wait_at_least(self.slot(slot), epoch) for slot, epoch in self.handover.unseen.items()]
-        flags = [*map(self.slot, self.handover.raised), *self.arrivals()]
-        counts = [self.flag(PERMITS, 0, user) for user in sorted(self.handover.users)]
+        late = [wait_at_least(self.slot(slot), epoch) for slot, epoch in self.flow_control.unawaited.items()]
+        flags = [*map(self.slot, self.flow_control.raised), *self.arrivals()]
+        counters = [self.flag(CREDITS, 0, peer) for peer in sorted(self.flow_control.signalers)]
         wait: list[Step] = [self.on(CALLER, in_batches(late))] if late else []
-        return [*joins, *wait, *([self.ending(flags, counts)] if flags or counts else [])]
+        return [*joins, *wait, *([self.flag_reset(flags, counters)] if flags or counters else [])]
 
-    def ending(self, flags: Sequence[int], counts: Sequence[int]) -> Step:
-        from hostir.runtime.kernels.flags import Ending  # which needs Triton
+    def flag_reset(self, flags: Sequence[int], counters: Sequence[int]) -> Step:
+        from hostir.runtime.kernels.flags import FlagResetKernel  # which needs Triton
 
-        return Ending(self.device, flags, counts)
+        return FlagResetKernel(self.device, flags, counters)
 
     def arrivals(self) -> list[int]:
-        """The flags that the team of each barrier has raised here."""
+        """Return the addresses of this rank's flags that peers raise in barriers."""
         return [
             self.flag((BARRIERS, op.team), op.number * len(op.team) + number, self.rank)
             for op in self.unrolled.ops
-            if isinstance(op, BarrierOp) and not (op.number == 0 and op.team in self.handover.opening)
+            if isinstance(op, BarrierOp) and not (op.number == 0 and op.team in self.flow_control.implied_barriers)
             for number, rank in enumerate(op.team)
             if rank != self.rank
         ]
@@ -413,11 +416,11 @@ class CudaOneSided:
         return self.flag(*slot, self.rank)
 
     def flag(self, place: Place, slot: int, rank: int) -> int:
-        """The address of a flag."""
+        """Return the address of a flag."""
         return self.memory.buffers[place, rank].data_ptr() + slot * FLAG_BYTES
 
     def place(self, register: int) -> Place:
-        """The symmetric buffer of a register."""
+        """Return the symmetric buffer that a register's tensor is in."""
         buffer = self.unrolled.buffers[register]
         op = next(op for op in self.unrolled.ops if isinstance(op, SymmetricOp) and op.out == buffer)
         return op.name, op.rounds
@@ -432,6 +435,6 @@ def _after(streams: Sequence[torch.cuda.Stream], stream: int, event: torch.cuda.
 
 
 def _join(streams: Sequence[torch.cuda.Stream], stream: int, other: int, event: torch.cuda.Event) -> None:
-    """One stream goes on after what another has been given so far."""
+    """Make a stream wait for all work that another has been given so far."""
     event.record(streams[other])
     event.wait(streams[stream])

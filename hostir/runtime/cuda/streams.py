@@ -1,4 +1,4 @@
-"""Streams of CUDA, and the calls of its driver that torch does not offer."""
+"""CUDA streams, and the calls of the CUDA driver that torch does not offer."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import torch
 from hostir.runtime.kernels.layout import collapse
 
 # The driver -----------------------------------------------------------------------------------------------------------
-# The few calls of CUDA's driver that torch does not offer: flags that streams set and wait for, copies, streams.
+# The few calls of the CUDA driver that torch does not offer: flags that streams set and wait for, copies, streams.
 #
-# No flag or copy needs an SM, unless a copy stays on one GPU: the driver makes such a copy with a kernel. All can be
-# captured into a CUDA graph. (CUDA driver API: stream memory operations, memory management, stream management.)
+# No flag or copy needs an SM, except copies within one GPU, which the driver runs as kernels. All can be captured into
+# a CUDA graph. (CUDA driver API: stream memory operations, memory management, stream management.)
 
 WAIT, WRITE = 4, 5  # CU_STREAM_MEM_OP_WAIT_VALUE_64 and CU_STREAM_MEM_OP_WRITE_VALUE_64
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
-ORDERED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: the write is seen after all that the stream did before
+ORDERED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: visible only after all that the stream did before
 DEVICE = 2  # CU_MEMORYTYPE_DEVICE
-NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not in order with the stream that CUDA begins with
-MAX_BATCH = 200  # operations of a batch; the driver takes 256
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
+MAX_BATCH = 200  # operations per batch; the driver takes 256
 Step = Callable[[], None]
 
 
 class MemoryOp(ctypes.Structure):
-    """CUstreamBatchMemOpParams, of 64 bits."""
+    """CUstreamBatchMemOpParams for a 64-bit value."""
 
     _fields_ = (
         ("kind", ctypes.c_uint64),
@@ -51,32 +51,32 @@ def _side(name: str) -> list[tuple[str, Any]]:
 
 
 class Memcpy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
+    """CUDA_MEMCPY2D: a copy of `height` rows of `width` bytes."""
 
     _fields_ = (*_side("x"), *_side("out"), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t))
 
 
 @functools.cache
 def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")  # which lets other threads run during a call: one may have to wait for room
+    return ctypes.CDLL("libcuda.so.1")  # releases the GIL during a call, which may block until a queue has room
 
 
 def check(code: int, what: str) -> None:
-    """Raises RuntimeError for a driver's error code other than 0."""
+    """Raise RuntimeError if the driver returned an error code other than 0."""
     if code == 0:
         return
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(code, ctypes.byref(text))
-    said = text.value.decode() if text.value else "unknown error"
-    raise RuntimeError(f"{what}: {said} (CUDA error {code})")
+    message = text.value.decode() if text.value else "unknown error"
+    raise RuntimeError(f"{what}: {message} (CUDA error {code})")
 
 
 def new_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """A stream that is not one of torch's pool, which gives the same 32 to everyone. It is never destroyed."""
+    """Create a stream outside torch's pool, which gives the same 32 to everyone. It is never destroyed."""
     handle, context = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
         check(_driver().cuCtxGetCurrent(ctypes.byref(context)), "a stream")
-        if not context:  # of a new thread, until its first call of the runtime
+        if not context:  # a new thread has none until its first call of the CUDA runtime
             torch.cuda.mem_get_info(device)
         arguments = ctypes.byref(handle), ctypes.c_uint(NON_BLOCKING), ctypes.c_int(priority)
         check(_driver().cuStreamCreateWithPriority(*arguments), "a stream")
@@ -85,17 +85,17 @@ def new_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
 
 # Flags ------------------------------------------------------------------------------------------------------------
 def wait_at_least(address: int, value: int) -> MemoryOp:
-    """The stream waits until the integer at an address of this GPU is at least `value`."""
+    """Return the operation that makes a stream wait until the int64 at an address of this GPU is at least `value`."""
     return MemoryOp(WAIT, address, value, AT_LEAST, 0, 0)
 
 
 def write(address: int, value: int) -> MemoryOp:
-    """The stream sets an integer, of a peer too, once all that it did before is to be seen by everyone."""
+    """Return the operation that sets an int64, also a peer's, after all earlier work of the stream is visible."""
     return MemoryOp(WRITE, address, value, ORDERED, 0, 0)
 
 
 def in_batches(ops: Sequence[MemoryOp]) -> Callable[[int], None]:
-    """What has a stream, by its handle, do operations on flags one after another."""
+    """Return a function that issues these operations, in order, to the stream of a given handle."""
     parts = [ops[i : i + MAX_BATCH] for i in range(0, len(ops), MAX_BATCH)]
     batches = [((MemoryOp * len(part))(*part), ctypes.c_uint(len(part))) for part in parts]
     call, no_flags = _driver().cuStreamBatchMemOp_v2, ctypes.c_uint(0)
@@ -110,17 +110,17 @@ def in_batches(ops: Sequence[MemoryOp]) -> Callable[[int], None]:
 
 
 # Copies -----------------------------------------------------------------------------------------------------------
-class Copier:
-    """Copies between tensors of one kind of layout: contiguous, or equal rows at equal distances, or blocks of such.
+class StridedCopy:
+    """A copy between strided tensors by copy engines: one memcpy, or 2D copies of equally spaced rows.
 
-    The layouts are those of the tensors of the first copy.
+    The first call fixes the layouts of both tensors; later calls may change only their addresses.
     """
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[int, int, Memcpy2D | int]] | None = None  # by their distance from the first bytes
+        self.pieces: list[tuple[int, int, Memcpy2D | int]] | None = None  # (offset in out, offset in x, what to copy)
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, stream: int) -> None:
-        """`out` becomes `x` on a stream, given by its handle; nothing happens where they are the same memory."""
+        """Copy `x` to `out` on the stream of a given handle; do nothing if they are the same memory."""
         target, source = out.data_ptr(), x.data_ptr()
         if target == source:
             return
@@ -140,7 +140,7 @@ class Copier:
 
 
 def pieces(out: torch.Tensor, x: torch.Tensor) -> list[tuple[int, int, Memcpy2D | int]]:
-    """The copies that make `out` equal to `x`: distances in bytes in either, and rows or a number of bytes."""
+    """Return the copies that make `out` equal to `x`: offsets in bytes in `out` and `x`, and a 2D copy or a size."""
     size = x.element_size()
     levels = collapse(x.shape, x.stride(), out.stride()) or [(1, 1, 1)]
     if levels[0][0] == 0:
@@ -167,30 +167,31 @@ def _rows(x_pitch: int, out_pitch: int, width: int, height: int) -> Memcpy2D:
 
 
 # Streams --------------------------------------------------------------------------------------------------------------
-# Streams: the caller's, an executor's, and such as nobody else has.
+# Streams: the caller's, those that executors share, and private ones.
 #
-# None that hostir makes is of torch's pool, which gives everyone the same 32: a graph that anybody captures on one of
-# those shares cuBLAS's workspace with what is issued to it, see cublas.py.
+# None that hostir creates is from torch's pool, which gives everyone the same 32: a graph that is captured on one of
+# those shares cuBLAS's workspace with what is issued to it, see hostir.runtime.cuda.graphs.
 
-WORKERS = 32  # of a device, unless one executor has more
-RESTING = 32  # streams of one kind that nobody takes
-_known: dict[int | None, tuple[int, torch.cuda.Stream]] = {}  # of each device the stream that was current last
+WORKERS = 32  # shared worker streams of a device, unless one executor needs more
+RESTING = 32  # freed streams with cuBLAS workspaces that are not reused yet
+_known: dict[int | None, tuple[int, torch.cuda.Stream]] = {}  # the latest current stream, by device index
 _workers: dict[torch.device, list[torch.cuda.Stream]] = {}
-_taken: Counter[torch.device] = Counter()  # how many executors have been given
+_taken: Counter[torch.device] = Counter()  # how many streams executors have been given
 _choosing = threading.Lock()
-_free: dict[tuple[torch.device, int, bool], deque[torch.cuda.Stream]] = {}  # by kind: whose owners have gone, in order
+# Streams whose owners are gone, oldest first, by device, priority and `products`.
+_free: dict[tuple[torch.device, int, bool], deque[torch.cuda.Stream]] = {}
 
 
 def queues() -> int:
-    """How many hardware queues the streams of a process share: CUDA reads this when it starts."""
-    said = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    return min(int(said), 32) if said.isdigit() and int(said) else 8
+    """Return how many hardware queues the streams of a process share; CUDA reads the variable when it starts."""
+    value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return min(int(value), 32) if value.isdigit() and int(value) else 8
 
 
 def current(device: torch.device) -> torch.cuda.Stream:
-    """The current stream of a device; the same object as long as the same one is current.
+    """Return the current stream of a device: the same object as long as the same stream is current.
 
-    Every call asks for it, and torch takes 10 us of the host to say which one it is.
+    Every call asks for it, and `torch.cuda.current_stream` takes 10 us on the host.
     """
     handle = torch._C._cuda_getCurrentRawStream(device.index)
     known = _known.get(device.index)
@@ -202,7 +203,7 @@ def current(device: torch.device) -> torch.cuda.Stream:
 
 
 def workers(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    """Streams for the statements of an executor: different ones, by turns of those that all executors share."""
+    """Return `count` different streams for an executor, round robin from those that all executors share."""
     made = _workers.setdefault(device, [])
     with _choosing:
         first = _taken[device]
@@ -213,12 +214,12 @@ def workers(device: torch.device, count: int) -> list[torch.cuda.Stream]:
 
 
 def own_stream(owner: object, device: torch.device, priority: int, products: bool = False) -> torch.cuda.Stream:
-    """A stream that nobody else has while `owner` lives. With `products` cuBLAS's workspace comes with it.
+    """Return a stream that nobody else has while `owner` lives. With `products`, cuBLAS is called on it.
 
-    torch never frees that, so streams whose owners have gone are taken again in their turn. But the latest of those
-    with products rest, as a graph that has gone may still be under way. That it is not by their turn is likely, and
-    nothing looks: who replays a graph is not known, and to wait for the whole device CUDA forbids while anybody
-    captures.
+    torch keeps a cuBLAS workspace for such a stream and never frees it, so streams whose owners are gone are reused,
+    oldest first. The latest `RESTING` of those with products are not reused, since a deleted graph may still be running
+    and use the workspace. That it has ended by the time of the reuse is likely, but not checked: who replays a graph is
+    not known, and CUDA forbids waiting for the whole device while anyone captures.
     """
     spare = _free.setdefault((device, priority, products), deque())
     try:

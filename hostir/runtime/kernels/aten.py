@@ -1,9 +1,9 @@
 """The computations of the language in ATen: one function for each kind, `f(out, *operands, **options)`.
 
-Each writes all of `out`, whatever its strides, and accumulates in f32 or better, unless the user has torch accumulate
-f16 (`allow_fp16_accumulation`). Where cuBLAS divides K, it may not add up halves, as torch lets it by default: that
-setting, which is one for all threads, is another than the user's while a product is issued. `out` shares no memory with
-the operands of a contraction or a sum; elementwise it may be an operand.
+Each writes all of `out`, whatever its strides, and accumulates in f32 or better, unless the user allows torch to
+accumulate f16 (`allow_fp16_accumulation`). torch by default lets cuBLAS add up the parts of split-K in 16 bits; this is
+switched off while a product is issued, for all threads, and then set back to the user's choice. `out` must not share
+memory with the operands of a contraction or a sum; in elementwise computations it may be an operand.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 
 from hostir.runtime.kernels.layout import rows
 
-# What torch asks before it lets cuBLAS add up partial sums of K in the dtype of the result.
-SUMS_OF_HALVES = {
+# torch's settings that let cuBLAS add up the parts of split-K in the dtype of the result.
+REDUCED_PRECISION = {
     torch.float16: "allow_fp16_reduced_precision_reduction",
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
 }
-# What asks for it and changes it, in a quarter of the time that torch.backends takes: a pair with whether K may be
-# divided at all, which torch wants to be True where halves may be added up.
+# Getter and setter of each setting, which take a quarter of the time of torch.backends. The value is a pair: whether
+# 16-bit sums are allowed, and whether split-K is; torch wants the second to be True where the first is.
 _SETTINGS = {
     dtype: (getattr(torch._C, f"_get_cublas_{name}"), getattr(torch._C, f"_set_cublas_{name}"))
-    for dtype, name in SUMS_OF_HALVES.items()
+    for dtype, name in REDUCED_PRECISION.items()
 }
-_setting = threading.Lock()  # held while it is another than the user's
+_setting = threading.Lock()  # held while a setting differs from the user's
 
 
 def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -38,8 +38,8 @@ def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once.
 
-    cuBLAS rounds before it adds the bias as well where a row of `out` is no multiple of 16 bytes, as
-    `torch.nn.functional.linear` does.
+    As with `torch.nn.functional.linear`, cuBLAS also rounds before it adds the bias if the rows of `out` are not
+    multiples of 16 bytes.
     """
     _contract(out, a, weight.t(), bias)
 
@@ -63,7 +63,7 @@ def gelu(out: torch.Tensor, x: torch.Tensor) -> None:
     """`out = x * (1 + erf(x / sqrt 2)) / 2`."""
     if out.is_contiguous():
         torch.ops.aten.gelu.out(x, approximate="none", out=out)
-    else:  # there torch 2.13 leaves elements of `out` unwritten on a CPU
+    else:  # torch 2.13 would leave elements of `out` unwritten on a CPU
         out.copy_(torch.nn.functional.gelu(x))
 
 
@@ -96,13 +96,13 @@ BY_CUBLAS = (matmul, linear)
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
     """`out = a @ b (+ bias)`, with sums in f32.
 
-    Where rows are not multiples of 16 bytes cuBLAS takes other kernels, and others for slices than for the whole: with
-    sums of halves some have 1.4 times the error of the rest.
+    If rows are not multiples of 16 bytes, cuBLAS takes other kernels, and different ones for slices and for the whole
+    tensor: with 16-bit sums some of them have 1.4 times the error of the others.
     """
     setting = _SETTINGS.get(out.dtype)
     if setting is None:
         _multiply(out, a, b, bias)
-    elif out.is_cpu:  # a hundred times as fast where the CPU has no such arithmetic
+    elif out.is_cpu:  # a hundred times as fast on CPUs without 16-bit arithmetic
         wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         _multiply(wide, a.float(), b.float(), None if bias is None else bias.float())
         out.copy_(wide)
@@ -120,9 +120,9 @@ def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
 
 
 def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """As `_contract`."""
+    """Compute `out = a @ b (+ bias)` with the settings of torch as they are."""
     if bias is None and out.is_contiguous() and _folds(a.shape, a.stride()):  # else torch.matmul may resize or fail
-        torch.matmul(a, b, out=out)  # for less of the host's time than views of ours take
+        torch.matmul(a, b, out=out)  # takes less host time than our own views
         return
     a_rows, out_rows = rows(a), rows(out)
     if a_rows is not None and out_rows is not None:
@@ -143,5 +143,5 @@ def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
 
 @functools.lru_cache(maxsize=1024)
 def _folds(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Whether torch.matmul makes one product of all leading axes: it looks at strides of axes of size 1, too."""
+    """Whether torch.matmul merges all leading axes into one product; strides of axes of size 1 count as well."""
     return len(shape) > 1 and all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(len(shape) - 2))

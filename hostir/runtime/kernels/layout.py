@@ -1,4 +1,4 @@
-"""Where a kernel runs, and how tensors lie in memory as kernels see them."""
+"""Devices that kernels run on, and memory layouts of tensors as kernels see them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Devices --------------------------------------------------------------------------------------------------------------
-# Where a kernel runs: Triton's interpreter or a GPU, and what that GPU can do.
+# A kernel runs in Triton's interpreter or on a GPU, within the limits of that GPU.
 
 # Triton decides this when a kernel is decorated, so once for the life of the process.
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -35,12 +35,12 @@ _thread = _Thread()
 
 @dataclass(frozen=True)
 class Limits:
-    """What a kernel may count on.
+    """The resources of a device that a kernel can use.
 
     Fields:
-        sms: streaming multiprocessors, the number of programs of a persistent grid.
-        shared_memory: bytes of shared memory one program may take.
-        tma: whether the copy engine for tensor tiles (TMA; Hopper and later) exists.
+        sms: number of SMs, which is the number of programs of a persistent grid.
+        shared_memory: bytes of shared memory that one program may use.
+        tma: whether the device has the Tensor Memory Accelerator (TMA; Hopper and later).
     """
 
     sms: int
@@ -50,7 +50,7 @@ class Limits:
 
 @functools.cache
 def limits(device: torch.device) -> Limits:
-    """The limits of `device`. The interpreter claims three multiprocessors, so that its programs loop over tiles."""
+    """Return the limits of `device`. The interpreter claims three SMs, so that its programs loop over tiles."""
     if INTERPRETED:
         return Limits(sms=3, shared_memory=1 << 30, tma=True)
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
@@ -62,9 +62,9 @@ def limits(device: torch.device) -> Limits:
 
 
 def check_device(**tensors: torch.Tensor | None) -> torch.device:
-    """The one device of all `tensors` (None is passed over).
+    """Return the one device of all `tensors` that are not None.
 
-    Raises ValueError when they lie on several devices, or on the CPU while Triton compiles for GPUs.
+    Raises ValueError if they are on several devices, or on the CPU while Triton compiles for GPUs.
     """
     devices = {name: t.device for name, t in tensors.items() if t is not None}
     device = next(iter(devices.values()))
@@ -78,20 +78,20 @@ def check_device(**tensors: torch.Tensor | None) -> torch.device:
 
 @contextlib.contextmanager
 def _interpreting() -> Iterator[None]:
-    # Overflow and NaN are silent on a GPU, so numpy, which the interpreter computes with, keeps silent as well.
+    # Overflow and NaN are silent on a GPU, so numpy, which the interpreter computes with, must be silent as well.
     with _interpreter_lock, np.errstate(all="ignore"):
         yield
 
 
 def launching(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The context to launch kernels on `device` in: its CUDA context current, or the interpreter to ourselves."""
+    """Return a context manager for launches on `device`: it makes the device current, or locks the interpreter."""
     return _interpreting() if INTERPRETED else torch.cuda.device(device)
 
 
 def bind_thread(device: torch.device) -> None:
-    """Give this thread the CUDA context of `device`, the current one.
+    """Bind the CUDA context of `device`, the current one, to this thread.
 
-    CUDA binds it to a new thread at its first call of the runtime, and to encode a descriptor is none.
+    CUDA does so at a thread's first call of the CUDA runtime; encoding a descriptor is a call of the driver.
     """
     if not _thread.bound:
         torch.cuda.mem_get_info(device)
@@ -99,10 +99,10 @@ def bind_thread(device: torch.device) -> None:
 
 
 class Compiled:
-    """A compiled kernel, to be launched with arguments of the types that it was compiled for.
+    """A compiled kernel, launched with arguments of the types that it was compiled for.
 
-    Triton's own launch looks at every argument, to find the kernel that fits, and encodes every descriptor. Who knows
-    both from an earlier launch saves most of the host's time.
+    Triton's own launch inspects every argument to find the kernel that fits, and encodes every descriptor. Reusing both
+    from an earlier launch saves most of the host time.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -112,31 +112,31 @@ class Compiled:
         self._described = kernel.metadata.tensordesc_meta
         self._encode = make_tensordesc_arg
         self._launch = copy.copy(kernel.run)
-        if self._described:  # what Triton would encode descriptors with is taken off
+        if self._described:  # remove the wrapper with which Triton encodes descriptors
             self._launch.launch = inspect.getclosurevars(kernel.run.launch).nonlocals["launcher"]
-        self.stream = triton.runtime.driver.active.get_current_stream  # of a device index, its handle
+        self.stream = triton.runtime.driver.active.get_current_stream  # from a device index to a stream handle
 
     def encoded(self, number: int, descriptor: TensorDescriptor) -> Sequence[Any]:
-        """What the kernel gets for its descriptor `number`. It holds the address of the tensor, not the tensor."""
+        """Return the arguments that encode descriptor `number`. They hold the tensor's address, not the tensor."""
         return tuple(self._encode(descriptor, self._described[number] if self._described else None))
 
     def launch(self, programs: int, stream: int, arguments: Sequence[Any]) -> None:
-        """Launch with all arguments of the kernel: tensors by address, descriptors encoded, constants as they were."""
+        """Launch with all arguments: tensors as addresses, descriptors encoded, constants as they were compiled."""
         self._launch(programs, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments)
 
 
 # Layouts --------------------------------------------------------------------------------------------------------------
-# How a tensor lies in memory, as the kernels see it: merged axes, row views, and what TMA can describe.
+# Memory layouts of tensors, as kernels see them: merged axes, row views, and what TMA can describe.
 
 # The widest stride a tensor map can hold, in bytes (CUDA driver API, cuTensorMapEncodeTiled).
 _STRIDE_LIMIT = 1 << 40
 
 
 def collapse(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
-    """Merge neighbouring axes as far as every one of `strides` walks them uniformly.
+    """Merge neighbouring axes as far as all of `strides` allow.
 
-    Returns `(size, stride, stride, ...)` for each axis that is left, outermost first, one stride for each argument.
-    Axes of size 1 vanish. A shape with a zero in it becomes one axis of size 0.
+    Returns `(size, stride, stride, ...)` for each merged axis, outermost first, with one stride per argument. Axes of
+    size 1 are dropped. A shape with a zero in it becomes one axis of size 0.
     """
     if 0 in shape:
         return [(0, *(0 for _ in strides))]
@@ -152,10 +152,10 @@ def collapse(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, .
 
 
 def rows(t: torch.Tensor) -> torch.Tensor | None:
-    """`t[..., K]` as a view `[M, K]`, M the product of the leading axes, or None when no single row stride fits."""
+    """Return `t[..., K]` as a view `[M, K]`, M the product of the leading axes; None if no single row stride fits."""
     if t.ndim == 2:
         return t
-    if t.is_contiguous() and t.shape[-1]:  # what is said below, in a quarter of the time
+    if t.is_contiguous() and t.shape[-1]:  # the same result as below, in a quarter of the time
         return t.view(-1, t.shape[-1])
     levels = collapse(t.shape[:-1], t.stride()[:-1])
     if len(levels) > 1:
@@ -165,17 +165,17 @@ def rows(t: torch.Tensor) -> torch.Tensor | None:
 
 
 def rows_or_copy(t: torch.Tensor) -> torch.Tensor:
-    """`t[..., K]` as `[M, K]`: a view where a single row stride fits, else a dense copy."""
+    """Return `t[..., K]` as `[M, K]`: a view if a single row stride fits, else a dense copy."""
     flat = rows(t)
     return t.reshape(-1, t.shape[-1]) if flat is None else flat
 
 
 def descriptor_strides(t: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> list[int] | str:
-    """Strides (in elements) for a TMA descriptor of `shape` over the memory of `t`, or the reason why there is none.
+    """Return strides (in elements) for a TMA descriptor of `shape` over the memory of `t`, or why there are none.
 
-    The rules are those of `cuTensorMapEncodeTiled`: a base on 16 bytes, unit stride innermost, every other stride a
-    multiple of 16 bytes, and each axis stepping over whole copies of the axis inside it. An axis of size 1 is never
-    stepped along, so a stride that does not fit is replaced by one that does.
+    The rules are those of `cuTensorMapEncodeTiled`: a base address on 16 bytes, innermost stride 1, every other stride
+    a multiple of 16 bytes and of the next inner stride, and at least the extent of the inner axis. The stride of an
+    axis of size 1 is never used, so one that breaks the rules is replaced by one that does not.
     """
     if t.data_ptr() % 16:
         return "its first element is not on a 16-byte boundary"

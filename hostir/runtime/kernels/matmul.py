@@ -1,4 +1,4 @@
-"""A persistent Triton matmul that reads and writes strided views in place: the host side."""
+"""A persistent Triton matmul on strided views, without copies: the host side."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from hostir.runtime.kernels.layout import (
 )
 from hostir.runtime.kernels.matmul_kernel import matmul_kernel, schedule
 from hostir.runtime.kernels.table import Again
-from hostir.runtime.kernels.tiles import FEWEST_APART, INTERPRETER, Ahead, Config, choose, in_blocks
+from hostir.runtime.kernels.tiles import INTERPRETER, MIN_OWN_ROWS, Ahead, Config, choose, in_blocks
 
 if TYPE_CHECKING:
     from hostir.runtime.kernels.flags import ReadyFlags
 
 
 # Operands -------------------------------------------------------------------------------------------------------------
-# The operands of a matmul: what fits together, the rows they are walked by, and how TMA sees them.
+# The operands of a matmul: checks, rows as batches, and TMA descriptors.
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The leading axes of `a` and `out` as `batches` times `M` rows, with the strides of either in both."""
+    """The leading axes of `a` and `out` as `batches` times `M` rows, with the strides (in elements) of both."""
 
     batches: int
     M: int
@@ -50,7 +50,7 @@ class Rows:
     out_row: int
 
     def in_batches(self, height: int) -> Rows:
-        """A single batch as batches of `height` rows."""
+        """Return a single batch as batches of `height` rows."""
         return replace(
             self,
             batches=self.M // height,
@@ -61,7 +61,7 @@ class Rows:
 
 
 def check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool) -> None:
-    """Raise TypeError or ValueError unless dtypes and shapes make a matmul."""
+    """Raise TypeError or ValueError unless dtypes and shapes are those of a matmul."""
     dtypes = {name: t.dtype for name, t in (("a", a), ("b", b), ("out", out), ("bias", bias)) if t is not None}
     if a.dtype not in DTYPES or set(dtypes.values()) != {a.dtype}:
         found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -97,13 +97,13 @@ def place_own(own: torch.Tensor, a: torch.Tensor, ready: ReadyFlags) -> None:
 
 
 def own_strides(own: torch.Tensor, rows: Rows) -> tuple[int, int, int]:
-    """From batch to batch, from row to row and from column to column of own rows, whose leading axes merge."""
+    """Return the batch, row and column strides of own rows, whose leading axes merge."""
     row, column = rows_or_copy(own).stride()
     return rows.M * row, row, column
 
 
 def rows_of(a: torch.Tensor, out: torch.Tensor) -> Rows:
-    """The leading axes of `a` and `out`, as few batches as there can be; ValueError where they do not merge."""
+    """Return the leading axes of `a` and `out` as few batches of rows; ValueError if they do not merge."""
     levels = collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])
     if len(levels) > 2:
         raise ValueError(
@@ -117,14 +117,14 @@ def rows_of(a: torch.Tensor, out: torch.Tensor) -> Rows:
 
 @dataclass(frozen=True)
 class Described:
-    """A matrix, or a batch of them, that obeys TMA's rules; `transposed` when the descriptor sees it transposed."""
+    """The layout of a TMA descriptor of a matrix or a batch of them; `transposed` if it describes the transpose."""
 
     shape: list[int]
     strides: list[int]
     transposed: bool = False
 
     def descriptor(self, tensor: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
-        """A descriptor of `tensor`, which lies as the one that was described, for tiles of shape `block`."""
+        """Return a descriptor of `tensor`, which has the described layout, for tiles of shape `block`."""
         rows, columns = reversed(block) if self.transposed else block
         leading = [1] * (len(self.shape) - 2)
         return TensorDescriptor(tensor, self.shape, self.strides, [*leading, rows, columns])
@@ -133,7 +133,7 @@ class Described:
 def describe(
     a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, own: torch.Tensor | None, rows: Rows
 ) -> list[Described] | str:
-    """How TMA sees `a`, `weight` `[K, N]`, `out` and `own`, or why it cannot."""
+    """Return the TMA layouts of `a`, `weight` `[K, N]`, `out` and `own`, or the reason why there are none."""
     K, N = weight.shape
     transposed = isinstance(descriptor_strides(weight, weight.shape, weight.stride()), str)
     seen = weight.t() if transposed else weight
@@ -151,7 +151,7 @@ def describe(
     for name, (tensor, shape, strides) in matrices.items():
         legal = descriptor_strides(tensor, shape, strides) if 0 not in shape else "it holds nothing"
         if not isinstance(legal, str) and name == "out" and N * tensor.element_size() % 16:
-            # Seen on an H200: the last 16 bytes of a row are written whole, over what may be someone else's memory.
+            # Seen on an H200: TMA writes all of the last 16 bytes of a row, over memory that may be someone else's.
             legal = f"its rows of {N} elements end within 16 bytes"
         if isinstance(legal, str):
             return f"{name} (shape {list(tensor.shape)}, strides {list(tensor.stride())}): {legal}"
@@ -160,10 +160,10 @@ def describe(
 
 
 # Workspaces -----------------------------------------------------------------------------------------------------------
-# Memory in which the programs of one launch meet: sums of parts, and a ticket for each tile that is split.
+# Memory that the programs of one launch share: sums of split tiles, and a ticket (a counter) for each such tile.
 
-_CAPTURED_TICKETS = 1 << 18  # for all graphs of a device; a launch takes about as many as there are multiprocessors
-_LINE = 32  # tickets of a line of cache: the first of a launch lies on a boundary, as Triton compiled for
+_CAPTURED_TICKETS = 1 << 18  # for all graphs of a device; a launch takes about as many as there are SMs
+_LINE = 32  # tickets per cache line: those of a launch are aligned to a line, as the kernel was compiled for
 
 _lock = threading.Lock()
 _by_stream: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -171,12 +171,13 @@ _for_graphs: dict[torch.device, list[torch.Tensor]] = {}
 
 
 def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sums` of float32 and `tickets` of int32, all 0, for one launch on the current stream, which leaves tickets at 0.
+    """Return `sums` of float32 and `tickets` of int32, all 0, for one launch on the current stream.
 
-    `stream` is the handle of the current stream, 0 on a CPU.
+    `stream` is the handle of the current stream, 0 on a CPU. The launch leaves its tickets at 0.
 
-    Launches on one stream follow each other, so they share memory, which is kept. A captured launch may be replayed on
-    any stream, beside any other: its sums come from the memory of its graph, and its tickets belong to it for ever.
+    Launches on one stream run in order, so they share memory, which is kept. A captured launch may be replayed on any
+    stream, in parallel with any other: its sums come from the memory pool of its graph, and no other launch ever gets
+    its tickets.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _sums(device, sums), _captured(device, tickets)
@@ -200,7 +201,7 @@ def _sums(device: torch.device, sums: int) -> torch.Tensor:
 
 
 def _captured(device: torch.device, tickets: int) -> torch.Tensor:
-    """Tickets that no other launch uses. Without any left, or before the first launch, the graph zeroes its own."""
+    """Return tickets that no other launch uses; if none are left or allocated yet, the graph zeroes new ones."""
     tickets = -(-tickets // _LINE) * _LINE
     with _lock:
         left = _for_graphs.get(device)
@@ -211,25 +212,26 @@ def _captured(device: torch.device, tickets: int) -> torch.Tensor:
 
 
 # Prepared calls -------------------------------------------------------------------------------------------------------
-# A matmul whose layout has been looked at: launched again and again, it costs the host little.
+# Prepared launches: for known layouts a call costs little host time.
 
 Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # a, b, out, own
 
-_KEPT = 64  # encoded descriptors of one operand, each for another address
+_MAX_DESCRIPTORS = 64  # encoded descriptors of one operand that are kept, one per address
 
 
 @dataclass
 class MatmulLaunch:
-    """What a launch of the kernel needs besides the tensors, for operands of one layout.
+    """A prepared launch of the matmul kernel, for operands of one layout.
 
     Fields:
-        programs: of the grid.
-        described: how TMA sees a, b, out and, if they are apart, own rows; None: they are passed as pointers.
-        blocks: what of these a descriptor moves at a time.
-        block: rows of a block, with flags.
-        schedule: tiles before the last ones that are split, these, and parts of each; None where no tile is split.
-        sums, tickets: what split tiles need of `workspace`.
-        copies_own: own rows go to their place among those of a first, and are not passed.
+        programs: size of the grid.
+        described: TMA layouts of a, b, out and own rows that are read in place; None: operands are pointers.
+        blocks: the shape of the tile that each descriptor moves.
+        bias_step: stride of the bias, in elements.
+        block: rows per block, with flags.
+        schedule: number of tiles before the split ones, of split ones, and of parts of each; None if none is split.
+        sums, tickets: sizes of the `workspace` for split tiles.
+        copies_own: copy own rows to their place in a before the launch, and do not pass them.
         sizes: the arguments of the kernel from `early` to the last stride.
         constants, options: the kernel's constants, in its order, and how to compile it.
     """
@@ -255,8 +257,11 @@ class MatmulLaunch:
         self._rest = (*self.sizes, *self.constants.values())
 
     def launch(self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None) -> Again | None:
-        """Launch for these tensors, on the current stream. None if the kernel had to be compiled; else what launches
-        it once more for the same addresses, on the stream that is current then."""
+        """Launch for these tensors, on the current stream.
+
+        Returns a function that launches it again for the same addresses, on the stream that is then current; None if
+        the kernel had to be compiled.
+        """
         if self.compiled is None:
             self._compile(matrices, bias, ready)
             return None
@@ -277,13 +282,13 @@ class MatmulLaunch:
             self._again(compiled, given)
 
     def _compile(self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None) -> None:
-        """Launch as Triton does, which compiles if need be. The interpreter knows no other way."""
+        """Launch through Triton, which compiles if needed; the interpreter has no other way."""
         operands: list[Any] = list(matrices)
         if self.described is not None:
             operands = [t if t is None else self._descriptor(number, t) for number, t in enumerate(matrices)]
         waits: Sequence[Any] = [None] * 7
         if ready is not None:
-            waits = (ready.flags, ready.stalls, ready.epoch, ready.first, len(ready.flags), self.block, ready.looks)
+            waits = (ready.flags, ready.timeouts, ready.epoch, ready.first, len(ready.flags), self.block, ready.polls)
         split: Sequence[Any] = [None] * 5
         with launching(self.device):
             if not INTERPRETED:
@@ -300,7 +305,7 @@ class MatmulLaunch:
         stream = compiled.stream(self.device.index)
         split: Sequence[Any] = (None, None, None, None, None)
         if self.schedule is not None:
-            # Held until the kernel is launched: nothing launched before it can get this memory.
+            # Kept alive until the kernel is launched: nothing launched earlier can get this memory.
             sums, tickets = workspace(self.device, stream, self.sums, self.tickets)
             split = (*self.schedule, sums.data_ptr(), tickets.data_ptr())
         compiled.launch(self.programs, stream, (*given, *split, *self._rest))
@@ -308,7 +313,7 @@ class MatmulLaunch:
     def _arguments(
         self, compiled: Compiled, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None
     ) -> Sequence[Any]:
-        """Those that depend on tensors, as addresses."""
+        """Return the arguments that depend on the tensors, as addresses and encoded descriptors."""
         a, b, out, own = matrices
         operands: Sequence[Any]
         if self.described is not None:
@@ -325,8 +330,8 @@ class MatmulLaunch:
         if ready is not None:
             flags = ready.flags
             waits = (
-                *(flags.data_ptr(), ready.stalls.data_ptr(), ready.epoch),
-                *(ready.first, len(flags), self.block, ready.looks),
+                *(flags.data_ptr(), ready.timeouts.data_ptr(), ready.epoch),
+                *(ready.first, len(flags), self.block, ready.polls),
             )
         return (*operands, None if bias is None else bias.data_ptr(), self.bias_step, *waits)
 
@@ -336,26 +341,26 @@ class MatmulLaunch:
 
     def _encode(self, compiled: Compiled, number: int, tensor: torch.Tensor) -> Sequence[Any]:
         kept = self._encoded[number]
-        if len(kept) >= _KEPT:
+        if len(kept) >= _MAX_DESCRIPTORS:
             kept.clear()
         made = kept[tensor.data_ptr()] = compiled.encoded(number, self._descriptor(number, tensor))
         return made
 
 
 # The matmul -----------------------------------------------------------------------------------------------------------
-# A persistent Triton matmul that reads and writes strided views in place.
+# A persistent Triton matmul on strided views, without copies.
 #
-# Each program walks over tiles of the output, grouped so that neighbours share operands in L2 (the grouped ordering and
-# the persistent loop are those of Triton's tutorials); the last tiles may be split among several programs each, and
-# those of rows that come first among two (hostir.runtime.kernels.matmul_kernel). On Hopper and later, tiles move
-# through TMA descriptors; storing a large tile in two halves halves the staging buffer, which frees shared memory for
-# one more pipeline stage. Where the memory does not obey TMA's rules, masked loads through pointers serve any strides.
+# Each program loops over tiles of the output, grouped so that neighbours share operands in L2 (the grouped ordering and
+# the persistent loop are those of Triton's tutorials); the last tiles may be split along K among several programs each,
+# and those of the first blocks of rows among two (hostir.runtime.kernels.matmul_kernel). On Hopper and later, tiles
+# move through TMA descriptors; storing a large tile in two halves halves the staging buffer, which frees shared memory
+# for one more pipeline stage. If a tensor breaks TMA's rules, masked loads through pointers serve any strides.
 #
-# The rows of the first operand may still be on their way when the kernel starts: hostir.runtime.kernels.flags.
+# The rows of the first operand may still arrive while the kernel runs: see hostir.runtime.kernels.flags.
 
-EXACT_RUN = 64  # products of float32 that are summed up at a time
+EXACT_RUN = 64  # float32 products per partial sum
 
-_MOST_CALLS = 4096
+_MAX_CALLS = 4096
 _calls: dict[tuple[object, ...], MatmulLaunch] = {}
 
 
@@ -371,27 +376,27 @@ def matmul(
     use_descriptors: bool | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """`out[..., N] = a[..., K] @ b (+ bias)`, accumulated in float32, on the current stream; returns `out`.
+    """Compute `out[..., N] = a[..., K] @ b (+ bias)`, accumulated in float32, on the current stream; return `out`.
 
     Args:
         a: `[..., K]`. Its leading axes, together with those of `out`, must merge into rows of one stride, or into two
-            axes `[batch, rows]` of any strides; then both are used in place. K may have any stride.
-        b: `[K, N]`, or the weight `[N, K]` when `transpose_b`; any strides.
+            axes `[batch, rows]` of any strides; neither is copied. K may have any stride.
+        b: `[K, N]`, or the weight `[N, K]` if `transpose_b`; any strides.
         out: `[..., N]` with the leading axes of `a`, overwritten; must overlap neither itself nor another argument.
         bias: `[N]`, added before rounding.
-        ready: flags for equal blocks of the flattened rows of `a`, which may still be on their way: a tile is begun
-            when its rows are there, and tiles are tried in the order of blocks, from `ready.first` on. A tile spans
-            several blocks only if they are smaller than it, or `a` is a batch; it waits for all of them. The bits are
-            those of the same tile without flags, if it is split alike. Where a block stays away, `ready.stalls` says
-            so in the end, and tiles are left out, all that need the block and others that the same programs had yet to
-            compute; of those that are split, it is multiplied as it is.
-        own: `[..., K]`, the rows of block `ready.first`, which is not waited for. Where they are few, or no TMA
-            descriptor fits them alone, they are copied to their place in `a`, and what was there is lost; else they are
-            read where they are, no tile spans several blocks, and each block must be some whole batches of rows, or all
-            rows one batch.
-        use_descriptors: move tiles with TMA descriptors. None: wherever the device and the memory allow it.
-            True: always, or raise. False: never.
-        config: the tile, instead of the one that `choose` finds.
+        ready: flags for equal blocks of the flattened rows of `a`, which may still arrive: a tile begins when its rows
+            are ready, and tiles follow the order of blocks, from `ready.first` on. A tile spans several blocks only if
+            they are smaller than it, or `a` is a batch; it waits for all of them. Results are bitwise equal to those
+            of the same tile without flags, if it is split in the same way. If a block does not arrive, that is in
+            `ready.timeouts` in the end, and tiles are not written: all that need the block, and others that the same
+            programs had yet to compute. Split tiles multiply whatever is in the rows of the block.
+        own: `[..., K]`, the rows of block `ready.first`, which is not waited for. If they are few, or no TMA descriptor
+            fits them alone, they are copied to their place in `a`, over what was there; else they are read in place,
+            no tile spans several blocks, and each block must consist of whole batches of rows, or all rows must be one
+            batch.
+        use_descriptors: move tiles with TMA descriptors. None: if the device and the layouts allow it. True: always, or
+            raise. False: never.
+        config: the tile to use instead of the one that `choose` returns.
 
     All tensors have one dtype, bfloat16, float16 or float32. float32 is multiplied exactly, or in TF32 on a GPU if
     `torch.backends.cuda.matmul` says so when called. An empty `out` waits for no flags. Results repeat bit for bit.
@@ -422,17 +427,17 @@ def multiply(
     use_descriptors: bool | None = None,
     config: Config | None = None,
 ) -> Again | None:
-    """As `matmul`. Returns what does the same again for tensors of the same layouts at the same addresses.
+    """Compute as `matmul`. Returns a function that repeats the call for the same layouts and addresses.
 
-    None where more than one launch is needed, where a setting may change what is launched, or the kernel was compiled.
+    None if more than one launch was needed, if a setting may change what is launched, or if the kernel was compiled.
     """
     wide, moved = a.dtype == torch.float32, False
     tf32 = wide and torch.backends.cuda.matmul.fp32_precision == "tf32"
     if own is not None and not own.is_contiguous():
         own, moved = rows_or_copy(own), True
     kind = (
-        *(_lies(a), _lies(b), _lies(out), None if bias is None else _lies(bias), transpose_b),
-        *(None if ready is None else _waits(ready), None if own is None else _lies(own)),
+        *(_layout(a), _layout(b), _layout(out), None if bias is None else _layout(bias), transpose_b),
+        *(None if ready is None else _waits(ready), None if own is None else _layout(own)),
         *(use_descriptors, config, tf32),
     )
     call = _calls.get(kind)
@@ -444,7 +449,7 @@ def multiply(
             else:
                 out.copy_(bias.expand_as(out))
             return None
-        if len(_calls) >= _MOST_CALLS:
+        if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _calls[kind] = call
     if own is not None and call.copies_own:
@@ -455,17 +460,17 @@ def multiply(
     return None if wide or moved else again
 
 
-def _lies(t: torch.Tensor) -> tuple[object, ...]:
-    """All that a launch depends on of a tensor, except for where it lies."""
+def _layout(t: torch.Tensor) -> tuple[object, ...]:
+    """Return everything about a tensor that a launch depends on, except its address."""
     return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0
 
 
 def _waits(ready: ReadyFlags) -> tuple[object, ...]:
-    """All that a launch depends on of its flags, except for where they lie and for the epoch within its type."""
-    stalls = ready.stalls
-    pinned = stalls.device.type == "cpu" and stalls.is_pinned()
+    """Return everything about flags that a launch depends on, except their address and the value of the epoch."""
+    timeouts = ready.timeouts
+    pinned = timeouts.device.type == "cpu" and timeouts.is_pinned()
     narrow = -(1 << 31) <= ready.epoch < 1 << 31  # Triton compiles another kernel for an int64
-    return _lies(ready.flags), _lies(stalls), pinned, narrow, ready.first, ready.looks, ready.beside, ready.spare
+    return _layout(ready.flags), _layout(timeouts), pinned, narrow, ready.first, ready.polls, ready.beside, ready.spare
 
 
 def _prepare(
@@ -477,15 +482,15 @@ def _prepare(
     config: Config | None,
     tf32: bool,
 ) -> MatmulLaunch | None:
-    """How to launch such a matmul; None where there is nothing to multiply, only a bias or zeros to write."""
+    """Prepare the launch of such a matmul; None if nothing is multiplied, and only a bias or zeros are written."""
     a, b, out, own = matrices
     device = check_device(a=a, b=b, out=out, bias=bias, own=own)
     check(a, b, out, bias, transpose_b)
     block = None if ready is None else block_rows(ready, out)
-    there = own is not None
+    has_own = own is not None
     if own is not None:
         check_own(own, a, block)
-        if own.shape[:-1].numel() < FEWEST_APART:
+        if own.shape[:-1].numel() < MIN_OWN_ROWS:
             own = None
     weight = b.t() if transpose_b else b
     K, N = weight.shape
@@ -503,8 +508,8 @@ def _prepare(
     if described is None and own is not None and use_descriptors is None:
         described = _described((a, weight, out, None), rows, None)
         own = own if described is None else None
-    copies_own = there and own is None
-    # Programmatic dependent launch is as old as TMA; a copy comes between the kernel before and this one.
+    copies_own = has_own and own is None
+    # Programmatic dependent launch came with TMA, on Hopper; a copy would be between the previous kernel and this one.
     beside = ready.beside if ready is not None and bounds.tma and not copies_own else 0
     sms = max(1, bounds.sms - beside - (0 if ready is None else ready.spare))
     if config is None and INTERPRETED:
@@ -546,7 +551,7 @@ def _prepare(
         sums=slots * config.m * config.n,
         tickets=left + ahead.early,
         copies_own=copies_own,
-        # With descriptors strides are not used, so new strides shall not mean a new compilation.
+        # With descriptors strides are not used, so new strides must not cause a new compilation.
         sizes=(ahead.blocks, config.group, batches, M, N, K, *(strides if described is None else [0] * len(strides))),
         constants={
             "BM": config.m,
@@ -560,7 +565,7 @@ def _prepare(
             "SPLIT": left > 0,
             "PAIRS": plan.parts == 2,
             "READY": ready is not None,
-            "OWN": there,
+            "OWN": has_own,
             "FLAGS": 1 if ready is None else triton.next_power_of_2(ready.flags.numel()),
             "EARLY": ahead.early > 0,
             "BESIDE": beside > 0,
@@ -573,7 +578,7 @@ def _prepare(
 
 
 def _described(matrices: Matrices, rows: Rows, wanted: bool | None) -> list[Described] | None:
-    """How TMA sees a, `[K, N]`, out and own; None where it is not `wanted`, or cannot unless it must."""
+    """Return the TMA layouts of a, `[K, N]`, out and own; None to use pointers. ValueError if `wanted` but illegal."""
     if wanted is False:
         return None
     described = describe(*matrices, rows)
@@ -587,6 +592,6 @@ def _described(matrices: Matrices, rows: Rows, wanted: bool | None) -> list[Desc
 def matmul_reference(
     a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, transpose_b: bool = False
 ) -> torch.Tensor:
-    """What `matmul` approximates: `[..., K] @ [K, N] (+ [N])` (or `[N, K]` when `transpose_b`), computed in float64."""
+    """Return `[..., K] @ [K, N] (+ [N])` (or `[N, K]` if `transpose_b`) in float64: the reference for `matmul`."""
     product = a.double() @ (b.t() if transpose_b else b).double()
     return product if bias is None else product + bias.double()

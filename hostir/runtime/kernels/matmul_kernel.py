@@ -12,7 +12,7 @@ from hostir.runtime.kernels.flags import wait_for_rows
 from hostir.runtime.kernels.layout import INTERPRETED
 
 # Conversions ----------------------------------------------------------------------------------------------------------
-# Conversions between float32 and the types of operands, right on the GPU and in Triton's interpreter.
+# Conversions between float32 and the operands' types that are correct on the GPU and in Triton's interpreter.
 #
 # The interpreter holds bfloat16 as raw 16-bit integers: arithmetic on it is meaningless, widening loses subnormals and
 # narrowing truncates where the GPU rounds to nearest even. There the conversions are done on the bits.
@@ -22,7 +22,7 @@ _ON_BITS = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def to_float32(x):
-    """`x` (any float type) as float32, exactly."""
+    """Return `x` (any float type) as float32, exactly."""
     if _ON_BITS and x.dtype == tl.bfloat16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32)
         return (bits << 16).to(tl.float32, bitcast=True)
@@ -32,11 +32,11 @@ def to_float32(x):
 
 @triton.jit
 def from_float32(x, dtype: tl.constexpr):
-    """The float32 tensor `x` as `dtype`, rounded to nearest even."""
+    """Return the float32 tensor `x` as `dtype`, rounded to nearest even."""
     if _ON_BITS and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         # Adding just under half of the dropped part, and one more when the kept part is odd, rounds to nearest even;
-        # a NaN could overflow into an infinity, so it is set apart.
+        # a NaN could overflow into an infinity, so it is handled separately.
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x == x, rounded, 0x7FC0)
         return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -45,12 +45,12 @@ def from_float32(x, dtype: tl.constexpr):
 
 
 # Tiles in memory ------------------------------------------------------------------------------------------------------
-# How the matmul kernel reads tiles from memory and writes them, by TMA descriptors or by pointers.
+# Loads and stores of tiles, by TMA descriptors or by pointers.
 
 
 @triton.jit
 def load_pointers(base, row, column, height, width, row_stride, column_stride, BR: tl.constexpr, BC: tl.constexpr):
-    """The tile `[BR, BC]` at (row, column) of a `[height, width]` matrix, zero outside of it."""
+    """Load the tile `[BR, BC]` at (row, column) of a `[height, width]` matrix, zero outside of it."""
     r = (row + tl.arange(0, BR)).to(tl.int64)[:, None]
     c = (column + tl.arange(0, BC)).to(tl.int64)[None, :]
     return tl.load(base + r * row_stride + c * column_stride, mask=(r < height) & (c < width), other=0.0)
@@ -58,7 +58,7 @@ def load_pointers(base, row, column, height, width, row_stride, column_stride, B
 
 @triton.jit
 def load_descriptor(desc, batch, row, column, BATCHED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """The tile `[BR, BC]` at (row, column) of a matrix of a TMA descriptor, zero outside of it."""
+    """Load the tile `[BR, BC]` at (row, column) of a TMA descriptor's matrix, zero outside of it."""
     if BATCHED:
         return tl.reshape(desc.load([batch, row, column]), (BR, BC))
     else:
@@ -98,7 +98,7 @@ def store(
 
 @triton.jit
 def halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right half of a tile."""
+    """Return the left and the right half of a tile."""
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -133,33 +133,34 @@ def finish(
 
 
 # Tiles that several programs share ------------------------------------------------------------------------------------
-# Tiles whose contraction several programs share, so that a last wave of few tiles fills all multiprocessors.
+# Split tiles: several programs share the contraction of one tile, so that a last wave of few tiles fills all SMs.
 #
-# Whole tiles first, one program each; then the last tiles, each cut along K into equal parts, a program for each part:
-# split-K for the remainder only, as the hybrids of Stream-K have it (M. Osama, D. Merrill, C. Cecka, M. Garland, J. D.
-# Owens: Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU, PPoPP 2023),
-# but in parts that begin at the same steps in every tile: programs at the same step find each other's operands in L2,
-# and shares that begin anywhere take half as long again.
+# Whole tiles come first, one program each; then the last tiles, each cut along K into equal parts, a program per part:
+# split-K for the remainder only, as in the hybrid schedules of Stream-K (M. Osama, D. Merrill, C. Cecka, M. Garland,
+# J. D. Owens: Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU, PPoPP
+# 2023), but in parts that begin at the same steps in every tile: programs at the same step find each other's operands
+# in L2; with parts that begin anywhere the split tiles take 1.5 times as long.
 #
-# Where rows come while the kernel runs, the tiles of the first blocks of them may be split in two as well; a program
-# may have several of those parts.
+# If rows arrive while the kernel runs, the tiles of the first blocks (early tiles) may be split in two as well; a
+# program may have several of those parts.
 #
-# Of two parts, whoever is done first leaves its sum in memory, and the other adds it to its own: either order gives the
-# same bits. Of more, each leaves its sum, and the last to come adds them all up in the order of K. So the bits of a
-# result never depend on who came last, and nobody waits for a program that is not writing its sum already.
+# Of two parts, the program that finishes first stores its sum in memory, and the other adds it to its own: either order
+# gives the same bits. Of more parts, each program stores its sum, and the last one adds them all up in the order of K.
+# So results are bitwise the same whichever program is last, and no program waits for one that is not storing its sum
+# already.
 
-MIN_STEPS = 4  # along K, of a part: less does not pay for the sum left in memory
-MOST_PARTS = 8  # of a tile: the last to come reads what all have left
+MIN_STEPS = 4  # of a part, along K: fewer do not pay for the sum in memory
+MAX_PARTS = 8  # of a tile: the last program reads the sums of all
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the programs of one launch divide the tiles of the output among them.
+    """The assignment of the output's tiles to the programs of one launch.
 
     Fields:
-        programs: how many there are.
-        whole: tiles, the first ones, that one program each computes. Of early tiles each part counts for one.
-        parts: of each of the other tiles; a program has one part at most. 0: there are no others.
+        programs: the number of programs.
+        whole: the number of tiles, the first ones, that one program each computes. Each part of an early tile counts.
+        parts: the parts of each of the other tiles; a program has at most one. 0: there are no other tiles.
     """
 
     programs: int
@@ -167,13 +168,13 @@ class Schedule:
     parts: int = 0
 
 
-def schedule(tiles: int, steps: int, sms: int, split: int, most: int = MOST_PARTS) -> Schedule:
-    """How `sms` programs divide `tiles` of `steps` along K, if the last `split` are to be split in `most` parts each.
+def schedule(tiles: int, steps: int, sms: int, split: int, max_parts: int = MAX_PARTS) -> Schedule:
+    """Assign `tiles` of `steps` along K to `sms` programs, and split the last `split` in up to `max_parts` parts each.
 
-    Into fewer where there are not as many programs, or parts would be short; not at all where there were not even two.
+    Fewer parts if there are not as many programs or parts would be too short; no split if that leaves fewer than two.
     """
     split = min(split, tiles)
-    parts = min(sms // split, steps // MIN_STEPS, most) if split else 0
+    parts = min(sms // split, steps // MIN_STEPS, max_parts) if split else 0
     if parts < 2:
         return Schedule(min(sms, tiles), tiles)
     return Schedule(min(sms, max(tiles - split, split * parts)), tiles - split, parts)
@@ -181,9 +182,9 @@ def schedule(tiles: int, steps: int, sms: int, split: int, most: int = MOST_PART
 
 @triton.jit
 def part_of(program, programs, whole, split, parts):
-    """`(tile, part)` of a program, the tile counted from the first that is split; no tile below `split`: it has none.
+    """Return `(tile, part)` of a program; the tile is counted from the first split one, and `split` if it has none.
 
-    The programs with fewer whole tiles come first. Equal parts of all tiles lie side by side.
+    The programs with fewer whole tiles get parts first. Consecutive programs get the same part of different tiles.
     """
     number = (program - whole % programs + programs) % programs
     return tl.where(number < split * parts, number % split, split), number // split
@@ -191,41 +192,40 @@ def part_of(program, programs, whole, split, parts):
 
 @triton.jit
 def first_step(part, parts, steps):
-    """The first step along K of a part."""
+    """Return the first step along K of a part."""
     return part * steps // parts
 
 
 @triton.jit
-def comes_second(tickets, tile):
-    """Say that this program has its sum of one of the two parts of a tile. Whether the other program said so before."""
+def claim_pair(tickets, tile):
+    """Mark one of a tile's two parts as computed; return whether the other part was marked before."""
     return tl.atomic_add(tickets + tile, 1, sem="relaxed", scope="gpu") != 0
 
 
 @triton.jit
-def has_left_its_sum(tickets, tile):
-    """Say, first of two, that the sum is in memory."""
-    tl.debug_barrier()  # what other threads wrote comes before the word of the one thread that says so
+def publish_sum(tickets, tile):
+    """Signal, as the first of two programs, that the sum is in memory."""
+    tl.debug_barrier()  # orders the writes of all threads before the release of one
     tl.atomic_add(tickets + tile, 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def wait_for_the_first(tickets, tile):
-    """Wait, second of two, until the sum of the first is in memory. The ticket is 0 afterwards."""
-    said = tl.atomic_add(tickets + tile, 0, sem="acquire", scope="gpu")
-    while said < 3:
-        said = tl.atomic_add(tickets + tile, 0, sem="acquire", scope="gpu")
+def wait_for_first_sum(tickets, tile):
+    """Wait, as the second of two programs, until the sum of the first is in memory; reset the ticket to 0."""
+    ticket = tl.atomic_add(tickets + tile, 0, sem="acquire", scope="gpu")
+    while ticket < 3:
+        ticket = tl.atomic_add(tickets + tile, 0, sem="acquire", scope="gpu")
     tl.debug_barrier()
     tl.store(tickets + tile, 0)
 
 
 @triton.jit
 def arrive(tickets, tile, parts):
-    """Say that this program's sum of a tile that is split is in memory, one of `parts`.
+    """Signal that this program's sum, one of `parts` of a split tile, is in memory; return whether it is the last.
 
-    Returns whether all are, so that this program, the last, sees them. The ticket is 0 afterwards: the next launch
-    finds it so.
+    The last program sees all sums. It resets the ticket to 0, for the next launch.
     """
-    tl.debug_barrier()  # what other threads wrote comes before the ticket of the one thread that says so
+    tl.debug_barrier()  # orders the writes of all threads before the atomic of one
     last = tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu") == parts - 1
     if last:
         tl.store(tickets + tile, 0)
@@ -233,8 +233,8 @@ def arrive(tickets, tile, parts):
 
 
 @triton.jit
-def leave_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr):
-    """Write a sum of part of a tile to memory, in the halves in which it is read again."""
+def store_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr):
+    """Store the sum of a part of a tile in a slot, in the halves in which it is read again."""
     COLUMNS: tl.constexpr = BN // 2 if HALVES else BN
     at = tl.arange(0, BM)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     sums += slot.to(tl.int64) * (BM * BN)
@@ -248,19 +248,19 @@ def leave_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.co
 
 @triton.jit
 def add_sums(sums, slot, count, half, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sums of one half of a tile that lie in `count` slots from `slot` on, added up in this order."""
+    """Add up one half of the sums in `count` slots from `slot` on, in this order."""
     at = tl.arange(0, BM)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     sums += slot.to(tl.int64) * (BM * BN) + half * (BM * COLUMNS)
     total = tl.zeros((BM, COLUMNS), dtype=tl.float32)
     for _ in tl.range(count, num_stages=1):
-        total += tl.load(sums + at, cache_modifier=".cg")  # from L2, where other programs' stores are
+        total += tl.load(sums + at, cache_modifier=".cg")  # from L2: other programs' stores are there, not in L1
         sums += BM * BN
     return total
 
 
 @triton.jit
 def add_to_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr):
-    """The tile `acc` added to what was left of it in a slot, half by half: registers do not hold two tiles."""
+    """Add the sum stored in a slot to the tile `acc`, half by half: registers do not hold two tiles."""
     left, right = halves(acc, BM, BN)
     left = add_sums(sums, slot, 1, 0, BM, BN, BN // 2) + left
     right = add_sums(sums, slot, 1, 1, BM, BN, BN // 2) + right
@@ -268,16 +268,16 @@ def add_to_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr):
 
 
 # One tile -------------------------------------------------------------------------------------------------------------
-# Tiles of a matmul: where each lies, and what one program does for it, whole or a part along K.
+# The position of a tile, and the computation of a whole tile or of a part along K.
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def tile_position(tile, group, first, height, batches, M, N, BM: tl.constexpr, BN: tl.constexpr):
-    """(batch, first row, first column) of output tile number `tile`: down `group` rows of tiles, then one tile right.
+    """Return (batch, first row, first column) of an output tile: down `group` rows of tiles, then one tile right.
 
-    Where `first` is not None, the tiles begin with block `first` of `height` rows, and come round to it again.
+    If `first` is not None, tile 0 is in block `first` of `height` rows, and the last blocks wrap around.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -325,7 +325,7 @@ def _contract(
     EXACT: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """The products of steps `begin` to before `stop` along K, summed up in float32, for the tile at (row, column)."""
+    """Sum up, in float32, the products of steps `begin` to before `stop` along K for the tile at (row, column)."""
     a_batch, a_row, a_column, b_row, b_column, _, _, _ = strides
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     total = tl.zeros((BM, BN), dtype=tl.float32)
@@ -341,7 +341,7 @@ def _contract(
             x = load_pointers(a + batch.to(tl.int64) * a_batch, row, k, M, K, a_row, a_column, BM, BK)
             y = load_pointers(b, k, column, K, N, b_row, b_column, BK, BN)
         acc = _dot(x, y, acc, PRECISION)
-        if EXACT and step % RUN == RUN - 1:  # a sum of short sums errs less than one long sum
+        if EXACT and step % RUN == RUN - 1:  # a sum of short sums is more accurate than one long sum
             total += acc
             acc = tl.zeros((BM, BN), dtype=tl.float32)
     if EXACT:
@@ -357,7 +357,7 @@ def whole_tiles(
     first,
     height,
     a,
-    above,  # batches of the output that lie above the first of `a`
+    above,  # batches of the output above the first of `a`
     b,
     out,
     bias,
@@ -379,7 +379,7 @@ def whole_tiles(
     EXACT: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """This program's share of the tiles from `begin`, which is one of its own, to before `stop`."""
+    """Compute this program's tiles from `begin`, which is its first, to before `stop`."""
     for tile in tl.range(begin, stop, tl.num_programs(0), flatten=DESCRIPTORS):
         batch, row, column = tile_position(tile, group, first, height, batches, M, N, BM, BN)
         acc = _contract(
@@ -394,7 +394,7 @@ def whole_tiles(
 
 @triton.jit
 def part_of_tile(
-    number,  # of the tile, among those that are split: it says where its ticket and its sums are
+    number,  # of the tile among the split ones: the index of its ticket and its sums
     part,
     parts,
     sums,
@@ -425,7 +425,7 @@ def part_of_tile(
     EXACT: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """One part along K of the tile at (row, column); whoever finds all the others done stores the tile."""
+    """Compute one part along K of the tile at (row, column); the program that finishes last stores the tile."""
     COLUMNS: tl.constexpr = BN // 2 if HALVES else BN
     steps = tl.cdiv(K, BK)
     acc = _contract(
@@ -434,18 +434,18 @@ def part_of_tile(
         *(BM, BN, BK, DESCRIPTORS, B_IS_NK, BATCHED, PRECISION, EXACT, RUN),
     )
     if PAIRS:
-        if comes_second(tickets, number):
-            wait_for_the_first(tickets, number)
+        if claim_pair(tickets, number):
+            wait_for_first_sum(tickets, number)
             acc = add_to_sum(sums, number, acc, BM, BN)
             finish(
                 *(out, bias, bias_step, batch, row, column, M, N, strides, acc),
                 *(BM, BN, HALVES, DESCRIPTORS, BATCHED, HAS_BIAS),
             )
         else:
-            leave_sum(sums, number, acc, BM, BN, True)
-            has_left_its_sum(tickets, number)
+            store_sum(sums, number, acc, BM, BN, True)
+            publish_sum(tickets, number)
     else:
-        leave_sum(sums, number * parts + part, acc, BM, BN, HALVES)
+        store_sum(sums, number * parts + part, acc, BM, BN, HALVES)
         if arrive(tickets, number, parts):
             for half in tl.static_range(2 if HALVES else 1):
                 at = column + half * COLUMNS
@@ -456,23 +456,23 @@ def part_of_tile(
 
 
 # The kernel -----------------------------------------------------------------------------------------------------------
-# The Triton kernel of hostir.runtime.kernels.matmul.
+# The Triton kernel that hostir.runtime.kernels.matmul launches.
 
 
 @triton.jit
 def _early_tiles(
-    unit,  # the first of this program; each tile is two
+    unit,  # the first of this program; a tile is two units
     end,
-    of_block,  # tiles of a block
+    of_block,  # tiles per block
     sums,
     tickets,
     flags,
-    stalls,
+    timeouts,
     epoch,
     first,
     blocks,
     height,
-    looks,
+    polls,
     group,
     a,
     above,
@@ -500,10 +500,10 @@ def _early_tiles(
     EXACT: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """This program's share of the tiles to before `end`, two parts of each, block by block.
+    """Compute this program's parts of the tiles to before `end`, two parts of each tile, block by block.
 
-    Its next unit, and the looks left. Rows that have not come are multiplied all the same, when a program gives up:
-    another counts on its sum.
+    Returns its next unit and the polls left. A program that gives up multiplies rows that have not arrived all the
+    same: another program relies on its sum.
     """
     while unit < 2 * end:
         block = unit // (2 * of_block)
@@ -511,23 +511,23 @@ def _early_tiles(
         tile = block * of_block + unit % of_block
         batch, row, column = tile_position(tile, group, first, height, batches, M, N, BM, BN)
         if WAIT:
-            _, looks = wait_for_rows(
-                *(flags, stalls, epoch, first, blocks, height, looks),
+            _, polls = wait_for_rows(
+                *(flags, timeouts, epoch, first, blocks, height, polls),
                 *(batch * M + row, batch * M + min(row + BM, M)),
                 OWN=OWN,
                 FLAGS=FLAGS,
                 TMA=DESCRIPTORS,
             )
-            looks = tl.maximum(looks, 1)
+            polls = tl.maximum(polls, 1)
         part_of_tile(
             *(tile, part, 2, sums, tickets, batch, row, column, a, above, b, out, bias, bias_step, M, N, K, strides),
             *(True, BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
         )
         unit += tl.num_programs(0)
-    return unit, looks
+    return unit, polls
 
 
-_VARYING = ["epoch", "first", "blocks", "height", "looks", "whole", "split", "parts", "early", "group", "batches", "M"]
+_VARYING = ["epoch", "first", "blocks", "height", "polls", "whole", "split", "parts", "early", "group", "batches", "M"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -535,23 +535,23 @@ def matmul_kernel(
     a,  # DESCRIPTORS: descriptors of a, b (B_IS_NK: of its transpose), out and own; else pointers
     b,
     out,
-    own,  # the rows of block `first`, if they are elsewhere; then each block is so many whole batches
+    own,  # the rows of block `first`, if they are elsewhere; then each block consists of whole batches
     bias,
     bias_step,
-    flags,  # as in ReadyFlags, with READY only, as what follows down to looks
-    stalls,
+    flags,  # from here to polls: as in ReadyFlags, with READY only
+    timeouts,
     epoch,
     first,
     blocks,
     height,  # rows of a block
-    looks,
-    whole,  # tiles that are early or one program's work each, with SPLIT only, as split and parts
-    split,  # tiles behind them
+    polls,
+    whole,  # number of tiles that are not split, or early; whole, split and parts with SPLIT only
+    split,  # number of tiles behind them, which are split
     parts,
     sums,  # of float32, with SPLIT or EARLY: [split, parts, BM, BN], of PAIRS [split, BM, BN]; then [early, BM, BN]
     tickets,  # [split + early tiles] of int32, all 0
-    early,  # blocks, the first ones, whose tiles are two programs' work each, with EARLY; each is whole batches
-    group,  # rows of tiles that are walked together
+    early,  # number of blocks, the first ones, whose tiles are split in two, with EARLY; each is whole batches
+    group,  # rows of tiles per group, see tile_position
     batches,
     M,
     N,
@@ -575,27 +575,27 @@ def matmul_kernel(
     B_IS_NK: tl.constexpr,
     BATCHED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    SPLIT: tl.constexpr,  # the last tiles are computed by several programs each, none of own rows or early
-    PAIRS: tl.constexpr,  # by two
-    READY: tl.constexpr,  # rows come while the kernel runs
-    OWN: tl.constexpr,  # the rows of block `first` are there
-    FLAGS: tl.constexpr,  # the power of 2 that holds all blocks
+    SPLIT: tl.constexpr,  # the last tiles are split; none of them is early or of own rows
+    PAIRS: tl.constexpr,  # in two parts
+    READY: tl.constexpr,  # rows arrive while the kernel runs
+    OWN: tl.constexpr,  # the rows of block `first` are ready
+    FLAGS: tl.constexpr,  # the number of blocks, rounded up to a power of 2
     EARLY: tl.constexpr,
-    BESIDE: tl.constexpr,  # it may have started before the kernel before it has ended
+    BESIDE: tl.constexpr,  # it may have started before the previous kernel of the stream has ended
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,  # float32 on plain FMAs
     RUN: tl.constexpr,  # steps of BK that EXACT sums up at a time
 ):
-    """Parts of early tiles, if there are any; whole tiles, one program each; with SPLIT, a part of one behind them."""
+    """Compute this program's parts of early tiles, then its whole tiles, then with SPLIT its part of a split tile."""
     tile = tl.program_id(0)
     tiles = batches * tl.cdiv(M, BM) * tl.cdiv(N, BN)
     alone = whole if SPLIT else tiles
     strides = (a_batch, a_row, a_column, b_row, b_column, out_batch, out_row, out_column)
     of_own = (own_batch, own_row, own_column, b_row, b_column, out_batch, out_row, out_column)
-    before = alone  # how often a program has been given something before the tiles that are split
+    before = alone  # pieces of work handed out, program by program, before the split tiles
     if READY:
-        # Where no tile spans two blocks, tiles are numbered block by block. Then those of a block, and of the blocks
-        # behind it that have come as well, are one pipeline: a wait in its midst would keep Triton from building it.
+        # If no tile spans two blocks, tiles are numbered block by block. Then the tiles of a block, and of the blocks
+        # behind it that are ready as well, run as one pipelined loop: Triton cannot pipeline a loop with a wait in it.
         tiles_of_block = tl.where(height % M == 0, tiles // blocks, 0)
         if EARLY:
             early_sums, early_tickets = sums, tickets
@@ -603,19 +603,19 @@ def matmul_kernel(
                 early_sums += (split * (1 if PAIRS else parts)).to(tl.int64) * (BM * BN)
                 early_tickets += split
             if own is not None:
-                tile, looks = _early_tiles(
+                tile, polls = _early_tiles(
                     *(tile, tiles_of_block, tiles_of_block, early_sums, early_tickets),
-                    *(flags, stalls, epoch, first, blocks, height, looks, group, own, first * (height // M)),
+                    *(flags, timeouts, epoch, first, blocks, height, polls, group, own, first * (height // M)),
                     *(b, out, bias, bias_step, batches, M, N, K, of_own, False, OWN, FLAGS),
                     *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
                 )
-            tile, looks = _early_tiles(
+            tile, polls = _early_tiles(
                 *(tile, early * tiles_of_block, tiles_of_block, early_sums, early_tickets),
-                *(flags, stalls, epoch, first, blocks, height, looks, group, a, 0),
+                *(flags, timeouts, epoch, first, blocks, height, polls, group, a, 0),
                 *(b, out, bias, bias_step, batches, M, N, K, strides, True, OWN, FLAGS),
                 *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
             )
-            tile -= early * tiles_of_block  # from two of each to one
+            tile -= early * tiles_of_block  # from units to tiles
             before += early * tiles_of_block
         elif own is not None:
             whole_tiles(
@@ -625,22 +625,22 @@ def matmul_kernel(
             )
             if tile < tiles_of_block:
                 tile += tl.cdiv(tiles_of_block - tile, tl.num_programs(0)) * tl.num_programs(0)
-        while (tile < alone) & (looks > 0):
+        while (tile < alone) & (polls > 0):
             batch, row, _ = tile_position(tile, group, first, height, batches, M, N, BM, BN)
-            come, looks = wait_for_rows(
-                *(flags, stalls, epoch, first, blocks, height, looks),
+            next_missing, polls = wait_for_rows(
+                *(flags, timeouts, epoch, first, blocks, height, polls),
                 *(batch * M + row, batch * M + min(row + BM, M)),
                 OWN=OWN,
                 FLAGS=FLAGS,
                 TMA=DESCRIPTORS,
             )
-            stop = tl.where(looks > 0, min(max(come * tiles_of_block, tile + 1), alone), tile)
+            stop = tl.where(polls > 0, min(max(next_missing * tiles_of_block, tile + 1), alone), tile)
             whole_tiles(
                 *(tile, stop, group, first, height, a, 0, b, out, bias, bias_step, batches, M, N, K, strides),
                 *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
             )
             tile += tl.cdiv(stop - tile, tl.num_programs(0)) * tl.num_programs(0)
-        looks = tl.maximum(looks, 1)  # so that a part of a tile, too, says what has not come
+        polls = tl.maximum(polls, 1)  # so that a part of a split tile also reports what is missing
     else:
         whole_tiles(
             *(tile, alone, group, None, None, a, 0, b, out, bias, bias_step, batches, M, N, K, strides),
@@ -651,9 +651,9 @@ def matmul_kernel(
         if number < split:
             batch, row, column = tile_position(whole + number, group, first, height, batches, M, N, BM, BN)
             if READY:
-                # As with early tiles, another program counts on this one's sum.
+                # As with early tiles, another program relies on this one's sum.
                 wait_for_rows(
-                    *(flags, stalls, epoch, first, blocks, height, looks),
+                    *(flags, timeouts, epoch, first, blocks, height, polls),
                     *(batch * M + row, batch * M + min(row + BM, M)),
                     OWN=OWN,
                     FLAGS=FLAGS,
@@ -665,4 +665,4 @@ def matmul_kernel(
                 *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
             )
     if BESIDE and not _INTERPRETED:
-        gdc_wait()  # what follows on the stream comes after that kernel too
+        gdc_wait()  # so that work behind this kernel is also behind the previous one

@@ -1,4 +1,4 @@
-"""Sums over one axis: what follows the exchange of a reduce-scatter."""
+"""Sums over one axis, as needed after the alltoall of a reduce-scatter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hostir.runtime.kernels.matmul_kernel import from_float32, to_float32
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Bytes one program loads at a time: 8 loads of 16 bytes in flight in each of 128 threads.
+# Bytes that one program loads at a time: 8 loads of 16 bytes in flight in each of 128 threads.
 _TILE = 16 << 10
 
 
@@ -21,7 +21,7 @@ _TILE = 16 << 10
 def _reduce_sum_kernel(
     x, out, P, Q, R, x_p, x_q, x_r, out_p, out_q, BQ: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr
 ):
-    """`out[p, q] = sum over r of x[p, q, r]`; one program sums `BQ` outputs of one `p`, in float64 when `WIDE`."""
+    """`out[p, q] = sum over r of x[p, q, r]`; one program sums `BQ` outputs of one `p`, in float64 if `WIDE`."""
     tiles = tl.cdiv(Q, BQ)
     program = tl.program_id(0).to(tl.int64)
     p = program // tiles
@@ -37,10 +37,10 @@ def _reduce_sum_kernel(
 
 
 def reduce_sum(x: torch.Tensor, out: torch.Tensor, axis: int) -> torch.Tensor:
-    """`out = x.sum(axis)` on the current stream; returns `out`.
+    """Compute `out = x.sum(axis)` on the current stream; return `out`.
 
-    Accumulates in float32, and float32 itself in float64, which memory is too slow to notice: a plain loop in float32
-    would be less accurate than torch's cascade.
+    Accumulates in float32, and float32 inputs in float64: a plain loop in float32 would be less accurate than torch's
+    cascade. The sum is bound by memory bandwidth, so this costs no time.
 
     Args:
         x: any shape and strides; bfloat16, float16 or float32.
@@ -68,12 +68,12 @@ def reduce_sum(x: torch.Tensor, out: torch.Tensor, axis: int) -> torch.Tensor:
     R, x_r = x.shape[axis], x.stride(axis)
     levels = collapse(kept, [*x.stride()[:axis], *x.stride()[axis + 1 :]], out.stride())
     *outer, (P, x_p, out_p), (Q, x_q, out_q) = [(1, 0, 0)] * max(0, 2 - len(levels)) + levels
-    along = x_r < x_q  # whether to read along the summed axis
+    along = x_r < x_q  # whether the summed axis has the smaller stride
     tile = _TILE // x.element_size()
     BR = min(triton.next_power_of_2(R), 1024 if along else 8)
     BQ = min(triton.next_power_of_2(Q), tile // BR)
     with launching(device):
-        # Two kept axes are rarely too few; each position along further ones is a launch.
+        # The kernel takes two kept axes, rarely too few; each position along further ones is a launch.
         for position in itertools.product(*(range(size) for size, _, _ in outer)):
             x_at = sum(i * step for i, (_, step, _) in zip(position, outer, strict=True))
             out_at = sum(i * step for i, (_, _, step) in zip(position, outer, strict=True))
@@ -89,5 +89,5 @@ def reduce_sum(x: torch.Tensor, out: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def reduce_sum_reference(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """What `reduce_sum` approximates: the sum over `axis`, computed in float64."""
+    """Return the sum over `axis`, computed in float64: the reference for `reduce_sum`."""
     return x.double().sum(axis)

@@ -1,4 +1,4 @@
-"""The table of kernels: which one computes what, for each policy and device."""
+"""Tables of kernels by kind of computation, for each policy and device."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
-# What a kernel is, and how one that an operation of a plan calls again and again costs the host little.
+# Kernels, and repeated calls of one at little host time.
 
 Again = Callable[[], None]
 Kernel = Callable[..., Again | None]  # f(out, *operands, **options)
 
-KEPT = 64  # sets of addresses
+MAX_REPEATS = 64  # sets of addresses that `repeating` remembers
 
 
 def repeating(kernel: Kernel, **options: Any) -> Callable[..., None]:
-    """A kernel for one operation, which is given tensors of the same layouts in every call.
+    """Return a cached form of a kernel, for calls whose tensors have the same layouts every time.
 
-    A kernel may return what does the same again for such tensors at the same addresses, on the stream that is current
-    then; it holds none of them. Where they lie where they have lain before, that is all that is called.
+    A kernel may return a function that repeats the call for such tensors at the same addresses, on the stream that is
+    then current; it holds no reference to them. A call at known addresses calls only this function.
     """
     known: dict[tuple[int, ...], Again] = {}
 
@@ -41,7 +41,7 @@ def repeating(kernel: Kernel, **options: Any) -> Callable[..., None]:
         if again is not None:
             again()
         elif (again := kernel(*tensors, **options)) is not None:
-            if len(known) >= KEPT:
+            if len(known) >= MAX_REPEATS:
                 known.clear()
             known[where] = again
 
@@ -49,23 +49,23 @@ def repeating(kernel: Kernel, **options: Any) -> Callable[..., None]:
 
 
 # The table ------------------------------------------------------------------------------------------------------------
-# Which kernel computes what: one table for each policy and device.
+# The kernel of each kind of computation, by policy and device.
 
 POLICIES = ("auto", "triton", "aten")
 
 
 def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
-    """A kernel for each kind of computation: `table[kind](out, *operands, **options)`, options as in the statement.
+    """Return a kernel for each kind of computation: `table[kind](out, *operands, **options)`, options as in statements.
 
     `policy` is `aten`, `triton` (contractions and sums in Triton, the rest in ATen) or `auto`: what suits the device,
-    `cpu` or `cuda`. Raises HostIRError for an unknown policy, and where Triton cannot run on the device.
+    `cpu` or `cuda`. Raises HostIRError for an unknown policy, and if Triton cannot run on the device.
 
-    Those in `REPEATABLE` may return what does the same again, see `repeating`.
+    Kernels in `REPEATABLE` may return a function that repeats the call, see `repeating`.
 
-    With `triton`, and with `auto` on `cuda` where Triton is installed, there are also two kernels that are no
-    statements of their own and wait for blocks of their rows by themselves: `matmul_ready`, `f(out, a, b, *, ready,
-    own=None)`, and `linear_ready`, `f(out, a, weight, bias=None, *, ready, own=None)`. Where they are absent, who
-    executes a `matmul` or `linear` with flags waits for them and multiplies block by block.
+    With `triton`, and with `auto` on `cuda` if Triton is installed, there are also two kernels that wait for blocks of
+    their rows by themselves: `matmul_ready`, `f(out, a, b, *, ready, own=None)`, and `linear_ready`, `f(out, a, weight,
+    bias=None, *, ready, own=None)`. Without them, the executor waits for the flags of a `matmul` or `linear` and
+    multiplies block by block.
     """
     if policy not in POLICIES:
         hint = did_you_mean(policy, POLICIES)
@@ -80,9 +80,10 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
 def matmul_ready(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, ready: ReadyFlags, own: torch.Tensor | None = None
 ) -> Again | None:
-    """`out[..., N] = a[..., K] @ b[K, N]`, by Triton's kernel, block by block of the flattened rows as flags rise.
+    """Compute `out[..., N] = a[..., K] @ b[K, N]` in Triton, each block of the flattened rows once its flag is up.
 
-    Raises HostIRError for blocks that do not fit slices which lie apart in memory: see `_contract_ready`.
+    Raises HostIRError if the blocks do not fit the slices of a tensor whose leading axes do not merge: see
+    `_contract_ready`.
     """
     return _contract_ready(out, a, b, None, False, ready, own)
 
@@ -96,7 +97,7 @@ def linear_ready(
     ready: ReadyFlags,
     own: torch.Tensor | None = None,
 ) -> Again | None:
-    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once; else as `matmul_ready`."""
+    """Compute `out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once; else as `matmul_ready`."""
     return _contract_ready(out, a, weight, bias, True, ready, own)
 
 
@@ -112,12 +113,12 @@ def _contract_ready(
     ready: ReadyFlags,
     own: torch.Tensor | None = None,
 ) -> Again | None:
-    """A contraction that begins each block of the flattened rows once its flag is up.
+    """Compute a contraction that begins each block of the flattened rows once its flag is up.
 
-    Leading axes of `a` and `out` that merge into `[batch, rows]` are one launch, which works on whatever has come.
-    Others are a launch for each slice of the outermost axis, one after the other from that of block `ready.first` on:
-    a slice must be some whole blocks, or a block some whole slices. Raises HostIRError where neither holds. With `own`
-    rows of a block that is no whole batches, each block is a launch.
+    If the leading axes of `a` and `out` merge into `[batch, rows]`, it is one launch, which works on whatever is ready.
+    Otherwise each slice of the outermost axis is a launch, in order from that of block `ready.first` on: a slice must
+    consist of whole blocks, or a block of whole slices; HostIRError otherwise. With `own` rows, and blocks that do not
+    consist of whole batches, each block is a launch.
     """
     from hostir.runtime.kernels.matmul import multiply  # loads Triton: only where it is used
 
@@ -147,20 +148,20 @@ def _contract_ready(
         begin = i * blocks // slices
         end = max(begin + 1, (i + 1) * blocks // slices)
         first = ready.first - begin if begin <= ready.first < end else 0
-        part = replace(ready, flags=ready.flags[begin:end], stalls=ready.stalls[begin:end], first=first)
+        part = replace(ready, flags=ready.flags[begin:end], timeouts=ready.timeouts[begin:end], first=first)
         _contract_ready(out[i], a[i], b, bias, transpose_b, part)
-        ready = replace(ready, beside=0)  # the first launch has ended after what it began beside
+        ready = replace(ready, beside=0)  # the first launch ended after the kernel that it overlapped
     return None
 
 
 def _of_block(ready: ReadyFlags, block: int) -> ReadyFlags:
-    """What is waited for of one block, behind a launch that has ended after whatever it may have begun beside."""
+    """Return the flags of one block, for a launch behind another one, which overlaps no other kernel."""
     one = slice(block, block + 1)
-    return replace(ready, flags=ready.flags[one], stalls=ready.stalls[one], first=0, beside=0)
+    return replace(ready, flags=ready.flags[one], timeouts=ready.timeouts[one], first=0, beside=0)
 
 
 def _in_whole_batches(out: torch.Tensor, a: torch.Tensor, blocks: int) -> bool:
-    """Whether one launch takes the leading axes of both, and each block is some whole batches, or a part of one."""
+    """Whether the leading axes of both merge for one launch, and blocks are whole batches or parts of one batch."""
     levels = collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])
     return len(levels) < 2 or (len(levels) == 2 and levels[0][0] % blocks == 0)
 
@@ -168,7 +169,7 @@ def _in_whole_batches(out: torch.Tensor, a: torch.Tensor, blocks: int) -> bool:
 def _contract(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool
 ) -> Again | None:
-    """A contraction of rows that are all there, a launch for each slice where they do not merge."""
+    """Compute a contraction whose rows are all ready, with a launch for each slice if leading axes do not merge."""
     from hostir.runtime.kernels.matmul import multiply
 
     if _merges(out, a):
@@ -187,11 +188,11 @@ def _linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torc
 
 
 ATEN = "use ATen: kernels='aten' in Python, --kernels aten on the command line"
-REPEATABLE: tuple[Kernel, ...] = (_matmul, _linear)  # that may return what does the same again, see `repeating`
+REPEATABLE: tuple[Kernel, ...] = (_matmul, _linear)  # may return a function that repeats the call, see `repeating`
 
 
 def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
-    """Whether the leading axes of both make one launch of Triton's kernel, which takes `[batch, rows, K]`."""
+    """Whether the leading axes of both merge into the `[batch, rows]` that one launch of the Triton kernel takes."""
     return len(collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])) <= 2
 
 

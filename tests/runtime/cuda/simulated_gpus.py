@@ -26,7 +26,7 @@ from hostir.runtime.cuda import machine as cuda
 from hostir.runtime.cuda import onesided as cuda_onesided
 from hostir.runtime.cuda import streams
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
-from hostir.runtime.cuda.memory import PERMITS, notes, prepare
+from hostir.runtime.cuda.memory import CREDITS, notes, prepare
 from hostir.runtime.cuda.onesided import CudaOneSided
 from hostir.runtime.kernels.flags import with_rows
 from hostir.runtime.kernels.table import Kernel, kernel_table
@@ -102,7 +102,7 @@ class Shared:
         prepare(unrolled, memory)
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
-        return (BufferInfo(*PERMITS, (1,), "int64"),)
+        return (BufferInfo(*CREDITS, (1,), "int64"),)
 
     def notes(self, unrolled: UnrolledProgram) -> str:
         return notes(unrolled)
@@ -127,8 +127,8 @@ class Gpus:
             return issue
 
         table = kernel_table("aten", "cpu")
-        whole = {f"{name}_ready": table[name] for name in ("matmul", "linear")} if self.waiting else {}
-        return {name: later(kernel) for name, kernel in table.items()} | whole
+        waiting = {f"{name}_ready": table[name] for name in ("matmul", "linear")} if self.waiting else {}
+        return {name: later(kernel) for name, kernel in table.items()} | waiting
 
     def run(self, random: Random) -> None:
         """Runs what is in the queues. Fails where nothing can go on."""
@@ -154,19 +154,19 @@ class Gpus:
 
         return issue
 
-    def ending(self, flags: Sequence[int], counts: Sequence[int]) -> Callable[[], None]:
+    def flag_reset(self, flags: Sequence[int], counters: Sequence[int]) -> Callable[[], None]:
         def end() -> None:
             for flag in flags:
                 _at(flag).value = 0
-            for count in counts:
+            for count in counters:
                 _at(count).value += 1
 
         return lambda: self.current.add(end)
 
-    def raiser(self, flag: int, epoch: int) -> Callable[[Stream], None]:
+    def signal_kernel(self, flag: int, epoch: int) -> Callable[[Stream], None]:
         return lambda stream: stream.add(*_write(flag, epoch))
 
-    def pusher(self, pieces: Sequence[tuple[int, ...]], size: int) -> Callable[[torch.Tensor], None]:
+    def push_kernel(self, pieces: Sequence[tuple[int, ...]], size: int) -> Callable[[torch.Tensor], None]:
         """One kernel: it copies in any order, and then raises flags in any order."""
 
         def push(source: torch.Tensor) -> None:
@@ -182,7 +182,7 @@ class Gpus:
 
         return push
 
-    def whole(self, one_sided: CudaOneSided, op: ComputeOp, ready: Ready, kernel: Kernel) -> Callable[[], None]:
+    def in_one_kernel(self, one_sided: CudaOneSided, op: ComputeOp, ready: Ready, kernel: Kernel) -> Callable[[], None]:
         """A product that takes blocks of rows in the order in which their flags rise, beside copies if it may."""
         registers, flags = one_sided.registers, one_sided.place(ready.flags)
 
@@ -214,7 +214,7 @@ class Gpus:
         ended.record(stream)
         ended.wait(self.current)
 
-    def copier(self) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
+    def strided_copy(self) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
         def copy(out: torch.Tensor, x: torch.Tensor, handle: int) -> None:
             self.streams[handle].add(lambda: out.copy_(x))
 
@@ -263,11 +263,17 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(cuda_onesided, "in_batches", these.in_batches)
-    monkeypatch.setattr(cuda_onesided.CudaOneSided, "ending", lambda _, flags, counts: these.ending(flags, counts))
-    monkeypatch.setattr(cuda_onesided.CudaOneSided, "pusher", lambda _, pieces, size, sms: these.pusher(pieces, size))
-    monkeypatch.setattr(cuda_onesided.CudaOneSided, "raiser", lambda _, flag, epoch: these.raiser(flag, epoch))
-    monkeypatch.setattr(cuda_onesided.CudaOneSided, "whole", lambda *given: these.whole(*given))
-    monkeypatch.setattr(cuda_onesided, "Copier", these.copier)
+    monkeypatch.setattr(
+        cuda_onesided.CudaOneSided, "flag_reset", lambda _, flags, counters: these.flag_reset(flags, counters)
+    )
+    monkeypatch.setattr(
+        cuda_onesided.CudaOneSided, "push_kernel", lambda _, pieces, size, sms: these.push_kernel(pieces, size)
+    )
+    monkeypatch.setattr(
+        cuda_onesided.CudaOneSided, "signal_kernel", lambda _, flag, epoch: these.signal_kernel(flag, epoch)
+    )
+    monkeypatch.setattr(cuda_onesided.CudaOneSided, "in_one_kernel", lambda *given: these.in_one_kernel(*given))
+    monkeypatch.setattr(cuda_onesided, "StridedCopy", these.strided_copy)
     monkeypatch.setattr(cuda_onesided, "wait_at_least", _wait)
     monkeypatch.setattr(cuda_onesided, "write", _write)
     return these

@@ -1,4 +1,4 @@
-"""Where on CUDA permits are taken: by the first stream that touches a peer, unless that may be held up."""
+"""Where on CUDA credits are taken: by the first stream that touches a peer, unless that may be held up."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ program @p(%a: f32[2@x, 8], %b: f32[8, 5]) -> (%c) streams 2 {{
 
 
 def early(found: UnrolledProgram) -> bool:
-    """Whether permits are taken at once."""
+    """Whether credits are taken at once."""
     owners = {op.out: op.rank for op in found.ops if isinstance(op, SymmetricOp)}
 
     def peers(op: Op) -> bool:

@@ -14,7 +14,7 @@ import torch
 from hostir.ir.program import Program
 from hostir.ir.source import error
 from hostir.runtime import session as sessions
-from hostir.runtime.cuda.graphs import KEPT, Graphs
+from hostir.runtime.cuda.graphs import MAX_GRAPHS, Graphs
 from hostir.runtime.cuda.machine import CudaPlan
 from hostir.runtime.executor import Executor
 from hostir.runtime.session import Groups
@@ -255,13 +255,13 @@ def test_the_watchdog_sees_what_the_device_reports_unless_the_caller_was_told(mo
 # Memory and order -------------------------------------------------------------------------------------------------
 def test_the_latest_used_graphs_are_kept_and_one_that_was_dropped_must_come_back_more_often() -> None:
     e, (a, b) = executor(), inputs()
-    outs = [torch.empty(4, 5) for _ in range(KEPT + 1)]
-    for c in outs[:KEPT]:
+    outs = [torch.empty(4, 5) for _ in range(MAX_GRAPHS + 1)]
+    for c in outs[:MAX_GRAPHS]:
         assert [how(e, a, b, c) for _ in range(3)] == ["eager", "eager", "capture replay"]
     assert how(e, a, b, outs[0]) == "replay"
-    assert [how(e, a, b, outs[KEPT]) for _ in range(3)] == ["eager", "eager", "capture replay"]
+    assert [how(e, a, b, outs[MAX_GRAPHS]) for _ in range(3)] == ["eager", "eager", "capture replay"]
     gc.collect()
-    assert len(alive) == KEPT
+    assert len(alive) == MAX_GRAPHS
     assert how(e, a, b, outs[0]) == "replay"
     assert [how(e, a, b, outs[1]) for _ in range(9)] == ["eager"] * 8 + ["capture replay"]
 

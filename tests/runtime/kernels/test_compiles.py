@@ -21,7 +21,7 @@ from hostir.runtime.kernels.tiles import Config, candidates
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SPLITTING = ("whole", "split", "parts", "sums", "tickets")
-WAITING = ("flags", "stalls", "epoch", "first", "blocks", "height", "looks")
+WAITING = ("flags", "timeouts", "epoch", "first", "blocks", "height", "polls")
 SHARED_MEMORY = 227 << 10
 
 
@@ -80,7 +80,7 @@ def compiled(
     if bias:
         signature["bias"] = f"*{dtype}"
     if ready:
-        signature |= {"stalls": "*i64", **ready}
+        signature |= {"timeouts": "*i64", **ready}
     if tile.split or tile.early:
         signature |= {"sums": "*fp32", "tickets": "*i32"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] in "*i"}

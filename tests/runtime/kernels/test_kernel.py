@@ -12,7 +12,7 @@ import torch
 
 from hostir.runtime import unroll as plan
 from hostir.runtime.kernels import table
-from hostir.runtime.kernels.table import KEPT, kernel_table, repeating
+from hostir.runtime.kernels.table import MAX_REPEATS, kernel_table, repeating
 from hostir.runtime.unroll import CALLER, ComputeOp, StatementPlace, bind
 from tests.runtime.small_programs import alone
 
@@ -58,11 +58,11 @@ def test_no_tensor_is_held_and_not_all_addresses_are_kept() -> None:
     kernel, x = Adding(), torch.zeros(4)
     call = repeating(kernel, by=1)
     call(x, None)
-    many = torch.zeros(KEPT + 2, 4)
+    many = torch.zeros(MAX_REPEATS + 2, 4)
     for out in many:
         call(out, None)
     call(many[0], None)
-    assert kernel.log == ["looked"] * (KEPT + 4), "the first was forgotten"
+    assert kernel.log == ["looked"] * (MAX_REPEATS + 4), "the first was forgotten"
     held = weakref.ref(many)
     del many, out
     gc.collect()

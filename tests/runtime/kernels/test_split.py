@@ -5,14 +5,14 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels.matmul_kernel import MIN_STEPS, MOST_PARTS, Schedule, first_step, schedule
+from hostir.runtime.kernels.matmul_kernel import MAX_PARTS, MIN_STEPS, Schedule, first_step, schedule
 
 SHAPES = {
     "tiles": st.integers(1, 700),
     "steps": st.integers(1, 300),
     "sms": st.integers(1, 140),
     "split": st.integers(0, 150),
-    "most": st.integers(2, MOST_PARTS),
+    "most": st.integers(2, MAX_PARTS),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from hostir.runtime.kernels import matmul as matmul_call
 from hostir.runtime.kernels import matmul as module
-from hostir.runtime.kernels.flags import ReadyFlags, no_stalls
+from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import matmul, multiply
 from hostir.runtime.kernels.matmul_kernel import matmul_kernel
@@ -102,7 +102,9 @@ def test_a_launch_gets_the_arguments_that_the_first_one_got(
         filled([40, 200], torch.float32),
         torch.empty(3, 20, 40),
     )
-    ready = None if epoch is None else ReadyFlags(torch.ones(3, dtype=torch.int32), epoch, no_stalls(3, "cpu"), first=2)
+    ready = (
+        None if epoch is None else ReadyFlags(torch.ones(3, dtype=torch.int32), epoch, no_timeouts(3, "cpu"), first=2)
+    )
     bias = filled([40], torch.float32) if with_bias else None
     options = {"ready": ready, "bias": bias, "use_descriptors": use_descriptors, "config": config, "transpose_b": True}
     for _ in range(2):
@@ -117,7 +119,7 @@ def test_a_launch_gets_the_arguments_that_the_first_one_got(
 
 def test_what_does_a_launch_again_passes_the_same_on_the_stream_that_is_current_then(recorder):
     a, b, out = filled([32, 32], torch.bfloat16), filled([32, 32], torch.bfloat16), torch.empty(32, 32).bfloat16()
-    flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_stalls(2, "cpu"), first=1)
+    flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_timeouts(2, "cpu"), first=1)
     assert multiply(a, b, out, ready=flags, config=SPLIT) is None, "the first launch compiles"
     again = multiply(a, b, out, ready=flags, config=SPLIT)
     recorder.current = 5
@@ -134,7 +136,7 @@ def test_a_launch_is_not_done_again_where_more_than_it_is_needed_or_a_setting_de
         multiply(a, b, out, **options)
         return multiply(a, b, out, **options)
 
-    flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_stalls(2, "cpu"))
+    flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_timeouts(2, "cpu"))
     assert twice(torch.bfloat16, ready=flags) is not None
     assert twice(torch.float32, ready=flags) is None, "TF32 may be allowed from call to call"
     few = filled([32, 32], torch.bfloat16)
@@ -143,7 +145,7 @@ def test_a_launch_is_not_done_again_where_more_than_it_is_needed_or_a_setting_de
 
 def test_own_rows_that_are_gathered_first_are_gathered_in_every_launch(recorder):
     a, b, out = filled([2, 64, 32], torch.bfloat16), filled([32, 32], torch.bfloat16), torch.empty(2, 64, 32).bfloat16()
-    flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_stalls(2, "cpu"))
+    flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_timeouts(2, "cpu"))
     dense, apart = filled([64, 32], torch.bfloat16), filled([2, 32, 32], torch.bfloat16, pad=[0, 8, 0])
     assert rows(apart) is None
     for own, repeats in ((dense, True), (apart, False)):
@@ -154,7 +156,7 @@ def test_own_rows_that_are_gathered_first_are_gathered_in_every_launch(recorder)
 @pytest.mark.parametrize(("beside", "programs"), [(0, 3), (1, 2), (5, 1)])
 def test_multiprocessors_are_left_to_the_kernel_that_a_launch_is_beside(beside, programs, recorder, monkeypatch):
     first = interpreted(monkeypatch)
-    ready = ReadyFlags(torch.ones(4, dtype=torch.int64), 1, no_stalls(4, "cpu"), beside=beside)
+    ready = ReadyFlags(torch.ones(4, dtype=torch.int64), 1, no_timeouts(4, "cpu"), beside=beside)
     a, b, out = filled([64, 32], torch.float32), filled([32, 32], torch.float32), torch.empty(64, 32)
     for _ in range(2):
         matmul(a, b, out, config=TILE, ready=ready)
@@ -184,7 +186,7 @@ def test_no_tensor_is_kept(recorder):
 
 def test_another_layout_dtype_or_epoch_is_another_kind_of_call(recorder):
     a, b, out = filled([32, 32], torch.float32), filled([32, 32], torch.float32), torch.empty(32, 32)
-    flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_stalls(2, "cpu"))
+    flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_timeouts(2, "cpu"))
     kinds = [
         lambda: matmul(a, b, out),
         lambda: matmul(a[:16], b, out[:16]),

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import torch
 
-from hostir.runtime.kernels.flags import Raising
+from hostir.runtime.kernels.flags import SignalKernel
 
 
 def test_a_kernel_sets_one_flag_to_its_epoch_and_leaves_the_others():
     flags = torch.full((5,), 7, dtype=torch.int64)
-    raising = Raising(flags.device, flags[3:].data_ptr(), 1 << 40)
+    raising = SignalKernel(flags.device, flags[3:].data_ptr(), 1 << 40)
     for _ in range(2):
         raising(None)
         assert flags.tolist() == [7, 7, 7, 1 << 40, 7]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels import matmul as matmul_module
-from hostir.runtime.kernels.flags import ReadyFlags, no_stalls, stall_error
+from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts, timeout_error
 from hostir.runtime.kernels.matmul import DTYPES, _calls, matmul
 from hostir.runtime.kernels.tiles import Config
 from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled, multiprocessors
@@ -32,7 +32,7 @@ def raised(blocks: int, *, dtype: torch.dtype = torch.int32, but: int | None = N
     flags = torch.full((blocks,), 5, dtype=dtype)
     if but is not None:
         flags[but] = 4
-    return ReadyFlags(flags, **{"epoch": 5, "stalls": no_stalls(blocks, "cpu"), "looks": 3, **fields})
+    return ReadyFlags(flags, **{"epoch": 5, "timeouts": no_timeouts(blocks, "cpu"), "polls": 3, **fields})
 
 
 def whole_numbers(*shape: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def whole_numbers(*shape: int) -> torch.Tensor:
 @pytest.fixture
 def all_apart(monkeypatch):
     """However few own rows are, they are read where they are."""
-    monkeypatch.setattr("hostir.runtime.kernels.matmul.FEWEST_APART", 0)
+    monkeypatch.setattr("hostir.runtime.kernels.matmul.MIN_OWN_ROWS", 0)
     _calls.clear()
     yield
     _calls.clear()
@@ -77,7 +77,7 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     out, buffer = embedded([blocks * height, N], dtype, pad=[1, 8])
     few = draw(st.sampled_from([0, 20]))  # of own rows: they are copied
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hostir.runtime.kernels.matmul.FEWEST_APART", few)
+        patch.setattr("hostir.runtime.kernels.matmul.MIN_OWN_ROWS", few)
         _calls.clear()
         assert matmul(rows, b, out, ready=ready, own=own, **options) is out
     _calls.clear()
@@ -92,7 +92,7 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
             assert torch.equal(ours, matmul(part, b, torch.full_like(ours, math.nan), **options))
             # Of one step or two, both sums are the same whether they are added up in one go or left in between.
             assert parts_of_tiles() == (2 if early and steps else 0)
-    assert stall_error(ready.stalls, 0, "%f") is None
+    assert timeout_error(ready.timeouts, 0, "%f") is None
     assert ready.flags.tolist() == [4 if block == but else 5 for block in range(blocks)]
 
 
@@ -129,7 +129,7 @@ def test_own_rows_are_some_batches(blocks, order, use_descriptors, all_apart):
     matmul(a, b, out, ready=ready, own=own, use_descriptors=use_descriptors, config=SMALL)
     assert_only_view_written(out, buffer)
     assert torch.equal(out, wanted)
-    assert not ready.stalls.any()
+    assert not ready.timeouts.any()
 
 
 @pytest.mark.parametrize("early", [0, 1, 2, 5])
@@ -156,7 +156,7 @@ def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, ow
     assert call.sizes[0] == min(early, blocks)
     assert_only_view_written(out, buffer)
     assert torch.equal(out.view(rows.shape[0], height, N), rows @ b + bias)
-    assert not ready.stalls.any()
+    assert not ready.timeouts.any()
 
 
 @pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, early=2)])
@@ -168,7 +168,7 @@ def test_own_rows_are_computed_though_other_blocks_stay_away(missing, config, al
     assert torch.equal(out[:20], own @ b)
     absent = out.chunk(3)[missing]  # multiplied as it is where it is early
     assert torch.equal(absent, a.chunk(3)[missing] @ b) if missing < config.early else absent.isnan().all()
-    assert ready.stalls.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(3)]
+    assert ready.timeouts.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_blocks_are_computed_in_the_order_of_arrival_until_one_is_missing(first,
     arrived = [(first + i) % 4 for i in range((missing - first) % 4)]
     for block, (ours, wanted) in enumerate(zip(out.chunk(4), (a @ b).chunk(4), strict=True)):
         assert torch.equal(ours, wanted) if block in arrived else ours.isnan().all()
-    assert ready.stalls.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(4)]
+    assert ready.timeouts.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(4)]
 
 
 @pytest.mark.parametrize("first", [0, 3, 6])
@@ -238,13 +238,13 @@ def test_a_tile_waits_for_all_the_blocks_that_it_spans(missing, first):
     begun = order[: min(map(order.index, spanning))]
     for tile, (ours, wanted) in enumerate(zip(out.split(16), (a @ b).split(16), strict=True)):
         assert torch.equal(ours, wanted) if tile in begun else ours.isnan().all()
-    assert ready.stalls.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(8)]
+    assert ready.timeouts.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(8)]
 
 
 def test_a_kernel_that_gave_up_says_which_flag_stood_where():
     ready = raised(3, but=1)
     matmul(filled([12, 8], torch.float32), filled([8, 8], torch.float32), torch.empty(12, 8), ready=ready)
-    problem = stall_error(ready.stalls, 2, "%arrived")
+    problem = timeout_error(ready.timeouts, 2, "%arrived")
     assert isinstance(problem, HostIRError)
     assert problem.diagnostics[0].message == "rank 2: flag %arrived[1] did not reach epoch 5 (stands at 4)"
 
@@ -253,7 +253,7 @@ def test_epochs_beyond_32_bits_are_compared():
     ready = raised(2, dtype=torch.int64, epoch=(1 << 40) + 1)
     ready.flags[:] = torch.tensor([1 << 41, 1 << 40])
     matmul(filled([8, 8], torch.float32), filled([8, 8], torch.float32), torch.empty(8, 8), ready=ready)
-    assert ready.stalls[1].tolist() == [(1 << 40) + 1, 1 << 40]
+    assert ready.timeouts[1].tolist() == [(1 << 40) + 1, 1 << 40]
 
 
 def test_an_empty_contraction_waits_and_leaves_the_bias():
@@ -264,7 +264,7 @@ def test_an_empty_contraction_waits_and_leaves_the_bias():
     ready = raised(3, but=0)
     matmul(a, b, out.fill_(math.nan), bias=bias, ready=ready)
     assert out[:4].isnan().all()
-    assert ready.stalls[0].tolist() == [5, 4]
+    assert ready.timeouts[0].tolist() == [5, 4]
 
 
 def test_another_process_raises_the_flags_while_the_kernel_waits():
@@ -273,7 +273,7 @@ def test_another_process_raises_the_flags_while_the_kernel_waits():
     a = torch.full((blocks * height, 24), math.nan).share_memory_()
     flags = torch.zeros(blocks, dtype=torch.int32).share_memory_()
     rounds = context.Queue()
-    b, ready = whole_numbers(24, 48), ReadyFlags(flags, 0, no_stalls(blocks, "cpu"))
+    b, ready = whole_numbers(24, 48), ReadyFlags(flags, 0, no_timeouts(blocks, "cpu"))
     other = context.Process(target=fill_and_raise, args=(a, flags, rounds), daemon=True)
     other.start()
     orders = [[0, 1, 2, 3], [2, 3, 0, 1], [3, 2, 1, 0]]
@@ -289,21 +289,25 @@ def test_another_process_raises_the_flags_while_the_kernel_waits():
     rounds.put(None)
     other.join(30)
     assert other.exitcode == 0
-    assert stall_error(ready.stalls, 0, "%f") is None
+    assert timeout_error(ready.timeouts, 0, "%f") is None
 
 
 @pytest.mark.parametrize(
     ("error", "message", "fields"),
     [
         (TypeError, "flags of int32 or int64", {"flags": torch.zeros(3)}),
-        (TypeError, "stalls of int64", {"stalls": torch.zeros(3, 2)}),
+        (TypeError, "timeouts of int64", {"timeouts": torch.zeros(3, 2)}),
         (ValueError, "a row of flags, got shape", {"flags": torch.zeros(3, 1, dtype=torch.int32)}),
         (ValueError, "a row of flags, got shape", {"flags": torch.zeros(6, dtype=torch.int32)[::2]}),
         (ValueError, "a row of flags, got shape", {"flags": torch.zeros(0, dtype=torch.int32)}),
-        (ValueError, r"stalls of shape \[3, 2\]", {"stalls": no_stalls(2, "cpu")}),
+        (ValueError, r"timeouts of shape \[3, 2\]", {"timeouts": no_timeouts(2, "cpu")}),
         (ValueError, "no block 3 to begin with: expected 0 to 2", {"first": 3}),
-        (ValueError, "at least one look", {"looks": 0}),
-        (ValueError, "12 rows do not make 5 equal blocks", {"flags": raised(5).flags, "stalls": no_stalls(5, "cpu")}),
+        (ValueError, "at least one poll", {"polls": 0}),
+        (
+            ValueError,
+            "12 rows do not make 5 equal blocks",
+            {"flags": raised(5).flags, "timeouts": no_timeouts(5, "cpu")},
+        ),
         (ValueError, "one device", {"flags": torch.zeros(3, dtype=torch.int32, device="meta")}),
     ],
 )

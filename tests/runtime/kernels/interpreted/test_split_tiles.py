@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostir.runtime.kernels import matmul as workspace
-from hostir.runtime.kernels.flags import ReadyFlags, no_stalls
+from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts
 from hostir.runtime.kernels.matmul import DTYPES, matmul
 from hostir.runtime.kernels.matmul_kernel import MIN_STEPS
 from hostir.runtime.kernels.tiles import Config
@@ -102,7 +102,7 @@ def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, e
     mine = whole[height : 2 * height].clone() if own else None
     if own:
         a[height : 2 * height] = math.nan
-    ready = ReadyFlags(torch.ones(blocks, dtype=torch.int32), 1, no_stalls(blocks, "cpu"), first=1)
+    ready = ReadyFlags(torch.ones(blocks, dtype=torch.int32), 1, no_timeouts(blocks, "cpu"), first=1)
     out = torch.full((blocks * height, N), math.nan)
     with multiprocessors(sms):
         for config in TILES[:2]:
@@ -119,14 +119,14 @@ def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, e
 def test_a_split_tile_whose_rows_stay_away_says_so_and_leaves_the_tickets_as_they_were(config, early):
     config = dataclasses.replace(config, early=early)
     whole, b = whole_numbers(64, 320), whole_numbers(320, 16)
-    flags, stalls = torch.tensor([1, 0], dtype=torch.int32), no_stalls(2, "cpu")
+    flags, timeouts = torch.tensor([1, 0], dtype=torch.int32), no_timeouts(2, "cpu")
     out = torch.full((64, 16), math.nan)
     with multiprocessors(3):
-        ready = ReadyFlags(flags, 1, stalls, looks=3)
+        ready = ReadyFlags(flags, 1, timeouts, polls=3)
         matmul(whole, b, out, ready=ready, config=config)
         assert parts() == (min(3, config.parts) if early < 2 else 0)
         poisoned()
-        assert stalls.tolist() == [[0, 0], [1, 0]]
+        assert timeouts.tolist() == [[0, 0], [1, 0]]
         assert torch.equal(out[:32], (whole @ b)[:32])
         matmul(whole, b, out, ready=dataclasses.replace(ready, flags=torch.ones_like(flags)), config=config)
     assert torch.equal(out, whole @ b)

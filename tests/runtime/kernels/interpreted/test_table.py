@@ -7,7 +7,7 @@ import torch
 
 import hostir.ir as text
 from hostir.ir.source import HostIRError
-from hostir.runtime.kernels.flags import ReadyFlags, block_rows, no_stalls
+from hostir.runtime.kernels.flags import ReadyFlags, block_rows, no_timeouts
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs
@@ -60,7 +60,7 @@ def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, block
     b = filled((8, 6), torch.float32, integers=True)
     out, buffer = embedded((4, 3, 5, 6), torch.float32, pad=(1, 0, 1, 0))
     ready = ReadyFlags(
-        torch.ones(blocks, dtype=torch.int32), 1, no_stalls(blocks, "cpu"), first=first % blocks, looks=3
+        torch.ones(blocks, dtype=torch.int32), 1, no_timeouts(blocks, "cpu"), first=first % blocks, polls=3
     )
     kernel = kernel_table("triton", "cpu")["matmul_ready" if kind == "matmul" else "linear_ready"]
     bias = filled((6,), torch.float32, integers=True) if "bias" in kind else torch.zeros(6)
@@ -68,11 +68,11 @@ def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, block
     kernel(out, a, *right, ready=ready)
     assert_only_view_written(out, buffer)
     assert torch.equal(out, a @ b + bias)
-    assert not ready.stalls.any()
+    assert not ready.timeouts.any()
 
     ready.flags[-1] = 0
     kernel(out.fill_(math.nan), a, *right, ready=ready)
-    assert ready.stalls.tolist() == [[0, 0]] * (blocks - 1) + [[1, 0]]
+    assert ready.timeouts.tolist() == [[0, 0]] * (blocks - 1) + [[1, 0]]
     height = 60 // blocks
     assert out.reshape(60, 6)[-height:].isnan().all()
 
@@ -83,7 +83,7 @@ def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, block
 )
 @pytest.mark.parametrize("few", [0, 100])
 def test_own_rows_are_used_whatever_the_layout(order, blocks, first, few, monkeypatch):
-    monkeypatch.setattr("hostir.runtime.kernels.matmul.FEWEST_APART", few)
+    monkeypatch.setattr("hostir.runtime.kernels.matmul.MIN_OWN_ROWS", few)
     monkeypatch.setattr("hostir.runtime.kernels.matmul._calls", {})
     a = filled((4, 3, 5, 8), torch.float32, order=(*order, 3), pad=(0, 1, 1, 0), integers=True)
     own = filled((60 // blocks, 8), torch.float32, integers=True)
@@ -91,13 +91,13 @@ def test_own_rows_are_used_whatever_the_layout(order, blocks, first, few, monkey
     out, buffer = embedded((4, 3, 5, 6), torch.float32, pad=(1, 0, 1, 0))
     flags = torch.ones(blocks, dtype=torch.int32)
     flags[first] = 0
-    ready = ReadyFlags(flags, 1, no_stalls(blocks, "cpu"), first=first, looks=3)
+    ready = ReadyFlags(flags, 1, no_timeouts(blocks, "cpu"), first=first, polls=3)
     kernel_table("triton", "cpu")["linear_ready"](out, a, b.t().contiguous(), bias, ready=ready, own=own)
     assert_only_view_written(out, buffer)
     rows = a.reshape(60, 8).clone()
     rows.chunk(blocks)[first].copy_(own)
     assert torch.equal(out.reshape(60, 6), rows @ b + bias)
-    assert not ready.stalls.any()
+    assert not ready.timeouts.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -106,7 +106,7 @@ def test_a_linear_that_waits_rounds_once(dtype):
     big = 16 if dtype == torch.bfloat16 else 45.25  # the product lies between two numbers that are 2 apart
     a, weight = torch.cat([ones * big, ones], 1), torch.tensor([[big, 1.0]], dtype=dtype)
     bias, out = torch.ones(1, dtype=dtype), torch.full((4, 1), math.nan, dtype=dtype)
-    ready = ReadyFlags(torch.ones(2, dtype=torch.int32), 1, no_stalls(2, "cpu"))
+    ready = ReadyFlags(torch.ones(2, dtype=torch.int32), 1, no_timeouts(2, "cpu"))
     kernel_table("triton", "cpu")["linear_ready"](out, a, weight, bias, ready=ready)
     exact = a.double() @ weight.double().t() + bias.double()
     assert torch.equal(out, exact.to(dtype))
@@ -115,15 +115,15 @@ def test_a_linear_that_waits_rounds_once(dtype):
 
 def test_blocks_that_do_not_fit_the_slices_are_said():
     a, b, out = torch.zeros(4, 3, 10, 8)[:, :, ::2].transpose(0, 1), torch.zeros(8, 6), torch.zeros(3, 4, 5, 6)
-    ready = ReadyFlags(torch.ones(5, dtype=torch.int32), 1, no_stalls(5, "cpu"))
+    ready = ReadyFlags(torch.ones(5, dtype=torch.int32), 1, no_timeouts(5, "cpu"))
     with pytest.raises(HostIRError, match=r"cannot wait for 5 blocks of rows in 3 slices"):
         kernel_table("triton", "cpu")["matmul_ready"](out, a, b, ready=ready)
 
 
-def test_stalls_may_lie_in_pinned_memory_of_the_host_and_in_no_other(monkeypatch):
-    ready = ReadyFlags(torch.ones(2, dtype=torch.int32, device="meta"), 1, no_stalls(2, "cpu"))
+def test_timeouts_may_lie_in_pinned_memory_of_the_host_and_in_no_other(monkeypatch):
+    ready = ReadyFlags(torch.ones(2, dtype=torch.int32, device="meta"), 1, no_timeouts(2, "cpu"))
     out = torch.empty(6, 4, device="meta")
-    with pytest.raises(ValueError, match="one device, got out on meta, flags on meta, stalls on cpu"):
+    with pytest.raises(ValueError, match="one device, got out on meta, flags on meta, timeouts on cpu"):
         block_rows(ready, out)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     assert block_rows(ready, out) == 3
