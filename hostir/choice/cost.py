@@ -137,9 +137,7 @@ class CostTensor:
 
 Flags = dict[tuple[int, int, int], list[tuple[int, CostTask]]]  # by rank, buffer and slot: epochs with their signals
 FEWEST_APART = 64  # own rows that a Triton matmul reads where they are; fewer it copies (hostir.runtime.kernels.tiles)
-Waits = list[
-    tuple[CostTask, int | None, tuple[int, int, int], int]
-]  # who waits, for which block, for what flag and epoch
+Waits = list[tuple[CostTask, int | None, tuple[int, int, int], int]]  # waiting task, block, flag, epoch
 
 
 @dataclass
@@ -164,7 +162,7 @@ class CostMachine:
         self.stream = CALLER
         self.symmetric = 0
         self.launched: dict[str, int] = {}
-        self.pushing: list[CostTask] = []  # what a kernel copies and raises, if it was issued last
+        self.pushing: list[CostTask] = []  # copies and signals of a push kernel, if it was issued last
         self.spare = 0  # SMs that a matmul which waits leaves to signals before it
 
     def issue(self, what: What, *joins: CostTask | None, lane: Any = None, launch: str = "") -> CostTask:
@@ -234,7 +232,7 @@ class CostMachine:
         return CostTensor(tuple(x.shape[i] for i in axes), x.dtype, x.symmetric)
 
     def dense(self, x: CostTensor) -> CostTensor:
-        return x  # callers' tensors are, as far as anyone knows before they come
+        return x  # callers' tensors are assumed dense
 
     def compute(
         self, kind: str, out: CostTensor, operands: Sequence[CostTensor | None], options: Mapping[str, Any]
@@ -378,7 +376,7 @@ SPARE = 0.5  # how far SMs that a matmul's last wave leaves help another one, as
 SMALL = 3.0  # microseconds of a kernel that moves little
 MAX_PARTS = 8  # of a tile that is split, as in hostir/runtime/kernels/matmul_kernel.py, which needs Triton
 EARLY_WAVES, SPLIT_STEP, FINE_WAVES = 2, 9, 8  # as in hostir/runtime/kernels/tiles.py
-STARTED = 0.4  # what is left of `poll` where a matmul has started beside the copies
+STARTED = 0.4  # share of `poll` that is left if a matmul has started beside the copies
 GRAPH, EAGER = "graph", "eager"
 
 
@@ -634,10 +632,10 @@ class Simulation:
         self.costs = costs
         self.now = 0.0
         self.ended: dict[CostTask, float] = {}
-        self.followers: dict[CostTask, list[tuple[CostTask, float]]] = {}  # each with what passes in between
+        self.followers: dict[CostTask, list[tuple[CostTask, float]]] = {}  # each with the time in between
         self.missing = {task: len(task.after) + len(task.joins) for task in tasks}
         self.active: list[Activity] = []
-        self.arrived: dict[int, int] = {}  # of a collective: how many ranks have come
+        self.arrived: dict[int, int] = {}  # of a collective: how many ranks have arrived
         self.earliest = dict.fromkeys(tasks, 0.0)
         for task in tasks:
             for before in task.after:

@@ -240,7 +240,7 @@ def _backward(
 
 def _forward(program: Program, group: SlicedGroup, taken: set[int], seed: Value) -> None:
     """Add the users of the loop's results that can be sliced and do not depend on statements outside the loop."""
-    outside: set[str] = set()  # made outside the loop from what the loop makes: not there until it has ended
+    outside: set[str] = set()  # computed outside the loop from its results: not available until it has ended
     inside = {result_of(s).name for s in group.statements}
     for s in program.body:
         reads = [*s.values(Codec.READ, Codec.ALIAS)]
@@ -279,7 +279,7 @@ def _untangle(program: Program, group: SlicedGroup) -> None:
             for v in s.values(Codec.READ, Codec.ALIAS)
             if v.name in inside and v.name not in operand_places(s, group.places[result_of(s).name])
         }
-        feeds: dict[str, set[str]] = {}  # for each value made outside: what it needs of the loop
+        feeds: dict[str, set[str]] = {}  # for each value made outside: the loop's values that it needs
         early = set(whole)
         for s in program.body:
             name, reads = result_of(s).name, [v.name for v in s.values(Codec.READ, Codec.ALIAS)]

@@ -212,7 +212,7 @@ class ShardPush:
         self.host, self.peers, self.gather = host, peers, gather
         self.ranks = gather.mesh.size(gather.over)
         self.place = peers.place(gather)
-        self.axis = next(iter(long_axes(gather)), None)  # where a rank's rows fall into blocks with a shard in each
+        self.axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's rows are in several
         self.blocks = ONE if self.axis is None else gather.x.tensor.local_shape[self.axis]
         self.workers = self.workers_of(streams)
         x = host.packed(host.values[gather.x.name], gather)

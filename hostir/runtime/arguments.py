@@ -127,7 +127,7 @@ def sizes_of(program: Program, inputs: Sequence[Any], given: Mapping[str, int]) 
     if all(isinstance(x, torch.Tensor) for x in inputs):
         return bind_sizes(program, inputs, given, device="cpu")
     if not all(isinstance(x, list | tuple) and len(x) == program.ranks for x in inputs):
-        return None  # which is said where they are taken apart
+        return None  # they are refused where they are distributed
     for rank, mine in enumerate(zip(*inputs, strict=True)):
         given = solve_sizes(program, mine, given, rank=rank, device="cpu")
     program.check_sizes(dict(given))
@@ -143,7 +143,7 @@ def _not_dense(x: Any) -> bool:
 
 Part = torch.Tensor | None
 Key = list[tuple[Any, ...] | None]
-UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # from what is no tensor, or has no memory
+UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # of values without tensor memory
 
 
 def homes(unrolled: UnrolledProgram) -> tuple[int, ...]:

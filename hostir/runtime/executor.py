@@ -241,7 +241,7 @@ class Executor:
         self._graphs: Graphs | None = None
         self._agreement = Agreement(None, program, self.kernels, False)  # with nobody, unless it joins a job
         self._written = written_inputs(program)
-        self._apart: tuple[Key | None, tuple[int, ...]] = None, ()  # latest inputs, where some are written: apart
+        self._apart: tuple[Key | None, tuple[int, ...]] = None, ()  # latest inputs checked for overlap
         self._without_gradients = torch.no_grad()
         if machine == "local" or (machine is None and not launched()):
             self.machine = "local"

@@ -249,7 +249,7 @@ _current: Session | None = None
 _parents: Session | None = None  # of the rank that this process was forked from
 _sessions = itertools.count()
 _forking = threading.local()  # the signal mask of a thread that forks
-begun = False  # whether this process has set out to meet others: what it finds wrong from then on may be its own
+begun = False  # whether this process has tried to meet others: errors from then on may be its own
 # Addresses of job stores that the launcher does not provide, by the address where ranks meet; rank 0 has the server.
 _servers: dict[tuple[str, str, str], tuple[str, int, Any]] = {}
 

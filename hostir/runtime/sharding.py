@@ -314,7 +314,7 @@ def _solve(size: Size, extent: int, sizes: Mapping[str, int]) -> tuple[str, int]
             num, den = num * sizes[other] ** max(0, -exponent), den * sizes[other] ** max(0, exponent)
     if not den:
         return None  # another symbol is 0, and any value would do for this one
-    return name, round((num / den) ** (1 / power))  # where it does not fit exactly, the comparison of shapes says so
+    return name, round((num / den) ** (1 / power))  # if it does not fit exactly, the comparison of shapes fails
 
 
 def _check_extents(
@@ -353,7 +353,7 @@ def random_inputs(
 
 def _scales(program: Program, sizes: Mapping[str, int]) -> dict[str, float]:
     """Return the standard deviation of each input, by name, that is the right side of a contraction."""
-    origin: dict[str, str] = {}  # of a name: what it is a view of, or was computed from alone
+    origin: dict[str, str] = {}  # by name: the value that it is a view of, or is computed from alone
     scales: dict[str, float] = {}
 
     def root(name: str) -> str:

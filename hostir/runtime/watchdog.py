@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 # A rank sends its events to rank 0, which puts the events of all ranks in one order and sends them to everyone, the
 # sender included. So all ranks see the same events in the same order, sooner or later.
 
-LONGEST = 4000  # characters of what a rank tells
+LONGEST = 4000  # characters of an event's words
 PATIENCE = 1.0  # seconds that a rank waits for rank 0 to return its event
 CONNECTING = 2.0  # seconds that an attempt may take
-TRYING = 10.0  # seconds of vain attempts after which that is said
+TRYING = 10.0  # seconds of failed attempts after which a warning is printed
 PAUSE = 0.02  # seconds between two attempts, or polls
 
 
@@ -56,7 +56,7 @@ class Link:
 
     def __init__(self, to: socket.socket, keepalive: float) -> None:
         self.socket = to
-        self.rank = -1  # until it has said which it is
+        self.rank = -1  # until it has sent its rank
         self.rest = b""
         to.setblocking(False)
         _keep_alive(to, keepalive)

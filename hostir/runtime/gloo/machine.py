@@ -154,7 +154,7 @@ class GlooMachine:
         self.calls = 0  # of all plans, the same on every rank
         self.messages = groups.messages
         self.queues: dict[Key, Jobs] = {}
-        self.broken = ""  # what ended a run while peers may still wait in it
+        self.broken = ""  # the failure of a run in which peers may still wait
         for stream in range(streams):
             self.queue(stream)
 
@@ -188,7 +188,7 @@ class GlooPlan:
         self.registers: list[Any] = [None] * len(unrolled.buffers)
         self.homes = homes(unrolled)
         self.problem: tuple[Op, BaseException] | None = None
-        self.begun = False  # whether what peers see has begun in the latest run
+        self.begun = False  # whether an operation that peers see has begun in the latest run
         self.events: list[threading.Event] = []
         self.arrivals: dict[int, threading.Event] = {}  # by handle
         self.memory = machine.symmetric.of(unrolled)
@@ -286,7 +286,7 @@ class GlooPlan:
         return self.unrolled.describe(op) + "".join(f", which waits for {note()}" for note in notes if note)
 
     def ailment(self) -> str:
-        return ""  # what fails is raised to the caller
+        return ""  # failures are raised to the caller
 
     def progress(self) -> tuple[int, ...] | None:
         """Return a value that changes whenever a lane progresses; None while none waits for a peer."""

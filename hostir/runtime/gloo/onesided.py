@@ -60,7 +60,7 @@ class Lane:
         self.steps: list[Step] = []
         self.ops: list[Op] = []
         self.waits: list[Waits] = []
-        self.notes: dict[int, Callable[[], str]] = {}  # by step: more about what it waits for
+        self.notes: dict[int, Callable[[], str]] = {}  # by step: details of its wait, for messages
         self.cursor: Iterator[Step] | None = None
         self.done = threading.Event()
 
