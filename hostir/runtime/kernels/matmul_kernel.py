@@ -138,8 +138,8 @@ def finish(
 # Whole tiles come first, one program each; then the last tiles, each cut along K into equal parts, a program per part:
 # split-K for the remainder only, as in the hybrid schedules of Stream-K (M. Osama, D. Merrill, C. Cecka, M. Garland,
 # J. D. Owens: Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU, PPoPP
-# 2023), but in parts that begin at the same steps in every tile: programs at the same step find each other's operands in
-# L2; with parts that begin anywhere the split tiles take 1.5 times as long.
+# 2023), but in parts that begin at the same steps in every tile: programs at the same step find each other's operands
+# in L2; with parts that begin anywhere the split tiles take 1.5 times as long.
 #
 # If rows arrive while the kernel runs, the tiles of the first blocks (early tiles) may be split in two as well; a
 # program may have several of those parts.
