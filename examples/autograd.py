@@ -87,14 +87,13 @@ def main() -> None:
         w = whole_w.chunk(ranks, dim=1)[rank].contiguous().to(device).requires_grad_()
         (layer(x, w) * target.chunk(ranks, dim=1)[rank].to(device)).sum().backward()
 
-        # What torch's autograd makes of the whole, on this rank alone.
         whole_x, whole_w = whole_x.double().requires_grad_(), whole_w.double().requires_grad_()
         ((whole_x @ whole_w) * target).sum().backward()
         expected = whole_x.grad.chunk(ranks, dim=0)[rank], whole_w.grad.chunk(ranks, dim=1)[rank]
         for found, right in zip((x.grad, w.grad), expected, strict=True):
             torch.testing.assert_close(found.cpu(), right.float(), rtol=1e-4, atol=1e-4)
-        done = f"rank {rank}: dx {list(x.grad.shape)} and dw {list(w.grad.shape)} are those of torch's autograd\n"
-        print(done, end="", flush=True)  # in one piece: ranks write at the same time
+        done = f"rank {rank}: dx {list(x.grad.shape)} and dw {list(w.grad.shape)} are those of torch's autograd"
+        print(f"{done}\n", end="", flush=True)  # in one piece: ranks write at the same time
 
 
 if __name__ == "__main__":
