@@ -18,7 +18,7 @@ from hostir.runtime.sharding import assemble, bind_sizes, random_inputs
 from hostir.runtime.simulated.machine import rehearse
 from tests.strategies import Drawn, fusions
 
-FUSIONS = 300  # for each number of ranks; fewer than half may be refused
+FUSIONS = 150  # for each number of ranks; fewer than half may be refused. benchmarks/differential.py draws thousands
 PARTS = 3  # of equal size, that run side by side
 
 
