@@ -71,3 +71,39 @@ def test_every_example_has_a_main() -> None:
 def test_tests_that_share_what_takes_long_to_make_are_run_by_one_process(request: pytest.FixtureRequest) -> None:
     if hasattr(request.config, "workerinput") and request.config.option.loadgroup:  # as `make test` asks for
         assert request.node.nodeid.endswith("@grouped"), "each process makes it: see pytest in pyproject.toml"
+
+
+# What hostir called these once, and what CUDA and Triton papers call them.
+OLD_WORDS = {
+    "permit": "credit",
+    "stall": "timeout",
+    "teller": "signal stream",
+    "copier": "copy stream",
+    "handover": "flag reset, credits",
+    "torn": "in pieces",
+    "loud": "warn",
+    "unsaid": "unraised",
+    "recorder": "unroller",
+}
+RIDDLE = re.compile(r"(What|Which|How|Where|Why|When)\b(?!.*\?$)")
+
+
+def test_names_are_the_words_of_the_field() -> None:
+    found = []
+    for path in sorted((ROOT / "hostir").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [getattr(node, field, None) for field in ("name", "id", "attr", "arg")]
+            for name in (name for name in names if isinstance(name, str)):
+                words = re.split(r"_|(?<=[a-z])(?=[A-Z])", name)
+                found += [f"{relative(path)}: {name}" for word in words if word.lower().removesuffix("s") in OLD_WORDS]
+    assert not found, "\n".join(dict.fromkeys(found))
+
+
+def test_docstrings_begin_with_a_statement() -> None:
+    found = []
+    for path in sorted((ROOT / "hostir").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                first = (ast.get_docstring(node) or "").split("\n")[0]
+                found += [f"{relative(path)}: {first}"] if RIDDLE.match(first) else []
+    assert not found, "\n".join(found)

@@ -94,7 +94,7 @@ class Scene:
 
     @property
     def lanes(self) -> dict[tuple[int, str], int]:
-        """How many rows each lane has, by rank and name, from the top."""
+        """Return the number of rows of each lane, by rank and name, from the top."""
         rows: dict[tuple[int, str], int] = {}
         for box in sorted(self.boxes, key=_place):
             rows[box.rank, box.lane] = max(rows.get((box.rank, box.lane), 0), box.row + 1)
