@@ -442,7 +442,8 @@ class Tracer(Observer):
         assert isinstance(self.statement, Dense)
         value = self.statement.out
         copy = dense(Buffer(self.rank, value.name, prod(x.shape), value, persists=True), x.shape)
-        self.step("copies", [access(x, "reads"), access(copy, "writes")], sms=True)
+        # Nothing is issued where the input is dense: a kernel behind may start beside copies by SMs in front of it.
+        self.follow(self.event("copies", [access(x, "reads"), access(copy, "writes")], sms=True), self.current)
         self.copies.append(copy)
         return copy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ from hostir.runtime.sharding import assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
 from hostir.runtime.trace import Timeline, Trace
-from hostir.runtime.unroll import NONE, unroll
+from hostir.runtime.unroll import NONE, UnrolledProgram, unroll
 from hostir.runtime.watchdog import Watchdog
 
 # torch.compile --------------------------------------------------------------------------------------------------------
@@ -264,6 +265,11 @@ class Executor:
             self.watchdog, self.rank, size = self.session.watchdog, self.session.rank, self.session.size
             device = self.session.device
         elif device.type == "cuda":
+            if not torch.cuda.is_available():
+                hint = "machine='gloo' or 'local' needs none"
+                raise error(
+                    "machine='cuda', and there is no CUDA GPU here", expected="a GPU that torch sees", hint=hint
+                )
             device = torch.device("cuda", torch.cuda.current_device())
         if size < self.program.ranks:
             raise error(
@@ -312,29 +318,45 @@ class Executor:
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
             return tuple(parts)
-        with self._calls.lock:
-            if self.watchdog is not None and self.watchdog.disturbed:
-                self.watchdog.resume()
-            key = cache_key(inputs)
-            plan = self._plan
-            if plan is None or key != self._key:
-                plan = self._choose(key, inputs)
-            elif self._compare:
-                self._begin(plan.unrolled.sizes, planned=True)
+        calls, me = self._calls, threading.get_ident()
+        with calls.lock:
+            if me in calls.callers:
+                raise _nested(self.program)
+            calls.callers.add(me)
+            try:
+                return self._call(inputs, out)
+            finally:
+                calls.callers.discard(me)
+
+    def _call(self, inputs: Sequence[Any], out: Any) -> tuple[Any, ...]:
+        """Run the program once on this rank's machine; the caller holds the lock of the calls."""
+        if self.watchdog is not None and self.watchdog.disturbed:
+            self._calls.check_order()
+            self.watchdog.resume()
+        key = cache_key(inputs)
+        plan = self._plan
+        known = plan is not None and key == self._key
+        if plan is None or not known:
+            plan = self._choose(key, inputs, out)
+        try:
             if self._written:
                 self._keep_apart(key, inputs)
             given = None if out is None else self._take(plan, inputs, out)
-            try:
-                if not isinstance(plan, GlooPlan):
-                    return self._issue(plan, inputs, given)
-                if self.watchdog is not None:
-                    self.watchdog.observe(plan)
-                with self._without_gradients:
-                    return plan.run(inputs, given)
-            except HostIRError as failure:
-                if self.watchdog is None:
-                    raise
-                raise self.watchdog.blame(failure) from failure.__cause__
+        except HostIRError as refusal:
+            raise (self._refused(refusal) if known else refusal) from refusal.__cause__
+        if known and self._compare:
+            self._begin(plan.unrolled.sizes, planned=True)
+        try:
+            if not isinstance(plan, GlooPlan):
+                return self._issue(plan, inputs, given)
+            if self.watchdog is not None:
+                self.watchdog.observe(plan)
+            with self._without_gradients:
+                return plan.run(inputs, given)
+        except HostIRError as failure:
+            if self.watchdog is None:
+                raise
+            raise self.watchdog.blame(failure) from failure.__cause__
 
     @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:
@@ -426,7 +448,11 @@ class Executor:
         return error(f"rank {self.rank}, {first}; {late}", span, hint=hint, notes=tuple(others))
 
     # Planning -----------------------------------------------------------------------------------------------------
-    def _begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
+    def _refused(self, refusal: HostIRError) -> HostIRError:
+        """Tell the other ranks that this one does not run the call; return what to raise."""
+        return self._blamed(refusal) if self._compare and self._agreement.refuse(refusal) else refusal
+
+    def _begin(self, sizes: Mapping[str, int], *, planned: bool | None = None, places: bool = False) -> None:
         """Raise if other ranks make another call; a rank that may already run its call is told as well."""
         try:
             self._agreement.begin(sizes, planned=planned, places=places)
@@ -435,7 +461,7 @@ class Executor:
                 raise self._blamed(refused) from refused.__cause__
             raise
 
-    def _choose(self, key: Key | None, inputs: Sequence[Part], places: bool = False) -> Plan:
+    def _choose(self, key: Key | None, inputs: Sequence[Part], out: Any = None, places: bool = False) -> Plan:
         """Return the plan for inputs with this key; make it if there is none."""
         if self._process != os.getpid():
             raise forked_from(self.rank)
@@ -444,11 +470,16 @@ class Executor:
             self._refuse_in_capture()
             began = time.perf_counter()
             try:
-                plan = self._make(inputs, places)
+                plan = self._make(inputs, out, places)
             finally:
                 self._drop_stale()
             self._log(plan, time.perf_counter() - began)
         else:
+            try:
+                self._check(plan.unrolled, inputs, out)
+            except HostIRError as refusal:
+                self.plans.keep(tuple(key or ()), plan)
+                raise self._refused(refusal) from refusal.__cause__
             self._begin(plan.unrolled.sizes, planned=True, places=places)
         self.plans.keep(tuple(key or ()), plan)
         if plan.memory is not None:
@@ -470,7 +501,13 @@ class Executor:
                 hint="call it once with tensors of the same shapes before the capture",
             )
 
-    def _make(self, inputs: Sequence[Part], places: bool) -> Plan:
+    def _check(self, unrolled: UnrolledProgram, inputs: Sequence[Part], out: Any) -> None:
+        """Raise for tensors of a call that share memory, or that cannot take the outputs, before ranks begin it."""
+        check_apart(self.program, self._written, inputs)
+        if out is not None:
+            check_out(unrolled, sequence_of(out), inputs, self._machine.device)
+
+    def _make(self, inputs: Sequence[Part], out: Any, places: bool) -> Plan:
         machine = self._machine
         try:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
@@ -478,13 +515,13 @@ class Executor:
                 prove(self.program, sizes)
                 self._refuse_shared_queues(sizes)
             refuse_gradients(self.program, inputs)
-            check_apart(self.program, self._written, inputs)
             unrolled = unroll(self.program, self.rank, sizes, inputs)
+            self._check(unrolled, inputs, out)
         except HostIRError as refusal:
             if self._agreement.refuse(refusal):
                 raise self._blamed(refusal) from refusal.__cause__
             raise
-        self._begin(sizes, planned=False, places=places)
+        self._begin(sizes, places=places)
         self._agreement.reach(sizes)
         tell_copies(unrolled)
         with torch.inference_mode(False):  # what a plan holds is for calls in any mode
@@ -527,6 +564,14 @@ class Executor:
         if here != self._apart:
             check_apart(self.program, self._written, inputs)
             self._apart = here
+
+
+def _nested(program: Program) -> HostIRError:
+    return error(
+        f"@{program.name} is called while this thread runs another call",
+        expected="one call after another",
+        hint="in a signal handler, only note what is to be done, and call when the call that it interrupts is over",
+    )
 
 
 _with_threads: weakref.WeakSet[Executor] = weakref.WeakSet()  # or connections, or a GPU: no child of a fork has them

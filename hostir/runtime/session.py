@@ -117,6 +117,8 @@ class Calls:
         self.timeout = timeout
         self.unlock()
         self.number = 0
+        self.callers: set[int] = set()  # threads in a call, one of which runs while the others wait for their turn
+        self.broken = ""  # why this rank's calls are not those of the others any more
         self.slots = [""] * SLOTS
         self.users: dict[str, weakref.WeakSet[threading.Thread]] = defaultdict(weakref.WeakSet)  # by digest
 
@@ -141,6 +143,7 @@ class Calls:
         """
         if not self.others:
             return
+        self.check_order()
         deadline = time.monotonic() + self.timeout
         while True:
             call = asked()
@@ -158,6 +161,8 @@ class Calls:
                 self._move()
                 said = describe({first: theirs, self.rank: call})
                 refused = error(f"the calls of the ranks do not line up: {said}", expected=ALIKE, hint=PAGE)
+                if running:
+                    self.broken = said
                 refused.running = running  # type: ignore[attr-defined]
                 raise refused
 
@@ -168,6 +173,7 @@ class Calls:
         """
         if not self.others:
             return False
+        self.check_order()
         deadline = time.monotonic() + self.timeout
         while True:
             call = asked()
@@ -175,7 +181,18 @@ class Calls:
             theirs = Call.of(text)
             if call.is_by(theirs) or not self._made_by_other_thread(theirs, deadline):
                 self._move()
+                if running:
+                    self.broken = describe({self.rank: call})
                 return running
+
+    def check_order(self) -> None:
+        """Raise once another rank may run a call that this one did not make: all later calls would be off by one."""
+        if self.broken:
+            raise error(
+                f"rank {self.rank} makes no call any more, since another rank runs one without it: {self.broken}",
+                expected=ALIKE,
+                hint=PAGE,
+            )
 
     def _post(self, mine: str, planned: bool) -> tuple[int, bool, str]:
         """Post this rank's next call unless another rank was first. Return the first rank, `planned`, and its call."""
@@ -209,8 +226,9 @@ class Calls:
 
     def _may_be_made(self, call: Call) -> bool:
         """Whether a thread other than this one uses executors of the program, or may be about to make one."""
-        users = self.users.get(call.digest) or [thread for thread in threading.enumerate() if not thread.daemon]
-        return any(thread.is_alive() and thread is not threading.current_thread() for thread in users)
+        me, users = threading.current_thread(), self.users.get(call.digest, ())
+        others = [thread for thread in users if thread.is_alive() and thread is not me]
+        return bool(others) or any(not thread.daemon and thread is not me for thread in threading.enumerate())
 
     def _keep_up(self) -> None:
         """Wait until every rank has read the slots that are used next, half of all."""
@@ -634,10 +652,15 @@ class Agreement:
         self.program = program
         self.agreed: set[tuple[tuple[str, int], ...]] = set()  # sizes
 
-    def begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
-        """Raise if ranks that have reached this call make another one; the caller holds the lock of the calls."""
+    def begin(self, sizes: Mapping[str, int], *, planned: bool | None = None, places: bool = False) -> None:
+        """Raise if ranks that have reached this call make another one; the caller holds the lock of the calls.
+
+        `planned`, unless given, is whether the ranks have agreed on the sizes: then this one runs without meeting them.
+        """
         if not self.compare:
             return
+        if planned is None:
+            planned = tuple(sorted(sizes.items())) in self.agreed
         try:
             self.calls.begin(lambda: self.of(sizes, places), planned=planned)
         except HostIRError as refused:

@@ -61,6 +61,12 @@ def test_rows_of_ones_own_need_a_flag_behind_them_too() -> None:
     assert kinds(early, *TO_SELF[:1], *TO_PEER, "relu %t -> %t", MATMUL) == set(), "a kernel between orders them"
 
 
+def test_what_is_dense_already_puts_no_kernel_in_between() -> None:
+    to_w = ["put %b -> %w at %r over x by 4 sms", *TO_SELF, *TO_PEER]
+    assert kinds(*to_w, "%d = dense %a", MATMUL.replace("%b", "%w")) & {"race", "unwritten"}
+    assert kinds(*TO_SELF, *TO_PEER, "%d = dense %b", MATMUL.replace("%b", "%d")) == set()
+
+
 @pytest.mark.parametrize("change", ["set_stream 0", "relu %a -> %a"])
 def test_other_operands_are_not_ordered_behind_the_copies_unless_something_is_between(change: str) -> None:
     to_w = ["put %b -> %w at %r over x by 4 sms", *TO_SELF, *TO_PEER]

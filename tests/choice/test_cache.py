@@ -25,7 +25,7 @@ ENTRIES = {FUSED: Entry("d1", 12.5, 10.25), PLAIN: Entry("d2", 20.0)}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Iterator[Path]:
-    notices._told.clear()
+    notices._warned.clear()
     with knobs.scope(cache=tmp_path):
         yield tmp_path / "tuning"
 

@@ -29,7 +29,7 @@ PROCESSES = Platform("gloo", "CPU", 4, "one host", (), CPU, FOR_TESTING, runs_al
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path) -> Iterator[None]:
-    notices._told.clear()
+    notices._warned.clear()
     with knobs.scope(cache=tmp_path):
         yield
 

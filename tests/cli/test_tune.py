@@ -27,7 +27,7 @@ LARGE = ("--ranks", "8", "--set", "S=1", "--set", "M=8192", "--set", "N=3584", "
 @pytest.fixture(autouse=True)
 def _at_the_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(ROOT)
-    notices._told.clear()
+    notices._warned.clear()
     with knobs.scope(cache=tmp_path):
         yield
 

@@ -222,7 +222,7 @@ class Graphs:
                 warning = Diagnostic(
                     f"@{self.name} runs without CUDA graphs: {self.refusal}.", hint=hint, level="warning"
                 )
-                warnings.warn(str(warning), RuntimeWarning, stacklevel=6)
+                warnings.warn(str(warning), RuntimeWarning, stacklevel=7)
             return None
         self.kept[where] = graph
         took = (time.perf_counter() - began) * 1e3

@@ -1,0 +1,72 @@
+"""The order of calls on one rank: none after one that others run alone, and none within another."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hostir as hi
+from hostir.runtime.session import Call, Calls
+
+SLOW = """hostir 1
+mesh @mesh [didx] = 0
+program @slow(%x: f32[1536, 1536]) -> (%z) {
+  %y: f32[1536, 1536] = allocate
+  %z: f32[1536, 1536] = allocate
+  matmul %x, %x -> %y
+  matmul %x, %y -> %z
+}
+"""
+
+
+def call(rows: int) -> Call:
+    return Call("ag", "a digest", 0, (("M", rows),), "aten")
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_rank_whose_call_others_run_without_it_makes_no_other(planned: bool) -> None:
+    store = dist.HashStore()
+    first, second = (Calls(store, rank, (0, 1), timeout=1.0) for rank in (0, 1))
+    with first.lock, second.lock:
+        calls_in_turn(first, second, planned)
+
+
+def calls_in_turn(first: Calls, second: Calls, planned: bool) -> None:
+    first.begin(lambda: call(8), planned=planned)
+    with pytest.raises(hi.HostIRError, match="do not line up: rank 0 calls @ag with M=8, rank 1 with M=12"):
+        second.begin(lambda: call(12), planned=True)
+    if planned:  # its transfers would meet those of the call that rank 0 runs
+        with pytest.raises(
+            hi.HostIRError, match="rank 1 makes no call any more, since another rank runs one without it"
+        ):
+            second.begin(lambda: call(8), planned=True)
+    else:
+        second.begin(lambda: call(8), planned=True)
+        first.begin(lambda: call(8), planned=True)
+
+
+def test_a_call_from_a_signal_handler_within_a_call_is_refused() -> None:
+    executor = hi.Executor(hi.parse(SLOW), machine="gloo")
+    x = torch.randn(1536, 1536)
+    (right,) = executor(x)
+    refused: list[hi.HostIRError] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        with pytest.raises(hi.HostIRError) as raised:
+            executor(x)
+        refused.append(raised.value)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.005)
+        (y,) = executor(x)  # the handler runs behind its first product
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert torch.equal(y, right)
+    assert "@slow is called while this thread runs another call" in str(refused[0])
+    (y,) = executor(x)
+    assert torch.equal(y, right)
