@@ -18,8 +18,8 @@ from hostir.ir.program import Program
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import DenseCopy, TensorOp
 from hostir.ir.types import Axis, TensorType
+from hostir.lower import Pass
 from hostir.lower.host import Host, Peers, modulo
-from hostir.lower.passes import Pass
 from hostir.lower.pipeline import SlicedGroup, operand_places, result_place, schedule, why_not
 from hostir.lower.propagate import result_of
 from hostir.lower.transfers import Gathers, reads_rows, shard_in_pieces, shard_place, with_block_axes

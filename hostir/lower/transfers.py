@@ -14,8 +14,8 @@ from hostir.ir.program import Names, Program
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.tensor_ops import Contraction, DenseCopy, Linear, Matmul, Reshape, Shard, ViewStatement
 from hostir.ir.types import FLAG, Axis, TensorType
+from hostir.lower import Pass
 from hostir.lower.host import Host, Peers, isolate, modulo
-from hostir.lower.passes import Pass
 from hostir.lower.pipeline import SlicePlace, with_reasons
 from hostir.lower.propagate import result_of
 
