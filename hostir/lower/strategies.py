@@ -19,11 +19,11 @@ from hostir.ir.program import Program
 from hostir.ir.source import UNCHECKED, HostIRError, check_known, error, user_span, warn_once
 from hostir.lower import Pass
 from hostir.lower.finish import AssignStreams, FreeBuffers, MakeDense, Stagger, Tidy
+from hostir.lower.fused import Fused, Push
 from hostir.lower.pipeline import Pipeline, Sequential
 from hostir.lower.propagate import Propagate
 from hostir.lower.reshard import Communicate, MakeReshards
 from hostir.lower.ring import Ring
-from hostir.lower.transfers import Fused, Pushed
 
 # The strategies -------------------------------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ STRATEGIES: dict[str, Strategy] = {
     "pipeline": Strategy(lambda n: (*EXPLICIT, Pipeline(), AssignStreams(n), Stagger(), *FINISH), (2, 4)),
     "ring": Strategy(lambda n: (*EXPLICIT, Ring(n), *FINISH), (2, 4)),
     "fused": Strategy(lambda n: (*EXPLICIT, Fused(n), *FINISH), (1, 2)),
-    "push": Strategy(lambda _: (*EXPLICIT, Pushed(), *FINISH)),
+    "push": Strategy(lambda _: (*EXPLICIT, Push(), *FINISH)),
 }
 AUTO = "auto"  # the fastest of them; hostir.choice, which stands on this layer, says which that is
 STREAMS = 4  # the most worker streams, unless said
