@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+from hostir.described import described
 from hostir.ir.comm_ops import Communication, Message
 from hostir.ir.onesided_ops import Get, Put
 from hostir.ir.op import REGISTRY
+from hostir.ir.source import error, user_span
 from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.runtime.unroll import CALLER, AllocateOp, CollectiveOp, MessagesOp, Op, Step, UnrolledProgram, WaitOp
 
@@ -98,7 +100,7 @@ class Trace:
         rows = ",\n".join(json.dumps(row) for row in self._chrome())
         other = json.dumps({"title": self.title})
         text = f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n{rows}\n]}}\n'
-        Path(path).write_text(text, encoding="utf-8")
+        _write(path, text)
 
     def _chrome(self) -> list[dict[str, object]]:
         first = min((e.start for e in self.events), default=0.0)
@@ -119,7 +121,7 @@ class Trace:
 
     def to_svg(self, path: str | Path) -> None:
         """Draw ranks as groups of streams, time from left to right. Pointing at a bar shows its statement."""
-        Path(path).write_text(self._svg(), encoding="utf-8")
+        _write(path, self._svg())
 
     def _svg(self) -> str:
         first = min((e.start for e in self.events), default=0.0)
@@ -178,6 +180,15 @@ text { font: 12px system-ui, "DejaVu Sans", sans-serif; fill: #24292f }
 .tick { stroke: #d0d7de; stroke-width: 1 }
 </style>
 <rect width="100%" height="100%" fill="#fff"/>"""
+
+
+def _write(path: str | Path, text: str) -> None:
+    if not isinstance(path, str | Path):
+        raise error(f"not a path: {described(path)}", user_span(), expected="a str or a pathlib.Path")
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise error(f"cannot write {path}: {problem.strerror or problem}", user_span()) from None
 
 
 def _metadata(kind: str, rank: int, track: int, **args: object) -> dict[str, object]:
