@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         tensor,
     )
     from hostir.lower import HasProgram
-    from hostir.lower.passes import Watcher
+    from hostir.lower.strategies import Watcher
     from hostir.runtime.executor import Executor
     from hostir.runtime.session import Session, session
     from hostir.runtime.trace import Trace

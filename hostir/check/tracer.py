@@ -447,12 +447,18 @@ class Tracer(Observer):
         self.copies.append(copy)
         return copy
 
-    def compute(self, kind: str, out: View, operands: Sequence[View | None], options: Mapping[str, Any]) -> None:
-        ready = options.get("ready")
-        own = ready.own if isinstance(ready, Ready) else None
+    def compute(
+        self,
+        kind: str,
+        out: View,
+        operands: Sequence[View | None],
+        options: Mapping[str, Any],
+        ready: Ready | None = None,
+    ) -> None:
+        own = ready.own if ready is not None else None
         self.use(out, *operands, own)
         self.overwrite(out, *operands, own)
-        if isinstance(ready, Ready):
+        if ready is not None:
             self._waiting(out, operands, ready)
             return
         reads = [access(x, "reads") for x in operands if x is not None]

@@ -38,9 +38,8 @@ from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.knobs import KERNELS
 from hostir.lower import AUTO, STRATEGIES, STREAMS, HasProgram, lower
 from hostir.lower import lower as lower_by
-from hostir.lower.passes import Watcher
 from hostir.lower.pipeline import NOT_OVERLAPPED
-from hostir.lower.strategies import check_strategy, fusion_of
+from hostir.lower.strategies import Watcher, check_strategy, fusion_of
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 # Candidates -----------------------------------------------------------------------------------------------------------
 # The ways to run a fusion on a platform, each with its host program or the reason why it is impossible.
 
-STREAM_COUNTS = {"sequential": (1,), "pipeline": (2, 4), "ring": (2, 4), "fused": (1, 2), "push": (1,)}
 ONE_SIDED = (AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal)
 SEQUENTIAL = "sequential"
 
@@ -116,7 +114,7 @@ def _clause(s: Statement, why: str) -> str:
 
 def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tuple[Candidate, Program | HostIRError]]:
     """Yield the program of each candidate, or the error with which it does not lower."""
-    for strategy, streams in [(s, n) for s in STRATEGIES for n in STREAM_COUNTS[s]]:
+    for strategy, streams in [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]:
         program: Program | HostIRError
         try:
             program = lower(fusion, strategy, streams)

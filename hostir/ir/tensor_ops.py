@@ -106,7 +106,7 @@ class TensorOp(Statement):
             self.pass_over(frame)
             return
         operands = [frame[value] for value in self._operands_or_none()]
-        frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(frame))
+        frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(), self.waits_for(frame))
 
     def pass_over(self, frame: Frame) -> None:
         """Do what is left to do where the result has no elements."""
@@ -116,9 +116,13 @@ class TensorOp(Statement):
         maps = self.maps()
         return all(CONTRACTED not in axes for axes in maps) and maps[operand] == tuple(range(len(self.out.tensor.axes)))
 
-    def options(self, frame: Frame) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Return the kernel's options besides its operands."""
         return {n: getattr(self, n) for n, c in codecs_of(type(self)).items() if c not in VALUE_CODECS}
+
+    def waits_for(self, frame: Frame) -> Ready | None:
+        """Return the flags that the kernel waits for while it runs, if any."""
+        return None
 
     @classmethod
     def form(cls, phase: Phase) -> str:
@@ -206,10 +210,13 @@ class Contraction(TensorOp):
             if self.own is None or block != first:
                 frame.machine.wait_signal(frame[self.ready], block, epoch)
 
-    def options(self, frame: Frame) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def waits_for(self, frame: Frame) -> Ready | None:
         """Return the flags it waits for, if any. Raise where flags do not divide the rows, or `own` is no block."""
         if self.ready is None:
-            return {}
+            return None
         blocks = self.ready.tensor.shape[0].bind(frame.sizes)
         first, epoch = slot_of(self, frame, self.ready, self.first), epoch_of(self, frame, self.epoch)
         if (rows := prod(frame.shape(self.a.tensor)[:-1])) % blocks:
@@ -218,7 +225,7 @@ class Contraction(TensorOp):
             )
         if self.own is not None and (count := prod(frame.shape(self.own.tensor)[:-1])) != rows // blocks:
             raise self.fail(f"{self.own} has {count} rows", expected=f"{rows // blocks} rows, as a block of {self.a}")
-        return {"ready": Ready(frame[self.ready], epoch, first, blocks, frame[self.own])}
+        return Ready(frame[self.ready], epoch, first, blocks, frame[self.own])
 
 
 @statement

@@ -117,8 +117,6 @@ class ComputeOp(Op):
     """Kernel `kind` writes `out`.
 
     With `ready`, whose flags and own rows are registers, it computes each block of rows once that block's flag is set.
-    It may start beside the copies directly before it on its stream: `beside` is the number of SMs they run on, 0 if
-    there are none. `spare` is how many SMs it leaves to signals that precede it in the call and that kernels send.
     """
 
     kind: str
@@ -126,8 +124,6 @@ class ComputeOp(Op):
     operands: tuple[int, ...]
     options: Mapping[str, Any]
     ready: Ready | None = None
-    beside: int = 0
-    spare: int = 0
 
     @property
     def touches(self) -> tuple[int, ...]:
@@ -468,15 +464,15 @@ def _paired(run: Sequence[Op]) -> Pushes:
 
 
 def room(ops: Sequence[Op], ordered: int, stream: int) -> dict[str, int]:
-    """Return the SMs that a kernel issued to a stream now does not get: `beside` and `spare`.
+    """Return the SMs that a kernel issued to a stream now does not get: the fields of `Ready` by name.
 
     Args:
         ops: the operations before it in the call.
         ordered: how many of them there were when a statement last ordered a stream.
         stream: its own.
     """
-    spare = any(isinstance(op, SignalOp) and op.sms for op in ops)
-    return {"beside": _copying(ops[ordered:], stream), "spare": int(spare)}
+    reserved = any(isinstance(op, SignalOp) and op.sms for op in ops)
+    return {"overlapped_sms": _copying(ops[ordered:], stream), "reserved_sms": int(reserved)}
 
 
 def _copying(ops: Sequence[Op], stream: int) -> int:
@@ -630,16 +626,21 @@ class Unroller(Observer):
         return copy
 
     def compute(
-        self, kind: str, out: RegisterView, operands: Sequence[RegisterView | None], options: Mapping[str, Any]
+        self,
+        kind: str,
+        out: RegisterView,
+        operands: Sequence[RegisterView | None],
+        options: Mapping[str, Any],
+        ready: Ready | None = None,
     ) -> None:
-        ready, others = options.get("ready"), {name: x for name, x in options.items() if name != "ready"}
-        if isinstance(ready, Ready):
-            flags, own = self.at_rank(ready.flags, self.rank), ready.own
-            ready = replace(ready, flags=self.register(flags), own=None if own is None else self.register(own))
+        if ready is not None:
+            flags, own = self.register(self.at_rank(ready.flags, self.rank)), ready.own
+            ready = replace(ready, flags=flags, own=None if own is None else self.register(own))
             self.check_epoch(ready.epoch)
         registers, target = tuple(map(self.register, operands)), self.register(out)
-        sms = room(self.ops, self.ordered, self.stream) if ready else {}
-        self.emit(ComputeOp, kind=kind, out=target, operands=registers, options=others, ready=ready, **sms)
+        if ready is not None:
+            ready = replace(ready, **room(self.ops, self.ordered, self.stream))
+        self.emit(ComputeOp, kind=kind, out=target, operands=registers, options=options, ready=ready)
 
     def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         for part, what in ((x, "sends"), (out, "fills")):

@@ -202,8 +202,8 @@ def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
             found.setdefault((homes[unrolled.buffers[op.flags]], op.slot), set()).add(op.stream)
     for slot, _, op in waits(unrolled):
         # Such a kernel may start before the one right before it on its stream has ended.
-        beside = isinstance(op, ComputeOp) and op.beside
-        found.setdefault(slot, set()).update({op.stream, NO_STREAM} if beside else {op.stream})
+        overlaps = isinstance(op, ComputeOp) and op.ready is not None and op.ready.overlapped_sms
+        found.setdefault(slot, set()).update({op.stream, NO_STREAM} if overlaps else {op.stream})
     return found
 
 

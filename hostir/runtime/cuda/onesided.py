@@ -300,7 +300,8 @@ class CudaOneSided:
         kernel = self.kernels.get(f"{op.kind}_ready")
         if kernel is not None:
             return self.in_one_kernel(op, ready, kernel)
-        return self.after_all_blocks(op, ready) if op.beside and ready.own is None else self.by_blocks(op, ready)
+        behind = ready.overlapped_sms and ready.own is None
+        return self.after_all_blocks(op, ready) if behind else self.by_blocks(op, ready)
 
     def in_one_kernel(self, op: ComputeOp, ready: Ready, kernel: Kernel) -> Step:
         from hostir.runtime.kernels.flags import ReadyFlags  # which needs Triton
@@ -309,7 +310,8 @@ class CudaOneSided:
         self.timeouts.append((op, timeouts, timeouts.numpy().data.cast("B")))
         registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
         polls = int(TIMEOUT.get() / 2 / SECONDS_PER_POLL)  # it reports first: others time out later
-        flags = ReadyFlags(registers[ready.flags], ready.epoch, timeouts, ready.first, polls, op.beside, op.spare)
+        sms = {"overlapped_sms": ready.overlapped_sms, "reserved_sms": ready.reserved_sms}
+        flags = ReadyFlags(registers[ready.flags], ready.epoch, timeouts, ready.first, polls, **sms)
         own = NONE if ready.own is None else ready.own
 
         def waiting(out: torch.Tensor, own: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:

@@ -192,7 +192,7 @@ class Gpus:
                 kernel(to, rows, *others, **op.options)
 
         def step() -> None:
-            begun = self.current.copying if op.beside else None
+            begun = self.current.copying if ready.overlapped_sms else None
             if begun is None:
                 begun = Event()
                 begun.record(self.current)
