@@ -7,9 +7,7 @@ rules are those of docs/memory-model.md.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hostir.check.alike import Alike, alike
@@ -18,7 +16,7 @@ from hostir.check.findings import Finding, Words
 from hostir.check.order import Conflict, Order, RaceDetector
 from hostir.check.signature import small_sizes
 from hostir.check.tracer import Buffer, Event, Tracer
-from hostir.ir.interpret import unrolled_length
+from hostir.ir.interpret import uncollected, unrolled_length
 from hostir.ir.program import Program
 from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
 
@@ -38,22 +36,7 @@ class Analysis:
     calls: int = 2
 
 
-@contextmanager
-def _keeping_all() -> Iterator[None]:
-    """Disable garbage collection meanwhile: a proof makes objects by the million and drops few of them.
-
-    Collections that visit all of them again and again take as long as the proof.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_keeping_all()
+@uncollected()
 def analyse_quickly(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
     """Analyse rank 0 alone where it stands for all ranks and nothing is wrong; all ranks otherwise."""
     if misfits := program.misfits(sizes or {}):
@@ -76,7 +59,7 @@ def analyse_quickly(program: Program, sizes: Mapping[str, int] | None = None, ca
     return Analysis(found, None, bound, number)
 
 
-@_keeping_all()
+@uncollected()
 def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
     """Trace all ranks of a host program whose structure is sound, and check every order of their events.
 

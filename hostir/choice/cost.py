@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf, log2, prod
 from typing import Any
 
 from hostir.choice.platforms import Hardware
-from hostir.ir.interpret import interpret
-from hostir.ir.machine import Exchange, Handle, Ready
+from hostir.ir.interpret import uncollected
 from hostir.ir.program import Program
-from hostir.ir.types import DType
+from hostir.runtime.cuda.pushes import Pushes
 from hostir.runtime.kernels.tiles import MIN_LOCAL_ROWS, Gemm, Grid, Tile, choose, duration
+from hostir.runtime.order import CALLER, NONE
+from hostir.runtime.unroll import (
+    AllocateOp,
+    BarrierOp,
+    CollectiveOp,
+    ComputeOp,
+    CopyOp,
+    DelayOp,
+    FreeOp,
+    MarkOp,
+    MessagesOp,
+    Op,
+    SignalOp,
+    SymmetricOp,
+    SynchronizeOp,
+    UnrolledProgram,
+    ViewOp,
+    WaitOp,
+    WaitSignalOp,
+    unroll,
+)
 
 # Tasks of each rank ---------------------------------------------------------------------------------------------------
 # The tasks of each rank of a host program: their kind and size, and the tasks that each waits for.
 #
-# The interpreter runs the program once a rank on a machine that computes nothing. So the cost model knows nothing of
-# strategies, only statements.
+# Each rank's program is unrolled as for a run, but nothing is bound. So the cost model knows nothing of strategies, and
+# sees the operations that machines run.
 
-CALLER = -1  # the caller's stream
 CONTRACTIONS = ("matmul", "linear")
 
 
@@ -92,8 +112,8 @@ class CostTask:
         joins: those of other lanes that do.
         partners: every rank's task of the same collective or barrier, itself among them; they begin together.
         blocks: of a matmul that waits while it runs, for each block of rows in its order the signal it waits for.
-        beside: on how many SMs the copies run beside which it starts; 0 for none.
-        spare: how many SMs it leaves to signals.
+        overlapped_sms: on how many SMs the copies run that may not have ended when it starts; 0 for none.
+        reserved_sms: how many SMs it leaves to signals.
         launches: how often the host issues something up to it, by the kind of what is issued.
     """
 
@@ -103,246 +123,211 @@ class CostTask:
     joins: list[CostTask] = field(default_factory=list)
     partners: list[CostTask] = field(default_factory=list)
     blocks: list[CostTask | None] = field(default_factory=list)
-    beside: int = 0
-    spare: int = 0
+    overlapped_sms: int = 0
+    reserved_sms: int = 0
     launches: Mapping[str, int] = field(default_factory=dict)
 
 
 # One rank ---------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class CostTensor:
-    """A tensor's shape and dtype; `symmetric` numbers symmetric buffers in the order of allocation."""
-
-    shape: tuple[int, ...]
-    dtype: DType
-    symmetric: int = -1
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.bytes
-
-
-Flags = dict[tuple[int, int, int], list[tuple[int, CostTask]]]  # by rank, buffer and slot: epochs with their signals
-Waits = list[tuple[CostTask, int | None, tuple[int, int, int], int]]  # waiting task, block, flag, epoch
+Flag = tuple[int, Any, int]  # rank, symmetric buffer, element
 
 
 @dataclass
 class Shared:
     """State that all ranks share: flags, waits for them, and tasks that start together."""
 
-    flags: Flags = field(default_factory=dict)
-    waits: Waits = field(default_factory=list)
+    flags: dict[Flag, list[tuple[int, CostTask]]] = field(default_factory=dict)  # epochs with their signals
+    waits: list[tuple[CostTask, int | None, Flag, int]] = field(default_factory=list)  # task, block, flag, epoch
     meetings: dict[tuple[Any, ...], list[CostTask]] = field(default_factory=dict)
 
 
-class CostMachine:
-    """One rank of the cost model, driven by the interpreter as a machine."""
+class RankTasks:
+    """The tasks of one rank, made of its unrolled program."""
 
-    def __init__(self, rank: int, shared: Shared) -> None:
-        self.rank: int | None = rank
-        self.me = rank
+    def __init__(self, unrolled: UnrolledProgram, shared: Shared) -> None:
+        self.unrolled = unrolled
         self.shared = shared
         self.tasks: list[CostTask] = []
         self.last: dict[Any, CostTask] = {}  # by stream, and by team for communications
-        self.counts: dict[Any, int] = {}
+        self.communications: dict[int, CostTask] = {}  # by handle
+        self.counts: Counter[Any] = Counter()  # of what a team does together
         self.stream = CALLER
-        self.symmetric = 0
         self.launched: dict[str, int] = {}
-        self.pushing: list[CostTask] = []  # copies and signals of a push kernel, if it was issued last
-        self.spare = 0  # SMs that a matmul which waits leaves to signals before it
+        self.bytes = {NONE: 0} | {
+            register: prod(x.shape) * unrolled.dtypes[x.buffer].bytes for register, x in unrolled.layouts.items()
+        }
+        self.pushes = {id(op): run for run in Pushes.of(unrolled) for op in run.ops}
+        self.pushed: dict[int, CostTask] = {}  # by stream: the first task of the kernel of copies issued last
+        for op in unrolled.ops:
+            TASKS[type(op)](self, op)
+        if unrolled.symmetric:  # a kernel resets flags at the end of a call
+            self.issue(CALLER, Traffic(0), launch="compute")
 
-    def issue(self, what: What, *joins: CostTask | None, lane: Any = None, launch: str = "") -> CostTask:
-        """Add a task after the latest one of its lane (the current stream unless given), and after `joins`."""
-        lane = self.stream if lane is None else lane
-        self.launched[launch] = self.launched.get(launch, 0) + 1
+    def issue(self, lane: Any, what: What, *joins: CostTask | None, launch: str = "") -> CostTask:
+        """Add a task after the latest one of its lane, a stream or a team, and after `joins`."""
+        if isinstance(lane, int) and lane != self.stream:
+            self.stream = lane
+            self.launch("stream")
+        self.launch(launch)
         after = [self.last[lane]] if lane in self.last else []
         others = [t for t in joins if t is not None and t not in after]
-        task = CostTask(self.me, what, after, others, launches=dict(self.launched))
-        self.launched.clear()
+        task = CostTask(self.unrolled.rank, what, after, others, launches=self.launched)
+        self.launched = {}
         self.tasks.append(task)
         self.last[lane] = task
-        self.pushing = []
         return task
-
-    def push(self, what: What) -> CostTask:
-        """Add a copy by SMs, or a signal after one: to the kernel that was issued last, or to a new one."""
-        behind = self.pushing
-        task = self.issue(what, launch="" if behind else "push")
-        self.pushing = [*behind, task]
-        return task
-
-    def launch(self, kind: str) -> None:
-        """Count host work that no stream sees."""
-        self.launched[kind] = self.launched.get(kind, 0) + 1
-
-    def number(self, key: Any) -> int:
-        self.counts[key] = self.counts.get(key, 0) + 1
-        return self.counts[key]
 
     def meet(self, task: CostTask, *key: Any) -> None:
-        partners = self.shared.meetings.setdefault(key, [])
+        self.counts[key] += 1
+        partners = self.shared.meetings.setdefault((*key, self.counts[key]), [])
         partners.append(task)
         task.partners = partners
 
-    def close(self) -> None:
-        """End a call: with symmetric memory, a kernel resets its flags."""
-        if self.symmetric:
-            self.issue(Traffic(0), lane=CALLER, launch="compute")
+    def launch(self, kind: str) -> None:
+        """Count host work before the next task."""
+        self.launched[kind] = self.launched.get(kind, 0) + 1
 
-    # The machine protocol -------------------------------------------------------------------------------------------
-    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> CostTensor:
-        if not symmetric:
-            self.launch("allocate")
-            return CostTensor(shape, dtype)
-        self.symmetric += 1
-        return CostTensor(shape, dtype, self.symmetric)
+    def total(self, registers: Sequence[int]) -> int:
+        return sum([self.bytes[register] for register in registers])
 
-    def free(self, x: Handle) -> None:
+    def flag(self, flags: int, slot: int) -> Flag:
+        """Return a flag by a name that all ranks have for it."""
+        row = self.unrolled.layouts[flags]
+        home = self.unrolled.symmetric[row.buffer]
+        return home.rank, home.home, row.offset + slot * row.strides[0]
+
+    # Operations -----------------------------------------------------------------------------------------------------
+    def allocate(self, op: AllocateOp) -> None:
+        self.launch("allocate")
+
+    def view(self, op: ViewOp) -> None:
+        if op.x not in self.unrolled.symmetric:  # else it is made once for all calls
+            self.launch("view")
+
+    def free(self, op: FreeOp) -> None:
         self.launch("view")
 
-    def select(self, x: CostTensor, axis: int, index: int) -> CostTensor:
-        self.launch("view")
-        return CostTensor((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype, x.symmetric)
+    def nothing(self, op: SymmetricOp) -> None:
+        """Do nothing: symmetric buffers are there before a call."""
 
-    def chunk(self, x: CostTensor, axis: int, outer: int, count: int, index: int) -> CostTensor:
-        self.launch("view")
-        shape = (*x.shape[:axis], x.shape[axis] // count, *x.shape[axis + 1 :])
-        return CostTensor(shape, x.dtype, x.symmetric)
-
-    def reshape(self, x: CostTensor, shape: tuple[int, ...]) -> CostTensor:
-        self.launch("view")
-        return CostTensor(shape, x.dtype, x.symmetric)
-
-    def permute(self, x: CostTensor, axes: tuple[int, ...]) -> CostTensor:
-        self.launch("view")
-        return CostTensor(tuple(x.shape[i] for i in axes), x.dtype, x.symmetric)
-
-    def dense(self, x: CostTensor) -> CostTensor:
-        return x  # callers' tensors are assumed dense
-
-    def compute(
-        self,
-        kind: str,
-        out: CostTensor,
-        operands: Sequence[CostTensor | None],
-        options: Mapping[str, Any],
-        ready: Ready | None = None,
-    ) -> None:
-        read = [x for x in operands if x is not None]
-        if kind not in CONTRACTIONS:
-            self.issue(Traffic(out.bytes + sum(x.bytes for x in read)), launch="compute")
+    def compute(self, op: ComputeOp) -> None:
+        if op.kind not in CONTRACTIONS:
+            self.issue(op.stream, Traffic(self.total((op.out, *op.operands))), launch="compute")
             return
-        k = read[0].shape[-1]
-        beside = self.pushing if ready else []
-        if ready and ready.own is not None and prod(ready.own.shape[:-1]) < MIN_LOCAL_ROWS:
-            self.issue(Traffic(2 * ready.own.bytes), launch="compute")
-        rows = prod(out.shape[:-1])
-        separate = bool(ready and ready.own is not None and prod(ready.own.shape[:-1]) >= MIN_LOCAL_ROWS)
-        block = max(rows // ready.blocks, 1) if ready else None
-        overlapped = bool(beside) and beside[-1] is self.last.get(self.stream)
-        gemm = Gemm(rows, out.shape[-1], k, out.dtype.name, 1, block, separate, overlapped)
-        task = self.issue(gemm, launch="matmul")
+        out, ready = self.unrolled.layouts[op.out], op.ready
+        rows, k = prod(out.shape[:-1]), self.unrolled.layouts[op.operands[0]].shape[-1]
+        dtype = self.unrolled.dtypes[out.buffer].name
         if ready is None:
+            self.issue(op.stream, Gemm(rows, out.shape[-1], k, dtype), launch="matmul")
             return
+        own = MIN_LOCAL_ROWS if ready.own is None else prod(self.unrolled.layouts[ready.own].shape[:-1])
+        if ready.own is not None and own < MIN_LOCAL_ROWS:  # the kernel copies so few
+            self.issue(op.stream, Traffic(2 * self.bytes[ready.own]), launch="compute")
+        separate, overlapped = ready.own is not None and own >= MIN_LOCAL_ROWS, ready.overlapped_sms > 0
+        gemm = Gemm(rows, out.shape[-1], k, dtype, 1, max(rows // ready.blocks, 1), separate, overlapped)
+        task = self.issue(op.stream, gemm, launch="matmul")
+        task.overlapped_sms, task.reserved_sms = ready.overlapped_sms, ready.reserved_sms
         if overlapped:
-            first = beside[0]
-            assert isinstance(first.what, CostCopy)
-            task.beside, task.after, task.joins = first.what.sms, [*first.after], [*first.joins]
-        task.blocks, task.spare = [None] * ready.blocks, self.spare
-        for turn, slot in enumerate(ready.order):
-            if slot == ready.first and ready.own is not None:
-                continue
-            self.shared.waits.append((task, turn, (self.me, ready.flags.symmetric, slot), ready.epoch))
+            first = self.pushed[op.stream]
+            task.after, task.joins = [*first.after], [*first.joins]
+        task.blocks = [None] * ready.blocks
+        for slot in ready.awaited:
+            self.shared.waits.append((task, ready.order.index(slot), self.flag(ready.flags, slot), ready.epoch))
 
-    def communicate(self, exchange: Exchange, x: CostTensor | None, out: CostTensor | None) -> CostTask:
-        whole = max(b.bytes for b in (x, out) if b is not None) if (x or out) else 0
-        if exchange.moves is not None:
-            whole = sum(_sent(move.take[1], x) for move in exchange.moves if move.source == self.me) or whole
-        lane = ("team", exchange.team, exchange.moves is None)
-        before = self.last.get(self.stream)
-        task = self.issue(
-            CostTransfer(exchange.kind, whole, len(exchange.team)), before, lane=lane, launch="communicate"
-        )
-        if exchange.moves is None:
-            self.meet(task, "communication", exchange.team, self.number(lane))
+    def collective(self, op: CollectiveOp) -> None:
+        task = self.communicate(op, CostTransfer(op.kind, max(self.bytes[op.x], self.bytes[op.out]), len(op.team)))
+        self.meet(task, "communication", op.team)
+
+    def messages(self, op: MessagesOp) -> None:
+        moved = max(self.total(op.reads), self.total(op.writes))  # links are full duplex
+        self.communicate(op, CostTransfer("messages", moved, len(op.team)), op.collective)
+
+    def communicate(self, op: CollectiveOp | MessagesOp, what: CostTransfer, collective: bool = True) -> CostTask:
+        before = self.last.get(op.stream)
+        task = self.issue(("team", op.team, collective), what, before, launch="communicate")
+        self.communications[op.handle] = task
         return task
 
-    def wait(self, handle: CostTask) -> None:
-        self.issue(Nothing(), handle, launch="wait")
+    def mark(self, op: MarkOp) -> None:
+        if op.stream in self.last:
+            self.communications[op.handle] = self.last[op.stream]
 
-    def copy(self, x: CostTensor, out: CostTensor, source: int, target: int, sms: int = 0) -> None:
-        if sms:
-            self.push(CostCopy(x.bytes, target, source == self.me, sms, first=not self.pushing))
-            return
-        if source == target:  # by a kernel
-            self.issue(Traffic(2 * x.bytes), launch="compute")
-            return
-        peer = target if source == self.me else source
-        self.issue(CostCopy(x.bytes, peer, out=source == self.me), launch="copy")
+    def wait(self, op: WaitOp) -> None:
+        self.issue(op.stream, Nothing(), self.communications.get(op.handle), launch="wait")
 
-    def signal(self, flags: CostTensor, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
-        if sms:
-            task = self.issue(Pause(kind="kernel"), launch="push")
+    def copy(self, op: CopyOp) -> None:
+        source, target = self.unrolled.owner(op.x), self.unrolled.owner(op.out)
+        out = source == self.unrolled.rank
+        if not op.sms and source == target:  # by a kernel
+            self.issue(op.stream, Traffic(2 * self.bytes[op.x]), launch="compute")
+        elif not op.sms:
+            self.issue(op.stream, CostCopy(self.bytes[op.x], target if out else source, out), launch="copy")
+        else:
+            first = op is self.pushes[id(op)].ops[0]
+            copy = CostCopy(self.bytes[op.x], target, out, op.sms, first)
+            task = self.issue(op.stream, copy, launch="push" if first else "")
+            if first:
+                self.pushed[op.stream] = task
+
+    def signal(self, op: SignalOp) -> None:
+        if op.sms:
+            task = self.issue(op.stream, Pause(kind="kernel"), launch="push")
             if task.after and isinstance(task.after[0].what, Nothing):
                 # What it takes is counted from the end of what its stream waits for.
                 task.after = [*task.after[0].after, *task.after[0].joins]
-            self.spare = 1
-        elif self.pushing:
-            task = self.push(Pause(kind="raised"))
+        elif id(op) in self.pushes:
+            task = self.issue(op.stream, Pause(kind="raised"))
         else:
-            task = self.issue(Pause(kind="signal"), launch="signal")
-        self.shared.flags.setdefault((peer, flags.symmetric, slot), []).append((epoch, task))
+            task = self.issue(op.stream, Pause(kind="signal"), launch="signal")
+        self.shared.flags.setdefault(self.flag(op.flags, op.slot), []).append((op.epoch, task))
 
-    def wait_signal(self, flags: CostTensor, slot: int, epoch: int) -> None:
-        task = self.issue(Nothing(), launch="signal")
-        self.shared.waits.append((task, None, (self.me, flags.symmetric, slot), epoch))
+    def wait_signal(self, op: WaitSignalOp) -> None:
+        task = self.issue(op.stream, Nothing(), launch="signal")
+        self.shared.waits.append((task, None, self.flag(op.flags, op.slot), op.epoch))
 
-    def barrier(self, team: tuple[int, ...]) -> None:
-        task = self.issue(CostBarrier(len(team)), launch="barrier")
-        self.meet(task, "barrier", team, self.number(("barrier", team)))
+    def barrier(self, op: BarrierOp) -> None:
+        self.meet(self.issue(op.stream, CostBarrier(len(op.team)), launch="barrier"), "barrier", op.team)
 
-    def current_stream(self) -> int:
-        return self.stream
+    def synchronize(self, op: SynchronizeOp) -> None:
+        self.issue(op.stream, Nothing(), self.last.get(op.other), launch="synchronize")
 
-    def set_stream(self, stream: int) -> None:
-        self.launch("stream")
-        self.stream = stream
-
-    def synchronize(self, stream: int) -> None:
-        self.issue(Nothing(), self.last.get(stream), launch="synchronize")
-
-    def delay(self, microseconds: int) -> None:
-        self.issue(Pause(float(microseconds)), launch="delay")
+    def delay(self, op: DelayOp) -> None:
+        self.issue(op.stream, Pause(float(op.microseconds)), launch="delay")
 
 
-def _sent(pieces: int, x: CostTensor | None) -> int:
-    return 0 if x is None else x.bytes // pieces
+TASKS: dict[type[Op], Callable[[RankTasks, Any], None]] = {
+    AllocateOp: RankTasks.allocate,
+    SymmetricOp: RankTasks.nothing,
+    ViewOp: RankTasks.view,
+    FreeOp: RankTasks.free,
+    ComputeOp: RankTasks.compute,
+    CopyOp: RankTasks.copy,
+    SignalOp: RankTasks.signal,
+    WaitSignalOp: RankTasks.wait_signal,
+    BarrierOp: RankTasks.barrier,
+    CollectiveOp: RankTasks.collective,
+    MessagesOp: RankTasks.messages,
+    MarkOp: RankTasks.mark,
+    WaitOp: RankTasks.wait,
+    SynchronizeOp: RankTasks.synchronize,
+    DelayOp: RankTasks.delay,
+}
 
 
+@uncollected()
 def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[CostTask]:
     """Return all ranks' tasks, each rank's in issue order. Raises HostIRError if sizes do not fit the program."""
-    shared, tasks = Shared(), []
-    for rank in range(program.ranks):
-        machine = CostMachine(rank, shared)
-        inputs = [_input(machine, v.tensor, sizes) for v in program.inputs]
-        interpret(program, machine, sizes, inputs)
-        machine.close()
-        tasks += machine.tasks
+    shared = Shared()
+    tasks = [t for rank in range(program.ranks) for t in RankTasks(unroll(program, rank, sizes), shared).tasks]
     for waiter, turn, flag, epoch in shared.waits:
         sent = [task for number, task in shared.flags.get(flag, ()) if number >= epoch]
         if not sent:
             continue
-        if turn is None or (sent[0].rank == waiter.rank and not waiter.beside):  # there before it begins
+        if turn is None or (sent[0].rank == waiter.rank and not waiter.overlapped_sms):  # there before it begins
             waiter.after.append(sent[0])
         else:
             waiter.blocks[turn] = sent[0]
     return tasks
-
-
-def _input(machine: CostMachine, type: Any, sizes: Mapping[str, int]) -> CostTensor | None:
-    if type.mesh is not None and machine.me not in type.mesh.devices:
-        return None
-    return CostTensor(tuple(n.bind(sizes) for n in type.local_shape), type.dtype)
 
 
 def flops(tasks: Sequence[CostTask]) -> float:
@@ -372,14 +357,11 @@ STARTED = 0.4  # share of `poll` that is left if a matmul has started beside the
 GRAPH, EAGER = "graph", "eager"
 
 
-def estimates(
-    program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten"
-) -> Mapping[str, float]:
+def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Mapping[str, float]:
     """Return the microseconds of a call: `graph` if replayed from a CUDA graph, `eager` if issued anew.
 
     Of calls in a row each takes the time of the device, or of the host if that is longer.
     """
-    tasks = tasks_of(program, sizes)
     costs = Costs(hardware, kernels, flops(tasks))
     device = Simulation(tasks, costs).run()
     return {GRAPH: device, EAGER: max(device, costs.host(tasks) - hardware.ahead)}
@@ -407,7 +389,7 @@ class Costs:
             each = sum(n * self.launch(kind) for kind, n in task.launches.items())
             if task.blocks and self.in_triton:
                 each += self.launch("flags")
-            elif task.blocks and not task.beside:  # one matmul a block, behind a wait
+            elif task.blocks and not task.overlapped_sms:  # one matmul a block, behind a wait
                 each += (len(task.blocks) - 1) * self.launch("matmul") + len(task.blocks) * self.launch("signal")
             took[task.rank] = took.get(task.rank, self.launch("call")) + each
         return max(took.values(), default=0.0)
@@ -501,16 +483,16 @@ class Costs:
         """
         what, h = task.what, self.hardware
         assert isinstance(what, Gemm)
-        if not self.in_triton and task.beside:
+        if not self.in_triton and task.overlapped_sms:
             return max(start, *arrivals) + h.edge + h.turn + self.gemm(what)
         if not self.in_triton:
             block = self.gemm(replace(what, m=what.block or what.m))
             for number, arrival in enumerate(arrivals):
                 start = max(start, arrival) + (h.turn if number else 0.0) + block
             return start
-        sms = h.sms - task.beside - task.spare
-        rates = self.rates.scaled(h.pushed) if task.beside else self.rates
-        poll = h.poll * (STARTED if task.beside else 1.0)
+        sms = h.sms - task.overlapped_sms - task.reserved_sms
+        rates = self.rates.scaled(h.pushed) if task.overlapped_sms else self.rates
+        poll = h.poll * (STARTED if task.overlapped_sms else 1.0)
         begins = [max(start + self.family.start, arrival) + poll for arrival in arrivals]
         return duration(self.fastest(what, sms), what, sms, rates, begins)[0]
 

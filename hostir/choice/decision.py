@@ -25,7 +25,7 @@ from hostir.choice.cache import (
     Timing,
     ranked_by,
 )
-from hostir.choice.cost import EAGER, GRAPH, estimates
+from hostir.choice.cost import EAGER, GRAPH, CostTask, estimates, tasks_of
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, here
 from hostir.described import described
 from hostir.ir.comm_ops import Communication
@@ -337,9 +337,13 @@ def _estimated(
     """Choose by estimated times; candidates that the sizes do not fit are impossible. Raises if they fit none."""
     timings: list[Timing] = []
     impossible = list(found.impossible)
+    tasks: dict[int, Sequence[CostTask]] = {}  # candidates with other kernels share a program
     for candidate, program in found.programs.items():
         try:
-            timings.append(_estimate(candidate, program, platform, sizes, calls))
+            program.check_whole(sizes)
+            if id(program) not in tasks:
+                tasks[id(program)] = tasks_of(program, sizes)
+            timings.append(_estimate(candidate, program, tasks[id(program)], platform, calls))
         except HostIRError as misfit:
             if candidate.strategy == SEQUENTIAL:
                 raise
@@ -348,12 +352,11 @@ def _estimated(
 
 
 def _estimate(
-    candidate: Candidate, program: Program, platform: Platform, sizes: Mapping[str, int], calls: str
+    candidate: Candidate, program: Program, tasks: Sequence[CostTask], platform: Platform, calls: str
 ) -> Timing:
-    program.check_whole(sizes)
     # Simulated ranks compute in one way, and the machine that they stand for in the best.
     kernels = ("aten", "triton") if platform.machine == SIMULATED else (candidate.kernels,)
-    ways = [estimates(program, sizes, platform.hardware, k) for k in kernels]
+    ways = [estimates(tasks, platform.hardware, k) for k in kernels]
     eager, graph = (round(min(times[mode] for times in ways), 1) for mode in (EAGER, GRAPH))
     replays = platform.computes != "cpu" or platform.machine == SIMULATED
     return _timing(candidate, program, eager, graph if replays else None, calls)

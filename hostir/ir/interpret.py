@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from hostir.ir.machine import Frame, Handle, Machine
 from hostir.ir.op import Statement
@@ -10,6 +12,21 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 
 MAX_UNROLLED = 1_000_000  # statements with loops unrolled; planning more takes minutes, and much memory
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Disable garbage collection meanwhile: walking a program makes objects by the million and drops few of them.
+
+    Collections that visit all of them again and again take as long as the walk.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Observer:

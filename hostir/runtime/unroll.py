@@ -11,9 +11,9 @@ from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from hostir.ir.comm_ops import MESSAGES, Communication, Message
-from hostir.ir.interpret import Observer, interpret
-from hostir.ir.machine import Exchange, Ready
-from hostir.ir.op import Statement
+from hostir.ir.interpret import Observer, interpret, uncollected
+from hostir.ir.machine import Exchange, Frame, Ready
+from hostir.ir.op import Statement, Value
 from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import dense_strides, is_dense, view_strides
 from hostir.ir.source import HostIRError, error
@@ -71,8 +71,7 @@ class Op:
     """One operation. `stream` is the stream that is current where it is issued.
 
     Analyses name no class of operations; they ask for these traits. The types of a class's fields set most of them.
-        defines: the register that it sets to a tensor, whose `extent` in its buffer goes from its first element to its
-            last, gaps included. The device does nothing for such an operation.
+        defines: the register that it sets to a tensor; the device does nothing for such an operation.
         frees: the register of the buffer that it frees.
         reads, writes: the registers whose memory it reads and writes; of a communication, until something waits for it.
         joins: the stream whose work it waits for, or None.
@@ -120,10 +119,6 @@ class Op:
         return False
 
     @property
-    def extent(self) -> Extent:
-        raise NotImplementedError
-
-    @property
     def raised_flags(self) -> tuple[FlagUse, ...]:
         return ()
 
@@ -146,10 +141,6 @@ class AllocateOp(Op):
 
     in_graph = False
 
-    @property
-    def extent(self) -> Extent:
-        return 0, prod(self.shape)
-
 
 @dataclass(frozen=True)
 class SymmetricOp(Op):
@@ -170,10 +161,6 @@ class SymmetricOp(Op):
         """The name and round that the buffers of all ranks have in common."""
         return self.name, self.rounds
 
-    @property
-    def extent(self) -> Extent:
-        return 0, prod(self.shape)
-
 
 @dataclass(frozen=True)
 class ViewOp(Op):
@@ -190,11 +177,6 @@ class ViewOp(Op):
     index: int | None
 
     in_graph = False
-
-    @property
-    def extent(self) -> Extent:
-        last = sum([(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)])
-        return self.offset, self.offset + (0 if 0 in self.shape else last + 1)
 
 
 @dataclass(frozen=True)
@@ -360,6 +342,33 @@ class DelayOp(Op):
         return True
 
 
+class RegisterView(NamedTuple):
+    """A tensor: the register of its buffer, and its layout there, in elements."""
+
+    buffer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def dense(self) -> bool:
+        return is_dense(self.shape, self.strides)
+
+    @property
+    def extent(self) -> Extent:
+        if 0 in self.shape:
+            return self.offset, self.offset
+        steps = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
+        return self.offset, self.offset + sum(steps) + 1
+
+    def index_in(self, whole: RegisterView) -> int | None:
+        """Return the i for which this is `whole[i]`, or None."""
+        if self.shape != whole.shape[1:] or self.strides != whole.strides[1:] or not whole.shape:
+            return None
+        index, rest = divmod(self.offset, max(whole.strides[0], 1))
+        return index if rest == 0 and index < whole.shape[0] else None
+
+
 @dataclass(frozen=True)
 class UnrolledProgram:
     """A rank's flat program: operations in issue order, and the registers of a call's tensors.
@@ -369,6 +378,8 @@ class UnrolledProgram:
         inputs: the registers of the program's inputs, consecutive.
         outputs: the registers of its outputs, NONE where this rank holds none.
         buffers: for each register the register of the buffer behind it, NONE for a handle.
+        layouts: by register, the tensors, but for inputs that this rank does not hold.
+        dtypes: by the register of a buffer.
         allocated: by register, the operations that allocate buffers in every run.
         symmetric: by register, those that provide symmetric buffers, this rank's and its peers'.
     """
@@ -380,6 +391,8 @@ class UnrolledProgram:
     inputs: range
     outputs: tuple[int, ...]
     buffers: tuple[int, ...]
+    layouts: Mapping[int, RegisterView]
+    dtypes: Mapping[int, DType]
     allocated: Mapping[int, AllocateOp]
     symmetric: Mapping[int, SymmetricOp]
 
@@ -390,8 +403,8 @@ class UnrolledProgram:
 
     @cached_property
     def extents(self) -> Mapping[int, Extent]:
-        """The extents, within their buffers, of buffers, peers' symmetric ones, and views."""
-        return {op.defines: op.extent for op in self.ops if op.defines}
+        """The extents of all tensors within their buffers, from the first element to the last, gaps included."""
+        return {register: layout.extent for register, layout in self.layouts.items()}
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -473,36 +486,19 @@ class Strided(Protocol):
         """Return the strides of its axes."""
 
 
-def unroll(program: Program, rank: int, sizes: Mapping[str, int], inputs: Sequence[Strided | None]) -> UnrolledProgram:
-    """Unroll a program for one rank and for inputs like these.
+@uncollected()
+def unroll(
+    program: Program, rank: int, sizes: Mapping[str, int], inputs: Sequence[Strided | None] | None = None
+) -> UnrolledProgram:
+    """Unroll a program for one rank and for inputs like these, by default dense ones.
 
     Only the inputs' shapes and strides count. Raises HostIRError if the program asks for what no machine can
     do: a stream outside the pool, a view that needs a copy, a communication of memory that is not dense or that nothing
     waits for, a use after free, a peer's memory that is not symmetric.
     """
     unroller = Unroller(program, rank, sizes)
-    outputs = interpret(program, unroller, sizes, unroller.take(inputs), unroller)
-    return unroller.finish(inputs, outputs)
-
-
-class RegisterView(NamedTuple):
-    """A tensor while unrolling: the register of its buffer, and its layout there, in elements."""
-
-    buffer: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int = 0
-
-    @property
-    def dense(self) -> bool:
-        return is_dense(self.shape, self.strides)
-
-    def index_in(self, whole: RegisterView) -> int | None:
-        """Return the i for which this is `whole[i]`, or None."""
-        if self.shape != whole.shape[1:] or self.strides != whole.strides[1:] or not whole.shape:
-            return None
-        index, rest = divmod(self.offset, max(whole.strides[0], 1))
-        return index if rest == 0 and index < whole.shape[0] else None
+    given = unroller.take_dense() if inputs is None else unroller.take(inputs)
+    return unroller.finish(interpret(program, unroller, sizes, given, unroller))
 
 
 @dataclass(frozen=True)
@@ -567,13 +563,21 @@ class Unroller(Observer):
 
     def take(self, inputs: Sequence[Strided | None]) -> list[RegisterView | None]:
         """Return a tensor for each input of a call."""
-        parts: list[RegisterView | None] = []
-        for value, x in zip(self.program.inputs, inputs, strict=True):
-            buffer = self.new_register()
-            self.names[buffer] = value.name
-            strides = () if x is None else tuple(x.stride())
-            parts.append(None if x is None else self.whole(buffer, tuple(x.shape), value.tensor.dtype, strides))
+        layouts = [None if x is None else (tuple(x.shape), tuple(x.stride())) for x in inputs]
+        return [self.input(value, layout) for value, layout in zip(self.program.inputs, layouts, strict=True)]
+
+    def take_dense(self) -> list[RegisterView | None]:
+        """Return a dense tensor for each input that this rank holds."""
+        frame, parts = Frame(self, self.sizes), list[RegisterView | None]()
+        for value in self.program.inputs:
+            shape = frame.shape(value.tensor)
+            parts.append(self.input(value, (shape, dense_strides(shape)) if frame.here(value.tensor.mesh) else None))
         return parts
+
+    def input(self, value: Value, layout: tuple[tuple[int, ...], tuple[int, ...]] | None) -> RegisterView | None:
+        buffer = self.new_register()
+        self.names[buffer] = value.name
+        return None if layout is None else self.whole(buffer, layout[0], value.tensor.dtype, layout[1])
 
     # The machine protocol -----------------------------------------------------------------------------------------
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> RegisterView:
@@ -819,18 +823,19 @@ class Unroller(Observer):
             raise self.fail(f"{prod(x.shape)} elements do not divide in {count} blocks")
         return RegisterView(x.buffer, (size,), (1,), x.offset + index * size)
 
-    def finish(self, inputs: Sequence[Strided | None], outputs: Sequence[RegisterView | None]) -> UnrolledProgram:
+    def finish(self, outputs: Sequence[RegisterView | None]) -> UnrolledProgram:
         if flight := next((f for f in self.flights if not f.waited), None):
             raise flight.op.place.statement.fail(
                 "nothing waits for this communication", hint="add 'wait' with its handle before the result is read"
             )
         self.stream = CALLER
         registers = tuple(self.register(self.callers(x)) for x in outputs)
-        held = range(1, 1 + len(inputs))
+        held = range(1, 1 + len(self.program.inputs))
         ops = tuple(op for op in self.ops if not isinstance(op, MarkOp) or op.handle in self.marked)
         return UnrolledProgram(
             *(self.program, self.rank, self.sizes, ops, held, registers),
-            *(tuple(self.buffers), self.allocated, self.symmetric),
+            *(tuple(self.buffers), {register: x for x, register in self.views.items()}, self.dtypes),
+            *(self.allocated, self.symmetric),
         )
 
     def callers(self, x: RegisterView | None) -> RegisterView | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import hostir as hi
 from examples import patterns
-from hostir.choice.cost import estimates
+from hostir.choice import cost
 from hostir.choice.platforms import Hardware, hardware_of
 from hostir.ir.program import Program
 
@@ -30,6 +30,13 @@ WHOLE = 1  # slices of what has no pipeline
 ESTIMATES: dict[tuple[object, ...], Mapping[str, float]] = {}  # made once: several files have the same rows
 OTHER_TRITON = {"d3a5b2e"}  # commits at which the Triton matmul was another, whose launch took the host 190 us
 WHOLE_TILES = {"af38f7b"}  # commits at which it split no tiles, but shared some by stream-K
+
+
+def estimates(
+    program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten"
+) -> Mapping[str, float]:
+    """The microseconds of a call of a program, by mode."""
+    return cost.estimates(cost.tasks_of(program, sizes), hardware, kernels)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ import pytest
 
 import hostir as hi
 from examples import patterns
-from hostir.choice.cost import EAGER, GRAPH, SMALL, Costs, CostTask, Simulation, Traffic, estimates, tasks_of
+from hostir.choice.cost import EAGER, GRAPH, SMALL, Costs, CostTask, Simulation, Traffic, tasks_of
 from hostir.choice.decision import decide
 from hostir.choice.platforms import H200, named, reference
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels.tiles import MIN_LOCAL_ROWS, Gemm, candidates, choose, duration
+from tests.choice.recorded import estimates
 from tests.counting import calls_of
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: bf16[2@didx, 1024, 4096], %b: bf16[4096, 4096]) -> (%c) "
@@ -117,10 +118,10 @@ def test_a_signal_by_a_kernel_keeps_no_copy_waiting_and_comes_soon_behind_its_ow
 def test_a_matmul_leaves_an_sm_to_signals_by_kernels() -> None:
     gemm, model = Gemm(128 * 11, 256 * 12, 4096, "bf16"), costs("triton")  # 132 tiles, of which each SM takes one
     model.family = replace(H200.kernels["triton"], tiles={"bf16": candidates("bf16")[:1]})
-    without, with_one = (model.arriving(waiting(gemm, 1, spare=n), 0.0, [0.0]) for n in (0, 1))
+    without, with_one = (model.arriving(waiting(gemm, 1, reserved_sms=n), 0.0, [0.0]) for n in (0, 1))
     assert with_one > 1.3 * (without - H200.poll)
     fused = {n: hi.lower(patterns.allgather_matmul(ranks=4, S=1), "fused", n) for n in (1, 2)}
-    assert {n: {t.spare for t in tasks_of(p, {}) if t.blocks} for n, p in fused.items()} == {1: {0}, 2: {1}}
+    assert {n: {t.reserved_sms for t in tasks_of(p, {}) if t.blocks} for n, p in fused.items()} == {1: {0}, 2: {1}}
 
 
 def test_fused_on_two_streams_is_faster_where_copies_take_longest() -> None:

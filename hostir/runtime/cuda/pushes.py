@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hostir.runtime.unroll import CopyOp, Extent, Op, SignalOp, UnrolledProgram, ViewOp, overlap
+from hostir.runtime.unroll import CopyOp, Extent, Op, SignalOp, UnrolledProgram, overlap
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class Pushes:
     @classmethod
     def of(cls, unrolled: UnrolledProgram) -> list[Pushes]:
         """Return all such runs of a program, each as long as possible."""
-        views = {op.out: op.shape for op in unrolled.ops if isinstance(op, ViewOp)}
         runs: list[_Run] = []
         run: _Run | None = None
         for op in unrolled.ops:
@@ -37,7 +36,7 @@ class Pushes:
                 continue
             if isinstance(op, CopyOp) and op.sms:
                 if run is None or not run.takes(op):
-                    run = _Run(unrolled.buffers, views, unrolled.extents)
+                    run = _Run(unrolled)
                     runs.append(run)
                 run.add(op)
             elif run is not None and isinstance(op, SignalOp) and run.takes_signal(op):
@@ -52,35 +51,30 @@ class _Run:
     """A run of copies and signals under construction.
 
     Fields:
-        buffers, shapes, at: of registers: their buffers, the shapes of views, where in its buffer each lies.
         ops: so far.
         read, written: by buffer, what the copies touch.
     """
 
-    buffers: Sequence[int]
-    shapes: Mapping[int, tuple[int, ...]]
-    at: Mapping[int, Extent]
+    unrolled: UnrolledProgram
     ops: list[Op] = field(default_factory=list)
     read: dict[int, list[Extent]] = field(default_factory=dict)
     written: dict[int, list[Extent]] = field(default_factory=dict)
 
     def takes(self, op: CopyOp) -> bool:
         """Whether a copy is of the same kind as the first, and may run at the same time as the others."""
-        first, x, out = self.ops[0], self.buffers[op.x], self.buffers[op.out]
+        first, x, out = self.ops[0], self.unrolled.layouts[op.x], self.unrolled.layouts[op.out]
         assert isinstance(first, CopyOp)
-        alike = op.stream == first.stream and op.sms == first.sms and x == self.buffers[first.x]
-        if not alike or self.shapes.get(op.x) != self.shapes.get(first.x):
+        same = self.unrolled.layouts[first.x]
+        if (op.stream, op.sms, x.buffer, x.shape) != (first.stream, first.sms, same.buffer, same.shape):
             return False
-        touched = [*self.read.get(out, ()), *self.written.get(out, ())]
-        return not overlap(self.at[op.out], touched) and not (
-            x in self.written and overlap(self.at[op.x], self.written[x])
-        )
+        touched = [*self.read.get(out.buffer, ()), *self.written.get(out.buffer, ())]
+        return not overlap(out.extent, touched) and not overlap(x.extent, self.written.get(x.buffer, ()))
 
     def add(self, op: CopyOp) -> None:
         self.ops.append(op)
         for register, touched in ((op.x, self.read), (op.out, self.written)):
-            if register in self.at:  # inputs, which nothing writes, are not
-                touched.setdefault(self.buffers[register], []).append(self.at[register])
+            layout = self.unrolled.layouts[register]
+            touched.setdefault(layout.buffer, []).append(layout.extent)
 
     def takes_signal(self, op: SignalOp) -> bool:
         """Whether a signal is sent by the stream itself, directly after a copy."""
