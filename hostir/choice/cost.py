@@ -14,6 +14,7 @@ import numpy as np
 from hostir.choice.platforms import Hardware, Tile
 from hostir.ir.interpret import interpret
 from hostir.ir.machine import Exchange, Handle, Ready
+from hostir.ir.op import REGISTRY
 from hostir.ir.program import Program
 from hostir.ir.types import DTYPES, DType
 
@@ -24,7 +25,6 @@ from hostir.ir.types import DTYPES, DType
 # strategies, only statements.
 
 CALLER = -1  # the caller's stream
-CONTRACTIONS = ("matmul", "linear")
 
 
 # Kinds of tasks ---------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class CostMachine:
         ready: Ready | None = None,
     ) -> None:
         read = [x for x in operands if x is not None]
-        if kind not in CONTRACTIONS:
+        if not REGISTRY[kind].contracts:
             self.issue(Traffic(out.bytes + sum(x.bytes for x in read)), launch="compute")
             return
         k = read[0].shape[-1]

@@ -291,6 +291,10 @@ class Signal(Statement):
     sms: Int = field(default=0, kw_only=True)
 
     @property
+    def needs_reserved_sm(self) -> bool:
+        return self.sms > 0
+
+    @property
     def flag_use(self) -> FlagUse:
         return FlagUse(self.flags, self.slot, self.epoch)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum, Flag, auto
 from functools import cache, cached_property
@@ -370,6 +370,36 @@ class Statement:
     def remote(self) -> Value | None:
         """The view of a symmetric buffer that it reads or writes at a peer."""
         return None
+
+    @property
+    def needs_reserved_sm(self) -> bool:
+        """Whether it needs the SM that a kernel which waits for flags reserves for it."""
+        return False
+
+    @property
+    def computed(self) -> Value | None:
+        """The value whose elements it computes, and rounds to its dtype."""
+        return None
+
+    @property
+    def summed(self) -> Sequence[Size]:
+        """The extents, on one rank, of the axes over which each element that it computes is a sum."""
+        return ()
+
+    @property
+    def right_side(self) -> tuple[Value, int] | None:
+        """The right side of a product, and its axis that is summed away."""
+        return None
+
+    @property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """The teams of ranks that meet in it, each in ascending order."""
+        return ()
+
+    @property
+    def addends(self) -> int:
+        """How many ranks' partial sums it adds up; 0 if it adds none."""
+        return 0
 
     @property
     def needs_dense(self) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from hostir.described import described
-from hostir.ir.host_ops import Dense
 from hostir.ir.op import Codec, Phase, Value
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error, warn_once
@@ -115,7 +114,7 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
 def tell_copies(unrolled: UnrolledProgram) -> None:
     """Warn, once for each, of inputs that every call copies because the program needs them dense."""
     program = unrolled.program
-    copies = [op for op in unrolled.ops if isinstance(op, ComputeOp) and isinstance(op.place.statement, Dense)]
+    copies = [op for op in unrolled.ops if isinstance(op, ComputeOp) and op.place.statement.may_copy]
     for register in dict.fromkeys(op.operands[0] for op in copies if op.operands[0] in unrolled.inputs):
         name = program.inputs[unrolled.inputs.index(register)].name
         message = f"Every call of @{program.name} copies its input %{name}, which must be dense and is not contiguous."
