@@ -22,7 +22,7 @@ from hostir.ir.op import (
     Body,
     Define,
     Expr,
-    FlagUse,
+    FlagOperand,
     Index,
     Int,
     Name,
@@ -295,8 +295,8 @@ class Signal(Statement):
         return self.sms > 0
 
     @property
-    def flag_use(self) -> FlagUse:
-        return FlagUse(self.flags, self.slot, self.epoch)
+    def flag_operand(self) -> FlagOperand:
+        return FlagOperand(self.flags, self.slot, self.epoch)
 
     @property
     def peer_place(self) -> tuple[Expr, str]:
@@ -332,8 +332,8 @@ class WaitSignal(Statement):
     epoch: Index
 
     @property
-    def flag_use(self) -> FlagUse:
-        return FlagUse(self.flags, self.slot, self.epoch)
+    def flag_operand(self) -> FlagOperand:
+        return FlagOperand(self.flags, self.slot, self.epoch)
 
     def verify(self) -> None:
         flags_of(self, self.flags)

@@ -176,7 +176,7 @@ class Sync(Flag):
 
 
 @dataclass(frozen=True)
-class FlagUse:
+class FlagOperand:
     """A row of flags that a statement signals or waits for.
 
     Fields:
@@ -235,7 +235,7 @@ class Statement:
     conditional: ClassVar[bool] = False  # a rank may pass over its body
     explicit: ClassVar[bool] = True  # it is left where every change of sharding is explicit
     contracts: ClassVar[bool] = False  # it multiplies matrices
-    whole: ClassVar[bool] = False  # `evaluate` takes tensors whole, but for `flag_use.rows`
+    whole: ClassVar[bool] = False  # `evaluate` takes tensors whole, but for `flag_operand.rows`
 
     span: Span | None = field(default=None, compare=False, repr=False, kw_only=True)
     note: str = field(default="", compare=False, repr=False, kw_only=True)
@@ -357,7 +357,7 @@ class Statement:
         return None
 
     @property
-    def flag_use(self) -> FlagUse | None:
+    def flag_operand(self) -> FlagOperand | None:
         """The flags that it signals or waits for."""
         return None
 

@@ -19,7 +19,7 @@ from hostir.ir.op import (
     Codec,
     Define,
     Expr,
-    FlagUse,
+    FlagOperand,
     Index,
     Int,
     Ints,
@@ -205,8 +205,10 @@ class Contraction(TensorOp):
             self._stands_in(self.own)
 
     @property
-    def flag_use(self) -> FlagUse | None:
-        return FlagUse(self.ready, None, self.epoch, (self.a, self.out), self.own) if self.ready is not None else None
+    def flag_operand(self) -> FlagOperand | None:
+        return (
+            FlagOperand(self.ready, None, self.epoch, (self.a, self.out), self.own) if self.ready is not None else None
+        )
 
     @property
     def right_side(self) -> tuple[Value, int]:
