@@ -13,7 +13,7 @@ import numpy as np
 
 from hostir.choice.platforms import Hardware, Tile
 from hostir.ir.interpret import interpret
-from hostir.ir.machine import Exchange, Handle, Ready
+from hostir.ir.machine import Exchange, Handle, OptionalMethods, Ready
 from hostir.ir.op import REGISTRY
 from hostir.ir.program import Program
 from hostir.ir.types import DTYPES, DType
@@ -149,7 +149,7 @@ class Shared:
     meetings: dict[tuple[Any, ...], list[CostTask]] = field(default_factory=dict)
 
 
-class CostMachine:
+class CostMachine(OptionalMethods):
     """One rank of the cost model, driven by the interpreter as a machine."""
 
     def __init__(self, rank: int, shared: Shared) -> None:

@@ -224,7 +224,7 @@ class Statement:
 
     # Traits: what a statement does, for all who ask; nobody else keeps lists of classes. What it reads, writes, views,
     # frees and defines follows from the codecs of its fields. See also the properties under "Traits" below.
-    on_host: ClassVar[bool] = False  # it runs on the host alone, whatever the current stream is
+    on_host: ClassVar[bool] = False  # it issues no work, and is the same on every stream
     orders: ClassVar[Sync] = Sync.NOTHING  # whom it orders, if it does nothing else
     transfers: ClassVar[bool] = False  # it moves elements between ranks
     collective: ClassVar[bool] = False  # every rank of its team issues it, all in the same order

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hostir.ir.interpret import interpret
-from hostir.ir.machine import Exchange, Ready
+from hostir.ir.machine import Exchange, OptionalMethods, Ready
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.ir.types import DType
@@ -65,7 +65,7 @@ class WholeView:
 Handle = Whole | WholeView
 
 
-class Reference:
+class Reference(OptionalMethods):
     """The machine that holds whole tensors, on one device.
 
     `dtype` is what it computes in; None stands for what programs declare.
@@ -137,9 +137,6 @@ class Reference:
 
     def synchronize(self, stream: int) -> None:
         """Do nothing: statements have ended when they are issued."""
-
-    def delay(self, microseconds: int) -> None:
-        """Do nothing: nothing else waits to run."""
 
     def copy(self, x: Handle, out: Handle, source: int, target: int, sms: int = 0) -> None:
         raise _no_ranks()

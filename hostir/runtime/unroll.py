@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from hostir.ir.comm_ops import MESSAGES
 from hostir.ir.interpret import Observer, interpret
-from hostir.ir.machine import Exchange, Ready
+from hostir.ir.machine import Exchange, OptionalMethods, Ready
 from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import dense_strides, is_dense, view_strides
@@ -518,7 +518,7 @@ class Flight:
 
 
 @dataclass
-class Unroller(Observer):
+class Unroller(Observer, OptionalMethods):
     """The machine that records operations instead of running them."""
 
     program: Program

@@ -10,7 +10,7 @@ import torch
 
 from hostir.ir.comm_ops import MESSAGES
 from hostir.ir.interpret import Observer, interpret
-from hostir.ir.machine import Exchange, Ready
+from hostir.ir.machine import Exchange, OptionalMethods, Ready
 from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import HostIRError, Span, error
@@ -49,7 +49,7 @@ class Float64Side(Side):
         return torch.stack(list(parts)).sum(0)
 
 
-class RankMachine(Observer):
+class RankMachine(Observer, OptionalMethods):
     """One rank of a `LocalMachine`. Views and allocations happen while it plans; all else becomes tasks.
 
     Streams, the order of teams, flags and symmetric buffers go on from call to call. `dtype` is what it computes in;
@@ -380,9 +380,6 @@ class RankMachine(Observer):
 
     def synchronize(self, stream: IssueQueue | int) -> None:
         self.current.wait(self._stream(stream).tail)
-
-    def delay(self, microseconds: int) -> None:
-        """Do nothing: a delay orders nothing, and the scheduler may run anything first anyway."""
 
     def _stream(self, stream: IssueQueue | int) -> IssueQueue:
         if isinstance(stream, IssueQueue):
