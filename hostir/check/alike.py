@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
@@ -229,7 +229,7 @@ class Alike(Order):
         event.accesses = [_access(access, 0) for access in event.accesses if access.rank < 0]
         for access in far:
             rank = self.torus.opposite[access.rank]
-            yield self.copy(event, rank, [_access(replace(access, rank=-1), rank)])
+            yield self.copy(event, rank, [_access(access, rank)])
 
     def _signal(self, flag: Flag, events: list[Event]) -> Flag:
         """Return the signal that arrives at rank 0 where rank 0 sends this one: some other rank sends it."""
@@ -312,10 +312,11 @@ def _differs(number: object) -> bool:
 
 
 def _access(access: Access, rank: int) -> Access:
-    """Return an access with the offset that it has on a rank."""
-    if not _differs(access.region.offset):
-        return access
-    return replace(access, region=Region(_at(access.region.offset, rank), access.region.dims))
+    """Return an access that a rank makes, as one to memory of the rank that it accesses."""
+    region = access.region
+    if _differs(region.offset):
+        region = Region(_at(region.offset, rank), region.dims)
+    return Access(access.buffer, region, access.does)
 
 
 # Memory that goes round with the ranks --------------------------------------------------------------------------------
@@ -339,23 +340,25 @@ class _Rotations:
         awaited = {id(flag) for kernel in self.tracer.kernels for flag in kernel.waits}
         accesses = [access for event in self.tracer.events for access in event.accesses]
         flags = [flag for flag in (*self.tracer.signals, *self.tracer.waits) if id(flag) not in awaited]
-        addresses: list[tuple[str, Any]] = [(access.buffer.name, access.region.offset) for access in accesses]
-        addresses += [(flag.flags, flag.slot) for flag in flags]
-        for name, address in addresses:
-            for axis, step in enumerate(self._moving(address)):
+        moving = [(access, self._moving(access.region.offset)) for access in accesses]
+        going = [(flag, self._moving(flag.slot)) for flag in flags]
+        weights = [(access.buffer.name, steps) for access, steps in moving]
+        weights += [(flag.flags, steps) for flag, steps in going]
+        for name, steps in dict.fromkeys(weights):
+            for axis, step in enumerate(steps):
                 if step:
                     self._need(name, axis, step)
         for kernel in self.tracer.kernels:
             for axis in range(len(self.shape)):
                 self._kernel(kernel, axis)
         self._apart()
-        for access in accesses:
-            for axis in range(len(self.shape)):
+        for access, steps in moving:
+            for axis, step in enumerate(steps):
                 if (access.buffer.name, axis) in self.steps and (id(access), axis) not in self.blocks:
-                    self._region(access, axis)
-        for flag in flags:
-            still = [axis for axis, step in enumerate(self._moving(flag.slot)) if not step]
-            if _differs(flag.epoch[1]) or any((flag.flags, axis) in self.steps for axis in still):
+                    self._region(access, axis, _one_place if step else _all_places)
+        for flag, steps in going:
+            still = any((flag.flags, axis) in self.steps for axis, step in enumerate(steps) if not step)
+            if _differs(flag.epoch[1]) or still:
                 raise UnlikeError
 
     def _moving(self, address: Any) -> tuple[int, ...]:
@@ -375,9 +378,8 @@ class _Rotations:
             if any(higher % end for (_, end), (higher, _) in pairwise(sorted(of))):
                 raise UnlikeError
 
-    def _region(self, access: Access, axis: int) -> None:
+    def _region(self, access: Access, axis: int, fits: Callable[[int, Dims, int, int], bool]) -> None:
         region, step = access.region, self.steps[access.buffer.name, axis]
-        fits = _one_place if self._moving(region.offset)[axis] else _all_places
         if not fits(_at(region.offset, 0), region.dims, step, self.shape[axis]):
             raise UnlikeError
 
