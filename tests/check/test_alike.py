@@ -192,15 +192,16 @@ def test_a_number_of_every_rank_gives_only_answers_that_hold_on_all() -> None:
 GRIDS = ((2, 2), (2, 4), (3, 2), (4, 2))
 
 
-@pytest.mark.parametrize("program", originals(), ids=lambda program: program.name)
-def test_what_is_done_to_rank_0_is_what_a_look_at_all_ranks_finds_there(program: Program) -> None:
-    sizes = small_sizes(program, {})
-    assert sizes is not None
-    order, full = alike(program, sizes, 2), analyse(program).order
-    if order is None:
-        return
-    assert full is not None
-    assert touches(order.events) == touches(full.events)
+@pytest.mark.xdist_group("mutation")  # in the process that lowers all programs for tests/test_mutation.py
+@pytest.mark.parametrize("part", range(8))
+def test_what_is_done_to_rank_0_is_what_a_look_at_all_ranks_finds_there(part: int) -> None:
+    for program in originals()[part::8]:
+        sizes = small_sizes(program, {})
+        assert sizes is not None, program
+        order, full = alike(program, sizes, 2), analyse(program).order
+        if order is not None:
+            assert full is not None, program
+            assert touches(order.events) == touches(full.events), program
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -223,6 +224,7 @@ def touches(events: list) -> Counter:  # type: ignore[type-arg]
     )
 
 
+@pytest.mark.xdist_group("mutation")
 @pytest.mark.parametrize("seed", range(12))
 def test_the_verdict_is_that_of_a_look_at_all_ranks(seed: int) -> None:
     random = Random(seed)
