@@ -349,7 +349,7 @@ def _no_result(program: Program, refused: HostIRError) -> HostIRError:
 SEEDS = 400
 SECONDS = 20.0  # of trying seeds; large sizes take long to run
 MAX_ELEMENTS = 1 << 24  # elements of the inputs; runs with more take too long to try many seeds
-Key = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
+TaskKey = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
 
 
 def witnesses(
@@ -389,16 +389,16 @@ def witnesses(
     return shown
 
 
-def _places(ran: Sequence[Task]) -> dict[Key, list[int]]:
+def _places(ran: Sequence[Task]) -> dict[TaskKey, list[int]]:
     """Return the positions at which each statement of each rank, round and call accessed memory."""
-    found: dict[Key, list[int]] = {}
+    found: dict[TaskKey, list[int]] = {}
     for place, task in enumerate(ran):
         if task.memory:
             found.setdefault((task.rank, id(task.statement), task.rounds, task.call), []).append(place)
     return found
 
 
-def _overtaken(finding: Finding, places: Mapping[Key, list[int]]) -> bool:
+def _overtaken(finding: Finding, places: Mapping[TaskKey, list[int]]) -> bool:
     """Whether the second of a finding's two accesses came first; other findings only need the run to go wrong."""
     if finding.kind != "race":
         return True
@@ -407,7 +407,7 @@ def _overtaken(finding: Finding, places: Mapping[Key, list[int]]) -> bool:
     return second is not None and (first is None or second < first)
 
 
-def _when(event: Event, places: Mapping[Key, list[int]], at_first: bool = False) -> int | None:
+def _when(event: Event, places: Mapping[TaskKey, list[int]], at_first: bool = False) -> int | None:
     found = places.get((event.rank, id(event.statement), event.rounds, event.call))
     if not found:
         return None
