@@ -19,7 +19,9 @@ from hostir.ir.onesided_ops import Get, Put
 from hostir.ir.op import REGISTRY
 from hostir.ir.source import error, user_span
 from hostir.ir.tensor_ops import Linear, Matmul
-from hostir.runtime.unroll import CALLER, AllocateOp, CollectiveOp, MessagesOp, Op, Step, UnrolledProgram, WaitOp
+from hostir.runtime.binding import Step
+from hostir.runtime.order import CALLER
+from hostir.runtime.unroll import Op, UnrolledProgram
 
 # Traces ---------------------------------------------------------------------------------------------------------------
 # Statements with their times: a Chrome trace that Perfetto opens, and a picture of the timeline.
@@ -223,8 +225,8 @@ def _ticks(span: float) -> list[tuple[float, str]]:
 
 def lane_of(op: Op) -> str:
     """Return the track of a trace for an operation."""
-    if isinstance(op, CollectiveOp | MessagesOp):
-        return f"communication {op.team}"
+    if op.by_group:
+        return f"communication {op.by_group}"
     return "caller" if op.stream == CALLER else f"stream {op.stream}"
 
 
@@ -243,10 +245,10 @@ class Timeline:
 
     def timed(self, op: Op, step: Step, streams: Sequence[torch.cuda.Stream]) -> Step:
         """Return the step with events before and after it."""
-        if isinstance(op, AllocateOp):
+        if op.defines:
             return step
-        if isinstance(op, WaitOp):
-            return self.ends(step, self.flights.pop(op.handle, None), streams, op.stream)
+        if op.awaits:
+            return self.ends(step, self.flights.pop(op.awaits, None), streams, op.stream)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.spans.append((op, start, end))
 
@@ -254,8 +256,8 @@ class Timeline:
             start.record(streams[op.stream])
             step()
 
-        if isinstance(op, CollectiveOp | MessagesOp):
-            self.flights[op.handle] = end
+        if op.by_group:
+            self.flights[op.starts] = end
             return begun
         return self.ends(begun, end, streams, op.stream)
 

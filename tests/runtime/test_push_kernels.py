@@ -7,7 +7,8 @@ import torch
 
 from hostir.ir import parse
 from hostir.ir.source import HostIRError
-from hostir.runtime.unroll import ComputeOp, CopyOp, Pushes, SignalOp, UnrolledProgram, unroll
+from hostir.runtime.cuda.pushes import Pushes
+from hostir.runtime.unroll import ComputeOp, CopyOp, SignalOp, UnrolledProgram, unroll
 
 TO_ALL = """for %i in 0..4 {
     put %a -> %mine at (%r + %i) % 4 over x by 8 sms
