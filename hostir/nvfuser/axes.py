@@ -1,4 +1,4 @@
-"""Find the axes and types of a dump: how printed IterDomains form logical axes, and what lies on devices."""
+"""Find the axes and types of a dump: how printed IterDomains form logical axes, and how these are sharded."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = F
 
     Args:
         tensor: the tensor as printed.
-        alone: x or y, where such an axis is no part of a split, as it holds the parts of a partial sum.
-        split: whether a device axis is rather a part of a split than an axis of its own.
+        alone: x or y if such an axis is not part of a split because it holds the parts of a partial sum.
+        split: whether a device axis is more likely part of a split than a separate axis.
     """
     domains = tensor.domains
     parallel = [(d.kind, d.on) for d in domains if d.on]
     if len(set(parallel)) < len(parallel):
-        return [tuple(LogicalAxis((d,)) for d in domains)]  # no layout, which is said where its type is asked for
+        return [tuple(LogicalAxis((d,)) for d in domains)]  # no valid layout: reported when its type is needed
     outer = {k for k, d in enumerate(domains) if not d.rfactor and (d.kind == "r" or d.on not in alone)}
     splits = list(islice(_splits(domains, outer, 0, ()), _MAX_SPLITS))
     splits.sort(key=lambda parts: _unlikelihood(domains, parts, split))
@@ -134,9 +134,9 @@ def _missing(domains: Sequence[IterDomain], split: Split) -> int:
 
 
 def _unlikelihood(domains: Sequence[IterDomain], split: Split, split_devices: bool) -> tuple[int, ...]:
-    """Return a sort key: the signs against a reading, the weightiest first.
+    """Return a sort key: the evidence against a reading, the strongest first.
 
-    nvFuser numbers the two parts of a split one after the other, and behind all axes that were there before.
+    nvFuser gives the two parts of a split consecutive numbers, higher than those of all earlier axes.
     """
     numbers = [d.number for d in domains]
     inner_of = {outer: inner for inner, outers in enumerate(split) for outer in outers}
