@@ -34,7 +34,7 @@ from hostir.lower.gathers import (
     with_block_axes,
 )
 from hostir.lower.host import Host
-from hostir.lower.propagate import result_of
+from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.transfers import ARRIVED, Blocks, Mover, Transfers
 
 SMS = 16  # that copy in `push`: fewer do not fill the links, more leave too few to the matmul
@@ -76,7 +76,7 @@ def sent(program: Program, strategy: str, mover: Mover) -> Program:
             arriving[s.out.name] = SentRows(host, s, mover)
             workers = max(workers, arriving[s.out.name].transfers.workers)
             continue
-        needed = [arriving.pop(v.name) for v in s.values(Codec.READ, Codec.ALIAS) if v.name in arriving]
+        needed = [arriving.pop(v.name) for v in operands_of(s) if v.name in arriving]
         if len(needed) == 1 and isinstance(s, Contraction) and reads_rows(s, needed[0].gather.out):
             needed[0].multiply(s)
             continue
@@ -104,7 +104,7 @@ def _matmuls_first(program: Program, gathers: Sequence[AllGather]) -> Program:
         start, end = body.index(gather) + 1, body.index(matmul)
         needed = {v.name for v in matmul.values(Codec.READ)}
         for s in reversed(body[start:end]):
-            needed |= {v.name for v in s.values(Codec.READ, Codec.ALIAS)} if result_of(s).name in needed else set()
+            needed |= {v.name for v in operands_of(s)} if result_of(s).name in needed else set()
         before = [s for s in body[start:end] if result_of(s).name in needed]
         after = [s for s in body[start:end] if result_of(s).name not in needed]
         program = program.with_body([*body[:start], *before, matmul, *after, *body[end + 1 :]])

@@ -12,8 +12,9 @@ from hostir.ir.sizes import Size, product
 from hostir.ir.tensor_ops import Linear, Matmul, Reshape
 from hostir.ir.types import Axis
 from hostir.lower.host import isolate
-from hostir.lower.pipeline import SlicePlace, with_reasons
-from hostir.lower.propagate import result_of
+from hostir.lower.pipeline import with_reasons
+from hostir.lower.propagate import operands_of, result_of
+from hostir.lower.slices import SlicePlace
 
 # Which they are -------------------------------------------------------------------------------------------------------
 
@@ -68,7 +69,7 @@ def _why_whole(s: Communication, program: Program, strategy: str) -> str:
 
 def reads_rows(s: Statement, rows: Value) -> bool:
     """Whether a matmul reads a tensor as its left side, and nowhere else."""
-    reads = [v.name for v in s.values(Codec.READ, Codec.ALIAS)]
+    reads = [v.name for v in operands_of(s)]
     return isinstance(s, (Matmul, Linear)) and s.a.name == rows.name and reads.count(rows.name) == 1
 
 
@@ -83,14 +84,14 @@ def computed_from(program: Program, value: Value) -> set[str]:
     """Return the names of all values that depend on a value."""
     found: set[str] = set()
     for s in program.body:
-        if any(v.name == value.name or v.name in found for v in s.values(Codec.READ, Codec.ALIAS)):
+        if any(v.name == value.name or v.name in found for v in operands_of(s)):
             found.add(result_of(s).name)
     return found
 
 
 def wanted_otherwise(program: Program, rows: Value) -> bool:
     """Whether a tensor is an output, or read by anything but matmuls that have it as their left side."""
-    users = [s for s in program.body if any(v.name == rows.name for v in s.values(Codec.READ, Codec.ALIAS))]
+    users = [s for s in program.body if any(v.name == rows.name for v in operands_of(s))]
     return rows in program.outputs or not all(reads_rows(s, rows) for s in users)
 
 
