@@ -77,16 +77,22 @@ class HasProgram(Protocol):
 def lower(
     fusion: HasProgram | Program, strategy: str = "pipeline", streams: int = STREAMS, watch: Watcher | None = None
 ) -> Program:
-    """Lower a fusion to a host program; `hostir.lower` documents it, and handles `auto` besides."""
-    known = isinstance(fusion, (Program, type))  # a class has `program`, but nothing to call it on
-    build = fusion if known else getattr(fusion, "program", None)
+    """Lower a fusion to a host program; `hostir.lower` documents it, and handles `auto` as well."""
+    return run_passes(fusion_of(fusion), passes_of(strategy, streams), watch)
+
+
+def fusion_of(given: object) -> Program:
+    """Return the program of a `hostir.Fusion`, or a program that is a fusion. Raise HostIRError for anything else."""
+    known = isinstance(given, Program | type)  # a class has `program`, but nothing to call it on
+    build = given if known else getattr(given, "program", None)
     program = build() if callable(build) and not known else build
     if not isinstance(program, Program):
-        hint = "call it, and lower what it returns" if callable(fusion) else ""
-        raise error(f"not a fusion: {described(fusion)}", user_span(), expected="a hostir.Fusion", hint=hint)
+        hint = "call it, and pass what it returns" if callable(given) else ""
+        raise error(f"not a fusion: {described(given)}", user_span(), expected="a hostir.Fusion", hint=hint)
     if program.phase is not Phase.FUSION:
-        raise error(f"@{program.name} is a host program already", expected="a fusion")
-    return run_passes(program, passes_of(strategy, streams), watch)
+        hint = "run it as it is: hi.Executor(program), or 'hostir run'"
+        raise error(f"@{program.name} is a host program already", user_span(), expected="a fusion", hint=hint)
+    return program
 
 
 # Running passes -------------------------------------------------------------------------------------------------------

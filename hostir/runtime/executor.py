@@ -35,18 +35,19 @@ from hostir.runtime.arguments import (
     unwritable,
     written_inputs,
 )
+from hostir.runtime.binding import places
 from hostir.runtime.cuda.graphs import Graphs, Where, is_stale
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
 from hostir.runtime.cuda.streams import queues
 from hostir.runtime.gloo.machine import GlooMachine, GlooPlan
 from hostir.runtime.kernels.table import kernel_table
-from hostir.runtime.lifetimes import places
-from hostir.runtime.session import Agreement, Groups, Session, forked_from, is_running, joined, launched
+from hostir.runtime.order import NONE
+from hostir.runtime.session import Agreement, CallRunsError, Groups, Session, forked_from, joined, launched
 from hostir.runtime.sharding import assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
 from hostir.runtime.trace import Timeline, Trace
-from hostir.runtime.unroll import NONE, UnrolledProgram, unroll
+from hostir.runtime.unroll import UnrolledProgram, unroll
 from hostir.runtime.watchdog import Watchdog
 
 # torch.compile --------------------------------------------------------------------------------------------------------
@@ -348,15 +349,18 @@ class Executor:
             self._begin(plan.unrolled.sizes, planned=True)
         try:
             if not isinstance(plan, GlooPlan):
-                return self._issue(plan, inputs, given)
-            if self.watchdog is not None:
-                self.watchdog.observe(plan)
-            with self._without_gradients:
-                return plan.run(inputs, given)
+                outputs = self._issue(plan, inputs, given)
+            else:
+                if self.watchdog is not None:
+                    self.watchdog.observe(plan)
+                with self._without_gradients:
+                    outputs = plan.run(inputs, given)
         except HostIRError as failure:
             if self.watchdog is None:
                 raise
             raise self.watchdog.blame(failure) from failure.__cause__
+        self._agreement.made += 1
+        return outputs
 
     @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:
@@ -456,10 +460,8 @@ class Executor:
         """Raise if other ranks make another call; a rank that may already run its call is told as well."""
         try:
             self._agreement.begin(sizes, planned=planned, places=places)
-        except HostIRError as refused:
-            if is_running(refused):
-                raise self._blamed(refused) from refused.__cause__
-            raise
+        except CallRunsError as refused:
+            raise self._blamed(refused) from refused.__cause__
 
     def _choose(self, key: Key | None, inputs: Sequence[Part], out: Any = None, places: bool = False) -> Plan:
         """Return the plan for inputs with this key; make it if there is none."""

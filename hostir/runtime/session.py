@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -45,7 +45,14 @@ PAGE = "docs/calls.md says what the ranks of a job must do alike"
 
 @dataclass(frozen=True)
 class Call:
-    """The data of a call that ranks compare; `executor` numbers its executor's first call, None before that."""
+    """The data of a call that ranks compare.
+
+    Fields:
+        executor: the number of its executor's first call; None before that.
+        made: where ranks meet for it: how many calls came before it.
+        tries: where ranks meet for it: how often this rank has refused it before, or has heard that another does.
+        refusal: why this rank does not make it; empty if it does.
+    """
 
     program: str
     digest: str
@@ -53,6 +60,8 @@ class Call:
     sizes: tuple[tuple[str, int], ...]
     kernels: str
     places: bool = False
+    made: int = 0
+    tries: int = 0
     refusal: str = ""
 
     @staticmethod
@@ -88,6 +97,7 @@ def describe(by_rank: Mapping[int, Call]) -> str:
         words = [what, f"with {bound}" if bound else ""]
         words += [f"(its text has digest {call.digest})"] if differ("digest") and not differ("program") else []
         words += [f"with kernels {call.kernels}"] if differ("kernels") else []
+        words += [f"after {call.made} calls of its executor"] if differ("made") else []
         if differ("executor") and not differ("digest"):
             known = call.executor is not None
             words.append(f"by the executor first called in call {call.executor}" if known else "by a new executor")
@@ -95,6 +105,10 @@ def describe(by_rank: Mapping[int, Call]) -> str:
         verb = "" if parts else "calls " if len(ranks) == 1 else "call "
         parts.append(f"{who} {verb}{' '.join(filter(None, words))}")
     return ", ".join(parts)
+
+
+class CallRunsError(HostIRError):
+    """Raised on a rank that refuses a call which another rank may already run."""
 
 
 class Calls:
@@ -138,8 +152,8 @@ class Calls:
         `asked` returns the call, again after other threads have called: if one of them may be about to make the call
         that is next on the other ranks, this thread waits for it.
 
-        Raises HostIRError, naming both calls, if they differ. Its attribute `running` is true if the rank that got
-        there first had `planned`, and so may already run its call.
+        Raises HostIRError, naming both calls, if they differ: CallRunsError if the rank that got there first had
+        `planned`, and so may already run its call.
         """
         if not self.others:
             return
@@ -161,10 +175,10 @@ class Calls:
                 self._move()
                 said = describe({first: theirs, self.rank: call})
                 refused = error(f"the calls of the ranks do not line up: {said}", expected=ALIKE, hint=PAGE)
-                if running:
-                    self.broken = said
-                refused.running = running  # type: ignore[attr-defined]
-                raise refused
+                if not running:
+                    raise refused
+                self.broken = said
+                raise CallRunsError(*refused.diagnostics)
 
     def refuse(self, asked: Callable[[], Call]) -> bool:
         """Report, when its turn has come, that this rank does not make a call; the caller holds the lock.
@@ -241,11 +255,6 @@ class Calls:
                     late = f"rank {self.rank} is {SLOTS // 2} calls ahead of rank {other}, which does not follow"
                     raise error(late, expected=ALIKE, hint=PAGE)
                 time.sleep(0.005)
-
-
-def is_running(refused: HostIRError) -> bool:
-    """Whether a rank may already run a call that another refused."""
-    return getattr(refused, "running", False)
 
 
 # Sessions -------------------------------------------------------------------------------------------------------------
@@ -359,49 +368,56 @@ class Session:
             self.store = _connect(timeout, number)
         self.groups = Groups(self.rank, device)
         self.calls = Calls(self.store, self.rank, range(self.size), timeout)
+        self.meetings = Meetings(self)
         self.graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()  # of the executors that live
         self.watchdog = Watchdog(self.store, self.rank, self.size, timeout, KEEPALIVE.get())
         whose = "hostir's own" if self.owner else "the program's"
         LOG.info("joined a job of %d ranks on %s, in %s process group", self.size, device, whose)
 
-    def tell(self, key: str, mine: str) -> str:
-        """Post this rank's part of an exchange without waiting for the others'; return its place in the store.
-
-        Using a key again starts another exchange.
-        """
-        self.exchanges[key] += 1
-        place = f"{key}/{self.exchanges[key]}"
-        self.store.set(f"{place}/{self.rank}", mine)
-        return place
-
     def exchange(self, key: str, mine: str, timeout: float | None = None, where: str = "") -> list[str]:
-        """Return what every rank gave for this key, by rank.
+        """Return what every rank gave for this key, by rank. Using a key again starts another exchange.
 
         Raises HostIRError naming the ranks that do not arrive, and `where`: at the key, unless given.
         """
+        self.exchanges[key] += 1
+        keys = [f"{key}/{self.exchanges[key]}/{rank}" for rank in range(self.size)]
+        with self.asking(where or key):
+            self.store.set(keys[self.rank], mine)
+            self.wait(lambda ranks: self.store.check([keys[rank] for rank in ranks]), where or key, timeout)
+            return [self.store.get(k).decode() for k in keys]
+
+    @contextlib.contextmanager
+    def asking(self, where: str) -> Iterator[None]:
+        """Raise HostIRError if the store of the job cannot be reached."""
         try:
-            return self._exchange(key, mine, timeout, where or key)
+            yield
         except dist.DistError as problem:
             raise error(
-                f"rank {self.rank} cannot ask the others at {where or key}: the store of the job is gone ({problem})",
+                f"rank {self.rank} cannot ask the others at {where}: the store of the job is gone ({problem})",
                 expected="rank 0, or the launcher that has the store, to live as long as the ranks",
             ) from problem
 
-    def _exchange(self, key: str, mine: str, timeout: float | None, where: str) -> list[str]:
-        place = self.tell(key, mine)
-        deadline, pause = time.monotonic() + (timeout or self.timeout), MIN_PAUSE
-        keys = [f"{place}/{rank}" for rank in range(self.size)]
-        while not self.store.check(keys):
+    def wait(
+        self,
+        arrived: Callable[[Sequence[int]], bool],
+        where: str,
+        timeout: float | None = None,
+        note: Callable[[int], str] = lambda rank: "",
+    ) -> None:
+        """Poll until all ranks have arrived; raise HostIRError naming those that have not, each with its note."""
+        everyone, pause = range(self.size), MIN_PAUSE
+        deadline = time.monotonic() + (timeout or self.timeout)
+        while not arrived(everyone):
             if time.monotonic() > deadline:
-                late = [rank for rank, k in enumerate(keys) if not self.store.check([k])]
+                late = [rank for rank in everyone if not arrived([rank])]
                 raise error(
                     f"rank {self.rank} waited {timeout or self.timeout:.0f} s for {_ranks(late)} at {where}",
                     expected=ALIKE,
                     hint=f"{PAGE}; HOSTIR_TIMEOUT sets how long one may wait for the others",
+                    notes=tuple((None, text) for rank in late if (text := note(rank))),
                 )
             time.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE)
-        return [self.store.get(k).decode() for k in keys]
 
     def first(self, what: str) -> bool:
         """Whether no rank of the job has asked this before, for messages that one rank prints for all."""
@@ -634,13 +650,84 @@ def _part(store: Any, what: str, number: int) -> Any:
 # Agreements -----------------------------------------------------------------------------------------------------------
 # Ranks of an executor compare what they are about to run before they run it.
 
-_turns = itertools.count()
+
+READ = "read "  # before a refusal that another rank has read
+
+
+class Meetings:
+    """The meetings of a job's ranks, one before each call with sizes that are new to an executor.
+
+    Every rank posts its call in a slot of its own, and waits for the others'. A rank that refuses a call posts the
+    refusal instead, and may replace that by a call until another rank, in the call that was refused, has read it: from
+    then on the meeting has failed for all. Nobody reads a refusal of an earlier call, which the others have run.
+
+    Fields:
+        number: of the next meeting.
+        refusal: this rank's in that meeting; empty if it has refused nothing.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.number = 0
+        self.refusal = ""
+
+    def meet(self, call: Call, where: str, concerns: Callable[[Call], bool]) -> list[Call]:
+        """Return every rank's call, or its refusal; `concerns` tells whether a refusal is one of this call.
+
+        Raises HostIRError for ranks that do not arrive.
+        """
+        store, met, stale = self.session.store, dict[int, Call](), dict[int, str]()
+
+        def read(rank: int) -> None:
+            text = store.get(self._slot(rank)).decode()
+            while not text.startswith(READ):
+                theirs = Call.of(text)
+                if theirs.refusal and not concerns(theirs):
+                    stale[rank] = f"rank {rank} has refused an earlier call: {theirs.refusal}"
+                    return
+                if not theirs.refusal:
+                    break
+                text = store.compare_set(self._slot(rank), text, READ + text).decode()
+            met[rank] = Call.of(text.removeprefix(READ))
+
+        def arrived(ranks: Sequence[int]) -> bool:
+            missing = [rank for rank in ranks if rank not in met]
+            if missing and store.check([self._slot(rank) for rank in missing]):
+                for rank in missing:
+                    read(rank)
+            return met.keys() >= set(ranks)
+
+        with self.session.asking(where):
+            self._post(str(call))
+            self.refusal = ""
+            self.session.wait(arrived, where, note=lambda rank: stale.get(rank, ""))
+        self.number += 1
+        return [met[rank] for rank in range(self.session.size)]
+
+    def refuse(self, call: Call) -> None:
+        """Post a refusal for ranks that make this call."""
+        with contextlib.suppress(dist.DistError):  # the caller gets the refusal itself
+            self._post(str(call))
+            self.refusal = str(call)
+
+    def _post(self, text: str) -> None:
+        """Write to this rank's slot, in the place of an unread refusal; else to the slot of the meeting after."""
+        store = self.session.store
+        while store.compare_set(self._slot(self.session.rank), self.refusal, text).decode() != text:
+            self.number += 1
+            self.refusal = ""
+
+    def _slot(self, rank: int) -> str:
+        return f"meeting/{self.number}/{rank}"
 
 
 class Agreement:
     """The agreement of all ranks on what an executor runs: before its first run at some sizes they compare it.
 
     With `compare`, also each call. Without a session there is nobody to agree with.
+
+    Fields:
+        made: the executor's calls so far, where calls are not compared.
     """
 
     def __init__(self, session: Session | None, program: Program, kernels: str, compare: bool) -> None:
@@ -651,6 +738,8 @@ class Agreement:
         self.calls.made(self.call.digest)
         self.program = program
         self.agreed: set[tuple[tuple[str, int], ...]] = set()  # sizes
+        self.made = 0
+        self.failed = 0, 0  # the latest call that failed, as a number of calls made before it, and how often
 
     def begin(self, sizes: Mapping[str, int], *, planned: bool | None = None, places: bool = False) -> None:
         """Raise if ranks that have reached this call make another one; the caller holds the lock of the calls.
@@ -664,7 +753,7 @@ class Agreement:
         try:
             self.calls.begin(lambda: self.of(sizes, places), planned=planned)
         except HostIRError as refused:
-            self._tell(refused, self.calls.number - 1)
+            self._tell(refused)
             raise
 
     def refuse(self, refusal: HostIRError) -> bool:
@@ -673,7 +762,7 @@ class Agreement:
         Returns whether another rank is known to run it already.
         """
         running = self.compare and self.calls.refuse(lambda: replace(self.call, refusal=headline(refusal)))
-        self._tell(refusal, self.calls.number - 1)
+        self._tell(refusal)
         return running
 
     def reach(self, sizes: Mapping[str, int]) -> None:
@@ -682,16 +771,16 @@ class Agreement:
         if self.session is None or bound in self.agreed:
             return
         where = f"the call of @{self.program.name}" + "".join(f", {name}={size}" for name, size in bound)
-        number, key = self._meeting(self.calls.number - 1)
-        given = [Call.of(text) for text in self.session.exchange(key, str(self.of(sizes)), where=where)]
-        what = f"rank {self.session.rank} does not run @{self.program.name}"
+        meetings, what = self.session.meetings, f"rank {self.session.rank} does not run @{self.program.name}"
+        call, self.failed = self._counted(self.of(sizes)), (self._made(), self._tries() + 1)
+        given = [replace(it, tries=0) for it in meetings.meet(call, where, partial(self._concerns, call))]
         if (refused := next((rank for rank, it in enumerate(given) if it.refusal), None)) is not None:
             raise error(f"{what}, because rank {refused} does not: {given[refused].refusal}")
         if any(it != given[0] for it in given):
             said = describe(dict(enumerate(given)))
             raise error(f"{what}: {said}", expected=ALIKE, hint=PAGE)
         if self.call.executor is None:
-            self.call = replace(self.call, executor=number)
+            self.call = replace(self.call, executor=self._made() if self.compare else meetings.number)
         self.agreed.add(bound)
         self.session.groups.prepare(teams_of(self.program))
 
@@ -706,13 +795,24 @@ class Agreement:
         """Return a call of the executor with these sizes."""
         return replace(self.call, sizes=tuple(sorted(sizes.items())), places=places)
 
-    def _tell(self, refusal: HostIRError, number: int) -> None:
+    def _tell(self, refusal: HostIRError) -> None:
         if self.session is not None:
-            self.session.tell(self._meeting(number)[1], str(replace(self.call, refusal=headline(refusal))))
+            self.session.meetings.refuse(self._counted(replace(self.call, refusal=headline(refusal))))
+            self.failed = self._made(), self._tries() + 1
 
-    def _meeting(self, number: int) -> tuple[int, str]:
-        """Return the key under which ranks meet at a call: its number, or without numbers how often they have met."""
-        if self.compare:
-            return number, f"call {number}"
-        number = next(_turns)
-        return number, f"agreement {number}"
+    def _concerns(self, mine: Call, refusal: Call) -> bool:
+        """Whether another rank refuses the call that this rank makes, and not one that has failed here as well."""
+        same = refusal.made == mine.made and (self.compare or refusal.is_by(mine))
+        return same and refusal.tries >= mine.tries
+
+    def _counted(self, call: Call) -> Call:
+        return replace(call, made=self._made(), tries=self._tries())
+
+    def _tries(self) -> int:
+        """Return how often the executor's call has failed that is next."""
+        number, times = self.failed
+        return times if number == self._made() else 0
+
+    def _made(self) -> int:
+        """Return how many calls of the job came before this one, or where they are not compared, of the executor."""
+        return self.calls.number - 1 if self.compare else self.made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -30,6 +31,14 @@ SUM = (
   %y: f32[M, 8] = allocate
   %h = allreduce %x -> %y over didx
   wait %h
+}
+"""
+)
+RELU = (
+    MESH
+    + """program @alone(%x: f32[M@didx, 8]) -> (%y) {
+  %y: f32[M@didx, 8] = allocate
+  relu %x -> %y
 }
 """
 )
@@ -76,6 +85,67 @@ def wrong_inputs() -> None:
     executor = hi.Executor(hi.parse(GATHER))
     executor(rows(8))
     executor(rows(8)[:, :4] if RANK == 1 else rows(8))
+
+
+def uncompared(text: str = GATHER) -> hi.Executor:
+    """One whose calls are compared at new sizes only, as on CUDA."""
+    executor = hi.Executor(hi.parse(text))
+    executor._compare = executor._agreement.compare = False
+    return executor
+
+
+def refused(executor: hi.Executor, m: int = 8, why: str = "input %x of rank . has dtype") -> None:
+    with pytest.raises(hi.HostIRError, match=why):
+        executor(rows(m).double())
+
+
+def refused_alone_and_made_again() -> None:
+    """Rank 1 refuses calls that rank 0 makes, and makes them then; new sizes and executors follow."""
+    first, second = uncompared(), uncompared(SUM)
+    for executor in (first, second):
+        executor(rows(8))
+    for m in (8, 12, 16, 20):
+        for executor, calls in ((first, 1), (second, 3)):
+            for call in range(calls):
+                if RANK == 1 and call != 1 and (call or m == 8):
+                    refused(executor, 8)
+                expecting(executor, 8, gathered(8) if executor is first else torch.ones(4, 8))()
+        expecting(first, m, gathered(m))()
+        if RANK == 0:
+            time.sleep(0.2)  # rank 1 has refused and made the next call before rank 0 gets there
+    late = uncompared()
+    if RANK == 1:
+        refused(late)
+        refused(late, 12)
+    else:
+        time.sleep(0.5)
+    expecting(late, 8, gathered(8))()
+
+
+def refused_by_one_and_by_all() -> None:
+    """The call of new sizes that rank 1 refuses is refused on rank 0, which waits in it; later ones are right."""
+    executor = uncompared()
+    for m in (8, 12, 16):
+        if RANK == 1:
+            time.sleep(0.5)
+            refused(executor)
+            time.sleep(0.5)  # else it may make the call in time
+        else:
+            with pytest.raises(hi.HostIRError, match=r"because rank 1 does not: input %x of rank . has dtype"):
+                executor(rows(m))
+        refused(executor)
+        expecting(executor, m, gathered(m))()
+
+
+def refused_while_another_rank_ran_it() -> None:
+    """Rank 1 refuses a call of known sizes and never makes it: the next new sizes show it."""
+    executor = uncompared(RELU)
+    executor(rows(8))
+    if RANK == 1:
+        refused(executor)
+    else:
+        executor(rows(8))
+    executor(rows(12))
 
 
 def side_by_side(calls: list[Callable[[], None]]) -> None:

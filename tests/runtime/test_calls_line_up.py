@@ -24,6 +24,7 @@ def ranks(case: str) -> subprocess.CompletedProcess[str]:
 AG = "rank 0 calls @ag with M=8, rank 1 with M=12|rank 1 calls @ag with M=12, rank 0 with M=8"
 ORDER = "rank 0 calls @ag with M=8, rank 1 @sum with M=4|rank 1 calls @sum with M=4, rank 0 @ag with M=8"
 ANOTHER = "calls @ag with M=8 by the executor first called in call [01], rank . with M=8 by the executor first called"
+MISSED = "rank 0 calls @alone with M=12 after 2 calls of its executor, rank 1 with M=12 after 1 calls"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,7 @@ ANOTHER = "calls @ag with M=8 by the executor first called in call [01], rank . 
         ("other_sizes_at_first", AG),
         ("another_order", ORDER),
         ("another_executor", ANOTHER),
+        ("refused_while_another_rank_ran_it", MISSED),
         ("wrong_inputs", "rank 0 is ended at .*: input %x has shape|because rank 1 does not: input %x has shape"),
     ],
 )
@@ -53,6 +55,8 @@ def test_calls_that_do_not_line_up_are_named_at_once(case: str, said: str) -> No
         "one_executor_in_two_threads",
         "refused_in_one_of_two_threads",
         "many_calls",
+        "refused_alone_and_made_again",
+        "refused_by_one_and_by_all",
     ],
 )
 def test_threads_and_ranks_that_are_calls_apart_are_right(case: str) -> None:
