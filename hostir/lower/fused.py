@@ -12,7 +12,6 @@ The schedule is that of kernels which wait for the rows of a gathered operand in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hostir.ir.comm_ops import AllGather
@@ -31,7 +30,6 @@ from hostir.lower.gathers import (
     reads_rows,
     shard_in_pieces,
     wanted_otherwise,
-    with_block_axes,
 )
 from hostir.lower.host import Host
 from hostir.lower.propagate import operands_of, result_of
@@ -66,13 +64,12 @@ class Push(Pass):
 def sent(program: Program, strategy: str, mover: Mover) -> Program:
     """Return the host program in which each rank sends its shards of rows to all, by this mover."""
     reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
-    gathers = Gathers.of(program, strategy).only(_in_blocks, reason)
-    blocked, rows = with_block_axes(gathers.with_reasons(program, strategy), gathers.rows, _needs_block_axes)
-    host = Host(_matmuls_first(blocked, rows))
+    gathers = Gathers.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
+    host = Host(_matmuls_first(gathers))
     arriving: dict[str, SentRows] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
     workers = 0
     for s in host.program.body:
-        if isinstance(s, AllGather) and s in rows:
+        if isinstance(s, AllGather) and s in gathers.rows:
             arriving[s.out.name] = SentRows(host, s, mover)
             workers = max(workers, arriving[s.out.name].transfers.workers)
             continue
@@ -96,9 +93,10 @@ def _needs_block_axes(s: AllGather) -> bool:
     return shard_in_pieces(s) or len(long_axes(s)) > 1
 
 
-def _matmuls_first(program: Program, gathers: Sequence[AllGather]) -> Program:
+def _matmuls_first(gathers: Gathers) -> Program:
     """Reorder statements so that the first user of gathered rows is a matmul: it can wait block by block."""
-    for gather in gathers:
+    program = gathers.program
+    for gather in gathers.rows:
         matmul, body = first_matmul(program, gather), program.body
         assert matmul
         start, end = body.index(gather) + 1, body.index(matmul)

@@ -7,7 +7,7 @@ each rank beginning with another peer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hostir.ir.comm_ops import AllGather
@@ -18,7 +18,7 @@ from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import DenseCopy, TensorOp
 from hostir.ir.types import Axis
 from hostir.lower import Pass
-from hostir.lower.gathers import Gathers, reads_rows, shard_in_pieces, shard_place, with_block_axes
+from hostir.lower.gathers import Gathers, reads_rows, shard_in_pieces, shard_place
 from hostir.lower.host import Host, modulo
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.slices import SlicedGroup, Slices, operand_places, result_place, schedule, why_not
@@ -36,17 +36,17 @@ class Ring(Pass):
 
     def run(self, program: Program) -> Program:
         gathers = Gathers.of(program, self.name)
-        after = _after(program, gathers.rows)
+        after = _after(gathers)
         reason = "every matmul of these rows also needs what a later allgather brings"
         gathers = gathers.only(lambda s: _in_turn(s, program, after), reason)
-        blocked, rows = with_block_axes(gathers.with_reasons(program, self.name), gathers.rows, shard_in_pieces)
-        host = Host(blocked)
-        for step in schedule(blocked.body, _groups(blocked, rows)):
+        gathers = gathers.noted(self.name).with_block_axes(shard_in_pieces)
+        host = Host(gathers.program)
+        for step in schedule(host.program.body, _groups(gathers)):
             if isinstance(step, SlicedGroup):
                 Turns(host, step).build(self.streams)
             else:
                 host.whole(step)
-        return host.finished(max((_pool(s, self.streams) for s in rows), default=0))
+        return host.finished(max((_pool(s, self.streams) for s in gathers.rows), default=0))
 
 
 def _pool(s: AllGather, streams: int) -> int:
@@ -55,16 +55,16 @@ def _pool(s: AllGather, streams: int) -> int:
 
 
 # Computations of a turn -------------------------------------------------------------------------------------------
-def _groups(program: Program, gathers: Sequence[AllGather]) -> list[SlicedGroup]:
+def _groups(gathers: Gathers) -> list[SlicedGroup]:
     """Return, for each allgather, the computations that can run on the rows of one shard."""
-    after = _after(program, gathers)
+    after = _after(gathers)
     groups: list[SlicedGroup] = []
     taken: set[str] = set()
-    for n, gather in enumerate(gathers):
+    for n, gather in enumerate(gathers.rows):
         group = SlicedGroup([gather], {gather.out.name: shard_place(gather)})
         made = {gather.out.name}
         late = {name for name, latest in after.items() if latest >= n}
-        for s in program.body:
+        for s in gathers.program.body:
             name = result_of(s).name
             if isinstance(s, TensorOp) and name not in taken and _joins(s, group, made, late - made):
                 made.add(name)
@@ -80,11 +80,11 @@ def _in_turn(s: AllGather, program: Program, after: dict[str, int]) -> bool:
     return any(all(after.get(v.name, -1) < after[s.out.name] for v in operands_of(u) if v != s.out) for u in users)
 
 
-def _after(program: Program, gathers: Sequence[AllGather]) -> dict[str, int]:
+def _after(gathers: Gathers) -> dict[str, int]:
     """Return, for each value, the number of the last allgather that it depends on; -1 if there is none."""
     after: dict[str, int] = {}
-    number = {s.out.name: n for n, s in enumerate(gathers)}
-    for s in program.body:
+    number = {s.out.name: n for n, s in enumerate(gathers.rows)}
+    for s in gathers.program.body:
         name = result_of(s).name
         reads = (after.get(v.name, -1) for v in operands_of(s))
         after[name] = max([number.get(name, -1), *reads])
