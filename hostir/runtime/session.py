@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, did_you_mean, error, logger
+from hostir.ir.source import HostIRError, check_known, error, logger
 from hostir.knobs import KEEPALIVE, TIMEOUT
-from hostir.runtime.cuda.graphs import Graphs
 from hostir.runtime.unroll import teams_of
 from hostir.runtime.watchdog import Watchdog, headline
 
@@ -330,6 +329,13 @@ class Groups:
         return self.made[members], members
 
 
+class Member(Protocol):
+    """An executor as its session knows it."""
+
+    def leave(self, reason: str) -> None:
+        """Let go of what the ranks share, and refuse further calls."""
+
+
 class Session:
     """This process as a rank of the job: what `with hi.session() as job` gives.
 
@@ -369,7 +375,7 @@ class Session:
         self.groups = Groups(self.rank, device)
         self.calls = Calls(self.store, self.rank, range(self.size), timeout)
         self.meetings = Meetings(self)
-        self.graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()  # of the executors that live
+        self.members: weakref.WeakSet[Member] = weakref.WeakSet()  # the executors that live
         self.watchdog = Watchdog(self.store, self.rank, self.size, timeout, KEEPALIVE.get())
         whose = "hostir's own" if self.owner else "the program's"
         LOG.info("joined a job of %d ranks on %s, in %s process group", self.size, device, whose)
@@ -431,8 +437,8 @@ class Session:
         if _current is not self:
             return
         _current = None
-        for graphs in list(self.graphs):  # before the groups and the shared memory that they launch work on
-            graphs.release("its session has ended")
+        for member in list(self.members):  # their graphs go before the groups and the memory that they launch work on
+            member.leave("its session has ended")
         if done:
             self.watchdog.leave()
             with contextlib.suppress(Exception):  # rank 0 may be gone already, and the store with it
@@ -493,11 +499,12 @@ def session(device: str | None = None, timeout: float | None = None) -> Iterator
         device: `cpu` or `cuda`; CUDA where there is any, unless given.
         timeout: seconds that a rank waits for others; see the knob HOSTIR_TIMEOUT.
     """
+    kind, seconds = _known_device(device), TIMEOUT.get(timeout)
     if _current is not None or not launched():
         yield _current
         return
     refuse_in_child()
-    opened = _open(device, timeout)
+    opened = _open(kind, seconds)
     try:
         yield opened
     except BaseException:
@@ -510,7 +517,7 @@ def joined(device: str | None = None) -> Session:
     """Return this process's session; if there is none, open one until the process ends."""
     if _current is None:
         refuse_in_child()
-        _open(device, None)
+        _open(_known_device(device), TIMEOUT.get())
         atexit.register(_leave)
     here = _current
     assert here is not None
@@ -564,12 +571,15 @@ def forked_from(rank: int) -> HostIRError:
     )
 
 
-def _open(device: str | None, timeout: float | None) -> Session:
+def _known_device(device: str | None) -> str:
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    check_known("device", device, BACKENDS)
+    return device
+
+
+def _open(kind: str, timeout: float) -> Session:
     global _current, begun
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind not in BACKENDS:
-        expected, hint = f"one of: {', '.join(BACKENDS)}", did_you_mean(kind, BACKENDS)
-        raise error(f"unknown device '{kind}'", expected=expected, hint=hint)
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     if kind == "cuda" and not torch.cuda.is_available():
         raise error(
@@ -583,7 +593,7 @@ def _open(device: str | None, timeout: float | None) -> Session:
             hint="start one process a GPU",
         )
     where = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
-    _current = Session(where, TIMEOUT.get(timeout))
+    _current = Session(where, timeout)
     return _current
 
 

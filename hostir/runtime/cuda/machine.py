@@ -22,7 +22,7 @@ from hostir.ir.source import HostIRError, error
 from hostir.runtime.arguments import deliver, homes, place
 from hostir.runtime.cuda.graphs import CublasStreams, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
-from hostir.runtime.cuda.onesided import CudaOneSided
+from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts
 from hostir.runtime.cuda.streams import current, workers
 from hostir.runtime.kernels.aten import BY_CUBLAS
 from hostir.runtime.kernels.table import Kernel
@@ -163,7 +163,6 @@ def messages(op: MessagesOp, registers: list[Any], group: Any, members: tuple[in
 # captured into a CUDA graph: memory comes from torch's allocator, events have no timing, nothing queries the device.
 
 CYCLES_PER_US = 2000  # of a clock near 2 GHz
-_latest: dict[torch.device, torch.cuda.Stream] = {}  # the stream of the latest call with symmetric memory
 
 
 class CudaMachine:
@@ -182,6 +181,7 @@ class CudaMachine:
         self.kernels = kernels
         self.groups = groups
         self.broken = ""
+        self.timeouts = Timeouts(groups.rank)
         self.symmetric = SymmetricMemory(groups.rank, exchange, PeerMemory(device, groups.rank))
         self.messages = groups.messages
         self.streams = workers(device, streams)
@@ -200,6 +200,12 @@ class CudaMachine:
     def plan(self, unrolled: UnrolledProgram, timeline: Timeline | None = None) -> CudaPlan:
         self.connect([t for t in message_teams_of(unrolled.program) if t not in self.messages.made])
         return CudaPlan(self, unrolled, timeline)
+
+    def problem(self) -> HostIRError | None:
+        """Return what the device has reported so far of any plan, without waiting. Every call and the watchdog ask."""
+        if self.broken:
+            return error(f"this executor cannot run again: {self.broken}", hint="start all ranks anew")
+        return self.timeouts.problem()
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
         """Create the groups for messages and connect all their ranks, which NCCL would else do at the first message."""
@@ -233,7 +239,8 @@ class CudaPlan:
         self.one_sided: CudaOneSided | None = None
         if self.memory is not None:
             self.one_sided = CudaOneSided(
-                *(unrolled, self.memory, machine.device), self.registers, self.streams, machine.kernels, machine.kernel
+                *(unrolled, self.memory, machine.device, self.registers, self.streams),
+                *(machine.kernels, machine.kernel, machine.timeouts),
             )
         for step in self.one_sided.begin_call() if self.one_sided else ():
             self.append(unrolled.ops[0], step)
@@ -297,25 +304,8 @@ class CudaPlan:
     def progress(self) -> None:
         """Return None: the host never waits in a run. `Executor.synchronize` watches the device."""
 
-    def problem(self) -> HostIRError | None:
-        """Return what the device has reported so far, without waiting. Every call and the watchdog's thread ask."""
-        if self.machine.broken:
-            return error(f"this executor cannot run again: {self.machine.broken}", hint="start all ranks anew")
-        return self.one_sided.problem() if self.one_sided else None
-
-    @property
-    def reports(self) -> bool:
-        """Whether its kernels may report timeouts after a call has returned."""
-        return self.one_sided is not None and bool(self.one_sided.timeouts)
-
-    def behind(self) -> torch.cuda.Event:
-        """Return an event recorded behind the device's latest call with symmetric memory; see `take_turn`."""
-        event, device = torch.cuda.Event(), self.machine.device
-        event.record(_latest.get(device) or current(device))
-        return event
-
     def ailment(self) -> str:
-        found = self.problem()
+        found = self.machine.problem()
         return headline(found) if found is not None else ""
 
     def busy(self) -> list[tuple[Op, str]]:
@@ -325,18 +315,6 @@ class CudaPlan:
         unfinished = [o for o in self.unrolled.ops if isinstance(o, CollectiveOp | MessagesOp) and o.stream in running]
         missing = self.one_sided.missing() if self.one_sided else []
         return [*missing, *((op, "it may be in flight") for op in unfinished)]
-
-    def take_turn(self) -> None:
-        """Make the current stream wait for the latest call of any executor with symmetric memory.
-
-        Kernels that wait for peers hold SMs: two calls that run in different orders on two ranks would deadlock.
-        """
-        device = self.machine.device
-        now, last = current(device), _latest.get(device)
-        if now is not last:
-            if last is not None and now != last:
-                now.wait_stream(last)
-            _latest[device] = now
 
     # Binding ------------------------------------------------------------------------------------------------------
     def append(self, op: Op, step: Step) -> None:

@@ -249,7 +249,7 @@ def test_after_a_call_that_failed_midway_no_other_begins(gpus: Gpus, monkeypatch
     gpus_kernels = kernel_table("aten", "cpu")
     inputs = [[torch.randn(1, 1, 4, 8), torch.randn(8, 5)] for _ in range(2)]
     plan, _ = plans(gpus, lowered("ring", 2), inputs, monkeypatch)
-    assert plan.problem() is None
+    assert plan.machine.problem() is None
     with pytest.raises(HostIRError, match="out of luck"):
         plan.run(inputs[0])
-    assert "this executor cannot run again: a call failed" in str(plan.problem())
+    assert "this executor cannot run again: a call failed" in str(plan.machine.problem())

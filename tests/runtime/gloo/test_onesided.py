@@ -119,8 +119,9 @@ def test_a_stream_that_waits_for_a_flag_stands_still_and_says_for_what() -> None
     a, b = torch.randn(4, 8), torch.randn(8, 5)
     thread = threading.Thread(target=lambda: refusals.append(said(lambda: executor(a, b))))
     thread.start()
-    while (plan := executor._plan) is None or plan.progress() is None:
+    while (call := executor.latest) is None or call.plan.progress() is None:
         time.sleep(0.001)
+    plan = call.plan
     (op,) = plan.in_flight()
     text = "'wait_signal %f[2] >= 5', which waits for epoch 5 of call 1 of flag 2: the flag stands at epoch 4 of call 1"
     assert plan.describe(op) == text
