@@ -26,7 +26,7 @@ import hostir as hi
 from benchmarks.harness import Clock, graphed, table, write
 from benchmarks.peers import Candidate, Judge
 from benchmarks.scores import GRAPH, LARGE, MODELS, MUST, Row, rows
-from hostir.lower.transfers import SMS
+from hostir.lower.fused import SMS
 from hostir.runtime.session import session
 
 TITLE = "All-gather + matmul as ranks of more GPUs meet it, on 2"

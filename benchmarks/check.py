@@ -32,10 +32,11 @@ from hostir.ir import Program
 from hostir.ir.interpret import unrolled_length
 from hostir.lower import STRATEGIES
 from tests.mutants import Mutant
-from tests.mutation import GATHERED, every_mutant, originals, sample, tiny
+from tests.mutation import GATHERED, every_mutant, on_grid, originals, sample, tiny
 
 RANKS = (8, 16, 32, 64)
 SLICES = 64
+GRIDS = ((2, 2), (2, 4), (3, 2), (4, 2))  # meshes of two axes
 ALL = 100_000  # statements of all ranks and calls, up to which all are looked at too
 
 
@@ -85,6 +86,7 @@ def programs() -> list[Program]:
         for strategy in STRATEGIES
         if pattern in GATHERED or strategy in ("sequential", "pipeline")
     ]
+    more += [program for grid in GRIDS for program in on_grid(*grid)]
     return [*originals(), *{str(p): p for p in more}.values()]
 
 

@@ -245,9 +245,11 @@ def mlp(ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, H: int = 128, dty
     return fusion
 
 
-def mlp_2d(ranks: int = 4, S: int = 2, M: int = 256, K: int = 64, H: int = 128, dtype: str = "f32") -> hi.Fusion:
+def mlp_2d(
+    ranks: int = 4, S: int = 2, M: int = 256, K: int = 64, H: int = 128, dtype: str = "f32", dp: int = 2
+) -> hi.Fusion:
     """The same on a mesh of data x tensor parallel: the batch lies over `dp`, the weights over `tp`."""
-    dp = 2 if ranks % 2 == 0 else 1
+    dp = dp if ranks % dp == 0 else 1
     tp = ranks // dp
     with hi.Fusion("mlp_2d") as fusion:
         x = hi.tensor("x", [dp, S, tp, M // (S * ranks), K], dtype)

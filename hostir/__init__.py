@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         tensor,
     )
     from hostir.lower import HasProgram
-    from hostir.lower.passes import Watcher
+    from hostir.lower.strategies import Watcher
     from hostir.runtime.executor import Executor
     from hostir.runtime.session import Session, session
     from hostir.runtime.trace import Trace
@@ -98,14 +98,20 @@ def lower(
             shard as it comes; in `fused` and `push` every rank copies its shard to others, by copy engines or by a few
             SMs, and one matmul takes each as it comes. `auto` is the fastest of all, as `compile` chooses.
         streams: the most worker streams to use, 4 unless said; `auto` chooses it too.
-        watch: called with the name of each pass and the program it left.
-        sizes: of the fusion's symbols: what `auto` chooses for.
+        watch: called after each pass with its name and the program it returned.
+        sizes: values of the fusion's symbols; `auto` chooses for them.
     """
-    from hostir.lower.strategies import AUTO, STREAMS, check_strategy
+    from hostir.lower.strategies import AUTO, STREAMS, check_strategy, fusion_of
     from hostir.lower.strategies import lower as lower_by
 
     check_strategy(strategy)
+    watcher: object = watch
+    if watcher is not None and not callable(watcher):
+        expected = "a function of a pass's name and the program it returned"
+        raise error(f"watch={described(watch)}", user_span(), expected=expected)
     if strategy != AUTO:
+        fusion = fusion_of(fusion)
+        fusion.check_whole(fusion.given_sizes(sizes))
         return lower_by(fusion, strategy, STREAMS if streams is None else streams, watch)
     from hostir.choice import lower_auto
 

@@ -18,7 +18,6 @@ from importlib import import_module
 from typing import NoReturn, TextIO
 
 import hostir
-from hostir import knobs
 from hostir.choice.cache import CALLS
 from hostir.ir.program import VERSION
 from hostir.ir.source import HostIRError, did_you_mean, error
@@ -51,16 +50,21 @@ class _Parser(argparse.ArgumentParser):
         if choices := CHOICES.search(message):
             near = did_you_mean(choices[1], (choice.strip(" '") for choice in choices[2].split(",")))
         elif unknown := UNKNOWN.search(message):
-            near = did_you_mean(unknown[1].partition("=")[0], self._every_option())
+            near = did_you_mean(unknown[1].partition("=")[0], self._option_string_actions)
         raise error(message, hint=near or f"{self.prog} --help")
 
-    def _every_option(self) -> set[str]:
-        """Return the options of the parser and of its subcommands."""
-        commands = [p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values()]
-        return {option for parser in (self, *commands) for option in parser._option_string_actions}
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line; the subcommand's parser reports what it does not know, and suggests its own options."""
+    parser, commands = _parsers()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    """Return the parser of the command line, and those of the subcommands by name."""
     parser = _Parser(prog="hostir", description="Lowers, checks and runs sharded tensor programs.")
     version = f"hostir {hostir.__version__} (text version {VERSION})"
     parser.add_argument("--version", action="version", version=version)
@@ -143,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 
     ops = commands.add_parser("ops", help="the language reference")
     ops.add_argument("--markdown", action="store_true")
-    return parser
+    return parser, commands.choices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -170,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_command(arguments: Sequence[str] | None) -> int:
     try:
-        options = _parser().parse_args(arguments)
+        options = _parse(arguments)
         module, _, function = COMMANDS[options.command].partition(":")
         return int(getattr(import_module(module), function)(options))
     except SystemExit:  # of --help and --version
@@ -178,8 +182,6 @@ def _run_command(arguments: Sequence[str] | None) -> int:
         raise
     except HostIRError as wrong:
         return _refused(wrong)
-    except knobs.KnobError as wrong:
-        return _refused(error(str(wrong)))
     except (MemoryError, RuntimeError) as problem:
         from hostir.runtime.sharding import lacks_memory, out_of_memory  # loads torch
 

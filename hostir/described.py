@@ -53,12 +53,27 @@ def _kind(x: object) -> str:
 _short = _Short()
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 input`, `2 inputs`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return a hint with the nearest of the known names, ignoring case; an empty string where none is near."""
-    import difflib  # seldom needed, and not quickly loaded
+    """Return a hint with the known name that is probably meant, ignoring case; an empty string if there is none.
+
+    Words with different first letters are different words (`a100` is not `h100`), unless one holds the other.
+    """
+    import difflib  # seldom needed, and slow to load
 
     if not isinstance(word, str):
         return ""
-    names = {name.casefold(): name for name in known if name != word}
-    near = difflib.get_close_matches(word.casefold(), names, n=1, cutoff=0.6)
+    typed = _plain(word)
+    names = {_plain(name): name for name in known if name != word}
+    alike = [n for n in names if n[:1] == typed[:1] or typed in n or n in typed]
+    near = difflib.get_close_matches(typed, alike, n=1, cutoff=0.65)
     return f"did you mean '{names[near[0]]}'?" if near else ""
+
+
+def _plain(name: str) -> str:
+    """Return a name in lower case without the `%`, `@` or `--` before it."""
+    return name.casefold().lstrip("%@-")

@@ -7,9 +7,9 @@ environment::
         program = hostir.lower(fusion)  # checks as HOSTIR_SPEC=2 would
     timeout = knobs.TIMEOUT.get(argument)  # argument, or None where the caller gave none
 
-All three pass the same check, so a bad value is refused with the same words wherever it comes from. A scope holds for
-the thread or task that entered it. Threads do not inherit it: read a knob where the user's call arrives and hand
-its value on.
+All three are checked alike, so a bad value is refused in the same words wherever it comes from. A scope holds for the
+thread or task that entered it. Threads do not inherit it: read a knob where the user's call arrives, and pass its value
+on.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from hostir.described import described, did_you_mean
+from hostir.ir.source import Span, error, user_span
 
 __all__ = [
     "CACHE",
@@ -35,7 +36,6 @@ __all__ = [
     "SPEC",
     "TIMEOUT",
     "Knob",
-    "KnobError",
     "Row",
     "scope",
     "table",
@@ -44,10 +44,6 @@ __all__ = [
 T = TypeVar("T")
 
 _scoped: ContextVar[Mapping[str, object]] = ContextVar("hostir_knobs")
-
-
-class KnobError(ValueError):
-    """Raised for a knob with a value that it does not accept, or a name that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -76,27 +72,25 @@ class Knob(Generic[T]):
     def get(self, argument: T | str | None = None) -> T:
         """The value in force: the argument's unless it is None, else the innermost scope's, else the environment's.
 
-        Raises:
-            KnobError: the value is not one that the knob accepts.
+        Raises HostIRError for a value that the knob does not accept.
         """
         if argument is not None:
-            return self.check(argument, self.keyword)
+            return self.check(argument, self.keyword, user_span())
         scoped = _scoped.get({})
         if self.keyword in scoped:
             return self.check(scoped[self.keyword], self.keyword)
         return self.check(os.environ.get(self.name), self.name)
 
-    def check(self, value: object, given_as: str) -> T:
+    def check(self, value: object, given_as: str, span: Span | None = None) -> T:
         """Return the typed value. None and empty text stand for the default, as in ``HOSTIR_SPEC= hostir ...``.
 
-        Raises:
-            KnobError: the knob does not accept the value; the message calls the knob ``given_as``.
+        Raises HostIRError for a value that the knob does not accept; the message calls the knob ``given_as``.
         """
         try:
             text = "" if value is None else str(value)
             return self.parse(text) if text else self.default
         except Exception:  # also what the value's own __str__ raises
-            raise KnobError(f"{given_as}={described(value)}: expected {self.expected}") from None
+            raise error(f"{given_as}={described(value)}", span, expected=self.expected) from None
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -109,7 +103,7 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 
 def _truth(text: str) -> bool:
-    return {"1": True, "True": True, "0": False, "False": False}[_one_of("1", "0", "True", "False")(text)]
+    return _one_of("1", "0", "True", "False")(text) in ("1", "True")
 
 
 def _level(text: str) -> int:
@@ -189,34 +183,28 @@ KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str] | Knob[bool
 )
 
 
-@contextmanager
-def scope(**values: object) -> Iterator[None]:
+def scope(**values: object) -> AbstractContextManager[None]:
     """Set knobs for the calls inside the block: `with hi.knobs.scope(spec=2, kernels="aten")`.
 
-    The names are those of docs/environment.md without HOSTIR_, in small letters. None stands for the default. Raises
-    KnobError where no knob has that name, or does not accept the value; nothing has been set then.
+    The names are those of docs/environment.md without HOSTIR_, in lower case. None stands for the default. Raises
+    HostIRError for an unknown name or a value that the knob does not accept, before anything is set.
     """
     known = {knob.keyword: knob for knob in KNOBS}
     for keyword, value in values.items():
         if keyword not in known:
-            hint = did_you_mean(keyword, known) or f"expected one of {', '.join(known)}"
-            raise KnobError(f"no knob is called {keyword}: {hint}")
-        known[keyword].check(value, keyword)
+            expected, hint = f"one of: {', '.join(known)}", did_you_mean(keyword, known)
+            raise error(f"no knob is called '{keyword}'", user_span(), expected=expected, hint=hint)
+        known[keyword].check(value, keyword, user_span())
+    return _set(values)
+
+
+@contextmanager
+def _set(values: Mapping[str, object]) -> Iterator[None]:
     token = _scoped.set({**_scoped.get({}), **values})
     try:
         yield
     finally:
         _scoped.reset(token)
-
-
-def rank() -> str | None:
-    """Return the rank that a launcher such as torchrun gave this process, as text; None without one."""
-    return os.environ.get("RANK")
-
-
-def speaks() -> bool:
-    """Whether this process prints what is printed once a job: rank 0, or a process that no launcher has started."""
-    return rank() in (None, "0")
 
 
 class Row(NamedTuple):
@@ -230,7 +218,11 @@ class Row(NamedTuple):
 
 def table() -> list[Row]:
     """Return one row for each knob, in the order in which they are documented."""
-    return [
-        Row(knob.name, knob.expected, "unset" if knob.default is None else str(knob.default), knob.doc)
-        for knob in KNOBS
-    ]
+    return [Row(knob.name, knob.expected, _default(knob.default), knob.doc) for knob in KNOBS]
+
+
+def _default(value: object) -> str:
+    """Return a default as one would type it."""
+    if isinstance(value, bool):
+        return str(int(value))
+    return "unset" if value is None else str(value)

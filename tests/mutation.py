@@ -17,13 +17,14 @@ import torch
 
 import hostir as hi
 from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, write_a_pass
+from hostir import knobs
 from hostir.check import check, check_structure
 from hostir.check.findings import Finding
 from hostir.check.proof import analyse_quickly
 from hostir.ir.program import Program, format_program
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.tensor_ops import Contraction
-from hostir.lower import passes_of, run_passes
+from hostir.lower import STRATEGIES, passes_of, run_passes
 from hostir.runtime.sharding import random_inputs
 from hostir.runtime.simulated.machine import LocalMachine, rehearse
 from tests.mutants import Mutant, mutants
@@ -65,9 +66,98 @@ def _examples() -> Iterator[Program]:
     yield run_passes(ahead.program(), [*passes_of("pipeline", streams=2), write_a_pass.GatherAhead()])
 
 
-def tiny(fusion: Callable[..., hi.Fusion], ranks: int, slices: int) -> hi.Fusion:
+def on_grid(dp: int, tp: int) -> list[Program]:
+    """Programs on a mesh of two axes, on which ranks are alike: every strategy of an MLP, and some by hand."""
+    numbers = range(dp * tp)
+    rows = " ".join(f"({' '.join(map(str, numbers[n * tp : n * tp + tp]))})" for n in range(dp))
+    sizes = {"DP": dp, "TP": tp, "OTHERS": dp - 1, "ALL": dp * tp, "GRID": rows, "FLAT": " ".join(map(str, numbers))}
+    texts = [re.sub("[A-Z]{2,}", lambda name: str(sizes[name[0]]), text) for text in GRIDS]
+    with knobs.scope(spec=0):
+        lowered = [hi.lower(tiny(patterns.mlp_2d, dp * tp, 2, dp=dp), strategy) for strategy in STRATEGIES]
+    return [*lowered, *(hi.parse(text) for text in texts)]
+
+
+GRIDS = (  # rows go to all ranks along tp, then along dp; the ranks' flags are waited for by a stream, or by a matmul
+    """hostir 1
+mesh @grid [dp, tp] = GRID
+program @along_both(%x: f32[DP@dp, TP@tp, 2]) -> (%y) {
+  %p = rank of %x over dp
+  %q = rank of %x over tp
+  %all: f32[DP, TP, 2] = allocate_symmetric
+  %there: flag[TP] = allocate_symmetric
+  %rows_there: flag[DP] = allocate_symmetric
+  barrier of %x over tp
+  barrier of %x over dp
+  %mine: f32[DP@dp, TP@tp, 2] = shard %all
+  for %i in 0..TP {
+    put %x -> %mine at (%q + %i) % TP over tp
+    signal %there[%q] = 1 at (%q + %i) % TP over tp
+  }
+  for %i in 0..TP { wait_signal %there[(%q + %i) % TP] >= 1 }
+  %rows: f32[DP@dp, TP, 2] = shard %all
+  for %i in 0..DP {
+    put %rows -> %rows at (%p + %i) % DP over dp
+    signal %rows_there[%p] = 1 at (%p + %i) % DP over dp
+  }
+  for %i in 0..DP { wait_signal %rows_there[(%p + %i) % DP] >= 1 }
+  %y: f32[DP, TP, 2] = allocate
+  relu %all -> %y
+}
+""",
+    """hostir 1
+mesh @grid [dp, tp] = GRID
+program @ready_of_both(%x: f32[DP@dp, TP@tp, 2], %b: f32[2, 3]) -> (%c) {
+  %p = rank of %x over dp
+  %q = rank of %x over tp
+  %all: f32[DP, TP, 2] = allocate_symmetric
+  %there: flag[ALL] = allocate_symmetric
+  barrier of %x over tp
+  barrier of %x over dp
+  %mine: f32[DP@dp, TP@tp, 2] = shard %all
+  for %i in 0..TP {
+    put %x -> %mine at (%q + %i) % TP over tp
+    signal %there[(%p * TP) + %q] = 1 at (%q + %i) % TP over tp
+  }
+  for %i in 0..TP { wait_signal %there[(%p * TP) + ((%q + %i) % TP)] >= 1 }
+  %rows: f32[DP@dp, TP, 2] = shard %all
+  for %i in 0..OTHERS {
+    put %rows -> %rows at (%p + %i + 1) % DP over dp
+    for %j in 0..TP { signal %there[(%p * TP) + ((%q + %j) % TP)] = 1 at (%p + %i + 1) % DP over dp }
+  }
+  %c: f32[DP, TP, 3] = allocate
+  matmul %all, %b -> %c ready %there >= 1 from (%p * TP) + %q
+}
+""",
+    """hostir 1
+mesh @grid [dp, tp] = GRID
+mesh @flat [didx] = FLAT
+program @collectives_of_both(%x: f32[DP@dp, TP@tp, 2], %z: f32[2] partial(didx) on @flat) -> (%y, %sum) streams 2 {
+  %user = current_stream
+  %rows: f32[DP@dp, TP, 2] = allocate
+  %y: f32[DP, TP, 2] = allocate
+  %sum: f32[2] on @flat = allocate
+  set_stream 0
+  synchronize %user
+  %h = allgather %x -> %rows over tp
+  set_stream 1
+  synchronize %user
+  %s = allreduce %z -> %sum over didx
+  set_stream 0
+  wait %h
+  %g = allgather %rows -> %y over dp
+  wait %g
+  set_stream %user
+  synchronize 0
+  wait %s
+  free %rows
+}
+""",
+)
+
+
+def tiny(fusion: Callable[..., hi.Fusion], ranks: int, slices: int, **more: int) -> hi.Fusion:
     """The fusion with one row in each slice of each rank, and columns for each rank."""
-    sizes = {"ranks": ranks, "S": slices, "M": ranks * slices, "K": ranks, "N": ranks * slices, "H": ranks}
+    sizes = {"ranks": ranks, "S": slices, "M": ranks * slices, "K": ranks, "N": ranks * slices, "H": ranks, **more}
     known = fusion.__code__.co_varnames[: fusion.__code__.co_argcount]
     return fusion(**{name: value for name, value in sizes.items() if name in known})
 

@@ -31,10 +31,10 @@ from hostir.ir.source import HostIRError
 from hostir.runtime.executor import Executor
 from hostir.runtime.gloo.machine import GlooPlan
 from hostir.runtime.gloo.onesided import Key, Waits
+from hostir.runtime.order import CALLER
 from hostir.runtime.session import session
 from hostir.runtime.sharding import BITS, random_inputs, shard
 from hostir.runtime.simulated.machine import rehearse
-from hostir.runtime.unroll import CALLER
 from tests.launch import forked
 
 CALLS = 6

@@ -275,3 +275,16 @@ def test_the_packages_names_are_the_public_ones() -> None:
     assert set(hi.dsl.__all__) <= set(hi.__all__)
     with pytest.raises(AttributeError, match="no attribute 'matmull'"):
         attrgetter("matmull")(hi)
+
+
+def test_sizes_of_lower_are_checked_for_every_strategy() -> None:
+    with hi.Fusion("rows") as fusion:
+        a, b = hi.tensor("a", ["M", 8]), hi.tensor("b", [8, 4])
+        c = a @ b
+        fusion.output(c)
+    a.shard(0, hi.DeviceMesh(range(2)))
+    for strategy in ("pipeline", "sequential", "fused", "auto"):
+        with pytest.raises(hi.HostIRError, match="@rows has no size 'Q'"):
+            hi.lower(fusion, strategy, sizes={"Q": 3})
+        with pytest.raises(hi.HostIRError, match="M must be a multiple of 2"):
+            hi.lower(fusion, strategy, sizes={"M": 7})

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hostir import knobs
+from hostir.ir.source import HostIRError
 
 
 @pytest.fixture(autouse=True)
@@ -83,13 +84,13 @@ def test_a_scope_holds_in_its_own_thread_only() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("HOSTIR_SPEC", "x", "HOSTIR_SPEC='x': expected 0, 1 or 2"),
-        ("HOSTIR_SPEC", "3", "HOSTIR_SPEC='3': expected 0, 1 or 2"),
-        ("HOSTIR_TIMEOUT", "0", "HOSTIR_TIMEOUT='0': expected a number of seconds greater than 0"),
-        ("HOSTIR_TIMEOUT", "nan", "HOSTIR_TIMEOUT='nan': expected a number of seconds greater than 0"),
-        ("HOSTIR_TIMEOUT", "inf", "HOSTIR_TIMEOUT='inf': expected a number of seconds greater than 0"),
-        ("HOSTIR_TIMEOUT", "30s", "HOSTIR_TIMEOUT='30s': expected a number of seconds greater than 0"),
-        ("HOSTIR_KERNELS", "Triton", "HOSTIR_KERNELS='Triton': expected auto, triton or aten"),
+        ("HOSTIR_SPEC", "x", "HOSTIR_SPEC='x'\n  expected: 0, 1 or 2"),
+        ("HOSTIR_SPEC", "3", "HOSTIR_SPEC='3'\n  expected: 0, 1 or 2"),
+        ("HOSTIR_TIMEOUT", "0", "HOSTIR_TIMEOUT='0'\n  expected: a number of seconds greater than 0"),
+        ("HOSTIR_TIMEOUT", "nan", "HOSTIR_TIMEOUT='nan'\n  expected: a number of seconds greater than 0"),
+        ("HOSTIR_TIMEOUT", "inf", "HOSTIR_TIMEOUT='inf'\n  expected: a number of seconds greater than 0"),
+        ("HOSTIR_TIMEOUT", "30s", "HOSTIR_TIMEOUT='30s'\n  expected: a number of seconds greater than 0"),
+        ("HOSTIR_KERNELS", "Triton", "HOSTIR_KERNELS='Triton'\n  expected: auto, triton or aten"),
     ],
 )
 def test_a_bad_variable_is_named_with_what_was_expected(
@@ -97,36 +98,34 @@ def test_a_bad_variable_is_named_with_what_was_expected(
 ) -> None:
     monkeypatch.setenv(name, text)
     knob = next(knob for knob in knobs.KNOBS if knob.name == name)
-    with pytest.raises(knobs.KnobError) as error:
+    with pytest.raises(HostIRError) as error:
         knob.get()
-    assert str(error.value) == message
+    assert str(error.value) == f"error: {message}"
 
 
 def test_a_dump_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "dump"
     file.write_text("")
-    with pytest.raises(knobs.KnobError, match="expected a directory"):
+    with pytest.raises(HostIRError, match="expected: a directory"):
         knobs.DUMP.get(file)
 
 
 def test_arguments_and_scopes_pass_the_check_of_the_environment() -> None:
-    with pytest.raises(knobs.KnobError, match="spec=7: expected 0, 1 or 2"):
+    with pytest.raises(HostIRError, match=r"test_knobs.py:\d+:\d+: error: spec=7\n[^$]*expected: 0, 1 or 2$"):
         knobs.SPEC.get(7)
-    with pytest.raises(knobs.KnobError, match="spec=True: expected 0, 1 or 2"), knobs.scope(spec=True):
-        pass
+    with pytest.raises(HostIRError, match=r"test_knobs.py:\d+:\d+: error: spec=True\n[^$]*expected: 0, 1 or 2$"):
+        knobs.scope(spec=True)
 
 
 def test_an_unknown_name_in_a_scope_gets_a_suggestion() -> None:
-    with (
-        pytest.raises(knobs.KnobError, match=r"no knob is called kernel: did you mean 'kernels'\?"),
-        knobs.scope(kernel=1),
-    ):
-        pass
-    with (
-        pytest.raises(knobs.KnobError, match="expected one of dump, spec, timeout, keepalive, kernels"),
-        knobs.scope(zzz=1),
-    ):
-        pass
+    with pytest.raises(HostIRError, match=r"no knob is called 'kernel'\n[^$]*did you mean 'kernels'\?$"):
+        knobs.scope(kernel=1)
+    with pytest.raises(HostIRError, match=r"expected: one of: dump, spec, timeout, keepalive, kernels, .*calls$"):
+        knobs.scope(watch=1)
+
+
+def test_a_default_is_documented_as_one_of_the_values_that_are_documented() -> None:
+    assert {row.name: row.default for row in knobs.table()}["HOSTIR_COMPARE_CALLS"] == "0"
 
 
 def test_the_table_has_a_row_for_each_knob_whose_default_reads_back() -> None:

@@ -1,8 +1,9 @@
 """Check rank 0 in place of all ranks, where every rank does the same things relative to its own place.
 
-In most programs each rank does what its neighbour does, shifted by one rank: its peers, and the rows and flags that
-belong to ranks, are those next to the neighbour's. Then a race, a deadlock or a read of unwritten memory on any rank
-also happens on rank 0, and checking rank 0 is enough. docs/memory-model.md has the argument.
+In most programs each rank does what its neighbours along the axes of the mesh do, shifted by one rank: its peers, and
+the rows and flags that belong to ranks, are those next to the neighbour's. Then a race, a deadlock or a read of
+unwritten memory on any rank also happens on rank 0, and checking rank 0 is enough. docs/memory-model.md has the
+argument.
 
 Rank 0 is traced with indices that hold their value on every rank. Anything that would make ranks differ, such as a
 condition or an epoch, raises `UnlikeError`; then every rank has to be traced.
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,8 +46,10 @@ class PerRank:
         self.numbers = numbers
 
     @staticmethod
-    def of(values: Any) -> PerRank:
-        return PerRank(np.asarray(values, dtype=np.int64).tobytes())
+    def of(values: Any) -> Any:
+        """Return a number with these values; an int where they are all the same."""
+        found = np.asarray(values, dtype=np.int64)
+        return int(found[0]) if (found == found[0]).all() else PerRank(found.tobytes())
 
     @property
     def values(self) -> Any:
@@ -70,8 +75,8 @@ def _computed(compute: Callable[[Any, Any], Any], a: bytes | int, b: bytes | int
     """Compute for all ranks at once. Results are cached: loops repeat the same few numbers."""
     if compute in (operator.floordiv, operator.mod) and not np.all(_spread(b)):
         raise ZeroDivisionError
-    found = compute(_spread(a), _spread(b))
-    return int(found[0]) if (found == found[0]).all() else PerRank.of(found)
+    number: PerRank | int = PerRank.of(compute(_spread(a), _spread(b)))
+    return number
 
 
 @lru_cache(maxsize=1 << 14)
@@ -102,45 +107,90 @@ for operation in (operator.lt, operator.le, operator.gt, operator.ge, operator.e
     setattr(PerRank, f"__{operation.__name__}__", _comparison(operation))
 
 
+# Ranks as a grid ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Torus:
+    """All ranks as a row-major grid that closes along each of its axes. A rotation adds one place to every rank's."""
+
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(program: Program) -> Torus | None:
+        """Return the grid along whose axes the teams of all meshes lie; None where there is none."""
+        ranks = tuple(range(program.ranks))
+        if len(ranks) == 1 or any(mesh.devices != ranks for mesh in program.meshes):
+            return None
+        shapes = {tuple(n for n in mesh.shape if n > 1) for mesh in program.meshes}
+        shapes = {shape for shape in shapes if len(shape) > 1} or {(len(ranks),)}
+        return Torus(shapes.pop()) if len(shapes) == 1 else None
+
+    def places(self, ranks: Any) -> tuple[Any, ...]:
+        """Return the place of each rank along each axis."""
+        return np.unravel_index(ranks, self.shape)
+
+    def opposite(self, rank: int) -> int:
+        """Return the rank to which rank 0 is what this rank is to rank 0."""
+        return int(np.ravel_multi_index([-place for place in self.places(rank)], self.shape, mode="wrap"))
+
+    def axes_of(self, team: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the axes along which a team of rank 0 lies; raise unless it has all ranks along them."""
+        axes = tuple(axis for axis, places in enumerate(self.places(team)) if places.any())
+        if prod(self.shape[axis] for axis in axes) != len(team):
+            raise UnlikeError
+        return axes
+
+
+class _Tracer(Tracer):
+    """Traces rank 0 with index values of all ranks at once."""
+
+    def __init__(self, program: Program, sizes: Mapping[str, int], torus: Torus) -> None:
+        super().__init__(0, program, sizes)
+        self.torus = torus
+
+
 class _Frame(Frame):
     """The index values of a program on all ranks at once."""
 
     def place(self, mesh: Mesh, over: str) -> int:
-        place: Any = PerRank.of(range(mesh.size(over)))
-        return place  # type: ignore[no-any-return]
+        axis = mesh.axes.index(over)
+        places = np.arange(len(mesh.devices)) // prod(mesh.shape[axis + 1 :]) % mesh.shape[axis]
+        place: int = PerRank.of(places)
+        return place
 
     def member(self, team: tuple[int, ...], place: Any) -> int:
-        """Return rank 0's peer; raise unless all ranks have theirs at the same distance. The team has all ranks."""
-        if not isinstance(place, PerRank):
-            raise UnlikeError
-        return _distance(place.numbers)
+        """Return rank 0's peer; raise unless every rank's is as far from it along each axis."""
+        assert isinstance(self.machine, _Tracer)
+        stride = team[1] if len(team) > 1 else 1
+        return _peer(_plain(place), len(team), stride, self.machine.torus)
+
+
+_Tracer.frame = _Frame
 
 
 @lru_cache(maxsize=1 << 12)
-def _distance(numbers: bytes) -> int:
-    """Return the distance from each rank to its peer; raise where it differs from rank to rank."""
-    values = np.frombuffer(numbers, dtype=np.int64)
-    if ((values - values[0] - np.arange(len(values))) % len(values)).any():
-        raise UnlikeError
-    return int(values[0])
-
-
-class _Tracer(Tracer):
-    frame = _Frame
+def _peer(place: bytes | int, count: int, stride: int, torus: Torus) -> int:
+    """Return rank 0's peer at a place in its team, in which ranks are `stride` apart; raise where others' differ."""
+    ranks = np.arange(prod(torus.shape))
+    peers = ranks + (_spread(place) - ranks // stride % count) * stride
+    for peer, rank, extent in zip(torus.places(peers), torus.places(ranks), torus.shape, strict=True):
+        away = (peer - rank) % extent
+        if (away != away[0]).any():
+            raise UnlikeError
+    return int(peers[0])
 
 
 def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | None:
     """Return the order of events as seen from rank 0, which stands for all ranks; None where ranks differ."""
-    ranks = tuple(range(program.ranks))
-    if len(ranks) == 1 or any(mesh.devices != ranks or len(mesh.shape) > 1 for mesh in program.meshes):
+    torus = Torus.of(program)
+    if torus is None:
         return None
-    tracer = _Tracer(0, program, sizes)
+    tracer = _Tracer(program, sizes, torus)
     try:
         for _ in range(calls):
             tracer.call()
         if tracer.problems:
             return None
-        return Alike(tracer, len(ranks))
+        return Alike(tracer)
     except (UnlikeError, HostIRError):
         return None
 
@@ -152,12 +202,13 @@ class Alike(Order):
     original's, rotated by the rank: what rank 0 knows of rank 2, rank 3 knows of rank 5.
     """
 
-    def __init__(self, tracer: Tracer, count: int) -> None:
-        self.count = count
+    def __init__(self, tracer: _Tracer) -> None:
+        self.torus = tracer.torus
+        self.count = tracer.program.ranks
         sides = [side for sides in tracer.collectives.values() for side in sides]
         if tracer.messages or any(side.exchange.moves is not None for side in sides):
             raise UnlikeError
-        _Rotation(tracer, count).check()
+        _Rotations(tracer).check()
         kinds = dict.fromkeys(event.lane[1:] for event in tracer.events if event.lane is not None)
         self.width = len(kinds)  # lanes of a rank
         tracer.events += [copy for event in tracer.events for copy in self._at_rank_0(event)]
@@ -165,19 +216,21 @@ class Alike(Order):
         for flag in tracer.waits:
             flag.slot = _at(flag.slot, 0)
         super().__init__([tracer])
-        self.lanes = {(rank, *kind): rank * self.width + n for rank in range(count) for n, kind in enumerate(kinds)}
+        self.lanes = {
+            (rank, *kind): rank * self.width + n for rank in range(self.count) for n, kind in enumerate(kinds)
+        }
 
     def _at_rank_0(self, event: Event) -> Iterator[Event]:
         """Keep an event's accesses to rank 0's memory; yield copies for what other ranks do to that memory."""
         far = [access for access in event.accesses if access.rank > 0]
         event.accesses = [_access(access, 0) for access in event.accesses if access.rank < 0]
         for access in far:
-            rank = self.count - access.rank
+            rank = self.torus.opposite(access.rank)
             yield self.copy(event, rank, [_access(replace(access, rank=-1), rank)])
 
     def _signal(self, flag: Flag, events: list[Event]) -> Flag:
         """Return the signal that arrives at rank 0 where rank 0 sends this one: some other rank sends it."""
-        rank = -flag.rank % self.count
+        rank = self.torus.opposite(flag.rank)
         event = flag.event
         if rank:
             event = self.copy(event, rank, [])
@@ -196,16 +249,28 @@ class Alike(Order):
 
     def seen_from(self, clock: Clock, rank: int) -> Clock:
         """Return the vector clock of an event on a rank, given the clock of the same event on rank 0."""
-        turned = len(clock) - rank * self.width
-        return np.concatenate((clock[turned:], clock[:turned]))
+        clock = self._by_place(clock)
+        for axis, by in enumerate(self.torus.places(rank)):
+            clock = np.roll(clock, by, axis)
+        return clock.ravel()
+
+    def _by_place(self, clock: Clock) -> Any:
+        """Return a clock as an array by place along each axis and lane."""
+        return clock.reshape(*self.torus.shape, self.width)
 
     # Methods that join all ranks use rank 0 alone, and rotate its clocks for the others.
     def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
         return [issued[0].get(team, [])]
 
-    def _moment(self, after: list[Event]) -> Event:
-        moment = super()._moment(after)
-        moment.seen = lambda clock: np.tile(clock.reshape(self.count, self.width).max(axis=0), self.count)
+    def _moment(self, after: list[Event], team: tuple[int, ...]) -> Event:
+        moment, axes = super()._moment(after, team), self.torus.axes_of(team)
+
+        def seen(clock: Clock) -> Clock:
+            by_place = self._by_place(clock)
+            latest = by_place.max(axis=axes, keepdims=True)
+            return np.broadcast_to(latest, by_place.shape).reshape(clock.shape)
+
+        moment.seen = seen
         return moment
 
     def stuck(self) -> Iterator[Trouble]:
@@ -252,55 +317,75 @@ def _access(access: Access, rank: int) -> Access:
 
 
 # Memory that goes round with the ranks --------------------------------------------------------------------------------
-class _Rotation:
-    """Map the addresses of each rank's buffers to those that the next rank uses in the same way.
+class _Rotations:
+    """Map the addresses of each rank's buffers to those that the next rank along an axis uses in the same way.
 
-    An address maps to itself, or to the one whose digit of weight `step` is one higher modulo the number of ranks. So
-    all regions correspond, and overlap on every rank as they do on rank 0.
+    An address maps to itself, or to the one whose digit of weight `step` is one higher modulo the ranks along the axis.
+    So all regions correspond, and overlap on every rank as they do on rank 0.
     """
 
-    def __init__(self, tracer: Tracer, count: int) -> None:
+    def __init__(self, tracer: _Tracer) -> None:
         self.tracer = tracer
-        self.count = count
-        self.steps: dict[str, int] = {}  # by buffer; those that are not here do not go round
-        self.blocks: set[int] = set()  # accesses of kernels' blocks, which go round among themselves
+        self.shape = tracer.torus.shape
+        self.steps: dict[tuple[str, int], int] = {}  # by buffer and axis; those that are not here do not go round
+        self.blocks: set[tuple[int, int]] = (
+            set()
+        )  # accesses of kernels' blocks, which go round an axis among themselves
 
     def check(self) -> None:
-        """Raise UnlikeError unless every address maps to that of the next rank."""
+        """Raise UnlikeError unless every address maps to that of the next rank along each axis."""
         awaited = {id(flag) for kernel in self.tracer.kernels for flag in kernel.waits}
         accesses = [access for event in self.tracer.events for access in event.accesses]
         flags = [flag for flag in (*self.tracer.signals, *self.tracer.waits) if id(flag) not in awaited]
         addresses: list[tuple[str, Any]] = [(access.buffer.name, access.region.offset) for access in accesses]
         addresses += [(flag.flags, flag.slot) for flag in flags]
         for name, address in addresses:
-            if _differs(address):
-                self._need(name, _step(address.numbers))
+            for axis, step in enumerate(self._moving(address)):
+                if step:
+                    self._need(name, axis, step)
         for kernel in self.tracer.kernels:
-            self._kernel(kernel)
+            for axis in range(len(self.shape)):
+                self._kernel(kernel, axis)
+        self._apart()
         for access in accesses:
-            step = self.steps.get(access.buffer.name)
-            if step is not None and id(access) not in self.blocks:
-                self._region(access.region, step)
+            for axis in range(len(self.shape)):
+                if (access.buffer.name, axis) in self.steps and (id(access), axis) not in self.blocks:
+                    self._region(access, axis)
         for flag in flags:
-            if _differs(flag.epoch[1]) or (not _differs(flag.slot) and flag.flags in self.steps):
+            still = [axis for axis, step in enumerate(self._moving(flag.slot)) if not step]
+            if _differs(flag.epoch[1]) or any((flag.flags, axis) in self.steps for axis in still):
                 raise UnlikeError
 
-    def _need(self, buffer: str, step: int) -> None:
-        if self.steps.setdefault(buffer, step) != step:
+    def _moving(self, address: Any) -> tuple[int, ...]:
+        """Return the weights of the digits in which an address goes up along each axis, 0 where it stays the same."""
+        return _steps(address.numbers, self.shape) if _differs(address) else (0,) * len(self.shape)
+
+    def _need(self, buffer: str, axis: int, step: int) -> None:
+        if self.steps.setdefault((buffer, axis), step) != step:
             raise UnlikeError
 
-    def _region(self, region: Region, step: int) -> None:
-        fits = _one_place if _differs(region.offset) else _all_places
-        if not fits(_at(region.offset, 0), region.dims, step, self.count):
+    def _apart(self) -> None:
+        """Raise unless a buffer's digits of different axes are different ones, so that no rotation moves another's."""
+        digits: dict[str, list[tuple[int, int]]] = {}
+        for (buffer, axis), step in self.steps.items():
+            digits.setdefault(buffer, []).append((step, step * self.shape[axis]))
+        for of in digits.values():
+            if any(higher % end for (_, end), (higher, _) in pairwise(sorted(of))):
+                raise UnlikeError
+
+    def _region(self, access: Access, axis: int) -> None:
+        region, step = access.region, self.steps[access.buffer.name, axis]
+        fits = _one_place if self._moving(region.offset)[axis] else _all_places
+        if not fits(_at(region.offset, 0), region.dims, step, self.shape[axis]):
             raise UnlikeError
 
-    def _kernel(self, kernel: Kernel) -> None:
+    def _kernel(self, kernel: Kernel, axis: int) -> None:
         """Check that the blocks of a kernel, and the rows they touch, rotate with its flags."""
-        step = self.steps.get(kernel.waits[0].flags) if kernel.waits else None
+        step = self.steps.get((kernel.waits[0].flags, axis)) if kernel.waits else None
         if step is None:
             return
-        n = len(kernel.waits)
-        if n % (step * self.count) or [flag.slot for flag in kernel.waits] != [*range(n)]:
+        n, count = len(kernel.waits), self.shape[axis]
+        if n % (step * count) or [flag.slot for flag in kernel.waits] != [*range(n)]:
             raise UnlikeError
         for same in zip(*(flag.event.accesses for flag in kernel.waits), strict=True):
             offsets = [access.region.offset for access in same]
@@ -309,25 +394,31 @@ class _Rotation:
                 continue  # what every block reads
             if _differs(rows) or rows <= 0:
                 raise UnlikeError
-            self._need(same[0].buffer.name, rows * step)
+            self._need(same[0].buffer.name, axis, rows * step)
             for i, access in enumerate(same):
-                place = offsets[i] // (rows * step) % self.count
-                if offsets[i] != offsets[0] + i * rows or place != i // step % self.count:
+                place = offsets[i] // (rows * step) % count
+                if offsets[i] != offsets[0] + i * rows or place != i // step % count:
                     raise UnlikeError
-                if not _one_place(offsets[i], access.region.dims, rows * step, self.count):
+                if not _one_place(_at(offsets[i], 0), access.region.dims, rows * step, count):
                     raise UnlikeError
-                self.blocks.add(id(access))
+                self.blocks.add((id(access), axis))
 
 
 @lru_cache(maxsize=1 << 12)
-def _step(numbers: bytes) -> int:
-    """Return the weight of the digit in which ranks' addresses differ; raise unless it rises by one per rank."""
-    values = np.frombuffer(numbers, dtype=np.int64)
-    low, n = int(values.argmin()), len(values)
-    step = int(values[(low + 1) % n] - values[low])
-    if (values != values[low] + step * ((np.arange(n) - low) % n)).any() or values[low] // step % n:
-        raise UnlikeError
-    return step
+def _steps(numbers: bytes, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return for each axis the weight of the digit in which ranks' addresses differ along it, 0 where they do not.
+
+    Raises UnlikeError unless that digit alone rises by one per rank, modulo the ranks along the axis.
+    """
+    values = np.frombuffer(numbers, dtype=np.int64).reshape(shape)
+    steps = []
+    for axis, count in enumerate(shape):
+        following = np.roll(values, -1, axis)
+        step = int((following - values).max())
+        if step and (following != values + step - count * step * (values // step % count == count - 1)).any():
+            raise UnlikeError
+        steps.append(step)
+    return tuple(steps)
 
 
 @lru_cache(maxsize=1 << 16)

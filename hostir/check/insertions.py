@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from hostir.check.findings import Finding
 from hostir.check.order import Order
 from hostir.check.tracer import CALLER, Event, Flag
-from hostir.ir.host_ops import Allocate, CurrentStream, Dense, For, FreeBuffer, SetStream, Synchronize, Wait
+from hostir.ir.host_ops import CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.machine import Frame
-from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, If, PeerCopy, Rank, Signal, WaitSignal
-from hostir.ir.op import Bin, Expr, Lit, Phase, Ref, Statement, Value, expr_values, rename_expr
+from hostir.ir.onesided_ops import Barrier, Signal, WaitSignal
+from hostir.ir.op import Bin, Expr, FlagUse, Lit, Phase, Ref, Statement, Sync, Value, expr_values, rename_expr
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size
-from hostir.ir.source import HostIRError
-from hostir.ir.tensor_ops import Contraction, ViewStatement
 from hostir.ir.types import FLAG, Kind, TensorType
 
 # Places in a program --------------------------------------------------------------------------------------------------
@@ -26,9 +24,20 @@ Place = tuple[int, ...]  # an index into the program's body, an index into the b
 Block = tuple[Statement, ...]
 
 
-def on_host(s: Statement) -> bool:
-    """Whether a statement runs on the host alone, and issues nothing to a stream."""
-    return isinstance(s, (ViewStatement, Allocate, AllocateSymmetric, Rank)) and not isinstance(s, Dense)
+def issues(s: Statement) -> bool:
+    """Whether a statement itself issues something to the current stream."""
+    return not (s.on_host or moves_on(s) or names_stream(s))
+
+
+def moves_on(s: Statement) -> bool:
+    """Whether another stream may be current behind a statement."""
+    return s.sets_stream is not None or bool(s.bodies)
+
+
+def names_stream(s: Statement) -> bool:
+    """Whether a statement gives the current stream a name."""
+    defined = s.defines(Phase.HOST)
+    return defined is not None and defined.type is Kind.STREAM
 
 
 @dataclass(frozen=True)
@@ -55,10 +64,8 @@ def _spliced(body: Block, place: Place, edit: Edit) -> Block:
     at, *inner = place
     if not inner:
         return (*body[:at], *edit.new, *body[at + edit.drop :])
-    outer = body[at]
-    assert isinstance(outer, (For, If))
-    inside = _spliced(outer.body, tuple(inner), edit)
-    return (*body[:at], *([replace(outer, body=inside)] if inside else []), *body[at + 1 :])
+    outer = body[at].with_bodies(lambda block: _spliced(block, tuple(inner), edit))
+    return (*body[:at], *([outer] if any(outer.bodies) else []), *body[at + 1 :])
 
 
 def without(body: Block, gone: Sequence[Statement]) -> Block:
@@ -67,10 +74,11 @@ def without(body: Block, gone: Sequence[Statement]) -> Block:
     for s in body:
         if any(s is g for g in gone):
             continue
-        if not isinstance(s, (For, If)) or (inner := without(s.body, gone)) == s.body:
+        less = s.with_bodies(lambda block: without(block, gone)) if s.bodies else s
+        if less == s:
             kept.append(s)
-        elif inner:
-            kept.append(replace(s, body=inner))
+        elif any(less.bodies):
+            kept.append(less)
     return tuple(kept)
 
 
@@ -97,16 +105,16 @@ class Outline:
         """Return the place behind the last statement of the block that a place is in."""
         return (*place[:-1], len(self.block(place)))
 
-    def setter(self, place: Place) -> SetStream | None:
-        """Return the last `set_stream` above a place, if any."""
-        above = [s for at, s in self.statements if at < place and isinstance(s, SetStream)]
+    def set_above(self, place: Place) -> Expr | None:
+        """Return the stream that is set last above a place, if any."""
+        above = [s.sets_stream for at, s in self.statements if at < place and s.sets_stream is not None]
         return above[-1] if above else None
 
     def stream(self, place: Place) -> Expr | None:
         """Return the current stream at a place, as the text above it says; None where its names are not in scope."""
-        setter = self.setter(place)
-        if setter is not None:
-            return setter.stream if self.knows(place, setter.stream) else None
+        above = self.set_above(place)
+        if above is not None:
+            return above if self.knows(place, above) else None
         return Ref(self.user) if self.user else None
 
     def knows(self, place: Place, stream: Expr) -> bool:
@@ -119,13 +127,10 @@ class Outline:
         found = {v.name: v for v in self.program.inputs}
         body = self.program.body
         for at in place[:-1]:
-            outer = body[at]
-            found |= _defined(body[:at]) | ({outer.index.name: outer.index} if isinstance(outer, For) else {})
-            body = outer.bodies[0]
+            index = body[at].defines(Phase.HOST)
+            found |= _defined(body[:at]) | ({index.name: index} if index else {})
+            body = body[at].bodies[0]
         return found | _defined(body[: place[-1]])
-
-    def all_of(self, *kinds: type[Statement]) -> Iterator[tuple[Place, Statement]]:
-        return ((place, s) for place, s in self.statements if isinstance(s, kinds))
 
     # What is put in ---------------------------------------------------------------------------------------------------
     def fork(self, place: Place, source: Ref | Lit) -> Block:
@@ -148,16 +153,15 @@ class Outline:
         """Return statements, if needed, that make the caller's stream current at a place of the outermost block."""
         if len(place) > 1 or self.user is None:
             return ()
-        setter = self.setter(place)
-        return () if setter is None or setter.stream == Ref(self.user) else (SetStream(stream=Ref(self.user)),)
+        return () if self.set_above(place) in (None, Ref(self.user)) else (SetStream(stream=Ref(self.user)),)
 
     def ends(self) -> list[Place]:
         """Return places at the end of the program: before closing barriers and frees, before closing frees, last."""
         body = self.program.body
         found = [len(body)]
-        for closing in (FreeBuffer, (FreeBuffer, Barrier, SetStream)):
+        for closing in (_frees, _closes):
             at = len(body)
-            while at and isinstance(body[at - 1], closing):
+            while at and closing(body[at - 1]):
                 at -= 1
             found.append(at)
         return [(at,) for at in dict.fromkeys(found)]
@@ -176,18 +180,28 @@ class Outline:
         return () if current is None or resets(self.block(place)[place[-1] :]) else (SetStream(stream=current),)
 
 
+def _frees(s: Statement) -> bool:
+    return s.freed is not None
+
+
+def _closes(s: Statement) -> bool:
+    return _frees(s) or s.orders is Sync.MEET or s.sets_stream is not None
+
+
 def resets(body: Block) -> bool:
     """Whether a body sets the stream before it issues anything to one."""
-    first = next((s for s in body if not on_host(s)), None)
-    return isinstance(first, SetStream) or (isinstance(first, For) and resets(first.body))
+    first = next((s for s in body if not s.on_host), None)
+    if first is None or first.sets_stream is not None:
+        return first is not None
+    return not first.conditional and any(map(resets, first.bodies))
 
 
 def callers_stream(program: Program) -> Value | None:
     """Return the value of a `current_stream` before any `set_stream`: the caller's stream; None without one."""
     for s in program.body:
-        if isinstance(s, CurrentStream):
-            return s.out
-        if isinstance(s, (SetStream, For, If)):
+        if names_stream(s):
+            return s.defines(Phase.HOST)
+        if moves_on(s):
             break
     return None
 
@@ -200,7 +214,7 @@ def with_callers_stream(program: Program) -> Program:
 
 
 def _defined(body: Block) -> dict[str, Value]:
-    return {v.name: v for s in body if not isinstance(s, For) and (v := s.defines(Phase.HOST))}
+    return {v.name: v for s in body if not s.bodies and (v := s.defines(Phase.HOST))}
 
 
 def _placed(body: Block, outside: Place) -> Iterator[tuple[Place, Statement]]:
@@ -229,7 +243,7 @@ class MissingFlags:
     def __init__(self, outline: Outline, order: Order) -> None:
         self.outline = outline
         self.order = order
-        made = (s.out for s in outline.program.walk() if isinstance(s, AllocateSymmetric))
+        made = (v for s in outline.program.walk() if (v := s.buffer))
         self.flags = [v for v in made if v.tensor.dtype == FLAG]
         heard = {id(signal) for signal in order.partners.values()}
         self.sent = _by_name(flag for rank in order.ranks for flag in rank.signals)
@@ -251,7 +265,7 @@ class MissingFlags:
                     raised = set(zip(ranks, slot, epoch, strict=False))
                     if len(raised) == len(frames) and missing <= raised and not raised & sent:
                         signal = Signal(flags=flags, slot=s, epoch=e, peer=peer, over=over)
-                        copied = isinstance(before, PeerCopy) and before.peer == peer
+                        copied = before.remote is not None and before.peer_place == (peer, over)
                         found.append((not copied, len(raised), len(found), (Edit(place, (signal,)),)))
         yield from (edits for *_, edits in sorted(found, key=lambda f: f[:3])[:MAX_SUGGESTIONS])
 
@@ -270,9 +284,9 @@ class MissingFlags:
 
     def kernels(self, users: Sequence[Statement]) -> Iterator[Edits]:
         """Yield edits that make a product wait for flags that nobody waits for; one block of its rows may be `own`."""
-        for s in (s for s in users if isinstance(s, Contraction) and s.ready is None):
+        for s in (s for s in users if s.contracts):
             place = self.outline.place(s)
-            owns = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType) and v != s.a]
+            owns = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType)]
             for flags in (f for f in self.flags if f.name in self.unheard):
                 unheard = {(rank, epoch) for rank, _, epoch in self.unheard[flags.name]}
                 frames, slots, epochs = self._ways(place, flags, self.unheard[flags.name])
@@ -280,13 +294,14 @@ class MissingFlags:
                     heard = {(_rank(f), which) for f, which in zip(frames, epoch, strict=True)}
                     if len(heard) == len(frames) and heard <= unheard:
                         for first, own in product(slots.values(), (None, *owns)):
-                            yield from _ready(s, place, flags, e, first, own)
+                            if (changed := s.waiting(flags, e, first, own)) is not None:
+                                yield (Edit(place, (changed,), drop=1),)
 
     # Places -----------------------------------------------------------------------------------------------------------
     def _behind(self) -> Iterator[tuple[Place, Statement]]:
         """Yield the places behind each statement that is issued to a stream, with that statement."""
         for at, s in self.outline.statements:
-            if not (on_host(s) or isinstance(s, (CurrentStream, SetStream, For, If))):
+            if issues(s):
                 yield (*at[:-1], at[-1] + 1), s
 
     def _in_front(self, users: Sequence[Statement]) -> list[Place]:
@@ -297,8 +312,8 @@ class MissingFlags:
             for depth in range(len(place), 0, -1):
                 found[place[:depth]] = None
                 for n, other in enumerate(self.outline.block(place[:depth])[: place[depth - 1]]):
-                    if isinstance(other, If):
-                        found[(*place[: depth - 1], n, len(other.body))] = None
+                    if other.conditional:
+                        found[(*place[: depth - 1], n, len(other.bodies[0]))] = None
         return list(found)
 
     def _frames(self, place: Place, flags: Value) -> list[Frame]:
@@ -308,7 +323,7 @@ class MissingFlags:
             frame = Frame(rank, rank.sizes)
             if frame.here(flags.tensor.mesh):
                 for s in self.outline.program.walk():
-                    if isinstance(s, Rank):
+                    if s.place is not None:
                         s.evaluate(frame)
                 found += _comes(self.outline.program.body, place, frame)
         return found
@@ -341,7 +356,7 @@ class MissingFlags:
 
     def _slots(self, place: Place, flags: Value) -> Iterator[Expr]:
         """Yield expressions for a slot of a row of flags: those of the text, each index, blocks of several indices."""
-        yield from (s.slot for s in self._flag_statements(flags) if not isinstance(s, Contraction))
+        yield from (use.slot for use in self._uses(flags) if use.slot is not None)
         count, indices = flags.tensor.shape[0].bind(self.order.ranks[0].sizes), self._indices(place)
         yield from (Lit(n) for n in range(min(count, 2)))
         for v in indices:
@@ -352,47 +367,33 @@ class MissingFlags:
 
     def _epochs(self, flags: Value, missing: set[Raised]) -> Iterator[Expr]:
         """Yield expressions for an epoch of a flag: those of the text, the missing epochs, a loop's round plus one."""
-        yield from (s.epoch for s in self._flag_statements(flags))
+        yield from (use.epoch for use in self._uses(flags))
         yield from (Lit(epoch) for epoch in sorted({epoch for _, _, epoch in missing}))
-        rounds = {s.index: None for s in self.outline.program.walk() if isinstance(s, For)}
-        yield from (Bin("+", Ref(v), Lit(1)) for v in rounds)
+        rounds = (s.defines(Phase.HOST) for s in self.outline.program.walk() if s.bodies)
+        yield from (Bin("+", Ref(v), Lit(1)) for v in dict.fromkeys(rounds) if v is not None)
 
-    def _flag_statements(self, flags: Value) -> list[Signal | WaitSignal | Contraction]:
-        """Return the statements that use flags, those that use these flags first."""
-        found = [s for s in self.outline.program.walk() if isinstance(s, (Signal, WaitSignal, Contraction))]
-        return sorted(
-            (s for s in found if not isinstance(s, Contraction) or s.ready), key=lambda s: not _names(s, flags)
-        )
+    def _uses(self, flags: Value) -> list[FlagUse]:
+        """Return how statements use flags, those that use these flags first."""
+        found = (use for s in self.outline.program.walk() if (use := s.flag_use))
+        return sorted(found, key=lambda use: use.flags != flags)
 
     def _peers(self, place: Place, flags: Value) -> Iterator[tuple[Expr, str]]:
         """Yield expressions for a peer, with its mesh axis: those of the text, and all distances from a rank."""
         mesh = flags.tensor.mesh
         known = {v.name for v in self._indices(place)}
-        candidates: list[tuple[Expr, str]] = [
-            (s.peer, s.over) for s in self.outline.program.walk() if isinstance(s, (PeerCopy, Signal))
-        ]
-        for s in self.outline.program.walk():
-            if isinstance(s, Rank) and mesh and s.over in mesh.axes:
-                n = mesh.size(s.over)
-                candidates.append((Ref(s.out), s.over))
-                candidates += [(Bin("%", Bin("+", Ref(s.out), Lit(k)), Lit(n)), s.over) for k in range(1, n)]
+        candidates = [s.peer_place for s in self.outline.program.walk() if s.peer_place is not None]
+        for index, over in (s.place for s in self.outline.program.walk() if s.place is not None):
+            if mesh and over in mesh.axes:
+                n = mesh.size(over)
+                candidates.append((Ref(index), over))
+                candidates += [(Bin("%", Bin("+", Ref(index), Lit(k)), Lit(n)), over) for k in range(1, n)]
         for peer, over in dict.fromkeys(candidates):
             if mesh and over in mesh.axes and {v.name for v in expr_values(peer)} <= known:
                 yield peer, over
 
 
 def _names(s: Statement | None, flags: Value) -> bool:
-    return flags in (getattr(s, "flags", None), getattr(s, "ready", None))
-
-
-def _ready(s: Contraction, place: Place, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Iterator[Edits]:
-    """Yield the edit that makes a product wait for these flags, if its operands allow that."""
-    try:
-        changed = replace(s, ready=flags, epoch=epoch, first=first, own=own)
-        changed.verify()
-    except HostIRError:
-        return
-    yield (Edit(place, (changed,), drop=1),)
+    return s is not None and s.flag_use is not None and s.flag_use.flags == flags
 
 
 def _by_name(flags: Iterable[Flag]) -> dict[str, set[Raised]]:
@@ -427,12 +428,8 @@ def _comes(body: Block, place: Place, frame: Frame) -> Iterator[Frame]:
         yield Frame(frame.machine, frame.sizes, dict(frame.handles))
         return
     outer = body[at]
-    if isinstance(outer, For):
-        for index in outer.rounds(frame):
-            outer.begin(frame, index)
-            yield from _comes(outer.body, tuple(inner), frame)
-    elif isinstance(outer, If) and outer.holds(frame):
-        yield from _comes(outer.body, tuple(inner), frame)
+    for _ in outer.rounds(frame):
+        yield from _comes(outer.bodies[0], tuple(inner), frame)
 
 
 # Insertions -----------------------------------------------------------------------------------------------------------
@@ -446,27 +443,27 @@ REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
 def for_handles(outline: Outline) -> Iterator[Edits]:
     """Yield waits for the first handle that nobody waits for: at each place of its block behind it."""
     for place, s in outline.statements:
-        handle = s.defines(Phase.HOST)
-        if handle is None or handle.type is not Kind.HANDLE:
+        handle = s.started
+        if handle is None:
             continue
         behind = outline.block(place)[place[-1] + 1 :]
-        if not any(isinstance(x, Wait) and x.handle == handle for x in behind):
+        if not any(x.awaited == handle for x in behind):
             yield from _waits(handle, place, behind)
             return
 
 
 def _waits(handle: Value, place: Place, behind: tuple[Statement, ...]) -> Iterator[Edits]:
     for n, s in enumerate((None, *behind), place[-1] + 1):
-        if s is None or not (on_host(s) or isinstance(s, Wait)):
+        if s is None or not (s.on_host or s.awaited is not None):
             yield (Edit((*place[:-1], n), (Wait(handle=handle),)),)
 
 
 def for_leaks(outline: Outline, names: Container[str]) -> Edits:
     """Return edits that free buffers which nobody frees, at the end of the block that allocates them."""
     ends: dict[Place, list[Statement]] = {}
-    for place, s in outline.all_of(Allocate):
-        value = s.defines(Phase.HOST)
-        freed = any(isinstance(x, FreeBuffer) and x.x == value for x in outline.block(place))
+    for place, s in outline.statements:
+        value = None if s.symmetric else s.buffer
+        freed = any(x.freed == value for x in outline.block(place))
         if value is not None and value.name in names and not freed:
             ends.setdefault(outline.end(place), []).append(FreeBuffer(x=value))
     return tuple(Edit(end, (*outline.at_callers(end), *frees)) for end, frees in ends.items())
@@ -514,11 +511,11 @@ class Suggestions:
         Also before barriers and signals, which pass on what their stream waited for, and at the end of the program.
         """
         outline = self.outline
-        passing = [place for place, _ in outline.all_of(Barrier, Signal)]
+        passing = [place for place, s in outline.statements if s.orders & Sync.SIGNAL]
         if second.statement is None:
             return [*outline.ends(), *passing]
         here = outline.place(second.statement)
-        set_here = [(*at[:-1], at[-1] + 1) for at, _ in outline.all_of(SetStream) if at < here]
+        set_here = [(*at[:-1], at[-1] + 1) for at, s in outline.statements if at < here and s.sets_stream is not None]
         return list(dict.fromkeys([here, *set_here, *passing]))
 
     def _streams(self, event: Event, place: Place) -> list[Expr]:
@@ -526,7 +523,7 @@ class Suggestions:
         outline = self.outline
         lanes = {event.stream, *(str(lane[1]) for lane, _ in event.ends if len(lane) == 2)}
         found: list[Expr] = [Ref(outline.user)] if outline.user and (CALLER in lanes or lanes == {event.stream}) else []
-        set_to = [s.stream for _, s in outline.all_of(SetStream) if isinstance(s, SetStream)]
+        set_to = [s.sets_stream for _, s in outline.statements if s.sets_stream is not None]
         found += [s for s in set_to if not (isinstance(s, Ref) and s.value.type is Kind.STREAM)]
         found += [Lit(int(lane.split()[1])) for lane in sorted(lanes) if lane.startswith("stream ")]
         return [stream for stream in dict.fromkeys(found) if outline.knows(place, stream)]
@@ -539,7 +536,7 @@ class Suggestions:
         if not self.outline.program.streams:
             return
         outline, here = self.outline, second.statement
-        spots = [n for n, s in enumerate(outline.program.body) if isinstance(s, (For, SetStream))][:1]
+        spots = [n for n, s in enumerate(outline.program.body) if moves_on(s) and not s.conditional][:1]
         spots += [outline.place(here)[0]] if here is not None else []
         for at in dict.fromkeys(spots):
             if outline.user and outline.user.name in outline.scope((at,)):
@@ -549,7 +546,7 @@ class Suggestions:
 
     def _ordered_workers(self) -> list[int]:
         """Return the pool streams that wait for other ranks: by barriers, signals or communications."""
-        streams = {e.stream for e in self.order.events if isinstance(e.statement, (Barrier, Wait, WaitSignal))}
+        streams = {e.stream for e in self.order.events if e.statement and e.statement.orders & Sync.WAIT}
         return sorted(int(stream.split()[1]) for stream in streams if stream != CALLER)
 
     def _joins(self) -> Iterator[Edits]:
@@ -563,12 +560,12 @@ class Suggestions:
     def _handles(self, first: Event, second: Event) -> Iterator[Edits]:
         """Move the wait for a communication before what uses its memory, or right behind the communication."""
         s, outline = first.statement, self.outline
-        handle = s.defines(Phase.HOST) if s is not None else None
-        if s is None or handle is None or handle.type is not Kind.HANDLE:
+        handle = s.started if s is not None else None
+        if s is None or handle is None:
             return
         place = outline.place(s)
         behind = enumerate(outline.block(place)[place[-1] + 1 :], place[-1] + 1)
-        wait = next(((*place[:-1], n) for n, x in behind if isinstance(x, Wait) and x.handle == handle), None)
+        wait = next(((*place[:-1], n) for n, x in behind if x.awaited == handle), None)
         if wait is None:
             return
         targets = [(*place[:-1], place[-1] + 1)]
@@ -581,7 +578,7 @@ class Suggestions:
     def _frees(self, first: Event, second: Event) -> Iterator[Edits]:
         """Move a free to the end of its block."""
         for s in (first.statement, second.statement):
-            if isinstance(s, FreeBuffer):
+            if s is not None and s.freed is not None:
                 place = self.outline.place(s)
                 end = self.outline.end(place)
                 yield Edit(place, drop=1), Edit(end, (*self.outline.at_callers(end), s))
@@ -590,8 +587,7 @@ class Suggestions:
     def _barriers(self, first: Event, second: Event) -> Iterator[Edits]:
         """Insert a barrier between the two events, at the ends of a loop around them, or at the end of the program."""
         outline, statements = self.outline, [s for s in (first.statement, second.statement) if s is not None]
-        over = dict.fromkeys((s.remote, s.over) for s in statements if isinstance(s, PeerCopy))
-        for x, axis in over:
+        for x, axis in dict.fromkeys((s.remote, s.peer_place[1]) for s in statements if s.remote and s.peer_place):
             for place in self._meetings(statements):
                 if (operand := self._on_mesh_of(x, place)) is not None:
                     yield (Edit(place, (Barrier(x=operand, over=axis),)),)
@@ -615,7 +611,7 @@ class Suggestions:
     def _starts(self) -> list[Place]:
         """Return the place before the first statement that is issued to a stream."""
         body = self.outline.program.body
-        return [(next((n for n, s in enumerate(body) if not (on_host(s) or isinstance(s, CurrentStream))), 0),)]
+        return [(next((n for n, s in enumerate(body) if issues(s) or moves_on(s)), 0),)]
 
     def _on_mesh_of(self, x: Value, place: Place) -> Value | None:
         """Return a value in scope on the same mesh as another: an input if there is one."""
@@ -633,9 +629,9 @@ class Suggestions:
         """Add the missing signal; or replace the wait for it by a barrier, or remove it."""
         yield from MissingFlags(self.outline, self.order).signals(waiting)
         s = waiting.statement
-        if not isinstance(s, WaitSignal):
+        if s is None or s.flag_use is None or not s.orders:
             return
-        place, x = self.outline.place(s), s.flags
+        place, x = self.outline.place(s), s.flag_use.flags
         mesh, operand = x.tensor.mesh, self._on_mesh_of(x, place)
         yield (Edit(place, drop=1),)
         for axis in mesh.axes if mesh and operand else ():

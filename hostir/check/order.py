@@ -60,8 +60,8 @@ class Order:
         self._join_flags()
 
     # Edges between ranks ----------------------------------------------------------------------------------------------
-    def _moment(self, after: list[Event]) -> Event:
-        """Add an event that follows all of these: one edge to it replaces an edge to each of them."""
+    def _moment(self, after: list[Event], team: tuple[int, ...]) -> Event:
+        """Add an event that follows all of these, of a team: one edge to it replaces an edge to each of them."""
         first = after[0]
         moment = Event(first.rank, first.call, "meets", first.statement, first.rounds, first.stream, after=after)
         self.events.append(moment)
@@ -83,7 +83,7 @@ class Order:
     def _join_sides(self, sides: Sequence[Side]) -> None:
         """Order each side's end behind the begin of those that it receives from; its receivers may hold it up."""
         if sides[0].exchange.moves is None:
-            meeting = self._moment([side.begin for side in sides])
+            meeting = self._moment([side.begin for side in sides], sides[0].exchange.team)
             for side in sides:
                 side.end.after.append(meeting)
             return
@@ -119,7 +119,7 @@ class Order:
                     self.troubles.append(Trouble("barriers differ", list(barriers), " ".join(map(str, team))))
                     break
                 if earlier := [before for barrier in barriers for before in barrier.after]:
-                    meeting = self._moment(earlier)
+                    meeting = self._moment(earlier, team)
                     for barrier in barriers:
                         barrier.after.append(meeting)
 

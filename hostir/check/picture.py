@@ -14,9 +14,7 @@ from hostir.check.findings import Finding
 from hostir.check.order import Order
 from hostir.check.proof import Analysis
 from hostir.check.tracer import CALLER, Event
-from hostir.ir.comm_ops import Communication, Message
-from hostir.ir.host_ops import Allocate, FreeBuffer, Synchronize
-from hostir.ir.onesided_ops import Barrier, PeerCopy
+from hostir.ir.op import Statement, Sync
 from hostir.ir.program import Program, format_statement
 
 # The scene ------------------------------------------------------------------------------------------------------------
@@ -29,7 +27,6 @@ from hostir.ir.program import Program, format_statement
 COMMUNICATION, COMPUTATION, OTHER = "communication", "computation", "other"  # kinds of boxes; the first is a lane, too
 CYCLIC = ("deadlock", "SMs held")  # findings whose events wait for each other all around
 EARLY = ("begins", "moves")  # of a communication's events, those that need not have met other ranks
-MERGED = (FreeBuffer, Synchronize)  # statements that share a box with those of the kind that they follow
 Way = Literal["order", "ranks", "meets"]  # of an arrow: within a rank, to another, between sides of a communication
 Tie = tuple[int, ...]  # events that happen together
 
@@ -126,14 +123,11 @@ def _box(program: Program, event: Event, calls: int) -> Box:
         head = f"call{turn} begins" if enters else f"call{turn} ends"
         return Box(event.rank, "caller", OTHER, head, values, f"{does}\n{where}", [])
     text = format_statement(s, program)
-    moves = isinstance(s, Communication | Message)
-    lane = COMMUNICATION if moves else "caller" if event.stream == CALLER else event.stream
-    kind = (
-        COMMUNICATION if moves or isinstance(s, PeerCopy) else COMPUTATION if event.sms and not event.small else OTHER
-    )
+    lane = COMMUNICATION if s.started else "caller" if event.stream == CALLER else event.stream
+    kind = COMMUNICATION if s.transfers else COMPUTATION if event.sms and not event.small else OTHER
     operands = text.split(s.keyword(), 1)[1].split(" over ")[0].replace("->", "→").strip()
-    if isinstance(s, Allocate):
-        operands = f"{s.out}"
+    if s.buffer:
+        operands = f"{s.buffer}"
     return Box(event.rank, lane, kind, s.keyword(), operands, f"{text}\n{where}", [rounds] if rounds else [])
 
 
@@ -232,7 +226,7 @@ def _beside(a: Box, b: Box) -> bool:
     """Whether two boxes are one, or sides of one communication, so that one column may hold both."""
     if a is b or a.rank == b.rank or not a.lane == b.lane == COMMUNICATION:
         return a is b
-    return a.word == b.word or all(isinstance(box.events[0].statement, Message) for box in (a, b))
+    return a.word == b.word or not any(s and s.collective for s in (a.events[0].statement, b.events[0].statement))
 
 
 def _stack(boxes: Iterable[Box]) -> None:
@@ -270,7 +264,7 @@ def _barriers(events: Sequence[Event], columns: Mapping[int, int]) -> list[Tie]:
     """Return the ties of barriers: their sides in the order of ranks, where these share a column."""
     sides: dict[tuple[Event, int], list[int]] = {}
     for n, event in enumerate(events):
-        for meeting in event.after if isinstance(event.statement, Barrier) else ():
+        for meeting in event.after if event.statement and event.statement.orders is Sync.MEET else ():
             if meeting.verb == "meets":
                 sides.setdefault((meeting, columns[n]), []).append(n)
     return [tuple(side) for side in sides.values()]
@@ -339,7 +333,12 @@ def merged(boxes: Iterable[Box], centre: Set[Event]) -> list[Box]:
 def _alike(a: Box, b: Box) -> bool:
     one, other = a.events[0], b.events[0]
     same = (a.rank, a.lane, a.word, one.call) == (b.rank, b.lane, b.word, other.call)
-    return same and isinstance(one.statement, MERGED)
+    return same and one.statement is not None and _is_small(one.statement)
+
+
+def _is_small(s: Statement) -> bool:
+    """Whether a statement may share a box with others of its kind that it follows: frees, waits for streams."""
+    return s.freed is not None or s.orders is Sync.STREAMS
 
 
 def _place(box: Box) -> tuple[int, bool, bool, int]:

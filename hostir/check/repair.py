@@ -26,6 +26,7 @@ from hostir.check.insertions import (
     edited,
     for_handles,
     for_leaks,
+    names_stream,
     resets,
     with_callers_stream,
     without,
@@ -34,17 +35,14 @@ from hostir.check.order import Order
 from hostir.check.proof import analyse
 from hostir.check.structure import check_structure
 from hostir.check.tracer import Buffer, Event
-from hostir.ir.host_ops import CurrentStream, For, SetStream, Synchronize, Wait
-from hostir.ir.onesided_ops import Barrier, Signal, WaitSignal
-from hostir.ir.op import Codec, Lit, Phase, Statement
+from hostir.ir.host_ops import Synchronize
+from hostir.ir.op import Codec, Lit, Phase, Statement, Sync
 from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import Region
 from hostir.ir.source import Diagnostic, HostIRError, error
 
 MAX_CANDIDATES = 250  # programs that one repair checks
 MAX_MORE_CANDIDATES = 12  # after the first without findings
-WAITING = (Synchronize, Wait, WaitSignal)
-ORDERING = (Synchronize, Barrier, Signal, WaitSignal)
 UNSOUND, UNMET = 1_000_000, 10_000  # weights: a finding that hides all others, and one that hides those about memory
 
 Cost = tuple[int, int, int]
@@ -125,10 +123,10 @@ class Repairer:
             less = self.removed(candidate, piece)
             if not less.found and less.cost <= candidate.cost:
                 candidate = less
-        for join in [s for piece in candidate.added for s in piece if isinstance(s, For)]:
+        for join in [s for piece in candidate.added for s in piece if s.bodies]:
             candidate = self.narrowed(candidate, join)
         for unit in _units(before.program):
-            if isinstance(unit[0], (Signal, WaitSignal)) or (less := self.removed(candidate, unit)).found:
+            if unit[0].flag_use or (less := self.removed(candidate, unit)).found:
                 continue
             if less.program == candidate.program or not _same_streams(candidate.program, unit):
                 continue
@@ -136,11 +134,10 @@ class Repairer:
                 candidate = less
         return candidate
 
-    def narrowed(self, candidate: Candidate, join: For) -> Candidate:
+    def narrowed(self, candidate: Candidate, join: Statement) -> Candidate:
         """Replace a wait for all pool streams by a wait for one of them, where that is enough."""
-        if any(not isinstance(s, Synchronize) for s in join.body) or all(
-            s is not join for s in candidate.program.walk()
-        ):
+        waits = all(s.orders is Sync.STREAMS for body in join.bodies for s in body)
+        if not waits or all(s is not join for s in candidate.program.walk()):
             return candidate
         place = Outline(candidate.program).place(join)
         for stream in range(candidate.program.streams):
@@ -212,15 +209,8 @@ def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: i
 # What a program costs -------------------------------------------------------------------------------------------------
 def cost(program: Program, order: Order) -> Cost:
     """Return the longest chain of work, in events; the number of waits over all ranks; the number of statements."""
-    waits = sum(_waits(event.statement) for event in order.events)
+    waits = sum(event.statement.waits for event in order.events if event.statement)
     return longest_chain(order), waits, sum(1 for _ in program.walk())
-
-
-def _waits(s: Statement | None) -> int:
-    """Return what a statement waits for: the number of ranks for a barrier, 1 for another wait, else 0."""
-    if isinstance(s, Barrier):
-        return s.x.tensor.mesh.size(s.over) if s.x.tensor.mesh else 1
-    return int(isinstance(s, WAITING))
 
 
 def longest_chain(order: Order) -> int:
@@ -317,9 +307,9 @@ def _host_program(program: Program) -> None:
 def _without_unused(program: Program, before: Program) -> Program:
     """Return the program without a `current_stream` that the repair inserted and nothing uses."""
     first = program.body[0]
-    if not isinstance(first, CurrentStream) or first in before.body:
+    if not names_stream(first) or first in before.body:
         return program
-    used = any(v == first.out for s in program.walk() for v in s.values(Codec.USE))
+    used = any(v == first.defines(Phase.HOST) for s in program.walk() for v in s.values(Codec.USE))
     return program if used else program.with_body(program.body[1:])
 
 
@@ -328,20 +318,24 @@ def _units(program: Program) -> Iterator[Block]:
     """Yield statements that may be removed together, outer before inner. A `wait` may not: every handle needs one."""
     flags: dict[str, list[Statement]] = {}
     for s in program.walk():
-        if isinstance(s, (Signal, WaitSignal)):
-            flags.setdefault(s.flags.name, []).append(s)
+        if s.orders and s.flag_use:
+            flags.setdefault(s.flag_use.flags.name, []).append(s)
     for s in program.walk():
-        if isinstance(s, (Signal, WaitSignal)) and s.flags.name in flags:
-            yield tuple(flags.pop(s.flags.name))
-        if isinstance(s, ORDERING) or (
-            isinstance(s, For) and all(isinstance(x, (*ORDERING, SetStream)) for x in s.body)
-        ):
+        if s.orders and s.flag_use and s.flag_use.flags.name in flags:
+            yield tuple(flags.pop(s.flag_use.flags.name))
+        loop = s.bodies and not s.conditional
+        if _orders_alone(s) or (loop and all(_orders_alone(x) or x.sets_stream for b in s.bodies for x in b)):
             yield (s,)
+
+
+def _orders_alone(s: Statement) -> bool:
+    """Whether a statement orders others, and may be left out for all else: a handle needs its wait."""
+    return bool(s.orders) and s.awaited is None
 
 
 def _same_streams(program: Program, unit: Block) -> bool:
     """Whether the rest of a program is issued to the same streams without these statements."""
-    if not any(isinstance(x, SetStream) for s in unit for x in getattr(s, "body", ())):
+    if not any(x.sets_stream for s in unit for body in s.bodies for x in body):
         return True
     outline = Outline(program)
     return all(resets(outline.block(at := outline.place(s))[at[-1] + 1 :]) for s in unit)

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from itertools import product as product_of
 from math import lcm
 from typing import Any
 
-from hostir.ir.comm_ops import Collective, Communication, Message
-from hostir.ir.host_ops import (
-    Allocate,
-    AsPartial,
-    Chunk,
-    CurrentStream,
-    Delay,
-    Dense,
-    For,
-    FreeBuffer,
-    Select,
-    SetStream,
-    Synchronize,
-    Wait,
-)
-from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, If, PeerCopy, Rank, Signal, WaitSignal
-from hostir.ir.op import Codec, Statement, Value, codecs_of
+from hostir.ir.op import Codec, FlagUse, Phase, Shape, Statement, Value, codecs_of
 from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.source import HostIRError
-from hostir.ir.tensor_ops import Contraction, Permute, Reshape, Shard, TensorOp, ViewStatement
 from hostir.ir.types import FLAG, TensorType
 
 # Signatures -----------------------------------------------------------------------------------------------------------
@@ -58,13 +42,7 @@ from hostir.ir.types import FLAG, TensorType
 #
 # Where a statement does not fit this form, all sizes of the program count as they are.
 
-Shape = tuple[Size, ...]
 Key = tuple[Any, ...]
-# Statements that take tensors whole, besides views and those that compute.
-WHOLE = (
-    *(Allocate, AllocateSymmetric, FreeBuffer, CurrentStream, SetStream, Synchronize, Wait, Delay, For),
-    *(If, Rank, Signal, WaitSignal, Barrier, Communication, Message, PeerCopy),
-)
 
 
 class Signature:
@@ -111,9 +89,8 @@ class _Walk:
         self.exact: list[Size] = []
         self.messages: list[Shape] = []  # element counts
         self.groups: list[tuple[int, int]] = []  # where those of each reshape end
-        self.collectives: list[Shape] = []
-        self.transfers: list[Shape] = []  # element counts
-        self.branched = False  # whether ranks may issue collectives or transfers in different orders
+        self.collectives: list[Shape] = []  # shapes, or element counts
+        self.branched = False  # whether ranks may issue collectives in different orders
         self.symmetric: dict[str, Shape] = {}
         self.strides: dict[str, Shape] = {v.name: _packed(v.tensor.local_shape) for v in program.inputs}
         self.buffers: dict[str, str] = {v.name: v.name for v in program.inputs}  # by the name of a value
@@ -124,66 +101,48 @@ class _Walk:
     @property
     def compared(self) -> tuple[list[Shape], ...]:
         """Return the shapes that ranks compare."""
-        return (self.messages, *((self.collectives, self.transfers) if self.branched else ()))
+        return (self.messages, *((self.collectives,) if self.branched else ()))
 
     def body(self, body: tuple[Statement, ...], branch: bool) -> None:
         for s in body:
             self.statement(s, branch)
             for inner in s.bodies:
-                self.body(inner, branch or isinstance(s, If))
+                self.body(inner, branch or s.conditional)
 
     def statement(self, s: Statement, branch: bool) -> None:
         self.exact += [getattr(s, name) for name, codec in codecs_of(type(s)).items() if codec is Codec.SIZE]
         for value in s.named:
             if isinstance(value.type, TensorType) and value.type.dtype == FLAG:
                 self.exact += value.type.shape
-        if isinstance(s, ViewStatement):
-            self.view(s)
-        elif isinstance(s, Contraction) and s.ready is not None:
-            self.in_blocks(s, s.ready)
-        elif isinstance(s, (Message, Communication)):
-            moved = list(s.values(Codec.READ, Codec.WRITE))
-            self.moved(s, [x.tensor.local_shape for x in moved])
-            self.branched |= branch and isinstance(s, Communication)
-            self.by_chance |= not all(map(self.dense, moved))
-        elif isinstance(s, PeerCopy) and s.multiprocessors:
-            self.by_chance |= not (self.dense(s.x) and self.dense(s.out))
-        elif isinstance(s, (Allocate, AllocateSymmetric)):
-            shape = s.out.tensor.local_shape
-            self.strides[s.out.name], self.buffers[s.out.name] = _packed(shape), s.out.name
-            self.fits &= isinstance(s, Allocate) or self.symmetric.setdefault(s.out.name, shape) == shape
+        (self.collectives if s.collective else self.messages).extend(s.compared)
+        self.branched |= branch and s.collective
+        if s.needs_dense:
+            self.by_chance |= not all(map(self.is_dense, s.values(Codec.READ, Codec.WRITE)))
+        if s.viewed is not None:
+            self.view(s, s.viewed)
+        elif s.flag_use and s.flag_use.rows:
+            self.in_blocks(s.flag_use)
+        elif s.buffer is not None:
+            name, shape = s.buffer.name, s.buffer.tensor.local_shape
+            self.strides[name], self.buffers[name] = _packed(shape), name
+            self.fits &= not s.symmetric or self.symmetric.setdefault(name, shape) == shape
         for x, out in product_of(s.values(Codec.READ), s.values(Codec.WRITE)):
             one = self.buffers[x.name] == self.buffers[out.name]
             self.by_chance |= one and self.strides[x.name] != self.strides[out.name]
-        self.fits &= _is_known(s)
+        self.fits &= s.known_whole()  # others may do anything to their tensors
 
-    def moved(self, s: Statement, shapes: list[Shape]) -> None:
-        """Record the sizes that ranks compare: shapes of collectives, numbers of elements of all else."""
-        if isinstance(s, Collective):
-            self.collectives += shapes
-        else:
-            (self.messages if isinstance(s, Message) else self.transfers).extend((product(n),) for n in shapes)
-
-    def dense(self, x: Value) -> bool:
+    def is_dense(self, x: Value) -> bool:
         """Whether a tensor is dense whatever the sizes are."""
         pairs = zip(x.tensor.local_shape, self.strides[x.name], _packed(x.tensor.local_shape), strict=True)
         return all(extent.is_one or stride == packed for extent, stride, packed in pairs)
 
-    def view(self, s: ViewStatement) -> None:
-        shape, strides = s.x.tensor.local_shape, self.strides[s.x.name]
-        if isinstance(s, Select):
-            self.exact.append(shape[s.axis])
-            strides = strides[: s.axis] + strides[s.axis + 1 :]
-        elif isinstance(s, Permute):
-            strides = tuple(strides[axis] for axis in s.axes)
-        elif isinstance(s, Reshape):
-            strides = self.regrouped(shape, strides, s.out.tensor.local_shape)
-        elif isinstance(s, Dense):
-            strides = _packed(shape)
-        elif not isinstance(s, (Chunk, Shard, AsPartial)):
-            strides, self.fits = _packed(s.out.tensor.local_shape), False
-        buffer = s.out.name if isinstance(s, Dense) else self.buffers[s.x.name]
-        self.strides[s.out.name], self.buffers[s.out.name] = strides, buffer
+    def view(self, s: Statement, x: Value) -> None:
+        out = s.defines(Phase.HOST)
+        assert out is not None
+        strides = s.strides(_Strides(self, x.tensor.local_shape, self.strides[x.name]))
+        self.fits &= strides is not None
+        self.strides[out.name] = _packed(out.tensor.local_shape) if strides is None else strides
+        self.buffers[out.name] = out.name if s.may_copy else self.buffers[x.name]
 
     def regrouped(self, old: Shape, strides: Shape, new: Shape) -> Shape:
         """Merge or split axes: record the extents that matter, and return the strides that the new axes have."""
@@ -203,19 +162,42 @@ class _Walk:
         self.fits &= product(old) == product(new)
         return tuple(found)
 
-    def in_blocks(self, s: Contraction, ready: Value) -> None:
+    def in_blocks(self, use: FlagUse) -> None:
         """Record the rows of a product that waits: its leading axes merged, then cut into a block for each flag."""
-        blocks = ready.tensor.shape[0]
-        a, out = s.a.tensor.local_shape, s.out.tensor.local_shape
-        rows = [product(shape[:-1]) / blocks for shape in (a, out)]
-        if s.own is not None:
-            rows.append(product(s.own.tensor.local_shape[:-1]))
-        for x in (s.a, s.out, s.own):
-            if x is not None:
-                leading = x.tensor.local_shape[:-1]
-                self.exact += leading[:-1]
-                self.by_chance |= not _nested(leading, self.strides[x.name][:-1])
+        blocks = use.flags.tensor.shape[0]
+        rows = [product(x.tensor.local_shape[:-1]) / blocks for x in use.rows]
+        if use.own is not None:
+            rows.append(product(use.own.tensor.local_shape[:-1]))
+        for x in (*use.rows, *([use.own] if use.own else [])):
+            leading = x.tensor.local_shape[:-1]
+            self.exact += leading[:-1]
+            self.by_chance |= not _nested(leading, self.strides[x.name][:-1])
         self.fits &= len(set(rows)) == 1
+
+
+@dataclass(frozen=True)
+class _Strides:
+    """Gives the strides of a view of a tensor of this shape and these strides; records the extents that matter."""
+
+    walk: _Walk
+    shape: Shape
+    strides: Shape
+
+    def same(self) -> Shape:
+        return self.strides
+
+    def without(self, axis: int) -> Shape:
+        self.walk.exact.append(self.shape[axis])
+        return self.strides[:axis] + self.strides[axis + 1 :]
+
+    def permuted(self, axes: tuple[int, ...]) -> Shape:
+        return tuple(self.strides[axis] for axis in axes)
+
+    def reshaped(self, shape: Shape) -> Shape:
+        return self.walk.regrouped(self.shape, self.strides, shape)
+
+    def dense(self) -> Shape:
+        return _packed(self.shape)
 
 
 def _packed(shape: Shape) -> Shape:
@@ -239,13 +221,6 @@ def _groups(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
             yield i, end
             start = end
     yield len(old), len(new)
-
-
-def _is_known(s: Statement) -> bool:
-    """Whether a statement uses its tensors as the signature assumes: other kinds may do anything to them."""
-    if isinstance(s, TensorOp):
-        return type(s).evaluate is TensorOp.evaluate
-    return isinstance(s, (ViewStatement, *WHOLE))
 
 
 def values_of(program: Program) -> Iterator[Value]:
@@ -316,7 +291,7 @@ def small_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int] | 
     if not free:
         return bound
     sizes = [division.size for division in program.divisions]
-    rounds = {n for s in program.walk() if isinstance(s, For) for n in s.count.names}
+    rounds = {n for s in program.walk() if s.bodies for n in s.repeats.names}
     least = lcm(*(size.den for size in sizes), *(n for mesh in program.meshes for n in mesh.shape))
     many = 2 * program.streams + 1
     counts = [least * -(-many // least), many, 3, 2, 1]

@@ -7,9 +7,6 @@ from functools import lru_cache
 from math import prod
 
 from hostir.described import described
-from hostir.ir.comm_ops import Reshard
-from hostir.ir.host_ops import Allocate, Dense, FreeBuffer
-from hostir.ir.onesided_ops import AllocateSymmetric, PeerCopy
 from hostir.ir.op import (
     VALUE_CODECS,
     Bin,
@@ -27,7 +24,6 @@ from hostir.ir.op import (
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
 from hostir.ir.source import Diagnostic, HostIRError, did_you_mean
-from hostir.ir.tensor_ops import TensorOp, ViewStatement
 from hostir.ir.types import DTYPES, FLAG, STREAM, Axis, Factor, Kind, Mesh, TensorType
 
 # What programs are made of --------------------------------------------------------------------------------------------
@@ -214,29 +210,30 @@ class Buffers:
             if root := self.roots.get(value.name):
                 self.written.add(root)
                 yield from self._both(s, value, root)
-        if isinstance(s, FreeBuffer) and (root := self.roots.get(s.x.name)):
-            yield from self._free(s, root)
-        if isinstance(s, (Allocate, AllocateSymmetric)) and isinstance(s.out.type, TensorType):
-            self.roots[s.out.name] = s.out.name
-            self.written.discard(s.out.name)
-            (self.symmetric.add if isinstance(s, AllocateSymmetric) else self.symmetric.discard)(s.out.name)
-        if isinstance(s, ViewStatement) and (root := self.roots.get(s.x.name)):
-            self.roots[s.out.name] = root
-            if isinstance(s, Dense):
-                yield from self._dense(s, root)
+        if s.freed and (root := self.roots.get(s.freed.name)):
+            yield from self._free(s, s.freed, root)
+        if s.buffer:
+            self.roots[s.buffer.name] = s.buffer.name
+            self.written.discard(s.buffer.name)
+            (self.symmetric.add if s.symmetric else self.symmetric.discard)(s.buffer.name)
+        view = s.defines(Phase.HOST)
+        if s.viewed and view and (root := self.roots.get(s.viewed.name)):
+            self.roots[view.name] = root
+            if s.may_copy:
+                self.densed.setdefault(root, view)
+                yield from self._dense(s, s.viewed, root)
 
-    def _dense(self, s: Dense, root: str) -> Iterator[Diagnostic]:
-        """Yield a finding where an input that nothing writes is made dense."""
-        self.densed.setdefault(root, s.out)
+    def _dense(self, s: Statement, x: Value, root: str) -> Iterator[Diagnostic]:
+        """Yield a finding unless it is an input that nothing writes which is made dense."""
         if root not in self.inputs:
             yield Diagnostic(
-                f"{_named(s.x, root)} is no input",
+                f"{_named(x, root)} is no input",
                 s.span,
                 expected="an input, or a view of one: of all other memory the strides are known",
                 hint="copy it to a buffer, if it is not dense",
             )
         elif root in self.written:
-            yield from self._both(s, s.x, root)
+            yield from self._both(s, x, root)
 
     def _both(self, s: Statement, value: Value, root: str) -> Iterator[Diagnostic]:
         if root in self.densed:
@@ -247,20 +244,20 @@ class Buffers:
                 hint="copy the input to a buffer instead, and write there",
             )
 
-    def _free(self, s: FreeBuffer, root: str) -> Iterator[Diagnostic]:
-        view = "" if s.x.name == root else "a view of "
+    def _free(self, s: Statement, x: Value, root: str) -> Iterator[Diagnostic]:
+        view = "" if x.name == root else "a view of "
         if root in self.inputs:
             yield Diagnostic(
-                f"{s.x} is {view}an input: an input is the caller's to free", s.span, hint="take this line out"
+                f"{x} is {view}an input: an input is the caller's to free", s.span, hint="take this line out"
             )
         elif root in self.symmetric:
             yield Diagnostic(
-                f"{s.x} is {view}a symmetric buffer: it lasts from call to call", s.span, hint="take this line out"
+                f"{x} is {view}a symmetric buffer: it lasts from call to call", s.span, hint="take this line out"
             )
 
     def reach(self, s: Statement) -> Iterator[Diagnostic]:
         """Yield findings about a statement that reaches memory of a peer which is not symmetric."""
-        if not isinstance(s, PeerCopy) or (root := self.roots.get(s.remote.name)) is None:
+        if s.remote is None or (root := self.roots.get(s.remote.name)) is None:
             return
         if root not in self.symmetric:
             yield Diagnostic(
@@ -370,11 +367,11 @@ class _Checker:
             found = found or list(self.flags(s)) or list(self.typed(s))
             yield from found
             yield from self.indices(s)
-            if isinstance(s, Reshard) and self.explicit:
-                yield Diagnostic("a reshard is left after communications were chosen", s.span)
-            if around and isinstance(s, AllocateSymmetric):
+            if self.explicit and not s.explicit:
+                yield Diagnostic(f"a {s.keyword()} is left after communications were chosen", s.span)
+            if around and s.symmetric:
                 yield Diagnostic(
-                    f"{s.out} lasts from call to call: it cannot be allocated in a block",
+                    f"{s.buffer} lasts from call to call: it cannot be allocated in a block",
                     s.span,
                     hint=f"allocate it in front of the '{around.keyword()}'",
                 )
@@ -405,8 +402,9 @@ class _Checker:
 
     def flags(self, s: Statement) -> Iterator[Diagnostic]:
         """Check that flags are only signalled and waited for, never read, written or viewed."""
-        if isinstance(s, Allocate) and _holds_flags(s.out):
-            yield Diagnostic(f"no peer can signal {s.out}", s.span, hint=f"{s.out}: {s.out.type} = allocate_symmetric")
+        if s.buffer and not s.symmetric and _holds_flags(s.buffer):
+            hint = f"{s.buffer}: {s.buffer.type} = allocate_symmetric"
+            yield Diagnostic(f"no peer can signal {s.buffer}", s.span, hint=hint)
         for value in dict.fromkeys(s.values(Codec.READ, Codec.WRITE, Codec.ALIAS)):
             if _holds_flags(value):
                 yield Diagnostic(
@@ -420,19 +418,16 @@ class _Checker:
             s.verify()
             if self.explicit:
                 s.verify_layout()
-            expected = s.infer() if self.explicit or not isinstance(s, TensorOp) else None
+            expected = s.infer() if self.explicit else None
         except HostIRError as wrong:
             yield from wrong.diagnostics
             return
-        result = s.out if isinstance(s, (TensorOp, ViewStatement)) else s.defines(self.phase)
+        result = next(s.values(Codec.DEFINE, Codec.WRITE), None)
         if result is None:
-            return
-        if isinstance(s, TensorOp) and (found := list(self.computed(s))):
-            yield from found
             return
         declared = result.type
         if isinstance(expected, TensorType) and isinstance(declared, TensorType):
-            if self.explicit and not _agree(expected, declared):
+            if not _agree(expected, declared):
                 yield Diagnostic(
                     f"{result} is declared {declared}, but {s.keyword()} gives {expected}",
                     s.span,
@@ -440,13 +435,6 @@ class _Checker:
                 )
         elif isinstance(expected, Kind) and expected is not declared:
             yield Diagnostic(f"{result} is a {declared}, but {s.keyword()} gives a {expected}", s.span)
-
-    def computed(self, s: TensorOp) -> Iterator[Diagnostic]:
-        dtype, shape = s.result()
-        declared = s.out.tensor
-        if declared.dtype != dtype or declared.shape != shape:
-            gives = f"{dtype}[{', '.join(map(str, shape))}]"
-            yield Diagnostic(f"{s.out} is {declared}, but {s.keyword()} gives {gives}", s.span, expected=gives)
 
     def indices(self, s: Statement) -> Iterator[Diagnostic]:
         for name, codec in codecs_of(type(s)).items():

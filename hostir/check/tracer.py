@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, Literal
 
-from hostir.ir.host_ops import Allocate, Dense
 from hostir.ir.interpret import Observer, interpret
 from hostir.ir.machine import Exchange, Frame, Ready
-from hostir.ir.onesided_ops import AllocateSymmetric
 from hostir.ir.op import Codec, Phase, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.regions import Region
@@ -399,7 +397,7 @@ class Tracer(Observer):
 
     # What statements ask for: the methods of `hostir.ir.machine.Machine` --------------------------------------------
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> View:
-        value = self.statement.out if isinstance(self.statement, (Allocate, AllocateSymmetric)) else None
+        value = self.statement.buffer if self.statement else None
         name = value.name if value else "buffer"
         if not symmetric:
             self.buffers.append(buffer := Buffer(self.rank, name, prod(shape), value))
@@ -439,20 +437,25 @@ class Tracer(Observer):
 
     def dense(self, x: View) -> View:
         """Return a copy that, like the input, the caller overwrites at the end."""
-        assert isinstance(self.statement, Dense)
-        value = self.statement.out
-        copy = dense(Buffer(self.rank, value.name, prod(x.shape), value, persists=True), x.shape)
+        value = self.statement.defines(Phase.HOST) if self.statement else None
+        copy = dense(Buffer(self.rank, value.name if value else "copy", prod(x.shape), value, persists=True), x.shape)
         # Nothing is issued where the input is dense: a kernel behind may start beside copies by SMs in front of it.
         self.follow(self.event("copies", [access(x, "reads"), access(copy, "writes")], sms=True), self.current)
         self.copies.append(copy)
         return copy
 
-    def compute(self, kind: str, out: View, operands: Sequence[View | None], options: Mapping[str, Any]) -> None:
-        ready = options.get("ready")
-        own = ready.own if isinstance(ready, Ready) else None
+    def compute(
+        self,
+        kind: str,
+        out: View,
+        operands: Sequence[View | None],
+        options: Mapping[str, Any],
+        ready: Ready | None = None,
+    ) -> None:
+        own = ready.own if ready is not None else None
         self.use(out, *operands, own)
         self.overwrite(out, *operands, own)
-        if isinstance(ready, Ready):
+        if ready is not None:
             self._waiting(out, operands, ready)
             return
         reads = [access(x, "reads") for x in operands if x is not None]

@@ -235,14 +235,18 @@ class CostMachine:
         return x  # callers' tensors are assumed dense
 
     def compute(
-        self, kind: str, out: CostTensor, operands: Sequence[CostTensor | None], options: Mapping[str, Any]
+        self,
+        kind: str,
+        out: CostTensor,
+        operands: Sequence[CostTensor | None],
+        options: Mapping[str, Any],
+        ready: Ready | None = None,
     ) -> None:
         read = [x for x in operands if x is not None]
         if kind not in CONTRACTIONS:
             self.issue(Traffic(out.bytes + sum(x.bytes for x in read)), launch="compute")
             return
         k = read[0].shape[-1]
-        ready: Ready | None = options.get("ready")
         beside = self.pushing if ready else []
         if ready and ready.own is not None and prod(ready.own.shape[:-1]) < FEWEST_APART:
             self.issue(Traffic(2 * ready.own.bytes), launch="compute")

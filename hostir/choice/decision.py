@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import logging
@@ -29,17 +30,16 @@ from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, here
 from hostir.described import described
 from hostir.ir.comm_ops import Communication
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal
-from hostir.ir.op import Phase, Statement
+from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.sizes import binding
-from hostir.ir.source import HostIRError, Span, check_known, error, logger, warn_once
+from hostir.ir.source import HostIRError, Span, check_known, did_you_mean, error, logger, user_span, warn_once
 from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.knobs import KERNELS
 from hostir.lower import AUTO, STRATEGIES, STREAMS, HasProgram, lower
 from hostir.lower import lower as lower_by
-from hostir.lower.passes import Watcher
 from hostir.lower.pipeline import NOT_OVERLAPPED
-from hostir.lower.strategies import check_strategy
+from hostir.lower.strategies import Watcher, check_strategy, fusion_of
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 # Candidates -----------------------------------------------------------------------------------------------------------
 # The ways to run a fusion on a platform, each with its host program or the reason why it is impossible.
 
-STREAM_COUNTS = {"sequential": (1,), "pipeline": (2, 4), "ring": (2, 4), "fused": (1, 2), "push": (1,)}
 ONE_SIDED = (AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal)
 SEQUENTIAL = "sequential"
 
@@ -115,7 +114,7 @@ def _clause(s: Statement, why: str) -> str:
 
 def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tuple[Candidate, Program | HostIRError]]:
     """Yield the program of each candidate, or the error with which it does not lower."""
-    for strategy, streams in [(s, n) for s in STRATEGIES for n in STREAM_COUNTS[s]]:
+    for strategy, streams in [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]:
         program: Program | HostIRError
         try:
             program = lower(fusion, strategy, streams)
@@ -181,27 +180,13 @@ def _merged(found: Sequence[Impossible]) -> Iterator[Impossible]:
             yield it
 
 
-def fusion_of(given: object) -> Program:
-    """Return the program of a `hostir.Fusion`, or a program that is a fusion. Raises for anything else."""
-    build = getattr(given, "program", None)
-    program = given if isinstance(given, Program) or not callable(build) or isinstance(given, type) else build()
-    if not isinstance(program, Program):
-        raise error(f"not a fusion: {described(given)}", expected="a hostir.Fusion")
-    if program.phase is not Phase.FUSION:
-        raise error(
-            f"@{program.name} is a host program already",
-            expected="a fusion, of which there is something to choose",
-            hint="run it as it is: hi.Executor(program), or 'hostir run'",
-        )
-    return program
-
-
 def check_ranks(fusion: Program, platform: Platform) -> None:
     """Raise HostIRError if there are fewer ranks than the fusion needs."""
     if platform.ranks < fusion.ranks:
         raise error(
             f"@{fusion.name} is for {fusion.ranks} ranks, and there are {platform.ranks}",
-            hint="build it for fewer, or take a machine with as many",
+            hint=f"build it for {platform.ranks} (--ranks {platform.ranks}, if its function has a parameter 'ranks'), "
+            f"or take a machine with {fusion.ranks}",
         )
 
 
@@ -466,12 +451,16 @@ def compile(
         kernels, machine: as for `Executor`; `auto` chooses among kernels as well, unless they are given.
         calls: how they are made on CUDA, and so which times count: `out` with `out=`, so that programs of one-sided
             copies are replayed from a CUDA graph; `eager` without; `graph` inside a graph that the caller captures.
-        options: those of `Executor`: `seed`, `trace`, `check`, `timeout`, `graphs`.
+        options: those of `Executor`: `seed`, `trace`, `check`, `timeout`, `graphs`, `compare_calls`.
 
     Raises HostIRError for sizes that are not bound where there is something to choose.
     """
     from hostir.runtime.executor import Executor
 
+    known = [name for name in inspect.signature(Executor).parameters if name != "program"]
+    if unknown := next((name for name in options if name not in known), None):
+        expected, hint = f"one of: {', '.join(known)}", did_you_mean(unknown, known)
+        raise error(f"hi.compile has no option '{unknown}'", user_span(), expected=expected, hint=hint)
     program = fusion_of(fusion)
     check_strategy(strategy)
     given = program.given_sizes(sizes)

@@ -16,13 +16,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from hostir import knobs
 from hostir.dsl import Fusion
 from hostir.ir import parse
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.sizes import DIGITS
-from hostir.ir.source import Diagnostic, HostIRError, Span, did_you_mean, error, from_here
+from hostir.ir.source import Diagnostic, HostIRError, Span, did_you_mean, error, from_here, speaks
 from hostir.lower import AUTO, lower, passes_of
 
 # Texts ----------------------------------------------------------------------------------------------------------------
@@ -47,7 +46,8 @@ def check_readable(file: str) -> None:
         hint = f"it holds {inside or 'no .py or .hir'}" if file else ""
         raise error(f"{file} is a folder" if file else "the name of the file is empty", expected="a file", hint=hint)
     if not path.exists():
-        raise error(f"no such file: {file}", hint=did_you_mean(path.name, (p.name for p in _listed(path.parent))))
+        files = (p.name for p in _listed(path.parent) if p.is_file())
+        raise error(f"no such file: {file}", hint=did_you_mean(path.name, files))
     mode = path.stat().st_mode
     if several and not stat.S_ISREG(mode):
         raise _shared(file)
@@ -314,7 +314,7 @@ def load_to_lower(options: Namespace) -> tuple[Program, dict[str, int]]:
 
 def say(text: str) -> None:
     """Print a message to stderr, once a job."""
-    if knobs.speaks():
+    if speaks():
         print(text, file=sys.stderr)
 
 

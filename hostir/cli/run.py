@@ -94,10 +94,7 @@ def _check_room(program: Program, sizes: dict[str, int], device: str | None) -> 
 def _write_trace(trace: Trace | None, path: str | None) -> None:
     if trace is None or path is None:
         return
-    try:
-        (trace.to_svg if Path(path).suffix == ".svg" else trace.to_chrome)(path)
-    except OSError as problem:
-        raise error(f"cannot write {path}: {problem.strerror}") from None
+    (trace.to_svg if Path(path).suffix == ".svg" else trace.to_chrome)(path)
 
 
 def _turns(turns: range, title: str, *, speaks: bool = True) -> Iterable[int]:

@@ -14,13 +14,14 @@ from typing import Any
 
 from hostir.choice import cache
 from hostir.choice.cache import Choice, Timing
-from hostir.choice.decision import SEQUENTIAL, candidates, check_ranks, check_sizes, choose, decide, fusion_of
+from hostir.choice.decision import SEQUENTIAL, candidates, check_ranks, check_sizes, choose, decide
 from hostir.choice.measure import PATIENCE, Progress, measure, steps
 from hostir.choice.platforms import REFERENCE, Platform, here, named, reference
 from hostir.cli.loading import load_named
 from hostir.ir.program import Program
 from hostir.ir.source import FallbackWarning, HostIRError, error
 from hostir.knobs import KERNELS
+from hostir.lower.strategies import fusion_of
 from hostir.runtime.session import Session, launched, session
 
 # Tables ---------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,21 @@ from typing import TYPE_CHECKING, ClassVar
 from hostir.ir.layout import Mark, flat_marks, leads
 from hostir.ir.machine import Exchange, Move, meshes_of
 from hostir.ir.onesided_ops import mesh_over, own_rank, peer_of
-from hostir.ir.op import BOTH, Codec, Define, DefineIf, Index, Name, Phase, Read, Statement, Write, statement
+from hostir.ir.op import (
+    BOTH,
+    Codec,
+    Define,
+    DefineIf,
+    Index,
+    Name,
+    Phase,
+    Read,
+    Shape,
+    Statement,
+    Value,
+    Write,
+    statement,
+)
 from hostir.ir.sizes import Size, product
 from hostir.ir.source import did_you_mean
 from hostir.ir.types import Kind, Mesh, TensorType
@@ -37,6 +51,7 @@ class Reshard(Statement):
     """
 
     syntax = "{out} = reshard {x}"
+    explicit = False
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.FUSION})
     x: Read
     out: Write
@@ -52,6 +67,11 @@ class Reshard(Statement):
         frame[self.out] = frame[self.x]
 
 
+def elements(*values: Value) -> tuple[Shape, ...]:
+    """Return the number of elements of each tensor that a rank holds."""
+    return tuple((product(value.tensor.local_shape),) for value in values)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Communication(Statement):
     """The base class of communications.
@@ -61,6 +81,9 @@ class Communication(Statement):
     """
 
     phases: ClassVar[frozenset[Phase]] = BOTH
+    transfers: ClassVar[bool] = True
+    collective: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
 
     x: Read
     out: Write
@@ -71,6 +94,14 @@ class Communication(Statement):
         if phase is Phase.HOST:
             return cls.syntax
         return "{out} = " + cls.syntax.replace("{handle} = ", "").replace(" -> {out}", "")
+
+    @property
+    def needs_dense(self) -> bool:
+        return True
+
+    @property
+    def compared(self) -> tuple[Shape, ...]:
+        return elements(self.x, self.out)
 
     @property
     def meshes(self) -> tuple[Mesh | None, ...]:
@@ -108,6 +139,10 @@ class Collective(Communication):
     """A communication among the ranks along one mesh axis."""
 
     over: Name = ""
+
+    @property
+    def compared(self) -> tuple[Shape, ...]:
+        return self.x.tensor.local_shape, self.out.tensor.local_shape
 
     @property
     def mesh(self) -> Mesh:
@@ -375,8 +410,20 @@ WHOLE = (0, 1)
 class Message(Statement):
     """The base class of messages."""
 
+    transfers: ClassVar[bool] = True
+    per_rank: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
+
     handle: Define
     over: Name
+
+    @property
+    def needs_dense(self) -> bool:
+        return True
+
+    @property
+    def compared(self) -> tuple[Shape, ...]:
+        return elements(*self.values(Codec.READ, Codec.WRITE))
 
     @property
     def mesh(self) -> Mesh:

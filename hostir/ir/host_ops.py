@@ -7,7 +7,24 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hostir.ir.layout import refine
-from hostir.ir.op import Body, Define, Extent, Free, Index, Int, Name, Phase, Statement, StreamRef, Use, statement
+from hostir.ir.op import (
+    Body,
+    Define,
+    Expr,
+    Extent,
+    Free,
+    Index,
+    Int,
+    Name,
+    Phase,
+    Shape,
+    Statement,
+    StreamRef,
+    Sync,
+    Use,
+    ViewStrides,
+    statement,
+)
 from hostir.ir.sizes import Division, Size, product
 from hostir.ir.tensor_ops import ViewStatement
 from hostir.ir.types import Axis, Kind, TensorType
@@ -27,6 +44,8 @@ class Allocate(Statement):
     """
 
     syntax = "{out} = allocate"
+    on_host = True
+    whole = True
     out: Define
 
     def verify(self) -> None:
@@ -47,6 +66,7 @@ class FreeBuffer(Statement):
     """
 
     syntax = "free {x}"
+    whole = True
     x: Free
 
     def evaluate(self, frame: Frame) -> None:
@@ -79,6 +99,9 @@ class Select(ViewStatement):
 
     def verify(self) -> None:
         self.infer()
+
+    def strides(self, of: ViewStrides) -> Shape:
+        return of.without(self.axis)
 
     def view(self, frame: Frame, x: Any) -> Any:
         index, extent = frame.index(self.index), self.x.tensor.shape[self.axis].bind(frame.sizes)
@@ -138,6 +161,9 @@ class Chunk(ViewStatement):
         for factor in self.out.tensor.axes[self.axis].factors:
             yield Division(self.out.tensor.local_factor(factor), why, self.span)
 
+    def strides(self, of: ViewStrides) -> Shape:
+        return of.same()
+
     def view(self, frame: Frame, x: Any) -> Any:
         index, count = frame.index(self.index), self.count.bind(frame.sizes)
         if not 0 <= index < count:
@@ -168,6 +194,9 @@ class AsPartial(ViewStatement):
     def verify(self) -> None:
         self.infer()
 
+    def strides(self, of: ViewStrides) -> Shape:
+        return of.same()
+
     def view(self, frame: Frame, x: Any) -> Any:
         return x
 
@@ -185,12 +214,17 @@ class Dense(ViewStatement):
 
     phases: ClassVar[frozenset[Phase]] = HOST
     syntax = "{out} = dense {x}"
+    on_host = False
+    may_copy = True
 
     def infer(self) -> TensorType:
         return self.x.tensor
 
     def verify(self) -> None:
         self.infer()
+
+    def strides(self, of: ViewStrides) -> Shape:
+        return of.dense()
 
     def view(self, frame: Frame, x: Any) -> Any:
         return frame.machine.dense(x)
@@ -205,6 +239,8 @@ class Wait(Statement):
     """
 
     syntax = "wait {handle}"
+    orders = Sync.WAIT
+    whole = True
     handle: Use
 
     def verify(self) -> None:
@@ -230,6 +266,7 @@ class CurrentStream(Statement):
     """
 
     syntax = "{out} = current_stream"
+    whole = True
     out: Define
 
     def infer(self) -> Kind:
@@ -248,7 +285,12 @@ class SetStream(Statement):
     """
 
     syntax = "set_stream {stream}"
+    whole = True
     stream: StreamRef
+
+    @property
+    def sets_stream(self) -> Expr:
+        return self.stream
 
     def evaluate(self, frame: Frame) -> None:
         frame.machine.set_stream(frame.stream(self.stream))
@@ -263,6 +305,8 @@ class Synchronize(Statement):
     """
 
     syntax = "synchronize {stream}"
+    orders = Sync.STREAMS
+    whole = True
     stream: StreamRef
 
     def evaluate(self, frame: Frame) -> None:
@@ -282,6 +326,7 @@ class Delay(Statement):
     """
 
     syntax = "delay {microseconds} us"
+    whole = True
     microseconds: Int
 
     def evaluate(self, frame: Frame) -> None:
@@ -297,6 +342,7 @@ class For(Statement):
     """
 
     syntax = "for {index} in 0..{count} {body}"
+    whole = True
     index: Define
     count: Extent
     body: Body
@@ -304,9 +350,11 @@ class For(Statement):
     def infer(self) -> Kind:
         return Kind.INDEX
 
-    def rounds(self, frame: Frame) -> range:
-        return range(self.count.bind(frame.sizes))
+    @property
+    def repeats(self) -> Size:
+        return self.count
 
-    def begin(self, frame: Frame, index: int) -> None:
-        """Begin a round. The interpreter walks the body, so that it can name the statement that fails."""
-        frame[self.index] = index
+    def rounds(self, frame: Frame) -> Iterator[tuple[int, ...]]:
+        for index in range(self.count.bind(frame.sizes)):
+            frame[self.index] = index
+            yield (index,)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hostir.ir.host_ops import For
 from hostir.ir.machine import Frame, Handle, Machine
-from hostir.ir.onesided_ops import If
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
@@ -46,10 +44,10 @@ def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> in
     """Return the number of statements of a body with its loops unrolled; each round counts as one more."""
     total = 0
     for statement in body:
-        if not isinstance(statement, For):
-            total += 1 + sum(unrolled_length(inner, sizes) for inner in statement.bodies)
+        if not statement.bodies:
+            total += 1
             continue
-        total += statement.count.bind(sizes) * (1 + unrolled_length(statement.body, sizes))
+        total += statement.repeats.bind(sizes) * (1 + sum(unrolled_length(inner, sizes) for inner in statement.bodies))
         if total > MAX_UNROLLED:
             raise statement.fail(
                 f"with this loop the program has {total} statements and rounds to go through",
@@ -59,16 +57,12 @@ def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> in
     return total
 
 
-def _run(body: tuple[Statement, ...], frame: Frame, observer: Observer, rounds: tuple[int, ...]) -> None:
-    for statement in body:
-        if isinstance(statement, For):
+def _run(statements: tuple[Statement, ...], frame: Frame, observer: Observer, rounds: tuple[int, ...]) -> None:
+    for statement in statements:
+        if statement.bodies:
             for index in statement.rounds(frame):
-                statement.begin(frame, index)
-                _run(statement.body, frame, observer, (*rounds, index))
-            continue
-        if isinstance(statement, If):
-            if statement.holds(frame):
-                _run(statement.body, frame, observer, rounds)
+                for body in statement.bodies:
+                    _run(body, frame, observer, (*rounds, *index))
             continue
         observer.at(statement, rounds)
         try:

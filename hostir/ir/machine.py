@@ -53,6 +53,9 @@ class Ready:
 
     The rows of its left side are `blocks` equal blocks, which it computes one after another, beginning with `first`,
     whose rows come from `own`, without a wait, if that is given: the left side's rows there may be overwritten.
+
+    A machine that plans adds what the kernel leaves of the SMs: `overlapped_sms` are those of the copies directly
+    before it on its stream, which may still run when it starts; `reserved_sms` are left to signals that kernels send.
     """
 
     flags: Handle
@@ -60,6 +63,8 @@ class Ready:
     first: int
     blocks: int
     own: Handle | None = None
+    overlapped_sms: int = 0
+    reserved_sms: int = 0
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -100,8 +105,15 @@ class Machine(Protocol):
     def dense(self, x: Handle) -> Handle:
         """Return `x` if it is dense, else a dense copy, made on the current stream; it lasts as long as the call."""
 
-    def compute(self, kind: str, out: Handle, operands: Sequence[Handle | None], options: Mapping[str, Any]) -> None:
-        """Run kernel `kind` on the current stream, writing `out`."""
+    def compute(
+        self,
+        kind: str,
+        out: Handle,
+        operands: Sequence[Handle | None],
+        options: Mapping[str, Any],
+        ready: Ready | None = None,
+    ) -> None:
+        """Run kernel `kind` on the current stream, writing `out`; with `ready`, block by block as flags rise."""
 
     def communicate(self, exchange: Exchange, x: Handle | None, out: Handle | None) -> Handle:
         """Start a communication after the current stream's earlier work; return its handle."""

@@ -14,10 +14,26 @@ symmetric memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from hostir.ir.op import Body, Define, Index, Int, Name, Read, Statement, Use, Value, Write, statement
+from hostir.ir.op import (
+    Body,
+    Define,
+    Expr,
+    FlagUse,
+    Index,
+    Int,
+    Name,
+    Read,
+    Statement,
+    Sync,
+    Use,
+    Value,
+    Write,
+    statement,
+)
 from hostir.ir.source import did_you_mean
 from hostir.ir.types import FLAG, Kind, Mesh, TensorType
 
@@ -25,7 +41,6 @@ OUTSIDE = -1  # the place of a rank on a mesh to which it does not belong
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
-    from hostir.ir.op import Expr
 
 
 def mesh_over(op: Statement, x: Value, over: str) -> Mesh:
@@ -69,6 +84,10 @@ class AllocateSymmetric(Statement):
     """
 
     syntax = "{out} = allocate_symmetric"
+    on_host = True
+    one_sided = True
+    symmetric = True
+    whole = True
     out: Define
 
     def verify(self) -> None:
@@ -95,9 +114,16 @@ class Rank(Statement):
     """
 
     syntax = "{out} = rank of {x} over {over}"
+    on_host = True
+    per_rank = True
+    whole = True
     out: Define
     x: Use
     over: Name
+
+    @property
+    def place(self) -> tuple[Value, str]:
+        return self.out, self.over
 
     def infer(self) -> Kind:
         return Kind.INDEX
@@ -121,21 +147,28 @@ class If(Statement):
     """
 
     syntax = "if {left} == {right} {body}"
+    conditional = True
+    whole = True
     left: Index
     right: Index
     body: Body
 
-    def holds(self, frame: Frame) -> bool:
-        """Whether this rank runs the body. The interpreter walks it, so that it can name the statement that fails."""
+    def rounds(self, frame: Frame) -> Iterator[tuple[int, ...]]:
         try:
-            return frame.index(self.left) == frame.index(self.right)
+            holds = frame.index(self.left) == frame.index(self.right)
         except ZeroDivisionError:
             raise self.fail("the condition divides by zero", expected="a divisor of at least 1") from None
+        if holds:
+            yield ()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PeerCopy(Statement):
     """The base class of copies between this rank and a peer, on the current stream."""
+
+    transfers: ClassVar[bool] = True
+    one_sided: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
 
     x: Read
     out: Write
@@ -144,13 +177,21 @@ class PeerCopy(Statement):
 
     @property
     def remote(self) -> Value:
-        """Return the view of a symmetric buffer that the copy accesses on the peer."""
+        """The view of a symmetric buffer that the copy accesses on the peer."""
         raise AssertionError(type(self).__name__)
 
     @property
     def multiprocessors(self) -> int:
-        """Return the number of SMs that copy; 0 for a copy engine."""
+        """The number of SMs that copy; 0 for a copy engine."""
         return 0
+
+    @property
+    def peer_place(self) -> tuple[Expr, str]:
+        return self.peer, self.over
+
+    @property
+    def needs_dense(self) -> bool:
+        return self.multiprocessors > 0
 
     def verify(self) -> None:
         mesh_over(self, self.remote, self.over)
@@ -239,12 +280,23 @@ class Signal(Statement):
     """
 
     syntax = "signal {flags}[{slot}] = {epoch} at {peer} over {over}<? by {sms} sms?>"
+    orders = Sync.SIGNAL
+    one_sided = True
+    whole = True
     flags: Use
     slot: Index
     epoch: Index
     peer: Index
     over: Name
     sms: Int = field(default=0, kw_only=True)
+
+    @property
+    def flag_use(self) -> FlagUse:
+        return FlagUse(self.flags, self.slot, self.epoch)
+
+    @property
+    def peer_place(self) -> tuple[Expr, str]:
+        return self.peer, self.over
 
     def verify(self) -> None:
         flags_of(self, self.flags)
@@ -268,9 +320,16 @@ class WaitSignal(Statement):
     """
 
     syntax = "wait_signal {flags}[{slot}] >= {epoch}"
+    orders = Sync.WAIT
+    one_sided = True
+    whole = True
     flags: Use
     slot: Index
     epoch: Index
+
+    @property
+    def flag_use(self) -> FlagUse:
+        return FlagUse(self.flags, self.slot, self.epoch)
 
     def verify(self) -> None:
         flags_of(self, self.flags)
@@ -293,8 +352,15 @@ class Barrier(Statement):
     """
 
     syntax = "barrier of {x} over {over}"
+    orders = Sync.MEET
+    one_sided = True
+    whole = True
     x: Use
     over: Name
+
+    @property
+    def waits(self) -> int:
+        return self.x.tensor.mesh.size(self.over) if self.x.tensor.mesh else 1
 
     def verify(self) -> None:
         mesh_over(self, self.x, self.over)

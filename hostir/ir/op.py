@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from enum import Enum
+from enum import Enum, Flag, auto
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar, get_args, get_type_hints
 
-from hostir.ir.sizes import Division, Size
+from hostir.ir.sizes import ONE, Division, Size
 from hostir.ir.source import HostIRError, Span, error
-from hostir.ir.types import TensorType, Type
+from hostir.ir.types import Kind, TensorType, Type
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
@@ -162,6 +162,54 @@ Name = Annotated[str, Codec.NAME]
 
 VALUE_CODECS = {Codec.READ, Codec.WRITE, Codec.ALIAS, Codec.FREE, Codec.DEFINE, Codec.USE}
 
+Shape = tuple[Size, ...]  # or strides
+
+
+class Sync(Flag):
+    """Whom a statement orders that does nothing else."""
+
+    NOTHING = 0
+    STREAMS = auto()  # the current stream waits for another one of its rank
+    WAIT = auto()  # the current stream waits for other ranks
+    SIGNAL = auto()  # other ranks learn how far the current stream has come
+    MEET = WAIT | SIGNAL
+
+
+@dataclass(frozen=True)
+class FlagUse:
+    """A row of flags that a statement signals or waits for.
+
+    Fields:
+        slot, epoch: of the one flag that it uses; the slot is None where it waits for each flag of the row.
+        rows: values whose rows are as many equal blocks as there are flags: each waits for the block's flag.
+        own: rows that stand in for one of the blocks.
+    """
+
+    flags: Value
+    slot: Expr | None
+    epoch: Expr
+    rows: tuple[Value, ...] = ()
+    own: Value | None = None
+
+
+class ViewStrides(Protocol):
+    """Gives the strides of a view, as formulas, from those of the view's operand `x`."""
+
+    def same(self) -> Shape:
+        """Return the strides of `x`."""
+
+    def without(self, axis: int) -> Shape:
+        """Return the strides of `x` at one index of an axis, which goes away."""
+
+    def permuted(self, axes: tuple[int, ...]) -> Shape:
+        """Return the strides of `x` with its axes in another order."""
+
+    def reshaped(self, shape: Shape) -> Shape:
+        """Return the strides of `x` in another shape."""
+
+    def dense(self) -> Shape:
+        """Return the strides of a dense tensor of the shape of `x`."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Statement:
@@ -173,6 +221,21 @@ class Statement:
 
     syntax: ClassVar[str] = ""
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.HOST})
+
+    # Traits: what a statement does, for all who ask; nobody else keeps lists of classes. What it reads, writes, views,
+    # frees and defines follows from the codecs of its fields. See also the properties under "Traits" below.
+    on_host: ClassVar[bool] = False  # it runs on the host alone, whatever the current stream is
+    orders: ClassVar[Sync] = Sync.NOTHING  # whom it orders, if it does nothing else
+    transfers: ClassVar[bool] = False  # it moves elements between ranks
+    collective: ClassVar[bool] = False  # every rank of its team issues it, all in the same order
+    one_sided: ClassVar[bool] = False  # it needs memory or signals that ranks share
+    per_rank: ClassVar[bool] = False  # it names single ranks, as what is one-sided does: whole tensors have none
+    symmetric: ClassVar[bool] = False  # the buffer that it defines is symmetric: it lasts from call to call
+    may_copy: ClassVar[bool] = False  # its result is a view, or else a copy: strides at run time decide
+    conditional: ClassVar[bool] = False  # a rank may pass over its body
+    explicit: ClassVar[bool] = True  # it is left where every change of sharding is explicit
+    contracts: ClassVar[bool] = False  # it multiplies matrices
+    whole: ClassVar[bool] = False  # `evaluate` takes tensors whole, but for `flag_use.rows`
 
     span: Span | None = field(default=None, compare=False, repr=False, kw_only=True)
     note: str = field(default="", compare=False, repr=False, kw_only=True)
@@ -241,6 +304,105 @@ class Statement:
     @cached_property
     def bodies(self) -> tuple[tuple[Statement, ...], ...]:
         return tuple(getattr(self, n) for n, c in codecs_of(type(self)).items() if c is Codec.BLOCK)
+
+    # Traits ----------------------------------------------------------------------------------------------------------
+    @classmethod
+    def known_whole(cls) -> bool:
+        """Whether it touches tensors as `whole` says: a class that has an `evaluate` of its own must say so itself."""
+        said, runs = (next(c for c in cls.__mro__ if name in vars(c)) for name in ("whole", "evaluate"))
+        return cls.whole and issubclass(said, runs)
+
+    @property
+    def viewed(self) -> Value | None:
+        """The value that its result is a view of, if any."""
+        return next(self.values(Codec.ALIAS), None)
+
+    @property
+    def freed(self) -> Value | None:
+        """The value whose buffer ends here, if any."""
+        return next(self.values(Codec.FREE), None)
+
+    @property
+    def buffer(self) -> Value | None:
+        """In a host program, the value that it defines with memory of its own, if any."""
+        defined = self.defines(Phase.HOST)
+        if defined is None or not isinstance(defined.type, TensorType) or self.viewed is not None:
+            return None
+        return defined
+
+    @property
+    def started(self) -> Value | None:
+        """The handle of the communication that it starts, if any."""
+        defined = self.defines(Phase.HOST)
+        return defined if defined is not None and defined.type is Kind.HANDLE else None
+
+    @property
+    def awaited(self) -> Value | None:
+        """The handle of the communication that it waits for, if any."""
+        return next((value for value in self.values(Codec.USE) if value.type is Kind.HANDLE), None)
+
+    @property
+    def waits(self) -> int:
+        """How many others its stream waits for, of those that it `orders`."""
+        return int(bool(self.orders & (Sync.STREAMS | Sync.WAIT)))
+
+    @property
+    def sets_stream(self) -> Expr | None:
+        """The stream that what follows is issued to, where that changes."""
+        return None
+
+    @property
+    def place(self) -> tuple[Value, str] | None:
+        """The index that it defines as this rank's place along a mesh axis, and the axis."""
+        return None
+
+    @property
+    def flag_use(self) -> FlagUse | None:
+        """The flags that it signals or waits for."""
+        return None
+
+    @property
+    def peer_place(self) -> tuple[Expr, str] | None:
+        """The place of the peer that it signals, or copies to or from, and the mesh axis along which places count."""
+        return None
+
+    @property
+    def remote(self) -> Value | None:
+        """The view of a symmetric buffer that it reads or writes at a peer."""
+        return None
+
+    @property
+    def needs_dense(self) -> bool:
+        """Whether the tensors that it reads and writes must be dense."""
+        return False
+
+    @property
+    def compared(self) -> tuple[Shape, ...]:
+        """What ranks compare of it when they meet: shapes, or numbers of elements."""
+        return ()
+
+    def strides(self, of: ViewStrides) -> Shape | None:
+        """Return the strides of its result, if that is a view; None where no formula gives them."""
+        return None
+
+    @property
+    def repeats(self) -> Size:
+        """How often its body runs, at most."""
+        return ONE
+
+    def rounds(self, frame: Frame) -> Iterator[tuple[int, ...]]:
+        """Yield once for each time that its body runs: the loop's index, which is set, or () where there is none."""
+        yield from ()
+
+    def with_bodies(self, change: Callable[[tuple[Statement, ...]], tuple[Statement, ...]]) -> Statement:
+        """Return the same statement with another body, made from its own."""
+        named = codecs_of(type(self)).items()
+        blocks: dict[str, Any] = {n: change(getattr(self, n)) for n, c in named if c is Codec.BLOCK}
+        return replace(self, **blocks) if blocks else self
+
+    def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
+        """Return the same statement, waiting for flags while it runs; None where it cannot, or does already."""
+        return None
 
     def in_place(self, operand: int) -> bool:
         """Whether it may write the very view that it reads as this operand."""

@@ -345,10 +345,7 @@ def rewrite(body: Iterable[Statement], change: Callable[[Statement], Iterable[St
     """Replace each statement by the result of `change`, inner bodies first."""
     done: list[Statement] = []
     for s in body:
-        blocks: dict[str, Any] = {
-            n: rewrite(getattr(s, n), change) for n, c in codecs_of(type(s)).items() if c is Codec.BLOCK
-        }
-        done.extend(change(replace(s, **blocks) if blocks else s))
+        done.extend(change(s.with_bodies(lambda body: rewrite(body, change))))
     return tuple(done)
 
 

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -142,6 +143,58 @@ def _common(runs: Any, others: Any) -> Any:
     nth = np.arange(len(mine)) - np.repeat(np.cumsum(count) - count, count)
     other = others[first[mine] + nth]
     return np.stack([np.maximum(runs[mine, 0], other[:, 0]), np.minimum(runs[mine, 1], other[:, 1])], axis=1)
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------
+# Shapes with strides in elements, by torch's rules: which are dense, and which shapes a view may have without a copy.
+
+Ints = tuple[int, ...]
+
+
+@lru_cache(maxsize=1 << 12)
+def dense_strides(shape: Ints) -> Ints:
+    """Return the strides of a dense tensor."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+@lru_cache(maxsize=1 << 12)
+def is_dense(shape: Ints, strides: Ints) -> bool:
+    """Whether elements lie one behind another in row-major order. Strides of axes of one element do not matter."""
+    return 0 in shape or all(n == 1 or s == t for n, s, t in zip(shape, strides, dense_strides(shape), strict=True))
+
+
+@lru_cache(maxsize=1 << 12)
+def view_strides(shape: Ints, strides: Ints, new: Ints) -> Ints | None:
+    """Return the strides with which a strided tensor can be seen in a new shape; None if that takes a copy.
+
+    They are those of torch's `view`. Axes merge where a step along one leads just past all that those inside it reach;
+    the new axes must divide up what merges.
+    """
+    if prod(shape) != prod(new):
+        return None
+    if 0 in shape:
+        return strides if shape == new else dense_strides(new)
+    if not shape:
+        return (1,) * len(new)
+    found: list[int] = []
+    left = list(new)
+    size, step = 1, strides[-1]  # of the axes that merge, from the innermost out: elements, and stride of the last
+    for axis in range(len(shape) - 1, -1, -1):
+        size *= shape[axis]
+        if axis and (shape[axis - 1] == 1 or strides[axis - 1] == size * step):
+            continue  # the next axis merges too
+        taken = 1
+        while left and (taken < size or left[-1] == 1):
+            found.append(taken * step)
+            taken *= left.pop()
+        if taken != size:
+            return None
+        size, step = 1, strides[axis - 1]
+    return tuple(reversed(found))
 
 
 # Finding the regions that meet another --------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from typing import Any
 
 from hostir.described import described, shortened
 from hostir.described import did_you_mean as did_you_mean  # messages are made with both
-from hostir.knobs import rank, speaks
 
 # Spans and diagnostics ------------------------------------------------------------------------------------------------
 # Positions in a source, and messages about mistakes: file:line:col, a caret, what was expected, what to do.
@@ -180,6 +179,16 @@ def check_known(what: str, value: object, known: Iterable[str]) -> None:
 # No call of an executor that runs a plan or replays a graph which is there already makes any.
 
 logging.getLogger("hostir").addHandler(logging.NullHandler())
+
+
+def rank() -> str | None:
+    """Return the rank that a launcher such as torchrun gave this process, as text; None without one."""
+    return os.environ.get("RANK")
+
+
+def speaks() -> bool:
+    """Whether this process prints what is printed once a job: rank 0, or a process that no launcher has started."""
+    return rank() in (None, "0")
 
 
 class Logger(logging.LoggerAdapter[logging.Logger]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +18,8 @@ from hostir.ir.op import (
     Alias,
     Codec,
     Define,
+    Expr,
+    FlagUse,
     Index,
     Int,
     Ints,
@@ -25,15 +27,17 @@ from hostir.ir.op import (
     Phase,
     Read,
     ReadIf,
+    Shape,
     Statement,
     UseIf,
     Value,
+    ViewStrides,
     Write,
     codecs_of,
     statement,
 )
 from hostir.ir.sizes import Division, Size, product
-from hostir.ir.source import did_you_mean
+from hostir.ir.source import HostIRError, did_you_mean
 from hostir.ir.types import DTYPES, DType, TensorType
 
 if TYPE_CHECKING:
@@ -57,6 +61,7 @@ class TensorOp(Statement):
     """The base class of computations: `infer` follows from `result` and `maps`, `evaluate` from the fields."""
 
     phases: ClassVar[frozenset[Phase]] = BOTH
+    whole: ClassVar[bool] = True
     stand_ins: ClassVar[frozenset[str]] = frozenset()  # fields that are read in place of a part of an operand
 
     out: Write
@@ -84,10 +89,21 @@ class TensorOp(Statement):
         return join(self, dtype, shape, self.operands, self.maps())
 
     def verify(self) -> None:
-        self.result()
+        (dtype, shape), declared = self.result(), self.out.tensor
+        if declared.dtype != dtype or declared.shape != shape:
+            gives = f"{dtype}[{', '.join(map(str, shape))}]"
+            raise self.fail(f"{self.out} is {declared}, but {self.keyword()} gives {gives}", expected=gives)
 
     def verify_layout(self) -> None:
         self._one_mesh([*self.operands, self.out])
+
+    @property
+    def summed(self) -> Sequence[Size]:
+        """The extents of the axes that it sums away, as one rank has them; none where it is elementwise."""
+        if not self.operands:
+            return ()
+        first, axes = self.operands[0], self.maps()[0]
+        return [n for n, axis in zip(first.tensor.local_shape, axes, strict=True) if axis == CONTRACTED]
 
     def _one_mesh(self, values: Sequence[Value]) -> None:
         meshes = {m.name for m in meshes_of(values) if m}
@@ -106,7 +122,7 @@ class TensorOp(Statement):
             self.pass_over(frame)
             return
         operands = [frame[value] for value in self._operands_or_none()]
-        frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(frame))
+        frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(), self.waits_for(frame))
 
     def pass_over(self, frame: Frame) -> None:
         """Do what is left to do where the result has no elements."""
@@ -116,9 +132,13 @@ class TensorOp(Statement):
         maps = self.maps()
         return all(CONTRACTED not in axes for axes in maps) and maps[operand] == tuple(range(len(self.out.tensor.axes)))
 
-    def options(self, frame: Frame) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Return the kernel's options besides its operands."""
         return {n: getattr(self, n) for n, c in codecs_of(type(self)).items() if c not in VALUE_CODECS}
+
+    def waits_for(self, frame: Frame) -> Ready | None:
+        """Return the flags that the kernel waits for while it runs, if any."""
+        return None
 
     @classmethod
     def form(cls, phase: Phase) -> str:
@@ -159,6 +179,7 @@ READY = "<? ready {ready} >= {epoch} from {first}?><? own {own}?>"
 class Contraction(TensorOp):
     """The base class of products that sum over the last axis of `a`, and may wait for its rows (`ready`, `own`)."""
 
+    contracts: ClassVar[bool] = True
     stand_ins: ClassVar[frozenset[str]] = frozenset({"own"})
 
     a: Read
@@ -179,6 +200,20 @@ class Contraction(TensorOp):
             flags_of(self, self.ready)
         if self.own is not None:
             self._stands_in(self.own)
+
+    @property
+    def flag_use(self) -> FlagUse | None:
+        return FlagUse(self.ready, None, self.epoch, (self.a, self.out), self.own) if self.ready is not None else None
+
+    def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
+        if self.ready is not None or own == self.a:
+            return None
+        changed = replace(self, ready=flags, epoch=epoch, first=first, own=own)
+        try:
+            changed.verify()
+        except HostIRError:
+            return None
+        return changed
 
     def _stands_in(self, own: Value) -> None:
         if self.ready is None:
@@ -206,10 +241,13 @@ class Contraction(TensorOp):
             if self.own is None or block != first:
                 frame.machine.wait_signal(frame[self.ready], block, epoch)
 
-    def options(self, frame: Frame) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def waits_for(self, frame: Frame) -> Ready | None:
         """Return the flags it waits for, if any. Raise where flags do not divide the rows, or `own` is no block."""
         if self.ready is None:
-            return {}
+            return None
         blocks = self.ready.tensor.shape[0].bind(frame.sizes)
         first, epoch = slot_of(self, frame, self.ready, self.first), epoch_of(self, frame, self.epoch)
         if (rows := prod(frame.shape(self.a.tensor)[:-1])) % blocks:
@@ -218,7 +256,7 @@ class Contraction(TensorOp):
             )
         if self.own is not None and (count := prod(frame.shape(self.own.tensor)[:-1])) != rows // blocks:
             raise self.fail(f"{self.own} has {count} rows", expected=f"{rows // blocks} rows, as a block of {self.a}")
-        return {"ready": Ready(frame[self.ready], epoch, first, blocks, frame[self.own])}
+        return Ready(frame[self.ready], epoch, first, blocks, frame[self.own])
 
 
 @statement
@@ -438,6 +476,8 @@ class ViewStatement(Statement):
     """The base class of views: the result is the same memory with another shape or type."""
 
     phases: ClassVar[frozenset[Phase]] = BOTH
+    on_host: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
 
     x: Alias
     out: Define
@@ -477,6 +517,9 @@ class Reshape(ViewStatement):
                 hint="change the sharding first, or split the sharded axis so that its outer part is the mesh's size",
             )
 
+    def strides(self, of: ViewStrides) -> Shape:
+        return of.reshaped(self.out.tensor.local_shape)
+
     def view(self, frame: Frame, x: Any) -> Any:
         return frame.machine.reshape(x, frame.shape(self.out.tensor))
 
@@ -503,6 +546,9 @@ class Permute(ViewStatement):
 
     def verify(self) -> None:
         self.infer()
+
+    def strides(self, of: ViewStrides) -> Shape:
+        return of.permuted(self.axes)
 
     def view(self, frame: Frame, x: Any) -> Any:
         return frame.machine.permute(x, self.axes)
@@ -548,6 +594,9 @@ class Shard(ViewStatement):
                     f"the blocks of a rank lie apart in {new.axes[k]}",
                     hint="reshape first, so that the blocks over the ranks are an axis of their own",
                 )
+
+    def strides(self, of: ViewStrides) -> Shape:
+        return of.same()
 
     def view(self, frame: Frame, x: Any) -> Any:
         mesh, rank = self.out.tensor.mesh, frame.machine.rank

@@ -1,32 +1,41 @@
 """Lowering: from a fusion to a host program, by named passes, each a pure function of a program.
 
-The passes are loaded when one of the names below is first used: `import hostir.ir` does not wait for them.
+The strategies and their passes are loaded when one of the names below is first used: `import hostir.ir` does not wait
+for them.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from hostir.lower.passes import Pass, run_passes
-    from hostir.lower.strategies import AUTO, STRATEGIES, STREAMS, HasProgram, lower, passes_of
+    from hostir.ir.program import Program
+    from hostir.lower.strategies import AUTO, STRATEGIES, STREAMS, HasProgram, Strategy, lower, passes_of, run_passes
 
-_LATER = {
-    **dict.fromkeys(("Pass", "run_passes"), "hostir.lower.passes"),
-    **dict.fromkeys(("AUTO", "STRATEGIES", "STREAMS", "HasProgram", "lower", "passes_of"), "hostir.lower.strategies"),
-}
+__all__ = ["AUTO", "STRATEGIES", "STREAMS", "HasProgram", "Pass", "Strategy", "lower", "passes_of", "run_passes"]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pure function of a program. Its fields are its options; its docstring's first line says what it does."""
+
+    name: ClassVar[str]
+    explicit_reshards: ClassVar[bool] = True  # after it, every change of sharding is explicit
+
+    @abstractmethod
+    def run(self, program: Program) -> Program:
+        """Return the transformed program."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in __all__:
         raise AttributeError(f"module 'hostir.lower' has no attribute '{name}'")
-    globals()[name] = getattr(import_module(_LATER[name]), name)  # found at once from then on
+    globals()[name] = getattr(import_module("hostir.lower.strategies"), name)  # found at once from then on
     return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
-
-
-__all__ = ["AUTO", "STRATEGIES", "STREAMS", "HasProgram", "Pass", "lower", "passes_of", "run_passes"]
+    return sorted({*globals(), *__all__})

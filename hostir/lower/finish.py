@@ -14,7 +14,7 @@ from hostir.ir.program import Names, Program, rewrite
 from hostir.ir.sizes import ONE, Size
 from hostir.ir.tensor_ops import DenseCopy, Reshape, TensorOp, ViewStatement
 from hostir.ir.types import Kind
-from hostir.lower.passes import Pass
+from hostir.lower import Pass
 from hostir.lower.propagate import splits_only
 
 # Rounds on worker streams ---------------------------------------------------------------------------------------------
@@ -34,8 +34,8 @@ class AssignStreams(Pass):
 
     def run(self, program: Program) -> Program:
         loops = [s for s in program.body if isinstance(s, For)]
-        if not loops or any(isinstance(s, CurrentStream) for s in program.body):
-            return program  # of a strategy that sees to streams itself
+        if not loops:
+            return program
         names = Names.of(program)
         user = Value(names.fresh("user"), Kind.STREAM)
         pool = max(self._pool(loop) for loop in loops)

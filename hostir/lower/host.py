@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hostir.ir.comm_ops import (
     AllGather,
     AllReduce,
     AllToAll,
     Broadcast,
+    Collective,
     Communication,
     Gather,
     ReduceScatter,
@@ -19,7 +21,7 @@ from hostir.ir.comm_ops import (
 )
 from hostir.ir.host_ops import Allocate, AsPartial, CurrentStream, Wait
 from hostir.ir.layout import leads
-from hostir.ir.onesided_ops import Barrier, Rank
+from hostir.ir.onesided_ops import Rank
 from hostir.ir.op import Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size
@@ -101,42 +103,22 @@ def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
     return Front(x.with_axes(left), order), Front(out.with_axes(axes), order)
 
 
-# Peers ----------------------------------------------------------------------------------------------------------------
-# Statements that transfers between ranks need: streams, places and barriers, each added once.
+# Teams ----------------------------------------------------------------------------------------------------------------
+# The ranks among which a collective communicates, as one-sided statements name them.
 
 
-class Peers:
-    """Adds the statements that transfers between ranks need: this rank's place, barriers, the caller's stream."""
+class Team:
+    """The ranks along a mesh axis: this rank's place among them, and its peers'."""
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
-        self.places: dict[tuple[str, str], Ref] = {}
-        self.met: set[tuple[str, str]] = set()
-        self.user = Ref(Value(host.names.fresh("user"), Kind.STREAM))
-        host.body.append(CurrentStream(self.user.value))
+    def __init__(self, host: Host, s: Collective) -> None:
+        self.over, self.ranks = s.over, s.mesh.size(s.over)
+        self.rank = Ref(Value(host.names.fresh("r"), Kind.INDEX))
+        self.past_last_call = False  # a barrier stands behind the previous call
+        host.body.append(Rank(self.rank.value, host.values[s.x.name], s.over, span=s.span))
 
-    def place(self, s: AllGather) -> Ref:
-        """Return this rank's place among the ranks of an allgather."""
-        key = s.mesh.name, s.over
-        if key not in self.places:
-            place = self.places[key] = Ref(Value(self.host.names.fresh("r"), Kind.INDEX))
-            self.host.body.append(Rank(place.value, self.host.values[s.x.name], s.over, span=s.span))
-        return self.places[key]
-
-    def barrier(self, s: AllGather, buffer: Value) -> list[Statement]:
-        """Return a barrier after the previous call, so that nobody still reads what that call left; only once."""
-        key = s.mesh.name, s.over
-        if key in self.met:
-            return []
-        self.met.add(key)
-        note = f"all ranks are done with what the call before left in {buffer}"
-        return [Barrier(buffer, s.over, span=s.span, note=note)]
-
-    def index(self, wish: str) -> Ref:
-        """Return a loop index; its name may be used again after the loop."""
-        index = Ref(Value(self.host.names.fresh(wish), Kind.INDEX))
-        self.host.names.taken.discard(index.value.name)
-        return index
+    def peer(self, offset: Expr) -> Expr:
+        """Return the place of the rank that comes so many places after this one, counted round robin."""
+        return modulo(Bin("+", self.rank, offset), self.ranks)
 
 
 def modulo(expr: Expr, ranks: int) -> Expr:
@@ -224,6 +206,27 @@ class Host(Scope):
             for v in s.values(Codec.READ, Codec.ALIAS):
                 self.users.setdefault(v.name, []).append(s)
         self.outputs = {v.name for v in program.outputs}
+        self.teams: dict[tuple[str, str], Team] = {}
+
+    @cached_property
+    def user(self) -> Ref:
+        """The caller's stream; the program begins by asking for it."""
+        stream = Value(self.names.fresh("user"), Kind.STREAM)
+        self.body.insert(0, CurrentStream(stream))
+        return Ref(stream)
+
+    def team(self, s: Collective) -> Team:
+        """Return the ranks among which a collective communicates."""
+        key = s.mesh.name, s.over
+        if key not in self.teams:
+            self.teams[key] = Team(self, s)
+        return self.teams[key]
+
+    def index(self, wish: str) -> Ref:
+        """Return a loop index; its name may be used again after the loop."""
+        index = Ref(Value(self.names.fresh(wish), Kind.INDEX))
+        self.names.taken.discard(index.value.name)
+        return index
 
     def whole(self, s: Statement) -> None:
         """Add a statement outside any loop; its result is a buffer of its own, or a view."""

@@ -25,8 +25,8 @@ from hostir.ir.tensor_ops import (
     ViewStatement,
 )
 from hostir.ir.types import STREAM, Axis, Kind, TensorType
+from hostir.lower import Pass
 from hostir.lower.host import Host, Scope
-from hostir.lower.passes import Pass
 from hostir.lower.propagate import result_of, stream_place
 
 # Slices ---------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from hostir.ir.tensor_ops import (
     ViewStatement,
 )
 from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
-from hostir.lower.passes import Pass
+from hostir.lower import Pass
 
 # Shardings of one computation ----------------------------------------------------------------------------------------
 # The choice of shardings with which a computation needs no communication; `propagate` and `reshard` share it.

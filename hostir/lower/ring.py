@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 
 from hostir.ir.comm_ops import AllGather
 from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
-from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put
 from hostir.ir.op import Bin, Codec, Expr, Lit, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import DenseCopy, TensorOp
 from hostir.ir.types import Axis, TensorType
-from hostir.lower.host import Host, Peers, modulo
-from hostir.lower.passes import Pass
+from hostir.lower import Pass
+from hostir.lower.gathers import Gathers, reads_rows, shard_in_pieces, shard_place, with_block_axes
+from hostir.lower.host import Host, modulo
 from hostir.lower.pipeline import SlicedGroup, operand_places, result_place, schedule, why_not
 from hostir.lower.propagate import result_of
-from hostir.lower.transfers import Gathers, reads_rows, shard_in_pieces, shard_place, with_block_axes
+from hostir.lower.transfers import Transfers
 
 FIRST = Lit(0)  # the worker on which the shards are made ready, before it takes its turns
 
@@ -43,11 +43,10 @@ class Ring(Pass):
         blocked, rows = with_block_axes(gathers.with_reasons(program, self.name), gathers.rows, shard_in_pieces)
         groups = _groups(blocked, rows)
         host = Host(blocked)
-        peers = Peers(host) if groups else None
         for step in schedule(blocked.body, groups):
-            if isinstance(step, SlicedGroup) and peers:
-                Turns(host, peers, step).build(self.streams)
-            elif isinstance(step, Statement):
+            if isinstance(step, SlicedGroup):
+                Turns(host, step).build(self.streams)
+            else:
                 host.whole(step)
         return host.finished(max((_pool(s, self.streams) for s in rows), default=0))
 
@@ -129,66 +128,54 @@ class Turns:
     what they compute from a shard has the same bits everywhere.
     """
 
-    def __init__(self, host: Host, peers: Peers, group: SlicedGroup) -> None:
+    def __init__(self, host: Host, group: SlicedGroup) -> None:
         gather = group.statements[0]
         assert isinstance(gather, AllGather)
-        self.host, self.peers, self.group, self.gather = host, peers, group, gather
-        self.ranks = gather.mesh.size(gather.over)
+        self.host, self.group, self.gather, self.team = host, group, gather, host.team(gather)
         self.computations = group.statements[1:]
-        self.made = {result_of(s).name for s in self.computations}
-        self.wanted = host.used_outside(gather.out, self.made)  # whole, as the fusion has it
+        self.kept = host.used_outside(gather.out, {result_of(s).name for s in self.computations})
+        for each in group.statements if self.kept else self.computations:
+            host.destination(result_of(each))
 
     def build(self, streams: int) -> None:
-        """Add all statements: share the own shard, compute on it, then pull each peer's shard and compute on that."""
-        s, body = self.gather, self.host.body
-        pool = _pool(s, streams)
-        self.peers.place(s)
-        for each in self.group.statements if self.wanted else self.computations:
-            self.host.destination(result_of(each))
-        shared, own = self.share()
-        worker = self.peers.index("s")
-        body += [SetStream(FIRST), Synchronize(self.peers.user)]
-        body.append(Barrier(shared, s.over, span=s.span, note=f"all ranks have their shards in {shared}"))
+        """Add all statements: share the own shard, compute on it, then get each peer's shard and compute on that."""
+        s, body, user = self.gather, self.host.body, self.host.user
+        transfers, own = self.share()
+        shared, pool, worker = transfers.buffer, _pool(s, streams), self.host.index("s")
+        body += [SetStream(FIRST), Synchronize(user), transfers.barrier(f"all ranks have their shards in {shared}")]
         if pool > 1:
             fork = (SetStream(Bin("+", worker, Lit(1))), Synchronize(FIRST))
             body.append(For(worker.value, Size(pool - 1), fork))
-        body.append(SetStream(self.peers.user))
-        if self.wanted:
+        body.append(SetStream(user))
+        if self.kept:
             body.append(DenseCopy(out=own, x=shared, span=s.span, note=f"copy: {s.out} is wanted whole"))
-        body += self.turn(self.peers.place(s), "own", own)
-        turn = self.peers.index("i")
-        theirs = (SetStream(modulo(turn, pool)), *self.theirs(shared, turn))
-        body.append(For(turn.value, Size(self.ranks - 1), theirs, span=s.span))
-        body.append(SetStream(self.peers.user))
-        body.append(For(worker.value, Size(pool), (Synchronize(worker),)))
+        body += self.turn(self.team.rank, "own", own)
+        turn = self.host.index("i")
+        peer = self.team.peer(Bin("+", turn, Lit(1)))  # each rank gets from another one
+        rows = self.rows(shared, peer, "i")
+        get = transfers.get(shared if self.kept else rows.out, rows.out, peer)
+        theirs = (SetStream(modulo(turn, pool)), rows, get, *self.turn(peer, "i", rows.out))
+        body.append(For(turn.value, Size(self.team.ranks - 1), theirs, span=s.span))
+        body += [SetStream(user), For(worker.value, Size(pool), (Synchronize(worker),))]
 
-    def share(self) -> tuple[Value, Value]:
-        """Copy the own shard to a symmetric buffer; return the buffer, and the own rows in it for this rank's matmuls.
+    def share(self) -> tuple[Transfers, Value]:
+        """Copy the own shard to a symmetric buffer, for peers to get; return also the own rows for this rank's matmuls.
 
         The buffer has room for the shards of all, unless these are wanted whole and go to a tensor of their own.
         """
         s, host = self.gather, self.host
-        x = host.packed(host.values[s.x.name], s)
-        piece, place = self.piece_type(s.out), self.peers.place(s)
-        room = piece if self.wanted else piece.with_axes([Axis.of(self.ranks), *piece.axes])
-        shared = Value(host.names.fresh(f"{s.x.name}_shared"), room, s.span)
-        host.body.append(AllocateSymmetric(shared, span=s.span))
-        host.body += self.peers.barrier(s, shared)
-        rows = self.rows(shared, place, "own")
-        host.body += [rows, Put(x, shared if self.wanted else rows.out, place, s.over, span=s.span)]
-        return shared, rows.out
-
-    def theirs(self, shared: Value, turn: Expr) -> list[Statement]:
-        """Return the turn of a peer's shard; in each round every rank pulls from another peer."""
-        s = self.gather
-        peer = modulo(Bin("+", self.peers.place(s), Bin("+", turn, Lit(1))), self.ranks)
-        rows = self.rows(shared, peer, "i")
-        get = Get(shared if self.wanted else rows.out, rows.out, peer, s.over, span=s.span)
-        return [rows, get, *self.turn(peer, "i", rows.out)]
+        x, piece = host.packed(host.values[s.x.name], s), self.piece_type(s.out)
+        room = piece if self.kept else piece.with_axes([Axis.of(self.team.ranks), *piece.axes])
+        transfers = Transfers(host, s, Value(host.names.fresh(f"{s.x.name}_shared"), room, s.span))
+        shared, rank = transfers.buffer, self.team.rank
+        host.body += transfers.reuse_barrier()
+        rows = self.rows(shared, rank, "own")
+        host.body += [rows, transfers.put(x, shared if self.kept else rows.out, rank)]
+        return transfers, rows.out
 
     def rows(self, shared: Value, index: Expr, suffix: str) -> Chunk | Select:
         """Return the rows of the shard at a place, in the memory where this rank computes on them."""
-        if self.wanted:
+        if self.kept:
             return self.piece(self.gather.out, index, suffix)
         full = self.gather.out
         out = Value(self.host.names.fresh(f"{full.name}_{suffix}"), self.piece_type(full), full.span)

@@ -1,29 +1,51 @@
-"""List the strategies with their passes, and lower a fusion by one of them."""
+"""List the strategies, each with its passes, and lower a fusion by one of them.
+
+After each pass the program must verify; the host program at the end is proved.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from hostir import knobs
+from hostir.check import prove, verify
 from hostir.described import described
+from hostir.ir import parse
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import check_known, error, user_span
+from hostir.ir.source import UNCHECKED, HostIRError, check_known, error, user_span, warn_once
+from hostir.lower import Pass
 from hostir.lower.finish import AssignStreams, FreeBuffers, MakeDense, Stagger, Tidy
-from hostir.lower.passes import Pass, Watcher, run_passes
+from hostir.lower.fused import Fused, Push
 from hostir.lower.pipeline import Pipeline, Sequential
 from hostir.lower.propagate import Propagate
 from hostir.lower.reshard import Communicate, MakeReshards
 from hostir.lower.ring import Ring
-from hostir.lower.transfers import Fused, Pushed
 
-# By name: what makes the pass of a strategy, for a number of worker streams.
-STRATEGIES: dict[str, Callable[[int], Pass]] = {
-    "sequential": lambda _: Sequential(),
-    "pipeline": lambda _: Pipeline(),
-    "ring": Ring,
-    "fused": Fused,
-    "push": lambda _: Pushed(),
+# The strategies -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to lower a fusion: its passes for a number of worker streams, and the numbers that `auto` tries."""
+
+    passes: Callable[[int], Sequence[Pass]]
+    stream_counts: tuple[int, ...] = (1,)
+
+
+# Before a strategy's own passes: every communication explicit. After them: what any host program needs.
+EXPLICIT: tuple[Pass, ...] = (Propagate(), MakeReshards(), Communicate())
+FINISH: tuple[Pass, ...] = (FreeBuffers(), Tidy(), MakeDense())
+
+STRATEGIES: dict[str, Strategy] = {
+    "sequential": Strategy(lambda _: (*EXPLICIT, Sequential(), *FINISH)),
+    "pipeline": Strategy(lambda n: (*EXPLICIT, Pipeline(), AssignStreams(n), Stagger(), *FINISH), (2, 4)),
+    "ring": Strategy(lambda n: (*EXPLICIT, Ring(n), *FINISH), (2, 4)),
+    "fused": Strategy(lambda n: (*EXPLICIT, Fused(n), *FINISH), (1, 2)),
+    "push": Strategy(lambda _: (*EXPLICIT, Push(), *FINISH)),
 }
 AUTO = "auto"  # the fastest of them; hostir.choice, which stands on this layer, says which that is
 STREAMS = 4  # the most worker streams, unless said
@@ -42,17 +64,7 @@ def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
         raise error(f"'{AUTO}' has no passes of its own", expected=f"one of: {', '.join(STRATEGIES)}", hint=hint)
     if isinstance(streams, bool) or not isinstance(streams, int) or streams < 1:
         raise error(f"streams must be at least 1, not {described(streams)}")
-    return [
-        Propagate(),
-        MakeReshards(),
-        Communicate(),
-        STRATEGIES[strategy](streams),
-        AssignStreams(streams),
-        Stagger(),
-        FreeBuffers(),
-        Tidy(),
-        MakeDense(),
-    ]
+    return [*STRATEGIES[strategy].passes(streams)]
 
 
 class HasProgram(Protocol):
@@ -65,13 +77,77 @@ class HasProgram(Protocol):
 def lower(
     fusion: HasProgram | Program, strategy: str = "pipeline", streams: int = STREAMS, watch: Watcher | None = None
 ) -> Program:
-    """Lower a fusion to a host program; `hostir.lower` documents it, and handles `auto` besides."""
-    known = isinstance(fusion, (Program, type))  # a class has `program`, but nothing to call it on
-    build = fusion if known else getattr(fusion, "program", None)
+    """Lower a fusion to a host program; `hostir.lower` documents it, and handles `auto` as well."""
+    return run_passes(fusion_of(fusion), passes_of(strategy, streams), watch)
+
+
+def fusion_of(given: object) -> Program:
+    """Return the program of a `hostir.Fusion`, or a program that is a fusion. Raise HostIRError for anything else."""
+    known = isinstance(given, Program | type)  # a class has `program`, but nothing to call it on
+    build = given if known else getattr(given, "program", None)
     program = build() if callable(build) and not known else build
     if not isinstance(program, Program):
-        hint = "call it, and lower what it returns" if callable(fusion) else ""
-        raise error(f"not a fusion: {described(fusion)}", user_span(), expected="a hostir.Fusion", hint=hint)
+        hint = "call it, and pass what it returns" if callable(given) else ""
+        raise error(f"not a fusion: {described(given)}", user_span(), expected="a hostir.Fusion", hint=hint)
     if program.phase is not Phase.FUSION:
-        raise error(f"@{program.name} is a host program already", expected="a fusion")
-    return run_passes(program, passes_of(strategy, streams), watch)
+        hint = "run it as it is: hi.Executor(program), or 'hostir run'"
+        raise error(f"@{program.name} is a host program already", user_span(), expected="a fusion", hint=hint)
+    return program
+
+
+# Running passes -------------------------------------------------------------------------------------------------------
+
+Watcher = Callable[[str, Program], None]
+
+
+def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None = None) -> Program:
+    """Run the passes in order, and verify the result of each.
+
+    The host program at the end is proved free of races, deadlocks and misuse of memory. HOSTIR_DUMP writes the program
+    before and after every pass as numbered files that can be fed back in. HOSTIR_SPEC=0 verifies only at the end, 1
+    after every pass, 2 also prints and parses after every pass and demands an equal program.
+    """
+    spec, folder = knobs.SPEC.get(), knobs.DUMP.get()
+    verify(program)
+    _dump(folder, 0, "fusion", program)
+    for number, each in enumerate(passes, 1):
+        program = each.run(program)
+        if spec:
+            _hold(each, program, spec)
+        _dump(folder, number, each.name, program)
+        if watch:
+            watch(each.name, program)
+    return _proved(verify(program, explicit=program.phase is Phase.HOST))
+
+
+def _proved(program: Program) -> Program:
+    """Prove the program for small sizes, and return it. Findings that only say "not checked" become a warning."""
+    try:
+        return prove(program)
+    except HostIRError as findings:
+        if any(found.kind != UNCHECKED for found in findings.diagnostics):
+            raise
+        for found in findings.diagnostics:
+            warn_once(program.name, found.message, found.hint, RuntimeWarning)
+        return program
+
+
+def _hold(each: Pass, program: Program, spec: int) -> None:
+    try:
+        verify(program, explicit=each.explicit_reshards)
+        if spec > 1 and parse(str(program)) != program:
+            raise AssertionError(f"the text after {each.name} does not parse back to the same program:\n{program}")
+    except HostIRError as wrong:
+        wrong.add_note(f"after the pass '{each.name}', which left:\n{program}")
+        raise
+
+
+def _dump(folder: Path | None, number: int, name: str, program: Program) -> None:
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{program.name}-{number:02}-{name}.hir").write_text(str(program))
+    except OSError as problem:
+        expected = "a folder that can be made and written to"
+        raise error(f"HOSTIR_DUMP='{folder}': {problem.strerror}", expected=expected) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from hostir.ir.op import Codec, Phase, Value
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error, warn_once
 from hostir.ir.types import bind_shape
+from hostir.runtime.order import NONE, early_buffers
 from hostir.runtime.sharding import (
     bind_sizes,
     overlaps_itself,
@@ -22,21 +22,7 @@ from hostir.runtime.sharding import (
     torch_dtype,
     without_plain_memory,
 )
-from hostir.runtime.unroll import (
-    CALLER,
-    NONE,
-    AllocateOp,
-    CollectiveOp,
-    ComputeOp,
-    CopyOp,
-    MarkOp,
-    MessagesOp,
-    Op,
-    SynchronizeOp,
-    UnrolledProgram,
-    WaitOp,
-    unroll,
-)
+from hostir.runtime.unroll import UnrolledProgram, unroll
 
 # Inputs ---------------------------------------------------------------------------------------------------------------
 # Inputs must not require gradients, and must not overlap in memory if a program writes one of them.
@@ -115,8 +101,8 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
 def tell_copies(unrolled: UnrolledProgram) -> None:
     """Warn, once for each, of inputs that every call copies because the program needs them dense."""
     program = unrolled.program
-    copies = [op for op in unrolled.ops if isinstance(op, ComputeOp) and isinstance(op.place.statement, Dense)]
-    for register in dict.fromkeys(op.operands[0] for op in copies if op.operands[0] in unrolled.inputs):
+    copied = (register for op in unrolled.ops if isinstance(op.place.statement, Dense) for register in op.reads)
+    for register in dict.fromkeys(register for register in copied if register in unrolled.inputs):
         name = program.inputs[unrolled.inputs.index(register)].name
         message = f"Every call of @{program.name} copies its input %{name}, which must be dense and is not contiguous."
         warn_once(program.name, message, f"pass {name}.contiguous(), made once, to save the copies")
@@ -152,7 +138,7 @@ def homes(unrolled: UnrolledProgram) -> tuple[int, ...]:
     Replaced are buffers that the program allocates, returns whole and once, and touches only after the beginning of the
     call: the caller's stream may have used the tensor before the call, unlike memory that is newly allocated.
     """
-    allocated = {op.out for op in unrolled.ops if isinstance(op, AllocateOp)} - _early(unrolled)
+    allocated = unrolled.allocated.keys() - early_buffers(unrolled)
     found: list[int] = []
     for register in unrolled.outputs:
         found.append(register if register in allocated else NONE)
@@ -173,32 +159,6 @@ def deliver(given: Sequence[Part], outputs: Sequence[int], registers: Sequence[A
         if x is not None and x is not registers[register]:
             x.copy_(registers[register])
     return tuple(given)
-
-
-def _early(unrolled: UnrolledProgram) -> set[int]:
-    """Return the buffers touched by streams that may not have waited for the caller's stream's earlier work."""
-    behind, handles = {CALLER}, set[int]()
-    early: set[int] = set()
-    for op in unrolled.ops:
-        if isinstance(op, SynchronizeOp):
-            behind |= {op.stream} if op.other in behind else set()
-        elif isinstance(op, WaitOp):
-            behind |= {op.stream} if op.handle in handles else set()
-        elif op.stream not in behind:
-            early.update(unrolled.buffers[register] for register in _touched(op))
-        elif isinstance(op, CollectiveOp | MessagesOp | MarkOp):
-            handles.add(op.handle)
-    return early
-
-
-def _touched(op: Op) -> tuple[int, ...]:
-    if isinstance(op, ComputeOp):
-        return op.touches
-    if isinstance(op, CopyOp | CollectiveOp):
-        return op.x, op.out
-    if isinstance(op, MessagesOp):
-        return tuple(register for register, _ in chain(op.sends, op.receives))
-    return ()
 
 
 # Checks of `out=` -------------------------------------------------------------------------------------------------

@@ -37,19 +37,20 @@ from hostir.runtime.arguments import (
     unwritable,
     written_inputs,
 )
+from hostir.runtime.binding import places
 from hostir.runtime.cuda.graphs import Graphs
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
 from hostir.runtime.cuda.streams import CallOrder, queues, symmetric_order
 from hostir.runtime.gloo.machine import GlooMachine, GlooPlan
 from hostir.runtime.kernels.table import kernel_table
-from hostir.runtime.lifetimes import places
+from hostir.runtime.order import NONE
 from hostir.runtime.session import Agreement, CallRunsError, Groups, Session, forked_from, joined, launched
 from hostir.runtime.sharding import assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
 from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline, Trace
-from hostir.runtime.unroll import NONE, UnrolledProgram, unroll
+from hostir.runtime.unroll import UnrolledProgram, unroll
 from hostir.runtime.watchdog import Watchdog
 
 # torch.compile --------------------------------------------------------------------------------------------------------

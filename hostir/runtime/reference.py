@@ -11,7 +11,7 @@ import torch
 
 from hostir.ir.comm_ops import AllReduce, Message, ReduceScatter
 from hostir.ir.interpret import interpret
-from hostir.ir.machine import Exchange
+from hostir.ir.machine import Exchange, Ready
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Rank, Signal, WaitSignal
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
@@ -111,8 +111,16 @@ class Reference:
     def dense(self, x: Handle) -> Handle:
         return x
 
-    def compute(self, kind: str, out: Handle, operands: Sequence[Handle | None], options: Mapping[str, Any]) -> None:
+    def compute(
+        self,
+        kind: str,
+        out: Handle,
+        operands: Sequence[Handle | None],
+        options: Mapping[str, Any],
+        ready: Ready | None = None,
+    ) -> None:
         result = torch.empty_like(out.get(), memory_format=torch.contiguous_format)
+        assert ready is None  # whole tensors have no flags: to allocate some is refused
         KERNELS[kind](result, *(None if x is None else x.get() for x in operands), **options)
         out.put(result)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from hostir.described import described
+from hostir.described import counted, described
 from hostir.ir.host_ops import Allocate, For, FreeBuffer
 from hostir.ir.onesided_ops import AllocateSymmetric
 from hostir.ir.op import Codec, Statement, Value
@@ -93,7 +93,7 @@ def _bytes_of(x: torch.Tensor, offset: int) -> Region:
 # Parts and sizes ------------------------------------------------------------------------------------------------------
 # Convert between whole tensors and the parts that ranks hold, and bind symbols to the sizes of a call's tensors.
 
-TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, FLAG.name: torch.int32}
+TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, FLAG.name: torch.int64}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -256,7 +256,8 @@ def solve_sizes(
     """Do as `bind_sizes`, but leave symbols unbound that occur only in inputs that this rank does not hold."""
     if len(inputs) != len(program.inputs):
         names = ", ".join(map(str, program.inputs))
-        raise error(f"@{program.name} was given {len(inputs)} inputs", expected=f"{len(program.inputs)}: {names}")
+        message = f"@{program.name} was given {counted(len(inputs), 'input')}"
+        raise error(message, expected=f"{len(program.inputs)}: {names}")
     held = [(v, t) for v, t in zip(program.inputs, inputs, strict=True) if _check_input(v, t, rank, device)]
     sizes, origin = dict(given), dict.fromkeys(given, "given")
     equations = [(v, s, e) for v, t in held if t is not None for s, e in zip(_shape(v, rank), t.shape, strict=True)]

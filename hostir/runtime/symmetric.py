@@ -26,7 +26,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span, error
 from hostir.ir.types import FLAG
 from hostir.runtime.sharding import TORCH
-from hostir.runtime.unroll import FLAGS, BarrierOp, CopyOp, SymmetricOp, UnrolledProgram, extents
+from hostir.runtime.unroll import BarrierOp, CopyOp, SymmetricOp, UnrolledProgram
 
 KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of an executor, unless the latest alone takes more
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
@@ -53,7 +53,7 @@ class BufferInfo:
 
     @property
     def kind(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
+        return TORCH[self.dtype]
 
     @property
     def bytes(self) -> int:
@@ -64,8 +64,7 @@ class BufferInfo:
         return memory.view(self.kind)[: prod(self.shape)].view(self.shape)
 
     def __str__(self) -> str:
-        names = {dtype: name for name, dtype in TORCH.items()} | {FLAGS: FLAG.name}
-        return f"{names[self.kind]}{list(self.shape)}"
+        return f"{self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -283,18 +282,15 @@ class SymmetricMemory:
 
 def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[Use, ...], tuple[Use, ...]]:
     """Return the buffers in this rank's memory, the buffers of peers that it names, and those of them that it reads."""
-    rank, buffers, uses = unrolled.rank, [], []
-    theirs: dict[int, Use] = {}  # by register
+    rank, uses = unrolled.rank, []
+    buffers = [BufferInfo(*op.home, op.shape, op.dtype.name) for op in unrolled.symmetric.values() if op.rank == rank]
+    theirs: dict[int, Use] = {x: (*op.home, op.rank) for x, op in unrolled.symmetric.items() if op.rank != rank}
     barriers: dict[tuple[int, ...], int] = {}
     for op in unrolled.ops:
         if isinstance(op, BarrierOp):
             barriers[op.team] = op.number + 1
-        elif isinstance(op, SymmetricOp) and op.rank == rank:
-            buffers.append(BufferInfo(op.name, op.rounds, op.shape, str(op.dtype).removeprefix("torch.")))
-        elif isinstance(op, SymmetricOp):
-            theirs[op.out] = op.name, op.rounds, op.rank
     for team, count in barriers.items():
-        buffers.append(BufferInfo(BARRIERS, team, (count, len(team)), "int64"))
+        buffers.append(BufferInfo(BARRIERS, team, (count, len(team)), FLAG.name))
         uses += [(BARRIERS, team, peer) for peer in team if peer != rank]
     sources = (theirs.get(unrolled.buffers[op.x]) for op in unrolled.ops if isinstance(op, CopyOp))
     return tuple(buffers), (*theirs.values(), *uses), tuple({use for use in sources if use})
@@ -302,8 +298,8 @@ def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[Use
 
 def _touches(unrolled: UnrolledProgram) -> tuple[Touch, ...]:
     """Return the ranges of its peers' buffers that a rank copies from or to."""
-    theirs = {op.out: op for op in unrolled.ops if isinstance(op, SymmetricOp) and op.rank != unrolled.rank}
-    at, found = extents(unrolled), dict[Touch, None]()
+    theirs = {register: op for register, op in unrolled.symmetric.items() if op.rank != unrolled.rank}
+    at, found = unrolled.extents, dict[Touch, None]()
     for op in unrolled.ops:
         for register in (op.x, op.out) if isinstance(op, CopyOp) else ():
             if (it := theirs.get(unrolled.buffers[register])) is not None:

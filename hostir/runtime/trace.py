@@ -13,11 +13,15 @@ from typing import NamedTuple
 
 import torch
 
+from hostir.described import described
 from hostir.ir.comm_ops import Communication, Message
 from hostir.ir.onesided_ops import Get, Put
 from hostir.ir.op import REGISTRY
+from hostir.ir.source import error, user_span
 from hostir.ir.tensor_ops import Linear, Matmul
-from hostir.runtime.unroll import CALLER, AllocateOp, CollectiveOp, MessagesOp, Op, Step, UnrolledProgram, WaitOp
+from hostir.runtime.binding import Step
+from hostir.runtime.order import CALLER
+from hostir.runtime.unroll import Op, UnrolledProgram
 
 # Traces ---------------------------------------------------------------------------------------------------------------
 # Statements with their times: a Chrome trace that Perfetto opens, and a picture of the timeline.
@@ -98,7 +102,7 @@ class Trace:
         rows = ",\n".join(json.dumps(row) for row in self._chrome())
         other = json.dumps({"title": self.title})
         text = f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n{rows}\n]}}\n'
-        Path(path).write_text(text, encoding="utf-8")
+        _write(path, text)
 
     def _chrome(self) -> list[dict[str, object]]:
         first = min((e.start for e in self.events), default=0.0)
@@ -119,7 +123,7 @@ class Trace:
 
     def to_svg(self, path: str | Path) -> None:
         """Draw ranks as groups of streams, time from left to right. Pointing at a bar shows its statement."""
-        Path(path).write_text(self._svg(), encoding="utf-8")
+        _write(path, self._svg())
 
     def _svg(self) -> str:
         first = min((e.start for e in self.events), default=0.0)
@@ -180,6 +184,15 @@ text { font: 12px system-ui, "DejaVu Sans", sans-serif; fill: #24292f }
 <rect width="100%" height="100%" fill="#fff"/>"""
 
 
+def _write(path: str | Path, text: str) -> None:
+    if not isinstance(path, str | Path):
+        raise error(f"not a path: {described(path)}", user_span(), expected="a str or a pathlib.Path")
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise error(f"cannot write {path}: {problem.strerror or problem}", user_span()) from None
+
+
 def _metadata(kind: str, rank: int, track: int, **args: object) -> dict[str, object]:
     return {"name": kind, "ph": "M", "pid": rank, "tid": track, "args": args}
 
@@ -212,8 +225,8 @@ def _ticks(span: float) -> list[tuple[float, str]]:
 
 def lane_of(op: Op) -> str:
     """Return the track of a trace for an operation."""
-    if isinstance(op, CollectiveOp | MessagesOp):
-        return f"communication {op.team}"
+    if op.by_group:
+        return f"communication {op.by_group}"
     return "caller" if op.stream == CALLER else f"stream {op.stream}"
 
 
@@ -232,10 +245,10 @@ class Timeline:
 
     def timed(self, op: Op, step: Step, streams: Sequence[torch.cuda.Stream]) -> Step:
         """Return the step with events before and after it."""
-        if isinstance(op, AllocateOp):
+        if op.defines:
             return step
-        if isinstance(op, WaitOp):
-            return self.ends(step, self.flights.pop(op.handle, None), streams, op.stream)
+        if op.awaits:
+            return self.ends(step, self.flights.pop(op.awaits, None), streams, op.stream)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.spans.append((op, start, end))
 
@@ -243,8 +256,8 @@ class Timeline:
             start.record(streams[op.stream])
             step()
 
-        if isinstance(op, CollectiveOp | MessagesOp):
-            self.flights[op.handle] = end
+        if op.by_group:
+            self.flights[op.starts] = end
             return begun
         return self.ends(begun, end, streams, op.stream)
 

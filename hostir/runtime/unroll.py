@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from inspect import get_annotations
 from math import prod
-from typing import Any
-
-import torch
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from hostir.ir.comm_ops import MESSAGES, Communication, Message
 from hostir.ir.interpret import Observer, interpret
 from hostir.ir.machine import Exchange, Ready
 from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement
+from hostir.ir.regions import dense_strides, is_dense, view_strides
 from hostir.ir.source import HostIRError, error
-from hostir.ir.types import FLAG, DType
-from hostir.runtime.kernels.table import REPEATABLE, Kernel, repeating
-from hostir.runtime.sharding import torch_dtype
+from hostir.ir.types import DType
+from hostir.runtime.order import CALLER, NONE, Order
 
 # Operations -----------------------------------------------------------------------------------------------------------
 # A program unrolled for one rank and one set of shapes is a list of operations in issue order.
@@ -26,13 +27,9 @@ from hostir.runtime.sharding import torch_dtype
 # came from. `unroll` makes them. The machines bind them to closures over one list of registers, and a run is
 # those closures called one after another.
 
-CALLER = -1  # the caller's stream; the pool's are 0, 1, ...
-NONE = 0  # the register that always holds None
-
 # A flag is one integer, so that setting and waiting are single operations: the number of the call, from 1, in the
 # upper half, and the epoch of that call in the lower. It rises from epoch to epoch and from call to call, whichever of
 # an executor's plans they run; 2^31 calls of 2^32 epochs are more than anyone will make.
-FLAGS = torch.int64
 EPOCHS = 1 << 32
 
 
@@ -50,36 +47,133 @@ class StatementPlace:
 
 
 # Operations -------------------------------------------------------------------------------------------------------
+Extent = tuple[int, int]  # elements of a buffer, from the first to the one behind the last
+FlagUse = tuple[int, int, int]  # register of flags, slot, epoch
+
+# What an operation does with the register, stream or ranks that a field of this type names.
+Define: TypeAlias = int
+Free: TypeAlias = int
+Read: TypeAlias = int
+Reads: TypeAlias = tuple[int, ...]
+Write: TypeAlias = int
+Start: TypeAlias = int
+Await: TypeAlias = int
+Join: TypeAlias = int
+Group: TypeAlias = tuple[int, ...]
+Team: TypeAlias = tuple[int, ...]
+TRAITS = {
+    **{"Define": "defines", "Free": "frees", "Start": "starts", "Await": "awaits", "Join": "joins"},
+    **{"Reads": "reads", "Group": "by_group", "Team": "of_team"},
+}
+
+
 @dataclass(frozen=True)
 class Op:
-    """One operation. `stream` is the stream that is current where it is issued."""
+    """One operation. `stream` is the stream that is current where it is issued.
+
+    Analyses name no class of operations; they ask for these traits. The types of a class's fields set most of them.
+        defines: the register that it sets to a tensor, whose `extent` in its buffer goes from its first element to its
+            last, gaps included. The device does nothing for such an operation.
+        frees: the register of the buffer that it frees.
+        reads, writes: the registers whose memory it reads and writes; of a communication, until something waits for it.
+        joins: the stream whose work it waits for, or None.
+        starts, awaits: the handle of the communication that it starts, or waits for.
+        raised_flags, awaited_flags: the flags that it sets, and those that its stream or its kernel waits for.
+        by_group: the ranks that carry it out together, through a process group.
+        of_team: the ranks that it signals and waits for, by flags of the machine's own.
+        in_graph: it leaves a node in a CUDA graph.
+        needs_sms: it runs on SMs, at least on some machines.
+    """
 
     place: StatementPlace
     stream: int
+
+    by_group: ClassVar[Group] = ()
+    of_team: ClassVar[Team] = ()
+    in_graph: ClassVar[bool] = True
+
+    defines: ClassVar[Define] = NONE
+    frees: ClassVar[Free] = NONE
+    starts: ClassVar[Start] = NONE
+    awaits: ClassVar[Await] = NONE
+    joins: ClassVar[Join | None] = None
+
+    def __init_subclass__(cls) -> None:
+        """Define the traits that the types of fields name."""
+        kinds = {str(kind): name for name, kind in get_annotations(cls).items()}
+        for kind, trait in TRAITS.items():
+            if kind in kinds:
+                setattr(cls, trait, property(attrgetter(kinds[kind])))
+        for kind, trait in (("Read", "reads"), ("Write", "writes")):
+            if kind in kinds:
+                setattr(cls, trait, property(_tuple_of(kinds[kind])))
+
+    @property
+    def reads(self) -> Reads:
+        return ()
+
+    @property
+    def writes(self) -> tuple[Write, ...]:
+        return ()
+
+    @property
+    def needs_sms(self) -> bool:
+        return False
+
+    @property
+    def extent(self) -> Extent:
+        raise NotImplementedError
+
+    @property
+    def raised_flags(self) -> tuple[FlagUse, ...]:
+        return ()
+
+    @property
+    def awaited_flags(self) -> tuple[FlagUse, ...]:
+        return ()
+
+
+def _tuple_of(field: str) -> Callable[[Op], tuple[int, ...]]:
+    return lambda op: (getattr(op, field),)
 
 
 @dataclass(frozen=True)
 class AllocateOp(Op):
     """`registers[out]` becomes a dense uninitialised tensor, unless the caller's tensor for an output is there."""
 
-    out: int
+    out: Define
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: DType
+
+    in_graph = False
+
+    @property
+    def extent(self) -> Extent:
+        return 0, prod(self.shape)
 
 
 @dataclass(frozen=True)
 class SymmetricOp(Op):
     """`registers[out]` becomes `rank`'s buffer of those that ranks allocate under one name in one round.
 
-    It is dense, belongs to the executor, and is the same in every run with these sizes. Flags are int64.
+    It is dense, belongs to the executor, and is the same in every run with these sizes.
     """
 
-    out: int
+    out: Define
     name: str
     rounds: tuple[int, ...]
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: DType
     rank: int
+
+    @property
+    def home(self) -> tuple[str, tuple[int, ...]]:
+        """The name and round that the buffers of all ranks have in common."""
+        return self.name, self.rounds
+
+    @property
+    def extent(self) -> Extent:
+        return 0, prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -89,27 +183,28 @@ class ViewOp(Op):
     Where the view is `x[index]`, `index` says so: torch makes such a view in two thirds of the time.
     """
 
-    out: int
+    out: Define
     x: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     index: int | None
 
+    in_graph = False
 
-def index_of(whole: torch.Tensor, view: torch.Tensor) -> int | None:
-    """Return the i for which the view is `whole[i]`, or None."""
-    if view.shape != whole.shape[1:] or view.stride() != whole.stride()[1:] or not whole.ndim:
-        return None
-    index, rest = divmod(int(view.storage_offset()), max(int(whole.stride(0)), 1))
-    return index if rest == 0 and index < whole.shape[0] else None
+    @property
+    def extent(self) -> Extent:
+        last = sum([(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)])
+        return self.offset, self.offset + (0 if 0 in self.shape else last + 1)
 
 
 @dataclass(frozen=True)
 class FreeOp(Op):
     """The buffer and all its views are freed."""
 
-    buffer: int
+    buffer: Free
+
+    in_graph = False
 
 
 @dataclass(frozen=True)
@@ -117,32 +212,42 @@ class ComputeOp(Op):
     """Kernel `kind` writes `out`.
 
     With `ready`, whose flags and own rows are registers, it computes each block of rows once that block's flag is set.
-    It may start beside the copies directly before it on its stream: `beside` is the number of SMs they run on, 0 if
-    there are none. `spare` is how many SMs it leaves to signals that precede it in the call and that kernels send.
     """
 
     kind: str
-    out: int
-    operands: tuple[int, ...]
+    out: Write
+    operands: Reads
     options: Mapping[str, Any]
     ready: Ready | None = None
-    beside: int = 0
-    spare: int = 0
 
     @property
-    def touches(self) -> tuple[int, ...]:
-        """The registers that it reads or writes."""
-        own = () if self.ready is None or self.ready.own is None else (self.ready.own,)
-        return self.out, *self.operands, *own
+    def needs_sms(self) -> bool:
+        return True
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        if self.ready is None:
+            return self.operands
+        own = () if self.ready.own is None else (self.ready.own,)
+        return *self.operands, self.ready.flags, *own
+
+    @property
+    def awaited_flags(self) -> tuple[FlagUse, ...]:
+        ready = self.ready
+        return () if ready is None else tuple((ready.flags, slot, ready.epoch) for slot in ready.awaited)
 
 
 @dataclass(frozen=True)
 class CopyOp(Op):
     """`out` becomes `x`: by copy engine if `sms` is 0, else by a kernel on so many SMs. One may be a peer's memory."""
 
-    x: int
-    out: int
+    x: Read
+    out: Write
     sms: int = 0
+
+    @property
+    def needs_sms(self) -> bool:
+        return True  # within a GPU a kernel makes it
 
 
 @dataclass(frozen=True)
@@ -152,27 +257,39 @@ class SignalOp(Op):
     The stream itself sets it if `sms` is 0, else a kernel on so many SMs.
     """
 
-    flags: int
+    flags: Write
     slot: int
     epoch: int
     peer: int
     sms: int = 0
+
+    @property
+    def needs_sms(self) -> bool:
+        return self.sms > 0
+
+    @property
+    def raised_flags(self) -> tuple[FlagUse, ...]:
+        return ((self.flags, self.slot, self.epoch),)
 
 
 @dataclass(frozen=True)
 class WaitSignalOp(Op):
     """The stream waits until element `slot` of this rank's `flags` has reached an epoch of this call."""
 
-    flags: int
+    flags: Read
     slot: int
     epoch: int
+
+    @property
+    def awaited_flags(self) -> tuple[FlagUse, ...]:
+        return ((self.flags, self.slot, self.epoch),)
 
 
 @dataclass(frozen=True)
 class BarrierOp(Op):
     """The stream waits for the ranks of a team at their barriers of this number, counted in every call."""
 
-    team: tuple[int, ...]
+    team: Team
     number: int
 
 
@@ -181,10 +298,10 @@ class CollectiveOp(Op):
     """A communication of the whole team. `x` and `out` are dense, and the same memory for an allreduce."""
 
     kind: str
-    team: tuple[int, ...]
-    x: int
-    out: int
-    handle: int
+    team: Group
+    x: Read
+    out: Write
+    handle: Start
 
 
 @dataclass(frozen=True)
@@ -195,32 +312,42 @@ class MessagesOp(Op):
     it is ordered with this rank's other messages only, and collectives and messages do not wait for each other.
     """
 
-    team: tuple[int, ...]
+    team: Group
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int], ...]
     collective: bool
-    handle: int
+    handle: Start
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return tuple([register for register, _ in self.sends])
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return tuple([register for register, _ in self.receives])
 
 
 @dataclass(frozen=True)
 class MarkOp(Op):
     """The end of a communication that stayed within the rank, on its own stream: other streams wait for it."""
 
-    handle: int
+    handle: Start
 
 
 @dataclass(frozen=True)
 class WaitOp(Op):
     """The stream waits for a communication."""
 
-    handle: int
+    handle: Await
 
 
 @dataclass(frozen=True)
 class SynchronizeOp(Op):
     """The stream waits for all work issued to the stream `other` so far."""
 
-    other: int
+    other: Join
+
+    in_graph = False
 
 
 @dataclass(frozen=True)
@@ -228,6 +355,10 @@ class DelayOp(Op):
     """The stream pauses."""
 
     microseconds: int
+
+    @property
+    def needs_sms(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -239,6 +370,8 @@ class UnrolledProgram:
         inputs: the registers of the program's inputs, consecutive.
         outputs: the registers of its outputs, NONE where this rank holds none.
         buffers: for each register the register of the buffer behind it, NONE for a handle.
+        allocated: by register, the operations that allocate buffers in every run.
+        symmetric: by register, those that provide symmetric buffers, this rank's and its peers'.
     """
 
     program: Program
@@ -248,12 +381,32 @@ class UnrolledProgram:
     inputs: range
     outputs: tuple[int, ...]
     buffers: tuple[int, ...]
+    allocated: Mapping[int, AllocateOp]
+    symmetric: Mapping[int, SymmetricOp]
+
+    @cached_property
+    def order(self) -> Order:
+        """Who comes before whom on the rank's streams."""
+        return Order(self.ops)
+
+    @cached_property
+    def extents(self) -> Mapping[int, Extent]:
+        """The extents, within their buffers, of buffers, peers' symmetric ones, and views."""
+        return {op.defines: op.extent for op in self.ops if op.defines}
 
     @property
     def memory(self) -> tuple[int, int]:
         """The bytes that a run allocates, over all its buffers, and the bytes of this rank's symmetric memory."""
-        mine = [op for op in self.ops if isinstance(op, SymmetricOp) and op.rank == self.rank]
-        return _bytes(op for op in self.ops if isinstance(op, AllocateOp)), _bytes(mine)
+        return _bytes(self.allocated.values()), _bytes(op for op in self.symmetric.values() if op.rank == self.rank)
+
+    def owner(self, register: int) -> int:
+        """Return the rank whose memory a register's tensor is in."""
+        op = self.symmetric.get(self.buffers[register])
+        return self.rank if op is None else op.rank
+
+    def touches_peer(self, op: Op) -> bool:
+        """Whether an operation reads or writes a peer's memory directly, flags included."""
+        return bool(op.of_team) or any(self.owner(register) != self.rank for register in (*op.reads, *op.writes))
 
     def text(self, op: Op) -> str:
         """Return the statement of an operation, in one line."""
@@ -271,7 +424,13 @@ class UnrolledProgram:
 
 
 def _bytes(buffers: Iterable[AllocateOp | SymmetricOp]) -> int:
-    return sum(prod(op.shape) * op.dtype.itemsize for op in buffers)
+    return sum(prod(op.shape) * op.dtype.bytes for op in buffers)
+
+
+def overlap(one: Extent, others: Iterable[Extent]) -> bool:
+    """Whether an extent shares an element with one of the others."""
+    low, high = one
+    return any(low < end and start < high for start, end in others)
 
 
 # Teams ------------------------------------------------------------------------------------------------------------
@@ -295,199 +454,6 @@ def message_teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
 
 
-# Binding ----------------------------------------------------------------------------------------------------------
-Step = Callable[[], object]
-
-
-def bind(
-    op: AllocateOp | ViewOp | ComputeOp, registers: list[Any], device: torch.device, kernels: Mapping[str, Kernel]
-) -> Step:
-    """Return the closure that runs an operation that is the same on every machine."""
-    if isinstance(op, AllocateOp):
-        return _bind_allocate(op, registers, device)
-    if isinstance(op, ViewOp):
-        return _bind_view(op, registers)
-    return _bind_compute(op, registers, kernels[op.kind])
-
-
-def _bind_allocate(op: AllocateOp, registers: list[Any], device: torch.device) -> Step:
-    out, shape, dtype, empty = op.out, op.shape, op.dtype, torch.empty
-
-    def step() -> None:
-        if registers[out] is None:  # else it is an output, and the caller gave a tensor for it
-            registers[out] = empty(shape, dtype=dtype, device=device)
-
-    return step
-
-
-def _bind_view(op: ViewOp, registers: list[Any]) -> Step:
-    out, x, shape, stride, offset, index = op.out, op.x, op.shape, op.stride, op.offset, op.index
-
-    def item() -> None:
-        registers[out] = registers[x][index]
-
-    def strided() -> None:
-        buffer = registers[x]  # an input may start anywhere in its own storage
-        registers[out] = buffer.as_strided(shape, stride, buffer.storage_offset() + offset)
-
-    return strided if index is None else item
-
-
-def _bind_compute(op: ComputeOp, registers: list[Any], kernel: Kernel) -> Step:
-    out, operands, options = op.out, op.operands, dict(op.options)
-    if kernel in REPEATABLE:
-        multiply = repeating(kernel, **options)
-        return lambda: multiply(registers[out], *[registers[i] for i in operands])
-    if options or len(operands) > 2:
-        return lambda: kernel(registers[out], *[registers[i] for i in operands], **options)
-    if len(operands) == 2:
-        x, y = operands
-        return lambda: kernel(registers[out], registers[x], registers[y])
-    (x,) = operands
-    return lambda: kernel(registers[out], registers[x])
-
-
-# Extents of registers -------------------------------------------------------------------------------------------------
-# The extent of each register in its buffer: from its first element to its last, gaps included.
-
-Extent = tuple[int, int]  # elements of a buffer, from the first to the one behind the last
-
-
-def extents(unrolled: UnrolledProgram) -> dict[int, Extent]:
-    """Return the extents, within their buffers, of a program's buffers, peers' symmetric ones, and views."""
-    found: dict[int, Extent] = {}
-    for op in unrolled.ops:
-        if isinstance(op, AllocateOp | SymmetricOp):
-            found[op.out] = 0, prod(op.shape)
-        elif isinstance(op, ViewOp):
-            last = sum((size - 1) * stride for size, stride in zip(op.shape, op.stride, strict=True))
-            found[op.out] = op.offset, op.offset + (last + 1 if prod(op.shape) else 0)
-    return found
-
-
-def overlap(one: Extent, others: Iterable[Extent]) -> bool:
-    """Whether an extent shares an element with one of the others."""
-    low, high = one
-    return any(low < end and start < high for start, end in others)
-
-
-# Copies by one kernel -------------------------------------------------------------------------------------------------
-# Runs of copies by SMs, with the signals between them, that one kernel carries out on CUDA.
-
-HOST = (AllocateOp, SymmetricOp, ViewOp)  # the device does nothing for these
-
-
-@dataclass(frozen=True)
-class Pushes:
-    """Consecutive copies on a stream, of one size and from one buffer, each with the signal directly after it.
-
-    They may run at the same time: none writes what another reads or writes.
-
-    Fields:
-        copies: in order, each with its signal, or None if it has none.
-        ops: all of them, in issue order.
-    """
-
-    copies: tuple[tuple[CopyOp, SignalOp | None], ...]
-    ops: tuple[Op, ...]
-
-    @property
-    def sms(self) -> int:
-        return self.copies[0][0].sms
-
-    @classmethod
-    def of(cls, unrolled: UnrolledProgram) -> list[Pushes]:
-        """Return all such runs of a program, each as long as possible."""
-        views = {op.out: op.shape for op in unrolled.ops if isinstance(op, ViewOp)}
-        at = extents(unrolled)
-        runs: list[_Run] = []
-        run: _Run | None = None
-        for op in unrolled.ops:
-            if isinstance(op, HOST):
-                continue
-            if isinstance(op, CopyOp) and op.sms:
-                if run is None or not run.takes(op):
-                    run = _Run(unrolled.buffers, views, at)
-                    runs.append(run)
-                run.add(op)
-            elif run is not None and isinstance(op, SignalOp) and run.takes_signal(op):
-                run.ops.append(op)
-            else:
-                run = None
-        return [_paired(each.ops) for each in runs]
-
-
-@dataclass
-class _Run:
-    """A run of copies and signals under construction.
-
-    Fields:
-        buffers, shapes, at: of registers: their buffers, the shapes of views, where in its buffer each lies.
-        ops: so far.
-        read, written: by buffer, what the copies touch.
-    """
-
-    buffers: Sequence[int]
-    shapes: Mapping[int, tuple[int, ...]]
-    at: Mapping[int, Extent]
-    ops: list[Op] = field(default_factory=list)
-    read: dict[int, list[Extent]] = field(default_factory=dict)
-    written: dict[int, list[Extent]] = field(default_factory=dict)
-
-    def takes(self, op: CopyOp) -> bool:
-        """Whether a copy is of the same kind as the first, and may run at the same time as the others."""
-        first, x, out = self.ops[0], self.buffers[op.x], self.buffers[op.out]
-        assert isinstance(first, CopyOp)
-        alike = op.stream == first.stream and op.sms == first.sms and x == self.buffers[first.x]
-        if not alike or self.shapes.get(op.x) != self.shapes.get(first.x):
-            return False
-        touched = [*self.read.get(out, ()), *self.written.get(out, ())]
-        return not overlap(self.at[op.out], touched) and not (
-            x in self.written and overlap(self.at[op.x], self.written[x])
-        )
-
-    def add(self, op: CopyOp) -> None:
-        self.ops.append(op)
-        for register, touched in ((op.x, self.read), (op.out, self.written)):
-            if register in self.at:  # inputs, which nothing writes, are not
-                touched.setdefault(self.buffers[register], []).append(self.at[register])
-
-    def takes_signal(self, op: SignalOp) -> bool:
-        """Whether a signal is sent by the stream itself, directly after a copy."""
-        return not op.sms and isinstance(self.ops[-1], CopyOp) and self.ops[-1].stream == op.stream
-
-
-def _paired(run: Sequence[Op]) -> Pushes:
-    following = [*run[1:], None]
-    pairs = [
-        (op, after if isinstance(after, SignalOp) else None)
-        for op, after in zip(run, following, strict=True)
-        if isinstance(op, CopyOp)
-    ]
-    return Pushes(tuple(pairs), tuple(run))
-
-
-def room(ops: Sequence[Op], ordered: int, stream: int) -> dict[str, int]:
-    """Return the SMs that a kernel issued to a stream now does not get: `beside` and `spare`.
-
-    Args:
-        ops: the operations before it in the call.
-        ordered: how many of them there were when a statement last ordered a stream.
-        stream: its own.
-    """
-    spare = any(isinstance(op, SignalOp) and op.sms for op in ops)
-    return {"beside": _copying(ops[ordered:], stream), "spare": int(spare)}
-
-
-def _copying(ops: Sequence[Op], stream: int) -> int:
-    """Return the number of SMs of the copies that may still run when the next operation starts on the stream, or 0."""
-    latest = (op for op in reversed(ops) if not isinstance(op, HOST))
-    last = next(latest, None)
-    if isinstance(last, SignalOp) and not last.sms and last.stream == stream:
-        last = next(latest, None)
-    return last.sms if isinstance(last, CopyOp) and last.stream == stream else 0
-
-
 # Unrolling ------------------------------------------------------------------------------------------------------------
 # The interpreter's machine that records operations, for one rank and one set of shapes, instead of running them.
 #
@@ -497,12 +463,21 @@ def _copying(ops: Sequence[Op], stream: int) -> int:
 COLLECTIVES = ("allgather", "allreduce", "reduce_scatter", "alltoall")
 
 
-def unroll(
-    program: Program, rank: int, sizes: Mapping[str, int], inputs: Sequence[torch.Tensor | None]
-) -> UnrolledProgram:
+class Strided(Protocol):
+    """A tensor of any library, as far as unrolling looks at it: its shape, and its strides in elements."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The extents of its axes."""
+
+    def stride(self) -> Sequence[int]:
+        """Return the strides of its axes."""
+
+
+def unroll(program: Program, rank: int, sizes: Mapping[str, int], inputs: Sequence[Strided | None]) -> UnrolledProgram:
     """Unroll a program for one rank and for inputs like these.
 
-    Only the inputs' shapes, strides and dtypes count. Raises HostIRError if the program asks for what no machine can
+    Only the inputs' shapes and strides count. Raises HostIRError if the program asks for what no machine can
     do: a stream outside the pool, a view that needs a copy, a communication of memory that is not dense or that nothing
     waits for, a use after free, a peer's memory that is not symmetric.
     """
@@ -511,12 +486,24 @@ def unroll(
     return unroller.finish(inputs, outputs)
 
 
-@dataclass(frozen=True)
-class RegisterView:
-    """A tensor while unrolling: the register of its buffer, and its layout as a tensor without data."""
+class RegisterView(NamedTuple):
+    """A tensor while unrolling: the register of its buffer, and its layout there, in elements."""
 
     buffer: int
-    meta: torch.Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def dense(self) -> bool:
+        return is_dense(self.shape, self.strides)
+
+    def index_in(self, whole: RegisterView) -> int | None:
+        """Return the i for which this is `whole[i]`, or None."""
+        if self.shape != whole.shape[1:] or self.strides != whole.strides[1:] or not whole.shape:
+            return None
+        index, rest = divmod(self.offset, max(whole.strides[0], 1))
+        return index if rest == 0 and index < whole.shape[0] else None
 
 
 @dataclass(frozen=True)
@@ -545,17 +532,18 @@ class Unroller(Observer):
     ops: list[Op] = field(default_factory=list)
     buffers: list[int] = field(default_factory=lambda: [NONE])
     freed: set[int] = field(default_factory=set)
-    owned: set[int] = field(default_factory=set)
     flights: list[Flight] = field(default_factory=list)
     stream: int = CALLER
 
     def __post_init__(self) -> None:
-        self.metas: dict[int, torch.Tensor] = {}
+        self.wholes: dict[int, RegisterView] = {}  # by buffer
+        self.dtypes: dict[int, DType] = {}  # of buffers
         self.names: dict[int, str] = {}  # of buffers
-        self.symmetric: dict[int, SymmetricOp] = {}  # by buffer
+        self.allocated: dict[int, AllocateOp] = {}  # by buffer
+        self.symmetric: dict[int, SymmetricOp] = {}
         self.homes: dict[tuple[str, tuple[int, ...], int], int] = {}  # by name, round and rank: a symmetric buffer
         self.barriers: dict[tuple[int, ...], int] = {}  # of each team: how many there were
-        self.views: dict[tuple[Any, ...], int] = {}
+        self.views: dict[RegisterView, int] = {}
         self.marked: set[int] = set()  # handles of Marks that another stream waits for
         self.ordered = 0  # how many operations there were when a statement last ordered a stream, perhaps without one
         self.alone: Flight | None = None  # the latest message of this rank to itself, in a team of one
@@ -568,10 +556,10 @@ class Unroller(Observer):
 
     def fail_layout(self, x: RegisterView, message: str, expected: str) -> HostIRError:
         """Return an error for a tensor's layout; it names the input if the tensor is a view of one not dense."""
-        if x.buffer > len(self.program.inputs) or self.metas[x.buffer].is_contiguous():
+        whole = self.wholes[x.buffer]
+        if x.buffer > len(self.program.inputs) or whole.dense:
             return self.fail(message, expected=expected, hint="copy it to a buffer of its own first")
-        value, meta = self.program.inputs[x.buffer - 1], self.metas[x.buffer]
-        shape, strides = list(meta.shape), list(meta.stride())
+        value, shape, strides = self.program.inputs[x.buffer - 1], list(whole.shape), list(whole.strides)
         return error(
             f"input {value} of rank {self.rank} is not contiguous: shape {shape}, strides {strides}",
             value.span,
@@ -579,67 +567,73 @@ class Unroller(Observer):
             notes=((self.place.statement.span, message),),
         )
 
-    def take(self, inputs: Sequence[torch.Tensor | None]) -> list[RegisterView | None]:
+    def take(self, inputs: Sequence[Strided | None]) -> list[RegisterView | None]:
         """Return a tensor for each input of a call."""
         parts: list[RegisterView | None] = []
         for value, x in zip(self.program.inputs, inputs, strict=True):
             buffer = self.new_register()
             self.names[buffer] = value.name
-            parts.append(None if x is None else self.whole(buffer, _like(x)))
+            strides = () if x is None else tuple(x.stride())
+            parts.append(None if x is None else self.whole(buffer, tuple(x.shape), value.tensor.dtype, strides))
         return parts
 
     # The machine protocol -----------------------------------------------------------------------------------------
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> RegisterView:
         name = next((v.name for v in self.place.statement.named), "")
         if not symmetric:
-            part = self.buffer(shape, torch_dtype(dtype))
+            part = self.buffer(shape, dtype)
             self.names[part.buffer] = name
             return part
-        kind = FLAGS if dtype == FLAG else torch_dtype(dtype)
-        part = self.home(name, self.place.rounds, self.rank, shape, kind)
-        if part.meta.shape != shape or part.meta.dtype != kind:
+        part = self.home(name, self.place.rounds, self.rank, shape, dtype)
+        if part.shape != shape or self.dtypes[part.buffer] != dtype:
             raise self.fail(f"%{name} had another shape before", expected="one shape on all ranks, in every call")
         return part
 
     def free(self, x: RegisterView) -> None:
         self.check_held(x)
         self.freed.add(x.buffer)
-        if x.buffer in self.owned:
+        if x.buffer in self.allocated:
             self.emit(FreeOp, buffer=x.buffer)
 
     def select(self, x: RegisterView, axis: int, index: int) -> RegisterView:
-        return RegisterView(x.buffer, x.meta.select(axis, index))
+        shape, strides, offset = x.shape, x.strides, x.offset + index * x.strides[axis]
+        return RegisterView(x.buffer, shape[:axis] + shape[axis + 1 :], strides[:axis] + strides[axis + 1 :], offset)
 
     def chunk(self, x: RegisterView, axis: int, outer: int, count: int, index: int) -> RegisterView:
-        shape = x.meta.shape
+        shape = x.shape
         cut = self.view(x, (*shape[:axis], outer, count, shape[axis] // (outer * count), *shape[axis + 1 :]))
-        piece = RegisterView(x.buffer, cut.meta.select(axis + 1, index))
-        return self.view(piece, (*shape[:axis], shape[axis] // count, *shape[axis + 1 :]))
+        return self.view(self.select(cut, axis + 1, index), (*shape[:axis], shape[axis] // count, *shape[axis + 1 :]))
 
     def reshape(self, x: RegisterView, shape: tuple[int, ...]) -> RegisterView:
         return self.view(x, shape)
 
     def permute(self, x: RegisterView, axes: tuple[int, ...]) -> RegisterView:
-        return RegisterView(x.buffer, x.meta.permute(axes))
+        shape, strides = tuple([x.shape[axis] for axis in axes]), tuple([x.strides[axis] for axis in axes])
+        return RegisterView(x.buffer, shape, strides, x.offset)
 
     def dense(self, x: RegisterView) -> RegisterView:
-        if x.meta.is_contiguous():
+        if x.dense:
             return x
-        copy = self.buffer(tuple(x.meta.shape), x.meta.dtype)
+        copy = self.buffer(x.shape, self.dtypes[x.buffer])
         self.emit(ComputeOp, kind="copy", out=copy.buffer, operands=(self.register(x),), options={})
         return copy
 
     def compute(
-        self, kind: str, out: RegisterView, operands: Sequence[RegisterView | None], options: Mapping[str, Any]
+        self,
+        kind: str,
+        out: RegisterView,
+        operands: Sequence[RegisterView | None],
+        options: Mapping[str, Any],
+        ready: Ready | None = None,
     ) -> None:
-        ready, others = options.get("ready"), {name: x for name, x in options.items() if name != "ready"}
-        if isinstance(ready, Ready):
-            flags, own = self.at_rank(ready.flags, self.rank), ready.own
-            ready = replace(ready, flags=self.register(flags), own=None if own is None else self.register(own))
+        if ready is not None:
+            flags, own = self.register(self.at_rank(ready.flags, self.rank)), ready.own
+            ready = replace(ready, flags=flags, own=None if own is None else self.register(own))
             self.check_epoch(ready.epoch)
         registers, target = tuple(map(self.register, operands)), self.register(out)
-        sms = room(self.ops, self.ordered, self.stream) if ready else {}
-        self.emit(ComputeOp, kind=kind, out=target, operands=registers, options=others, ready=ready, **sms)
+        if ready is not None:
+            ready = replace(ready, **room(self.ops, self.ordered, self.stream))
+        self.emit(ComputeOp, kind=kind, out=target, operands=registers, options=options, ready=ready)
 
     def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         for part, what in ((x, "sends"), (out, "fills")):
@@ -703,73 +697,69 @@ class Unroller(Observer):
         self.buffers.append(buffer)
         return len(self.buffers) - 1
 
-    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> RegisterView:
+    def buffer(self, shape: tuple[int, ...], dtype: DType) -> RegisterView:
         buffer = self.new_register()
-        self.owned.add(buffer)
-        self.emit(AllocateOp, out=buffer, shape=shape, dtype=dtype)
-        return self.whole(buffer, torch.empty(shape, dtype=dtype, device="meta"))
+        op = self.allocated[buffer] = AllocateOp(self.place, self.stream, buffer, shape, dtype)
+        self.ops.append(op)
+        return self.whole(buffer, shape, dtype, dense_strides(shape))
 
-    def home(
-        self, name: str, rounds: tuple[int, ...], rank: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> RegisterView:
+    def home(self, name: str, rounds: tuple[int, ...], rank: int, shape: tuple[int, ...], dtype: DType) -> RegisterView:
         """Return a rank's symmetric buffer; its first use adds an operation that provides it."""
         place = name, rounds, rank
         if place in self.homes:
-            return RegisterView(self.homes[place], self.metas[self.homes[place]])
+            return self.wholes[self.homes[place]]
         buffer = self.homes[place] = self.new_register()
         self.names[buffer] = name
         op = SymmetricOp(self.place, self.stream, buffer, name, rounds, shape, dtype, rank)
         self.symmetric[buffer] = op
         self.ops.append(op)
-        return self.whole(buffer, torch.empty(shape, dtype=dtype, device="meta"))
+        return self.whole(buffer, shape, dtype, dense_strides(shape))
 
     def at_rank(self, x: RegisterView, rank: int) -> RegisterView:
         """Return the same view of a rank's buffer. Raises for a view of memory that is not symmetric."""
         own, name = self.symmetric.get(x.buffer), self.names[x.buffer]
         if own is None:
             raise self.fail(f"%{name} is not symmetric", expected="a view of what allocate_symmetric gives")
-        return RegisterView(self.home(own.name, own.rounds, rank, own.shape, own.dtype).buffer, x.meta)
+        return x._replace(buffer=self.home(own.name, own.rounds, rank, own.shape, own.dtype).buffer)
 
     def check_dense(self, x: RegisterView, message: str) -> None:
-        if not x.meta.is_contiguous():
-            expected = f"the strides of a dense {list(x.meta.shape)}, not {list(x.meta.stride())}"
+        if not x.dense:
+            expected = f"the strides of a dense {list(x.shape)}, not {list(x.strides)}"
             raise self.fail_layout(x, message, expected)
 
     def check_epoch(self, epoch: int) -> None:
         if epoch >= EPOCHS:
             raise self.fail(f"epoch {epoch} of a flag", expected=f"at most {EPOCHS - 1}")
 
-    def whole(self, buffer: int, meta: torch.Tensor) -> RegisterView:
-        """Allocate a new buffer, and return it as a tensor."""
-        self.buffers[buffer] = buffer
-        self.metas[buffer] = meta
-        self.views[_key(buffer, meta)] = buffer
-        return RegisterView(buffer, meta)
+    def whole(self, buffer: int, shape: tuple[int, ...], dtype: DType, strides: tuple[int, ...]) -> RegisterView:
+        """Note the layout of a new buffer, and return all of it as a tensor."""
+        whole = self.wholes[buffer] = RegisterView(buffer, shape, strides)
+        self.buffers[buffer] = self.views[whole] = buffer
+        self.dtypes[buffer] = dtype
+        return whole
 
     def register(self, x: RegisterView | None) -> int:
         """Return the register of a tensor; add a view operation if it has none yet."""
         if x is None:
             return NONE
         self.check_held(x)
-        key = _key(x.buffer, x.meta)
-        if key not in self.views:
-            self.views[key] = self.new_register(x.buffer)
-            _, shape, stride, offset = key
-            index = index_of(self.metas[x.buffer], x.meta)
-            self.emit(ViewOp, out=self.views[key], x=x.buffer, shape=shape, stride=stride, offset=offset, index=index)
-        return self.views[key]
+        found = self.views.get(x)
+        if found is None:
+            found = self.views[x] = self.new_register(x.buffer)
+            index = x.index_in(self.wholes[x.buffer])
+            self.emit(ViewOp, out=found, x=x.buffer, shape=x.shape, stride=x.strides, offset=x.offset, index=index)
+        return found
 
     def check_held(self, x: RegisterView) -> None:
         if x.buffer in self.freed:
             raise self.fail("the memory of an operand was freed earlier", hint="free it after its last use, and once")
 
     def view(self, x: RegisterView, shape: tuple[int, ...]) -> RegisterView:
-        try:
-            return RegisterView(x.buffer, x.meta.view(shape))
-        except RuntimeError:
-            old, strides = list(x.meta.shape), list(x.meta.stride())
-            seen = f"shape {old} with strides {strides} cannot be seen as {list(shape)}"
-            raise self.fail_layout(x, seen, "memory that lies in the order of the new shape") from None
+        strides = view_strides(x.shape, x.strides, shape)
+        if strides is None:
+            seen = f"shape {list(x.shape)} with strides {list(x.strides)} cannot be seen as {list(shape)}"
+            raise self.fail_layout(x, seen, "memory that lies in the order of the new shape")
+        return RegisterView(x.buffer, shape, strides, x.offset)
 
     def number(self, stream: StreamValue | int) -> int:
         if isinstance(stream, StreamValue):
@@ -825,12 +815,12 @@ class Unroller(Observer):
 
     def block(self, x: RegisterView | None, index: int, count: int) -> RegisterView:
         assert x is not None
-        size, rest = divmod(x.meta.numel(), count)
+        size, rest = divmod(prod(x.shape), count)
         if rest:
-            raise self.fail(f"{x.meta.numel()} elements do not divide in {count} blocks")
-        return RegisterView(x.buffer, x.meta.view(-1).narrow(0, index * size, size))
+            raise self.fail(f"{prod(x.shape)} elements do not divide in {count} blocks")
+        return RegisterView(x.buffer, (size,), (1,), x.offset + index * size)
 
-    def finish(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[RegisterView | None]) -> UnrolledProgram:
+    def finish(self, inputs: Sequence[Strided | None], outputs: Sequence[RegisterView | None]) -> UnrolledProgram:
         if flight := next((f for f in self.flights if not f.waited), None):
             raise flight.op.place.statement.fail(
                 "nothing waits for this communication", hint="add 'wait' with its handle before the result is read"
@@ -839,21 +829,37 @@ class Unroller(Observer):
         registers = tuple(self.register(self.callers(x)) for x in outputs)
         held = range(1, 1 + len(inputs))
         ops = tuple(op for op in self.ops if not isinstance(op, MarkOp) or op.handle in self.marked)
-        return UnrolledProgram(self.program, self.rank, self.sizes, ops, held, registers, tuple(self.buffers))
+        return UnrolledProgram(
+            *(self.program, self.rank, self.sizes, ops, held, registers),
+            *(tuple(self.buffers), self.allocated, self.symmetric),
+        )
 
     def callers(self, x: RegisterView | None) -> RegisterView | None:
         """Return an output that the caller may own: a copy if it is symmetric, as the next call reuses that."""
         if x is None or x.buffer not in self.symmetric:
             return x
         self.place = self.symmetric[x.buffer].place
-        taken = self.buffer(tuple(x.meta.shape), x.meta.dtype)
+        taken = self.buffer(x.shape, self.dtypes[x.buffer])
         self.emit(ComputeOp, kind="copy", out=taken.buffer, operands=(self.register(x),), options={})
         return taken
 
 
-def _like(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+def room(ops: Sequence[Op], ordered: int, stream: int) -> dict[str, int]:
+    """Return the SMs that a kernel issued to a stream now does not get: the fields of `Ready` by name.
+
+    Args:
+        ops: the operations before it in the call.
+        ordered: how many of them there were when a statement last ordered a stream.
+        stream: its own.
+    """
+    reserved = any(isinstance(op, SignalOp) and op.sms for op in ops)
+    return {"overlapped_sms": _copying(ops[ordered:], stream), "reserved_sms": int(reserved)}
 
 
-def _key(buffer: int, meta: torch.Tensor) -> tuple[Any, ...]:
-    return buffer, tuple(meta.shape), meta.stride(), meta.storage_offset()
+def _copying(ops: Sequence[Op], stream: int) -> int:
+    """Return the number of SMs of the copies that may still run when the next operation starts on the stream, or 0."""
+    latest = (op for op in reversed(ops) if not op.defines)
+    last = next(latest, None)
+    if isinstance(last, SignalOp) and not last.sms and last.stream == stream:
+        last = next(latest, None)
+    return last.sms if isinstance(last, CopyOp) and last.stream == stream else 0

@@ -14,13 +14,13 @@ import hostir as hi
 from examples import patterns
 from hostir import knobs
 from hostir.check import check_structure
-from hostir.check.alike import PerRank, UnlikeError, alike
+from hostir.check.alike import PerRank, Torus, UnlikeError, alike
 from hostir.check.proof import analyse, analyse_quickly, findings_of
 from hostir.check.signature import small_sizes
 from hostir.ir import Program
 from hostir.lower import STRATEGIES
 from tests.mutants import mutants
-from tests.mutation import originals
+from tests.mutation import on_grid, originals
 
 HEAD = """hostir 1
 mesh @mesh [didx] = 0 1 2 3
@@ -54,6 +54,43 @@ UNLIKE = [
 ]
 
 
+GRID_HEAD = """hostir 1
+mesh @grid [dp, tp] = (0 1) (2 3)
+mesh @flat [didx] = 0 1 2 3
+program @p(%x: f32[2@dp, 2@tp, 8], %v: f32[4@didx, 8] on @flat) -> (%y) streams 2 {
+  %p = rank of %x over dp
+  %q = rank of %x over tp
+  %r = rank of %v over didx
+  %all: f32[2, 2, 8] = allocate_symmetric
+  %flat: f32[4, 8] on @flat = allocate_symmetric
+  %there: flag[12] = allocate_symmetric
+  %y: f32[2@dp, 2@tp, 8] = allocate
+"""
+GRID_MINE = "%mine: f32[2@dp, 2@tp, 8] = shard %all\n"
+GRID_LIKE = [
+    GRID_MINE + "put %x -> %mine at (%p + 1) % 2 over dp\nput %x -> %mine at (%q + 1) % 2 over tp",
+    "%row = select %all[%p]\nput %row -> %row at (%q + 1) % 2 over tp",
+    "signal %there[(%q * 2) + %p] = 1 at %p over dp\nsignal %there[(%q * 2) + ((%p + 1) % 2)] = 1 at %p over dp",
+    "signal %there[%q] = 1 at (%p + 1) % 2 over dp",
+    "barrier of %v over didx\nbarrier of %x over dp",
+]
+GRID_UNLIKE = [
+    "if %p == 0 { relu %x -> %y }",
+    "if %q == 0 { barrier of %x over dp }",
+    GRID_MINE + "put %x -> %mine at %q over dp",
+    GRID_MINE + "put %x -> %mine at 0 over tp",
+    "%mine = chunk %flat[%r of 4]\nput %v -> %mine at (%r + 1) % 4 over didx",
+    "%row = select %all[(%p + %q) % 2]\nput %row -> %row at (%q + 1) % 2 over tp",
+    GRID_MINE + "put %x -> %mine at %p over dp\n%row = select %all[0]\nput %row -> %row at (%q + 1) % 2 over tp",
+    "signal %there[%p + %q] = 1 at %p over dp",
+    "signal %there[%p + (3 * %q)] = 1 at %p over dp",
+    "signal %there[%q] = 1 at %p over dp\nsignal %there[%p] = 1 at %p over dp\nsignal %there[0] = 2 at %p over dp",
+    "signal %there[(%p * 2) + %q] = 1 at %p over dp\nsignal %there[%p * 2] = 2 at %p over dp",
+    "signal %there[0] = %q + 1 at %p over dp",
+    "set_stream %q",
+]
+
+
 def test_an_output_that_is_another_part_on_each_rank_is_looked_at_on_all() -> None:
     body = "%z: f32[4, 4@didx, 8] = allocate\nfor %i in 0..4 { %t = select %z[%i] relu %x -> %t }\n%out = select %z[%r]"
     text = HEAD.replace("(%y)", "(%out)") + body + "\nrelu %x -> %y\nfree %y\n}"
@@ -74,6 +111,41 @@ def test_ranks_are_alike_that_do_the_same_one_place_further_on(body: str) -> Non
 @pytest.mark.parametrize("body", UNLIKE)
 def test_ranks_are_not_alike_that_differ_in_more_than_their_place(body: str) -> None:
     assert order_of(body) is None
+
+
+@pytest.mark.parametrize("body", GRID_LIKE)
+def test_ranks_of_a_grid_are_alike_that_do_the_same_one_place_further_on_along_each_axis(body: str) -> None:
+    program = hi.parse(GRID_HEAD + body + "\n}")
+    order, full = alike(program, {}, 2), analyse(program).order
+    assert order is not None
+    assert full is not None
+    assert touches(order.events) == touches(full.events)
+
+
+@pytest.mark.parametrize("body", GRID_UNLIKE)
+def test_ranks_of_a_grid_are_not_alike_that_differ_in_more_than_their_places(body: str) -> None:
+    assert alike(hi.parse(GRID_HEAD + body + "\n}"), {}, 2) is None
+
+
+MESHES = [
+    ("@m [didx] = 0 1 2 3 4 5 6 7", None, (8,)),
+    ("@m [dp, tp] = (0 1 2 3) (4 5 6 7)", None, (2, 4)),
+    ("@m [dp, tp] = (0 1 2 3) (4 5 6 7)", "@n [didx] = 0 1 2 3 4 5 6 7", (2, 4)),
+    ("@m [dp, tp] = (0 1 2 3 4 5 6 7)", "@n [dp, tp] = (0) (1) (2) (3) (4) (5) (6) (7)", (8,)),
+    ("@m [dp, tp] = (0 1 2 3) (4 5 6 7)", "@n [dp, tp] = (0 1) (2 3) (4 5) (6 7)", None),
+    ("@m [dp, tp] = (0 2 4 6) (1 3 5 7)", None, None),
+    ("@m [didx] = 0 1 2 3", "@n [didx] = 4 5 6 7", None),
+    ("@m [didx] = 0 1 2 3 4 5 6 7", "@n [didx] = 1 0 2 3 4 5 6 7", None),
+]
+
+
+@pytest.mark.parametrize(("mesh", "other", "shape"), MESHES)
+def test_ranks_lie_in_the_grid_of_all_meshes(mesh: str, other: str | None, shape: tuple[int, ...] | None) -> None:
+    lines = [f"mesh {one}" for one in (mesh, other) if one]
+    more = ", %z: f32[8] on @n" if other else ""
+    program = hi.parse("\n".join(["hostir 1", *lines, f"program @p(%x: f32[8] on @m{more}) -> (%x) {{", "}"]))
+    torus = Torus.of(program)
+    assert (torus and torus.shape) == shape
 
 
 def test_an_output_may_be_another_part_on_each_rank() -> None:
@@ -110,6 +182,9 @@ def test_a_number_of_every_rank_gives_only_answers_that_hold_on_all() -> None:
 
 
 # Against a look at all ranks ------------------------------------------------------------------------------------------
+GRIDS = ((2, 2), (2, 4), (3, 2), (4, 2))
+
+
 @pytest.mark.parametrize("program", originals(), ids=lambda program: program.name)
 def test_what_is_done_to_rank_0_is_what_a_look_at_all_ranks_finds_there(program: Program) -> None:
     sizes = small_sizes(program, {})
@@ -119,6 +194,16 @@ def test_what_is_done_to_rank_0_is_what_a_look_at_all_ranks_finds_there(program:
         return
     assert full is not None
     assert touches(order.events) == touches(full.events)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_one_rank_of_a_grid_stands_for_all(grid: tuple[int, int]) -> None:
+    for program in on_grid(*grid):
+        order, full = alike(program, {}, 2), analyse(program, calls=2).order
+        assert order is not None
+        assert full is not None
+        assert touches(order.events) == touches(full.events)
+        assert findings_of(program, order) == []
 
 
 def touches(events: list) -> Counter:  # type: ignore[type-arg]
@@ -135,8 +220,19 @@ def touches(events: list) -> Counter:  # type: ignore[type-arg]
 def test_the_verdict_is_that_of_a_look_at_all_ranks(seed: int) -> None:
     random = Random(seed)
     program = random.choice([p for p in originals() if " put " in str(p) or " get " in str(p)])
-    found = mutants(program)
-    for mutant in random.sample(found, min(8, len(found))):
+    same_verdicts(program, random, 8)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_the_verdict_of_a_rank_of_a_grid_is_that_of_a_look_at_all(grid: tuple[int, int]) -> None:
+    random = Random(sum(grid))
+    assert sum(same_verdicts(program, random, 4) for program in on_grid(*grid)) > 8
+
+
+def same_verdicts(program: Program, random: Random, most: int) -> int:
+    """Hold one rank's verdict against that of all, on so many mutants; return how many have ranks that are alike."""
+    found, times = mutants(program), 0
+    for mutant in random.sample(found, min(most, len(found))):
         try:
             edited = hi.parse(mutant.text, mutant.of)
         except hi.HostIRError:
@@ -145,6 +241,8 @@ def test_the_verdict_is_that_of_a_look_at_all_ranks(seed: int) -> None:
         order = None if sizes is None or check_structure(edited) else alike(edited, sizes, 2)
         if order is not None:
             assert bool(findings_of(edited, order)) == bool(analyse(edited, calls=2).findings), mutant.what
+            times += 1
+    return times
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -274,3 +274,10 @@ def test_lower_without_auto_stays_as_it_was() -> None:
 def test_a_timing_knows_its_candidate_in_words() -> None:
     assert str(Timing(Candidate("pipeline", 2, "triton"), 5.0).candidate) == "pipeline, 2 streams, triton"
     assert str(Candidate("fused", 1, "aten")) == "fused, aten"
+
+
+def test_an_option_that_compile_does_not_have_is_refused_at_the_users_line() -> None:
+    with pytest.raises(
+        HostIRError, match=r"test_choose.py:\d+:\d+: error: hi.compile has no option 'graph'\n[^$]*'graphs'"
+    ):
+        hi.compile(patterns.allgather_matmul(), "pipeline", graph=False)

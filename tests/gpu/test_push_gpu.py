@@ -42,7 +42,7 @@ def test_a_matmul_that_starts_beside_the_copies_takes_blocks_as_they_come(
     order = [(1 + i) % blocks for i in range(blocks)]
     pieces = [Piece(i * size, a.data_ptr() + i * size, flags.data_ptr() + 8 * i, 1) for i in order]
     push = PushKernel(CUDA, pieces, size, sms=16)
-    ready = ReadyFlags(flags, 1, timeouts, first=1, beside=16)
+    ready = ReadyFlags(flags, 1, timeouts, first=1, overlapped_sms=16)
 
     def both() -> None:
         push(source)

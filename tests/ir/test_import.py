@@ -95,3 +95,28 @@ assert hi.parse(str(program)) == program and not hi.check(program)
 print(sorted({'torch', 'triton'} & set(sys.modules)))
 """
     assert fresh(code) == "[]"
+
+
+def test_unrolling_needs_no_torch() -> None:
+    code = """
+import sys
+import hostir as hi
+from hostir.runtime.unroll import unroll
+
+class Tensor:
+    shape = (4, 6)
+    def stride(self):
+        return (6, 1)
+
+program = hi.parse('''hostir 1
+mesh @mesh [x] = 0
+program @p(%a: f32[4, 6]) -> (%c) {
+  %c: f32[24] = allocate
+  %b: f32[24] = reshape %a
+  relu %b -> %c
+}
+''')
+print([type(op).__name__ for op in unroll(program, 0, {}, [Tensor()]).ops])
+print(sorted({'torch', 'triton'} & set(sys.modules)))
+"""
+    assert fresh(code) == "['AllocateOp', 'ViewOp', 'ComputeOp']\n[]"

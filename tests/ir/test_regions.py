@@ -6,9 +6,10 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
 
 from hostir.check.tracer import Buffer, View, dense, rows_of, strides_in
-from hostir.ir.regions import Region, covered
+from hostir.ir.regions import Region, covered, dense_strides, is_dense, view_strides
 
 SHAPES = {
     24: [(24,), (4, 6), (6, 4), (2, 3, 4), (3, 8), (2, 2, 6)],
@@ -112,3 +113,45 @@ def test_blocks_of_rows_are_views_of_the_flattened_rows() -> None:
     blocks = [rows_of(every_other, i, 6).region for i in range(6)]
     assert [block.offset for block in blocks] == [5, 25, 45, 65, 85, 105]
     assert {block.dims for block in blocks} == {((2, 10), (5, 1))}
+
+
+EXTENTS = (0, 1, 1, 2, 2, 3, 4, 6)
+
+
+def regrouped(random: Random, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape of as many elements: axes merged, split, and axes of one element put between."""
+    left, found = 1, []
+    for n in shape:
+        left *= n
+        factor = random.choice([f for f in (1, 2, 3, 4, 6) if left and left % f == 0] or [left])
+        found += [factor] if random.random() < 0.8 else []
+        left = left // factor if found and factor and random.random() < 0.8 else left
+    tail = torch.Size(shape).numel() // max(torch.Size(found).numel(), 1)
+    return (*found, tail)
+
+
+def test_a_view_has_torchs_strides_or_needs_a_copy_where_torch_says_so() -> None:
+    random, views, copies = Random(6), 0, 0
+    for _ in range(10_000):
+        shape = tuple(random.choice(EXTENTS) for _ in range(random.randrange(5)))
+        strides = dense_strides(shape)
+        if random.random() < 0.7:
+            strides = tuple(random.choice([s, s, s, 2 * s, 0, random.randrange(8)]) for s in strides)
+        order = random.sample(range(len(shape)), len(shape)) if random.random() < 0.5 else range(len(shape))
+        shape, strides = tuple(shape[i] for i in order), tuple(strides[i] for i in order)
+        x = torch.empty_strided(shape, strides, device="meta")
+        assert is_dense(shape, strides) == x.is_contiguous()
+        new = random.choice([shape, regrouped(random, shape), tuple(reversed(shape))])
+        try:
+            expected = x.view(new).stride()
+        except RuntimeError:
+            expected = None
+        assert view_strides(shape, strides, new) == expected, (shape, strides, new)
+        views, copies = views + (expected is not None), copies + (expected is None)
+    assert min(views, copies) > 700, "both outcomes are tried"
+
+
+def test_a_dense_tensor_has_torchs_strides() -> None:
+    for shape in [(), (3,), (2, 3), (0,), (2, 0, 3), (1, 5, 1), (0, 0)]:
+        assert dense_strides(shape) == torch.empty(shape, device="meta").stride()
+        assert is_dense(shape, dense_strides(shape))

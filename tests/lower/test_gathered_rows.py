@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,10 +103,10 @@ def test_one_program_serves_every_size_bound_at_run_time(strategy: str, ranks: i
 class Operands(Tracer):
     """Keeps how the left sides of matmuls lie in their buffers."""
 
-    def compute(self, kind: str, out: View, operands: Sequence[View | None], options: Mapping[str, Any]) -> None:
+    def compute(self, kind: str, out: View, operands: Sequence[View | None], *rest: Any) -> None:
         if kind == "matmul" and (a := operands[0]):
             self.seen.add((a.shape, a.strides, a.offset))
-        super().compute(kind, out, operands, options)
+        super().compute(kind, out, operands, *rest)
 
     seen: set[tuple[object, ...]]
 

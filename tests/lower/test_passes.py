@@ -18,7 +18,7 @@ from hostir.ir.comm_ops import Communication, Reshard
 from hostir.ir.host_ops import Allocate, FreeBuffer
 from hostir.ir.source import UNCHECKED, Diagnostic
 from hostir.ir.tensor_ops import Matmul
-from hostir.lower import Pass, passes, passes_of, run_passes
+from hostir.lower import Pass, passes_of, run_passes, strategies
 
 NAMES = ["propagate", "reshard", "communicate", "pipeline", "streams", "stagger", "free", "tidy", "dense"]
 
@@ -31,7 +31,9 @@ def stages(fusion: hi.Fusion, strategy: str = "pipeline") -> dict[str, Program]:
 
 def test_the_passes_run_in_this_order() -> None:
     assert [p.name for p in passes_of("pipeline")] == NAMES
-    assert [p.name for p in passes_of("sequential")] == [n.replace("pipeline", "sequential") for n in NAMES]
+    assert [p.name for p in passes_of("sequential")] == [*NAMES[:3], "sequential", *NAMES[6:]]
+    for strategy in ("ring", "fused", "push"):
+        assert [p.name for p in passes_of(strategy)] == [*NAMES[:3], strategy, *NAMES[6:]]
     assert list(stages(patterns.mlp())) == NAMES
 
 
@@ -132,7 +134,7 @@ def test_spec_2_reads_back_what_every_pass_leaves(monkeypatch: pytest.MonkeyPatc
         parsed.append(text)
         return hi.parse(text)
 
-    monkeypatch.setattr(importlib.import_module("hostir.lower.passes"), "parse", spy)
+    monkeypatch.setattr(importlib.import_module("hostir.lower.strategies"), "parse", spy)
     with knobs.scope(spec=2):
         seen = stages(patterns.mlp())
     assert parsed == [str(program) for program in seen.values()]
@@ -177,6 +179,6 @@ def test_what_could_not_be_looked_at_is_lowered_with_a_warning(monkeypatch: pyte
     def too_long(program: Program) -> Program:
         raise HostIRError(Diagnostic(f"@{program.name} was not checked for races: too long", kind=UNCHECKED))
 
-    monkeypatch.setattr(passes, "prove", too_long)
+    monkeypatch.setattr(strategies, "prove", too_long)
     with pytest.warns(RuntimeWarning, match="was not checked for races: too long"):
         assert hi.lower(patterns.mlp()).phase is Phase.HOST

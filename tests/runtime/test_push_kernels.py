@@ -7,7 +7,8 @@ import torch
 
 from hostir.ir import parse
 from hostir.ir.source import HostIRError
-from hostir.runtime.unroll import ComputeOp, CopyOp, Pushes, SignalOp, UnrolledProgram, unroll
+from hostir.runtime.cuda.pushes import Pushes
+from hostir.runtime.unroll import ComputeOp, CopyOp, SignalOp, UnrolledProgram, unroll
 
 TO_ALL = """for %i in 0..4 {
     put %a -> %mine at (%r + %i) % 4 over x by 8 sms
@@ -40,12 +41,12 @@ def kernels(unrolled: UnrolledProgram) -> list[tuple[int, int]]:
     return [(len(p.copies), sum(s is not None for _, s in p.copies)) for p in Pushes.of(unrolled)]
 
 
-def beside(unrolled: UnrolledProgram) -> list[int]:
-    return [op.beside for op in unrolled.ops if isinstance(op, ComputeOp)]
+def overlapped(unrolled: UnrolledProgram) -> list[int]:
+    return [op.ready.overlapped_sms if op.ready else 0 for op in unrolled.ops if isinstance(op, ComputeOp)]
 
 
-def spare(unrolled: UnrolledProgram) -> list[int]:
-    return [op.spare for op in unrolled.ops if isinstance(op, ComputeOp)]
+def reserved(unrolled: UnrolledProgram) -> list[int]:
+    return [op.ready.reserved_sms if op.ready else 0 for op in unrolled.ops if isinstance(op, ComputeOp)]
 
 
 def test_copies_and_the_signals_between_them_are_one_kernel_that_the_matmul_starts_beside() -> None:
@@ -55,7 +56,7 @@ def test_copies_and_the_signals_between_them_are_one_kernel_that_the_matmul_star
     assert pushes.sms == 8
     assert list(pushes.ops) == [op for op in found.ops if isinstance(op, CopyOp | SignalOp)]
     assert [signal.peer for _, signal in pushes.copies if signal] == [1, 2, 3, 0]
-    assert beside(found) == [8]
+    assert overlapped(found) == [8]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_copies_and_the_signals_between_them_are_one_kernel_that_the_matmul_star
 )
 def test_a_matmul_starts_beside_copies_only_where_nothing_is_between(between: str, expected: int) -> None:
     found = recorded("%b2: f32[8, 5] = allocate", "relu %b -> %b2", TO_ALL, C, between, MATMUL)
-    assert beside(found)[-1] == expected
+    assert overlapped(found)[-1] == expected
 
 
 @pytest.mark.parametrize(("between", "expected"), [("", 2), ("barrier of %a over x", 0), ("wait %done", 0)])
@@ -97,15 +98,15 @@ program @p(%a: f32[1@x, 8], %b: f32[8, 5]) -> (%c) {{
   {"" if "wait" in between else "wait %done"}
 }}
 """)
-    assert beside(unroll(program, 0, {}, [torch.zeros(1, 8), torch.zeros(8, 5)]))[-1] == expected
+    assert overlapped(unroll(program, 0, {}, [torch.zeros(1, 8), torch.zeros(8, 5)]))[-1] == expected
 
 
 def test_a_matmul_leaves_an_sm_to_the_signals_by_kernels_before_it_and_to_no_others() -> None:
     signal, plain = "signal %more[0] = 1 at 0 over x by 1 sms", "signal %more[1] = 1 at 0 over x"
     own, more = f"{MATMUL} own %a", "%more: flag[4] = allocate_symmetric"
-    assert spare(recorded(more, plain, C, own, "relu %c -> %c", signal, own, own)) == [0, 0, 1, 1]
+    assert reserved(recorded(more, plain, C, own, "relu %c -> %c", signal, own, own)) == [0, 0, 1, 1]
     aside = ["set_stream 0", "synchronize %user", signal, "set_stream %user"]
-    assert spare(recorded(more, *aside, C, own)) == [1]
+    assert reserved(recorded(more, *aside, C, own)) == [1]
     assert [op.sms for op in recorded(more, signal, plain, C).ops if isinstance(op, SignalOp)] == [1, 0]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hostir.ir import parse
+from hostir.ir.source import HostIRError
 from hostir.runtime.sharding import random_inputs
 from hostir.runtime.trace import COLORS, Trace, TraceEvent
 from tests.runtime.programs import AG_MATMUL, TRANSFERS
@@ -108,3 +109,11 @@ def test_an_empty_trace_can_be_written(tmp_path: Path) -> None:
     Trace().to_chrome(tmp_path / "empty.json")
     assert json.loads((tmp_path / "empty.json").read_text())["traceEvents"] == []
     ElementTree.parse(tmp_path / "empty.svg")
+
+
+def test_a_file_that_cannot_be_written_is_named_at_the_users_line() -> None:
+    for write in (Trace().to_svg, Trace().to_chrome):
+        with pytest.raises(
+            HostIRError, match=r"test_trace.py:\d+:\d+: error: cannot write /nonexistent/x: No such file"
+        ):
+            write("/nonexistent/x")

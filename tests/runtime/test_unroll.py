@@ -8,10 +8,9 @@ import torch
 from hostir.ir import parse
 from hostir.ir.program import Program
 from hostir.runtime.executor import Executor
-from hostir.runtime.lifetimes import late_streams
+from hostir.runtime.order import CALLER, late_streams
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.unroll import (
-    CALLER,
     BarrierOp,
     CollectiveOp,
     ComputeOp,

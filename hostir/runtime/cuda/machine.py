@@ -20,18 +20,18 @@ from torch._C._distributed_c10d import (
 
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.arguments import deliver, homes, place
+from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.cuda.graphs import CublasStreams, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
 from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts
 from hostir.runtime.cuda.streams import current, workers
 from hostir.runtime.kernels.aten import BY_CUBLAS
 from hostir.runtime.kernels.table import Kernel
-from hostir.runtime.lifetimes import late_streams
+from hostir.runtime.order import CALLER, late_streams
 from hostir.runtime.session import Groups
 from hostir.runtime.symmetric import Exchange, SymmetricMemory
 from hostir.runtime.trace import Timeline
 from hostir.runtime.unroll import (
-    CALLER,
     AllocateOp,
     CollectiveOp,
     ComputeOp,
@@ -41,13 +41,11 @@ from hostir.runtime.unroll import (
     MarkOp,
     MessagesOp,
     Op,
-    Step,
     SymmetricOp,
     SynchronizeOp,
     UnrolledProgram,
     ViewOp,
     WaitOp,
-    bind,
     message_teams_of,
 )
 from hostir.runtime.watchdog import headline
@@ -354,7 +352,7 @@ class CudaPlan:
     def keep(self, op: SymmetricOp | ViewOp) -> None:
         """Set the register of a symmetric buffer, or of a view of one: they are the same in every run."""
         if isinstance(op, ViewOp):
-            bind(op, self.registers, self.machine.device, self.machine.kernels)()
+            bind_view(op, self.registers)()
             return
         assert self.memory is not None
         self.registers[op.out] = self.memory.buffer(op)
@@ -371,7 +369,7 @@ class CudaPlan:
         if isinstance(op, FreeOp):
             return self.bind_free(op)
         assert isinstance(op, ViewOp)
-        return bind(op, self.registers, self.machine.device, self.machine.kernels)
+        return bind_view(op, self.registers)
 
     def bind_here(self, op: Op) -> Step:
         registers = self.registers
@@ -391,9 +389,10 @@ class CudaPlan:
         if isinstance(op, ComputeOp) and op.ready is not None:
             assert self.one_sided is not None
             return self.one_sided.compute(op, op.ready)
-        assert isinstance(op, AllocateOp | ComputeOp)
-        kernels = {op.kind: self.machine.kernel(op)} if isinstance(op, ComputeOp) else {}
-        return bind(op, registers, self.machine.device, kernels)
+        if isinstance(op, ComputeOp):
+            return bind_compute(op, registers, self.machine.kernel(op))
+        assert isinstance(op, AllocateOp)
+        return bind_allocate(op, registers, self.machine.device)
 
     def bind_synchronize(self, stream: int, other: int) -> Step:
         streams, event = self.streams, torch.cuda.Event()

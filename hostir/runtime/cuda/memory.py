@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from hostir.ir.types import FLAG
+from hostir.runtime.order import CALLER
 from hostir.runtime.symmetric import BARRIERS, BufferInfo, Offer, Place, SharedMemory, Touch
 from hostir.runtime.unroll import (
-    CALLER,
     AllocateOp,
     BarrierOp,
     ComputeOp,
@@ -28,8 +29,6 @@ from hostir.runtime.unroll import (
     SynchronizeOp,
     UnrolledProgram,
     ViewOp,
-    WaitSignalOp,
-    extents,
     overlap,
 )
 
@@ -68,7 +67,7 @@ def notes(unrolled: UnrolledProgram) -> str:
 
 def _homes(unrolled: UnrolledProgram) -> dict[int, Place]:
     """Map the register of each symmetric buffer to its name and rounds."""
-    return {op.out: (op.name, op.rounds) for op in unrolled.ops if isinstance(op, SymmetricOp)}
+    return {register: op.home for register, op in unrolled.symmetric.items()}
 
 
 def _first_barrier(unrolled: UnrolledProgram) -> FirstBarrier | None:
@@ -76,8 +75,8 @@ def _first_barrier(unrolled: UnrolledProgram) -> FirstBarrier | None:
 
     Only the very first barrier: credits do not cover what ranks in two teams do before the second team's barrier.
     """
-    me, homes, at = unrolled.rank, _homes(unrolled), extents(unrolled)
-    own = {op.out for op in unrolled.ops if isinstance(op, SymmetricOp) and op.rank == me}
+    me, homes, at = unrolled.rank, _homes(unrolled), unrolled.extents
+    own = {register for register, op in unrolled.symmetric.items() if op.rank == me}
     theirs = homes.keys() - own
     touched: list[tuple[Place, Extent]] = []
     raised: list[Slot] = []
@@ -187,11 +186,8 @@ def waits(unrolled: UnrolledProgram) -> Iterator[tuple[Slot, int, Op]]:
     """Yield each flag that a rank waits for, with the epoch and the operation that waits."""
     homes = _homes(unrolled)
     for op in unrolled.ops:
-        if isinstance(op, WaitSignalOp):
-            yield (homes[unrolled.buffers[op.flags]], op.slot), op.epoch, op
-        elif isinstance(op, ComputeOp) and op.ready is not None:
-            place = homes[unrolled.buffers[op.ready.flags]]
-            yield from (((place, slot), op.ready.epoch, op) for slot in op.ready.awaited)
+        for flags, slot, epoch in op.awaited_flags:
+            yield (homes[unrolled.buffers[flags]], slot), epoch, op
 
 
 def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
@@ -202,8 +198,8 @@ def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
             found.setdefault((homes[unrolled.buffers[op.flags]], op.slot), set()).add(op.stream)
     for slot, _, op in waits(unrolled):
         # Such a kernel may start before the one right before it on its stream has ended.
-        beside = isinstance(op, ComputeOp) and op.beside
-        found.setdefault(slot, set()).update({op.stream, NO_STREAM} if beside else {op.stream})
+        overlaps = isinstance(op, ComputeOp) and op.ready is not None and op.ready.overlapped_sms
+        found.setdefault(slot, set()).update({op.stream, NO_STREAM} if overlaps else {op.stream})
     return found
 
 
@@ -281,7 +277,7 @@ class PeerMemory:
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
         """Return the buffers that no statement names: the counter of credits."""
-        return (BufferInfo(*CREDITS, (1,), "int64"),)
+        return (BufferInfo(*CREDITS, (1,), FLAG.name),)
 
     def notes(self, unrolled: UnrolledProgram) -> str:
         """Return what peers must know about this rank's calls, as text."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,77 +10,60 @@ import torch
 
 from hostir.ir.machine import Ready
 from hostir.ir.source import Diagnostic, HostIRError
+from hostir.ir.types import FLAG
 from hostir.knobs import TIMEOUT
+from hostir.runtime.binding import Step, bind_compute
 from hostir.runtime.cuda.memory import CREDITS, FlowControl, Slot, waits
+from hostir.runtime.cuda.pushes import Pushes
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, own_stream, wait_at_least, write
 from hostir.runtime.kernels.flags import with_all_rows
 from hostir.runtime.kernels.table import Again, Kernel, repeating
-from hostir.runtime.lifetimes import unjoined
+from hostir.runtime.order import CALLER, NONE
+from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import BARRIERS, Place, SharedMemory
 from hostir.runtime.unroll import (
-    CALLER,
-    FLAGS,
-    NONE,
     BarrierOp,
     ComputeOp,
     CopyOp,
-    DelayOp,
     Op,
-    Pushes,
     SignalOp,
-    Step,
-    SymmetricOp,
-    SynchronizeOp,
     UnrolledProgram,
     ViewOp,
-    WaitOp,
     WaitSignalOp,
-    bind,
 )
 
 # The beginning of a call ----------------------------------------------------------------------------------------------
 # Orders the streams of a call behind the previous call: none may poll a flag, or raise one, before that has ended.
 
-Touches = Callable[[Op], bool]  # whether an operation touches a peer's memory
+
+def unforked(unrolled: UnrolledProgram) -> list[Op]:
+    """Return the operations that use flags on a stream that has not waited for the caller's before."""
+    forked = unrolled.order.forked
+    return [op for at, op in enumerate(unrolled.ops) if uses_flags(unrolled, op) and not forked(at)]
 
 
-def beginning(unrolled: UnrolledProgram, peers: Touches) -> tuple[bool, bool]:
-    """Return whether a stream uses flags before it has waited for the caller's, and whether to take credits first.
+def takes_credits_first(unrolled: UnrolledProgram) -> bool:
+    """Whether the caller's stream takes the credits at the beginning of the call.
 
     Credits are taken by the first stream that touches a peer, and other streams that touch one wait for it. But if that
     stream may be blocked by then, by a flag or for lack of a free SM, others would wait for something that the program
-    does not make them wait for. Then the caller's stream takes the credits at the beginning of the call.
+    does not make them wait for.
     """
-    forked, held, behind = {CALLER}, set[int](), set[int]()  # behind: streams after the first touch of a peer
-    unforked = late = others = False
-    sms = any(isinstance(op, ComputeOp) and op.ready is not None for op in unrolled.ops)
-    for op in unrolled.ops:
-        if isinstance(op, SynchronizeOp):
-            forked |= {op.stream} if op.other in forked else set()
-            held |= {op.stream} if op.other in held else set()
-            behind |= {op.stream} if op.other in behind else set()
-        unforked |= uses_flags(op, peers) and op.stream not in forked
-        if peers(op):
-            late |= not behind and op.stream in held
-            others |= bool(behind) and op.stream not in behind
-            behind.add(op.stream)
-        elif _holds(op, sms):
-            held.add(op.stream)
-    return unforked, late and others
+    ops, precedes = unrolled.ops, unrolled.order.precedes
+    touching = [at for at, op in enumerate(ops) if unrolled.touches_peer(op)]
+    if all(precedes(touching[0], at) for at in touching[1:]):
+        return False
+    waits_on_sms = any(op.needs_sms and op.awaited_flags for op in ops)  # a kernel that waits for flags may hold all
+    return any(
+        precedes(at, touching[0])
+        for at, op in enumerate(ops[: touching[0]])
+        if op.awaits or op.awaited_flags or (waits_on_sms and op.needs_sms)
+    )
 
 
-def uses_flags(op: Op, peers: Touches) -> bool:
+def uses_flags(unrolled: UnrolledProgram, op: Op) -> bool:
     """Whether an operation raises flags or waits for flags, of this rank or a peer, or needs credits."""
-    return isinstance(op, SignalOp | WaitSignalOp) or (isinstance(op, ComputeOp) and op.ready is not None) or peers(op)
-
-
-def _holds(op: Op, sms: bool) -> bool:
-    """Whether an operation may block its stream. `sms`: a kernel that waits for flags may hold all SMs."""
-    if isinstance(op, ComputeOp):
-        return op.ready is not None or sms
-    if isinstance(op, SignalOp):
-        return sms and op.sms > 0
-    return isinstance(op, WaitOp | WaitSignalOp | BarrierOp) or (sms and isinstance(op, CopyOp | DelayOp))
+    return bool(op.raised_flags or op.awaited_flags) or unrolled.touches_peer(op)
 
 
 # Statements -----------------------------------------------------------------------------------------------------------
@@ -138,7 +120,9 @@ class Timeouts:
             assert op.ready is not None
             seen = words.clone()
             words.zero_()
-            timed_out = timeout_error(seen, self.rank, f"%{buffer_of(unrolled, op.ready.flags)[0]}")
+            timed_out = timeout_error(
+                seen, self.rank, f"%{unrolled.symmetric[unrolled.buffers[op.ready.flags]].home[0]}"
+            )
             found += () if timed_out is None else unrolled.failure(op, timed_out).diagnostics
         return HostIRError(*found) if found else None  # another thread may just have taken them
 
@@ -146,13 +130,6 @@ class Timeouts:
 def pinned_zeros(rows: int) -> torch.Tensor:
     """Return `[rows, 2]` of int64 zeros in memory that kernels write and the host reads without waiting."""
     return torch.zeros(rows, 2, dtype=torch.int64, device="cpu", pin_memory=True)
-
-
-def buffer_of(unrolled: UnrolledProgram, register: int) -> Place:
-    """Return the symmetric buffer that a register's tensor is in."""
-    buffer = unrolled.buffers[register]
-    op = next(op for op in unrolled.ops if isinstance(op, SymmetricOp) and op.out == buffer)
-    return op.name, op.rounds
 
 
 class CudaOneSided:
@@ -187,12 +164,11 @@ class CudaOneSided:
         self.kernels, self.kernel, self.timeouts = kernels, kernel, timeouts
         self.rank = unrolled.rank
         self.flow_control = FlowControl.of(unrolled, memory.offers)
-        self.owner_of = {op.out: op.rank for op in unrolled.ops if isinstance(op, SymmetricOp)}  # by buffer
         self.credits_taken: torch.cuda.Event | None = None  # recorded by the stream that takes the credits
         self.after_credits: set[int] = set()  # the streams ordered behind that event
-        self.forked = {CALLER}
+        self.forked = set[int]()  # streams that wait for the beginning of the call, by an event
         self.start = torch.cuda.Event()  # the beginning of the call
-        self.has_unforked, self.credits_first = beginning(unrolled, self.peers)
+        self.unforked = {id(op) for op in unforked(unrolled)}
         self.sent: set[tuple[int, Place, int, int]] = set()
         self.pushes = {id(op): pushes for pushes in Pushes.of(unrolled) for op in pushes.ops}
         self.offsets = {op.out: op.offset for op in unrolled.ops if isinstance(op, ViewOp)}
@@ -211,22 +187,12 @@ class CudaOneSided:
 
     def is_local(self, op: CopyOp) -> bool:
         """Whether a copy stays on this GPU, where a kernel makes it."""
-        return all(self.owner(register) == self.rank for register in (op.x, op.out))
-
-    def owner(self, register: int) -> int:
-        """Return the rank whose memory a register's tensor is in."""
-        return self.owner_of.get(self.unrolled.buffers[register], self.rank)
-
-    def peers(self, op: Op) -> bool:
-        """Whether an operation touches a peer's memory."""
-        if isinstance(op, CopyOp):
-            return not self.is_local(op)
-        return isinstance(op, BarrierOp) or (isinstance(op, SignalOp) and op.peer != self.rank)
+        return not self.unrolled.touches_peer(op)
 
     def begin_call(self) -> list[Step]:
         """Return the steps that begin a call, on the caller's stream."""
-        marks: list[Step] = [partial(_record, self.streams, CALLER, self.start)] if self.has_unforked else []
-        if not self.credits_first:
+        marks: list[Step] = [partial(_record, self.streams, CALLER, self.start)] if self.unforked else []
+        if not takes_credits_first(self.unrolled):
             return marks
         self.credits_taken = torch.cuda.Event()
         self.after_credits.add(CALLER)
@@ -238,19 +204,17 @@ class CudaOneSided:
 
         Credits are taken once per call, by the first stream that touches a peer; other streams that do so wait for it.
         """
-        if isinstance(op, SynchronizeOp) and op.other in self.forked:
-            self.forked.add(op.stream)
         streams, fork = self.streams, list[Step]()
-        if uses_flags(op, self.peers) and op.stream not in self.forked:  # else it might precede the last call's end
+        if id(op) in self.unforked and op.stream not in self.forked:  # else it might precede the last call's end
             self.forked.add(op.stream)
             fork = [partial(_after, streams, op.stream, self.start)]
-        if not self.peers(op) or op.stream in self.after_credits:
+        if not self.unrolled.touches_peer(op) or op.stream in self.after_credits:
             return fork
         self.after_credits.add(op.stream)
         if self.credits_taken is not None:
             return [*fork, partial(_after, streams, op.stream, self.credits_taken)]
         self.credits_taken = torch.cuda.Event()
-        others = {o.stream for o in self.unrolled.ops if self.peers(o)} - {op.stream}
+        others = {o.stream for o in self.unrolled.ops if self.unrolled.touches_peer(o)} - {op.stream}
         mark = [partial(_record, streams, op.stream, self.credits_taken)] if others else []
         return [*fork, self.on(op.stream, self.take_credits()), *mark]
 
@@ -361,7 +325,8 @@ class CudaOneSided:
         kernel = self.kernels.get(f"{op.kind}_ready")
         if kernel is not None:
             return self.in_one_kernel(op, ready, kernel)
-        return self.after_all_blocks(op, ready) if op.beside and ready.own is None else self.by_blocks(op, ready)
+        behind = ready.overlapped_sms and ready.own is None
+        return self.after_all_blocks(op, ready) if behind else self.by_blocks(op, ready)
 
     def in_one_kernel(self, op: ComputeOp, ready: Ready, kernel: Kernel) -> Step:
         from hostir.runtime.kernels.flags import ReadyFlags  # which needs Triton
@@ -369,7 +334,8 @@ class CudaOneSided:
         timeouts = self.timeouts.of(self.unrolled, op, ready.blocks)
         registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
         polls = int(TIMEOUT.get() / 2 / SECONDS_PER_POLL)  # it reports first: others time out later
-        flags = ReadyFlags(registers[ready.flags], ready.epoch, timeouts, ready.first, polls, op.beside, op.spare)
+        sms = {"overlapped_sms": ready.overlapped_sms, "reserved_sms": ready.reserved_sms}
+        flags = ReadyFlags(registers[ready.flags], ready.epoch, timeouts, ready.first, polls, **sms)
         own = NONE if ready.own is None else ready.own
 
         def waiting(out: torch.Tensor, own: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:
@@ -382,7 +348,7 @@ class CudaOneSided:
         place, stream = self.place(ready.flags), op.stream
         flags = [self.flag(place, block, self.rank) for block in range(ready.blocks)]
         wait = self.on(stream, in_batches([wait_at_least(flag, ready.epoch) for flag in flags]))
-        compute = bind(replace(op, ready=None), self.registers, self.device, {op.kind: self.kernel(op)})
+        compute = bind_compute(op, self.registers, self.kernel(op))
 
         def step() -> None:
             wait()
@@ -412,7 +378,7 @@ class CudaOneSided:
         held: dict[Place, list[int]] = {}
         with torch.cuda.stream(self.diagnosis):
             for (place, rank), buffer in self.memory.buffers.items():
-                if rank == self.rank and buffer.dtype == FLAGS:
+                if rank == self.rank and buffer.dtype == torch_dtype(FLAG):
                     held[place] = buffer.cpu().view(-1).tolist()
         found: list[tuple[Op, str]] = []
         for op in self.unrolled.ops:
@@ -435,7 +401,7 @@ class CudaOneSided:
     def end_call(self) -> list[Step]:
         """Return the steps that end a call, on the caller's stream: reset flags, and grant credits to peers."""
         joins: list[Step] = [
-            partial(_join, self.streams, CALLER, stream, torch.cuda.Event()) for stream in unjoined(self.unrolled)
+            partial(_join, self.streams, CALLER, stream, torch.cuda.Event()) for stream in self.unrolled.order.unjoined
         ]
         late = [wait_at_least(self.slot(slot), epoch) for slot, epoch in self.flow_control.unawaited.items()]
         flags = [*map(self.slot, self.flow_control.raised), *self.arrivals()]
@@ -467,7 +433,7 @@ class CudaOneSided:
 
     def place(self, register: int) -> Place:
         """Return the symmetric buffer that a register's tensor is in."""
-        return buffer_of(self.unrolled, register)
+        return self.unrolled.symmetric[self.unrolled.buffers[register]].home
 
 
 def _record(streams: Sequence[torch.cuda.Stream], stream: int, event: torch.cuda.Event) -> None:

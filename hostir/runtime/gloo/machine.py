@@ -15,14 +15,14 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from hostir.ir.source import error
 from hostir.runtime.arguments import deliver, homes, place
+from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.gloo.onesided import AbandonedError, GlooOneSided, Key, Lane, SharedFiles, Waits
 from hostir.runtime.kernels.table import Kernel
-from hostir.runtime.lifetimes import late_streams
+from hostir.runtime.order import CALLER, late_streams
 from hostir.runtime.session import Groups
 from hostir.runtime.symmetric import Exchange, SymmetricMemory
 from hostir.runtime.trace import Trace, lane_of
 from hostir.runtime.unroll import (
-    CALLER,
     AllocateOp,
     BarrierOp,
     CollectiveOp,
@@ -34,14 +34,12 @@ from hostir.runtime.unroll import (
     MessagesOp,
     Op,
     SignalOp,
-    Step,
     SymmetricOp,
     SynchronizeOp,
     UnrolledProgram,
     ViewOp,
     WaitOp,
     WaitSignalOp,
-    bind,
     message_teams_of,
 )
 
@@ -197,7 +195,7 @@ class GlooPlan:
         self.lanes: dict[Key, Lane] = {CALLER: Lane(CALLER, self.fail)}
         late = late_streams(unrolled)
         for op in unrolled.ops:
-            if not (isinstance(op, FreeOp) and op.buffer in late):  # what may still be in use is dropped with the run
+            if op.frees not in late:  # what may still be in use is dropped with the run
                 self.deal(op)
         self.blank = list(self.registers)  # symmetric buffers and their views last
         self.workers = [(lane, machine.queue(key)) for key, lane in self.lanes.items() if key != CALLER]
@@ -306,41 +304,56 @@ class GlooPlan:
         return self.events[-1]
 
     def deal(self, op: Op) -> None:
-        lane = self.lane(op.stream)
-        if isinstance(op, AllocateOp | ViewOp | SymmetricOp):
-            self.deal_memory(op)
-        elif isinstance(op, ComputeOp) and op.ready is not None:
-            self.one_sided.deal_blocks(op, op.ready, self.machine.kernels[op.kind], lane)
-        elif isinstance(op, ComputeOp):
-            lane.add(op, self.timed(op, bind(op, self.registers, CPU, self.machine.kernels)))
-        elif isinstance(op, CopyOp | SignalOp | WaitSignalOp | BarrierOp):
-            self.one_sided.deal(op, lane)
-        elif isinstance(op, FreeOp):
-            lane.add(op, self.bind_free(op))
-        elif isinstance(op, MarkOp):
-            self.arrivals[op.handle] = self.event()
-            lane.add(op, self.arrivals[op.handle].set)
-        elif isinstance(op, WaitOp):
-            lane.add(op, self.waiting(self.arrivals[op.handle]), Waits.LANE)
-        elif isinstance(op, SynchronizeOp):
-            reached = self.event()
-            self.lane(op.other).add(op, reached.set)
-            lane.add(op, self.waiting(reached), Waits.LANE)
-        elif not isinstance(op, DelayOp):  # threads share cores, not SMs: standing still would help nobody
-            assert isinstance(op, CollectiveOp | MessagesOp)
-            self.deal_communication(op, lane)
+        DEAL[type(op)](self, op, self.lane(op.stream))
 
-    def deal_memory(self, op: AllocateOp | ViewOp | SymmetricOp) -> None:
-        """Bind allocations and views: symmetric buffers and views of them once, all others in every run."""
-        if isinstance(op, SymmetricOp):
-            assert self.memory is not None
-            self.registers[op.out] = self.memory.buffer(op)
-            return
-        step = bind(op, self.registers, CPU, self.machine.kernels)
-        if isinstance(op, ViewOp) and self.registers[op.x] is not None:
-            step()
-        else:
+    def deal_symmetric(self, op: SymmetricOp, lane: Lane) -> None:
+        assert self.memory is not None
+        self.registers[op.out] = self.memory.buffer(op)
+
+    def deal_allocate(self, op: AllocateOp, lane: Lane) -> None:
+        self.host.add(op, bind_allocate(op, self.registers, CPU))
+
+    def deal_view(self, op: ViewOp, lane: Lane) -> None:
+        """Make a view: of a symmetric buffer once, else in every run."""
+        step = bind_view(op, self.registers)
+        if self.registers[op.x] is None:
             self.host.add(op, step)
+        else:
+            step()
+
+    def deal_compute(self, op: ComputeOp, lane: Lane) -> None:
+        kernel = self.machine.kernels[op.kind]
+        if op.ready is not None:
+            self.one_sided.deal_blocks(op, op.ready, kernel, lane)
+        else:
+            lane.add(op, self.timed(op, bind_compute(op, self.registers, kernel)))
+
+    def deal_mark(self, op: MarkOp, lane: Lane) -> None:
+        self.arrivals[op.handle] = self.event()
+        lane.add(op, self.arrivals[op.handle].set)
+
+    def deal_await(self, op: WaitOp, lane: Lane) -> None:
+        lane.add(op, self.waiting(self.arrivals[op.handle]), Waits.LANE)
+
+    def deal_synchronize(self, op: SynchronizeOp, lane: Lane) -> None:
+        reached = self.event()
+        self.lane(op.other).add(op, reached.set)
+        lane.add(op, self.waiting(reached), Waits.LANE)
+
+    def deal_nothing(self, op: Op, lane: Lane) -> None:
+        """Do nothing for a delay: threads share cores, not SMs, and standing still would help nobody."""
+
+    def deal_one_sided(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: Lane) -> None:
+        self.one_sided.deal(op, lane)
+
+    def deal_free(self, op: FreeOp, lane: Lane) -> None:
+        gone = [i for i, buffer in enumerate(self.unrolled.buffers) if buffer == op.buffer]
+
+        def step() -> None:
+            for i in gone:
+                self.registers[i] = None
+
+        lane.add(op, step)
 
     def deal_communication(self, op: CollectiveOp | MessagesOp, lane: Lane) -> None:
         """Add a communication to its team's thread: it starts when the stream gets there, and signals its end."""
@@ -360,15 +373,6 @@ class GlooPlan:
             event.wait()
             if self.problem:
                 raise AbandonedError
-
-        return step
-
-    def bind_free(self, op: FreeOp) -> Step:
-        gone = [i for i, buffer in enumerate(self.unrolled.buffers) if buffer == op.buffer]
-
-        def step() -> None:
-            for i in gone:
-                self.registers[i] = None
 
         return step
 
@@ -403,3 +407,22 @@ class GlooPlan:
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+DEAL: dict[type[Op], Callable[[GlooPlan, Any, Lane], None]] = {
+    AllocateOp: GlooPlan.deal_allocate,
+    SymmetricOp: GlooPlan.deal_symmetric,
+    ViewOp: GlooPlan.deal_view,
+    FreeOp: GlooPlan.deal_free,
+    ComputeOp: GlooPlan.deal_compute,
+    CopyOp: GlooPlan.deal_one_sided,
+    SignalOp: GlooPlan.deal_one_sided,
+    WaitSignalOp: GlooPlan.deal_one_sided,
+    BarrierOp: GlooPlan.deal_one_sided,
+    CollectiveOp: GlooPlan.deal_communication,
+    MessagesOp: GlooPlan.deal_communication,
+    MarkOp: GlooPlan.deal_mark,
+    WaitOp: GlooPlan.deal_await,
+    SynchronizeOp: GlooPlan.deal_synchronize,
+    DelayOp: GlooPlan.deal_nothing,
+}

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from hostir.ir.machine import Ready
+from hostir.runtime.binding import Step
 from hostir.runtime.kernels.flags import with_rows
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.symmetric import BufferInfo, Offer, SharedMemory
@@ -27,7 +28,6 @@ from hostir.runtime.unroll import (
     CopyOp,
     Op,
     SignalOp,
-    Step,
     UnrolledProgram,
     WaitSignalOp,
     flag_value,

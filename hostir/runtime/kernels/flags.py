@@ -105,9 +105,9 @@ class ReadyFlags:
         first: the block to begin with; the others follow in a circle.
         polls: how often a program polls flags that have not risen before it gives up. A program on whose part of a tile
             others rely goes on all the same, and polls each later flag once.
-        beside: SMs of the kernel right before on the same stream, which this one may overlap: it uses the other SMs,
-            and ends after that kernel. All earlier work of the stream has ended.
-        spare: SMs that it leaves to kernels of other streams, such as those that raise flags for peers.
+        overlapped_sms: SMs of the kernel right before on the same stream, which this one may overlap: it uses the other
+            SMs, and ends after that kernel. All earlier work of the stream has ended.
+        reserved_sms: SMs that it leaves to kernels of other streams, such as those that raise flags for peers.
     """
 
     flags: torch.Tensor
@@ -115,8 +115,8 @@ class ReadyFlags:
     timeouts: torch.Tensor
     first: int = 0
     polls: int = MAX_POLLS
-    beside: int = 0
-    spare: int = 0
+    overlapped_sms: int = 0
+    reserved_sms: int = 0
 
 
 def no_timeouts(blocks: int, device: torch.device | str) -> torch.Tensor:
@@ -301,8 +301,8 @@ class FlagResetKernel:
 # A kernel that copies to peers: a few SMs write pieces of memory to other GPUs, and raise flags behind them.
 #
 # A copy engine moves large pieces faster, but takes microseconds to begin each copy and to signal behind it. The next
-# kernel of the stream may start while this one copies (programmatic dependent launch, see ReadyFlags.beside), and use
-# rows as soon as their flags rise.
+# kernel of the stream may start while this one copies (programmatic dependent launch, see
+# ReadyFlags.overlapped_sms), and use rows as soon as their flags rise.
 
 WARPS = 1 if INTERPRETED else 16
 PER_THREAD = 64  # bytes that a thread loads before it stores them

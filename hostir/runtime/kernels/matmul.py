@@ -470,7 +470,8 @@ def _waits(ready: ReadyFlags) -> tuple[object, ...]:
     timeouts = ready.timeouts
     pinned = timeouts.device.type == "cpu" and timeouts.is_pinned()
     narrow = -(1 << 31) <= ready.epoch < 1 << 31  # Triton compiles another kernel for an int64
-    return _layout(ready.flags), _layout(timeouts), pinned, narrow, ready.first, ready.polls, ready.beside, ready.spare
+    sms = (ready.overlapped_sms, ready.reserved_sms)
+    return _layout(ready.flags), _layout(timeouts), pinned, narrow, ready.first, ready.polls, sms
 
 
 def _prepare(
@@ -510,8 +511,8 @@ def _prepare(
         own = own if described is None else None
     copies_own = has_own and own is None
     # Programmatic dependent launch came with TMA, on Hopper; a copy would be between the previous kernel and this one.
-    beside = ready.beside if ready is not None and bounds.tma and not copies_own else 0
-    sms = max(1, bounds.sms - beside - (0 if ready is None else ready.spare))
+    beside = ready.overlapped_sms if ready is not None and bounds.tma and not copies_own else 0
+    sms = max(1, bounds.sms - beside - (0 if ready is None else ready.reserved_sms))
     if config is None and INTERPRETED:
         config = INTERPRETER
     elif config is None:

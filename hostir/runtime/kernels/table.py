@@ -150,14 +150,14 @@ def _contract_ready(
         first = ready.first - begin if begin <= ready.first < end else 0
         part = replace(ready, flags=ready.flags[begin:end], timeouts=ready.timeouts[begin:end], first=first)
         _contract_ready(out[i], a[i], b, bias, transpose_b, part)
-        ready = replace(ready, beside=0)  # the first launch ended after the kernel that it overlapped
+        ready = replace(ready, overlapped_sms=0)  # the first launch ended after the kernel that it overlapped
     return None
 
 
 def _of_block(ready: ReadyFlags, block: int) -> ReadyFlags:
     """Return the flags of one block, for a launch behind another one, which overlaps no other kernel."""
     one = slice(block, block + 1)
-    return replace(ready, flags=ready.flags[one], timeouts=ready.timeouts[one], first=0, beside=0)
+    return replace(ready, flags=ready.flags[one], timeouts=ready.timeouts[one], first=0, overlapped_sms=0)
 
 
 def _in_whole_batches(out: torch.Tensor, a: torch.Tensor, blocks: int) -> bool:

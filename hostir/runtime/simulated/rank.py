@@ -261,11 +261,16 @@ class RankMachine(Observer):
         return copy
 
     def compute(
-        self, kind: str, out: torch.Tensor, operands: Sequence[torch.Tensor | None], options: Mapping[str, Any]
+        self,
+        kind: str,
+        out: torch.Tensor,
+        operands: Sequence[torch.Tensor | None],
+        options: Mapping[str, Any],
+        ready: Ready | None = None,
     ) -> None:
         kernel, reads = self.kernels[kind], tuple(x for x in operands if x is not None)
         self._refuse_overlap(out, reads)
-        if isinstance(ready := options.get("ready"), Ready):
+        if ready is not None:
             self._by_blocks(kernel, out, operands, ready)
             return
         task = self.issue(partial(kernel, out, *operands, **options), reads, (out,), timed=True)

@@ -1,3 +1,4 @@
-# error: HOSTIR_CACHE='README.md': expected a directory
+# error: HOSTIR_CACHE='README.md'
+# expected: a directory
 # env: HOSTIR_CACHE=README.md
 explain examples/patterns.py:mlp --device cpu

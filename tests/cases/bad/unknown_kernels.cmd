@@ -1,2 +1,3 @@
-# error: expected auto, triton or aten
+# error: kernels='cutlass'
+# expected: auto, triton or aten
 run examples/patterns.py:mlp --kernels cutlass

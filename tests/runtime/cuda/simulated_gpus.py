@@ -22,6 +22,7 @@ import torch
 
 from hostir.ir.machine import Ready
 from hostir.ir.program import Program
+from hostir.ir.types import FLAG
 from hostir.runtime.cuda import machine as cuda
 from hostir.runtime.cuda import onesided as cuda_onesided
 from hostir.runtime.cuda import streams
@@ -102,7 +103,7 @@ class Shared:
         prepare(unrolled, memory)
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
-        return (BufferInfo(*CREDITS, (1,), "int64"),)
+        return (BufferInfo(*CREDITS, (1,), FLAG.name),)
 
     def notes(self, unrolled: UnrolledProgram) -> str:
         return notes(unrolled)
@@ -192,7 +193,7 @@ class Gpus:
                 kernel(to, rows, *others, **op.options)
 
         def step() -> None:
-            begun = self.current.copying if op.beside else None
+            begun = self.current.copying if ready.overlapped_sms else None
             if begun is None:
                 begun = Event()
                 begun.record(self.current)

@@ -9,8 +9,8 @@ import hostir as hi
 from examples import patterns
 from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.runtime.cuda.onesided import beginning
-from hostir.runtime.unroll import BarrierOp, CopyOp, Op, SignalOp, SymmetricOp, UnrolledProgram, unroll
+from hostir.runtime.cuda.onesided import takes_credits_first
+from hostir.runtime.unroll import UnrolledProgram, unroll
 
 NEXT = "(%r + 1) % 2 over x"
 MATMUL = "matmul %full, %b -> %c ready %there >= 1 from %r own %a"
@@ -33,18 +33,6 @@ program @p(%a: f32[2@x, 8], %b: f32[8, 5]) -> (%c) streams 2 {{
 }}
 """)
     return unroll(program, 1, {}, [torch.zeros(1, 8), torch.zeros(8, 5)])
-
-
-def early(found: UnrolledProgram) -> bool:
-    """Whether credits are taken at once."""
-    owners = {op.out: op.rank for op in found.ops if isinstance(op, SymmetricOp)}
-
-    def peers(op: Op) -> bool:
-        if isinstance(op, CopyOp):
-            return any(owners.get(found.buffers[r], found.rank) != found.rank for r in (op.x, op.out))
-        return isinstance(op, BarrierOp) or (isinstance(op, SignalOp) and op.peer != found.rank)
-
-    return beginning(found, peers)[1]
 
 
 PUT, SIGNAL = f"put %a -> %mine at {NEXT}", f"signal %there[%r] = 1 at {NEXT} by 1 sms"
@@ -72,7 +60,7 @@ SELF = "signal %own[0] = 1 at %r over x"
     ],
 )
 def test_permits_are_taken_at_once_where_who_takes_them_may_be_held_up(body: list[str], expected: bool) -> None:
-    assert early(recorded(*body)) == expected
+    assert takes_credits_first(recorded(*body)) == expected
 
 
 def one_rank(program: Program) -> UnrolledProgram:
@@ -83,4 +71,4 @@ def one_rank(program: Program) -> UnrolledProgram:
 @pytest.mark.parametrize("streams", [1, 2])
 def test_fused_lets_its_copies_take_them(streams: int) -> None:
     for fusion in (patterns.allgather_matmul_rows(), patterns.allgather_matmul(), patterns.mlp()):
-        assert not early(one_rank(hi.lower(fusion, "fused", streams)))
+        assert not takes_credits_first(one_rank(hi.lower(fusion, "fused", streams)))

@@ -9,7 +9,7 @@ import torch
 
 import hostir as hi
 from hostir.check import prove
-from hostir.runtime.lifetimes import places
+from hostir.runtime.binding import places
 from hostir.runtime.unroll import unroll
 from tests.runtime.cuda.simulated_gpus import Gpus, Stream, gpus, plans
 from tests.runtime.cuda.test_onesided import check_calls

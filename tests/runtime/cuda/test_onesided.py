@@ -16,8 +16,8 @@ from hostir.ir.comm_ops import Communication, Message
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import Linear
+from hostir.runtime.binding import places
 from hostir.runtime.kernels.table import kernel_table
-from hostir.runtime.lifetimes import places
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.simulated.machine import rehearse
 from tests import symbolic

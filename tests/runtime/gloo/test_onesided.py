@@ -15,12 +15,14 @@ import torch
 from hostir.ir import parse
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
+from hostir.ir.types import FLAG
 from hostir.runtime.executor import Executor
 from hostir.runtime.gloo.machine import GlooPlan
 from hostir.runtime.gloo.onesided import SharedFiles
+from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import ALIGNMENT, SharedMemory, SymmetricMemory
 from hostir.runtime.trace import Trace
-from hostir.runtime.unroll import EPOCHS, FLAGS, UnrolledProgram, flag_value, unroll
+from hostir.runtime.unroll import EPOCHS, UnrolledProgram, flag_value, unroll
 from tests.runtime.small_programs import alone, program, said
 
 
@@ -138,7 +140,7 @@ def test_a_stream_that_waits_for_a_flag_stands_still_and_says_for_what() -> None
 def test_flags_rise_from_call_to_call() -> None:
     assert flag_value(1, 1) > flag_value(1, 0) > 0
     assert flag_value(8, 1) > flag_value(7, EPOCHS - 1)
-    assert flag_value((1 << 31) - 1, EPOCHS - 1) <= torch.iinfo(FLAGS).max
+    assert flag_value((1 << 31) - 1, EPOCHS - 1) <= torch.iinfo(torch_dtype(FLAG)).max
 
 
 # The memory that processes share ----------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from functools import partial
 import pytest
 import torch
 
-from hostir.runtime import unroll as plan
+from hostir.runtime import binding
 from hostir.runtime.kernels import table
 from hostir.runtime.kernels.table import MAX_REPEATS, kernel_table, repeating
-from hostir.runtime.unroll import CALLER, ComputeOp, StatementPlace, bind
+from hostir.runtime.order import CALLER
+from hostir.runtime.unroll import ComputeOp, StatementPlace
 from tests.runtime.small_programs import alone
 
 
@@ -74,10 +75,10 @@ def test_an_operation_keeps_what_its_kernel_returns_where_that_is_repeatable(
     repeatable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Adding()
-    monkeypatch.setattr(plan, "REPEATABLE", (kernel,) if repeatable else ())
+    monkeypatch.setattr(binding, "REPEATABLE", (kernel,) if repeatable else ())
     (*_, statement) = alone("%c: f32[4, 5] = allocate\n  matmul %a, %b -> %c").body
     op = ComputeOp(StatementPlace(statement, ()), CALLER, "matmul", 1, (2,), {"by": 3})
-    step = bind(op, [None, torch.zeros(4), torch.zeros(4)], torch.device("cpu"), {"matmul": kernel})
+    step = binding.bind_compute(op, [None, torch.zeros(4), torch.zeros(4)], kernel)
     for _ in range(3):
         step()
     assert [what.split()[0] for what in kernel.log] == ["looked", "looked", "again" if repeatable else "looked"]

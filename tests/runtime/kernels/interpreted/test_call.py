@@ -156,7 +156,7 @@ def test_own_rows_that_are_gathered_first_are_gathered_in_every_launch(recorder)
 @pytest.mark.parametrize(("beside", "programs"), [(0, 3), (1, 2), (5, 1)])
 def test_multiprocessors_are_left_to_the_kernel_that_a_launch_is_beside(beside, programs, recorder, monkeypatch):
     first = interpreted(monkeypatch)
-    ready = ReadyFlags(torch.ones(4, dtype=torch.int64), 1, no_timeouts(4, "cpu"), beside=beside)
+    ready = ReadyFlags(torch.ones(4, dtype=torch.int64), 1, no_timeouts(4, "cpu"), overlapped_sms=beside)
     a, b, out = filled([64, 32], torch.float32), filled([32, 32], torch.float32), torch.empty(64, 32)
     for _ in range(2):
         matmul(a, b, out, config=TILE, ready=ready)
@@ -199,7 +199,7 @@ def test_another_layout_dtype_or_epoch_is_another_kind_of_call(recorder):
         lambda: matmul(a[:, 1:17], b[1:17], out),  # not on 16 bytes
         lambda: matmul(a, b, out, ready=flags),
         lambda: matmul(a, b, out, ready=dataclasses.replace(flags, first=1)),
-        lambda: matmul(a, b, out, ready=dataclasses.replace(flags, beside=1)),
+        lambda: matmul(a, b, out, ready=dataclasses.replace(flags, overlapped_sms=1)),
     ]
     for number, kind in enumerate(kinds):
         kind()

@@ -1,0 +1,202 @@
+"""Passes `fused` and `push`: each rank sends its shard to all, and one matmul takes each block of rows as it arrives.
+
+The schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et al.,
+2024), the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The two passes differ in who moves the bytes:
+
+- `fused` leaves it to copy engines, which cost the matmul no SMs;
+- in `push` a few SMs of the rank that has the rows do it, in one kernel before the matmul. That is for few rows: a
+  kernel begins to write to peers, and sets flags after that, in less time than copy engines take to begin. The matmul
+  starts while it copies. Kernels that store to peers are how low-latency collectives work in NCCL (its LL protocols)
+  and in the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hostir.ir.comm_ops import AllGather
+from hostir.ir.host_ops import Chunk, For, Select
+from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Value
+from hostir.ir.program import Program
+from hostir.ir.sizes import ONE, Size
+from hostir.ir.tensor_ops import Contraction, DenseCopy, Shard, ViewStatement
+from hostir.ir.types import Axis
+from hostir.lower import Pass
+from hostir.lower.gathers import (
+    Gathers,
+    block_axes,
+    first_matmul,
+    long_axes,
+    reads_rows,
+    shard_in_pieces,
+    wanted_otherwise,
+    with_block_axes,
+)
+from hostir.lower.host import Host
+from hostir.lower.propagate import result_of
+from hostir.lower.transfers import ARRIVED, Blocks, Mover, Transfers
+
+SMS = 16  # that copy in `push`: fewer do not fill the links, more leave too few to the matmul
+
+# The passes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fused(Pass):
+    """Replaces an allgather of rows by copies to all peers, and a matmul that waits for each block of rows."""
+
+    name = "fused"
+    streams: int = 4
+
+    def run(self, program: Program) -> Program:
+        return sent(program, self.name, Mover(streams=self.streams))
+
+
+@dataclass(frozen=True)
+class Push(Pass):
+    """Replaces an allgather of rows by a kernel that copies to all ranks, and a matmul that starts while it runs."""
+
+    name = "push"
+
+    def run(self, program: Program) -> Program:
+        return sent(program, self.name, Mover(sms=SMS))
+
+
+def sent(program: Program, strategy: str, mover: Mover) -> Program:
+    """Return the host program in which each rank sends its shards of rows to all, by this mover."""
+    reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
+    gathers = Gathers.of(program, strategy).only(_in_blocks, reason)
+    blocked, rows = with_block_axes(gathers.with_reasons(program, strategy), gathers.rows, _needs_block_axes)
+    host = Host(_matmuls_first(blocked, rows))
+    arriving: dict[str, SentRows] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
+    workers = 0
+    for s in host.program.body:
+        if isinstance(s, AllGather) and s in rows:
+            arriving[s.out.name] = SentRows(host, s, mover)
+            workers = max(workers, arriving[s.out.name].transfers.workers)
+            continue
+        needed = [arriving.pop(v.name) for v in s.values(Codec.READ, Codec.ALIAS) if v.name in arriving]
+        if len(needed) == 1 and isinstance(s, Contraction) and reads_rows(s, needed[0].gather.out):
+            needed[0].multiply(s)
+            continue
+        for each in needed:
+            each.wait()
+        host.whole(s)
+    return host.finished(workers)
+
+
+def _in_blocks(s: AllGather) -> bool:
+    """Whether the rows of a rank are equal blocks one after another, with a piece of each rank's shard in each."""
+    outside = [block_axes(s)[0]] if _needs_block_axes(s) else [s.x.tensor.host().axes[j] for j in long_axes(s)]
+    return all(len(axis.factors) == 1 for axis in outside)
+
+
+def _needs_block_axes(s: AllGather) -> bool:
+    return shard_in_pieces(s) or len(long_axes(s)) > 1
+
+
+def _matmuls_first(program: Program, gathers: Sequence[AllGather]) -> Program:
+    """Reorder statements so that the first user of gathered rows is a matmul: it can wait block by block."""
+    for gather in gathers:
+        matmul, body = first_matmul(program, gather), program.body
+        assert matmul
+        start, end = body.index(gather) + 1, body.index(matmul)
+        needed = {v.name for v in matmul.values(Codec.READ)}
+        for s in reversed(body[start:end]):
+            needed |= {v.name for v in s.values(Codec.READ, Codec.ALIAS)} if result_of(s).name in needed else set()
+        before = [s for s in body[start:end] if result_of(s).name in needed]
+        after = [s for s in body[start:end] if result_of(s).name not in needed]
+        program = program.with_body([*body[:start], *before, matmul, *after, *body[end + 1 :]])
+    return program
+
+
+# One allgather --------------------------------------------------------------------------------------------------------
+
+
+class SentRows:
+    """Builds one allgather as transfers of the shards to all ranks, and the matmul that waits for their blocks."""
+
+    def __init__(self, host: Host, gather: AllGather, mover: Mover) -> None:
+        self.host, self.gather, self.mover = host, gather, mover
+        self.axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's rows are in several
+        self.team = host.team(gather)
+        x = host.packed(host.values[gather.x.name], gather)
+        # Rows are copied if anything but matmuls reads them: the next call's transfers overwrite the buffer.
+        self.whole = host.destination(gather.out) if wanted_otherwise(host.program, gather.out) else None
+        name = host.names.fresh(f"{gather.out.name}_shared") if self.whole else gather.out.name
+        buffer = Value(name, gather.out.tensor.host(), gather.span)
+        host.values.setdefault(gather.out.name, buffer)
+        count = ONE if self.axis is None else gather.x.tensor.local_shape[self.axis]
+        self.transfers = Transfers(host, gather, buffer, flags=count * self.team.ranks)
+        self.blocks = self.blocks_of(x, buffer, count)
+        own = "the matmul begins with these rows" if self.copies_own else ""
+        self.transfers.send(self.blocks, mover, own, "to the rank that multiplies these rows next")
+
+    def blocks_of(self, x: Value, buffer: Value, count: Size) -> Blocks:
+        """Return the blocks of the own shard: all of it, or one for each place of the axis of blocks."""
+        views: list[ViewStatement] = []
+        index: Ref | None = None
+        flag: Expr = self.team.rank
+        if self.axis is not None:
+            index = self.host.index("s")
+            flag = Bin("+", Bin("*", index, Lit(self.team.ranks)), self.team.rank)
+            x, buffer = (self.one_of(value, index, count, views) for value in (x, buffer))
+        mine = Value(self.host.names.fresh("mine"), x.tensor, self.gather.span)
+        return Blocks(x, mine, (*views, Shard(buffer, mine, span=self.gather.span)), flag, index, count)
+
+    def one_of(self, value: Value, index: Ref, count: Size, views: list[ViewStatement]) -> Value:
+        """Return a view of one block of the rows, added to `views`."""
+        axes, k, span = value.tensor.axes, self.axis, self.gather.span
+        assert k is not None
+        name = self.host.names.fresh(f"{value.name}_{index.value.name}")
+        if axes[k].marks:
+            rest = Axis(tuple(replace(f, extent=f.extent / count) for f in axes[k].factors))
+            out = Value(name, value.tensor.with_axes(rest if i == k else a for i, a in enumerate(axes)), value.span)
+            views.append(Chunk(value, out, index, count, k, span=span))
+        else:
+            out = Value(name, value.tensor.with_axes(a for i, a in enumerate(axes) if i != k), value.span)
+            views.append(Select(value, out, index, k, span=span))
+        return out
+
+    @property
+    def copies_own(self) -> bool:
+        """Whether this rank's rows are copied to the buffer too; a matmul can read one block of them where they are.
+
+        SMs copy to all. A matmul that reads another gathered tensor waits for all of that before it starts.
+        """
+        users = self.host.users.get(self.gather.out.name, [])
+        if self.mover.sms or self.axis is not None or self.whole is not None or len(users) != 1:
+            return True
+        operands = {v.name for v in users[0].values(Codec.READ)} - {self.gather.out.name}
+        return any(isinstance(s, AllGather) and s.out.name in operands for s in self.host.program.body)
+
+    def multiply(self, s: Contraction) -> None:
+        """Add the matmul that waits for the blocks. After it all copies have ended, and others may read the rows."""
+        self.host.destination(s.out)
+        on_buffers = s.rename(self.host.values)
+        assert isinstance(on_buffers, Contraction)
+        waiting = replace(
+            on_buffers,
+            a=self.transfers.buffer,
+            ready=self.transfers.flags,
+            epoch=ARRIVED,
+            first=self.team.rank,
+            own=None if self.copies_own else self.blocks.source,
+            note="own rows first, each other block when it is there",
+        )
+        self.host.body.append(waiting)
+        self.finish()
+
+    def wait(self) -> None:
+        """Make the caller's stream wait for all blocks, if something other than a matmul needs them first."""
+        index, count = self.host.index("i"), self.blocks.count * self.team.ranks
+        self.host.body.append(For(index.value, count, (self.transfers.wait(index),)))
+        self.finish()
+
+    def finish(self) -> None:
+        """Join the copies of this rank once all blocks have arrived, and copy the rows if they are needed whole."""
+        self.transfers.join()
+        if self.whole:
+            note = f"copy: {self.whole} is wanted whole"
+            self.host.body.append(DenseCopy(out=self.whole, x=self.transfers.buffer, span=self.gather.span, note=note))

@@ -1,0 +1,161 @@
+"""Allgathers whose result a matmul reads by rows, and how the shards lie in them; for `ring`, `fused` and `push`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hostir.ir.comm_ops import AllGather, Collective, Communication
+from hostir.ir.op import Codec, Statement, Value
+from hostir.ir.program import Names, Program
+from hostir.ir.sizes import Size, product
+from hostir.ir.tensor_ops import Linear, Matmul, Reshape
+from hostir.ir.types import Axis
+from hostir.lower.host import isolate
+from hostir.lower.pipeline import SlicePlace, with_reasons
+from hostir.lower.propagate import result_of
+
+# Which they are -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """The allgathers whose rows matmuls read, and reasons why the other communications stay whole, by their result."""
+
+    rows: tuple[AllGather, ...]
+    reasons: Mapping[str, str]
+
+    @staticmethod
+    def of(program: Program, strategy: str) -> Gathers:
+        moves = [s for s in program.body if isinstance(s, Communication) and not _of_one_rank(s)]
+        reasons = {s.out.name: why for s in moves if (why := _why_whole(s, program, strategy))}
+        rows = [s for s in moves if isinstance(s, AllGather) and s.out.name not in reasons]
+        return Gathers(tuple(rows), reasons)
+
+    def only(self, fits: Callable[[AllGather], bool], why_not: str) -> Gathers:
+        """Keep the allgathers that fit; the others get `why_not` as their reason."""
+        out = {s.out.name: why_not for s in self.rows if not fits(s)}
+        return Gathers(tuple(s for s in self.rows if s.out.name not in out), {**self.reasons, **out})
+
+    def with_reasons(self, program: Program, strategy: str) -> Program:
+        """Return the program with the reasons as notes; raise if it communicates but gathers no rows for a matmul."""
+        if self.rows or not self.reasons:
+            return with_reasons(program, self.reasons)
+        s = next(s for s in program.body if result_of(s).name in self.reasons)
+        raise s.fail(
+            f"'{strategy}' cannot overlap the {s.keyword()}: {self.reasons[result_of(s).name]}",
+            expected="an allgather of the rows of a matmul's left side",
+            hint="use 'pipeline', which slices any communication along a Stream axis, or 'sequential'",
+        )
+
+
+def _of_one_rank(s: Communication) -> bool:
+    """Whether a collective has one rank only: there is nothing to overlap, and it needs no reason."""
+    return isinstance(s, Collective) and s.mesh.size(s.over) == 1
+
+
+def _why_whole(s: Communication, program: Program, strategy: str) -> str:
+    if not isinstance(s, AllGather):
+        return f"{strategy} handles only allgathers of rows"
+    if not any(reads_rows(user, s.out) for user in program.body):
+        return f"no matmul has {s.out} as its left side"
+    if first_matmul(program, s) is None:
+        return f"every matmul with {s.out} as its left side needs it for its right side too"
+    if s.x.tensor.axis_on(s.over) == len(s.x.tensor.axes) - 1:
+        return f"it gathers the axis that the matmul sums over, of which every row of {s.out} needs all"
+    return ""
+
+
+def reads_rows(s: Statement, rows: Value) -> bool:
+    """Whether a matmul reads a tensor as its left side, and nowhere else."""
+    reads = [v.name for v in s.values(Codec.READ, Codec.ALIAS)]
+    return isinstance(s, (Matmul, Linear)) and s.a.name == rows.name and reads.count(rows.name) == 1
+
+
+def first_matmul(program: Program, s: AllGather) -> Statement | None:
+    """Return the first matmul that reads the rows as its left side, and nothing else that depends on them."""
+    after = computed_from(program, s.out)
+    found = (user for user in program.body if reads_rows(user, s.out))
+    return next((u for u in found if not any(v.name in after for v in u.values(Codec.READ))), None)
+
+
+def computed_from(program: Program, value: Value) -> set[str]:
+    """Return the names of all values that depend on a value."""
+    found: set[str] = set()
+    for s in program.body:
+        if any(v.name == value.name or v.name in found for v in s.values(Codec.READ, Codec.ALIAS)):
+            found.add(result_of(s).name)
+    return found
+
+
+def wanted_otherwise(program: Program, rows: Value) -> bool:
+    """Whether a tensor is an output, or read by anything but matmuls that have it as their left side."""
+    users = [s for s in program.body if any(v.name == rows.name for v in s.values(Codec.READ, Codec.ALIAS))]
+    return rows in program.outputs or not all(reads_rows(s, rows) for s in users)
+
+
+# How the shards lie -----------------------------------------------------------------------------------------------
+def shard_place(s: AllGather) -> SlicePlace:
+    """Return where one rank's shard lies in the gathered tensor."""
+    k = s.x.tensor.axis_on(s.over)
+    assert k is not None
+    factors = s.x.tensor.host().axes[k].factors
+    at = next(n for n, factor in enumerate(factors) if factor.on == s.over)
+    return SlicePlace(k, product([f.extent for f in factors[:at]]), Size(s.mesh.size(s.over)))
+
+
+def long_axes(s: AllGather) -> list[int]:
+    """Return the axes outside the sharded one of which a rank has more than one element."""
+    k = shard_place(s).axis
+    return [j for j, size in enumerate(s.x.tensor.local_shape[:k]) if not size.is_one]
+
+
+def shard_in_pieces(s: AllGather) -> bool:
+    """Whether a shard is several blocks of one axis."""
+    return not shard_place(s).blocks_outside(s.out.tensor).is_one
+
+
+def block_axes(s: AllGather) -> tuple[Axis, ...]:
+    """Return the gathered tensor's axes as `[blocks, ranks, ..., K]`, with the ranks as an axis of their own."""
+    axes = isolate(s.x.tensor, s.over)
+    at = next(n for n, axis in enumerate(axes) if s.over in axis.marks)
+    blocks = Axis(tuple(f for axis in axes[:at] for f in axis.factors)).normal()
+    return (blocks, *axes[at:])
+
+
+def with_block_axes(
+    program: Program, gathers: Sequence[AllGather], wanted: Callable[[AllGather], bool]
+) -> tuple[Program, list[AllGather]]:
+    """Rewrite the allgathers that want block axes, and their matmuls, to tensors with block axes.
+
+    Returns the program, and all the allgathers as they are in it.
+    """
+    names = Names.of(program)
+    known = {s.out.name for s in gathers}
+    rows: dict[str, Value] = {}  # by what was gathered: the same with block axes
+    body: list[Statement] = []
+    anew: list[AllGather] = []
+    for s in program.body:
+        if isinstance(s, AllGather) and s.out.name in known:
+            if not wanted(s):
+                anew.append(s)
+                body.append(s)
+                continue
+            axes = block_axes(s)
+            shard = _like(s.x, axes, names)
+            full = rows[s.out.name] = _like(s.out, tuple(a.without(s.over) for a in axes), names)
+            anew.append(replace(s, x=shard, out=full))
+            body += [Reshape(s.x, shard, span=s.span), anew[-1]]
+            if wanted_otherwise(program, s.out):
+                body.append(Reshape(full, s.out, span=s.span))
+        elif isinstance(s, (Matmul, Linear)) and s.a.name in rows and reads_rows(s, s.a):
+            a = rows[s.a.name]
+            out = _like(s.out, (*a.tensor.axes[:-1], s.out.tensor.axes[-1]), names)
+            body += [replace(s, a=a, out=out), Reshape(out, s.out, span=s.span)]
+        else:
+            body.append(s)
+    return program.with_body(body), anew
+
+
+def _like(value: Value, axes: tuple[Axis, ...], names: Names) -> Value:
+    return Value(names.fresh(f"{value.name}_blocks"), value.tensor.host().with_axes(axes), value.span)

@@ -1,0 +1,118 @@
+"""Order the operations of an unrolled program: who comes before whom on a rank's streams, computed once."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hostir.runtime.unroll import Op, UnrolledProgram
+
+CALLER = -1  # the caller's stream; the pool's are 0, 1, ...
+NONE = 0  # the register that always holds None
+Clock = Mapping[int, int]  # by stream: how many of its operations are over
+
+
+class Order:
+    """The order of a rank's operations, by vector clocks.
+
+    An operation follows those before it on its stream, and what the streams and communications that its stream has
+    waited for followed when they were joined. A communication itself is over only for those that wait for it.
+    """
+
+    def __init__(self, ops: Sequence[Op]) -> None:
+        self.ops = ops
+        self.numbers: list[int] = []  # of each operation: its place on its stream, from 1
+        self.clocks: list[Clock] = []  # of each operation: what it follows
+        self.issued: dict[int, list[int]] = {}  # of each stream: its operations
+        now: dict[int, Clock] = {CALLER: {CALLER: 0}}  # of each stream: what its next operation follows
+        begun: dict[int, Clock] = {}  # by handle: what waiting for the communication adds
+        for position, op in enumerate(ops):
+            clock = now.get(op.stream, {})
+            other = now.get(op.joins) if op.joins is not None else begun.get(op.awaits)
+            if other:
+                clock = {**clock, **{stream: max(n, clock.get(stream, 0)) for stream, n in other.items()}}
+            number = clock.get(op.stream, 0) + 1
+            self.numbers.append(number)
+            self.clocks.append(clock)
+            self.issued.setdefault(op.stream, []).append(position)
+            now[op.stream] = {**clock, op.stream: number}
+            if op.starts:
+                begun[op.starts] = now[op.stream]
+        self.end = now
+
+    def precedes(self, first: int, then: int) -> bool:
+        """Whether one operation is over before another begins; both by position."""
+        return self.clocks[then].get(self.ops[first].stream, 0) >= self.numbers[first]
+
+    def forked(self, position: int) -> bool:
+        """Whether an operation follows the caller's stream as it stood at the beginning of the call."""
+        return CALLER in self.clocks[position]
+
+    def clock(self, stream: int, position: int) -> Clock:
+        """Return what an operation would follow that is issued to a stream right before one at a position."""
+        earlier = self.issued.get(stream, [])
+        count = bisect_left(earlier, position)
+        return {**self.clocks[earlier[count - 1]], stream: count} if count else {}
+
+    @property
+    def unjoined(self) -> tuple[int, ...]:
+        """The streams that the caller's stream has not waited for at the end of the call."""
+        known = self.end[CALLER]
+        return tuple(sorted(s for s, clock in self.end.items() if known.get(s, 0) < clock.get(s, 0)))
+
+
+# Lifetimes ------------------------------------------------------------------------------------------------------------
+# Buffers that can be returned to the allocator when the host drops them, and those that must wait for a stream.
+#
+# An allocator of CUDA memory hands a dropped buffer to the next allocation on the stream it came from. That is safe
+# if that stream has already waited for every stream that used the buffer. The order proves it, or names the streams it
+# cannot prove it for; they are then marked on the tensor (`record_stream`), at some cost in memory. Programs that
+# lowering emits allocate on the caller's stream and join all workers to it, so they pass; texts edited by hand may not.
+
+
+def late_streams(unrolled: UnrolledProgram) -> dict[int, tuple[int, ...]]:
+    """Return, for each buffer that needs it, the streams that may still use it when the host drops it.
+
+    Buffers are dropped where the program frees them, else at the end of the run. Outputs go to the caller, who uses
+    them on its stream; inputs come from the caller, who drops them after the run.
+    """
+    ops, order, buffers = unrolled.ops, unrolled.order, unrolled.buffers
+    homes = dict.fromkeys(unrolled.inputs, CALLER) | {x: op.stream for x, op in unrolled.allocated.items()}
+    uses: dict[int, list[int]] = {buffer: [] for buffer in homes}
+    dropped: dict[int, int] = {}
+    communications: dict[int, Op] = {}  # by handle
+    awaited: dict[int, int] = {}  # by handle: where it is first waited for
+    for position, op in enumerate(ops):
+        if op.starts:
+            communications[op.starts] = op
+        if op.awaits:
+            awaited.setdefault(op.awaits, position)
+        if op.frees:
+            dropped[op.frees] = position
+        user = communications.get(op.awaits, op)  # a stream that waits for a communication uses its buffers
+        for buffer in {buffers[register] for register in (*user.reads, *user.writes)} & uses.keys():
+            uses[buffer].append(position)
+    found: dict[int, tuple[int, ...]] = {}
+    for buffer, home in homes.items():
+        end = dropped.get(buffer, len(ops))
+        clock = order.clock(home, end)
+        late = {
+            ops[use].stream
+            for use in uses[buffer]
+            if use < end
+            and (clock.get(ops[use].stream, 0) < order.numbers[use] or awaited.get(ops[use].starts, use) > end)
+        }
+        if late:
+            found[buffer] = tuple(sorted(late))
+    for buffer in {buffers[output] for output in unrolled.outputs}:
+        if homes.get(buffer, CALLER) != CALLER:
+            found[buffer] = tuple(sorted({*found.get(buffer, ()), CALLER}))
+    return found
+
+
+def early_buffers(unrolled: UnrolledProgram) -> set[int]:
+    """Return the buffers touched by streams that may not have waited for the caller's stream's earlier work."""
+    early = (op for position, op in enumerate(unrolled.ops) if not unrolled.order.forked(position))
+    return {unrolled.buffers[register] for op in early for register in (*op.reads, *op.writes)}

@@ -1,0 +1,3 @@
+# error: unrecognized arguments: --redundent
+# hint: hostir lower --help
+lower examples/ag_matmul.py --redundent
