@@ -145,8 +145,8 @@ class Executor:
     from the inputs and from each other in memory. On CUDA such calls are replayed from a CUDA graph from the third at
     the same addresses on; docs/calls.md has the details.
 
-    Symmetric buffers and flags are the executor's own: they last from call to call, each set of sizes has its own, and
-    they go when the executor goes.
+    Symmetric buffers and flags last from call to call, and each set of sizes has its own. Executors of equal programs
+    share them, and their calls run one after another, on whatever streams they are made.
 
     Gradients do not pass through: inputs that require them are refused, unless the call is under `torch.no_grad()`. An
     input may have any strides where the program computes with it, and is contiguous where it communicates it.
@@ -264,10 +264,9 @@ class Executor:
         # Knows no executor: that goes with its last reference then, and with it graphs that no capture may meet dying.
         compare = self.compare_calls or device.type == "cpu"
         self._agreement = Agreement(self.session, self.program, self.kernels, compare)
-        exchange = self._agreement.exchange
         if device.type == "cuda":
-            return CudaMachine(device, self.program.streams, table, groups, exchange)
-        return GlooMachine(self.program.streams, table, groups, exchange)
+            return CudaMachine(device, self.program, table, groups)
+        return GlooMachine(self.program.streams, table, groups)
 
     def _make_graphs(self) -> Graphs:
         name = self.program.name
@@ -339,7 +338,7 @@ class Executor:
                 watchdog.observe(plan)
             with self._without_gradients:
                 return plan.run(inputs, given)
-        if (problem := plan.machine.problem()) is not None:
+        if (problem := plan.problem()) is not None:
             raise problem
         graphs, capturing = self._graphs, torch.cuda.is_current_stream_capturing()
         if watchdog is not None:
@@ -348,7 +347,7 @@ class Executor:
             self._captured.add(plan)
             graphs = None
             if plan.memory is not None:
-                plan.memory.pinned = True
+                plan.memory.captured.add(plan)
         elif self._order is not None:
             self._order.follow()
         if call.graph is not None and graphs is not None and given is not None:
@@ -406,7 +405,8 @@ class Executor:
 
     def _raise_problem(self) -> None:
         """Raise what the device has reported so far."""
-        if isinstance(self._machine, CudaMachine) and (problem := self._machine.problem()) is not None:
+        plan = self.latest.plan if self.latest is not None else None
+        if isinstance(plan, CudaPlan) and (problem := plan.problem()) is not None:
             raise self._blamed(problem)
 
     def _blamed(self, failure: HostIRError) -> HostIRError:
@@ -468,7 +468,8 @@ class Executor:
             try:
                 plan = self._make(inputs, out, places)
             finally:
-                self._drop(is_stale)
+                for member in [self] if self.session is None else list(self.session.members):
+                    member.drop_stale()
             self._log(plan, time.perf_counter() - began)
         else:
             try:
@@ -488,13 +489,18 @@ class Executor:
 
     def _drop(self, gone: Callable[[Plan], bool]) -> None:
         """Drop the plans for which this is true, and the calls that are bound to them."""
-        self.latest = None
+        if self.latest is not None and gone(self.latest.plan):
+            self.latest = None
         for kind in [kind for kind, plan in self.plans.items() if gone(plan)]:
             del self.plans[kind]
         for name in [name for name, call in self.bound.items() if gone(call.plan)]:
             del self.bound[name]
         if self._graphs is not None:
             self._graphs.tidy()
+
+    def drop_stale(self) -> None:
+        """Drop the plans whose symmetric memory was released, at a rendezvous of this executor or another."""
+        self._drop(is_stale)
 
     def leave(self, reason: str) -> None:
         """Run no more: what this rank shares with others goes."""

@@ -27,6 +27,7 @@ from torch.distributed.constants import default_pg_timeout
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, check_known, error, logger
 from hostir.knobs import KEEPALIVE, TIMEOUT
+from hostir.runtime.symmetric import Exchange, Sharing, SymmetricMemory
 from hostir.runtime.unroll import teams_of
 from hostir.runtime.watchdog import Watchdog, headline
 
@@ -285,13 +286,34 @@ def launched() -> bool:
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
+def _alone(key: str, mine: str) -> list[str]:
+    """Exchange a text with no other rank."""
+    return [mine]
+
+
 @dataclass
 class Groups:
-    """This process's process groups, one for each team. Ranks make them in the same order."""
+    """This process's process groups, one for each team, and what belongs to them. Ranks make them in the same order.
+
+    Fields:
+        exchange: gives a text under a key, and gets those of all ranks.
+        made: the groups by their teams.
+        memory: the symmetric memory; None before the first machine.
+        streams: worker streams of programs with symmetric memory, by digest: those that share memory share streams.
+    """
 
     rank: int
     device: torch.device
+    exchange: Exchange = _alone
     made: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    memory: SymmetricMemory | None = None
+    streams: dict[str, Any] = field(default_factory=dict)
+
+    def symmetric(self, sharing: Callable[[], Sharing]) -> SymmetricMemory:
+        """Return the symmetric memory of these ranks, which `sharing` lets them see."""
+        if self.memory is None:
+            self.memory = SymmetricMemory(self.rank, self.exchange, sharing())
+        return self.memory
 
     @cached_property
     def messages(self) -> Groups:
@@ -301,6 +323,8 @@ class Groups:
     def forget(self) -> None:
         """Drop all groups: they are being destroyed, or belong to the program that made the first."""
         self.made.clear()
+        self.streams.clear()
+        self.memory = None
         self.__dict__.pop("messages", None)
 
     @property
@@ -334,6 +358,9 @@ class Member(Protocol):
 
     def leave(self, reason: str) -> None:
         """Let go of what the ranks share, and refuse further calls."""
+
+    def drop_stale(self) -> None:
+        """Drop the plans whose symmetric memory was released."""
 
 
 class Session:
@@ -372,7 +399,7 @@ class Session:
         else:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.store = _connect(timeout, number)
-        self.groups = Groups(self.rank, device)
+        self.groups = Groups(self.rank, device, self.exchange)
         self.calls = Calls(self.store, self.rank, range(self.size), timeout)
         self.meetings = Meetings(self)
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()  # the executors that live
@@ -439,6 +466,8 @@ class Session:
         _current = None
         for member in list(self.members):  # their graphs go before the groups and the memory that they launch work on
             member.leave("its session has ended")
+        if done and self.groups.memory is not None:
+            self.groups.memory.sharing.synchronize()  # peers may still use this rank's
         if done:
             self.watchdog.leave()
             with contextlib.suppress(Exception):  # rank 0 may be gone already, and the store with it
@@ -793,13 +822,6 @@ class Agreement:
             self.call = replace(self.call, executor=self._made() if self.compare else meetings.number)
         self.agreed.add(bound)
         self.session.groups.prepare(teams_of(self.program))
-
-    def exchange(self, what: str, mine: str) -> list[str]:
-        """Return what every rank gives, for other matters that they agree on."""
-        if self.session is None:
-            return [mine]
-        key = f"executor {self.call.executor} of {self.call.digest}, {what}"
-        return self.session.exchange(key, mine, where=f"@{self.program.name}, {what}")
 
     def of(self, sizes: Mapping[str, int], places: bool = False) -> Call:
         """Return a call of the executor with these sizes."""

@@ -124,12 +124,11 @@ def test_synchronize_raises_a_timeout(executor: Executor) -> None:
     executor.synchronize()
 
 
-def test_a_broken_machine_says_so_at_every_call(executor: Executor) -> None:
-    for size in (1, 2):
-        called(executor, size)
-    executor._machine.broken = "a call failed"
-    for call in (lambda: executor(torch.ones(1)), lambda: executor(torch.ones(3)), executor.synchronize):
-        assert said(call).count("cannot run again: a call failed") == 1
+def test_broken_memory_says_so_at_every_call(executor: Executor) -> None:
+    plan = called(executor, 1)
+    plan.memory = types.SimpleNamespace(broken="a call failed", gone=False, used=0.0)
+    for call in (lambda: executor(torch.ones(1)), executor.synchronize, lambda: executor(torch.ones(1))):
+        assert said(call).count("@p cannot run again: a call failed") == 1
 
 
 def test_a_plan_that_makes_room_goes_at_once(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.arguments import deliver, homes, place
 from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
@@ -29,7 +30,7 @@ from hostir.runtime.kernels.aten import BY_CUBLAS
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.order import CALLER, late_streams
 from hostir.runtime.session import Groups
-from hostir.runtime.symmetric import Exchange, SymmetricMemory
+from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline
 from hostir.runtime.unroll import (
     AllocateOp,
@@ -172,17 +173,16 @@ class CudaMachine:
 
     name = "cuda"
 
-    def __init__(
-        self, device: torch.device, streams: int, kernels: Mapping[str, Kernel], groups: Groups, exchange: Exchange
-    ) -> None:
+    def __init__(self, device: torch.device, program: Program, kernels: Mapping[str, Kernel], groups: Groups) -> None:
         self.device = device
         self.kernels = kernels
         self.groups = groups
-        self.broken = ""
         self.timeouts = Timeouts(groups.rank)
-        self.symmetric = SymmetricMemory(groups.rank, exchange, PeerMemory(device, groups.rank))
+        self.symmetric = groups.symmetric(lambda: PeerMemory(device, groups.rank))
         self.messages = groups.messages
-        self.streams = workers(device, streams)
+        self.streams = workers(device, program.streams)
+        if shares_memory(program):  # a stream of a call follows the same stream of the call before
+            self.streams = groups.streams.setdefault(program.digest, self.streams)
         self.cublas_streams: dict[int, CublasStreams] = {}
 
     def kernel(self, op: ComputeOp) -> Kernel:
@@ -198,12 +198,6 @@ class CudaMachine:
     def plan(self, unrolled: UnrolledProgram, timeline: Timeline | None = None) -> CudaPlan:
         self.connect([t for t in message_teams_of(unrolled.program) if t not in self.messages.made])
         return CudaPlan(self, unrolled, timeline)
-
-    def problem(self) -> HostIRError | None:
-        """Return what the device has reported so far of any plan, without waiting. Every call and the watchdog ask."""
-        if self.broken:
-            return error(f"this executor cannot run again: {self.broken}", hint="start all ranks anew")
-        return self.timeouts.problem()
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
         """Create the groups for messages and connect all their ranks, which NCCL would else do at the first message."""
@@ -233,7 +227,7 @@ class CudaPlan:
         self.homes = homes(unrolled)
         self.inlined = inlined(unrolled)
         self.eager_only = uniform_only(unrolled)  # why its runs must not be captured; empty if they may
-        self.memory = machine.symmetric.of(unrolled)
+        self.memory = machine.symmetric.of(unrolled, self)
         self.one_sided: CudaOneSided | None = None
         if self.memory is not None:
             self.one_sided = CudaOneSided(
@@ -285,7 +279,7 @@ class CudaPlan:
         """Make the caller's stream wait for all issued work, so that memory freed now is not reused too early."""
         caller = self.streams[CALLER]
         if self.memory is not None and not torch.cuda.is_current_stream_capturing():
-            self.machine.broken = "a call failed when a part of it had been issued, and peers may wait for the rest"
+            self.memory.broken = "a call failed when a part of it had been issued, and peers may wait for the rest"
         for stream in self.machine.streams:
             with contextlib.suppress(RuntimeError):  # a worker that is no part of a capture cannot be waited for
                 caller.wait_stream(stream)
@@ -302,8 +296,16 @@ class CudaPlan:
     def progress(self) -> None:
         """Return None: the host never waits in a run. `Executor.synchronize` watches the device."""
 
+    def problem(self) -> HostIRError | None:
+        """Return what the device has reported so far, without waiting. Every call and the watchdog's thread ask."""
+        if self.memory is not None and self.memory.broken:
+            return error(
+                f"@{self.unrolled.program.name} cannot run again: {self.memory.broken}", hint="start all ranks anew"
+            )
+        return self.machine.timeouts.problem()
+
     def ailment(self) -> str:
-        found = self.machine.problem()
+        found = self.problem()
         return headline(found) if found is not None else ""
 
     def busy(self) -> list[tuple[Op, str]]:

@@ -15,7 +15,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import error
 from hostir.runtime import session as sessions
 from hostir.runtime.cuda.graphs import MAX_GRAPHS
-from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
+from hostir.runtime.cuda.machine import CudaPlan
 from hostir.runtime.executor import Executor
 from hostir.runtime.session import Groups
 from hostir.runtime.watchdog import Watchdog
@@ -230,7 +230,7 @@ def test_what_the_device_reports_is_raised_by_the_next_call_and_by_synchronize(m
     for _ in range(3):
         how(e, a, b, c)
     problem = error("rank 0: a kernel gave up waiting for flag 3")
-    monkeypatch.setattr(CudaMachine, "problem", lambda machine: problem)
+    monkeypatch.setattr(CudaPlan, "problem", lambda plan: problem)
     log.clear()
     for call in (lambda: e(a, b, out=c), lambda: e(a, b), e.synchronize):
         assert "a kernel gave up waiting for flag 3" in said(call)
@@ -245,7 +245,7 @@ def test_the_watchdog_sees_what_the_device_reports_unless_the_caller_was_told(mo
     links = types.SimpleNamespace(tell=lambda what, words: told.append(words))
     dog = types.SimpleNamespace(plan=plan, acknowledged=False, links=links)
     assert Watchdog.reported(dog) == ""
-    monkeypatch.setattr(CudaMachine, "problem", lambda machine: error("a kernel gave up"))
+    monkeypatch.setattr(CudaPlan, "problem", lambda plan: error("a kernel gave up"))
     assert Watchdog.reported(dog) == "a kernel gave up"
     assert told == ["a kernel gave up"]
     dog.acknowledged = True
