@@ -43,8 +43,6 @@ from hostir.runtime.unroll import (
 # Each rank's program is unrolled as for a run, but nothing is bound. So the cost model knows nothing of strategies, and
 # sees the operations that machines run.
 
-CONTRACTIONS = ("matmul", "linear")
-
 
 # Kinds of tasks ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -211,7 +209,7 @@ class RankTasks:
         """Do nothing: symmetric buffers are there before a call."""
 
     def compute(self, op: ComputeOp) -> None:
-        if op.kind not in CONTRACTIONS:
+        if not op.place.statement.contracts:
             self.issue(op.stream, Traffic(self.total((op.out, *op.operands))), launch="compute")
             return
         out, ready = self.unrolled.layouts[op.out], op.ready

@@ -20,7 +20,7 @@ from hostir.ir.op import (
     Codec,
     Define,
     Expr,
-    FlagUse,
+    FlagOperand,
     Index,
     Int,
     Ints,
@@ -100,8 +100,11 @@ class TensorOp(Statement):
         self._one_mesh([*self.operands, self.out])
 
     @property
+    def computed(self) -> Value:
+        return self.out
+
+    @property
     def summed(self) -> Sequence[Size]:
-        """The extents of the axes that it sums away, as one rank has them; none where it is elementwise."""
         if not self.operands:
             return ()
         first, axes = self.operands[0], self.maps()[0]
@@ -204,8 +207,14 @@ class Contraction(TensorOp):
             self._stands_in(self.own)
 
     @property
-    def flag_use(self) -> FlagUse | None:
-        return FlagUse(self.ready, None, self.epoch, (self.a, self.out), self.own) if self.ready is not None else None
+    def flag_operand(self) -> FlagOperand | None:
+        return (
+            FlagOperand(self.ready, None, self.epoch, (self.a, self.out), self.own) if self.ready is not None else None
+        )
+
+    @property
+    def right_side(self) -> tuple[Value, int]:
+        return self.operands[1], self.maps()[1].index(CONTRACTED)
 
     def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
         if self.ready is not None or own == self.a:

@@ -10,9 +10,9 @@ from math import prod
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
-from hostir.ir.comm_ops import MESSAGES, Communication, Message
+from hostir.ir.comm_ops import MESSAGES
 from hostir.ir.interpret import Observer, interpret, uncollected
-from hostir.ir.machine import Exchange, Frame, Ready
+from hostir.ir.machine import Exchange, Frame, OptionalMethods, Ready
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import dense_strides, is_dense, view_strides
@@ -451,18 +451,13 @@ def teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
 
     The order is the same on every rank: process groups and the like are made in this order everywhere.
     """
-    found: dict[tuple[int, ...], None] = {}
-    for statement in program.walk():
-        if not isinstance(statement, Communication):
-            continue
-        devices = sorted({device for mesh in statement.meshes if mesh for device in mesh.devices})
-        found.update((tuple(sorted(statement.exchange(device).team)), None) for device in devices)
-    return tuple(team for team in found if len(team) > 1)
+    teams = (team for statement in program.walk() if statement.collective for team in statement.teams)
+    return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
 
 
 def message_teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
     """Do as `teams_of`, for the teams whose ranks send each other messages."""
-    teams = (team for statement in program.walk() if isinstance(statement, Message) for team in statement.teams)
+    teams = (team for statement in program.walk() if not statement.collective for team in statement.teams)
     return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
 
 
@@ -517,7 +512,7 @@ class Flight:
 
 
 @dataclass
-class Unroller(Observer):
+class Unroller(Observer, OptionalMethods):
     """The machine that records operations instead of running them."""
 
     program: Program
