@@ -15,7 +15,7 @@ import torch
 from hostir.ir.source import Diagnostic, HostIRError, error, logger
 from hostir.runtime.cuda.streams import current, own_stream
 from hostir.runtime.kernels.table import Again, Kernel
-from hostir.runtime.unroll import AllocateOp, CollectiveOp, FreeOp, MessagesOp, SynchronizeOp, UnrolledProgram, ViewOp
+from hostir.runtime.unroll import UnrolledProgram
 from hostir.runtime.watchdog import headline
 
 # Workspaces of cuBLAS -------------------------------------------------------------------------------------------------
@@ -121,14 +121,11 @@ class Call(Protocol):
         """The plan, which is a `Capturable`."""
 
 
-HOST_ONLY = (AllocateOp, FreeOp, ViewOp, SynchronizeOp)  # these leave no node in a graph
-
-
 def uniform_only(unrolled: UnrolledProgram) -> str:
     """Return the reason why a rank must not capture a program by itself; empty if it may."""
-    if all(isinstance(op, HOST_ONLY) for op in unrolled.ops):
+    if not any(op.in_graph for op in unrolled.ops):
         return "nothing runs with these sizes, and torch warns of an empty graph"
-    op = next((op for op in unrolled.ops if isinstance(op, CollectiveOp | MessagesOp)), None)
+    op = next((op for op in unrolled.ops if op.by_group), None)
     if op is None:
         return ""
     return f"{unrolled.describe(op)} goes through NCCL, which all ranks must capture and replay together"

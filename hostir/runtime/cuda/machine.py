@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -61,15 +62,12 @@ def inlined(unrolled: UnrolledProgram) -> frozenset[int]:
     They are those that a program with no other stream waits for at once. This saves two events on the host, and the
     synchronization of two streams on the device.
     """
-    ops = [op for op in unrolled.ops if not isinstance(op, AllocateOp | SymmetricOp | ViewOp)]
+    ops = [op for op in unrolled.ops if not op.defines]
     if any(op.stream != CALLER for op in ops):
         return frozenset()
-    waits = [op.handle for op in ops if isinstance(op, WaitOp)]
-    pairs = pairwise(ops)
-    at_once = (
-        a.handle for a, b in pairs if isinstance(a, CollectiveOp) and isinstance(b, WaitOp) and a.handle == b.handle
-    )
-    return frozenset(handle for handle in at_once if waits.count(handle) == 1)
+    waits = Counter(op.awaits for op in ops)
+    at_once = (a.handle for a, b in pairwise(ops) if isinstance(a, CollectiveOp) and b.awaits == a.handle)
+    return frozenset(handle for handle in at_once if waits[handle] == 1)
 
 
 def collective(
@@ -312,7 +310,7 @@ class CudaPlan:
         """Return the operations that may be unfinished, each with a description. Not to be called during a capture."""
         pool = len(self.machine.streams)
         running = {i if i < pool else CALLER for i, stream in enumerate(self.streams) if not stream.query()}
-        unfinished = [o for o in self.unrolled.ops if isinstance(o, CollectiveOp | MessagesOp) and o.stream in running]
+        unfinished = [op for op in self.unrolled.ops if op.by_group and op.stream in running]
         missing = self.one_sided.missing() if self.one_sided else []
         return [*missing, *((op, "it may be in flight") for op in unfinished)]
 

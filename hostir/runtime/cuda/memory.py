@@ -57,9 +57,9 @@ def notes(unrolled: UnrolledProgram) -> str:
     raised: dict[tuple[int, Slot], int] = {}
     homes = _homes(unrolled)
     for op in unrolled.ops:
-        if isinstance(op, SignalOp):
-            key = op.peer, (homes[unrolled.buffers[op.flags]], op.slot)
-            raised[key] = max(raised.get(key, 0), op.epoch)
+        for flags, slot, epoch in op.raised_flags:
+            key = unrolled.owner(flags), (homes[unrolled.buffers[flags]], slot)
+            raised[key] = max(raised.get(key, 0), epoch)
     signals = [[peer, *place, slot, epoch] for (peer, (place, slot)), epoch in raised.items()]
     return json.dumps({"signals": signals, "first_barrier": _first_barrier(unrolled)})
 
@@ -193,8 +193,9 @@ def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
     """Return, for each of a rank's own flags, the streams that raise it or wait for it."""
     homes, found = _homes(unrolled), dict[Slot, set[int]]()
     for op in unrolled.ops:
-        if isinstance(op, SignalOp) and op.peer == unrolled.rank:
-            found.setdefault((homes[unrolled.buffers[op.flags]], op.slot), set()).add(op.stream)
+        for flags, number, _ in op.raised_flags:
+            if unrolled.owner(flags) == unrolled.rank:
+                found.setdefault((homes[unrolled.buffers[flags]], number), set()).add(op.stream)
     for slot, _, op in waits(unrolled):
         # Such a kernel may start before the one right before it on its stream has ended.
         overlaps = isinstance(op, ComputeOp) and op.ready is not None and op.ready.overlapped_sms
