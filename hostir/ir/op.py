@@ -398,7 +398,7 @@ class Statement:
 
     @property
     def addends(self) -> int:
-        """How many ranks' partial sums it adds up; 0 if it adds none."""
+        """The number of ranks whose partial sums it adds up; 0 if it adds none."""
         return 0
 
     @property

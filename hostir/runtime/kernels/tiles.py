@@ -234,7 +234,7 @@ PEAK = {"bf16": 820.0, "f16": 820.0, "f32": 14.0, "tf32": 410.0}  # TFLOP/s of a
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a family of matmul kernels is on a GPU. Times are in microseconds.
+    """The speed of a family of matmul kernels on a GPU. Times are in microseconds.
 
     Fields:
         peak: TFLOP/s of one SM in the K loop of a tile whose rate is 1, by dtype.
