@@ -102,11 +102,10 @@ def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
 
 
 # Teams ----------------------------------------------------------------------------------------------------------------
-# The ranks among which a collective communicates, as one-sided statements name them.
 
 
 class Team:
-    """The ranks along a mesh axis: this rank's place among them, and its peers'."""
+    """The ranks among which a collective communicates: this rank's place among them, and its peers'."""
 
     def __init__(self, host: Host, s: Collective) -> None:
         self.over, self.ranks = s.over, s.mesh.size(s.over)
@@ -125,11 +124,10 @@ def modulo(expr: Expr, ranks: int) -> Expr:
 
 
 # Scopes ---------------------------------------------------------------------------------------------------------------
-# Bodies under construction, with the names, scratch buffers and layouts that new statements need.
 
 
 class Scope:
-    """A place that statements are added to: the top level of a program, or the body of a loop."""
+    """The body of a program or a loop under construction, with the names, buffers and layouts that statements need."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
@@ -197,11 +195,10 @@ def _why(s: Communication, operand: Value) -> str:
 
 
 # The program ----------------------------------------------------------------------------------------------------------
-# The host program of a fusion while it is built: statements outside loops, and the buffers of all.
 
 
 class Host(Scope):
-    """Builds the host program of a fusion."""
+    """Builds the host program of a fusion: statements outside loops, and the buffers of all."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(Names.of(program))

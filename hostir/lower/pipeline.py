@@ -18,10 +18,6 @@ from hostir.lower.propagate import operands_of, result_of, stream_place
 from hostir.lower.slices import SlicedGroup, SlicePlace, Slices, operand_places, result_place, schedule, why_not
 
 # The passes -----------------------------------------------------------------------------------------------------------
-# Passes `sequential` and `pipeline`.
-#
-# `pipeline` is nvFuser's collective-based pipeline (its pull request 3606, later its StreamParallelType pass), made
-# generic: whatever statements can be sliced along the Stream axis run in one loop.
 
 NOT_OVERLAPPED = "not overlapped"  # begins the comment of a communication that stays whole
 
@@ -38,7 +34,11 @@ class Sequential(Pass):
 
 @dataclass(frozen=True)
 class Pipeline(Pass):
-    """Makes a loop over the Stream axis: each round selects, communicates and computes one slice."""
+    """Makes a loop over the Stream axis: each round selects, communicates and computes one slice.
+
+    It is nvFuser's collective-based pipeline (its pull request 3606, later its StreamParallelType pass), made generic:
+    whatever statements can be sliced along the Stream axis run in one loop.
+    """
 
     name = "pipeline"
 

@@ -28,7 +28,7 @@ from hostir.ir.tensor_ops import (
 from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
 from hostir.lower import Pass
 
-# Shardings of one computation ----------------------------------------------------------------------------------------
+# Shardings of one computation -----------------------------------------------------------------------------------------
 # The choice of shardings with which a computation needs no communication; `propagate` and `reshard` share it.
 
 
@@ -207,7 +207,6 @@ def splits_only(s: Reshape) -> bool:
 
 
 # The pass -------------------------------------------------------------------------------------------------------------
-# Pass `propagate`: gives every tensor a sharding, from the annotated inputs on.
 
 
 @dataclass(frozen=True)
