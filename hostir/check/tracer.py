@@ -158,7 +158,7 @@ class Event:
         verb: what it does, for messages; `statement` is None for what the caller does.
         sms: whether it needs SMs.
         small: whether one SM is enough for it: the one that a waiting kernel leaves to events issued before the kernel.
-        seen: computes its clock from that of the event it follows; None where the two are the same.
+        seen: computes its clock, a new array, from that of the event it follows; None where the two are the same.
     """
 
     rank: int

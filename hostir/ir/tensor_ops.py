@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -68,8 +69,9 @@ class TensorOp(Statement):
 
     @property
     def operands(self) -> tuple[Value, ...]:
-        return tuple(value for value in self._operands_or_none() if value is not None)
+        return tuple(value for value in self._operands_or_none if value is not None)
 
+    @cached_property
     def _operands_or_none(self) -> list[Value | None]:
         read = (n for n, codec in codecs_of(type(self)).items() if codec is Codec.READ)
         return [getattr(self, n) for n in read if n not in self.stand_ins]
@@ -124,7 +126,7 @@ class TensorOp(Statement):
         if frame.empty(self.out):
             self.pass_over(frame)
             return
-        operands = [frame[value] for value in self._operands_or_none()]
+        operands = [frame[value] for value in self._operands_or_none]
         frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(), self.waits_for(frame))
 
     def pass_over(self, frame: Frame) -> None:
