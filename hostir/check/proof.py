@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from hostir.check.alike import Alike, alike
 from hostir.check.deadlocks import calls_needed, cyclic_waits, flags_out_of_order, kernels_in_the_way
-from hostir.check.findings import Finding, Words
+from hostir.check.findings import Finding, FindingBuilder
 from hostir.check.order import Conflict, Order, RaceDetector
 from hostir.check.signature import small_sizes
 from hostir.check.tracer import Buffer, Event, Tracer
@@ -140,7 +140,7 @@ def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic
     order = Order(tracers)
     left = order.run(lambda event, clock: None)
     cycle = [replace(trouble, kind="queues shared") for trouble in cyclic_waits(order, left)]
-    return list(Words(program).troubles(cycle))
+    return list(FindingBuilder(program).troubles(cycle))
 
 
 def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
@@ -149,17 +149,17 @@ def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
 
 def findings_of(program: Program, order: Order) -> list[Diagnostic]:
     """Return the findings about an order of events, errors first."""
-    words = Words(program)
+    build = FindingBuilder(program)
     if order.troubles:
-        return list(words.troubles(order.troubles))
+        return list(build.troubles(order.troubles))
     memory = RaceDetector(order)
     left = order.run(memory.visit)
-    found: list[Finding] = list(words.troubles([*cyclic_waits(order, left), *flags_out_of_order(order)]))
+    found: list[Finding] = list(build.troubles([*cyclic_waits(order, left), *flags_out_of_order(order)]))
     if not left:
         memory.finish()
-        found += words.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
-        found += words.leaks(_leaked(order.ranks))
-    found += [words.conflict(c, times) for c, times in _most_specific(memory.conflicts.values())]
+        found += build.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
+        found += build.leaks(_leaked(order.ranks))
+    found += [build.conflict(c, times) for c, times in _most_specific(memory.conflicts.values())]
     return sorted(found, key=_in_program_order)
 
 
