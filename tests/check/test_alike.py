@@ -67,7 +67,13 @@ program @p(%x: f32[2@dp, 2@tp, 8], %v: f32[4@didx, 8] on @flat) -> (%y) streams 
   %y: f32[2@dp, 2@tp, 8] = allocate
 """
 GRID_MINE = "%mine: f32[2@dp, 2@tp, 8] = shard %all\n"
+GRID_READY = (
+    GRID_MINE + "%f: flag[2] = allocate_symmetric\nput %x -> %mine at (%q + 1) % 2 over tp\n"
+    "%w: f32[8, 3] = allocate\n%c: f32[2, 3] = allocate\nmatmul %row, %w -> %c ready %f >= 1 from %q\n"
+    "signal %f[%q] = 1 at %q over tp\nsignal %f[%q] = 1 at (%q + 1) % 2 over tp"
+)
 GRID_LIKE = [
+    "%row = select %all[%p]\n" + GRID_READY,
     GRID_MINE + "put %x -> %mine at (%p + 1) % 2 over dp\nput %x -> %mine at (%q + 1) % 2 over tp",
     "%row = select %all[%p]\nput %row -> %row at (%q + 1) % 2 over tp",
     "signal %there[(%q * 2) + %p] = 1 at %p over dp\nsignal %there[(%q * 2) + ((%p + 1) % 2)] = 1 at %p over dp",
@@ -75,6 +81,7 @@ GRID_LIKE = [
     "barrier of %v over didx\nbarrier of %x over dp",
 ]
 GRID_UNLIKE = [
+    "%row = select %all[0]\n" + GRID_READY,
     "if %p == 0 { relu %x -> %y }",
     "if %q == 0 { barrier of %x over dp }",
     GRID_MINE + "put %x -> %mine at %q over dp",
