@@ -160,6 +160,7 @@ def findings_of(program: Program, order: Order) -> list[Diagnostic]:
         found += words.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
         found += words.leaks(_leaked(order.ranks))
     found += [words.conflict(c, times) for c, times in _most_specific(memory.conflicts.values())]
+    memory.forget()
     return sorted(found, key=_in_program_order)
 
 
