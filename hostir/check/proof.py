@@ -55,24 +55,30 @@ def _keeping_all() -> Iterator[None]:
 
 @_keeping_all()
 def analyse_quickly(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Analyse rank 0 alone where it stands for all ranks and nothing is wrong; all ranks otherwise."""
-    if misfits := program.misfits(sizes or {}):
+    """Analyse rank 0 alone where it stands for all ranks and nothing is wrong; all ranks otherwise. Keep no order."""
+    found = _of_one_rank(program, sizes or {}, calls)
+    return found or replace(analyse(program, sizes, calls), order=None)
+
+
+def _of_one_rank(program: Program, sizes: Mapping[str, int], calls: int | None) -> Analysis | None:
+    """Analyse rank 0 alone; return None unless it stands for all ranks and nothing is wrong."""
+    if misfits := program.misfits(sizes):
         return Analysis(misfits)
-    bound, number = small_sizes(program, sizes or {}), calls or 2
+    bound, number = small_sizes(program, sizes), calls or 2
     try:
         length = unrolled_length(program.body, bound) if bound is not None else 0
     except HostIRError as too_long:
         return Analysis(list(too_long.diagnostics), None, bound or {}, number)
     if bound is None or number * length > MAX_STATEMENTS:
-        return analyse(program, sizes, calls)
+        return None
     order = alike(program, bound, number)
     if order is None:
-        return analyse(program, sizes, calls)
+        return None
     found = findings_of(program, order)
     more = not found and not calls and calls_needed(order, program.ranks) > number
     unsure = any(f.kind == "SMs held" for f in found)
     if more or unsure or (found and _statements(program, bound, number) <= MAX_STATEMENTS):
-        return analyse(program, sizes, calls)
+        return None
     return Analysis(found, None, bound, number)
 
 
@@ -160,6 +166,7 @@ def findings_of(program: Program, order: Order) -> list[Diagnostic]:
         found += build.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
         found += build.leaks(_leaked(order.ranks))
     found += [build.conflict(c, times) for c, times in _most_specific(memory.conflicts.values())]
+    memory.forget()
     return sorted(found, key=_in_program_order)
 
 
