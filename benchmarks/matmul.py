@@ -29,7 +29,7 @@ import torch
 from benchmarks.harness import environment, table, write
 from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts, timeout_error
 from hostir.runtime.kernels.matmul import matmul
-from hostir.runtime.kernels.tiles import Config, candidates, choose
+from hostir.runtime.kernels.tiles import Gemm, Tile, candidates, choose
 
 ROWS = (64, 512, 2048, 4096, 8192, 16384)
 GATHER = ((1792, 4096), (3584, 8192), (6656, 16384))  # (N, K) of 8B, 70B and 405B layers over 8 ranks
@@ -139,18 +139,18 @@ def host_time(work: Callable[[], object], calls: int = 200) -> float:
     return elapsed / calls * 1e6
 
 
-def short(tile: Config) -> str:
+def short(tile: Tile) -> str:
     return f"{tile.m}x{tile.n}x{tile.k} w{tile.warps} s{tile.stages} g{tile.group} k{tile.split}"
 
 
-def variants(M: int, N: int, sms: int, *, descriptors: bool) -> list[Config]:
+def variants(M: int, N: int, sms: int, *, descriptors: bool) -> list[Tile]:
     """The tiles of a sweep."""
-    tiles = list(candidates(DTYPE, descriptors=descriptors))
+    tiles = list(candidates("bf16", descriptors=descriptors))
     if descriptors:
         tiles += [
-            Config(128, 128, 64, stages=5, warps=8),
-            Config(64, 128, 64, stages=6, warps=4),
-            Config(64, 64, 128, stages=4, warps=4),
+            Tile(128, 128, 64, stages=5, warps=8),
+            Tile(64, 128, 64, stages=6, warps=4),
+            Tile(64, 64, 128, stages=4, warps=4),
         ]
     large = [tile for tile in tiles if tile.m * tile.n >= 64 * 128] if M >= 2048 else tiles
     groups = (4, 8, 16) if M >= 2048 else (8,)
@@ -170,15 +170,17 @@ def measure(M: int, N: int, K: int, major: str, clock: Clock, options: argparse.
     right = b if major == "row" else b.t().contiguous().t()
     theirs, out = (torch.full((M, N), float("nan"), dtype=DTYPE, device="cuda") for _ in range(2))
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    chosen = dataclasses.replace(choose(M, N, K, DTYPE, sms, descriptors=options.descriptors), rate=1.0)
+    chosen = dataclasses.replace(
+        choose(Gemm(M, N, K, "bf16"), sms, candidates("bf16", descriptors=options.descriptors)), rate=1.0
+    )
     tiles = [chosen, *(variants(M, N, sms, descriptors=options.descriptors) if options.sweep else ())]
     tiles = list(dict.fromkeys(tiles))
 
     def cublas() -> object:
         return torch.matmul(a, right, out=theirs)
 
-    def ours(tile: Config, ready: ReadyFlags | None = None) -> object:
-        return matmul(a, right, out, use_descriptors=options.descriptors, config=tile, ready=ready)
+    def ours(tile: Tile, ready: ReadyFlags | None = None) -> object:
+        return matmul(a, right, out, use_descriptors=options.descriptors, tile=tile, ready=ready)
 
     cublas()
     judge = Judge(a, b, theirs)
@@ -283,12 +285,12 @@ def host_times() -> dict[str, float]:
     others = [torch.empty_like(small[2]) for _ in range(3)]
     ready = ReadyFlags(torch.ones(4, dtype=torch.int32, device="cuda"), 1, no_timeouts(4, "cuda"))
     turns = itertools.cycle(others)
-    shared = Config(64, 64, 64, stages=4, warps=4, split=4)
+    shared = Tile(64, 64, 64, stages=4, warps=4, split=4)
     works: dict[str, Callable[[], object]] = {
         "torch.matmul": lambda: torch.matmul(*small[:2], out=small[2]),
         "ours": lambda: matmul(*small),
         "ours, with flags": lambda: matmul(*small, ready=ready),
-        "ours, split tiles": lambda: matmul(*small, config=shared),
+        "ours, split tiles": lambda: matmul(*small, tile=shared),
         "ours, out changes": lambda: matmul(*small[:2], next(turns)),
     }
     for work in works.values():

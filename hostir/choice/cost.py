@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import ceil, inf, log2, prod
+from math import inf, log2, prod
 from typing import Any
 
-import numpy as np
-
-from hostir.choice.platforms import Hardware, Tile
+from hostir.choice.platforms import Hardware
 from hostir.ir.interpret import interpret
-from hostir.ir.machine import Exchange, Handle, Ready
+from hostir.ir.machine import Exchange, Handle, OptionalMethods, Ready
+from hostir.ir.op import REGISTRY
 from hostir.ir.program import Program
-from hostir.ir.types import DTYPES, DType
+from hostir.ir.types import DType
+from hostir.runtime.kernels.tiles import MIN_LOCAL_ROWS, Gemm, Grid, Tile, choose, duration
 
 # Tasks of each rank ---------------------------------------------------------------------------------------------------
 # The tasks of each rank of a host program: their kind and size, and the tasks that each waits for.
@@ -24,7 +24,6 @@ from hostir.ir.types import DTYPES, DType
 # strategies, only statements.
 
 CALLER = -1  # the caller's stream
-CONTRACTIONS = ("matmul", "linear")
 
 
 # Kinds of tasks ---------------------------------------------------------------------------------------------------
@@ -42,16 +41,6 @@ class Pause:
 
     microseconds: float = 0.0
     kind: str = ""
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """A matmul `[m, k] @ [k, n]`."""
-
-    m: int
-    n: int
-    k: int
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -103,7 +92,6 @@ class CostTask:
         joins: those of other lanes that do.
         partners: every rank's task of the same collective or barrier, itself among them; they begin together.
         blocks: of a matmul that waits while it runs, for each block of rows in its order the signal it waits for.
-        apart: its blocks share no tile.
         beside: on how many SMs the copies run beside which it starts; 0 for none.
         spare: how many SMs it leaves to signals.
         launches: how often the host issues something up to it, by the kind of what is issued.
@@ -115,7 +103,6 @@ class CostTask:
     joins: list[CostTask] = field(default_factory=list)
     partners: list[CostTask] = field(default_factory=list)
     blocks: list[CostTask | None] = field(default_factory=list)
-    apart: bool = False
     beside: int = 0
     spare: int = 0
     launches: Mapping[str, int] = field(default_factory=dict)
@@ -136,7 +123,6 @@ class CostTensor:
 
 
 Flags = dict[tuple[int, int, int], list[tuple[int, CostTask]]]  # by rank, buffer and slot: epochs with their signals
-FEWEST_APART = 64  # own rows that a Triton matmul reads where they are; fewer it copies (hostir.runtime.kernels.tiles)
 Waits = list[tuple[CostTask, int | None, tuple[int, int, int], int]]  # waiting task, block, flag, epoch
 
 
@@ -149,7 +135,7 @@ class Shared:
     meetings: dict[tuple[Any, ...], list[CostTask]] = field(default_factory=dict)
 
 
-class CostMachine:
+class CostMachine(OptionalMethods):
     """One rank of the cost model, driven by the interpreter as a machine."""
 
     def __init__(self, rank: int, shared: Shared) -> None:
@@ -243,22 +229,26 @@ class CostMachine:
         ready: Ready | None = None,
     ) -> None:
         read = [x for x in operands if x is not None]
-        if kind not in CONTRACTIONS:
+        if not REGISTRY[kind].contracts:
             self.issue(Traffic(out.bytes + sum(x.bytes for x in read)), launch="compute")
             return
         k = read[0].shape[-1]
         beside = self.pushing if ready else []
-        if ready and ready.own is not None and prod(ready.own.shape[:-1]) < FEWEST_APART:
+        if ready and ready.own is not None and prod(ready.own.shape[:-1]) < MIN_LOCAL_ROWS:
             self.issue(Traffic(2 * ready.own.bytes), launch="compute")
-        task = self.issue(Gemm(prod(out.shape[:-1]), out.shape[-1], k, out.dtype.name), launch="matmul")
+        rows = prod(out.shape[:-1])
+        separate = bool(ready and ready.own is not None and prod(ready.own.shape[:-1]) >= MIN_LOCAL_ROWS)
+        block = max(rows // ready.blocks, 1) if ready else None
+        overlapped = bool(beside) and beside[-1] is self.last.get(self.stream)
+        gemm = Gemm(rows, out.shape[-1], k, out.dtype.name, 1, block, separate, overlapped)
+        task = self.issue(gemm, launch="matmul")
         if ready is None:
             return
-        if beside and beside[-1] in task.after:
+        if overlapped:
             first = beside[0]
             assert isinstance(first.what, CostCopy)
             task.beside, task.after, task.joins = first.what.sms, [*first.after], [*first.joins]
         task.blocks, task.spare = [None] * ready.blocks, self.spare
-        task.apart = ready.own is not None and prod(ready.own.shape[:-1]) >= FEWEST_APART
         for turn, slot in enumerate(ready.order):
             if slot == ready.first and ready.own is not None:
                 continue
@@ -378,8 +368,6 @@ COOL = 0.2e12  # floating point operations of a call that power does not limit y
 SLOWEST = 0.81  # of the peak, however long a call computes
 SPARE = 0.5  # how far SMs that a matmul's last wave leaves help another one, as both want the L2
 SMALL = 3.0  # microseconds of a kernel that moves little
-MAX_PARTS = 8  # of a tile that is split, as in hostir/runtime/kernels/matmul_kernel.py, which needs Triton
-EARLY_WAVES, SPLIT_STEP, FINE_WAVES = 2, 9, 8  # as in hostir/runtime/kernels/tiles.py
 STARTED = 0.4  # share of `poll` that is left if a matmul has started beside the copies
 GRAPH, EAGER = "graph", "eager"
 
@@ -405,7 +393,8 @@ class Costs:
         self.in_triton = kernels == "triton"
         self.family = hardware.kernels["triton" if self.in_triton else "aten"]
         doublings = max(0.0, log2(work / COOL)) if work else 0.0
-        self.slower = max(1 - hardware.throttle * doublings, SLOWEST)
+        rates = self.family.rates.scaled(max(1 - hardware.throttle * doublings, SLOWEST))
+        self.rates = replace(rates, read=hardware.memory)  # as the matmul stores as well
 
     def launch(self, kind: str) -> float:
         """Return the host's microseconds to issue something."""
@@ -456,165 +445,74 @@ class Costs:
         return min(h.collective + moved / rate / 1e3, h.quick + moved / (rate / 3) / 1e3)
 
     def gemm(self, what: Gemm) -> float:
-        """Return the microseconds of a matmul with the fastest of the family's tiles, but at least memory's time."""
-        tile = self.fastest(what)
-        return self.family.start + max(self.waves(what, tile, self.hardware.sms), self.streaming(what))
+        """Return the microseconds of a matmul whose rows are ready, with its fastest tile; at least memory's time."""
+        what = replace(what, block=None, separate=False, overlapped=False)
+        return self.family.start + max(self.tiles(what, self.fastest(what)), self.streaming(what))
 
     @lru_cache(maxsize=1 << 10)  # noqa: B019  # the matmuls of a program are few, and asked for at every step
-    def fastest(self, what: Gemm) -> Tile:
-        """Return the tile with which a matmul is fastest."""
-        return min(self.family.tiles, key=lambda tile: self.waves(what, tile, self.hardware.sms))
+    def fastest(self, what: Gemm, sms: int | None = None) -> Tile:
+        """Return the tile with which a matmul is fastest on all SMs, or on `sms`, split as suits best."""
+        return choose(what, sms or self.hardware.sms, self.family.tiles[what.dtype], self.family.rates)
 
     @lru_cache(maxsize=1 << 10)  # noqa: B019
-    def waves(self, what: Gemm, tile: Tile, sms: int) -> float:
-        """Return the microseconds of all tiles: waves of one tile on each SM, and split tiles at the end."""
-        took, tiles = self.tile(what, tile), self.tiles(what, tile)
-
-        def time(left: int, part: float) -> float:
-            full, more = divmod(tiles - left, max(sms, 1))
-            return full * took + max(took if more else 0.0, part)
-
-        return min(time(left, part) for left, _, part in self.splits(tile, tiles, max(sms, 1), took))
-
-    def splits(self, tile: Tile, tiles: int, sms: int, took: float) -> Iterator[tuple[int, int, float]]:
-        """Yield ways to split the last tiles along K: how many tiles, in how many parts, and a part's microseconds.
-
-        They are: no split; all tiles of a thin last wave; of a thick one as many as leave an SM for every part.
-        """
-        yield 0, 0, 0.0
-        last = tiles % sms
-        if self.family.split is None or not last or tiles <= sms:
-            return
-        for left in dict.fromkeys((last, min(last, sms - last))):
-            parts = min((sms - last + left) // left, MAX_PARTS)
-            if parts >= 2:
-                yield left, parts, self.part(tile, took, parts)
-
-    def part(self, tile: Tile, took: float, parts: int) -> float:
-        """Return the microseconds of one of `parts` parts of a tile that takes `took` microseconds unsplit."""
-        assert self.family.split is not None
-        once, each, elements = self.family.split
-        read = each * (1 if parts == 2 else parts)
-        return took / parts + once + read + elements * tile.rows * tile.columns / (128 * 256)
+    def tiles(self, what: Gemm, tile: Tile, sms: int | None = None) -> float:
+        """Return the microseconds of all tiles of a matmul whose rows are ready."""
+        return duration(tile, what, sms or self.hardware.sms, self.rates)[1]
 
     def streaming(self, what: Gemm) -> float:
         """Return the microseconds that memory takes to load a matmul's operands and store its result."""
-        moved = (what.m * what.k + what.k * what.n + what.m * what.n) * DTYPES[what.dtype].bytes
+        moved = (what.m * what.k + what.k * what.n + what.m * what.n) * what.itemsize
         return moved / self.hardware.memory / 1e3
-
-    def tiles(self, what: Gemm, tile: Tile) -> int:
-        return ceil(what.m / tile.rows) * ceil(what.n / tile.columns)
-
-    def tile(self, what: Gemm, tile: Tile) -> float:
-        """Return the microseconds of one tile on one SM."""
-        peak = self.family.peak[what.dtype] * self.slower * tile.share
-        return self.family.each + 2.0 * tile.rows * tile.columns * what.k / (peak * 1e6 / self.hardware.sms)
 
     def beside(self, task: CostTask, kind: str) -> float:
         """Return the relative speed of a computation beside a collective; 1 is its speed alone."""
-        left = self.hardware.sms - self.family.beside.get(kind, 0)
-        if not isinstance(task.what, Gemm):
+        what, left = task.what, self.hardware.sms - self.family.busy_sms.get(kind, 0)
+        if not isinstance(what, Gemm):
             return left / self.hardware.sms
-        tile = self.fastest(task.what)  # it was chosen without knowing of this
-        fewer = self.family.start + max(self.waves(task.what, tile, left), self.streaming(task.what))
+        tile = replace(self.fastest(what), split=0)  # it was chosen without knowing of this
+        tile = choose(what, left, (tile,), self.family.rates)
+        fewer = self.family.start + max(self.tiles(what, tile, left), self.streaming(what))
         return self.alone(task) / fewer
 
     def width(self, task: CostTask) -> float:
         """Return the share of the SMs, or of the memory's rate, that a computation can use."""
-        if not isinstance(task.what, Gemm):
+        what = task.what
+        if not isinstance(what, Gemm):
             return 1.0
-        sms, tile = self.hardware.sms, self.fastest(task.what)
-        busy = self.tiles(task.what, tile) * self.tile(task.what, tile)
-        filled = busy / (sms * self.waves(task.what, tile, sms))
-        return min(1.0, max(filled, self.streaming(task.what) / self.alone(task)))
+        tile = self.fastest(what)
+        busy = Grid.of(tile, what).tiles * self.rates.whole(tile, what)
+        filled = busy / (self.hardware.sms * self.tiles(what, tile))
+        return min(1.0, max(filled, self.streaming(what) / self.alone(task)))
 
     def share(self, task: CostTask, left: float) -> float:
         """Return a computation's share of the SMs left; a matmul of one wave gains nothing from part of them."""
         what, width = task.what, self.width(task)
         if width <= left + EPSILON:
             return width
-        waits = isinstance(what, Gemm) and self.tiles(what, self.fastest(what)) <= self.hardware.sms
+        waits = isinstance(what, Gemm) and Grid.of(self.fastest(what), what).tiles <= self.hardware.sms
         return 0.0 if waits else SPARE * left
 
-    def arriving(
-        self,
-        what: Gemm,
-        start: float,
-        arrivals: Sequence[float],
-        beside: int = 0,
-        apart: bool = False,
-        spare: int = 0,
-    ) -> float:
+    def arriving(self, task: CostTask, start: float, arrivals: Sequence[float]) -> float:
         """Return when a matmul ends whose blocks of rows arrive at times `arrivals`, in its own order.
 
-        With Triton one kernel waits tile by tile, on the SMs that neither the copies `beside` it use nor `spare`
-        reserves. Other kernels run once a block, one after another; behind copies by SMs once in all, when all blocks
-        have arrived. Blocks that are `apart` share no tile.
+        With Triton one kernel waits tile by tile, on the SMs that neither the copies that it overlaps use nor signals
+        need. Other kernels run once a block, one after another; behind copies by SMs once in all, when all blocks have
+        arrived.
         """
-        rows = max(what.m // len(arrivals), 1)
-        if not self.in_triton and beside:
-            return max(start, *arrivals) + self.hardware.edge + self.hardware.turn + self.gemm(what)
+        what, h = task.what, self.hardware
+        assert isinstance(what, Gemm)
+        if not self.in_triton and task.beside:
+            return max(start, *arrivals) + h.edge + h.turn + self.gemm(what)
         if not self.in_triton:
+            block = self.gemm(replace(what, m=what.block or what.m))
             for number, arrival in enumerate(arrivals):
-                start = max(start, arrival) + (self.hardware.turn if number else 0.0) + self.gemm(replace(what, m=rows))
+                start = max(start, arrival) + (h.turn if number else 0.0) + block
             return start
-        slower = self.hardware.pushed if beside else 1.0
-        tiles = [replace(tile, share=(tile.fed or tile.share) * slower) for tile in self.family.tiles]
-        sms = self.hardware.sms - beside - spare
-        poll = self.hardware.poll * (STARTED if beside else 1.0)
-        start += self.family.start
-        return min(self.fed(what, tile, rows, start, arrivals, sms, poll, apart) for tile in tiles)
-
-    def fed(
-        self,
-        what: Gemm,
-        tile: Tile,
-        rows: int,
-        start: float,
-        arrivals: Sequence[float],
-        sms: int,
-        poll: float,
-        apart: bool,
-    ) -> float:
-        """Return when a kernel ends that takes blocks of rows as they arrive, with one kind of tile."""
-        if rows < tile.rows and not apart:  # blocks that would fill tiles badly stay together
-            rows, arrivals = what.m, [max(arrivals)]
-        each = self.tiles(replace(what, m=rows), tile)
-        at_once = min(len(arrivals), sms / each)  # blocks, each of which reads all of B
-        took = max(self.tile(what, tile), at_once * self.streaming(replace(what, m=rows)))
-        tiles = each * len(arrivals)
-
-        def ends(early: int, left: int, parts: int) -> float:
-            half, part = (self.part(tile, took, n) if some else 0.0 for some, n in ((early, 2), (left, parts)))
-            halves, last = np.arange(2 * early * each) // 2, np.tile(np.arange(tiles - left, tiles), parts)
-            units = np.concatenate([halves, np.arange(early * each, tiles - left), last])
-            times = np.repeat([half, took, part], [len(halves), len(units) - len(halves) - len(last), len(last)])
-            ready = (np.asarray(arrivals) + poll)[units // each]
-            free = np.full(sms, start + poll)
-            for turn in range(0, len(units), sms):  # one unit for each SM, the last time perhaps for some
-                now = free[: len(units) - turn]
-                np.maximum(now, ready[turn : turn + sms], out=now)
-                now += times[turn : turn + sms]
-            return float(free.max())
-
-        return min(ends(*way) for way in [(0, 0, 0), *self.ways(each, len(arrivals), sms, what.dtype)])
-
-    def ways(self, each: int, blocks: int, sms: int, dtype: str) -> Iterator[tuple[int, int, int]]:
-        """Yield ways to split tiles: how many first blocks in halves, how many last tiles, and in how many parts.
-
-        A block has `each` tiles. The choice is coarser than that of hostir/runtime/kernels/tiles.py.
-        """
-        if self.family.split is None:
-            return
-        tiles = each * blocks
-        step, some = (SPLIT_STEP, (2, 4, MAX_PARTS)) if tiles <= FINE_WAVES * sms else (sms, (2,))
-        early_most = 0 if dtype == "f32" else min(blocks - 1, EARLY_WAVES * sms // (2 * each))
-        for early in range(early_most + 1):
-            last = (tiles + early * each) % sms
-            for parts in (2,) if early else some:
-                most = min(sms // parts, tiles - max(early, 1) * each) if tiles > sms else 0
-                counts = {0, *range(step, most + 1, step), last, sms - last, each}
-                yield from ((early, count, parts) for count in counts if count <= most)
+        sms = h.sms - task.beside - task.spare
+        rates = self.rates.scaled(h.pushed) if task.beside else self.rates
+        poll = h.poll * (STARTED if task.beside else 1.0)
+        begins = [max(start + self.family.start, arrival) + poll for arrival in arrivals]
+        return duration(self.fastest(what, sms), what, sms, rates, begins)[0]
 
 
 class Activity:
@@ -708,10 +606,9 @@ class Simulation:
         """Set the end of a matmul that waits for blocks, once the signals of all of them have been sent."""
         if any(signal is not None and signal not in self.ended for signal in a.task.blocks):
             return
-        task, what = a.task, a.task.what
-        assert isinstance(what, Gemm)
+        task = a.task
         arrivals = [0.0 if signal is None else self.ended[signal] for signal in task.blocks]
-        end = self.costs.arriving(what, a.since, arrivals, task.beside, task.apart, task.spare)
+        end = self.costs.arriving(task, a.since, arrivals)
         a.left = max(end - self.now, 0.0)
 
     # Who gets how much ---------------------------------------------------------------------------------------------

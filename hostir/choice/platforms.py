@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from hostir.ir.source import did_you_mean, error
+from hostir.ir.types import DTYPES
+from hostir.runtime.kernels.tiles import TRITON, Rates, Tile, candidates
 
 if TYPE_CHECKING:
     from hostir.runtime.session import Session
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 # Constants of the cost model for known machines, and the measurements that they come from.
 #
 # All of H200 were measured there. Peaks, tiles and what limits the clock are fitted to matmuls alone, as
-# benchmarks/matmul.py and benchmarks/allgather_matmul.py time them; how much of the peak each Triton tile reaches
-# stands in hostir/runtime/kernels/tiles.py as well. Collectives are fitted to all-gathers alone, of 0.5 to 540 MB on 2,
+# benchmarks/matmul.py and benchmarks/allgather_matmul.py time them; those of Triton stand in
+# hostir/runtime/kernels/tiles.py. Collectives are fitted to all-gathers alone, of 0.5 to 540 MB on 2,
 # 4 and 8 ranks, and to benchmarks/patterns.py, which also gave what a matmul loses beside one. `copy`, `link` and
 # `signal` come from a chain of copies, each with a signal, in a CUDA graph: 10.8 us for 2 MiB, 16.3 for 4, 27.2 for 8;
 # `kernel_signal` from copies whose signals are kernels' on another stream, which take 3 us less each; `edge` from the
@@ -36,33 +38,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """An output tile of a matmul kernel: its rows and columns, and the share of the peak that its K loop reaches.
-
-    `fed` is the share while rows still arrive, if it differs.
-    """
-
-    rows: int
-    columns: int
-    share: float
-    fed: float | None = None
-
-
-@dataclass(frozen=True)
 class Kernels:
-    """A family of matmul kernels: the tiles that it chooses from, and microseconds to start and end a kernel.
+    """A family of matmul kernels: the tiles that it chooses from, and how fast it is with them.
 
-    `peak` is in TFLOP/s, by dtype, before power limits it; `each` is a tile's overhead: filling its pipeline, and
-    storing. `beside` is how many SMs it loses while a collective of a kind runs. `split` is the overhead of splitting a
-    tile of a thin last wave along K: once, for each part, and for 128 x 256 elements; None if the family never splits.
+    Fields:
+        tiles: by dtype.
+        rates: of the kernels on this GPU, before power limits them.
+        start: microseconds to start and end a kernel.
+        busy_sms: how many SMs it loses while a collective of a kind runs.
     """
 
-    tiles: tuple[Tile, ...]
+    tiles: Mapping[str, tuple[Tile, ...]]
+    rates: Rates
     start: float
-    beside: Mapping[str, int]
-    peak: Mapping[str, float]
-    each: float = 0.0
-    split: tuple[float, float, float] | None = None
+    busy_sms: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -134,6 +123,15 @@ LAUNCH = {
     "stream": 0.7,
 }
 
+_CUBLAS_TILES = (
+    Tile(128, 256),
+    Tile(256, 128),
+    Tile(128, 192, rate=0.93),
+    Tile(128, 128),
+    Tile(64, 256, rate=0.7),
+    Tile(64, 128, rate=0.81),
+    Tile(64, 64, rate=0.51),
+)
 H200 = Hardware(
     "h200",
     sms=132,
@@ -141,33 +139,16 @@ H200 = Hardware(
     memory=3300.0,
     kernels={
         "aten": Kernels(
-            (
-                Tile(128, 256, 1.0),
-                Tile(256, 128, 1.0),
-                Tile(128, 192, 0.93),
-                Tile(128, 128, 1.0),
-                Tile(64, 256, 0.7),
-                Tile(64, 128, 0.81),
-                Tile(64, 64, 0.51),
-            ),
+            dict.fromkeys(DTYPES, _CUBLAS_TILES),
+            Rates({d: peak / 132 for d, peak in {"bf16": 820.0, "f16": 820.0, "f32": 52.0}.items()}, tile=2.7),
             start=4.0,
-            beside={"allgather": 32, "reduce_scatter": 28, "allreduce": 28, "alltoall": 28},
-            peak={"bf16": 820.0, "f16": 820.0, "f32": 52.0},
-            each=2.7,
+            busy_sms={"allgather": 32, "reduce_scatter": 28, "allreduce": 28, "alltoall": 28},
         ),
         "triton": Kernels(
-            (
-                Tile(128, 256, 1.0),
-                Tile(128, 128, 0.95, fed=0.86),
-                Tile(64, 256, 0.9),
-                Tile(64, 128, 0.77, fed=0.78),
-                Tile(64, 64, 0.53, fed=0.55),
-            ),
+            {dtype: candidates(dtype) for dtype in DTYPES},
+            TRITON,
             start=4.0,
-            beside={"allgather": 12, "reduce_scatter": 48, "allreduce": 48, "alltoall": 48},
-            peak={"bf16": 820.0, "f16": 820.0, "f32": 14.0},
-            each=2.7,
-            split=(3.0, 2.0, 3.0),
+            busy_sms={"allgather": 12, "reduce_scatter": 48, "allreduce": 48, "alltoall": 48},
         ),
     },
     collective=21.0,
@@ -191,15 +172,15 @@ H200 = Hardware(
     source="measured on 8 x H200 with NVLink 4",
 )
 H100 = replace(H200, name="h100", memory=2400.0, source="those of H200, with the memory of H100")
-CPU_PEAK = {"bf16": 0.02, "f16": 0.02, "f32": 0.05}
+_ON_CPU = {dtype: (Tile(1, 1, 1),) for dtype in DTYPES}, Rates({"bf16": 0.02, "f16": 0.02, "f32": 0.05})
 CPU = Hardware(
     "cpu",
     sms=1,
     throttle=0.0,
     memory=5.0,
     kernels={
-        "aten": Kernels((Tile(1, 1, 1.0),), 10.0, {}, CPU_PEAK),
-        "triton": Kernels((Tile(1, 1, 1.0),), 1e4, {}, CPU_PEAK),
+        "aten": Kernels(*_ON_CPU, start=10.0, busy_sms={}),
+        "triton": Kernels(*_ON_CPU, start=1e4, busy_sms={}),
     },
     collective=300.0,
     quick=300.0,

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from hostir.described import described
-from hostir.ir.host_ops import Dense
 from hostir.ir.op import Codec, Phase, Value
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error, warn_once
@@ -101,7 +100,7 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
 def tell_copies(unrolled: UnrolledProgram) -> None:
     """Warn, once for each, of inputs that every call copies because the program needs them dense."""
     program = unrolled.program
-    copied = (register for op in unrolled.ops if isinstance(op.place.statement, Dense) for register in op.reads)
+    copied = (register for op in unrolled.ops if op.place.statement.may_copy for register in op.reads)
     for register in dict.fromkeys(register for register in copied if register in unrolled.inputs):
         name = program.inputs[unrolled.inputs.index(register)].name
         message = f"Every call of @{program.name} copies its input %{name}, which must be dense and is not contiguous."

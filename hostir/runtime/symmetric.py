@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 import torch
 
-from hostir.ir.onesided_ops import AllocateSymmetric
 from hostir.ir.onesided_ops import Barrier as BarrierStatement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span, error
@@ -147,7 +146,7 @@ class Sharing(Protocol):
 
 def shares_memory(program: Program) -> bool:
     """Whether the ranks of a program must meet before they run it: the same on every rank."""
-    return any(isinstance(s, AllocateSymmetric | BarrierStatement) for s in program.walk())
+    return any(s.one_sided for s in program.walk())
 
 
 class SharedMemory:
@@ -378,7 +377,7 @@ def _missing(program: Program, name: str, rank: int, peer: int) -> HostIRError:
 
 
 def _allocation(program: Program, name: str) -> Span | None:
-    return next((s.span for s in program.walk() if isinstance(s, AllocateSymmetric) and s.out.name == name), None)
+    return next((s.span for s in program.walk() if s.symmetric and s.buffer and s.buffer.name == name), None)
 
 
 def _refusal(said: Sequence[str]) -> HostIRError | None:

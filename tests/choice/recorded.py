@@ -105,7 +105,8 @@ def recorded(data: Mapping[str, Any]) -> Iterator[Recorded]:
     hardware = hardware_of(around["gpu"])
     assert hardware, around
     if around.get("commit", "") in {"", *WHOLE_TILES}:
-        whole = replace(hardware.kernels["triton"], split=None)
+        triton = hardware.kernels["triton"]
+        whole = replace(triton, rates=replace(triton.rates, split=None))
         hardware = replace(hardware, kernels={**hardware.kernels, "triton": whole})
     for row in data.get("results") or data["rows"]:
         m, n, k = row["shape"] if "shape" in row else (row["M"], row["N"], row["K"])

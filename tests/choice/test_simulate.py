@@ -8,15 +8,11 @@ import pytest
 
 import hostir as hi
 from examples import patterns
-from hostir.choice import cost as simulate
-from hostir.choice import cost as work
-from hostir.choice.cost import EAGER, GRAPH, SMALL, Costs, CostTask, Gemm, Simulation, Traffic, estimates, tasks_of
+from hostir.choice.cost import EAGER, GRAPH, SMALL, Costs, CostTask, Simulation, Traffic, estimates, tasks_of
 from hostir.choice.decision import decide
 from hostir.choice.platforms import H200, named, reference
 from hostir.ir.source import HostIRError
-from hostir.runtime.kernels import matmul_kernel as kernels_split
-from hostir.runtime.kernels import tiles
-from hostir.runtime.kernels import tiles as tile_choice
+from hostir.runtime.kernels.tiles import MIN_LOCAL_ROWS, Gemm, candidates, choose, duration
 from tests.counting import calls_of
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: bf16[2@didx, 1024, 4096], %b: bf16[4096, 4096]) -> (%c) "
@@ -120,9 +116,9 @@ def test_a_signal_by_a_kernel_keeps_no_copy_waiting_and_comes_soon_behind_its_ow
 
 def test_a_matmul_leaves_an_sm_to_signals_by_kernels() -> None:
     gemm, model = Gemm(128 * 11, 256 * 12, 4096, "bf16"), costs("triton")  # 132 tiles, of which each SM takes one
-    one = replace(H200.kernels["triton"], tiles=(replace(H200.kernels["triton"].tiles[0], fed=None),))
-    model.family = one
-    assert model.arriving(gemm, 0.0, [0.0], spare=1) > 1.8 * (model.arriving(gemm, 0.0, [0.0]) - H200.poll)
+    model.family = replace(H200.kernels["triton"], tiles={"bf16": candidates("bf16")[:1]})
+    without, with_one = (model.arriving(waiting(gemm, 1, spare=n), 0.0, [0.0]) for n in (0, 1))
+    assert with_one > 1.3 * (without - H200.poll)
     fused = {n: hi.lower(patterns.allgather_matmul(ranks=4, S=1), "fused", n) for n in (1, 2)}
     assert {n: {t.spare for t in tasks_of(p, {}) if t.blocks} for n, p in fused.items()} == {1: {0}, 2: {1}}
 
@@ -167,9 +163,15 @@ def costs(kernels: str = "aten") -> Costs:
     return Costs(H200, kernels, 1e11)
 
 
+def waiting(gemm: Gemm, blocks: int, **how: int) -> CostTask:
+    """A matmul that waits for its rows, in so many blocks."""
+    return CostTask(0, replace(gemm, block=gemm.m // blocks), **how)
+
+
 def test_a_matmul_that_fills_one_wave_takes_as_long_with_fewer_tiles() -> None:
     gemm = Gemm(128 * 12, 256 * 11, 4096, "bf16")  # 132 tiles
-    model = replace(H200, kernels={"aten": replace(H200.kernels["aten"], tiles=H200.kernels["aten"].tiles[:1])})
+    family = H200.kernels["aten"]
+    model = replace(H200, kernels={"aten": replace(family, tiles={"bf16": family.tiles["bf16"][:1]})})
     one = Costs(model, "aten", 1e11)
     full = one.gemm(gemm)
     assert one.gemm(replace(gemm, m=128 * 11)) == full
@@ -180,50 +182,44 @@ def test_a_matmul_that_fills_one_wave_takes_as_long_with_fewer_tiles() -> None:
 def test_a_matmul_that_waits_for_blocks_ends_after_the_last_of_them(kernels: str) -> None:
     gemm, c = Gemm(8192, 3584, 8192, "bf16"), costs(kernels)
     whole = c.gemm(gemm)
-    at_once = c.arriving(gemm, 0.0, [0.0] * 8)
-    late = c.arriving(gemm, 0.0, [50.0 * i for i in range(8)])
-    very_late = c.arriving(gemm, 0.0, [0.0] * 7 + [5000.0])
+    task = waiting(gemm, 8)
+    at_once = c.arriving(task, 0.0, [0.0] * 8)
+    late = c.arriving(task, 0.0, [50.0 * i for i in range(8)])
+    very_late = c.arriving(task, 0.0, [0.0] * 7 + [5000.0])
     assert whole * 0.95 < at_once < whole * 1.4
     assert at_once <= late
     assert 5000 < very_late < 5000 + whole / 2
 
 
-def test_tiles_of_a_thin_last_wave_are_split_by_triton_where_it_pays() -> None:
-    thin, thick = Gemm(2048, 6656, 16384, "bf16"), Gemm(2048, 3584, 8192, "bf16")  # 416 and 224 tiles of 128 x 256
-    for gemm, waves in ((thin, 4), (thick, 2)):
-        whole, split = costs("triton"), costs("triton")
-        whole.family = replace(whole.family, split=None)
-        large = whole.family.tiles[0]
-        rows = gemm.m // 8
-        took = [c.waves(gemm, large, 132) for c in (whole, split)]
-        fed = [c.fed(gemm, large, rows, 0.0, [0.0] * 8, 132, 0.0, True) for c in (whole, split)]
-        assert took[0] == pytest.approx(waves * whole.tile(gemm, large))
-        if gemm is thin:  # the 20 tiles of the last wave, in 6 parts each
-            assert took[0] - took[1] == pytest.approx(whole.tile(gemm, large) * 5 / 6 - 18)
-            assert fed[1] < fed[0]
-        else:
-            assert took[0] == took[1]
-            assert fed[0] == fed[1]
-    assert costs("aten").family.split is None
-    assert simulate.MAX_PARTS == kernels_split.MAX_PARTS
-    for name in ("EARLY_WAVES", "SPLIT_STEP", "FINE_WAVES"):
-        assert getattr(simulate, name) == getattr(tile_choice, name)
+def test_the_cost_model_takes_the_tile_that_the_kernel_takes_and_the_time_of_its_estimate() -> None:
+    model, start = costs("triton"), H200.kernels["triton"].start
+    thin = Gemm(2048, 6656, 16384, "bf16")
+    tile = choose(thin, 132, candidates("bf16"))
+    assert model.fastest(thin) == tile
+    assert tile.split == 20, "of 416 tiles of 128 x 256 those of the last wave, in 6 parts each"
+    assert model.gemm(thin) == start + duration(tile, thin, 132, model.rates)[0]
+    coming = Gemm(2048, 3584, 8192, "bf16", block=256, separate=True)
+    tile = choose(coming, 132, candidates("bf16"))
+    assert tile.early_blocks
+    end = duration(tile, coming, 132, model.rates, [start + H200.poll] * 8)[0]
+    assert model.arriving(CostTask(0, coming), 0.0, [0.0] * 8) == end
+    assert not costs("aten").fastest(thin).split, "cuBLAS splits none in the model"
 
 
-def test_of_a_thick_last_wave_some_tiles_are_split_where_rows_come_late() -> None:
-    gemm = Gemm(2048, 3584, 8192, "bf16")  # 224 tiles of 128 x 256: on 132 SMs, 92 in the last wave
+def test_splitting_the_first_and_the_last_tiles_pays_where_rows_come_late() -> None:
+    gemm = Gemm(2048, 3584, 8192, "bf16", block=256, separate=True)  # 224 tiles of 128 x 256: 92 in the last wave
     whole, split = costs("triton"), costs("triton")
-    whole.family = replace(whole.family, split=None)
-    large = whole.family.tiles[0]
-    assert [left for left, *_ in split.splits(large, 224, 132, 90.0)] == [0, 40]
-    ends = [c.fed(gemm, large, 256, 0.0, [18.0 * i for i in range(8)], 132, 0.0, True) for c in (whole, split)]
-    assert 5 < ends[0] - ends[1] < 30
+    family = H200.kernels["triton"]
+    whole.family = replace(family, rates=replace(family.rates, split=None))
+    arrivals = [0.0, *(15 + 13.2 * i for i in range(1, 8))]  # 4 MiB each, from a copy engine
+    ends = [c.arriving(CostTask(0, gemm), 0.0, arrivals) for c in (whole, split)]
+    assert 3 < ends[0] - ends[1] < 60
 
 
 def test_blocks_smaller_than_a_tile_are_multiplied_together() -> None:
     gemm, c = Gemm(64, 3584, 8192, "bf16"), costs("triton")
-    together = c.arriving(gemm, 0.0, [100.0] * 8)
-    assert together == c.arriving(gemm, 0.0, [0.0] * 7 + [100.0])
+    together = c.arriving(waiting(gemm, 8), 0.0, [100.0] * 8)
+    assert together == c.arriving(waiting(gemm, 8), 0.0, [0.0] * 7 + [100.0])
     assert together < 100 + H200.poll + 2 * c.gemm(gemm)
 
 
@@ -270,7 +266,7 @@ def test_machines_are_named_with_or_without_ranks() -> None:
 
 
 def test_own_rows_that_the_kernel_copies_are_copied_in_the_model() -> None:
-    assert work.FEWEST_APART == tiles.MIN_OWN_ROWS
+    assert MIN_LOCAL_ROWS == 64
     text = """hostir 1
 mesh @mesh [didx] = 0 1
 fusion @rows(%a: bf16[M@didx, 4096], %b: bf16[4096, 1792]) -> (%c) {

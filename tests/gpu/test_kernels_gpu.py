@@ -14,7 +14,7 @@ from hostir.runtime.kernels import matmul as workspace
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import DTYPES, matmul, matmul_reference
 from hostir.runtime.kernels.reduce import reduce_sum
-from hostir.runtime.kernels.tiles import Config, candidates
+from hostir.runtime.kernels.tiles import Tile
 from tests.runtime.kernels.checking import (
     assert_as_accurate,
     assert_only_view_written,
@@ -24,15 +24,16 @@ from tests.runtime.kernels.checking import (
     filled,
     multiprocessors,
     parts,
+    tiles_of,
     user_allows,
 )
 
 CUDA = "cuda"
 
 
-def splitting(use_descriptors: bool, most: int) -> Config:
+def splitting(use_descriptors: bool, most: int) -> Tile:
     """A tile of which the last ones are split, in so many parts at most."""
-    return dataclasses.replace(candidates(torch.bfloat16, descriptors=use_descriptors)[0], split=9, parts=most)
+    return dataclasses.replace(tiles_of(torch.bfloat16, descriptors=use_descriptors)[0], split=9, parts=most)
 
 
 def poison_workspaces() -> None:
@@ -111,9 +112,9 @@ def test_every_tile_gives_the_product(transpose_b):
     exact = matmul_reference(a, b, bias=bias, transpose_b=transpose_b)
     magnitude = matmul_reference(a.abs(), b.abs(), transpose_b=transpose_b)
     for use_descriptors in descriptor_modes():
-        for tile in candidates(dtype, descriptors=use_descriptors):
+        for tile in tiles_of(dtype, descriptors=use_descriptors):
             out, buffer = embedded([2, M, N], dtype, pad=[0, 8, -N % 8], device=CUDA)
-            matmul(*(a, b, out), bias=bias, transpose_b=transpose_b, use_descriptors=use_descriptors, config=tile)
+            matmul(*(a, b, out), bias=bias, transpose_b=transpose_b, use_descriptors=use_descriptors, tile=tile)
             assert_only_view_written(out, buffer)
             assert_as_accurate(out, plain, exact, magnitude)
 
@@ -122,14 +123,12 @@ def test_slices_of_an_inner_axis_are_used_in_place():
     a = filled([4, 8, 64, 512], torch.bfloat16, device=CUDA)
     b = filled([512, 384], torch.bfloat16, device=CUDA)
     out, buffer = embedded([4, 8, 64, 384], torch.bfloat16, device=CUDA)
-    tile = candidates(torch.bfloat16, descriptors=descriptor_modes()[-1])[
-        0
-    ]  # another, or a split one, rounds otherwise
+    tile = tiles_of(torch.bfloat16, descriptors=descriptor_modes()[-1])[0]  # another, or a split one, rounds otherwise
     for i in range(8):
         assert rows(a[:, i]) is None
-        matmul(a[:, i], b, out[:, i], config=tile)
+        matmul(a[:, i], b, out[:, i], tile=tile)
         assert buffer.isnan().sum().item() == (7 - i) * 4 * 64 * 384
-    assert torch.equal(out, matmul(a, b, torch.empty_like(out), config=tile))
+    assert torch.equal(out, matmul(a, b, torch.empty_like(out), tile=tile))
 
 
 def test_float32_is_exact_unless_tf32_is_allowed():
@@ -215,7 +214,7 @@ def test_sums_of_split_tiles_are_float32_whatever_torchs_default_is():
             for use_descriptors in descriptor_modes():
                 out, buffer = embedded([1024, 1024], torch.bfloat16, device=CUDA)
                 config = splitting(use_descriptors, 2)
-                check_matmul(a, b, out, buffer, use_descriptors=use_descriptors, config=config)
+                check_matmul(a, b, out, buffer, use_descriptors=use_descriptors, tile=config)
         with torch.cuda.graph(graph):
             in_capture, _ = workspace.workspace(device, torch.cuda.current_stream().cuda_stream, 100, 4)
             in_capture.zero_()  # torch warns of a graph without a node
@@ -282,7 +281,7 @@ def test_split_tiles_give_the_product_and_the_same_bits_every_time(M, N, K, tran
     magnitude = matmul_reference(a.abs(), b.abs(), transpose_b=transpose_b)
     every = torch.cuda.get_device_properties(0).multi_processor_count
     for use_descriptors in descriptor_modes():
-        for tile in candidates(dtype, descriptors=use_descriptors):
+        for tile in tiles_of(dtype, descriptors=use_descriptors):
             for split, sms, most in [(1, every, 8), (20, every, 8), (20, every, 2), (40, 100, 2)]:
                 config = dataclasses.replace(tile, split=split, parts=most)
                 options = {"bias": bias, "transpose_b": transpose_b, "use_descriptors": use_descriptors}
@@ -291,7 +290,7 @@ def test_split_tiles_give_the_product_and_the_same_bits_every_time(M, N, K, tran
                     for _ in range(4):
                         poison_workspaces()
                         out, buffer = embedded([M, N], dtype, pad=[1, 8], device=CUDA)
-                        matmul(a, b, out, config=config, **options)
+                        matmul(a, b, out, tile=config, **options)
                         assert_only_view_written(out, buffer)
                         results.append(out)
                     assert 2 <= parts() <= most
@@ -306,7 +305,7 @@ def test_launches_with_split_tiles_on_two_streams_at_once_do_not_meet(most):
     a, b = filled([1100, 4096], torch.bfloat16, device=CUDA), filled([4096, 1792], torch.bfloat16, device=CUDA)
     config = splitting(descriptor_modes()[-1], most)
     inputs = [a, -a]
-    expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), config=config) for x in inputs]
+    expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), tile=config) for x in inputs]
     assert (parts() == 2) == (most == 2)
     assert parts()
     streams = [torch.cuda.Stream() for _ in inputs]
@@ -315,7 +314,7 @@ def test_launches_with_split_tiles_on_two_streams_at_once_do_not_meet(most):
         torch.cuda.synchronize()
         for stream, x, out in zip(streams, inputs, outs, strict=True):
             with torch.cuda.stream(stream):
-                matmul(x, b, out, config=config)
+                matmul(x, b, out, tile=config)
         torch.cuda.synchronize()
         for out, wanted in zip(outs, expected, strict=True):
             assert torch.equal(out, wanted)
@@ -328,7 +327,7 @@ def test_graphs_with_shared_tiles_are_replayed_beside_each_other_and_beside_laun
     a, b = filled([1100, 4096], torch.bfloat16, device=CUDA), filled([4096, 1792], torch.bfloat16, device=CUDA)
     config = splitting(descriptor_modes()[-1], most)
     inputs = [a, -a]
-    expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), config=config) for x in inputs]
+    expected = [matmul(x, b, torch.empty(1100, 1792, device=CUDA).bfloat16(), tile=config) for x in inputs]
     assert (parts() == 2) == (most == 2)
     assert parts()
     torch.cuda.synchronize()
@@ -336,8 +335,8 @@ def test_graphs_with_shared_tiles_are_replayed_beside_each_other_and_beside_laun
     for x, out in zip(inputs, outs, strict=True):  # both captured on one stream, in memory of their own
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1], stream=side):
-            matmul(x, b, out, config=config)
-            matmul(x, b, out, config=config)
+            matmul(x, b, out, tile=config)
+            matmul(x, b, out, tile=config)
     streams = [torch.cuda.Stream() for _ in graphs]
     eager = torch.empty_like(expected[0])
     for _ in range(50):
@@ -348,7 +347,7 @@ def test_graphs_with_shared_tiles_are_replayed_beside_each_other_and_beside_laun
             with torch.cuda.stream(stream):
                 graph.replay()
         with torch.cuda.stream(side):
-            matmul(a, b, eager, config=config)
+            matmul(a, b, eager, tile=config)
         torch.cuda.synchronize()
         assert torch.equal(outs[0], expected[0])
         assert torch.equal(outs[1], expected[1])

@@ -10,8 +10,8 @@ import torch
 
 from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts, timeout_error
 from hostir.runtime.kernels.matmul import DTYPES, matmul
-from hostir.runtime.kernels.tiles import Config, candidates
-from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled
+from hostir.runtime.kernels.tiles import Tile
+from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled, tiles_of
 
 CUDA = "cuda"
 
@@ -20,9 +20,9 @@ def descriptor_modes() -> list[bool]:
     return [False, True] if torch.cuda.get_device_capability() >= (9, 0) else [False]
 
 
-def one_tile(dtype: torch.dtype, use_descriptors: bool) -> Config:
+def one_tile(dtype: torch.dtype, use_descriptors: bool) -> Tile:
     """One tile for both kernels: with blocks of rows, another may suit better than without."""
-    return candidates(dtype, descriptors=use_descriptors)[0]
+    return tiles_of(dtype, descriptors=use_descriptors)[0]
 
 
 def raised(blocks: int, *, dtype: torch.dtype = torch.int32, **fields: object) -> ReadyFlags:
@@ -41,8 +41,8 @@ def test_every_tile_gives_the_bits_of_the_kernel_without_flags(M, N, K, blocks, 
     a = filled([M, K], dtype, device=CUDA)
     b = filled([N, K] if transpose_b else [K, N], dtype, device=CUDA)
     for use_descriptors in descriptor_modes():
-        for config in candidates(dtype, descriptors=use_descriptors):
-            options = {"transpose_b": transpose_b, "use_descriptors": use_descriptors, "config": config}
+        for config in tiles_of(dtype, descriptors=use_descriptors):
+            options = {"transpose_b": transpose_b, "use_descriptors": use_descriptors, "tile": config}
             out, buffer = embedded([M, N], dtype, pad=[1, 8], device=CUDA)
             ready = raised(blocks, first=blocks // 2)
             matmul(a, b, out, ready=ready, **options)
@@ -63,8 +63,8 @@ def test_own_rows_give_the_bits_that_they_give_in_the_buffer(M, N, K, transpose_
     rows = a.clone()
     rows.chunk(blocks)[first].fill_(math.nan)
     for use_descriptors in descriptor_modes():
-        for config in candidates(dtype, descriptors=use_descriptors):
-            options = {"transpose_b": transpose_b, "use_descriptors": use_descriptors, "config": config}
+        for config in tiles_of(dtype, descriptors=use_descriptors):
+            options = {"transpose_b": transpose_b, "use_descriptors": use_descriptors, "tile": config}
             out, buffer = embedded([M, N], dtype, pad=[1, 8], device=CUDA)
             ready = raised(blocks, first=first)
             ready.flags[first] = 0
@@ -86,7 +86,7 @@ def test_early_blocks_give_the_bits_of_tiles_that_are_split_in_two_every_time(M,
     rows = a.clone()
     rows.chunk(blocks)[first].fill_(math.nan)
     for use_descriptors in descriptor_modes():
-        for tile in candidates(dtype, descriptors=use_descriptors)[: 3 if use_descriptors else 1]:
+        for tile in tiles_of(dtype, descriptors=use_descriptors)[: 3 if use_descriptors else 1]:
             options = {"transpose_b": transpose_b, "use_descriptors": use_descriptors}
             wanted = [  # a launch splits no more tiles in two than it has programs for
                 torch.cat([_in_two(part, b[i : i + tile.n] if transpose_b else b[:, i : i + tile.n], tile, options)
@@ -94,14 +94,14 @@ def test_early_blocks_give_the_bits_of_tiles_that_are_split_in_two_every_time(M,
                 for part in a.chunk(blocks)
             ]  # fmt: skip
             for early, split, mine in [(1, 0, own), (3, 5, own), (3, 0, None)]:
-                config = dataclasses.replace(tile, early=early, split=split, parts=2)
+                config = dataclasses.replace(tile, early_blocks=early, split=split, parts=2)
                 out, buffer = embedded([M, N], dtype, pad=[1, 8], device=CUDA)
                 ready = raised(blocks, first=first)
                 ready.flags[first] = 0 if mine is not None else 1
                 given = a if mine is None else rows
                 seen = []
                 for _ in range(3):
-                    matmul(given, b, out.fill_(math.nan), ready=ready, own=mine, config=config, **options)
+                    matmul(given, b, out.fill_(math.nan), ready=ready, own=mine, tile=config, **options)
                     assert_only_view_written(out, buffer)
                     seen.append(out.clone())
                 assert all(torch.equal(seen[0], again) for again in seen[1:])
@@ -126,20 +126,20 @@ def test_early_and_split_tiles_give_the_product_however_many_there_are_of_either
         tile = one_tile(torch.bfloat16, use_descriptors)
         walks = [(0, 9, 2, own), (1, 9, 8, own), (3, 9, 2, own), (3, 30, 4, own), (8, 9, 2, own), (3, 9, 2, None)]
         for early, split, parts, mine in walks:
-            config = dataclasses.replace(tile, early=early, split=split, parts=parts)
+            config = dataclasses.replace(tile, early_blocks=early, split=split, parts=parts)
             ready = raised(blocks, first=first)
             ready.flags[first] = 0 if mine is not None else 1
-            options = {"bias": added, "use_descriptors": use_descriptors, "config": config}
+            options = {"bias": added, "use_descriptors": use_descriptors, "tile": config}
             matmul(a if mine is None else rows, b, out.fill_(math.nan), ready=ready, own=mine, **options)
             assert torch.equal(out, exact), (config, mine is None)
             assert timeout_error(ready.timeouts, 0, "%f") is None
 
 
-def _in_two(a: torch.Tensor, b: torch.Tensor, tile: Config, options: dict[str, bool]) -> torch.Tensor:
+def _in_two(a: torch.Tensor, b: torch.Tensor, tile: Tile, options: dict[str, bool]) -> torch.Tensor:
     """The product, every tile split in two."""
     config = dataclasses.replace(tile, split=1 << 20, parts=2)
     out = torch.empty(len(a), b.shape[0] if options["transpose_b"] else b.shape[1], dtype=a.dtype, device=CUDA)
-    return matmul(a, b, out, config=config, **options)
+    return matmul(a, b, out, tile=config, **options)
 
 
 @pytest.mark.parametrize("flag_dtype", [torch.int32, torch.int64])
@@ -147,7 +147,7 @@ def _in_two(a: torch.Tensor, b: torch.Tensor, tile: Config, options: dict[str, b
 def test_any_layout_and_dtype_are_waited_for(dtype, flag_dtype):
     a, b = filled([6, 100, 120], dtype, pad=[0, 2, 0], device=CUDA), filled([120, 90], dtype, device=CUDA)
     out, buffer = embedded([6, 100, 90], dtype, pad=[0, 1, 3], device=CUDA)
-    options = {"use_descriptors": False, "config": one_tile(dtype, False)}
+    options = {"use_descriptors": False, "tile": one_tile(dtype, False)}
     for blocks in (2, 6, 24):
         matmul(a, b, out.fill_(math.nan), ready=raised(blocks, dtype=flag_dtype, first=1), **options)
         assert_only_view_written(out, buffer)
@@ -164,7 +164,7 @@ def test_rows_that_copies_bring_while_the_kernel_waits_are_seen_in_every_call(fi
     ready = ReadyFlags(flags, 0, no_timeouts(blocks, CUDA), first=first, polls=5_000_000)
     side = torch.cuda.Stream()
     modes = [
-        {"use_descriptors": mode, "config": dataclasses.replace(one_tile(torch.bfloat16, mode), early=early)}
+        {"use_descriptors": mode, "tile": dataclasses.replace(one_tile(torch.bfloat16, mode), early_blocks=early)}
         for mode in descriptor_modes()
     ]
     there = raised(blocks, first=first)
@@ -199,8 +199,8 @@ def test_a_flag_that_never_rises_ends_the_kernel_with_its_rows_untouched_unless_
         out = torch.full((4096, 1024), math.nan, dtype=torch.bfloat16, device=CUDA)
         ready = raised(4, first=2, polls=1000)
         ready.flags[missing] = 0
-        config = dataclasses.replace(one_tile(torch.bfloat16, use_descriptors), early=early)
-        options = {"use_descriptors": use_descriptors, "config": config}
+        config = dataclasses.replace(one_tile(torch.bfloat16, use_descriptors), early_blocks=early)
+        options = {"use_descriptors": use_descriptors, "tile": config}
         there = matmul(a, b, torch.empty_like(out), ready=raised(4, first=2), **options)
         matmul(a, b, out, ready=ready, **options)
         found = timeout_error(ready.timeouts, 3, "%arrived")
@@ -218,8 +218,8 @@ def test_a_replayed_launch_waits_anew(early):
     a, b = filled([1024, 512], torch.bfloat16, device=CUDA), filled([512, 1024], torch.bfloat16, device=CUDA)
     out, expected = (torch.empty(1024, 1024, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
     ready = raised(4, polls=1000)
-    config = dataclasses.replace(one_tile(torch.bfloat16, descriptor_modes()[-1]), early=early)
-    options = {"use_descriptors": descriptor_modes()[-1], "config": config}
+    config = dataclasses.replace(one_tile(torch.bfloat16, descriptor_modes()[-1]), early_blocks=early)
+    options = {"use_descriptors": descriptor_modes()[-1], "tile": config}
     matmul(a, b, out, ready=ready, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

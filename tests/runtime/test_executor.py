@@ -194,7 +194,7 @@ def test_the_threads_of_an_executor_end_with_it() -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ([torch.ones(4, 8)], "was given 1 inputs"),
+        ([torch.ones(4, 8)], "was given 1 input\n"),
         ([torch.ones(4, 8), torch.ones(8, 4)], "%b has shape [8, 4]"),
         ([torch.ones(4, 8), torch.ones(8, 5).double()], "dtype torch.float64"),
         ([torch.ones(4, 8), None], "%b of rank 0 is None"),

@@ -16,7 +16,7 @@ import pytest
 
 from hostir.ir.source import HostIRError
 from hostir.runtime.session import Session, session
-from tests.launch import free_port, launch
+from tests.launch import Job, begin, free_port, launch
 from tests.runtime.test_torchrun import ROOT, SCRIPT, environment
 
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(120)]
@@ -39,17 +39,14 @@ def test_what_a_session_is_given_is_looked_at_without_a_job_too(given: dict[str,
 
 
 @contextmanager
-def without_a_store(
-    *command: str, ranks: Sequence[int] = (0, 1), timeout: float
-) -> Iterator[list[subprocess.Popen[str]]]:
+def without_a_store(*command: str, ranks: Sequence[int] = (0, 1), timeout: float) -> Iterator[list[Job]]:
     """These of two ranks, whose launcher has no store; none of them is left."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HOSTIR_TIMEOUT": str(timeout)}
     started = []
     try:
         for rank in ranks:
             env = environment(**place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-            piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            started.append(subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, **piped))
+            started.append(begin(*command, env=env))
         yield started
     finally:
         for process in started:

@@ -24,9 +24,9 @@ from hostir.runtime.kernels.layout import (
     limits,
     rows_or_copy,
 )
-from hostir.runtime.kernels.matmul_kernel import matmul_kernel, schedule
+from hostir.runtime.kernels.matmul_kernel import matmul_kernel
 from hostir.runtime.kernels.table import Again
-from hostir.runtime.kernels.tiles import INTERPRETER, MIN_OWN_ROWS, Ahead, Config, choose, in_blocks
+from hostir.runtime.kernels.tiles import INTERPRETER, MIN_LOCAL_ROWS, Gemm, Grid, Tile, candidates, choose
 
 if TYPE_CHECKING:
     from hostir.runtime.kernels.flags import ReadyFlags
@@ -374,7 +374,7 @@ def matmul(
     ready: ReadyFlags | None = None,
     own: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
-    config: Config | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """Compute `out[..., N] = a[..., K] @ b (+ bias)`, accumulated in float32, on the current stream; return `out`.
 
@@ -396,7 +396,7 @@ def matmul(
             batch.
         use_descriptors: move tiles with TMA descriptors. None: if the device and the layouts allow it. True: always, or
             raise. False: never.
-        config: the tile to use instead of the one that `choose` returns.
+        tile: the tile to use instead of the one that `choose` returns.
 
     All tensors have one dtype, bfloat16, float16 or float32. float32 is multiplied exactly, or in TF32 on a GPU if
     `torch.backends.cuda.matmul` says so when called. An empty `out` waits for no flags. Results repeat bit for bit.
@@ -410,7 +410,7 @@ def matmul(
         ready=ready,
         own=own,
         use_descriptors=use_descriptors,
-        config=config,
+        tile=tile,
     )
     return out
 
@@ -425,7 +425,7 @@ def multiply(
     ready: ReadyFlags | None = None,
     own: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
-    config: Config | None = None,
+    tile: Tile | None = None,
 ) -> Again | None:
     """Compute as `matmul`. Returns a function that repeats the call for the same layouts and addresses.
 
@@ -438,11 +438,11 @@ def multiply(
     kind = (
         *(_layout(a), _layout(b), _layout(out), None if bias is None else _layout(bias), transpose_b),
         *(None if ready is None else _waits(ready), None if own is None else _layout(own)),
-        *(use_descriptors, config, tf32),
+        *(use_descriptors, tile, tf32),
     )
     call = _calls.get(kind)
     if call is None:
-        call = _prepare((a, b, out, own), bias, transpose_b, ready, use_descriptors, config, tf32)
+        call = _prepare((a, b, out, own), bias, transpose_b, ready, use_descriptors, tile, tf32)
         if call is None:
             if bias is None:
                 out.zero_()
@@ -458,6 +458,11 @@ def multiply(
         own, moved = None, True
     again = call.launch((a, b, out, own), bias, ready)
     return None if wide or moved else again
+
+
+def _dtype_name(t: torch.Tensor, tf32: bool) -> str:
+    """Return the dtype of a tensor as `Gemm` names it."""
+    return {torch.bfloat16: "bf16", torch.float16: "f16"}.get(t.dtype, "tf32" if tf32 else "f32")
 
 
 def _layout(t: torch.Tensor) -> tuple[object, ...]:
@@ -480,7 +485,7 @@ def _prepare(
     transpose_b: bool,
     ready: ReadyFlags | None,
     use_descriptors: bool | None,
-    config: Config | None,
+    tile: Tile | None,
     tf32: bool,
 ) -> MatmulLaunch | None:
     """Prepare the launch of such a matmul; None if nothing is multiplied, and only a bias or zeros are written."""
@@ -491,7 +496,7 @@ def _prepare(
     has_own = own is not None
     if own is not None:
         check_own(own, a, block)
-        if own.shape[:-1].numel() < MIN_OWN_ROWS:
+        if own.shape[:-1].numel() < MIN_LOCAL_ROWS:
             own = None
     weight = b.t() if transpose_b else b
     K, N = weight.shape
@@ -513,68 +518,63 @@ def _prepare(
     # Programmatic dependent launch came with TMA, on Hopper; a copy would be between the previous kernel and this one.
     beside = ready.overlapped_sms if ready is not None and bounds.tma and not copies_own else 0
     sms = max(1, bounds.sms - beside - (0 if ready is None else ready.reserved_sms))
-    if config is None and INTERPRETED:
-        config = INTERPRETER
-    elif config is None:
-        config = choose(
-            *(rows.M, N, K, a.dtype, sms),
-            batch=rows.batches,
-            block=block,
-            apart=own is not None,
-            descriptors=described is not None,
-            tf32=tf32,
-            shared_memory=bounds.shared_memory,
-        )
-    batches, M = in_blocks(rows.batches, rows.M, block, config.m, own is not None)
-    if M != rows.M:
-        rows = rows.in_batches(M)
+    gemm = Gemm(rows.M, N, K, _dtype_name(a, tf32), rows.batches, block, own is not None, beside > 0)
+    if tile is None and INTERPRETED:
+        tile = INTERPRETER
+    elif tile is None:
+        fitting = candidates(gemm.dtype, descriptors=described is not None, shared_memory=bounds.shared_memory)
+        tile = choose(gemm, sms, fitting)
+    grid = Grid.of(tile, gemm)
+    if grid.rows != rows.M:
+        rows = rows.in_batches(grid.rows)
         described = _described((a, weight, out, own), rows, use_descriptors)
-    if bias is not None and batches > 1:
+    if bias is not None and grid.batches > 1:
         fits = {"descriptors": described is not None, "biased_batch": True}
-        config = config.fitting(a.element_size(), bounds.shared_memory, **fits)
-    tiles = batches * -(-M // config.m) * -(-N // config.n)
-    ahead = Ahead.of(config, batches, M, N, block, own is not None)
-    plan = schedule(tiles + ahead.early, -(-K // config.k), sms, min(config.split, tiles - ahead.tiles), config.parts)
-    left = tiles + ahead.early - plan.whole
-    slots = left * (1 if plan.parts == 2 else plan.parts) + ahead.early
+        tile = tile.fitting(a.element_size(), bounds.shared_memory, **fits)
+    plan = grid.schedule(tile, sms)
+    left = grid.tiles + grid.early - plan.whole
+    slots = left * (1 if plan.parts == 2 else plan.parts) + grid.early
     of_own = (0, 0, 0) if own is None else own_strides(own, rows)
     of_a = (rows.a_batch, rows.a_row, a.stride(-1))
     strides = (*of_own, *of_a, *weight.stride(), rows.out_batch, rows.out_row, out.stride(-1))
-    halved = config.n // 2 if config.halves else config.n
+    halved = tile.n // 2 if tile.halves else tile.n
     return MatmulLaunch(
         device=device,
         programs=plan.programs,
         described=described,
-        blocks=((config.m, config.k), (config.k, config.n), (config.m, halved), (config.m, config.k)),
+        blocks=((tile.m, tile.k), (tile.k, tile.n), (tile.m, halved), (tile.m, tile.k)),
         bias_step=0 if bias is None else bias.stride(0),
         block=block,
-        schedule=(tiles - left, left, plan.parts) if slots else None,
-        sums=slots * config.m * config.n,
-        tickets=left + ahead.early,
+        schedule=(grid.tiles - left, left, plan.parts) if slots else None,
+        sums=slots * tile.m * tile.n,
+        tickets=left + grid.early,
         copies_own=copies_own,
         # With descriptors strides are not used, so new strides must not cause a new compilation.
-        sizes=(ahead.blocks, config.group, batches, M, N, K, *(strides if described is None else [0] * len(strides))),
+        sizes=(
+            *(grid.early_blocks, tile.group, grid.batches, grid.rows, N, K),
+            *(strides if described is None else [0] * len(strides)),
+        ),
         constants={
-            "BM": config.m,
-            "BN": config.n,
-            "BK": config.k,
-            "HALVES": config.halves,
+            "BM": tile.m,
+            "BN": tile.n,
+            "BK": tile.k,
+            "HALVES": tile.halves,
             "DESCRIPTORS": described is not None,
             "B_IS_NK": described is not None and described[1].transposed,
-            "BATCHED": batches > 1,
+            "BATCHED": grid.batches > 1,
             "HAS_BIAS": bias is not None,
             "SPLIT": left > 0,
             "PAIRS": plan.parts == 2,
             "READY": ready is not None,
             "OWN": has_own,
             "FLAGS": 1 if ready is None else triton.next_power_of_2(ready.flags.numel()),
-            "EARLY": ahead.early > 0,
+            "EARLY": grid.early > 0,
             "BESIDE": beside > 0,
             "PRECISION": "tf32" if tf32 else "ieee",
             "EXACT": a.dtype == torch.float32 and not tf32,
-            "RUN": max(1, EXACT_RUN // config.k),
+            "RUN": max(1, EXACT_RUN // tile.k),
         },
-        options={"num_stages": config.stages, "num_warps": config.warps, **({"launch_pdl": True} if beside else {})},
+        options={"num_stages": tile.stages, "num_warps": tile.warps, **({"launch_pdl": True} if beside else {})},
     )
 
 

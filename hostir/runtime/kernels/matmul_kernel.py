@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
@@ -148,36 +146,6 @@ def finish(
 # gives the same bits. Of more parts, each program stores its sum, and the last one adds them all up in the order of K.
 # So results are bitwise the same whichever program is last, and no program waits for one that is not storing its sum
 # already.
-
-MIN_STEPS = 4  # of a part, along K: fewer do not pay for the sum in memory
-MAX_PARTS = 8  # of a tile: the last program reads the sums of all
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The assignment of the output's tiles to the programs of one launch.
-
-    Fields:
-        programs: the number of programs.
-        whole: the number of tiles, the first ones, that one program each computes. Each part of an early tile counts.
-        parts: the parts of each of the other tiles; a program has at most one. 0: there are no other tiles.
-    """
-
-    programs: int
-    whole: int
-    parts: int = 0
-
-
-def schedule(tiles: int, steps: int, sms: int, split: int, max_parts: int = MAX_PARTS) -> Schedule:
-    """Assign `tiles` of `steps` along K to `sms` programs, and split the last `split` in up to `max_parts` parts each.
-
-    Fewer parts if there are not as many programs or parts would be too short; no split if that leaves fewer than two.
-    """
-    split = min(split, tiles)
-    parts = min(sms // split, steps // MIN_STEPS, max_parts) if split else 0
-    if parts < 2:
-        return Schedule(min(sms, tiles), tiles)
-    return Schedule(min(sms, max(tiles - split, split * parts)), tiles - split, parts)
 
 
 @triton.jit

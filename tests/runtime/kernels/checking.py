@@ -14,7 +14,7 @@ from hostir.runtime.kernels import matmul as matmul_module
 from hostir.runtime.kernels.layout import limits
 from hostir.runtime.kernels.matmul import matmul, matmul_reference
 from hostir.runtime.kernels.reduce import reduce_sum, reduce_sum_reference
-from hostir.runtime.kernels.tiles import Config
+from hostir.runtime.kernels.tiles import Tile, candidates
 
 
 def embedded(
@@ -87,6 +87,12 @@ def user_allows(setting: str, allowed: bool) -> Iterator[None]:
         setattr(torch.backends.cuda.matmul, setting, before)
 
 
+def tiles_of(dtype: torch.dtype, *, descriptors: bool) -> tuple[Tile, ...]:
+    """The candidates for operands of a dtype of torch."""
+    names = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+    return candidates(names[dtype], descriptors=descriptors)
+
+
 @contextlib.contextmanager
 def multiprocessors(sms: int) -> Iterator[None]:
     """Within it, `matmul` counts on `sms` multiprocessors, so that a test says how many programs share tiles."""
@@ -113,10 +119,10 @@ def check_matmul(
     bias: torch.Tensor | None = None,
     transpose_b: bool = False,
     use_descriptors: bool | None = None,
-    config: Config | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """Run `matmul` into `out` and hold it against torch and float64."""
-    result = matmul(a, b, out, bias=bias, transpose_b=transpose_b, use_descriptors=use_descriptors, config=config)
+    result = matmul(a, b, out, bias=bias, transpose_b=transpose_b, use_descriptors=use_descriptors, tile=tile)
     assert result is out
     assert_only_view_written(out, buffer)
     # On copies: on a CPU, torch's bfloat16 product of padded matrices picks up the NaNs between their rows.

@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -17,7 +16,7 @@ from triton.compiler import ASTSource
 from hostir.runtime.kernels.flags import PER_THREAD, WARPS, push_kernel
 from hostir.runtime.kernels.matmul import EXACT_RUN
 from hostir.runtime.kernels.matmul_kernel import matmul_kernel
-from hostir.runtime.kernels.tiles import Config, candidates
+from hostir.runtime.kernels.tiles import Tile, candidates
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SPLITTING = ("whole", "split", "parts", "sums", "tickets")
@@ -26,7 +25,7 @@ SHARED_MEMORY = 227 << 10
 
 
 def compiled(
-    tile: Config,
+    tile: Tile,
     *,
     dtype: str,
     descriptors: bool,
@@ -61,7 +60,7 @@ def compiled(
         "READY": ready is not None,
         "OWN": ready is not None and own,
         "FLAGS": 8 if ready else 1,
-        "EARLY": tile.early > 0,
+        "EARLY": tile.early_blocks > 0,
         "BESIDE": beside,
         "PRECISION": "ieee",
         "EXACT": dtype == "fp32",
@@ -90,7 +89,7 @@ def compiled(
 
 
 @pytest.mark.parametrize("b_is_nk", [True, False])
-@pytest.mark.parametrize("tile", candidates(torch.bfloat16), ids=str)
+@pytest.mark.parametrize("tile", candidates("bf16"), ids=str)
 def test_tiles_with_descriptors_use_hopper(tile, b_is_nk):
     kernel = compiled(tile, dtype="bf16", descriptors=True, b_is_nk=b_is_nk)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
@@ -99,7 +98,7 @@ def test_tiles_with_descriptors_use_hopper(tile, b_is_nk):
 
 
 @pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("tile", candidates(torch.bfloat16), ids=str)
+@pytest.mark.parametrize("tile", candidates("bf16"), ids=str)
 def test_batches_and_a_bias_fit_as_well(tile, batched):
     tile = tile.fitting(2, SHARED_MEMORY, descriptors=True, biased_batch=batched)
     kernel = compiled(tile, dtype="bf16", descriptors=True, b_is_nk=True, batched=batched, bias=True)
@@ -108,7 +107,7 @@ def test_batches_and_a_bias_fit_as_well(tile, batched):
     assert kernel.metadata.shared <= most <= SHARED_MEMORY
 
 
-@pytest.mark.parametrize("tile", candidates(torch.bfloat16, descriptors=False), ids=str)
+@pytest.mark.parametrize("tile", candidates("bf16", descriptors=False), ids=str)
 def test_tiles_with_pointers_copy_asynchronously(tile):
     kernel = compiled(tile, dtype="bf16", descriptors=False, b_is_nk=True)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
@@ -116,7 +115,7 @@ def test_tiles_with_pointers_copy_asynchronously(tile):
     assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=False)
 
 
-@pytest.mark.parametrize("tile", candidates(torch.float32), ids=str)
+@pytest.mark.parametrize("tile", candidates("f32"), ids=str)
 def test_float32_is_multiplied_exactly(tile):
     kernel = compiled(tile, dtype="fp32", descriptors=True, b_is_nk=True)
     assert "mma" not in kernel.asm["ptx"].replace("fma", "")
@@ -130,7 +129,7 @@ def test_float32_is_multiplied_exactly(tile):
 )
 @pytest.mark.parametrize("descriptors", [True, False])
 def test_a_kernel_that_waits_acquires_before_it_loads_and_pipelines_as_ever(descriptors, ready, width):
-    tile = candidates(torch.bfloat16, descriptors=descriptors)[0]
+    tile = candidates("bf16", descriptors=descriptors)[0]
     options = {"dtype": "bf16", "descriptors": descriptors, "b_is_nk": True, "batched": True}
     load = "global.mbarrier::complete_tx::bytes" if descriptors else "cp.async.cg.shared.global"
     plain, waiting = (compiled(tile, ready=r, **options).asm["ptx"] for r in (None, ready))
@@ -144,7 +143,7 @@ def test_a_kernel_that_waits_acquires_before_it_loads_and_pipelines_as_ever(desc
 
 
 @pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("tile", candidates(torch.bfloat16), ids=str)
+@pytest.mark.parametrize("tile", candidates("bf16"), ids=str)
 def test_waiting_needs_no_more_shared_memory_than_a_tile_may_take(tile, own):
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": True, "batched": True, "own": own}
     kernel = compiled(tile, ready={"flags": "*i32", "epoch": "i32"}, **options)
@@ -154,14 +153,14 @@ def test_waiting_needs_no_more_shared_memory_than_a_tile_may_take(tile, own):
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_kernel_that_may_start_early_ends_after_the_one_before_it(beside):
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": True, "ready": {"flags": "*i64", "epoch": "i32"}}
-    ptx = compiled(candidates(torch.bfloat16)[0], beside=beside, **options).asm["ptx"]
+    ptx = compiled(candidates("bf16")[0], beside=beside, **options).asm["ptx"]
     assert ptx.count("griddepcontrol.wait") == beside
     if beside:
         assert "wgmma" not in ptx[ptx.find("griddepcontrol.wait") :]
 
 
 @pytest.mark.parametrize("pairs", [True, False])
-@pytest.mark.parametrize("tile", candidates(torch.bfloat16), ids=str)
+@pytest.mark.parametrize("tile", candidates("bf16"), ids=str)
 def test_split_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(tile, pairs, tmp_path):
     split = dataclasses.replace(tile, split=1)
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False}
@@ -174,12 +173,12 @@ def test_split_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(til
 
 # With a bias, some registers are short behind the pipeline, where a tile is stored: of 128 x 128, 9 are left and read.
 @pytest.mark.parametrize(("split", "bias", "spills"), [(0, False, 0), (1, False, 0), (1, True, 96)])
-@pytest.mark.parametrize("tile", candidates(torch.bfloat16)[:4], ids=str)
+@pytest.mark.parametrize("tile", candidates("bf16")[:4], ids=str)
 def test_early_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(tile, split, bias, spills, tmp_path):
     tile = tile.fitting(2, SHARED_MEMORY, descriptors=True, biased_batch=bias)
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False, "batched": True, "bias": bias}
     plain = compiled(tile, **options).asm["ptx"]
-    early = dataclasses.replace(tile, early=3, split=split)
+    early = dataclasses.replace(tile, early_blocks=3, split=split)
     kernel = compiled(early, ready={"flags": "*i64", "epoch": "i32"}, own=True, pairs=split > 0, **options)
     for instruction in ("wgmma.mma_async", "complete_tx::bytes"):  # own rows, the others early, whole tiles, split ones
         assert kernel.asm["ptx"].count(instruction) == (3 + split) * plain.count(instruction)
@@ -189,7 +188,7 @@ def test_early_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(til
 
 @pytest.mark.parametrize("descriptors", [True, False])
 def test_a_ticket_is_drawn_after_the_sum_is_written_and_before_any_is_read(descriptors):
-    tile = dataclasses.replace(candidates(torch.bfloat16, descriptors=descriptors)[0], split=1)
+    tile = dataclasses.replace(candidates("bf16", descriptors=descriptors)[0], split=1)
     ptx = compiled(tile, dtype="bf16", descriptors=descriptors, b_is_nk=False).asm["ptx"]
     ticket = ptx.find("atom.global.gpu.acq_rel.add.u32")
     assert 0 <= ptx.rfind("st.global.v4.b32", 0, ticket) < ptx.rfind("bar.sync", 0, ticket)
@@ -200,7 +199,7 @@ def test_a_ticket_is_drawn_after_the_sum_is_written_and_before_any_is_read(descr
 
 @pytest.mark.parametrize("descriptors", [True, False])
 def test_the_second_of_two_reads_a_sum_only_after_the_first_has_said_that_it_is_written(descriptors):
-    tile = dataclasses.replace(candidates(torch.bfloat16, descriptors=descriptors)[0], split=1)
+    tile = dataclasses.replace(candidates("bf16", descriptors=descriptors)[0], split=1)
     ptx = compiled(tile, dtype="bf16", descriptors=descriptors, b_is_nk=False, pairs=True).asm["ptx"]
     drawn, said = (ptx.find(f"atom.global.gpu.{order}.add.u32") for order in ("relaxed", "release"))
     heard = [match.start() for match in re.finditer(r"(atom|ld)\.global\.gpu\.acquire\.", ptx)]

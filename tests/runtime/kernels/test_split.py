@@ -5,7 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels.matmul_kernel import MAX_PARTS, MIN_STEPS, Schedule, first_step, schedule
+from hostir.runtime.kernels.matmul_kernel import first_step
+from hostir.runtime.kernels.tiles import MAX_PARTS, MIN_STEPS, Schedule, schedule
 
 SHAPES = {
     "tiles": st.integers(1, 700),

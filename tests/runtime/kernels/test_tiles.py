@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels.matmul_kernel import schedule
-from hostir.runtime.kernels.tiles import Ahead, Config, choose, in_blocks
+from hostir.runtime.kernels.tiles import TRITON, Gemm, Grid, Tile, candidates, choose, duration
 
 EXTENTS = st.integers(1, 1 << 17)
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = ("bf16", "f16", "f32")
+
+
+def chosen_for(M: int, N: int, K: int, sms: int = 132, **how: object) -> Tile:
+    return choose(Gemm(M, N, K, "bf16", **how), sms, candidates("bf16"))
 
 
 @pytest.mark.parametrize(
@@ -22,50 +26,52 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
     ],
 )
 def test_tiles_are_as_large_as_keeps_the_multiprocessors_busy(M, N, K, tile):
-    chosen = choose(M, N, K, torch.bfloat16, 132)
+    chosen = chosen_for(M, N, K)
     assert (chosen.m, chosen.n) == tile
 
 
 @given(
     *(EXTENTS, EXTENTS, EXTENTS, st.integers(1, 200), st.integers(1, 64)),
-    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-    *(st.booleans(), st.booleans()),
+    st.sampled_from([*FLOATS, "tf32"]),
+    st.booleans(),
     st.sampled_from([99 << 10, 163 << 10, 227 << 10]),
 )
-def test_every_choice_fits_into_shared_memory(M, N, K, sms, batch, dtype, descriptors, tf32, shared_memory):
-    tile = choose(M, N, K, dtype, sms, batch=batch, descriptors=descriptors, tf32=tf32, shared_memory=shared_memory)
-    assert tile.shared_memory(dtype.itemsize, descriptors=descriptors) <= shared_memory
+def test_every_choice_fits_into_shared_memory(M, N, K, sms, batches, dtype, descriptors, shared_memory):
+    gemm = Gemm(M, N, K, dtype, batches)
+    tile = choose(gemm, sms, candidates(dtype, descriptors=descriptors, shared_memory=shared_memory))
+    assert tile.shared_memory(gemm.itemsize, descriptors=descriptors) <= shared_memory
 
 
 def test_too_little_shared_memory_is_said():
-    with pytest.raises(ValueError, match=r"no torch\.bfloat16 matmul tile fits into 1024 bytes"):
-        choose(64, 64, 64, torch.bfloat16, 1, shared_memory=1024)
+    with pytest.raises(ValueError, match=r"no bf16 matmul tile fits into 1024 bytes"):
+        candidates("bf16", shared_memory=1024)
 
 
 @given(st.integers(1, 64), EXTENTS, st.sampled_from([16, 64, 128]))
 def test_rows_in_blocks_are_all_there_and_no_tile_spans_two(blocks, height, m):
-    batches, rows = in_blocks(1, blocks * height, height, m)
-    assert batches * rows == blocks * height
-    assert rows == height or height < m
+    grid = Grid.of(Tile(m, 64), Gemm(blocks * height, 64, 64, "bf16", block=height))
+    assert grid.batches * grid.rows == blocks * height
+    assert grid.rows == height or height < m
 
 
 def test_batches_and_rows_without_blocks_stay_as_they_are():
-    assert in_blocks(4, 256, 128, 64) == (4, 256)
-    assert in_blocks(1, 256, None, 64) == (1, 256)
+    for gemm in (Gemm(256, 64, 64, "bf16", batches=4, block=128), Gemm(256, 64, 64, "bf16")):
+        grid = Grid.of(Tile(64, 64), gemm)
+        assert (grid.batches, grid.rows) == (gemm.batches, gemm.m)
 
 
 @pytest.mark.parametrize(
     ("M", "N", "K", "tiles"), [(2048, 6656, 16384, 20), (4096, 6656, 16384, 40), (4096, 3584, 8192, 52)]
 )
 def test_the_tiles_of_a_thin_last_wave_are_split(M, N, K, tiles):
-    assert choose(M, N, K, torch.bfloat16, 132).split == tiles
+    assert chosen_for(M, N, K).split == tiles
 
 
 @pytest.mark.parametrize(
     ("M", "N", "K"), [(4096, 1792, 4096), (8192, 3584, 8192), (512, 6656, 16384), (64, 3584, 8192)]
 )
 def test_waves_that_are_nearly_full_or_alone_are_not_split(M, N, K):
-    assert choose(M, N, K, torch.bfloat16, 132).split == 0
+    assert chosen_for(M, N, K).split == 0
 
 
 @pytest.mark.parametrize(
@@ -82,8 +88,8 @@ def test_waves_that_are_nearly_full_or_alone_are_not_split(M, N, K):
     ],
 )
 def test_rows_in_blocks_get_the_tile_that_was_fastest_on_h200s_as_four_ranks_have_them(M, N, K, expected):
-    tile = choose(M, N, K, torch.bfloat16, 131, block=M // 4, apart=True)
-    assert (tile.m, tile.n, tile.early, tile.split) == expected
+    tile = chosen_for(M, N, K, 131, block=M // 4, separate=True)
+    assert (tile.m, tile.n, tile.early_blocks, tile.split) == expected
 
 
 @pytest.mark.parametrize(
@@ -96,8 +102,8 @@ def test_rows_in_blocks_get_the_tile_that_was_fastest_on_h200s_as_four_ranks_hav
     ],
 )
 def test_rows_in_blocks_get_the_tile_that_was_fastest_on_h200s_as_eight_ranks_have_them(M, N, K, expected):
-    tile = choose(M, N, K, torch.bfloat16, 131, block=M // 8, apart=True)
-    assert (tile.m, tile.n, tile.early, tile.split) == expected
+    tile = chosen_for(M, N, K, 131, block=M // 8, separate=True)
+    assert (tile.m, tile.n, tile.early_blocks, tile.split) == expected
 
 
 @pytest.mark.parametrize(
@@ -105,37 +111,37 @@ def test_rows_in_blocks_get_the_tile_that_was_fastest_on_h200s_as_eight_ranks_ha
     [(8, 4096, 8192, 1), (64, 4096, 8192, 1), (2048, 3584, 4 * 64, 256)],  # the last: parts would be short
 )
 def test_nothing_is_split_for_next_to_no_gain_or_into_short_parts(M, N, K, block):
-    tile = choose(M, N, K, torch.bfloat16, 131, block=block, apart=True)
-    assert (tile.early, tile.split) == (0, 0)
+    tile = chosen_for(M, N, K, 131, block=block, separate=True)
+    assert (tile.early_blocks, tile.split) == (0, 0)
 
 
 @given(st.integers(1, 16), st.integers(1, 4096), EXTENTS, EXTENTS, st.booleans(), st.sampled_from(FLOATS))
 @settings(deadline=None)
-def test_every_choice_for_rows_in_blocks_is_one_that_the_kernel_can_walk(blocks, block, N, K, apart, dtype):
-    tile = choose(blocks * block, N, K, dtype, 131, block=block, apart=apart)
-    batches, rows = in_blocks(1, blocks * block, block, tile.m, apart)
-    ahead = Ahead.of(tile, batches, rows, N, block, apart)
-    assert ahead.blocks == tile.early < blocks
-    tiles = batches * -(-rows // tile.m) * -(-N // tile.n)
-    assert 0 <= tile.split <= tiles - ahead.tiles
-    assert not (tile.early and dtype == torch.float32), "registers do not hold its sums"
+def test_every_choice_for_rows_in_blocks_is_one_that_the_kernel_can_run(blocks, block, N, K, separate, dtype):
+    gemm = Gemm(blocks * block, N, K, dtype, block=block, separate=separate)
+    tile = choose(gemm, 131, candidates(dtype))
+    grid = Grid.of(tile, gemm)
+    assert grid.early_blocks == tile.early_blocks < blocks
+    assert 0 <= tile.split <= grid.tiles - grid.first
+    assert not (tile.early_blocks and dtype == "f32"), "registers do not hold its sums"
     if tile.split:
-        assert schedule(tiles + ahead.early, -(-K // tile.k), 131, tile.split, tile.parts).parts >= 2
+        assert grid.schedule(tile, 131).parts >= 2
 
 
 @pytest.mark.parametrize(("blocks", "early"), [(1, 0), (4, 0), (4, 1), (4, 3), (4, 9)])
-@pytest.mark.parametrize("apart", [True, False])
-def test_early_blocks_and_own_rows_come_before_the_tiles_that_may_be_split(blocks, early, apart):
-    tile = Config(128, 256, 64, stages=4, warps=8, early=early)
-    ahead = Ahead.of(tile, blocks, 200, 1000, 200, apart)  # 2 x 4 tiles of a block
-    assert ahead.early == 8 * min(early, blocks)
-    assert ahead.tiles == 8 * max(min(early, blocks), apart)
-    assert Ahead.of(tile, 1, 200 * blocks, 1000, 50, apart) == Ahead()  # tiles span blocks
+@pytest.mark.parametrize("separate", [True, False])
+def test_early_blocks_and_local_rows_come_before_the_tiles_that_may_be_split(blocks, early, separate):
+    tile = Tile(128, 256, 64, stages=4, warps=8, early_blocks=early)
+    grid = Grid.of(tile, Gemm(200 * blocks, 1000, 64, "bf16", block=200, separate=separate))  # 2 x 4 tiles of a block
+    assert grid.early == 8 * min(early, blocks)
+    assert grid.first == 8 * max(min(early, blocks), separate)
+    spanning = Grid.of(tile, Gemm(200 * blocks, 1000, 64, "bf16", block=50))
+    assert (spanning.early_blocks, spanning.early, spanning.first) == (0, 0, 0)
 
 
 def test_blocks_that_come_late_are_multiplied_with_smaller_tiles_than_rows_that_are_there():
-    here = choose(4096, 1792, 4096, torch.bfloat16, 132)
-    coming = choose(4096, 1792, 4096, torch.bfloat16, 132, block=1024)
+    here = chosen_for(4096, 1792, 4096)
+    coming = chosen_for(4096, 1792, 4096, block=1024)
     assert coming.m * coming.n < here.m * here.n
 
 
@@ -143,9 +149,40 @@ def test_blocks_that_come_late_are_multiplied_with_smaller_tiles_than_rows_that_
 def test_tiles_span_small_blocks_where_each_would_read_a_right_side_that_the_l2_does_not_hold(
     N: int, K: int, rows: int
 ) -> None:
-    assert choose(512, N, K, torch.bfloat16, 116, block=64).m == rows
+    assert chosen_for(512, N, K, 116, block=64).m == rows
 
 
 def test_where_all_tiles_read_for_longer_than_they_compute_the_one_that_computes_least_is_taken() -> None:
-    apart = choose(512, 6656, 16384, torch.bfloat16, 132, block=64, apart=True)
+    apart = chosen_for(512, 6656, 16384, block=64, separate=True)
     assert apart.m == 64, "no tile spans two blocks, so that half of a taller one would be empty"
+
+
+def one_by_one(tile: Tile, gemm: Gemm, sms: int, arrivals: list[float]) -> float:
+    """When the last program ends, each unit of work taken in turn: `duration` without its arithmetic on whole waves."""
+    grid, whole = Grid.of(tile, gemm), TRITON.whole(tile, gemm)
+    plan = grid.schedule(tile, sms)
+    split = grid.tiles + grid.early - plan.whole
+    early = [(unit // 2, TRITON.part(tile, 2, whole)) for unit in range(2 * grid.early)]
+    alone = [(unit, whole) for unit in range(grid.early, grid.tiles - split)]
+    parts = [
+        (unit, TRITON.part(tile, plan.parts, whole)) for unit in range(grid.tiles - split, grid.tiles)
+    ] * plan.parts
+    free = [0.0] * plan.programs
+    for number, (unit, takes) in enumerate([*early, *alone, *parts]):
+        program, last_block = number % plan.programs, ((unit + 1) * grid.blocks - 1) // grid.tiles
+        free[program] = max(free[program], arrivals[last_block]) + takes
+    return max(free)
+
+
+@given(
+    *(st.integers(1, 8), st.integers(1, 600), st.integers(1, 3000), st.integers(1, 140), st.data()),
+    *(st.sampled_from(candidates("bf16")), st.integers(0, 3), st.integers(0, 60), st.sampled_from([2, 4, 8])),
+)
+@settings(deadline=None)
+def test_the_estimate_is_that_of_programs_which_take_tiles_in_turn(
+    blocks, block, N, sms, data, tile, early, split, parts
+):
+    tile = dataclasses.replace(tile, early_blocks=early, split=split, parts=parts)
+    gemm = Gemm(blocks * block, N, 2048, "bf16", block=block)
+    arrivals = data.draw(st.lists(st.floats(0, 500), min_size=blocks, max_size=blocks))
+    assert duration(tile, gemm, sms, arrivals=arrivals)[1] == pytest.approx(one_by_one(tile, gemm, sms, arrivals))

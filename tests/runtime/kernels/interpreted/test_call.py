@@ -16,10 +16,10 @@ from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import matmul, multiply
 from hostir.runtime.kernels.matmul_kernel import matmul_kernel
-from hostir.runtime.kernels.tiles import Config
+from hostir.runtime.kernels.tiles import Tile
 from tests.runtime.kernels.checking import filled
 
-TILE = Config(16, 16, 16, stages=1, warps=1, group=2)
+TILE = Tile(16, 16, 16, stages=1, warps=1, group=2)
 SPLIT = dataclasses.replace(TILE, halves=True, split=1)
 NAMES = list(matmul_kernel.arg_names)
 
@@ -120,8 +120,8 @@ def test_a_launch_gets_the_arguments_that_the_first_one_got(
 def test_what_does_a_launch_again_passes_the_same_on_the_stream_that_is_current_then(recorder):
     a, b, out = filled([32, 32], torch.bfloat16), filled([32, 32], torch.bfloat16), torch.empty(32, 32).bfloat16()
     flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_timeouts(2, "cpu"), first=1)
-    assert multiply(a, b, out, ready=flags, config=SPLIT) is None, "the first launch compiles"
-    again = multiply(a, b, out, ready=flags, config=SPLIT)
+    assert multiply(a, b, out, ready=flags, tile=SPLIT) is None, "the first launch compiles"
+    again = multiply(a, b, out, ready=flags, tile=SPLIT)
     recorder.current = 5
     again()
     assert recorder.launches[0] == recorder.launches[1]
@@ -159,7 +159,7 @@ def test_multiprocessors_are_left_to_the_kernel_that_a_launch_is_beside(beside, 
     ready = ReadyFlags(torch.ones(4, dtype=torch.int64), 1, no_timeouts(4, "cpu"), overlapped_sms=beside)
     a, b, out = filled([64, 32], torch.float32), filled([32, 32], torch.float32), torch.empty(64, 32)
     for _ in range(2):
-        matmul(a, b, out, config=TILE, ready=ready)
+        matmul(a, b, out, tile=TILE, ready=ready)
     assert [launch["programs"] for launch in (*first, *recorder.launches)] == [programs] * 2
     assert first[0]["BESIDE"] == (beside > 0)
 
@@ -194,7 +194,7 @@ def test_another_layout_dtype_or_epoch_is_another_kind_of_call(recorder):
         lambda: matmul(a, b.t(), out, transpose_b=True),
         lambda: matmul(a, b, out, bias=b[0]),
         lambda: matmul(a.bfloat16(), b.bfloat16(), out.bfloat16()),
-        lambda: matmul(a, b, out, config=TILE),
+        lambda: matmul(a, b, out, tile=TILE),
         lambda: matmul(a, b, out, use_descriptors=False),
         lambda: matmul(a[:, 1:17], b[1:17], out),  # not on 16 bytes
         lambda: matmul(a, b, out, ready=flags),

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostir.runtime.kernels.matmul import DTYPES, matmul
-from hostir.runtime.kernels.tiles import Config
+from hostir.runtime.kernels.tiles import Tile
 from tests.runtime.kernels.checking import check_matmul, embedded, filled
 
 EXTENTS = st.integers(1, 50) | st.sampled_from([32, 64])
 TILES = (
     None,
-    Config(32, 16, 16, stages=1, warps=1),
-    Config(16, 64, 32, stages=1, warps=1, halves=True),
-    Config(64, 32, 16, stages=1, warps=1, group=1),
+    Tile(32, 16, 16, stages=1, warps=1),
+    Tile(16, 64, 32, stages=1, warps=1, halves=True),
+    Tile(64, 32, 16, stages=1, warps=1, group=1),
 )
 few = settings(max_examples=50, deadline=None)
 
@@ -48,7 +48,7 @@ def test_any_strides_give_the_product(data):
     b = filled([N, K] if transpose_b else [K, N], dtype, **layout(2))
     bias = filled([N], dtype, pad=[1], offset=1)[:N] if draw(st.booleans()) else None
     out, buffer = embedded([B, M, N], dtype, **layout(3))
-    check_matmul(a, b, out, buffer, bias=bias, transpose_b=transpose_b, config=draw(st.sampled_from(TILES)))
+    check_matmul(a, b, out, buffer, bias=bias, transpose_b=transpose_b, tile=draw(st.sampled_from(TILES)))
 
 
 @few
@@ -74,7 +74,7 @@ def test_descriptors_give_the_product(data):
         bias=bias,
         transpose_b=transpose_b,
         use_descriptors=True,
-        config=draw(st.sampled_from(TILES)),
+        tile=draw(st.sampled_from(TILES)),
     )
 
 

@@ -12,17 +12,17 @@ from hostir.ir.source import HostIRError
 from hostir.runtime.kernels import matmul as matmul_module
 from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts, timeout_error
 from hostir.runtime.kernels.matmul import DTYPES, _calls, matmul
-from hostir.runtime.kernels.tiles import Config
+from hostir.runtime.kernels.tiles import Tile
 from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled, multiprocessors
 from tests.runtime.kernels.checking import parts as parts_of_tiles
 from tests.runtime.kernels.raising import fill_and_raise
 
 TILES = (
-    Config(16, 16, 16, stages=1, warps=1, group=2),
-    Config(32, 32, 16, stages=1, warps=1, halves=True, group=1),
-    Config(64, 16, 32, stages=1, warps=1),
-    Config(32, 32, 16, stages=1, warps=1, halves=True, early=1),
-    Config(16, 32, 16, stages=1, warps=1, group=2, early=3),
+    Tile(16, 16, 16, stages=1, warps=1, group=2),
+    Tile(32, 32, 16, stages=1, warps=1, halves=True, group=1),
+    Tile(64, 16, 32, stages=1, warps=1),
+    Tile(32, 32, 16, stages=1, warps=1, halves=True, early_blocks=1),
+    Tile(16, 32, 16, stages=1, warps=1, group=2, early_blocks=3),
 )
 SMALL = TILES[0]
 
@@ -43,7 +43,7 @@ def whole_numbers(*shape: int) -> torch.Tensor:
 @pytest.fixture
 def all_apart(monkeypatch):
     """However few own rows are, they are read where they are."""
-    monkeypatch.setattr("hostir.runtime.kernels.matmul.MIN_OWN_ROWS", 0)
+    monkeypatch.setattr("hostir.runtime.kernels.matmul.MIN_LOCAL_ROWS", 0)
     _calls.clear()
     yield
     _calls.clear()
@@ -77,7 +77,7 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     out, buffer = embedded([blocks * height, N], dtype, pad=[1, 8])
     few = draw(st.sampled_from([0, 20]))  # of own rows: they are copied
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hostir.runtime.kernels.matmul.MIN_OWN_ROWS", few)
+        patch.setattr("hostir.runtime.kernels.matmul.MIN_LOCAL_ROWS", few)
         _calls.clear()
         assert matmul(rows, b, out, ready=ready, own=own, **options) is out
     _calls.clear()
@@ -86,8 +86,8 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     # The product that the interpreter makes of a tile depends, in the last bit, on where in the tile a row lies.
     parts = blocks if height >= tile.m or (there and height >= few) else 1
     for block, (ours, part) in enumerate(zip(out.chunk(parts), a.chunk(parts), strict=True)):
-        early = parts == blocks and (block - first) % blocks < tile.early
-        options["config"] = dataclasses.replace(tile, early=0, split=1 << 30 if early else 0, parts=2)
+        early = parts == blocks and (block - first) % blocks < tile.early_blocks
+        options["tile"] = dataclasses.replace(tile, early_blocks=0, split=1 << 30 if early else 0, parts=2)
         with multiprocessors(100):
             assert torch.equal(ours, matmul(part, b, torch.full_like(ours, math.nan), **options))
             # Of one step or two, both sums are the same whether they are added up in one go or left in between.
@@ -111,9 +111,9 @@ def test_a_batch_is_used_in_place(blocks, use_descriptors):
     a, b = filled([6, 20, 24], torch.bfloat16, pad=[0, 2, 0]), filled([24, 40], torch.bfloat16)
     out, buffer = embedded([6, 20, 40], torch.bfloat16, pad=[0, 1, 0])
     ready = raised(blocks, first=blocks // 2)
-    matmul(a, b, out, ready=ready, use_descriptors=use_descriptors, config=SMALL)
+    matmul(a, b, out, ready=ready, use_descriptors=use_descriptors, tile=SMALL)
     assert_only_view_written(out, buffer)
-    assert torch.equal(out, matmul(a, b, torch.empty_like(out), use_descriptors=use_descriptors, config=SMALL))
+    assert torch.equal(out, matmul(a, b, torch.empty_like(out), use_descriptors=use_descriptors, tile=SMALL))
 
 
 @pytest.mark.parametrize("use_descriptors", [True, False])
@@ -121,12 +121,12 @@ def test_a_batch_is_used_in_place(blocks, use_descriptors):
 def test_own_rows_are_some_batches(blocks, order, use_descriptors, all_apart):
     a, b = filled([6, 20, 24], torch.bfloat16, pad=[0, 2, 0]), filled([24, 40], torch.bfloat16)
     out, buffer = embedded([6, 20, 40], torch.bfloat16, pad=[0, 1, 0])
-    wanted = matmul(a, b, torch.empty_like(out), use_descriptors=use_descriptors, config=SMALL)
+    wanted = matmul(a, b, torch.empty_like(out), use_descriptors=use_descriptors, tile=SMALL)
     first = blocks // 2
     own = filled([6 // blocks, 20, 24], torch.bfloat16, order=order).copy_(a.chunk(blocks)[first])
     a.chunk(blocks)[first].fill_(math.nan)
     ready = raised(blocks, but=first, first=first)
-    matmul(a, b, out, ready=ready, own=own, use_descriptors=use_descriptors, config=SMALL)
+    matmul(a, b, out, ready=ready, own=own, use_descriptors=use_descriptors, tile=SMALL)
     assert_only_view_written(out, buffer)
     assert torch.equal(out, wanted)
     assert not ready.timeouts.any()
@@ -143,14 +143,14 @@ def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, ow
     a, mine = rows.clone(), slice(2 * batches, 3 * batches)
     if own:
         a[mine] = math.nan
-    config = Config(32, 32, 16, stages=1, warps=1, group=2, early=early)
+    config = Tile(32, 32, 16, stages=1, warps=1, group=2, early_blocks=early)
     ready = raised(blocks, but=2 if own else None, first=2)
     if batches == 1:
         a = a.view(-1, 24)
     out, buffer = embedded([*a.shape[:-1], N], torch.float32, pad=[0] * (a.ndim - 2) + [1, 4])
     given = rows[mine].view(-1, *a.shape[1:]) if own else None
     with multiprocessors(sms):
-        matmul(a, b, out, bias=bias, ready=ready, own=given, use_descriptors=use_descriptors, config=config)
+        matmul(a, b, out, bias=bias, ready=ready, own=given, use_descriptors=use_descriptors, tile=config)
         (call,) = matmul_module._calls.values()
     assert call.constants["EARLY"] == (early > 0)
     assert call.sizes[0] == min(early, blocks)
@@ -159,15 +159,15 @@ def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, ow
     assert not ready.timeouts.any()
 
 
-@pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, early=2)])
+@pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, early_blocks=2)])
 @pytest.mark.parametrize("missing", [1, 2])
 def test_own_rows_are_computed_though_other_blocks_stay_away(missing, config, all_apart):
     a, own, b = whole_numbers(60, 24), whole_numbers(20, 24), whole_numbers(24, 48)
     out, ready = torch.full((60, 48), math.nan), raised(3, but=missing, first=0)
-    matmul(a, b, out, ready=ready, own=own, config=config)
+    matmul(a, b, out, ready=ready, own=own, tile=config)
     assert torch.equal(out[:20], own @ b)
     absent = out.chunk(3)[missing]  # multiplied as it is where it is early
-    assert torch.equal(absent, a.chunk(3)[missing] @ b) if missing < config.early else absent.isnan().all()
+    assert torch.equal(absent, a.chunk(3)[missing] @ b) if missing < config.early_blocks else absent.isnan().all()
     assert ready.timeouts.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(3)]
 
 
@@ -182,9 +182,9 @@ def test_own_rows_are_computed_though_other_blocks_stay_away(missing, config, al
 def test_own_rows_that_no_descriptor_fits_are_copied_and_the_others_keep_theirs(odd, all_apart):
     a, b = whole_numbers(3 * 20, 24).bfloat16(), whole_numbers(24, 40).bfloat16()
     out, own = torch.empty(60, 40, dtype=torch.bfloat16), odd(a[20:40].clone())
-    wanted = matmul(a, b, torch.empty_like(out), config=SMALL)
+    wanted = matmul(a, b, torch.empty_like(out), tile=SMALL)
     a[20:40] = math.nan
-    matmul(a, b, out, ready=raised(3, but=1, first=1), own=own, config=SMALL)
+    matmul(a, b, out, ready=raised(3, but=1, first=1), own=own, tile=SMALL)
     assert torch.equal(out, wanted)
     assert torch.equal(a[20:40], own)
     assert [call.copies_own for call in _calls.values()] == [False, True]
@@ -219,7 +219,7 @@ def test_blocks_are_computed_in_the_order_of_arrival_until_one_is_missing(first,
     a, b = whole_numbers(4 * height, 24), whole_numbers(24, 48)
     ready = raised(4, but=missing, first=first)
     out = torch.full((4 * height, 48), math.nan)
-    matmul(a, b, out, ready=ready, config=SMALL, use_descriptors=use_descriptors)
+    matmul(a, b, out, ready=ready, tile=SMALL, use_descriptors=use_descriptors)
     arrived = [(first + i) % 4 for i in range((missing - first) % 4)]
     for block, (ours, wanted) in enumerate(zip(out.chunk(4), (a @ b).chunk(4), strict=True)):
         assert torch.equal(ours, wanted) if block in arrived else ours.isnan().all()
@@ -232,7 +232,7 @@ def test_a_tile_waits_for_all_the_blocks_that_it_spans(missing, first):
     a, b = whole_numbers(8 * 6, 24), whole_numbers(24, 48)
     out = torch.full((48, 48), math.nan)
     ready = raised(8, but=missing, first=first)
-    matmul(a, b, out, ready=ready, config=dataclasses.replace(SMALL, group=1))  # 16 rows, and one for each program
+    matmul(a, b, out, ready=ready, tile=dataclasses.replace(SMALL, group=1))  # 16 rows, and one for each program
     spanning = {row // 16 for row in range(missing * 6, missing * 6 + 6)}
     order = [(first * 6 // 16 + i) % 3 for i in range(3)]
     begun = order[: min(map(order.index, spanning))]
@@ -284,7 +284,7 @@ def test_another_process_raises_the_flags_while_the_kernel_waits():
         for use_descriptors in (True, False):  # the second finds everything there
             out = torch.full((blocks * height, 48), math.nan)
             now = dataclasses.replace(ready, epoch=epoch, first=order[0])
-            matmul(a, b, out, ready=now, config=SMALL, use_descriptors=use_descriptors)
+            matmul(a, b, out, ready=now, tile=SMALL, use_descriptors=use_descriptors)
             assert torch.equal(out, source @ b)
     rounds.put(None)
     other.join(30)

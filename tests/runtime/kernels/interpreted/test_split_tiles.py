@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from hostir.runtime.kernels import matmul as workspace
 from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts
 from hostir.runtime.kernels.matmul import DTYPES, matmul
-from hostir.runtime.kernels.matmul_kernel import MIN_STEPS
-from hostir.runtime.kernels.tiles import Config
+from hostir.runtime.kernels.tiles import MIN_STEPS, Tile
 from tests.runtime.kernels.checking import check_matmul, embedded, filled, multiprocessors, parts
 
 TILES = (
-    Config(16, 16, 16, stages=1, warps=1, group=2, split=1),
-    Config(32, 32, 16, stages=1, warps=1, halves=True, group=1, split=2),
-    Config(64, 16, 32, stages=1, warps=1, split=1),
+    Tile(16, 16, 16, stages=1, warps=1, group=2, split=1),
+    Tile(32, 32, 16, stages=1, warps=1, halves=True, group=1, split=2),
+    Tile(64, 16, 32, stages=1, warps=1, split=1),
 )
 SMALL = TILES[0]
 PAIRS = dataclasses.replace(SMALL, parts=2)
@@ -58,7 +57,7 @@ def test_split_tiles_give_the_product(data):
     out, buffer = embedded([B, M, N], dtype, pad=[0, 1, 8])
     poisoned()
     with multiprocessors(draw(st.integers(2 * config.split, 9))):
-        check_matmul(a, b, out, buffer, bias=bias, use_descriptors=use_descriptors, config=config)
+        check_matmul(a, b, out, buffer, bias=bias, use_descriptors=use_descriptors, tile=config)
         assert parts() >= 2
     poisoned()
 
@@ -69,7 +68,7 @@ def test_the_bits_do_not_depend_on_which_program_comes_last(seed, count, monkeyp
     a, b = filled([64, 600], torch.float32), filled([600, 20], torch.float32)  # 8 tiles
     config = dataclasses.replace(SMALL, parts=count)
     with multiprocessors(3):
-        expected = matmul(a, b, torch.empty(64, 20), config=config)
+        expected = matmul(a, b, torch.empty(64, 20), tile=config)
         assert parts() == count
         order = list(range(3))
         random.Random(seed).shuffle(order)
@@ -77,9 +76,9 @@ def test_the_bits_do_not_depend_on_which_program_comes_last(seed, count, monkeyp
         place = builder.set_grid_idx
         monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(order[x], y, z))
         poisoned()
-        out = matmul(a, b, torch.full((64, 20), math.nan), config=config)
+        out = matmul(a, b, torch.full((64, 20), math.nan), tile=config)
         assert torch.equal(out, expected)
-        assert not torch.equal(out, matmul(a, b, torch.empty(64, 20), config=dataclasses.replace(SMALL, split=0)))
+        assert not torch.equal(out, matmul(a, b, torch.empty(64, 20), tile=dataclasses.replace(SMALL, split=0)))
 
 
 @pytest.mark.parametrize("config", [SMALL, PAIRS])
@@ -87,7 +86,7 @@ def test_the_bits_do_not_depend_on_which_program_comes_last(seed, count, monkeyp
 def test_any_number_of_multiprocessors_gives_the_product(sms, most, config):
     a, b = whole_numbers(50, 200), whole_numbers(200, 40)
     with multiprocessors(sms):
-        assert torch.equal(matmul(a, b, torch.full((50, 40), math.nan), config=config), a @ b)
+        assert torch.equal(matmul(a, b, torch.full((50, 40), math.nan), tile=config), a @ b)
         assert parts() == min(most, config.parts)
 
 
@@ -107,8 +106,8 @@ def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, e
     with multiprocessors(sms):
         for config in TILES[:2]:
             poisoned()
-            config = dataclasses.replace(config, parts=most, early=early)
-            matmul(a, b, out.fill_(math.nan), ready=ready, own=mine, use_descriptors=use_descriptors, config=config)
+            config = dataclasses.replace(config, parts=most, early_blocks=early)
+            matmul(a, b, out.fill_(math.nan), ready=ready, own=mine, use_descriptors=use_descriptors, tile=config)
             assert parts() == min(most, sms // config.split, -(-K // config.k) // MIN_STEPS)
             assert torch.equal(out, whole @ b)
     poisoned()
@@ -117,18 +116,18 @@ def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, e
 @pytest.mark.parametrize("early", [0, 1, 2])
 @pytest.mark.parametrize("config", [SMALL, PAIRS])
 def test_a_split_tile_whose_rows_stay_away_says_so_and_leaves_the_tickets_as_they_were(config, early):
-    config = dataclasses.replace(config, early=early)
+    config = dataclasses.replace(config, early_blocks=early)
     whole, b = whole_numbers(64, 320), whole_numbers(320, 16)
     flags, timeouts = torch.tensor([1, 0], dtype=torch.int32), no_timeouts(2, "cpu")
     out = torch.full((64, 16), math.nan)
     with multiprocessors(3):
         ready = ReadyFlags(flags, 1, timeouts, polls=3)
-        matmul(whole, b, out, ready=ready, config=config)
+        matmul(whole, b, out, ready=ready, tile=config)
         assert parts() == (min(3, config.parts) if early < 2 else 0)
         poisoned()
         assert timeouts.tolist() == [[0, 0], [1, 0]]
         assert torch.equal(out[:32], (whole @ b)[:32])
-        matmul(whole, b, out, ready=dataclasses.replace(ready, flags=torch.ones_like(flags)), config=config)
+        matmul(whole, b, out, ready=dataclasses.replace(ready, flags=torch.ones_like(flags)), tile=config)
     assert torch.equal(out, whole @ b)
 
 
