@@ -15,11 +15,10 @@ from triton.compiler import ASTSource
 
 from hostir.runtime.kernels.flags import PER_THREAD, WARPS, push_kernel
 from hostir.runtime.kernels.matmul import EXACT_RUN
-from hostir.runtime.kernels.matmul_kernel import matmul_kernel
+from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Strides, Workspace, matmul_kernel
 from hostir.runtime.kernels.tiles import Tile, candidates
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SPLITTING = ("whole", "split", "parts", "sums", "tickets")
 WAITING = ("flags", "timeouts", "epoch", "first", "blocks", "height", "polls")
 SHARED_MEMORY = 227 << 10
 
@@ -44,45 +43,38 @@ def compiled(
         "a": f"{lead}{tile.m},{tile.k}",
         "b": f"{tile.n},{tile.k}" if b_is_nk else f"{tile.k},{tile.n}",
         "out": f"{lead}{tile.m},{columns}",
-        **({"own": f"{lead}{tile.m},{tile.k}"} if own else {}),
+        **({"local": f"{lead}{tile.m},{tile.k}"} if own else {}),
     }
-    constants = {
-        "BM": tile.m,
-        "BN": tile.n,
-        "BK": tile.k,
-        "HALVES": tile.halves,
-        "DESCRIPTORS": descriptors,
-        "B_IS_NK": b_is_nk,
-        "BATCHED": batched,
-        "HAS_BIAS": bias,
-        "SPLIT": tile.split > 0,
-        "PAIRS": pairs,
-        "READY": ready is not None,
-        "OWN": ready is not None and own,
-        "FLAGS": 8 if ready else 1,
-        "EARLY": tile.early_blocks > 0,
-        "BESIDE": beside,
-        "PRECISION": "ieee",
-        "EXACT": dtype == "fp32",
-        "RUN": max(1, EXACT_RUN // tile.k),
-        **({} if bias else {"bias": None}),
-        **({} if ready else dict.fromkeys(WAITING)),
-        **({} if own else {"own": None}),
-        **({} if tile.split or tile.early else dict.fromkeys(SPLITTING)),
-    }
+    shares = tile.split > 0 or tile.early_blocks > 0
+    kind = Constants(
+        *(tile.m, tile.n, tile.k, tile.halves, descriptors, b_is_nk, batched, bias, tile.split > 0, pairs),
+        *(ready is not None, ready is not None and own, 8 if ready else 1, tile.early_blocks > 0, beside),
+        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k)),
+    )
+    absent = [*(() if bias else ["bias"]), *(() if ready else WAITING), *(() if own else ["local"])]
+    absent += [] if shares else ["workspace", "whole", "split", "parts"]
+    constants = {"C": kind, **dict.fromkeys(absent)}
+    strides = Strides(*["i32"] * 11)
     if not descriptors:  # unit strides: rows of a and out, and of b, are contiguous
-        constants |= {"own_column": 1, "a_column": 1, "out_column": 1, "b_row" if b_is_nk else "b_column": 1}
-    signature = {name: "constexpr" if name in constants else "i32" for name in matmul_kernel.arg_names}
+        ones = {"local_column", "a_column", "out_column", "b_row" if b_is_nk else "b_column"}
+        strides = strides._replace(**dict.fromkeys(ones, "constexpr"))
+    names = matmul_kernel.arg_names
+    signature = {name: "constexpr" if name in constants else "i32" for name in names}
     signature |= {
         name: f"tensordesc<{dtype}[{block}]>" if descriptors else f"*{dtype}" for name, block in blocks.items()
     }
+    signature["strides"] = strides
     if bias:
-        signature["bias"] = f"*{dtype}"
+        signature["bias"] = Bias(f"*{dtype}", "i32")
     if ready:
         signature |= {"timeouts": "*i64", **ready}
-    if tile.split or tile.early:
-        signature |= {"sums": "*fp32", "tickets": "*i32"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] in "*i"}
+    if shares:
+        signature["workspace"] = Workspace("*fp32", "*i32")
+    at = {(i,): type for i, type in enumerate(signature.values()) if isinstance(type, str)}
+    for i, types in enumerate(signature.values()):
+        at |= {(i, j): type for j, type in enumerate(types)} if isinstance(types, tuple) else {}
+    constants |= {path: 1 for path, type in at.items() if len(path) == 2 and type == "constexpr"}
+    aligned = {path: [["tt.divisibility", 16]] for path, type in at.items() if type[0] in "*i"}
     source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": beside}
     return triton.compile(source, target=HOPPER, options=options)

@@ -64,7 +64,7 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     b = filled([K, N], dtype, order=draw(st.permutations(range(2)))) if not use_descriptors else filled([K, N], dtype)
     bias = filled([N], dtype) if draw(st.booleans()) else None
     tile = draw(st.sampled_from(TILES))
-    options = {"bias": bias, "use_descriptors": use_descriptors, "config": tile}
+    options = {"bias": bias, "use_descriptors": use_descriptors, "tile": tile}
     first, there = draw(st.integers(0, blocks - 1)), draw(st.booleans())
     but = first if there else None  # the flag of own rows does not rise
     ready = raised(blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64])), but=but, first=first)
@@ -152,7 +152,7 @@ def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, ow
     with multiprocessors(sms):
         matmul(a, b, out, bias=bias, ready=ready, own=given, use_descriptors=use_descriptors, tile=config)
         (call,) = matmul_module._calls.values()
-    assert call.constants["EARLY"] == (early > 0)
+    assert (early > 0) == call.constants.EARLY
     assert call.sizes[0] == min(early, blocks)
     assert_only_view_written(out, buffer)
     assert torch.equal(out.view(rows.shape[0], height, N), rows @ b + bias)
