@@ -177,10 +177,10 @@ class Awaited(NamedTuple):
 
 
 @triton.jit
-def wait_for_rows(awaited, polls, row, end, LOCAL: tl.constexpr, FLAGS: tl.constexpr, TMA: tl.constexpr):
+def wait_for_rows(awaited, polls, row, end, OWN: tl.constexpr, FLAGS: tl.constexpr, TMA: tl.constexpr):
     """Wait until all blocks that hold a row from `row` to before `end` have reached the epoch.
 
-    With LOCAL, except the block `first`. FLAGS is the number of blocks, rounded up to a power of 2; with TMA, loads by
+    With OWN, except the block `first`. FLAGS is the number of blocks, rounded up to a power of 2; with TMA, loads by
     TMA may follow.
 
     Returns the number, counted from `first` on, of the next block after that of `row` that is not ready yet, and the
@@ -188,7 +188,7 @@ def wait_for_rows(awaited, polls, row, end, LOCAL: tl.constexpr, FLAGS: tl.const
     """
     flags, timeouts, epoch, first, blocks, height = awaited
     number = tl.arange(0, FLAGS)
-    exists = (number < blocks) & (number >= (1 if LOCAL else 0))
+    exists = (number < blocks) & (number >= (1 if OWN else 0))
     block = (first + number) % blocks
     needed = exists & (block >= row // height) & (block <= (end - 1) // height)
     value = tl.zeros((FLAGS,), dtype=tl.int64)

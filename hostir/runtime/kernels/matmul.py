@@ -26,7 +26,7 @@ from hostir.runtime.kernels.layout import (
 )
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Strides, Workspace, matmul_kernel
 from hostir.runtime.kernels.table import Again
-from hostir.runtime.kernels.tiles import INTERPRETER, MIN_LOCAL_ROWS, Gemm, Grid, Tile, candidates, choose
+from hostir.runtime.kernels.tiles import INTERPRETER, MIN_OWN_ROWS, Gemm, Grid, Tile, candidates, choose
 
 if TYPE_CHECKING:
     from hostir.runtime.kernels.flags import ReadyFlags
@@ -497,7 +497,7 @@ def _prepare(
     has_own = own is not None
     if own is not None:
         check_own(own, a, block)
-        if own.shape[:-1].numel() < MIN_LOCAL_ROWS:
+        if own.shape[:-1].numel() < MIN_OWN_ROWS:
             own = None
     weight = b.t() if transpose_b else b
     K, N = weight.shape
@@ -517,9 +517,9 @@ def _prepare(
         own = own if described is None else None
     copies_own = has_own and own is None
     # Programmatic dependent launch came with TMA, on Hopper; a copy would be between the previous kernel and this one.
-    beside = ready.overlapped_sms if ready is not None and bounds.tma and not copies_own else 0
-    sms = max(1, bounds.sms - beside - (0 if ready is None else ready.reserved_sms))
-    gemm = Gemm(rows.M, N, K, _dtype_name(a, tf32), rows.batches, block, own is not None, beside > 0)
+    overlapped = ready.overlapped_sms if ready is not None and bounds.tma and not copies_own else 0
+    sms = max(1, bounds.sms - overlapped - (0 if ready is None else ready.reserved_sms))
+    gemm = Gemm(rows.M, N, K, _dtype_name(a, tf32), rows.batches, block, own is not None, overlapped > 0)
     if tile is None and INTERPRETED:
         tile = INTERPRETER
     elif tile is None:
@@ -567,15 +567,15 @@ def _prepare(
             SPLIT=left > 0,
             PAIRS=plan.parts == 2,
             READY=ready is not None,
-            LOCAL=has_own,
+            OWN=has_own,
             FLAGS=1 if ready is None else triton.next_power_of_2(ready.flags.numel()),
             EARLY=grid.early > 0,
-            OVERLAPS=beside > 0,
+            OVERLAPS=overlapped > 0,
             PRECISION="tf32" if tf32 else "ieee",
             EXACT=gemm.dtype == "f32",
             RUN=max(1, EXACT_RUN // tile.k),
         ),
-        options={"num_stages": tile.stages, "num_warps": tile.warps, **({"launch_pdl": True} if beside else {})},
+        options={"num_stages": tile.stages, "num_warps": tile.warps, **({"launch_pdl": True} if overlapped else {})},
     )
 
 

@@ -58,9 +58,9 @@ class Constants(NamedTuple):
         B_IS_NK: the descriptor of b is that of its transpose.
         BATCHED: the output has several batches.
         HAS_BIAS: a bias is added.
-        SPLIT: the last tiles are split; none of them is early or of local rows. PAIRS: in two parts.
+        SPLIT: the last tiles are split; none of them is early or of own rows. PAIRS: in two parts.
         READY: rows arrive while the kernel runs, in blocks.
-        LOCAL: the rows of block `first` are ready.
+        OWN: the rows of block `first` are ready.
         FLAGS: the number of blocks, rounded up to a power of 2.
         EARLY: the tiles of the first blocks are split in two.
         OVERLAPS: it may have started before the previous kernel of the stream has ended.
@@ -79,7 +79,7 @@ class Constants(NamedTuple):
     SPLIT: bool
     PAIRS: bool
     READY: bool
-    LOCAL: bool
+    OWN: bool
     FLAGS: int
     EARLY: bool
     OVERLAPS: bool
@@ -91,9 +91,9 @@ class Constants(NamedTuple):
 class Strides(NamedTuple):
     """Strides in elements, used with pointers only."""
 
-    local_batch: Any
-    local_row: Any
-    local_column: Any
+    own_batch: Any
+    own_row: Any
+    own_column: Any
     a_batch: Any
     a_row: Any
     a_column: Any
@@ -124,7 +124,7 @@ class Workspace(NamedTuple):
 
 
 class Left(NamedTuple):
-    """The rows that a part of the tiles multiplies: of `a`, or local ones.
+    """The rows that a part of the tiles multiplies: of `a`, or own ones.
 
     Fields:
         base: a pointer or a descriptor.
@@ -440,7 +440,7 @@ def _wait_for_tile(awaited, polls, product, place, C: tl.constexpr):
     """Wait for the rows of a tile: see `wait_for_rows`."""
     batch, row, _ = place
     begin, end = batch * product.M + row, batch * product.M + min(row + C.BM, product.M)
-    return wait_for_rows(awaited, polls, begin, end, C.LOCAL, C.FLAGS, C.DESCRIPTORS)
+    return wait_for_rows(awaited, polls, begin, end, C.OWN, C.FLAGS, C.DESCRIPTORS)
 
 
 @triton.jit
@@ -471,10 +471,10 @@ _VARYING = ["epoch", "first", "blocks", "height", "polls", "whole", "split", "pa
 
 @triton.jit(do_not_specialize=_VARYING)
 def matmul_kernel(
-    a,  # DESCRIPTORS: descriptors of a, b (B_IS_NK: of its transpose), out and local; else pointers
+    a,  # DESCRIPTORS: descriptors of a, b (B_IS_NK: of its transpose), out and own; else pointers
     b,
     out,
-    local,  # the rows of block `first`, if they are elsewhere; then each block consists of whole batches
+    own,  # the rows of block `first`, if they are elsewhere; then each block consists of whole batches
     bias,  # a Bias, or None
     flags,  # flags, timeouts, and from epoch to polls: as in ReadyFlags, with READY only
     timeouts,
@@ -505,7 +505,7 @@ def matmul_kernel(
     before = alone  # pieces of work handed out, program by program, before the split tiles
     if C.READY:
         awaited = Awaited(flags, timeouts, epoch, first, blocks, height)
-        local_rows = Left(local, first * (height // M), strides.local_batch, strides.local_row, strides.local_column)
+        own_rows = Left(own, first * (height // M), strides.own_batch, strides.own_row, strides.own_column)
         # If no tile spans two blocks, tiles are numbered block by block. Then the tiles of a block, and of the blocks
         # behind it that are ready as well, run as one pipelined loop: Triton cannot pipeline a loop with a wait in it.
         tiles_of_block = tl.where(height % M == 0, tiles // blocks, 0)
@@ -515,17 +515,17 @@ def matmul_kernel(
                 early_sums += (split * (1 if C.PAIRS else parts)).to(tl.int64) * (C.BM * C.BN)
                 early_tickets += split
             of_early = Workspace(early_sums, early_tickets)
-            if local is not None:
+            if own is not None:
                 tile, polls = _early_tiles(
-                    *(local_rows, product, tile, tiles_of_block, tiles_of_block, of_early, awaited, polls), False, C
+                    *(own_rows, product, tile, tiles_of_block, tiles_of_block, of_early, awaited, polls), False, C
                 )
             tile, polls = _early_tiles(
                 *(rows, product, tile, early * tiles_of_block, tiles_of_block, of_early, awaited, polls), True, C
             )
             tile -= early * tiles_of_block  # from units to tiles
             before += early * tiles_of_block
-        elif local is not None:
-            whole_tiles(local_rows, product, tile, tiles_of_block, C)
+        elif own is not None:
+            whole_tiles(own_rows, product, tile, tiles_of_block, C)
             if tile < tiles_of_block:
                 tile += tl.cdiv(tiles_of_block - tile, tl.num_programs(0)) * tl.num_programs(0)
         while (tile < alone) & (polls > 0):

@@ -33,7 +33,7 @@ def compiled(
     bias: bool = False,
     ready: dict[str, str] | None = None,
     own: bool = False,
-    beside: bool = False,
+    overlapped: bool = False,
     pairs: bool = False,
 ):
     """The matmul kernel for one tile. `ready` gives the types of flags and epoch, where it waits for its rows."""
@@ -43,20 +43,20 @@ def compiled(
         "a": f"{lead}{tile.m},{tile.k}",
         "b": f"{tile.n},{tile.k}" if b_is_nk else f"{tile.k},{tile.n}",
         "out": f"{lead}{tile.m},{columns}",
-        **({"local": f"{lead}{tile.m},{tile.k}"} if own else {}),
+        **({"own": f"{lead}{tile.m},{tile.k}"} if own else {}),
     }
     shares = tile.split > 0 or tile.early_blocks > 0
     kind = Constants(
         *(tile.m, tile.n, tile.k, tile.halves, descriptors, b_is_nk, batched, bias, tile.split > 0, pairs),
-        *(ready is not None, ready is not None and own, 8 if ready else 1, tile.early_blocks > 0, beside),
+        *(ready is not None, ready is not None and own, 8 if ready else 1, tile.early_blocks > 0, overlapped),
         *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k)),
     )
-    absent = [*(() if bias else ["bias"]), *(() if ready else WAITING), *(() if own else ["local"])]
+    absent = [*(() if bias else ["bias"]), *(() if ready else WAITING), *(() if own else ["own"])]
     absent += [] if shares else ["workspace", "whole", "split", "parts"]
     constants = {"C": kind, **dict.fromkeys(absent)}
     strides = Strides(*["i32"] * 11)
     if not descriptors:  # unit strides: rows of a and out, and of b, are contiguous
-        ones = {"local_column", "a_column", "out_column", "b_row" if b_is_nk else "b_column"}
+        ones = {"own_column", "a_column", "out_column", "b_row" if b_is_nk else "b_column"}
         strides = strides._replace(**dict.fromkeys(ones, "constexpr"))
     names = matmul_kernel.arg_names
     signature = {name: "constexpr" if name in constants else "i32" for name in names}
@@ -76,7 +76,7 @@ def compiled(
     constants |= {path: 1 for path, type in at.items() if len(path) == 2 and type == "constexpr"}
     aligned = {path: [["tt.divisibility", 16]] for path, type in at.items() if type[0] in "*i"}
     source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": beside}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": overlapped}
     return triton.compile(source, target=HOPPER, options=options)
 
 
@@ -142,12 +142,12 @@ def test_waiting_needs_no_more_shared_memory_than_a_tile_may_take(tile, own):
     assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_kernel_that_may_start_early_ends_after_the_one_before_it(beside):
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_a_kernel_that_may_start_early_ends_after_the_one_before_it(overlapped):
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": True, "ready": {"flags": "*i64", "epoch": "i32"}}
-    ptx = compiled(candidates("bf16")[0], beside=beside, **options).asm["ptx"]
-    assert ptx.count("griddepcontrol.wait") == beside
-    if beside:
+    ptx = compiled(candidates("bf16")[0], overlapped=overlapped, **options).asm["ptx"]
+    assert ptx.count("griddepcontrol.wait") == overlapped
+    if overlapped:
         assert "wgmma" not in ptx[ptx.find("griddepcontrol.wait") :]
 
 

@@ -43,7 +43,7 @@ def whole_numbers(*shape: int) -> torch.Tensor:
 @pytest.fixture
 def all_apart(monkeypatch):
     """However few own rows are, they are read where they are."""
-    monkeypatch.setattr("hostir.runtime.kernels.matmul.MIN_LOCAL_ROWS", 0)
+    monkeypatch.setattr("hostir.runtime.kernels.matmul.MIN_OWN_ROWS", 0)
     _calls.clear()
     yield
     _calls.clear()
@@ -77,7 +77,7 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     out, buffer = embedded([blocks * height, N], dtype, pad=[1, 8])
     few = draw(st.sampled_from([0, 20]))  # of own rows: they are copied
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hostir.runtime.kernels.matmul.MIN_LOCAL_ROWS", few)
+        patch.setattr("hostir.runtime.kernels.matmul.MIN_OWN_ROWS", few)
         _calls.clear()
         assert matmul(rows, b, out, ready=ready, own=own, **options) is out
     _calls.clear()
