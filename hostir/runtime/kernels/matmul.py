@@ -535,12 +535,10 @@ def _prepare(
     plan = grid.schedule(tile, sms)
     left = grid.tiles + grid.early - plan.whole
     slots = left * (1 if plan.parts == 2 else plan.parts) + grid.early
-    # With descriptors strides are not used, so new strides must not cause a new compilation.
-    strides = Strides._make([0] * len(Strides._fields))
+    strides = Strides(None, None, None, None)
     if described is None:
-        of_own = (0, 0, 0) if own is None else own_strides(own, rows)
         of_a, of_out = (rows.a_batch, rows.a_row, a.stride(-1)), (rows.out_batch, rows.out_row, out.stride(-1))
-        strides = Strides._make((*of_own, *of_a, *weight.stride(), *of_out))
+        strides = Strides(None if own is None else own_strides(own, rows), of_a, tuple(weight.stride()), of_out)
     halved = tile.n // 2 if tile.halves else tile.n
     return MatmulLaunch(
         device=device,

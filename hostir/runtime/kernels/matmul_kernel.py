@@ -89,19 +89,12 @@ class Constants(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides in elements, used with pointers only."""
+    """Strides of each matrix in elements, from batches to columns (of b from rows on); None if it is a descriptor."""
 
-    own_batch: Any
-    own_row: Any
-    own_column: Any
-    a_batch: Any
-    a_row: Any
-    a_column: Any
-    b_row: Any
-    b_column: Any
-    out_batch: Any
-    out_row: Any
-    out_column: Any
+    own: Any
+    a: Any
+    b: Any
+    out: Any
 
 
 class Bias(NamedTuple):
@@ -129,14 +122,12 @@ class Left(NamedTuple):
     Fields:
         base: a pointer or a descriptor.
         above: batches of the output above the first one of `base`.
-        batch, row, column: strides, with pointers.
+        strides: of batches, rows and columns, with pointers.
     """
 
     base: Any
     above: Any
-    batch: Any
-    row: Any
-    column: Any
+    strides: Any
 
 
 class Product(NamedTuple):
@@ -193,11 +184,11 @@ def store(product, place, x, BC: tl.constexpr, C: tl.constexpr):
         else:
             out.store([row, column], x)
     else:
-        strides = product.strides
+        batch_stride, row_stride, column_stride = product.strides.out
         r = (row + tl.arange(0, C.BM)).to(tl.int64)[:, None]
         c = (column + tl.arange(0, BC)).to(tl.int64)[None, :]
         x = from_float32(x, out.dtype.element_ty)
-        at = out + batch.to(tl.int64) * strides.out_batch + r * strides.out_row + c * strides.out_column
+        at = out + batch.to(tl.int64) * batch_stride + r * row_stride + c * column_stride
         tl.store(at, x, mask=(r < product.M) & (c < product.N))
 
 
@@ -379,11 +370,11 @@ def _contract(left, product, place, begin, stop, C: tl.constexpr):
             else:
                 y = product.b.load([k, column])
         else:
-            rows, strides = left.base + batch.to(tl.int64) * left.batch, product.strides
-            x = load_pointers(rows, row, k, product.M, product.K, left.row, left.column, C.BM, C.BK)
-            y = load_pointers(
-                *(product.b, k, column, product.K, product.N, strides.b_row, strides.b_column), C.BK, C.BN
-            )
+            a_batch, a_row, a_column = left.strides
+            b_row, b_column = product.strides.b
+            rows = left.base + batch.to(tl.int64) * a_batch
+            x = load_pointers(rows, row, k, product.M, product.K, a_row, a_column, C.BM, C.BK)
+            y = load_pointers(product.b, k, column, product.K, product.N, b_row, b_column, C.BK, C.BN)
         acc = _dot(x, y, acc, C)
         if C.EXACT and step % C.RUN == C.RUN - 1:  # a sum of short sums is more accurate than one long sum
             total += acc
@@ -501,11 +492,11 @@ def matmul_kernel(
     tiles = batches * tl.cdiv(M, C.BM) * tl.cdiv(N, C.BN)
     alone = whole if C.SPLIT else tiles
     product = Product(b, out, bias, batches, M, N, K, strides, group, first, height)
-    rows = Left(a, 0, strides.a_batch, strides.a_row, strides.a_column)
+    rows = Left(a, 0, strides.a)
     before = alone  # pieces of work handed out, program by program, before the split tiles
     if C.READY:
         awaited = Awaited(flags, timeouts, epoch, first, blocks, height)
-        own_rows = Left(own, first * (height // M), strides.own_batch, strides.own_row, strides.own_column)
+        own_rows = Left(own, first * (height // M), strides.own)
         # If no tile spans two blocks, tiles are numbered block by block. Then the tiles of a block, and of the blocks
         # behind it that are ready as well, run as one pipelined loop: Triton cannot pipeline a loop with a wait in it.
         tiles_of_block = tl.where(height % M == 0, tiles // blocks, 0)

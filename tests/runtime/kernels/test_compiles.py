@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,9 @@ def compiled(
     absent = [*(() if bias else ["bias"]), *(() if ready else WAITING), *(() if own else ["own"])]
     absent += [] if shares else ["workspace", "whole", "split", "parts"]
     constants = {"C": kind, **dict.fromkeys(absent)}
-    strides = Strides(*["i32"] * 11)
-    if not descriptors:  # unit strides: rows of a and out, and of b, are contiguous
-        ones = {"own_column", "a_column", "out_column", "b_row" if b_is_nk else "b_column"}
-        strides = strides._replace(**dict.fromkeys(ones, "constexpr"))
+    one, three = "constexpr", ("i32", "i32", "constexpr")  # rows of a and out, and of b, are contiguous: strides of 1
+    strides = Strides(three if own else one, three, (one, "i32") if b_is_nk else ("i32", one), three)
+    strides = Strides(one, one, one, one) if descriptors else strides
     names = matmul_kernel.arg_names
     signature = {name: "constexpr" if name in constants else "i32" for name in names}
     signature |= {
@@ -70,14 +70,18 @@ def compiled(
         signature |= {"timeouts": "*i64", **ready}
     if shares:
         signature["workspace"] = Workspace("*fp32", "*i32")
-    at = {(i,): type for i, type in enumerate(signature.values()) if isinstance(type, str)}
-    for i, types in enumerate(signature.values()):
-        at |= {(i, j): type for j, type in enumerate(types)} if isinstance(types, tuple) else {}
-    constants |= {path: 1 for path, type in at.items() if len(path) == 2 and type == "constexpr"}
-    aligned = {path: [["tt.divisibility", 16]] for path, type in at.items() if type[0] in "*i"}
+    leaves = dict(leaves_of(tuple(signature.values())))
+    constants |= {path: 1 if len(path) == 3 else None for path, type in leaves.items() if type == one and path[1:]}
+    aligned = {path: [["tt.divisibility", 16]] for path, type in leaves.items() if type[0] in "*i"}
     source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": overlapped}
     return triton.compile(source, target=HOPPER, options=options)
+
+
+def leaves_of(types: tuple[object, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The types of a signature, and of the tuples in it, with their paths."""
+    for i, type in enumerate(types):
+        yield from leaves_of(type, (*path, i)) if isinstance(type, tuple) else [((*path, i), type)]
 
 
 @pytest.mark.parametrize("b_is_nk", [True, False])
