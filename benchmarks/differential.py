@@ -164,7 +164,7 @@ def fixed(cell: Cell, random: Random) -> Program:
     }
     pattern = FIXED[cell.pattern]
     known = pattern.__code__.co_varnames[: pattern.__code__.co_argcount]
-    return pattern(**{name: sizes[name] for name in known}).program()
+    return pattern(**{name: size for name, size in sizes.items() if name in known}).program()
 
 
 @cache

@@ -1,45 +1,147 @@
-"""Starts the ranks of a job from one process that has imported torch for all of them, and holds their store.
+"""Runs commands in processes forked from one that has imported torch, triton and hostir for all of them.
 
-    python tests/launch.py RANKS SCRIPT ARGUMENT...
-    python tests/launch.py RANKS -m MODULE ARGUMENT...
+`begin` starts one command, or the ranks of a job, whose store it holds; `launch` waits until they end. Most commands of
+tests take less time than the imports.
 
-Most jobs of tests take less time than as many imports of torch. torchrun itself, which starts each rank anew and ends
-them all when one fails, runs the demo, the commands of the pages, an example, and ranks that die.
+A process begins as `python COMMAND...` would, apart from the modules that are there already. Where tests are about the
+start itself (imports, torchrun, the commands of the README) they start processes anew.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
+import json
 import os
 import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import warnings
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+ROOT = Path(__file__).parents[1]
 GRACE = 20  # seconds that ranks have to end by themselves, once one has failed
+LONGEST = 1 << 20  # bytes of a request
 
 
-def launch(ranks: int, *command: str, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """A job of so many ranks: what they printed, and the first exit code that is not 0. None of it is left."""
-    whole = [sys.executable, __file__, str(ranks), *command]
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(whole, cwd=Path(__file__).parents[1], env=env, start_new_session=True, **piped) as job:
+class Job:
+    """A command that runs, or the ranks of a job; used as `subprocess.Popen` is.
+
+    Fields:
+        returncode: None until `communicate` has seen the end; then the first exit code that is not 0, negative if a
+            signal ended that process.
+    """
+
+    def __init__(self, ranks: int, command: tuple[str, ...], env: Mapping[str, str], cwd: Path) -> None:
+        self.args, self.returncode, self._said = command, None, ("", "")
+        self._printed = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115, closed when the end is known
+        self._ends, theirs = socket.socketpair()
+        request = {"ranks": ranks, "command": command, "env": dict(env), "cwd": str(cwd)}
+        with theirs:
+            fds = [theirs.fileno(), *(file.fileno() for file in self._printed)]
+            socket.send_fds(_server(env.get("TRITON_INTERPRET")), [json.dumps(request).encode()], fds)
+        group = self._ends.recv(64)
+        assert group, "the server did not start, or could not fork"
+        self._group = int(group)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for the end; what was printed to stdout and to stderr.
+
+        Raises:
+            subprocess.TimeoutExpired: it did not end within so many seconds.
+        """
+        if self.returncode is not None:
+            return self._said
+        self._ends.settimeout(timeout)
         try:
-            printed, said = job.communicate(timeout=timeout)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(whole, job.returncode, printed, said)
+            code = self._ends.recv(64)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0, *self._read()) from None
+        self.returncode, self._said = int(code or -signal.SIGKILL), self._read()
+        for each in (self._ends, *self._printed):
+            each.close()
+        return self._said
+
+    def _read(self) -> tuple[str, str]:
+        for file in self._printed:
+            file.seek(0)
+        out, err = (file.read() for file in self._printed)
+        return out, err
+
+    def kill(self) -> None:
+        """End all that is left of it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGKILL)
+
+
+def begin(*command: str, env: Mapping[str, str], ranks: int = 0, cwd: Path = ROOT) -> Job:
+    """Start `python COMMAND...`: a script, `-m MODULE` or `-c CODE`, and its arguments; as so many ranks, if any."""
+    return Job(ranks, command, env, cwd)
+
+
+def launch(
+    ranks: int, *command: str, env: Mapping[str, str], timeout: float, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """A job of so many ranks, or one process where that is 0, until its end. None of it is left."""
+    job = begin(*command, env=env, ranks=ranks, cwd=cwd)
+    try:
+        printed, said = job.communicate(timeout)
+    finally:
+        job.kill()
+        job.communicate()
+    return subprocess.CompletedProcess(command, job.returncode, printed, said)
 
 
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+@cache
+def _server(interpret: str | None) -> socket.socket:
+    """Where requests go. The server ends when nobody holds this end; Triton looks at its variable when imported."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env |= {"TRITON_INTERPRET": interpret} if interpret else {}
+    command = [sys.executable, __file__, str(theirs.fileno())]
+    with theirs:
+        server = subprocess.Popen(
+            command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    atexit.register(server.wait, 10)
+    atexit.register(ours.close)
+    return ours
+
+
+# In the server ----------------------------------------------------------------------------------------------------
+def served(requests: socket.socket) -> tuple[dict[str, Any], socket.socket]:
+    """Forks for every request, and returns it in the fork, with the end that is to be told how the job ended."""
+    while True:
+        request, fds, _, _ = socket.recv_fds(requests, LONGEST, 3)
+        if not request:
+            os._exit(0)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not os.fork():
+            break
+        for fd in fds:
+            os.close(fd)
+    os.setsid()
+    requests.close()
+    for fd in (1, 2):
+        os.dup2(fds[fd], fd)
+        os.close(fds[fd])
+    return json.loads(request), socket.socket(fileno=fds[0])
 
 
 def forked(ranks: int, port: int) -> set[int]:
@@ -56,7 +158,7 @@ def forked(ranks: int, port: int) -> set[int]:
 
 
 def ended(children: set[int]) -> int:
-    """Waits for all. Once one has failed, the others have `GRACE` left."""
+    """Waits for all: the first exit code that is not 0. Once one has failed, the others have `GRACE` left."""
     failed, last = 0, float("inf")
     while children:
         child, status = os.waitpid(-1, os.WNOHANG if failed else 0)
@@ -73,25 +175,55 @@ def ended(children: set[int]) -> int:
     return failed
 
 
-def main(ranks: int, command: list[str]) -> None:
-    from torch.distributed import TCPStore  # and all of torch, for all ranks
-
+def supervised(ranks: int, ends: socket.socket) -> None:
+    """Returns in each process of the job. The one that began waits for them and says how they ended."""
+    ends.send(str(os.getpid()).encode())
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    if children := forked(ranks, port):  # before the store has threads
+    children = forked(ranks, port) if ranks else {os.fork()} - {0}  # before the store has threads
+    if not children:
+        ends.close()
+        listening.close()
+        return
+    if ranks:
+        from torch.distributed import TCPStore
+
         _store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-        code = ended(children)
-        os._exit(code if code >= 0 else 128 - code)
-    listening.close()
-    if command[0] == "-m":
-        sys.argv = command[1:]
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    ends.send(str(ended(children)).encode())
+    os._exit(0)
+
+
+def main() -> None:
+    import networkx  # noqa: F401
+
+    import examples.patterns  # noqa: F401
+    import hostir.choice.measure
+    import hostir.cli.run
+    import hostir.runtime.executor  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # or each fork copies all pages when it ends
+    request, ends = served(socket.socket(fileno=int(sys.argv[1])))
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    supervised(request["ranks"], ends)
+    if "PYTHONWARNINGS" in os.environ:
+        warnings.simplefilter(os.environ["PYTHONWARNINGS"])  # type: ignore[arg-type]
+    first, *rest = request["command"]
+    sys.path[0] = "" if first in ("-c", "-m") else str(Path(first).resolve().parent)
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = command
-        runpy.run_path(command[0], run_name="__main__")
+        sys.argv = request["command"]
+        runpy.run_path(first, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main()

@@ -9,8 +9,9 @@
     ```console     holds commands behind `$ ` and, if anything, what they print
     ```text        is not run
 
-In outputs `...` stands for anything. The commands of a block with `gpu` behind its language need GPUs and are only
-looked at; so are those of make, which runs the tests.
+`hostir` and the ranks of torchrun are forked from a process that has imported torch (tests/launch.py); the test of
+`make demo` starts the same commands anew. In outputs `...` stands for anything. The commands of a block with `gpu`
+behind its language need GPUs and are only looked at; so are those of make, which runs the tests.
 """
 
 from __future__ import annotations
@@ -29,8 +30,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from tests.launch import launch
+
 ROOT = Path(__file__).parent.parent
 LANGUAGES = {"python", "output", "hir", "finding", "console", "text"}
+COMMAND = re.compile(  # one that needs no shell and starts nothing but hostir
+    r"(?P<variables>(?:export \w+=\w+; |\w+=\w+ )*)"
+    r"(?:torchrun --standalone --nproc-per-node (?P<ranks>\d) |(?=hostir))(?P<words>[^;|&<>]+)"
+    r"(?: > (?P<file>\S+))?\s*"
+)
 FENCE = re.compile(r"^```(\w*)(?: ([\w./]+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -54,8 +62,8 @@ def blocks(page: Path) -> list[Block]:
 
 def check_python(page: Path, folder: Path) -> None:
     """Runs the Python of a page in a process of its own, in `folder`, and compares what each block prints."""
-    command = [sys.executable, str(Path(__file__)), str(page), str(folder / f"{page.stem}.py")]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment())
+    command = (__file__, str(page), str(folder / f"{page.stem}.py"))
+    done = launch(0, *command, cwd=folder, env=environment(), timeout=250)
     assert done.returncode == 0, f"{page.name}:\n{done.stderr}"
     printed = iter(json.loads(done.stdout))
     before = ""
@@ -83,12 +91,26 @@ def check_console(page: Path, folder: Path) -> None:
             if block.word or command.startswith("make "):
                 looks_right(command, where)
                 continue
-            done = subprocess.run(
-                ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=environment(), timeout=300
-            )
+            done = ran(command, folder)
             assert done.returncode == 0, f"{where}\n{done.stdout}{done.stderr}"
             if expected:
                 compare(page, line, expected, done.stdout)
+
+
+def ran(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command of a page; `hostir`, and torchrun's ranks, in processes that need not import torch."""
+    if not (known := COMMAND.fullmatch(command)):
+        return subprocess.run(
+            ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=environment(), timeout=250
+        )
+    variables = dict(one.split("=") for one in re.findall(r"\w+=\w+", known["variables"]))
+    words = shlex.split(known["words"], comments=True)
+    words = words if known["ranks"] else ["-m", *words]
+    done = launch(int(known["ranks"] or 0), *words, cwd=folder, env=environment() | variables, timeout=250)
+    if not known["file"]:
+        return done
+    (folder / known["file"]).write_text(done.stdout)
+    return subprocess.CompletedProcess(command, done.returncode, "", done.stderr)
 
 
 def commands(block: Block) -> Iterator[tuple[int, str, str]]:
@@ -114,9 +136,9 @@ def looks_right(command: str, where: str) -> None:
         if word.endswith(".py"):
             assert (ROOT / word.partition(":")[0]).is_file(), where
     if "hostir" in words:
-        from hostir.__main__ import _parser
+        from hostir.__main__ import _parse
 
-        _parser().parse_args(words[words.index("hostir") + 1 :])
+        _parse(words[words.index("hostir") + 1 :])
 
 
 def environment() -> dict[str, str]:

@@ -104,7 +104,7 @@ def synchronize_waits_for_all(synchronize: Method, self: Tracer, stream: Any) ->
 @promise("3", "a collective touches memory when all ranks have come", Order, "_join_sides")
 def read_when_all_have_come(join: Method, self: Order, sides: Any) -> None:
     join(self, sides)
-    come = self._moment([side.begin for side in sides])
+    come = self._moment([side.begin for side in sides], sides[0].exchange.team)
     for side in sides:
         side.take.after.append(come)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,15 +23,16 @@ ROOT = Path(__file__).parent / "cases"
 SEED = 17
 
 
-def _parsed() -> Iterator[Program]:
+@cache
+def programs() -> list[Program]:
+    """All cases of at most four ranks that are programs: tests/test_bad_input.py has the others."""
+    found = []
     for path in sorted(ROOT.rglob("*.hir")):
-        try:
-            yield hi.parse(path.read_text(encoding="utf-8", errors="replace"), path.name)
-        except hi.HostIRError:
-            continue  # no program: tests/test_bad_input.py has it
+        with contextlib.suppress(hi.HostIRError):
+            found.append(hi.parse(path.read_text(encoding="utf-8", errors="replace"), path.name))
+    return [program for program in found if program.ranks <= 4]
 
 
-PROGRAMS = [program for program in _parsed() if program.ranks <= 4]
 JUNK: tuple[Any, ...] = (
     *(None, 0, -1, 10**30, 1.5, True, "x", b"", (), [], (Lit(0),), Kind.HANDLE),
     *(Lit(0), Lit(-1), Lit(10**20), Bin("/", Lit(1), Lit(0)), Bin("^", Lit(1), Lit(1))),
@@ -45,14 +48,14 @@ def _checked(program: Program, **options: Any) -> list[hi.Diagnostic]:
 
 @pytest.mark.parametrize("sizes", [{}, {"M": 5}], ids=str)
 def test_every_text_is_checked_for_any_sizes(sizes: dict[str, int]) -> None:
-    assert len(PROGRAMS) > 100
-    sound = [program for program in PROGRAMS if sizes.keys() <= program.size_names]
+    assert len(programs()) > 100
+    sound = [program for program in programs() if sizes.keys() <= program.size_names]
     found = [_checked(program, sizes=sizes) for program in sound]
     assert sum(map(bool, found)) >= {0: 40, 1: 1}[len(sizes)]
 
 
 def test_mutants_are_checked_that_are_not_even_texts() -> None:
-    found = [mutant for program in PROGRAMS[::5] if program.meshes for _, _, mutant in _edits(program)]
+    found = [mutant for program in programs()[::5] if program.meshes for _, _, mutant in _edits(program)]
     chosen = Random(SEED).sample(found, 300)
     assert sum(bool(_checked(mutant)) for mutant in chosen) > 100
 
@@ -111,7 +114,7 @@ def mangled(program: Program, random: Random) -> Program | None:
 
 def test_programs_that_python_mangled_are_checked() -> None:
     random = Random(SEED)
-    drawn = (mangled(random.choice(PROGRAMS), random) for _ in range(1500))
+    drawn = (mangled(random.choice(programs()), random) for _ in range(1500))
     found = [_checked(program, ranks=random.choice((None, 2))) for program in drawn if program]
     assert sum(map(bool, found)) > 700
 
@@ -125,7 +128,7 @@ def test_programs_that_python_mangled_are_checked() -> None:
     ],
 )
 def test_what_no_program_can_hold_is_named(field: str, held: Any, message: str) -> None:
-    (found,) = hi.check(replace(PROGRAMS[0], **{field: held}))
+    (found,) = hi.check(replace(programs()[0], **{field: held}))
     assert message in found.message
     assert found.expected
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from hostir.__main__ import main
 from hostir.cli.loading import load
 from tests.cli.commands_on_ranks import Ended, on_ranks
+from tests.launch import launch
 from tests.pages import ROOT, environment
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -23,8 +22,8 @@ EACH_FUSION = pytest.mark.parametrize(
 )
 
 
-def run(*command: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), timeout=240)
+def run(*command: str, ranks: int = 0) -> str:
+    done = launch(ranks, *command, env=environment(), timeout=240)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -39,7 +38,7 @@ def test_an_example_is_a_page_that_says_how_to_run_it(path: Path) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_alone(path: Path) -> None:
-    assert run(sys.executable, str(path))
+    assert run(str(path))
 
 
 @EACH_FUSION
@@ -55,8 +54,8 @@ def test_an_example_is_right_on_any_number_of_ranks(
 
 @pytest.mark.torchrun
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_torchrun_runs_an_example_in_which_each_rank_holds_its_parts_only(ranks: int) -> None:
-    printed = run("torchrun", "--standalone", "--nproc-per-node", str(ranks), "examples/tensor_parallel.py")
+def test_each_rank_of_a_job_holds_its_parts_only(ranks: int) -> None:
+    printed = run("examples/tensor_parallel.py", ranks=ranks)
     assert printed.count(f"{ranks} ranks with {512 // ranks} rows each, relative error") == 3
 
 
@@ -98,7 +97,7 @@ def test_the_fusion_of_ag_matmul_is_for_eight_ranks_unless_said() -> None:
 
 
 def test_a_wait_that_comes_too_late_is_wrong_under_some_schedules() -> None:
-    lines = [line for line in run(sys.executable, "examples/edit_a_dump.py").splitlines() if "schedule" in line]
+    lines = [line for line in run("examples/edit_a_dump.py").splitlines() if "schedule" in line]
     assert "relative error 1" in lines[0]  # program order happens to be right
     wrong = [line for line in lines if "differ" in line or "nan" in line]
     assert len(wrong) >= 2

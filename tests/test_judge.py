@@ -36,7 +36,9 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
 
 def fresh(function: Callable[..., Any], *args: Any) -> Any:
     """What a function gives in a process that has no other threads."""
-    with multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,)) as pool:
+    begin = multiprocessing.get_context("forkserver")  # forks from a process without threads that has imported torch
+    begin.set_forkserver_preload(["tests.real_ranks"])
+    with begin.Pool(1, torch.set_num_threads, (1,)) as pool:
         return pool.apply(function, args)
 
 

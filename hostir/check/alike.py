@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
 from typing import Any, TypeVar
@@ -128,9 +128,12 @@ class Torus:
         """Return the place of each rank along each axis."""
         return np.unravel_index(ranks, self.shape)
 
-    def opposite(self, rank: int) -> int:
-        """Return the rank to which rank 0 is what this rank is to rank 0."""
-        return int(np.ravel_multi_index([-place for place in self.places(rank)], self.shape, mode="wrap"))
+    @cached_property
+    def opposite(self) -> list[int]:
+        """For each rank, the one that stands to rank 0 as rank 0 stands to it."""
+        places = [-along for along in self.places(np.arange(prod(self.shape)))]
+        found: list[int] = np.ravel_multi_index(places, self.shape, mode="wrap").tolist()
+        return found
 
     def axes_of(self, team: tuple[int, ...]) -> tuple[int, ...]:
         """Return the axes along which a team of rank 0 lies; raise unless it has all ranks along them."""
@@ -225,12 +228,12 @@ class Alike(Order):
         far = [access for access in event.accesses if access.rank > 0]
         event.accesses = [_access(access, 0) for access in event.accesses if access.rank < 0]
         for access in far:
-            rank = self.torus.opposite(access.rank)
-            yield self.copy(event, rank, [_access(replace(access, rank=-1), rank)])
+            rank = self.torus.opposite[access.rank]
+            yield self.copy(event, rank, [_access(access, rank)])
 
     def _signal(self, flag: Flag, events: list[Event]) -> Flag:
         """Return the signal that arrives at rank 0 where rank 0 sends this one: some other rank sends it."""
-        rank = self.torus.opposite(flag.rank)
+        rank = self.torus.opposite[flag.rank]
         event = flag.event
         if rank:
             event = self.copy(event, rank, [])
@@ -249,14 +252,13 @@ class Alike(Order):
 
     def seen_from(self, clock: Clock, rank: int) -> Clock:
         """Return the vector clock of an event on a rank, given the clock of the same event on rank 0."""
-        clock = self._by_place(clock)
-        for axis, by in enumerate(self.torus.places(rank)):
-            clock = np.roll(clock, by, axis)
-        return clock.ravel()
-
-    def _by_place(self, clock: Clock) -> Any:
-        """Return a clock as an array by place along each axis and lane."""
-        return clock.reshape(*self.torus.shape, self.width)
+        inner = len(clock)
+        for extent in self.torus.shape:
+            inner //= extent
+            if by := rank * self.width // inner % extent:
+                rows = clock.reshape(-1, extent, inner)
+                clock = np.concatenate((rows[:, -by:], rows[:, :-by]), axis=1).reshape(-1)
+        return clock
 
     # Methods that join all ranks use rank 0 alone, and rotate its clocks for the others.
     def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
@@ -266,7 +268,7 @@ class Alike(Order):
         moment, axes = super()._moment(after, team), self.torus.axes_of(team)
 
         def seen(clock: Clock) -> Clock:
-            by_place = self._by_place(clock)
+            by_place = clock.reshape(*self.torus.shape, self.width)
             latest = by_place.max(axis=axes, keepdims=True)
             return np.broadcast_to(latest, by_place.shape).reshape(clock.shape)
 
@@ -310,10 +312,11 @@ def _differs(number: object) -> bool:
 
 
 def _access(access: Access, rank: int) -> Access:
-    """Return an access with the offset that it has on a rank."""
-    if not _differs(access.region.offset):
-        return access
-    return replace(access, region=Region(_at(access.region.offset, rank), access.region.dims))
+    """Return an access that a rank makes, as one to memory of the rank that it accesses."""
+    region = access.region
+    if _differs(region.offset):
+        region = Region(_at(region.offset, rank), region.dims)
+    return Access(access.buffer, region, access.does)
 
 
 # Memory that goes round with the ranks --------------------------------------------------------------------------------
@@ -337,23 +340,25 @@ class _Rotations:
         awaited = {id(flag) for kernel in self.tracer.kernels for flag in kernel.waits}
         accesses = [access for event in self.tracer.events for access in event.accesses]
         flags = [flag for flag in (*self.tracer.signals, *self.tracer.waits) if id(flag) not in awaited]
-        addresses: list[tuple[str, Any]] = [(access.buffer.name, access.region.offset) for access in accesses]
-        addresses += [(flag.flags, flag.slot) for flag in flags]
-        for name, address in addresses:
-            for axis, step in enumerate(self._moving(address)):
+        moving = [(access, self._moving(access.region.offset)) for access in accesses]
+        going = [(flag, self._moving(flag.slot)) for flag in flags]
+        weights = [(access.buffer.name, steps) for access, steps in moving]
+        weights += [(flag.flags, steps) for flag, steps in going]
+        for name, steps in dict.fromkeys(weights):
+            for axis, step in enumerate(steps):
                 if step:
                     self._need(name, axis, step)
         for kernel in self.tracer.kernels:
             for axis in range(len(self.shape)):
                 self._kernel(kernel, axis)
         self._apart()
-        for access in accesses:
-            for axis in range(len(self.shape)):
+        for access, steps in moving:
+            for axis, step in enumerate(steps):
                 if (access.buffer.name, axis) in self.steps and (id(access), axis) not in self.blocks:
-                    self._region(access, axis)
-        for flag in flags:
-            still = [axis for axis, step in enumerate(self._moving(flag.slot)) if not step]
-            if _differs(flag.epoch[1]) or any((flag.flags, axis) in self.steps for axis in still):
+                    self._region(access, axis, _one_place if step else _all_places)
+        for flag, steps in going:
+            still = any((flag.flags, axis) in self.steps for axis, step in enumerate(steps) if not step)
+            if _differs(flag.epoch[1]) or still:
                 raise UnlikeError
 
     def _moving(self, address: Any) -> tuple[int, ...]:
@@ -373,9 +378,8 @@ class _Rotations:
             if any(higher % end for (_, end), (higher, _) in pairwise(sorted(of))):
                 raise UnlikeError
 
-    def _region(self, access: Access, axis: int) -> None:
+    def _region(self, access: Access, axis: int, fits: Callable[[int, Dims, int, int], bool]) -> None:
         region, step = access.region, self.steps[access.buffer.name, axis]
-        fits = _one_place if self._moving(region.offset)[axis] else _all_places
         if not fits(_at(region.offset, 0), region.dims, step, self.shape[axis]):
             raise UnlikeError
 

@@ -12,7 +12,7 @@ from hostir.check.tracer import CALLER, Event, Flag
 from hostir.ir.host_ops import CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.machine import Frame
 from hostir.ir.onesided_ops import Barrier, Signal, WaitSignal
-from hostir.ir.op import Bin, Expr, FlagUse, Lit, Phase, Ref, Statement, Sync, Value, expr_values, rename_expr
+from hostir.ir.op import Bin, Expr, FlagOperand, Lit, Phase, Ref, Statement, Sync, Value, expr_values, rename_expr
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size
 from hostir.ir.types import FLAG, Kind, TensorType
@@ -372,9 +372,9 @@ class MissingFlags:
         rounds = (s.defines(Phase.HOST) for s in self.outline.program.walk() if s.bodies)
         yield from (Bin("+", Ref(v), Lit(1)) for v in dict.fromkeys(rounds) if v is not None)
 
-    def _uses(self, flags: Value) -> list[FlagUse]:
+    def _uses(self, flags: Value) -> list[FlagOperand]:
         """Return how statements use flags, those that use these flags first."""
-        found = (use for s in self.outline.program.walk() if (use := s.flag_use))
+        found = (use for s in self.outline.program.walk() if (use := s.flag_operand))
         return sorted(found, key=lambda use: use.flags != flags)
 
     def _peers(self, place: Place, flags: Value) -> Iterator[tuple[Expr, str]]:
@@ -393,7 +393,7 @@ class MissingFlags:
 
 
 def _names(s: Statement | None, flags: Value) -> bool:
-    return s is not None and s.flag_use is not None and s.flag_use.flags == flags
+    return s is not None and s.flag_operand is not None and s.flag_operand.flags == flags
 
 
 def _by_name(flags: Iterable[Flag]) -> dict[str, set[Raised]]:
@@ -629,9 +629,9 @@ class Suggestions:
         """Add the missing signal; or replace the wait for it by a barrier, or remove it."""
         yield from MissingFlags(self.outline, self.order).signals(waiting)
         s = waiting.statement
-        if s is None or s.flag_use is None or not s.orders:
+        if s is None or s.flag_operand is None or not s.orders:
             return
-        place, x = self.outline.place(s), s.flag_use.flags
+        place, x = self.outline.place(s), s.flag_operand.flags
         mesh, operand = x.tensor.mesh, self._on_mesh_of(x, place)
         yield (Edit(place, drop=1),)
         for axis in mesh.axes if mesh and operand else ():

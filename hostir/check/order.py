@@ -209,8 +209,9 @@ def _clock(
             np.maximum(clock, clocks[before], out=clock)
     if event.seen is not None:
         clock = event.seen(clock)
+    elif event.lane is not None and len(after) < 2:
+        clock = clock.copy()
     if event.lane is not None:
-        clock = clock.copy() if len(after) < 2 else clock
         clock[lanes[event.lane]] = event.tick
     return clock
 

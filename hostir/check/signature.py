@@ -10,7 +10,7 @@ from itertools import product as product_of
 from math import lcm
 from typing import Any
 
-from hostir.ir.op import Codec, FlagUse, Phase, Shape, Statement, Value, codecs_of
+from hostir.ir.op import Codec, FlagOperand, Phase, Shape, Statement, Value, codecs_of
 from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.source import HostIRError
@@ -120,8 +120,8 @@ class _Walk:
             self.by_chance |= not all(map(self.is_dense, s.values(Codec.READ, Codec.WRITE)))
         if s.viewed is not None:
             self.view(s, s.viewed)
-        elif s.flag_use and s.flag_use.rows:
-            self.in_blocks(s.flag_use)
+        elif s.flag_operand and s.flag_operand.rows:
+            self.in_blocks(s.flag_operand)
         elif s.buffer is not None:
             name, shape = s.buffer.name, s.buffer.tensor.local_shape
             self.strides[name], self.buffers[name] = _packed(shape), name
@@ -162,7 +162,7 @@ class _Walk:
         self.fits &= product(old) == product(new)
         return tuple(found)
 
-    def in_blocks(self, use: FlagUse) -> None:
+    def in_blocks(self, use: FlagOperand) -> None:
         """Record the rows of a product that waits: its leading axes merged, then cut into a block for each flag."""
         blocks = use.flags.tensor.shape[0]
         rows = [product(x.tensor.local_shape[:-1]) / blocks for x in use.rows]

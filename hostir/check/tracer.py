@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, ClassVar, Literal
 
 from hostir.ir.interpret import Observer, interpret
-from hostir.ir.machine import Exchange, Frame, Ready
+from hostir.ir.machine import Exchange, Frame, OptionalMethods, Ready
 from hostir.ir.op import Codec, Phase, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.regions import Region
@@ -158,7 +158,7 @@ class Event:
         verb: what it does, for messages; `statement` is None for what the caller does.
         sms: whether it needs SMs.
         small: whether one SM is enough for it: the one that a waiting kernel leaves to events issued before the kernel.
-        seen: computes its clock from that of the event it follows; None where the two are the same.
+        seen: computes its clock, a new array, from that of the event it follows; None where the two are the same.
     """
 
     rank: int
@@ -231,7 +231,7 @@ class Kernel:
     waits: list[Flag] = field(default_factory=list)
 
 
-class Tracer(Observer):
+class Tracer(Observer, OptionalMethods):
     """Traces one rank. After each `call`, `events` has what it issued; other fields are matched with other ranks."""
 
     frame: ClassVar[type[Frame]] = Frame
@@ -549,9 +549,6 @@ class Tracer(Observer):
 
     def synchronize(self, stream: str | int) -> None:
         self.step("waits", [], after=self.issued(self._stream(stream)))
-
-    def delay(self, microseconds: int) -> None:
-        """Do nothing: a delay orders nothing."""
 
     def copy(self, x: View, out: View, source: int, target: int, sms: int = 0) -> None:
         if source == target and x.buffer is out.buffer and not x.equals(out) and x.region.meets(out.region):

@@ -11,7 +11,8 @@ from typing import Any
 
 from hostir.choice.platforms import Hardware
 from hostir.ir.interpret import interpret
-from hostir.ir.machine import Exchange, Handle, Ready
+from hostir.ir.machine import Exchange, Handle, OptionalMethods, Ready
+from hostir.ir.op import REGISTRY
 from hostir.ir.program import Program
 from hostir.ir.types import DType
 from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, Grid, Tile, choose, duration
@@ -23,7 +24,6 @@ from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, Grid, Tile, choose,
 # strategies, only statements.
 
 CALLER = -1  # the caller's stream
-CONTRACTIONS = ("matmul", "linear")
 
 
 # Kinds of tasks ---------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Shared:
     meetings: dict[tuple[Any, ...], list[CostTask]] = field(default_factory=dict)
 
 
-class CostMachine:
+class CostMachine(OptionalMethods):
     """One rank of the cost model, driven by the interpreter as a machine."""
 
     def __init__(self, rank: int, shared: Shared) -> None:
@@ -229,7 +229,7 @@ class CostMachine:
         ready: Ready | None = None,
     ) -> None:
         read = [x for x in operands if x is not None]
-        if kind not in CONTRACTIONS:
+        if not REGISTRY[kind].contracts:
             self.issue(Traffic(out.bytes + sum(x.bytes for x in read)), launch="compute")
             return
         k = read[0].shape[-1]

@@ -28,13 +28,10 @@ from hostir.choice.cache import (
 from hostir.choice.cost import EAGER, GRAPH, estimates
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, here
 from hostir.described import described
-from hostir.ir.comm_ops import Communication
-from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.sizes import binding
 from hostir.ir.source import HostIRError, Span, check_known, did_you_mean, error, logger, user_span, warn_once
-from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.knobs import KERNELS
 from hostir.lower import AUTO, STRATEGIES, STREAMS, HasProgram, lower
 from hostir.lower import lower as lower_by
@@ -50,7 +47,6 @@ if TYPE_CHECKING:
 # Candidates -----------------------------------------------------------------------------------------------------------
 # The ways to run a fusion on a platform, each with its host program or the reason why it is impossible.
 
-ONE_SIDED = (AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal)
 SEQUENTIAL = "sequential"
 
 
@@ -68,7 +64,7 @@ class Candidates:
 
 def uses_peers(program: Program) -> bool:
     """Whether a program accesses peers' memory."""
-    return any(isinstance(s, ONE_SIDED) for s in program.walk())
+    return any(s.one_sided for s in program.walk())
 
 
 def candidates(fusion: Program, platform: Platform, kernels: str = "auto", *, all_that_run: bool = False) -> Candidates:
@@ -127,7 +123,7 @@ def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tupl
 def _kernels(fusion: Program, platform: Platform, kernels: str) -> Sequence[str]:
     if kernels != "auto":
         return (kernels,)
-    contracts = any(isinstance(s, Matmul | Linear) for s in fusion.body)
+    contracts = any(s.contracts for s in fusion.body)
     return ("aten", "triton") if platform.computes == "cuda" and contracts else ("aten",)
 
 
@@ -155,7 +151,7 @@ def _refused(
 
 
 def _signals_by_sms(program: Program) -> bool:
-    return any(isinstance(s, Signal) and s.sms for s in program.walk())
+    return any(s.needs_reserved_sm for s in program.walk())
 
 
 def _same(a: Program, b: Program) -> bool:
@@ -293,7 +289,7 @@ def decide(
 
 def _communicates(programs: Iterable[Program]) -> bool:
     """Whether the fusion communicates, so that there is something to overlap."""
-    return any(isinstance(s, Communication) for program in programs for s in program.walk())
+    return any(s.collective for program in programs for s in program.walk())
 
 
 def _choice(

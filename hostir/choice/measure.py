@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import nan, sqrt
+from math import nan, prod, sqrt
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,10 +23,8 @@ import torch
 import torch.distributed as dist
 
 from hostir.choice.cache import Candidate, Entry
-from hostir.ir.comm_ops import Communication
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
-from hostir.ir.tensor_ops import Linear, Matmul, TensorOp
 from hostir.runtime.executor import Executor
 from hostir.runtime.reference import SLACK, reductions, relative_error
 from hostir.runtime.session import Session
@@ -211,16 +209,12 @@ def closeness(program: Program, sizes: Mapping[str, int]) -> float:
     """
     once = 0.0
     for s in program.walk():
-        if isinstance(s, TensorOp):
-            rounding = torch.finfo(torch_dtype(s.out.tensor.dtype)).eps / 2
-            summed = torch.finfo(torch.float32).eps * sqrt(_contracted(s, sizes))
+        if s.computed is not None:
+            rounding = torch.finfo(torch_dtype(s.computed.tensor.dtype)).eps / 2
+            terms = prod(n.bind(sizes) for n in s.summed) if s.summed else 0
+            summed = torch.finfo(torch.float32).eps * sqrt(terms)
             once += (rounding + summed) ** 2
     return SLACK * 2 * sqrt(once * (1 + reductions(program, ring=True)))
-
-
-def _contracted(s: TensorOp, sizes: Mapping[str, int]) -> int:
-    """Return how many products each element of the result sums."""
-    return s.a.tensor.local_shape[-1].bind(sizes) if isinstance(s, Matmul | Linear) else 0
 
 
 # Time -------------------------------------------------------------------------------------------------------------
@@ -328,7 +322,7 @@ def _replay(subject: Subject, inputs: Sequence[Part], outputs: Sequence[Part]) -
         call()
     torch.cuda.synchronize()
     dist.barrier()  # ranks capture together
-    if not any(isinstance(s, Communication) for s in subject.program.walk()):
+    if not any(s.collective for s in subject.program.walk()):
         yield call
         return
     graph = torch.cuda.CUDAGraph()

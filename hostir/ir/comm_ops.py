@@ -107,6 +107,11 @@ class Communication(Statement):
     def meshes(self) -> tuple[Mesh | None, ...]:
         return meshes_of([self.x, self.out])
 
+    @property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        devices = sorted({device for mesh in self.meshes if mesh for device in mesh.devices})
+        return tuple(dict.fromkeys(tuple(sorted(self.exchange(device).team)) for device in devices))
+
     def exchange(self, rank: int) -> Exchange:
         """Return what a rank does in this communication."""
         raise AssertionError(type(self).__name__)
@@ -143,6 +148,11 @@ class Collective(Communication):
     @property
     def compared(self) -> tuple[Shape, ...]:
         return self.x.tensor.local_shape, self.out.tensor.local_shape
+
+    @property
+    def addends(self) -> int:
+        summed = self.over in self.x.tensor.partial and self.over not in self.out.tensor.partial
+        return self.mesh.size(self.over) if summed else 0
 
     @property
     def mesh(self) -> Mesh:
@@ -432,7 +442,6 @@ class Message(Statement):
 
     @property
     def teams(self) -> tuple[tuple[int, ...], ...]:
-        """Return the teams within which messages go, their ranks in ascending order."""
         return tuple(tuple(sorted(team)) for team in self.mesh.teams(self.over))
 
     def infer(self) -> Kind:

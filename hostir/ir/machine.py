@@ -77,7 +77,15 @@ class Ready:
         return self.order if self.own is None else self.order[1:]
 
 
-class Machine(Protocol):
+class OptionalMethods(Protocol):
+    """The methods that a machine may leave out: what they do touches no memory and orders nothing."""
+
+    def delay(self, microseconds: int) -> None:
+        """Delay the current stream for about this long, if that helps on this machine."""
+        return
+
+
+class Machine(OptionalMethods, Protocol):
     """The interface that executes statements. `rank` is None on a machine that holds whole, unsharded tensors."""
 
     @property
@@ -144,9 +152,6 @@ class Machine(Protocol):
 
     def synchronize(self, stream: Handle | int) -> None:
         """Let the current stream wait for all that was issued on another so far; the host does not wait."""
-
-    def delay(self, microseconds: int) -> None:
-        """Delay the current stream for about this long, if that helps on this machine."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ from hostir.ir.op import (
     Body,
     Define,
     Expr,
-    FlagUse,
+    FlagOperand,
     Index,
     Int,
     Name,
@@ -291,8 +291,12 @@ class Signal(Statement):
     sms: Int = field(default=0, kw_only=True)
 
     @property
-    def flag_use(self) -> FlagUse:
-        return FlagUse(self.flags, self.slot, self.epoch)
+    def needs_reserved_sm(self) -> bool:
+        return self.sms > 0
+
+    @property
+    def flag_operand(self) -> FlagOperand:
+        return FlagOperand(self.flags, self.slot, self.epoch)
 
     @property
     def peer_place(self) -> tuple[Expr, str]:
@@ -328,8 +332,8 @@ class WaitSignal(Statement):
     epoch: Index
 
     @property
-    def flag_use(self) -> FlagUse:
-        return FlagUse(self.flags, self.slot, self.epoch)
+    def flag_operand(self) -> FlagOperand:
+        return FlagOperand(self.flags, self.slot, self.epoch)
 
     def verify(self) -> None:
         flags_of(self, self.flags)

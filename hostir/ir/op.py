@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum, Flag, auto
 from functools import cache, cached_property
@@ -176,7 +176,7 @@ class Sync(Flag):
 
 
 @dataclass(frozen=True)
-class FlagUse:
+class FlagOperand:
     """A row of flags that a statement signals or waits for.
 
     Fields:
@@ -224,7 +224,7 @@ class Statement:
 
     # Traits: what a statement does, for all who ask; nobody else keeps lists of classes. What it reads, writes, views,
     # frees and defines follows from the codecs of its fields. See also the properties under "Traits" below.
-    on_host: ClassVar[bool] = False  # it runs on the host alone, whatever the current stream is
+    on_host: ClassVar[bool] = False  # it issues no work, and is the same on every stream
     orders: ClassVar[Sync] = Sync.NOTHING  # whom it orders, if it does nothing else
     transfers: ClassVar[bool] = False  # it moves elements between ranks
     collective: ClassVar[bool] = False  # every rank of its team issues it, all in the same order
@@ -235,7 +235,7 @@ class Statement:
     conditional: ClassVar[bool] = False  # a rank may pass over its body
     explicit: ClassVar[bool] = True  # it is left where every change of sharding is explicit
     contracts: ClassVar[bool] = False  # it multiplies matrices
-    whole: ClassVar[bool] = False  # `evaluate` takes tensors whole, but for `flag_use.rows`
+    whole: ClassVar[bool] = False  # `evaluate` takes tensors whole, but for `flag_operand.rows`
 
     span: Span | None = field(default=None, compare=False, repr=False, kw_only=True)
     note: str = field(default="", compare=False, repr=False, kw_only=True)
@@ -343,7 +343,7 @@ class Statement:
 
     @property
     def waits(self) -> int:
-        """How many others its stream waits for, of those that it `orders`."""
+        """The number of statements that its stream waits for, of those that it `orders`."""
         return int(bool(self.orders & (Sync.STREAMS | Sync.WAIT)))
 
     @property
@@ -357,7 +357,7 @@ class Statement:
         return None
 
     @property
-    def flag_use(self) -> FlagUse | None:
+    def flag_operand(self) -> FlagOperand | None:
         """The flags that it signals or waits for."""
         return None
 
@@ -372,13 +372,43 @@ class Statement:
         return None
 
     @property
+    def needs_reserved_sm(self) -> bool:
+        """Whether it needs the SM that a kernel which waits for flags reserves for it."""
+        return False
+
+    @property
+    def computed(self) -> Value | None:
+        """The value whose elements it computes, and rounds to its dtype."""
+        return None
+
+    @property
+    def summed(self) -> Sequence[Size]:
+        """The extents, on one rank, of the axes over which each element that it computes is a sum."""
+        return ()
+
+    @property
+    def right_side(self) -> tuple[Value, int] | None:
+        """The right side of a product, and its axis that is summed away."""
+        return None
+
+    @property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """The teams of ranks that meet in it, each in ascending order."""
+        return ()
+
+    @property
+    def addends(self) -> int:
+        """How many ranks' partial sums it adds up; 0 if it adds none."""
+        return 0
+
+    @property
     def needs_dense(self) -> bool:
         """Whether the tensors that it reads and writes must be dense."""
         return False
 
     @property
     def compared(self) -> tuple[Shape, ...]:
-        """What ranks compare of it when they meet: shapes, or numbers of elements."""
+        """The shapes or numbers of elements that ranks compare when they meet."""
         return ()
 
     def strides(self, of: ViewStrides) -> Shape | None:
@@ -387,7 +417,7 @@ class Statement:
 
     @property
     def repeats(self) -> Size:
-        """How often its body runs, at most."""
+        """The maximum number of times that its body runs."""
         return ONE
 
     def rounds(self, frame: Frame) -> Iterator[tuple[int, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +20,7 @@ from hostir.ir.op import (
     Codec,
     Define,
     Expr,
-    FlagUse,
+    FlagOperand,
     Index,
     Int,
     Ints,
@@ -68,8 +69,9 @@ class TensorOp(Statement):
 
     @property
     def operands(self) -> tuple[Value, ...]:
-        return tuple(value for value in self._operands_or_none() if value is not None)
+        return tuple(value for value in self._operands_or_none if value is not None)
 
+    @cached_property
     def _operands_or_none(self) -> list[Value | None]:
         read = (n for n, codec in codecs_of(type(self)).items() if codec is Codec.READ)
         return [getattr(self, n) for n in read if n not in self.stand_ins]
@@ -98,8 +100,11 @@ class TensorOp(Statement):
         self._one_mesh([*self.operands, self.out])
 
     @property
+    def computed(self) -> Value:
+        return self.out
+
+    @property
     def summed(self) -> Sequence[Size]:
-        """The extents of the axes that it sums away, as one rank has them; none where it is elementwise."""
         if not self.operands:
             return ()
         first, axes = self.operands[0], self.maps()[0]
@@ -121,7 +126,7 @@ class TensorOp(Statement):
         if frame.empty(self.out):
             self.pass_over(frame)
             return
-        operands = [frame[value] for value in self._operands_or_none()]
+        operands = [frame[value] for value in self._operands_or_none]
         frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(), self.waits_for(frame))
 
     def pass_over(self, frame: Frame) -> None:
@@ -202,8 +207,14 @@ class Contraction(TensorOp):
             self._stands_in(self.own)
 
     @property
-    def flag_use(self) -> FlagUse | None:
-        return FlagUse(self.ready, None, self.epoch, (self.a, self.out), self.own) if self.ready is not None else None
+    def flag_operand(self) -> FlagOperand | None:
+        return (
+            FlagOperand(self.ready, None, self.epoch, (self.a, self.out), self.own) if self.ready is not None else None
+        )
+
+    @property
+    def right_side(self) -> tuple[Value, int]:
+        return self.operands[1], self.maps()[1].index(CONTRACTED)
 
     def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
         if self.ready is not None or own == self.a:

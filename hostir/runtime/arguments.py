@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from hostir.described import described
-from hostir.ir.host_ops import Dense
 from hostir.ir.op import Codec, Phase, Value
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error, warn_once
@@ -101,7 +100,7 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
 def tell_copies(unrolled: UnrolledProgram) -> None:
     """Warn, once for each, of inputs that every call copies because the program needs them dense."""
     program = unrolled.program
-    copied = (register for op in unrolled.ops if isinstance(op.place.statement, Dense) for register in op.reads)
+    copied = (register for op in unrolled.ops if op.place.statement.may_copy for register in op.reads)
     for register in dict.fromkeys(register for register in copied if register in unrolled.inputs):
         name = program.inputs[unrolled.inputs.index(register)].name
         message = f"Every call of @{program.name} copies its input %{name}, which must be dense and is not contiguous."
@@ -128,7 +127,7 @@ def _not_dense(x: Any) -> bool:
 # Cache keys of a caller's tensors, the checks of `out=`, and the buffers that those tensors replace.
 
 Part = torch.Tensor | None
-Key = list[tuple[Any, ...] | None]
+Key = tuple[tuple[Any, ...] | None, ...]
 UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # of values without tensor memory
 
 
@@ -169,7 +168,7 @@ def cache_key(tensors: Sequence[Any]) -> Key | None:
         within = functorch.peek_interpreter_stack() is not None  # torch.vmap and its like
         if within and any(x is not None and functorch.is_functorch_wrapped_tensor(x) for x in tensors):
             return None
-        return [None if x is None else _tensor_key(x, grad) for x in tensors]
+        return tuple([None if x is None else _tensor_key(x, grad) for x in tensors])
     except UNREADABLE:
         return None
 

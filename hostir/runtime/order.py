@@ -24,43 +24,51 @@ class Order:
     def __init__(self, ops: Sequence[Op]) -> None:
         self.ops = ops
         self.numbers: list[int] = []  # of each operation: its place on its stream, from 1
-        self.clocks: list[Clock] = []  # of each operation: what it follows
-        self.issued: dict[int, list[int]] = {}  # of each stream: its operations
-        now: dict[int, Clock] = {CALLER: {CALLER: 0}}  # of each stream: what its next operation follows
-        begun: dict[int, Clock] = {}  # by handle: what waiting for the communication adds
+        self.clocks: list[Clock] = []  # of each operation: what it follows on other streams
+        self.issued: dict[int, list[int]] = {CALLER: []}  # of each stream: its operations
+        self.known: dict[int, Clock] = {CALLER: {}}  # of each stream: what its next operation follows on others
+        begun: dict[int, tuple[Clock, int, int]] = {}  # by handle: what a communication follows
         for position, op in enumerate(ops):
-            clock = now.get(op.stream, {})
-            other = now.get(op.joins) if op.joins is not None else begun.get(op.awaits)
-            if other:
-                clock = {**clock, **{stream: max(n, clock.get(stream, 0)) for stream, n in other.items()}}
-            number = clock.get(op.stream, 0) + 1
-            self.numbers.append(number)
+            stream = op.stream
+            issued, clock = self.issued.setdefault(stream, []), self.known.setdefault(stream, {})
+            if op.joins is not None and op.joins in self.known:
+                clock = self.known[stream] = _later(clock, self.known[op.joins], op.joins, len(self.issued[op.joins]))
+            elif op.awaits:
+                clock = self.known[stream] = _later(clock, *begun[op.awaits])
+            issued.append(position)
+            self.numbers.append(len(issued))
             self.clocks.append(clock)
-            self.issued.setdefault(op.stream, []).append(position)
-            now[op.stream] = {**clock, op.stream: number}
             if op.starts:
-                begun[op.starts] = now[op.stream]
-        self.end = now
+                begun[op.starts] = clock, stream, len(issued)
 
     def precedes(self, first: int, then: int) -> bool:
         """Whether one operation is over before another begins; both by position."""
-        return self.clocks[then].get(self.ops[first].stream, 0) >= self.numbers[first]
+        stream = self.ops[first].stream
+        same = stream == self.ops[then].stream
+        return first < then if same else self.clocks[then].get(stream, 0) >= self.numbers[first]
 
     def forked(self, position: int) -> bool:
         """Whether an operation follows the caller's stream as it stood at the beginning of the call."""
-        return CALLER in self.clocks[position]
+        return self.ops[position].stream == CALLER or CALLER in self.clocks[position]
 
     def clock(self, stream: int, position: int) -> Clock:
         """Return what an operation would follow that is issued to a stream right before one at a position."""
-        earlier = self.issued.get(stream, [])
-        count = bisect_left(earlier, position)
-        return {**self.clocks[earlier[count - 1]], stream: count} if count else {}
+        issued = self.issued.get(stream, [])
+        count = bisect_left(issued, position)
+        return {**self.clocks[issued[count - 1]], stream: count} if count else {}
 
     @property
     def unjoined(self) -> tuple[int, ...]:
         """The streams that the caller's stream has not waited for at the end of the call."""
-        known = self.end[CALLER]
-        return tuple(sorted(s for s, clock in self.end.items() if known.get(s, 0) < clock.get(s, 0)))
+        known = self.known[CALLER]
+        return tuple(sorted(s for s, issued in self.issued.items() if s != CALLER and known.get(s, 0) < len(issued)))
+
+
+def _later(clock: Clock, other: Clock, stream: int, count: int) -> Clock:
+    """Return a clock that follows another one as well, and so many operations of a stream."""
+    later = {**clock, **{s: n for s, n in other.items() if n >= clock.get(s, 0)}}
+    later[stream] = max(count, clock.get(stream, 0))
+    return later
 
 
 # Lifetimes ------------------------------------------------------------------------------------------------------------
@@ -85,15 +93,18 @@ def late_streams(unrolled: UnrolledProgram) -> dict[int, tuple[int, ...]]:
     communications: dict[int, Op] = {}  # by handle
     awaited: dict[int, int] = {}  # by handle: where it is first waited for
     for position, op in enumerate(ops):
+        if op.defines:
+            continue
         if op.starts:
             communications[op.starts] = op
         if op.awaits:
             awaited.setdefault(op.awaits, position)
         if op.frees:
             dropped[op.frees] = position
-        user = communications.get(op.awaits, op)  # a stream that waits for a communication uses its buffers
-        for buffer in {buffers[register] for register in (*user.reads, *user.writes)} & uses.keys():
-            uses[buffer].append(position)
+        user = communications[op.awaits] if op.awaits else op  # who waits for a communication uses its buffers
+        for register in (*user.reads, *user.writes):
+            if buffers[register] in uses:
+                uses[buffers[register]].append(position)
     found: dict[int, tuple[int, ...]] = {}
     for buffer, home in homes.items():
         end = dropped.get(buffer, len(ops))

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from hostir.ir.comm_ops import AllReduce, Message, ReduceScatter
 from hostir.ir.interpret import interpret
-from hostir.ir.machine import Exchange, Ready
-from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Rank, Signal, WaitSignal
+from hostir.ir.machine import Exchange, OptionalMethods, Ready
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.ir.types import DType
@@ -67,7 +65,7 @@ class WholeView:
 Handle = Whole | WholeView
 
 
-class Reference:
+class Reference(OptionalMethods):
     """The machine that holds whole tensors, on one device.
 
     `dtype` is what it computes in; None stands for what programs declare.
@@ -140,9 +138,6 @@ class Reference:
     def synchronize(self, stream: int) -> None:
         """Do nothing: statements have ended when they are issued."""
 
-    def delay(self, microseconds: int) -> None:
-        """Do nothing: nothing else waits to run."""
-
     def copy(self, x: Handle, out: Handle, source: int, target: int, sms: int = 0) -> None:
         raise _no_ranks()
 
@@ -198,7 +193,6 @@ def reference(
 # it, in float64 and in the program's own dtypes (see `hostir.cli.run`), with its sums over ranks, made in f32.
 
 SLACK = 1.1
-NAMES_RANKS = (AllocateSymmetric, Barrier, Get, Put, Rank, Signal, WaitSignal, Message)
 CHANCE = 1.5  # units in the last place, by which one element's roundings may differ
 
 
@@ -224,7 +218,7 @@ def of_single_ranks(source: Program) -> bool:
 
     What a fusion computes does not depend on ranks, however it is lowered.
     """
-    return any(isinstance(statement, NAMES_RANKS) for statement in source.walk())
+    return any(s.one_sided or s.per_rank for s in source.walk())
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -239,8 +233,7 @@ def reductions(program: Program, *, ring: bool = False) -> float:
 
     `ring`: they are made by NCCL, in the dtype, hop by hop.
     """
-    sums = [s for s in program.walk() if isinstance(s, (AllReduce, ReduceScatter))]
-    return sum((s.mesh.size(s.over) + 1) / 2 if ring else 1 for s in sums)
+    return sum((s.addends + 1) / 2 if ring else 1 for s in program.walk() if s.addends)
 
 
 def bound(plain: torch.Tensor, expected: torch.Tensor, sums: float, dtype: torch.dtype | None = None) -> float:

@@ -14,14 +14,11 @@ from typing import NamedTuple
 import torch
 
 from hostir.described import counted, described
-from hostir.ir.host_ops import Allocate, For, FreeBuffer
-from hostir.ir.onesided_ops import AllocateSymmetric
 from hostir.ir.op import Codec, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.regions import Region
 from hostir.ir.sizes import Size
 from hostir.ir.source import HostIRError, error
-from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.ir.types import FLAG, DType, Factor, Mesh, TensorType, bind_shape
 from hostir.runtime.simulated.tasks import check_seed
 
@@ -363,8 +360,8 @@ def _scales(program: Program, sizes: Mapping[str, int]) -> dict[str, float]:
         return name
 
     for s in program.walk():
-        if isinstance(s, Matmul | Linear):
-            right, axis = (s.b, 0) if isinstance(s, Matmul) else (s.weight, 1)
+        if s.right_side is not None:
+            right, axis = s.right_side
             contracted = right.tensor.shape[axis].bind(sizes)
             scales[root(right.name)] = max(contracted, 1) ** -0.5
         sources = list(s.values(Codec.READ, Codec.ALIAS))
@@ -425,12 +422,12 @@ class Room:
         """Return the largest number of bytes that a body's buffers take at once, and the bytes left at its end."""
         most = now = 0
         for s in body:
-            if isinstance(s, Allocate | AllocateSymmetric):
-                now += self._part(s.out, meshes)
-            elif isinstance(s, FreeBuffer) and self.frees:
-                now -= self._part(s.x, meshes)
+            if s.buffer is not None:
+                now += self._part(s.buffer, meshes)
+            elif s.freed is not None and self.frees:
+                now -= self._part(s.freed, meshes)
             for inner in s.bodies:
-                rounds = s.count.bind(self.sizes) if isinstance(s, For) else 1
+                rounds = s.repeats.bind(self.sizes)
                 inside, left = self._most(inner, meshes)
                 most = max(most, now + left * (rounds - 1) + inside)
                 now += left * rounds

@@ -14,11 +14,8 @@ from typing import NamedTuple
 import torch
 
 from hostir.described import described
-from hostir.ir.comm_ops import Communication, Message
-from hostir.ir.onesided_ops import Get, Put
-from hostir.ir.op import REGISTRY
+from hostir.ir.op import REGISTRY, Statement
 from hostir.ir.source import error, user_span
-from hostir.ir.tensor_ops import Linear, Matmul
 from hostir.runtime.binding import Step
 from hostir.runtime.order import CALLER
 from hostir.runtime.unroll import Op, UnrolledProgram
@@ -55,10 +52,8 @@ class TraceEvent(NamedTuple):
     @property
     def kind(self) -> str:
         """The kind of statement, which sets the bar's colour."""
-        statement = REGISTRY.get(self.keyword, type(None))
-        if issubclass(statement, Communication | Message | Get | Put):
-            return COMMUNICATION
-        return MATMUL if issubclass(statement, Matmul | Linear) else OTHER
+        statement = REGISTRY.get(self.keyword, Statement)
+        return COMMUNICATION if statement.transfers else MATMUL if statement.contracts else OTHER
 
     @property
     def label(self) -> str:

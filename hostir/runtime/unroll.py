@@ -10,9 +10,9 @@ from math import prod
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
-from hostir.ir.comm_ops import MESSAGES, Communication, Message
+from hostir.ir.comm_ops import MESSAGES
 from hostir.ir.interpret import Observer, interpret
-from hostir.ir.machine import Exchange, Ready
+from hostir.ir.machine import Exchange, OptionalMethods, Ready
 from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import dense_strides, is_dense, view_strides
@@ -38,8 +38,7 @@ def flag_value(call: int, epoch: int) -> int:
     return call * EPOCHS + epoch
 
 
-@dataclass(frozen=True)
-class StatementPlace:
+class StatementPlace(NamedTuple):
     """A statement, and the indices of the loops around it, outermost first."""
 
     statement: Statement
@@ -439,18 +438,13 @@ def teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
 
     The order is the same on every rank: process groups and the like are made in this order everywhere.
     """
-    found: dict[tuple[int, ...], None] = {}
-    for statement in program.walk():
-        if not isinstance(statement, Communication):
-            continue
-        devices = sorted({device for mesh in statement.meshes if mesh for device in mesh.devices})
-        found.update((tuple(sorted(statement.exchange(device).team)), None) for device in devices)
-    return tuple(team for team in found if len(team) > 1)
+    teams = (team for statement in program.walk() if statement.collective for team in statement.teams)
+    return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
 
 
 def message_teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
     """Do as `teams_of`, for the teams whose ranks send each other messages."""
-    teams = (team for statement in program.walk() if isinstance(statement, Message) for team in statement.teams)
+    teams = (team for statement in program.walk() if not statement.collective for team in statement.teams)
     return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
 
 
@@ -517,13 +511,12 @@ class StreamValue:
 class Flight:
     """A communication while unrolling."""
 
-    handle: int
     op: Op
     waited: bool = False
 
 
 @dataclass
-class Unroller(Observer):
+class Unroller(Observer, OptionalMethods):
     """The machine that records operations instead of running them."""
 
     program: Program
@@ -593,7 +586,7 @@ class Unroller(Observer):
         self.check_held(x)
         self.freed.add(x.buffer)
         if x.buffer in self.allocated:
-            self.emit(FreeOp, buffer=x.buffer)
+            self.ops.append(FreeOp(self.place, self.stream, x.buffer))
 
     def select(self, x: RegisterView, axis: int, index: int) -> RegisterView:
         shape, strides, offset = x.shape, x.strides, x.offset + index * x.strides[axis]
@@ -615,7 +608,7 @@ class Unroller(Observer):
         if x.dense:
             return x
         copy = self.buffer(x.shape, self.dtypes[x.buffer])
-        self.emit(ComputeOp, kind="copy", out=copy.buffer, operands=(self.register(x),), options={})
+        self.copy_to(copy.buffer, self.register(x))
         return copy
 
     def compute(
@@ -633,7 +626,7 @@ class Unroller(Observer):
         registers, target = tuple(map(self.register, operands)), self.register(out)
         if ready is not None:
             ready = replace(ready, **room(self.ops, self.ordered, self.stream))
-        self.emit(ComputeOp, kind=kind, out=target, operands=registers, options=options, ready=ready)
+        self.ops.append(ComputeOp(self.place, self.stream, kind, target, registers, options, ready))
 
     def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         for part, what in ((x, "sends"), (out, "fills")):
@@ -644,9 +637,9 @@ class Unroller(Observer):
         if len(exchange.team) == 1 or exchange.kind == "allreduce":
             self.copy_here(x, out)
         if len(exchange.team) == 1:
-            return self.start(MarkOp)
-        source = self.register(out if exchange.kind == "allreduce" else x)
-        return self.start(CollectiveOp, kind=exchange.kind, team=exchange.team, x=source, out=self.register(out))
+            return self.start(MarkOp(self.place, self.stream, self.new_register()))
+        registers = self.register(out if exchange.kind == "allreduce" else x), self.register(out), self.new_register()
+        return self.start(CollectiveOp(self.place, self.stream, exchange.kind, exchange.team, *registers))
 
     def wait(self, handle: Flight | None) -> None:
         assert handle is not None
@@ -662,37 +655,35 @@ class Unroller(Observer):
     def synchronize(self, stream: StreamValue | int) -> None:
         other, self.ordered = self.number(stream), len(self.ops)
         if other != self.stream:
-            self.emit(SynchronizeOp, other=other)
+            self.ops.append(SynchronizeOp(self.place, self.stream, other))
 
     def delay(self, microseconds: int) -> None:
-        self.emit(DelayOp, microseconds=microseconds)
+        self.ops.append(DelayOp(self.place, self.stream, microseconds))
 
     def copy(self, x: RegisterView, out: RegisterView, source: int, target: int, sms: int = 0) -> None:
         for part in (x, out) if sms else ():
             self.check_dense(part, "SMs copy between dense tensors")
         x = x if source == self.rank else self.at_rank(x, source)
         out = out if target == self.rank and not sms else self.at_rank(out, target)
-        self.emit(CopyOp, x=self.register(x), out=self.register(out), sms=sms)
+        self.ops.append(CopyOp(self.place, self.stream, self.register(x), self.register(out), sms))
 
     def signal(self, flags: RegisterView, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
         self.check_epoch(epoch)
-        self.emit(SignalOp, flags=self.register(self.at_rank(flags, peer)), slot=slot, epoch=epoch, peer=peer, sms=sms)
+        register = self.register(self.at_rank(flags, peer))
+        self.ops.append(SignalOp(self.place, self.stream, register, slot, epoch, peer, sms))
 
     def wait_signal(self, flags: RegisterView, slot: int, epoch: int) -> None:
         self.check_epoch(epoch)
-        self.emit(WaitSignalOp, flags=self.register(self.at_rank(flags, self.rank)), slot=slot, epoch=epoch)
+        register = self.register(self.at_rank(flags, self.rank))
+        self.ops.append(WaitSignalOp(self.place, self.stream, register, slot, epoch))
 
     def barrier(self, team: tuple[int, ...]) -> None:
         number = self.barriers.get(team, 0)
         self.barriers[team], self.ordered = number + 1, len(self.ops)
         if len(team) > 1:
-            self.emit(BarrierOp, team=team, number=number)
+            self.ops.append(BarrierOp(self.place, self.stream, team, number))
 
     # Registers ----------------------------------------------------------------------------------------------------
-    def emit(self, op: type[Op], /, **fields: Any) -> Op:
-        self.ops.append(op(self.place, self.stream, **fields))
-        return self.ops[-1]
-
     def new_register(self, buffer: int = NONE) -> int:
         self.buffers.append(buffer)
         return len(self.buffers) - 1
@@ -747,7 +738,7 @@ class Unroller(Observer):
         if found is None:
             found = self.views[x] = self.new_register(x.buffer)
             index = x.index_in(self.wholes[x.buffer])
-            self.emit(ViewOp, out=found, x=x.buffer, shape=x.shape, stride=x.strides, offset=x.offset, index=index)
+            self.ops.append(ViewOp(self.place, self.stream, found, *x, index))
         return found
 
     def check_held(self, x: RegisterView) -> None:
@@ -772,9 +763,9 @@ class Unroller(Observer):
             )
         return stream
 
-    def start(self, op: type[Op], /, **fields: Any) -> Flight:
-        handle = self.new_register()
-        self.flights.append(Flight(handle, self.emit(op, handle=handle, **fields)))
+    def start(self, op: Op) -> Flight:
+        self.ops.append(op)
+        self.flights.append(Flight(op))
         return self.flights[-1]
 
     def follow(self, handle: Flight) -> None:
@@ -783,14 +774,17 @@ class Unroller(Observer):
         if isinstance(handle.op, MarkOp):
             if handle.op.stream == self.stream:
                 return
-            self.marked.add(handle.handle)
-        self.emit(WaitOp, handle=handle.handle)
+            self.marked.add(handle.op.handle)
+        self.ops.append(WaitOp(self.place, self.stream, handle.op.starts))
 
     def copy_here(self, x: RegisterView | None, out: RegisterView | None) -> None:
         """Add a copy between dense tensors of equal size; none if they are the same memory."""
         source, target = self.register(self.block(x, 0, 1)), self.register(self.block(out, 0, 1))
         if source != target:
-            self.emit(ComputeOp, kind="copy", out=target, operands=(source,), options={})
+            self.copy_to(target, source)
+
+    def copy_to(self, out: int, x: int) -> None:
+        self.ops.append(ComputeOp(self.place, self.stream, "copy", out, (x,), {}))
 
     def messages(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         collective, alone = exchange.kind not in MESSAGES, len(exchange.team) == 1
@@ -806,9 +800,9 @@ class Unroller(Observer):
             if move.target == self.rank:
                 receives.append((self.register(self.block(out, *move.put)), move.source))
         if sends or receives:
-            pieces = {"sends": tuple(sends), "receives": tuple(receives)}
-            return self.start(MessagesOp, team=exchange.team, **pieces, collective=collective)
-        flight = self.start(MarkOp)
+            pieces = tuple(sends), tuple(receives), collective
+            return self.start(MessagesOp(self.place, self.stream, exchange.team, *pieces, self.new_register()))
+        flight = self.start(MarkOp(self.place, self.stream, self.new_register()))
         if not collective:
             self.alone = flight
         return flight
@@ -840,7 +834,7 @@ class Unroller(Observer):
             return x
         self.place = self.symmetric[x.buffer].place
         taken = self.buffer(x.shape, self.dtypes[x.buffer])
-        self.emit(ComputeOp, kind="copy", out=taken.buffer, operands=(self.register(x),), options={})
+        self.copy_to(taken.buffer, self.register(x))
         return taken
 
 

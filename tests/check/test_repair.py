@@ -154,6 +154,7 @@ def test_workers_that_barriers_let_go_are_forked_from_the_worker_that_has_waited
     assert chain(repaired) == chain(original)
 
 
+@pytest.mark.xdist_group("mutation")  # in the process that lowers all programs for tests/test_mutation.py
 def test_of_every_kind_of_synchronisation_that_is_deleted_repairs_chain_no_more_work() -> None:
     """A sample; `python -m benchmarks.repair` looks at all."""
     pairs = {mutant.text: (original, mutant) for original, mutant in broken(originals()[::8])}

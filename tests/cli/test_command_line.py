@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import subprocess
@@ -279,6 +280,7 @@ def test_the_module_runs_as_a_command_and_nobody_need_read_it_all() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stderr
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # so that it cannot have written all before
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""

@@ -140,7 +140,7 @@ def bf16(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("inputs", "given", "rank", "message"),
     [
-        ([bf16(8, 3)], {}, None, r"@p was given 1 inputs.*expected: 2: %a, %b"),
+        ([bf16(8, 3)], {}, None, r"@p was given 1 input\n.*expected: 2: %a, %b"),
         ([bf16(8, 3), bf16(4, 5)], {}, None, r"input %b has shape \[4, 5\].*\[3, 5\].* K=3 from %a, N=10 from %b"),
         ([bf16(8, 3), bf16(3, 5)], {"M": 16}, None, r"input %a has shape \[8, 3\].*\[16, 3\].*M=16 given"),
         ([bf16(2, 3), bf16(3, 5)], {"M": 16}, 1, r"input %a .*\[2, 3\].*\[4, 3\], the part of rank 1 of "),

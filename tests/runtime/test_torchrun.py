@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import free_port, launch
+from tests.launch import Job, begin, free_port, launch
 
 SCRIPT = Path(__file__).with_name("torchrun_cases.py")
 ROOT = SCRIPT.parent.parent.parent
@@ -74,13 +74,11 @@ def torchrun(case: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def started(rank: int, ranks: int, case: str, port: int, timeout: float) -> subprocess.Popen[str]:
+def started(rank: int, ranks: int, case: str, port: int, timeout: float) -> Job:
     """One rank without a launcher, which would end the others by itself."""
     job = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HOSTIR_TIMEOUT": str(timeout)}
-    command = [sys.executable, str(SCRIPT), case]
-    env = environment(**job, **address)
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return begin(str(SCRIPT), case, env=environment(**job, **address))
 
 
 def passed(output: str) -> set[tuple[str, int]]:
@@ -119,7 +117,7 @@ def test_a_killed_rank_ends_the_others_each_naming_its_statement() -> None:
 
 
 @pytest.fixture(scope="module")
-def absent() -> Iterator[dict[str, list[subprocess.Popen[str]]]]:
+def absent() -> Iterator[dict[str, list[Job]]]:
     """Two jobs, whose ranks mostly wait: side by side."""
     timeouts = {"a_rank_freezes": 6, "a_rank_stays_away": 12}
     ports = {case: free_port() for case in timeouts}
@@ -139,7 +137,7 @@ def absent() -> Iterator[dict[str, list[subprocess.Popen[str]]]]:
     ],
 )
 def test_a_rank_that_does_not_come_ends_the_others_without_a_launcher(
-    case: str, cause: str, absent: dict[str, list[subprocess.Popen[str]]]
+    case: str, cause: str, absent: dict[str, list[Job]]
 ) -> None:
     ranks = absent[case]
     _, said = ranks[0].communicate(timeout=60)
@@ -182,8 +180,6 @@ def test_a_teardown_that_never_ends_is_left_and_the_exit_code_stays() -> None:
     )
     job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     env = environment(**job, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    ended = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = launch(0, "-c", code, env=env, timeout=60)
     assert ended.returncode == 3, ended.stderr
     assert "could not be destroyed" in ended.stderr

@@ -5,11 +5,13 @@
 - It wraps those that a function sees once more for each call within a launch. Here a launch wraps them all.
 - It computes whether sums and products of integers overflow, and drops the result: only `debug` would look at it.
 - It makes a dictionary of all types to look up one. Here each type is looked up once.
+- It makes the type and the shape of every intermediate block anew. Here each type is made once, and has its shape.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -52,6 +54,26 @@ def np_dtype_looked_up_once(kind: Any) -> Any:
     return np_dtype(element) if isinstance(element, tl.pointer_type) else np_dtype_of_elements(element)
 
 
+@cache
+def block_type_made_once(element: Any, shape: tuple[int, ...]) -> Any:
+    return block_type(element, list(shape))
+
+
+@cache
+def shape_made_once(shape: tuple[int, ...]) -> tuple[Any, tl.constexpr]:
+    return tl.core.tuple([tl.constexpr(n) for n in shape]), tl.constexpr(math.prod(shape))
+
+
+def begin_tensor(self: Any, handle: Any, kind: Any) -> None:
+    self.handle, self.type, self.dtype = handle, kind, kind.scalar
+    self.shape, self.numel = shape_made_once(tuple(kind.shape) if kind.is_block() else ())
+
+
+block_type = tl.block_type
+tl.pointer_type.__hash__ = tl.dtype.__hash__
+tl.block_type.with_element_ty = lambda self, element: block_type_made_once(element, tuple(self.shape))
+builder.get_block_ty = lambda element, shape: block_type_made_once(element, tuple(shape))
+tl.tensor.__init__ = begin_tensor
 interpreter._patch_builtin = patch_builtin
 interpreter._patch_lang = partial(patch_all, interpreter._patch_lang)
 interpreter.InterpretedFunction.__call__ = called_within_a_launch
