@@ -14,7 +14,7 @@ from hostir.choice.platforms import Hardware
 from hostir.ir.interpret import uncollected
 from hostir.ir.program import Program
 from hostir.runtime.cuda.pushes import Pushes
-from hostir.runtime.kernels.tiles import MIN_LOCAL_ROWS, Gemm, Grid, Tile, choose, duration
+from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, Grid, Tile, choose, duration
 from hostir.runtime.order import CALLER, NONE
 from hostir.runtime.unroll import (
     AllocateOp,
@@ -218,10 +218,10 @@ class RankTasks:
         if ready is None:
             self.issue(op.stream, Gemm(rows, out.shape[-1], k, dtype), launch="matmul")
             return
-        own = MIN_LOCAL_ROWS if ready.own is None else prod(self.unrolled.layouts[ready.own].shape[:-1])
-        if ready.own is not None and own < MIN_LOCAL_ROWS:  # the kernel copies so few
+        own = MIN_OWN_ROWS if ready.own is None else prod(self.unrolled.layouts[ready.own].shape[:-1])
+        if ready.own is not None and own < MIN_OWN_ROWS:  # the kernel copies so few
             self.issue(op.stream, Traffic(2 * self.bytes[ready.own]), launch="compute")
-        separate, overlapped = ready.own is not None and own >= MIN_LOCAL_ROWS, ready.overlapped_sms > 0
+        separate, overlapped = ready.own is not None and own >= MIN_OWN_ROWS, ready.overlapped_sms > 0
         gemm = Gemm(rows, out.shape[-1], k, dtype, 1, max(rows // ready.blocks, 1), separate, overlapped)
         task = self.issue(op.stream, gemm, launch="matmul")
         task.overlapped_sms, task.reserved_sms = ready.overlapped_sms, ready.reserved_sms

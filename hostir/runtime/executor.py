@@ -348,6 +348,7 @@ class Executor:
             graphs = None
             if plan.memory is not None:
                 plan.memory.captured.add(plan)
+                symmetric_order(self._machine.device).follow_in_capture()
         elif self._order is not None:
             self._order.follow()
         if call.graph is not None and graphs is not None and given is not None:
@@ -469,7 +470,7 @@ class Executor:
                 plan = self._make(inputs, out, places)
             finally:
                 for member in [self] if self.session is None else list(self.session.members):
-                    member.drop_stale()
+                    member._drop_stale()
             self._log(plan, time.perf_counter() - began)
         else:
             try:
@@ -498,11 +499,11 @@ class Executor:
         if self._graphs is not None:
             self._graphs.tidy()
 
-    def drop_stale(self) -> None:
+    def _drop_stale(self) -> None:
         """Drop the plans whose symmetric memory was released, at a rendezvous of this executor or another."""
         self._drop(is_stale)
 
-    def leave(self, reason: str) -> None:
+    def _leave(self, reason: str) -> None:
         """Run no more: what this rank shares with others goes."""
         self.latest, self._ended = None, reason
         if self._graphs is not None:

@@ -356,10 +356,10 @@ class Groups:
 class Member(Protocol):
     """An executor as its session knows it."""
 
-    def leave(self, reason: str) -> None:
+    def _leave(self, reason: str) -> None:
         """Let go of what the ranks share, and refuse further calls."""
 
-    def drop_stale(self) -> None:
+    def _drop_stale(self) -> None:
         """Drop the plans whose symmetric memory was released."""
 
 
@@ -465,7 +465,7 @@ class Session:
             return
         _current = None
         for member in list(self.members):  # their graphs go before the groups and the memory that they launch work on
-            member.leave("its session has ended")
+            member._leave("its session has ended")
         if done and self.groups.memory is not None:
             self.groups.memory.sharing.synchronize()  # peers may still use this rank's
         if done:

@@ -220,7 +220,7 @@ def sizes_take_turns() -> bool:
             executor(*parts, out=outs)
         worst = max(worst, check(case, wholes, outs))
         assert executor.graph_refusal is None
-        assert len(executor._machine.symmetric.met) <= 3
+        assert len(memories(program)) <= 3
         del parts, outs, wholes
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -258,6 +258,52 @@ def modes_take_turns(strategy: str, kernels: str) -> bool:
     return good
 
 
+def memories(program: Program) -> list[symmetric.SharedMemory]:
+    """The symmetric memory of a program, one for each of its sizes."""
+    memory = joined().groups.memory
+    assert memory is not None
+    return [each for (digest, _), each in memory.met.items() if digest == program.digest]
+
+
+def layers_share_memory(strategy: str, layers: int = 80) -> bool:
+    """Executors of one program, called on several streams, then two in a graph: right with the memory of one."""
+    program, worst = hi.lower(hi.parse(ROWS), strategy), 0.0
+    case = Case("layers", program, product, m=512 * SIZE)
+    executors = [Executor(hi.parse(str(program)), kernels="triton") for _ in range(layers)]
+    main, streams = torch.cuda.current_stream(), [torch.cuda.Stream() for _ in range(3)]
+    inputs = [fresh(case, seed=5000 + call) for call in range(4)]
+    parts = [parts_of(case, wholes) for wholes in inputs]
+    torch.cuda.synchronize()
+    for turn in range(2):
+        runs = []
+        for layer, executor in enumerate(executors):
+            torch.cuda._sleep(random.randrange(200_000))
+            with torch.cuda.stream(streams[random.randrange(3)]):
+                runs.append((layer, executor(*parts[(layer + turn) % 4])))
+        torch.cuda.synchronize()
+        worst = max(worst, *(check(case, inputs[(layer + turn) % 4], outs) for layer, outs in runs[::7]))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side = streams[0]
+        side.wait_stream(torch.cuda.current_stream())
+        captured = [executors[0](*parts[0])]
+        with torch.cuda.stream(side):
+            captured.append(executors[1](*parts[1]))
+        torch.cuda.current_stream().wait_stream(side)
+    for _ in range(CALLS):
+        for outs in captured:
+            for out in outs:
+                out.fill_(NAN)
+        torch.cuda._sleep(random.randrange(20_000_000))
+        graph.replay()
+        worst = max(worst, *(check(case, inputs[n], outs) for n, outs in enumerate(captured)))
+    assert torch.cuda.current_stream() == main
+    good = everywhere(worst <= 1 and len(memories(program)) == 1)
+    if RANK == 0:
+        print(f"{'ok    ' if good else 'FAILED'} layers, {strategy}: {worst:.2f} of the allowed error", flush=True)
+    return good
+
+
 def killed() -> None:
     executor = Executor(programs.ag_matmul())
     parts = parts_of(Case("killed", executor.program, product), fresh(Case("killed", executor.program, product), 0))
@@ -280,6 +326,8 @@ def main() -> None:
         results = [ran(case, kernels) for case in chosen for kernels in ("aten", "triton")]
         if not wanted or "sizes" in wanted:
             results.append(sizes_take_turns())
+        if not wanted or "layers" in wanted:
+            results += [layers_share_memory(strategy) for strategy in ("ring", "fused", "push")]
         if not wanted or "modes" in wanted:
             results += [modes_take_turns(s, k) for s in ("ring", "fused", "push") for k in ("aten", "triton")]
     with session("cuda"):  # which connects everything anew

@@ -6,10 +6,12 @@ holds NaN until it is written; results are compared with the same computation on
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -263,7 +265,7 @@ def copies_and_a_matmul_that_waits() -> None:
 
 @case
 def shapes_and_executors_alternate() -> None:
-    """Flags rise from call to call whatever their plan, and no executor sees another's."""
+    """Flags rise from call to call whatever their plan, and of whatever executor."""
     program = programs.pulled(dtype="f32")
     executors = [Executor(program), Executor(program)]
     for call, m in enumerate((3, 7, 3, 3, 1, 7, 1, 3) * 3):
@@ -271,6 +273,51 @@ def shapes_and_executors_alternate() -> None:
         (c,) = executors[call > 9 and call % 3 == 0](shard(a, program.inputs[0].tensor, RANK, {"M": m}), b)
         assert torch.allclose(c, a @ b, atol=1e-4)
     assert [len(executor.plans) for executor in executors] == [3, 3]
+
+
+@case
+def many_executors_share_memory() -> None:
+    """As 80 layers do; their calls come from three threads."""
+    program, other = programs.pulled(dtype="f32"), programs.pulled(dtype="bf16")
+    layers = [Executor(parse(str(program)), compare_calls=True) for _ in range(80)]
+    apart = Executor(other)
+
+    def call(layer: int, turn: int, m: int) -> None:
+        p, executor = (other, apart) if layer == 80 else (program, layers[layer])
+        a, b = random_inputs(p, {"M": m}, seed=1000 * os.getppid() + 100 * turn + layer)
+        (c,) = executor(shard(a, p.inputs[0].tensor, RANK, {"M": m}), b)
+        torch.testing.assert_close(c, a @ b, atol=1e-3 if p is program else 0.1, rtol=1e-2)
+
+    for layer in range(81):
+        call(layer, 0, 3)
+    for turn, (layer, m) in enumerate(((79, 3), (0, 7), (80, 3), (41, 7), (0, 3), (80, 7), (79, 7))):
+        call(layer, 1 + turn, m)
+    met = joined().groups.memory.met
+    mine = [memory for (digest, _), memory in met.items() if digest == program.digest]
+    assert len(mine) == 2, list(met)
+    assert {id(plan.memory) for layer in layers for plan in layer.plans.values()} == set(map(id, mine))
+    failures: list[BaseException] = []
+
+    def many(first: int) -> None:
+        try:
+            for turn in range(8):
+                call(first + 3 * turn, 50 + turn, (3, 7)[turn % 2])
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=many, args=[first]) for first in (0, 1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    layers.clear()
+    mine.clear()
+    for m in (4, 5):  # the watchdog has the latest plan
+        gc.collect()
+        call(80, 60, m)
+    assert program.digest not in {digest for digest, _ in met}, "at a rendezvous goes what nobody uses"
 
 
 @case

@@ -83,6 +83,15 @@ def new_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle.value, device=device)
 
 
+def capture_id(stream: torch.cuda.Stream) -> int:
+    """Return the number of the capture that a stream is part of, which no other capture has."""
+    status, number, nothing = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    results = ctypes.byref(status), ctypes.byref(number), nothing, nothing, nothing
+    check(_driver().cuStreamGetCaptureInfo_v2(handle, *results), "a capture")
+    return number.value
+
+
 # Flags ------------------------------------------------------------------------------------------------------------
 def wait_at_least(address: int, value: int) -> MemoryOp:
     """Return the operation that makes a stream wait until the int64 at an address of this GPU is at least `value`."""
@@ -208,6 +217,9 @@ class CallOrder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream: torch.cuda.Stream | None = None  # of the latest call
+        self.captured: tuple[int, torch.cuda.Stream] | None = (
+            None  # the capture with the latest captured call, its stream
+        )
 
     def follow(self) -> None:
         """Make the current stream wait for the latest call, if that was on another stream."""
@@ -217,6 +229,17 @@ class CallOrder:
         if last is not None and now != last:
             now.wait_stream(last)
         self.stream = now
+
+    def follow_in_capture(self) -> None:
+        """Make the current stream wait for the latest call in the same capture, if that was on another stream.
+
+        Calls outside a capture cannot come before what is in it: when it is replayed is the caller's to order.
+        """
+        now = current(self.device)
+        capture = capture_id(now)
+        if self.captured is not None and self.captured[0] == capture and self.captured[1] != now:
+            now.wait_stream(self.captured[1])
+        self.captured = capture, now
 
 
 _symmetric: dict[torch.device, CallOrder] = {}

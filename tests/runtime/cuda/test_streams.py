@@ -87,6 +87,21 @@ def test_calls_with_symmetric_memory_run_in_order_whichever_streams_they_are_mad
     assert log == [("other", "waits for", "caller"), ("caller", "waits for", "other")]
 
 
+def test_calls_with_symmetric_memory_run_in_order_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_graphs.install(monkeypatch)
+    order, capture = streams.CallOrder(CPU), [1]
+    monkeypatch.setattr(streams, "capture_id", lambda stream: capture[-1])
+    order.follow_in_capture()
+    with Current(Stream(name="other")):
+        order.follow_in_capture()
+        order.follow_in_capture()
+        assert log == [("other", "waits for", "caller")]
+    order.follow()
+    capture.append(2)
+    order.follow_in_capture()
+    assert log == [("other", "waits for", "caller")], "neither of another capture nor of a call outside"
+
+
 @pytest.mark.parametrize(
     ("said", "count"), [(None, 8), ("", 8), ("many", 8), ("0", 8), ("1", 1), ("32", 32), ("99", 32)]
 )
