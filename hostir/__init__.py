@@ -1,4 +1,4 @@
-"""hostir: sharded tensor programs become host programs of streams, collectives and matmuls, as text that reads back."""
+"""Compile sharded tensor programs to host programs of streams, collectives and matmuls: text that can be run again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hostir.runtime.session import Session, session
     from hostir.runtime.trace import Trace
 
-# What is loaded when it is first used: the choice of a strategy; the runtime, and with it torch; what users write.
+# Loaded at first use: the choice of a strategy; the runtime, and with it torch; the DSL.
 _LATER = {
     "dsl": "hostir.dsl",
     **dict.fromkeys(("Choice", "FallbackWarning", "compile"), "hostir.choice"),
@@ -48,7 +48,7 @@ _LATER = {
     **dict.fromkeys(("Session", "session"), "hostir.runtime.session"),
     "Trace": "hostir.runtime.trace",
 }
-# The packages, before the functions below take the place of their names.
+# Import the packages before the functions below hide their names.
 import_module("hostir.lower")
 import_module("hostir.check")
 __version__ = "0.1.0"
@@ -58,7 +58,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'hostir' has no attribute '{name}'")
     module = import_module(_LATER[name])
-    globals()[name] = module if name == "dsl" else getattr(module, name)  # found at once from then on
+    globals()[name] = module if name == "dsl" else getattr(module, name)
     return globals()[name]
 
 
@@ -67,7 +67,7 @@ def __dir__() -> list[str]:
 
 
 def parse(text: str, file: str = "<text>") -> Program:
-    """Reads a program from its text, as `print(program)` writes it; `file` is what mistakes say they are in.
+    """Parse the text of a program, as `print(program)` writes it; error messages name `file`.
 
     Raises HostIRError with file:line:col, a caret and what was expected.
     """
@@ -86,18 +86,19 @@ def lower(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> Program:
-    """Lowers a fusion to a host program.
+    """Lower a fusion to a host program.
 
     Raises HostIRError, at the user's line, for a fusion that the strategy cannot lower.
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
-        strategy: `sequential` runs each communication and computation whole, on the caller's stream; `pipeline` runs
-            what can be sliced along the Stream axis in a loop over worker streams. Three take apart what gathers the
-            rows of a matmul, and run the rest whole: `ring` copies from one peer after another, and multiplies each
-            shard as it comes; in `fused` and `push` every rank copies its shard to others, by copy engines or by a few
-            SMs, and one matmul takes each as it comes. `auto` is the fastest of all, as `compile` chooses.
-        streams: the most worker streams to use, 4 unless said; `auto` chooses it too.
+        strategy: `sequential` runs each communication and computation as a whole, on the caller's stream. `pipeline`
+            slices statements along the Stream axis and runs the slices in a loop over worker streams. Three strategies
+            replace an allgather of the rows of a matmul by copies, and run the rest as a whole: `ring` copies from one
+            peer after another and multiplies each shard; in `fused` and `push` every rank copies its shard to the
+            others, by copy engines or by a few SMs, and one matmul starts on each shard when it arrives. `auto` is the
+            fastest of all, chosen as by `compile`.
+        streams: the maximum number of worker streams, 4 by default; `auto` chooses it too.
         watch: called after each pass with its name and the program it returned.
         sizes: values of the fusion's symbols; `auto` chooses for them.
     """
@@ -125,19 +126,19 @@ def check(
     sizes: Mapping[str, int] | None = None,
     calls: int | None = None,
 ) -> list[Diagnostic]:
-    """Every finding about a fusion or a program, in program order, warnings last; empty for a sound one.
+    """Return all findings about a fusion or a program, in program order, warnings last; an empty list if it is correct.
 
-    A host program is looked at for races, deadlocks and misuse of memory as well (docs/memory-model.md): one without
-    findings gives the same result in every order that its streams and ranks may take.
+    A host program is also checked for races, deadlocks and misuse of memory (docs/memory-model.md). One without
+    findings gives the same result in every order in which its streams and ranks may run.
 
     Args:
-        program: what to check.
-        ranks: how many the caller reckons with; a finding where the program's meshes name others.
-        sizes: of symbols, to unroll loops with; those left out get small values that fit.
-        calls: how many calls follow each other; unless given, as many as show what any number would.
+        program: the program to check.
+        ranks: the number of ranks that the caller expects; a finding if the program is for another number.
+        sizes: values of symbols; those left out get small values that fit.
+        calls: how many consecutive calls to check; by default as many as are needed to represent any number of calls.
 
-    Whatever is wrong with the program is a finding, also where a program built in Python holds what none can hold.
-    Raises HostIRError for arguments that are none: no program, sizes or calls that are no numbers.
+    Whatever is wrong with the program is a finding, also in a program that was built in Python.
+    Raises HostIRError for wrong arguments: not a program, or sizes or calls that are not integers.
     """
     from hostir.check import check as check_program
     from hostir.check.structure import check_structure
@@ -174,15 +175,15 @@ def run(
     check: bool = True,
     timeout: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Lowers a fusion (a host program runs as it is) and runs it once, on whole tensors, to whole tensors.
+    """Lower a fusion and run it once on whole tensors; a host program runs as it is.
 
-    Outside torchrun the ranks are simulated. Under torchrun every rank gives the same inputs and gets the same outputs;
-    to run more than once, on parts, make an `Executor`. Returns one whole tensor for each output, in order. Raises
-    HostIRError for what cannot be lowered, is not proved right, or does not fit the inputs.
+    Outside torchrun the ranks are simulated. Under torchrun every rank passes the same inputs and gets the same
+    outputs; to run more than once, on parts, make an `Executor`. Returns one whole tensor for each output, in order.
+    Raises HostIRError for a fusion that cannot be lowered, a program that is not proved, and inputs that do not fit.
 
     Args:
-        fusion: what to run.
-        inputs: one whole tensor an input, in order.
+        fusion: the fusion or host program to run.
+        inputs: one whole tensor for each input, in order.
         strategy: as for `lower`.
         streams: as for `lower`.
         sizes, kernels, seed, machine, trace, check, timeout: as for `Executor`. The strategy `auto` chooses for these

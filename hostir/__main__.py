@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(problem, OSError) and problem.errno not in UNWRITABLE:
             raise
         _drop(sys.stdout)
-        _tell(str(error(f"cannot write the output: {getattr(problem, 'strerror', None) or problem}")))
+        _print_error(str(error(f"cannot write the output: {getattr(problem, 'strerror', None) or problem}")))
         return 2
 
 
@@ -200,7 +200,7 @@ def _refused(wrong: HostIRError) -> int:
             time.sleep(LISTENING if "WORLD_SIZE" in os.environ else 0)
             return 1 if findings else 2
     # In one piece, as several ranks may be writing.
-    _tell("\n".join(map(str, (wrong, *getattr(wrong, "__notes__", ())))))
+    _print_error("\n".join(map(str, (wrong, *getattr(wrong, "__notes__", ())))))
     return 1 if findings else 2
 
 
@@ -210,7 +210,7 @@ def _on_its_own() -> bool:
     return session is not None and session.begun
 
 
-def _tell(text: str) -> None:
+def _print_error(text: str) -> None:
     try:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

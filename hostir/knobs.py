@@ -136,46 +136,46 @@ SPEC: Knob[int] = Knob(
     1,
     "0, 1 or 2",
     _level,
-    "How much lowering checks its own work: 0 the finished program, 1 the program after every pass, "
-    "2 also that each of these prints, parses back equal, and verifies again.",
+    "What lowering verifies: 0 the finished program, 1 the program after every pass, 2 also that each of these prints, "
+    "parses back equal, and verifies again.",
 )
 TIMEOUT: Knob[float] = Knob(
     "HOSTIR_TIMEOUT",
     30.0,
     "a number of seconds greater than 0",
     _seconds,
-    "Seconds that a run may stand still before every rank ends, each naming the statement it stands at.",
+    "Seconds without progress after which every rank of a run ends, each naming the statement at which it waits.",
 )
 KEEPALIVE: Knob[float] = Knob(
     "HOSTIR_KEEPALIVE",
     30.0,
     "a number of seconds greater than 0",
     _seconds,
-    "Seconds after which a rank whose host does not answer any more counts as dead. "
-    "Of a process that has ended on a host that lives, the other ranks hear at once.",
+    "Seconds after which a rank counts as dead if its host does not answer. "
+    "If only the process ends, the other ranks notice at once.",
 )
 KERNELS: Knob[str] = Knob(
     "HOSTIR_KERNELS",
     "auto",
     "auto, triton or aten",
     _one_of("auto", "triton", "aten"),
-    "What computes: Triton kernels, ATen, or (auto) what suits the device: ATen on a CPU.",
+    "Which kernels compute: Triton, ATen, or (auto) the ones for the device: ATen on a CPU.",
 )
 CACHE: Knob[Path | None] = Knob(
     "HOSTIR_CACHE",
     None,
     "a directory, or a path where one can be made",
     _directory,
-    "Directory for measurements that outlive a process, such as those of `hostir tune`; "
-    "unset, the folder `hostir` in $XDG_CACHE_HOME or ~/.cache.",
+    "Directory for measurements that are kept, such as those of `hostir tune`; "
+    "if unset, the folder `hostir` in $XDG_CACHE_HOME or ~/.cache.",
 )
 COMPARE_CALLS: Knob[bool] = Knob(
     "HOSTIR_COMPARE_CALLS",
     False,
     "1 or 0",
     _truth,
-    "Whether ranks on CUDA compare each call before it runs, as those on CPUs always do: some 50 us a call, so that "
-    "calls that do not line up are named instead of being wrong.",
+    "Whether ranks on CUDA compare each call before it runs, as ranks on CPUs always do. It costs about 50 us, and "
+    "turns calls that do not line up into errors instead of wrong results.",
 )
 
 KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str] | Knob[bool], ...] = (

@@ -136,9 +136,9 @@ def looks_right(command: str, where: str) -> None:
         if word.endswith(".py"):
             assert (ROOT / word.partition(":")[0]).is_file(), where
     if "hostir" in words:
-        from hostir.__main__ import _parser
+        from hostir.__main__ import _parse
 
-        _parser().parse_args(words[words.index("hostir") + 1 :])
+        _parse(words[words.index("hostir") + 1 :])
 
 
 def environment() -> dict[str, str]:

@@ -31,7 +31,7 @@ INTERNAL = {  # public to other parts of hostir
     "DeviceMesh": {"axis_name"},
     "Fusion": {"combine", "size"},
     "Program": {"check_sizes", "check_whole", "divisions", "misfits"},
-    "Session": {"close", "exchange", "tell"},
+    "Session": {"asking", "close", "exchange", "first", "wait"},
     "Trace": {"add", "lanes"},
 }
 HEADINGS = {"Args:": "Arguments:", "Fields:": "Fields:", "Returns:": "Returns"}

@@ -84,6 +84,9 @@ OLD_WORDS = {
     "loud": "warn",
     "unsaid": "unraised",
     "recorder": "unroller",
+    "told": "received",
+    "settle": "decide",
+    "spoil": "make undefined",
 }
 RIDDLE = re.compile(r"(What|Which|How|Where|Why|When)\b(?!.*\?$)")
 
@@ -96,6 +99,14 @@ def test_names_are_the_words_of_the_field() -> None:
             for name in (name for name in names if isinstance(name, str)):
                 words = re.split(r"_|(?<=[a-z])(?=[A-Z])", name)
                 found += [f"{relative(path)}: {name}" for word in words if word.lower().removesuffix("s") in OLD_WORDS]
+    assert not found, "\n".join(dict.fromkeys(found))
+
+
+def test_pages_use_the_words_of_the_field() -> None:
+    found = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        words = re.findall(r"[a-z]+", path.read_text().lower())
+        found += [f"{relative(path)}: {word}" for word in words if word.removesuffix("s") in OLD_WORDS]
     assert not found, "\n".join(dict.fromkeys(found))
 
 

@@ -21,7 +21,7 @@ from hostir.ir import parse
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.sizes import DIGITS
-from hostir.ir.source import Diagnostic, HostIRError, Span, did_you_mean, error, from_here, speaks
+from hostir.ir.source import Diagnostic, HostIRError, Span, did_you_mean, error, from_here, is_first_rank
 from hostir.lower import AUTO, lower, passes_of
 
 # Texts ----------------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def load_named(options: Namespace) -> tuple[Program, dict[str, int]]:
             hint = "have a parameter 'ranks' of its function make the mesh, or leave --ranks out"
         raise error(f"@{program.name} is for {program.ranks} ranks, not {options.ranks}", hint=hint)
     for diagnostic in notices:
-        say(str(diagnostic).replace("error:", "note:", 1))
+        print_once(str(diagnostic).replace("error:", "note:", 1))
     return program, sizes
 
 
@@ -312,9 +312,9 @@ def load_to_lower(options: Namespace) -> tuple[Program, dict[str, int]]:
     return program, sizes
 
 
-def say(text: str) -> None:
+def print_once(text: str) -> None:
     """Print a message to stderr, once a job."""
-    if speaks():
+    if is_first_rank():
         print(text, file=sys.stderr)
 
 
@@ -340,8 +340,8 @@ def choose_strategy(program: Program, sizes: dict[str, int], options: Namespace)
 
     choice = chosen(program, sizes, options)
     for reason in (*choice.fallbacks, *choice.notes):
-        say(f"note: {reason}")
-    say(f"note: {choice}")
+        print_once(f"note: {reason}")
+    print_once(f"note: {choice}")
     options.strategy, options.streams = choice.strategy, choice.streams
     if options.command == "run":
         options.kernels = choice.kernels

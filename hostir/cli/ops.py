@@ -38,8 +38,8 @@ PAGE = f"""# The language
 <!-- Made by `hostir ops --markdown > docs/language.md`. Change the statements' docstrings, not this page. -->
 
 Everything that hostir lowers, checks and runs is a program with this text. `hostir.parse(str(program)) == program`, and
-equal programs print the same bytes up to comments. `//` starts a comment that ends with the line: `print` and `hostir
-lower` write what passes have to say there, and reading drops it. White space means nothing.
+equal programs print the same bytes except for comments. `//` starts a comment that ends with the line: `print` and
+`hostir lower` print the notes of passes as comments, and parsing drops them. White space has no meaning.
 
 ```hir
 hostir 1
@@ -59,10 +59,10 @@ program @example(%a: bf16[4@didx, M], %b: bf16[4@dp, (2@tp 16)] on @grid) -> (%c
 | `fusion @name` | a tensor program, before lowering: every statement defines a value |
 | `program @name` | a host program, after lowering: statements write buffers and run on streams |
 | `(%a: ...) -> (%c)` | inputs with their types, and outputs |
-| `streams 2` | the size of the pool of worker streams, `0` and `1`; left out, there is only the caller's stream |
+| `streams 2` | the size of the pool of worker streams, `0` and `1`; if left out, there is only the caller's stream |
 
-**Types.** `bf16[8@didx, 128, 64]` is the whole tensor, with its first axis in equal blocks over the mesh axis `didx`.
-Dtypes: {", ".join(f"`{name}`" for name in DTYPES)}.
+**Types.** `bf16[8@didx, 128, 64]` is the whole tensor, with its first axis sharded in equal blocks over the mesh axis
+`didx`. Dtypes: {", ".join(f"`{name}`" for name in DTYPES)}.
 
 | type | meaning |
 |---|---|
@@ -72,18 +72,18 @@ Dtypes: {", ".join(f"`{name}`" for name in DTYPES)}.
 | `f32[(4@stream 1024), 64]` | in a fusion: sliced in 4 by the pipeline |
 | `f32[M, 64] partial(didx)` | each rank holds one term of a sum over the ranks of `didx` |
 | `f32[M, 64] on @grid` | on another mesh than the first |
-| `f32[M, 64] auto` | in a fusion: where it lies is still to be found |
-| `flag[8]` | in a program: a row of flags on every rank, which peers signal and streams wait for |
+| `f32[M, 64] auto` | in a fusion: its sharding is inferred |
+| `flag[8]` | in a program: an array of flags on every rank, which peers signal and streams wait for |
 
 **Sizes** are products and quotients of integers and names: `4096`, `M`, `M*K/8`. Names are bound when the program runs,
-by the shapes of its inputs or by `--set M=4096`. A size that is cut in equal parts, over ranks or in pieces, must be a
-multiple of their number; that is looked at before anything runs. **Indices** are integers, loop indices, this rank's
-place on the mesh (`%r = rank of %x over didx`), and `+ - * / %` on them, `/` rounding down.
+by the shapes of its inputs or by `--set M=4096`. A size that is divided into equal parts, over ranks or into chunks,
+must be a multiple of their number; that is checked before anything runs. **Indices** are integers, loop indices, this
+rank's position on the mesh (`%r = rank of %x over didx`), and `+ - * / %` on them; `/` rounds down.
 
-A fusion gives the type of every result, a program only where it does not follow from the operands. In the syntax below
-`%x` is a value, `<x>` something else, and `(...)?` may be left out. In the examples every operand carries the type that
-it was defined with. How statements are ordered is described in [memory-model.md](memory-model.md), how to add one in
-[extending.md](extending.md).
+A fusion states the type of every result, a program only if it does not follow from the operands. In the syntax below
+`%x` is a value, `<x>` anything else, and `(...)?` is optional. In the examples every operand carries the type that it
+was defined with. [memory-model.md](memory-model.md) describes how statements are ordered, [extending.md](extending.md)
+how to add one.
 """
 
 

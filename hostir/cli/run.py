@@ -97,9 +97,9 @@ def _write_trace(trace: Trace | None, path: str | None) -> None:
     (trace.to_svg if Path(path).suffix == ".svg" else trace.to_chrome)(path)
 
 
-def _turns(turns: range, title: str, *, speaks: bool = True) -> Iterable[int]:
+def _turns(turns: range, title: str, *, shown: bool = True) -> Iterable[int]:
     """Return the runs to do; with a progress bar if there are several and stderr is a terminal."""
-    if len(turns) == 1 or not speaks or not sys.stderr.isatty():
+    if len(turns) == 1 or not shown or not sys.stderr.isatty():
         return turns
     from rich.console import Console
     from rich.progress import track
@@ -135,9 +135,9 @@ def _simulated(
         if trace is not None and turns.stop == options.repeat:
             machine.record(trace)
         if options.no_check and turns.stop == options.repeat:
-            _watched(machine, options.schedule_seed)
+            _print_races(machine, options.schedule_seed)
     _write_trace(trace, options.trace)
-    return _report(program, f"{program.ranks} simulated ranks", kernels, _meant(source), worst, options, seen)
+    return _report(program, f"{program.ranks} simulated ranks", kernels, _reference_name(source), worst, options, seen)
 
 
 Results = Sequence[Sequence[Parts]]  # by call and output
@@ -165,7 +165,7 @@ def _differences(x: torch.Tensor | None, other: torch.Tensor | None) -> int:
     return 0 if x is None or other is None else int((x != other).sum())
 
 
-def _watched(machine: LocalMachine, seed: int) -> None:
+def _print_races(machine: LocalMachine, seed: int) -> None:
     """Print the races that the simulated ranks detect, whether or not results differ."""
     try:
         machine.run(seed, watch=True)
@@ -182,7 +182,7 @@ def _on_ranks(
     kernels = knobs.KERNELS.get(options.kernels)
     executor = Executor(program, sizes=sizes, kernels=kernels, trace=trace, check=False)  # which the caller has done
     worst: list[Comparison] = []
-    for turn in _turns(range(options.repeat), f"@{program.name}", speaks=rank == 0):
+    for turn in _turns(range(options.repeat), f"@{program.name}", shown=rank == 0):
         inputs = random_inputs(program, sizes, options.seed + turn, device)
         parts = [shard(x, v.tensor, rank, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
         if trace is not None:
@@ -200,7 +200,7 @@ def _on_ranks(
             _write_trace(trace, options.trace)
     verdicts = joined.exchange("verdict", "good" if all(c.good for c in worst) else "bad")
     if rank == 0:
-        _report(program, f"{joined.size} ranks on {device.type}", kernels, _meant(source), worst, options)
+        _report(program, f"{joined.size} ranks on {device.type}", kernels, _reference_name(source), worst, options)
     return 1 if "bad" in verdicts else 0
 
 
@@ -211,7 +211,7 @@ def _expected(source: Program, inputs: Tensors, sizes: dict[str, int]) -> tuple[
     return means(source, inputs, bound, None), means(source, inputs, bound)
 
 
-def _meant(source: Program) -> str:
+def _reference_name(source: Program) -> str:
     """Return the name of the reference that results are compared with."""
     return "simulated ranks in program order" if of_single_ranks(source) else "the unsharded result"
 
@@ -271,7 +271,7 @@ def _report(
     program: Program,
     where: str,
     kernels: str,
-    meant: str,
+    compared_with: str,
     found: list[Comparison],
     options: Namespace,
     wrong: Sequence[str] = (),
@@ -281,7 +281,7 @@ def _report(
     if options.json:
         outputs = [{"output": c.output, "error": c.error, "bound": c.bound, "good": c.good} for c in found]
         ran = {"program": program.name, "ranks": program.ranks, "where": where, "kernels": kernels}
-        against = {"reference": meant} if options.compare else {}
+        against = {"reference": compared_with} if options.compare else {}
         print(json.dumps(ran | against | {"outputs": outputs, "wrong": list(wrong)}))
         return 0 if good else 1
     times = f", {options.repeat} times" if options.repeat > 1 else ""
@@ -289,7 +289,7 @@ def _report(
     for c in found:
         print(f"  {c}", file=sys.stdout if c.good else sys.stderr)
     if found and good:
-        print(f"  maximum error {max(c.error for c in found):.2e} from {meant}")
+        print(f"  maximum error {max(c.error for c in found):.2e} from {compared_with}")
     for line in wrong:
         print(f"  {line}", file=sys.stderr)
     return 0 if good else 1
@@ -298,11 +298,10 @@ def _report(
 # The reference of a program of single ranks ---------------------------------------------------------------------------
 # The reference of a host program of single ranks: its statements on simulated ranks, in program order.
 #
-# Whole tensors say nothing of a program in which ranks do different things: who copies what where is what it computes.
-# So every rank is simulated in this process, on the device of the inputs, in one order that the memory model allows and
-# that is always the same. A run is held against that as against whole tensors, which shows where it did not compute
-# what the statements say. It does not show that the statements say something else than was meant, nor races, which
-# `hostir check` finds.
+# Whole tensors cannot represent a program in which ranks do different things: its meaning is who copies what where. So
+# every rank is simulated in this process, on the device of the inputs, always in the same order. A run is compared with
+# that result as with whole tensors. This shows where it did not compute what the statements say, but neither statements
+# that say something else than intended, nor races, which `hostir check` finds.
 
 
 @torch.no_grad()
@@ -344,22 +343,21 @@ def _no_result(program: Program, refused: HostIRError) -> HostIRError:
 
 
 # Schedules that show a finding ----------------------------------------------------------------------------------------
-# Schedules that show what the checker found: seeds of the simulated ranks under which the program goes wrong.
+# Seeds of the simulated ranks under which a program with findings fails.
 
 SEEDS = 400
-SECONDS = 20.0  # of trying seeds; large sizes take long to run
-MAX_ELEMENTS = 1 << 24  # elements of the inputs; runs with more take too long to try many seeds
-Key = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
+SECONDS = 20.0  # for trying seeds
+MAX_ELEMENTS = 1 << 24  # of the inputs; larger runs take too long to try many seeds
+TaskKey = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
 
 
 def witnesses(
     program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str, int], calls: int = 2
 ) -> dict[int, tuple[int, str]]:
-    """Find runs that show findings: by a finding's index, a seed and how the run under it goes wrong.
+    """Find runs that show findings; return, by a finding's index, a seed and the error of its run.
 
-    The run is that of `hostir run --no-check --repeat CALLS --schedule-seed SEED`. A race is shown by a run that does
-    not get to its end, or goes wrong and has the second access before the first. Findings that no seed shows are left
-    out.
+    The run is that of `hostir run --no-check --repeat CALLS --schedule-seed SEED`. A run shows a race if it hangs or
+    raises, or if its results are wrong and the second access came first. Findings that no seed shows are left out.
     """
     inputs = [random_inputs(program, sizes, turn) for turn in range(calls)]
     if sum(x.numel() for x in inputs[0]) > MAX_ELEMENTS:
@@ -389,16 +387,16 @@ def witnesses(
     return shown
 
 
-def _places(ran: Sequence[Task]) -> dict[Key, list[int]]:
+def _places(ran: Sequence[Task]) -> dict[TaskKey, list[int]]:
     """Return the positions at which each statement of each rank, round and call accessed memory."""
-    found: dict[Key, list[int]] = {}
+    found: dict[TaskKey, list[int]] = {}
     for place, task in enumerate(ran):
         if task.memory:
             found.setdefault((task.rank, id(task.statement), task.rounds, task.call), []).append(place)
     return found
 
 
-def _overtaken(finding: Finding, places: Mapping[Key, list[int]]) -> bool:
+def _overtaken(finding: Finding, places: Mapping[TaskKey, list[int]]) -> bool:
     """Whether the second of a finding's two accesses came first; other findings only need the run to go wrong."""
     if finding.kind != "race":
         return True
@@ -407,7 +405,7 @@ def _overtaken(finding: Finding, places: Mapping[Key, list[int]]) -> bool:
     return second is not None and (first is None or second < first)
 
 
-def _when(event: Event, places: Mapping[Key, list[int]], at_first: bool = False) -> int | None:
+def _when(event: Event, places: Mapping[TaskKey, list[int]], at_first: bool = False) -> int | None:
     found = places.get((event.rank, id(event.statement), event.rounds, event.call))
     if not found:
         return None

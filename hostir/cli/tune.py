@@ -19,10 +19,10 @@ from hostir.choice.measure import PATIENCE, Progress, measure, steps
 from hostir.choice.platforms import REFERENCE, Platform, here, named, reference
 from hostir.cli.loading import load_named
 from hostir.ir.program import Program
-from hostir.ir.source import FallbackWarning, HostIRError, error
+from hostir.ir.source import FallbackWarning, HostIRError, error, is_first_rank
 from hostir.knobs import KERNELS
 from hostir.lower.strategies import fusion_of
-from hostir.runtime.session import Session, launched, session
+from hostir.runtime.session import Session, joined, launched, session
 
 # Tables ---------------------------------------------------------------------------------------------------------------
 # Choices as aligned tables of plain text.
@@ -90,7 +90,7 @@ def explain_command(program: Program, sizes: Mapping[str, int], options: Namespa
     platform = platform_of(fusion, options.device, options.machine)
     check_ranks(fusion, platform)
     choice = decide(fusion, platform, sizes, KERNELS.get(options.kernels), options.calls)
-    if _speaks():
+    if is_first_rank():
         print(json.dumps(choice.to_json(), indent=1) if options.json else describe(choice))
     return 0
 
@@ -101,7 +101,7 @@ def chosen(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Cho
     The caller prints fallbacks, so no warning is issued for them.
     """
     if options.command == "run":
-        machine = {"cpu": "gloo", "cuda": "cuda", None: None}[options.device] if _launched() else None
+        machine = {"cpu": "gloo", "cuda": "cuda", None: None}[options.device] if launched() else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FallbackWarning)
             return choose(fusion, sizes=sizes, kernels=options.kernels, machine=machine)
@@ -116,9 +116,7 @@ def platform_of(fusion: Program, device: str | None = None, machine: str | None 
     if machine is not None:
         hardware, ranks = named(machine)
         return reference(hardware, ranks or fusion.ranks)
-    if _launched():
-        from hostir.runtime.session import joined
-
+    if launched():
         return here("cuda" if joined(device).device.type == "cuda" else "gloo", fusion.ranks)
     if device is None and not _has_gpus(fusion.ranks):
         return reference(REFERENCE, fusion.ranks)
@@ -129,19 +127,6 @@ def _has_gpus(count: int) -> bool:
     import torch
 
     return torch.cuda.device_count() >= count
-
-
-def _launched() -> bool:
-    from hostir.runtime.session import launched
-
-    return launched()
-
-
-def _speaks() -> bool:
-    """Whether this process prints for the whole job."""
-    from hostir.runtime.session import joined
-
-    return not _launched() or joined().rank == 0
 
 
 # Measuring all candidates ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The language that users write: sharded tensors on a device mesh, and computations on them.
+"""The DSL: sharded tensors on a device mesh, and computations on them.
 
     with hi.Fusion("ag_matmul") as fusion:
         a = hi.tensor("a", [4, 8, 128, 1024], "bf16")
@@ -11,8 +11,8 @@
     a.axis(1).parallelize(hi.ParallelType.DIDx)
     c.axis(0).parallelize(hi.ParallelType.Stream)
 
-A tensor with a mesh lies exactly as its axes say; one without gets its sharding by propagation from the inputs. Results
-are named after the variable they are assigned to. Mistakes are reported where they are made, at the user's line.
+A tensor with a mesh has the sharding that its axes say; one without gets it by propagation from the inputs. Results are
+named after the variable they are assigned to. Errors point at the user's line.
 """
 
 from hostir.dsl.fusion import (

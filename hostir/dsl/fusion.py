@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from hostir.described import described
-from hostir.dsl.tensor import NAME, Extent, Tensor
+from hostir.dsl.tensor import NAME, SizeLike, Tensor
 from hostir.ir import comm_ops, tensor_ops
 from hostir.ir import tensor_ops as view_ops
 from hostir.ir.op import Phase, Statement, Value
@@ -84,9 +84,9 @@ class Fusion:
             self.outputs.append(t)
 
     def program(self) -> Program:
-        """The fusion as a program, with the annotations made so far; what `hi.lower` begins with.
+        """Return the fusion as a program, with the annotations made so far; `hi.lower` begins with it.
 
-        Raises HostIRError where there is no output.
+        Raises HostIRError if there is no output.
         """
         if not self.outputs:
             raise error(f"fusion @{self.name} has no output", self.span, hint="fusion.output(c)")
@@ -114,7 +114,7 @@ class Fusion:
         span = user_span()
         return apply(cls, None, **{name: operand(t, span) for name, t in operands.items()})
 
-    def size(self, extent: Extent, span: Span | None) -> Size:
+    def size(self, extent: SizeLike, span: Span | None) -> Size:
         """Return the size of a result or a split, whose symbols must be those of inputs."""
         size = Size.of(extent, span)
         known = {n for t in self.inputs for s in t.shape for n in s.names}
@@ -169,15 +169,15 @@ def dtype_name(dtype: Any) -> str:
     return TORCH_NAMES.get(name, name)
 
 
-def tensor(name: str, shape: Sequence[Extent], dtype: Any = "bf16") -> Tensor:
-    """Declare an input of the fusion being built; calls give the inputs in the order of their declarations.
+def tensor(name: str, shape: Sequence[SizeLike], dtype: Any = "bf16") -> Tensor:
+    """Declare an input of the fusion being built; calls pass the inputs in the order of their declarations.
 
-    Raises HostIRError outside `with hi.Fusion(...)`, for a name that is taken, and for a size or dtype that is none.
+    Raises HostIRError outside `with hi.Fusion(...)`, for a name that is taken, and for an invalid size or dtype.
 
     Args:
         name: letters, digits and `_`, not starting with a digit.
         shape: of the whole tensor: integers, names bound at run time ("M"), or products and quotients of them ("M/8").
-        dtype: `f32`, `f16` or `bf16`, or torch's dtype of that kind.
+        dtype: `f32`, `f16` or `bf16`, or the torch dtype.
     """
     span = user_span()
     fusion = building(span)
@@ -239,8 +239,8 @@ def _assigned(span: Span | None, otherwise: str) -> str:
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """`a[..., K] @ b[K, N]` of shape `[..., N]`; also written `a @ b`.
 
-    Both have one dtype, which the result gets; products are added up in f32. Raises HostIRError where the contracted
-    sizes or the dtypes differ, or where `b` has other than two axes.
+    Both have the same dtype, as has the result; sums are in f32. Raises HostIRError if the contracted sizes or the
+    dtypes differ, or if `b` does not have two axes.
     """
     span = user_span()
     return apply(tensor_ops.Matmul, a=operand(a, span), b=operand(b, span))
@@ -249,8 +249,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`a[..., K] @ weight[N, K]^T + bias[N]` of shape `[..., N]`: what `torch.nn.Linear` computes.
 
-    All have one dtype, which the result gets; products are added up in f32. Raises HostIRError where sizes or dtypes
-    do not fit.
+    All have the same dtype, as has the result; sums are in f32. Raises HostIRError if sizes or dtypes do not fit.
     """
     span = user_span()
     added = None if bias is None else operand(bias, span)
@@ -260,8 +259,8 @@ def linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def add(x: Tensor, y: Tensor) -> Tensor:
     """The elementwise sum, also written `x + y`.
 
-    Axes align from the last one on, and one of size 1 is repeated, as in torch. Raises HostIRError where sizes do not
-    align or dtypes differ.
+    Axes are aligned from the last one, and axes of size 1 are broadcast, as in torch. Raises HostIRError if sizes do
+    not match or dtypes differ.
     """
     span = user_span()
     return apply(tensor_ops.Add, x=operand(x, span), y=operand(y, span))
@@ -297,9 +296,9 @@ def cast(x: Tensor, dtype: Any) -> Tensor:
 
 
 def sum(x: Tensor, axis: int) -> Tensor:
-    """The sum over one axis, added up in f32. The axis goes away; a negative one counts from the end.
+    """The sum over one axis, computed in f32. The axis is removed; a negative one counts from the end.
 
-    Raises HostIRError where there is no such axis.
+    Raises HostIRError if there is no such axis.
     """
     span = user_span()
     value = operand(x, span)
@@ -309,10 +308,10 @@ def sum(x: Tensor, axis: int) -> Tensor:
     return apply(tensor_ops.Sum, x=value, axis=axis % count)
 
 
-def reshape(x: Tensor, shape: Sequence[Extent]) -> Tensor:
-    """The same elements, in row-major order, in another shape; one size may be -1 for what the others leave.
+def reshape(x: Tensor, shape: Sequence[SizeLike]) -> Tensor:
+    """The same elements, in row-major order, in another shape; one size may be -1, and is then inferred.
 
-    Raises HostIRError where the number of elements differs.
+    Raises HostIRError if the number of elements differs.
     """
     span = user_span()
     value = operand(x, span)
@@ -346,7 +345,7 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
 def reshard(x: Tensor) -> Tensor:
     """The same tensor with another sharding, or on another mesh: annotate the result with its mesh and axes.
 
-    Lowering makes the communication that leads there. A result without annotation is replicated.
+    Lowering inserts the communication. A result without annotation is replicated.
     """
     value = operand(x, user_span())
     return apply(comm_ops.Reshard, value.tensor.shape, x=value)

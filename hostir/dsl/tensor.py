@@ -23,9 +23,9 @@ NAME = re.compile(r"[A-Za-z_]\w*")  # what may stand in the text as a name
 class ParallelType(Enum):
     """The kinds of parallelism that an axis can have.
 
-    `DIDx` is the mesh's last axis, its ranks for a mesh in a line; `DIDy` the axis before. `Stream` is no axis of the
-    mesh: it cuts the axis into slices that the `pipeline` strategy runs on several streams, so that one is communicated
-    while another is computed.
+    `DIDx` is the last axis of the mesh, the only one of a one-dimensional mesh; `DIDy` is the axis before it. `Stream`
+    is not a mesh axis: it divides a tensor axis into slices, which the `pipeline` strategy runs on several streams, so
+    that one slice is communicated while another is computed.
     """
 
     DIDx = "didx"
@@ -34,14 +34,14 @@ class ParallelType(Enum):
 
 
 class DeviceMesh:
-    """The ranks that a tensor lies on, in a line or in a grid of named axes.
+    """The ranks that hold a tensor, in one or two named axes.
 
-    Raises HostIRError for a rank that is named twice, rows of different lengths, and names that do not fit.
+    Raises HostIRError for a rank that occurs twice, rows of different lengths, and names that do not fit.
 
     Args:
         devices: ranks: `range(8)`, or rows of equal length such as `[[0, 1, 2, 3], [4, 5, 6, 7]]`; or an array of
             integers.
-        names: one name for each axis, outermost first; `("didx",)` or `("didy", "didx")` unless given.
+        names: one name for each axis, outermost first; by default `("didx",)` or `("didy", "didx")`.
 
     Fields:
         devices: the ranks in row-major order.
@@ -130,7 +130,7 @@ def _names(names: Sequence[str] | None, axes: int, span: Span | None) -> tuple[s
 # Tensors --------------------------------------------------------------------------------------------------------------
 # A tensor of a fusion, as users annotate it.
 
-Extent = int | str | Size
+SizeLike = int | str | Size
 NEGATE = "multiply with an input that holds -1, such as hi.tensor('minus', [1], dtype), and add"
 INVERT = "multiply with an input that holds the inverse"
 
@@ -140,7 +140,7 @@ class Owner(Protocol):
 
     name: str
 
-    def size(self, extent: Extent, span: Span | None) -> Size:
+    def size(self, extent: SizeLike, span: Span | None) -> Size:
         """Return the size of a result or a split."""
 
     def combine(self, cls: type[Any], **operands: Any) -> Tensor:
@@ -162,30 +162,30 @@ class LoopAxis:
     position: int
 
     def parallelize(self, on: ParallelType | str) -> None:
-        """Spread the axis in equal contiguous blocks over a mesh axis, or cut it into slices of the Stream.
+        """Shard the axis in equal contiguous blocks over a mesh axis, or slice it by Stream.
 
         `on` is a `hi.ParallelType`, or the name of a mesh axis. On `Stream`, each index of the axis is a slice.
 
-        Raises HostIRError where the tensor has no mesh yet, the mesh has no such axis, the ranks do not divide the
-        axis, it is spread already, or another axis of the tensor is on the same one.
+        Raises HostIRError if the tensor has no mesh yet, the mesh has no such axis, the ranks do not divide the axis,
+        it is parallelized already, or another axis of the tensor is on the same mesh axis.
         """
         self.tensor._mark(self.position, on, user_span())
 
 
 class Tensor:
-    """A tensor of a fusion: an input or a result, and how its axes are split and spread.
+    """A tensor of a fusion: an input or a result, and how its axes are split and sharded.
 
-    `x @ y`, `x + y` and `x * y` are `hi.matmul`, `hi.add` and `hi.mul`. A tensor with a mesh lies exactly as its axes
-    say; for one without, the sharding is found from the inputs.
+    `x @ y`, `x + y` and `x * y` are `hi.matmul`, `hi.add` and `hi.mul`. A tensor with a mesh has the sharding that its
+    axes say; for one without, it is inferred from the inputs.
 
     Fields:
-        name: the one in the program's text, without `%`.
+        name: its name in the program's text, without `%`.
         dtype: `str(t.dtype)` is `f32`, `f16` or `bf16`.
         shape: of the whole tensor; splits do not change it.
-        mesh: the `hi.DeviceMesh`, None where none was set.
+        mesh: the `hi.DeviceMesh`; None if none was set.
     """
 
-    __array_ufunc__ = None  # numpy's operators leave it to the ones below, which say what is wrong
+    __array_ufunc__ = None  # numpy then uses the operators below, which explain the mistake
 
     def __init__(self, fusion: Owner, name: str, dtype: DType, shape: Sequence[Size], span: Span | None) -> None:
         self.fusion = fusion
@@ -199,15 +199,15 @@ class Tensor:
     def axis(self, position: int) -> LoopAxis:
         """The axis at a position, counted after splits: `t.axis(0).parallelize(hi.ParallelType.Stream)`.
 
-        A negative position counts from the end. Raises HostIRError where there is no such axis.
+        A negative position counts from the end. Raises HostIRError if there is no such axis.
         """
         self._loop_at(position, user_span())
         return LoopAxis(self, position % len(self._loop))
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
-        """Put the tensor on a mesh: from now on it lies as its axes say, replicated where they say nothing.
+        """Put the tensor on a mesh: from now on its axes give its sharding; axes without annotation are not sharded.
 
-        Raises HostIRError where an axis is spread already over what this mesh does not have or cannot divide it by.
+        Raises HostIRError if an axis is sharded already on an axis that this mesh lacks, or that does not divide it.
         """
         span = user_span()
         if not isinstance(mesh, DeviceMesh):
@@ -222,11 +222,11 @@ class Tensor:
                 self._check_extent(factor.extent, factor.on, mesh, span)
         self.mesh = mesh
 
-    def split(self, position: int, outer: Extent) -> None:
-        """Split an axis of size E into two, `outer` and E / outer, the first outside the second.
+    def split(self, position: int, outer: SizeLike) -> None:
+        """Split an axis of size E into two: an outer one of size `outer`, and an inner one of size E / outer.
 
-        Later positions move up by one; `shape` stays, since only blocks of the axis get names. Raises HostIRError where
-        `outer` does not divide E, and for an axis that is spread already.
+        Later positions move up by one; `shape` does not change. Raises HostIRError if `outer` does not divide E, and
+        for an axis that is parallelized already.
         """
         span = user_span()
         k, factor = self._loop_at(position, span)
@@ -240,10 +240,10 @@ class Tensor:
         self._loop[at : at + 1] = [(k, Factor(size)), (k, Factor(factor.extent / size))]
 
     def shard(self, axis: int, mesh: DeviceMesh, on: ParallelType | str = ParallelType.DIDx) -> Tensor:
-        """Spread an axis over the mesh in equal contiguous blocks, and return the tensor.
+        """Shard an axis over the mesh in equal contiguous blocks, and return the tensor.
 
-        Short for `set_device_mesh(mesh)` and `axis(axis).parallelize(on)`, whose errors it raises. Where the axis has E
-        elements, rank r of n holds those from r * E / n on.
+        Short for `set_device_mesh(mesh)` and `axis(axis).parallelize(on)`, whose errors it raises. Of an axis of E
+        elements, rank r of n holds those from r * E/n up to (r + 1) * E/n.
         """
         self.set_device_mesh(mesh)
         self._mark(axis, on, user_span())

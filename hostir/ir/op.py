@@ -343,7 +343,7 @@ class Statement:
 
     @property
     def waits(self) -> int:
-        """How many others its stream waits for, of those that it `orders`."""
+        """The number of statements that its stream waits for, of those that it `orders`."""
         return int(bool(self.orders & (Sync.STREAMS | Sync.WAIT)))
 
     @property
@@ -408,7 +408,7 @@ class Statement:
 
     @property
     def compared(self) -> tuple[Shape, ...]:
-        """What ranks compare of it when they meet: shapes, or numbers of elements."""
+        """The shapes or numbers of elements that ranks compare when they meet."""
         return ()
 
     def strides(self, of: ViewStrides) -> Shape | None:
@@ -417,7 +417,7 @@ class Statement:
 
     @property
     def repeats(self) -> Size:
-        """How often its body runs, at most."""
+        """The maximum number of times that its body runs."""
         return ONE
 
     def rounds(self, frame: Frame) -> Iterator[tuple[int, ...]]:

@@ -186,7 +186,7 @@ def rank() -> str | None:
     return os.environ.get("RANK")
 
 
-def speaks() -> bool:
+def is_first_rank() -> bool:
     """Whether this process prints what is printed once a job: rank 0, or a process that no launcher has started."""
     return rank() in (None, "0")
 
@@ -217,7 +217,7 @@ _warned: set[tuple[str, str]] = set()
 
 def warn_once(key: str, message: str, hint: str = "", category: type[Warning] = FallbackWarning) -> None:
     """Warn once for each key, on rank 0 only, at the line of the user's call."""
-    if not speaks() or (key, message) in _warned:
+    if not is_first_rank() or (key, message) in _warned:
         return
     _warned.add((key, message))
     warnings.warn(str(Diagnostic(message, hint=hint, level="warning")), category, stacklevel=_depth())

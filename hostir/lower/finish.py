@@ -125,11 +125,11 @@ class FreeBuffers(Pass):
         kept = {roots.get(v.name, v.name) for v in program.outputs}
         buffers = {s.out.name: s.out for s in program.body if isinstance(s, Allocate) and s.out.name not in kept}
         last: dict[str, int] = {}
-        flying: dict[str, Communication] = {}  # a communication touches its buffers until it is waited for
+        pending: dict[str, Communication] = {}  # a communication touches its buffers until it is waited for
         for n, s in enumerate(program.body):
             if isinstance(s, Communication) and s.handle:
-                flying[s.handle.name] = s
-            for name in _touched(flying[s.handle.name] if isinstance(s, Wait) else s):
+                pending[s.handle.name] = s
+            for name in _touched(pending[s.handle.name] if isinstance(s, Wait) else s):
                 last[roots.get(name, name)] = n
         joined = _joined_after(program.body)
         after: dict[int, list[Value]] = {}
@@ -161,15 +161,15 @@ def _touched(s: Statement) -> Iterable[str]:
 def _joined_after(body: tuple[Statement, ...]) -> list[bool]:
     """Return, for each statement, whether after it the caller's stream is current and has joined all workers."""
     joined: list[bool] = []
-    away = flying = False
+    on_worker = pending = False  # another stream than the caller's is current; the caller's has work to wait for
     for s in body:
         inner = _kinds(s)
         if isinstance(s, SetStream) or SetStream in inner:
-            away = not (isinstance(s, SetStream) and isinstance(s.stream, Ref))
-        if not away and inner == {Synchronize}:
-            flying = False
-        flying |= away and not inner <= {SetStream, Synchronize}
-        joined.append(not away and not flying)
+            on_worker = not (isinstance(s, SetStream) and isinstance(s.stream, Ref))
+        if not on_worker and inner == {Synchronize}:
+            pending = False
+        pending |= on_worker and not inner <= {SetStream, Synchronize}
+        joined.append(not on_worker and not pending)
     return joined
 
 
@@ -189,14 +189,14 @@ class Tidy(Pass):
         program = replace(program, body=body, outputs=tuple(renamed.get(v.name, v) for v in program.outputs))
         while True:
             used = {v.name for s in program.walk() for v in s.uses(program.phase)} | {v.name for v in program.outputs}
-            kept = rewrite(program.body, partial(_unless_idle, used))
+            kept = rewrite(program.body, partial(_if_used, used))
             if kept == program.body:
                 return program
             program = program.with_body(kept)
 
 
-def _unless_idle(used: set[str], s: Statement) -> tuple[Statement, ...]:
-    return () if isinstance(s, (ViewStatement, CurrentStream)) and s.out.name not in used else (s,)
+def _if_used(used: set[str], s: Statement) -> tuple[Statement, ...]:
+    return () if isinstance(s, ViewStatement) and s.out.name not in used else (s,)
 
 
 def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[tuple[Statement, ...], dict[str, Value]]:
@@ -228,34 +228,30 @@ class MakeDense(Pass):
     name = "dense"
 
     def run(self, program: Program) -> Program:
-        needed, names = dict(_needed(program)), Names.of(program)
-        made = {
-            v.name: Value(names.fresh(f"{v.name}_dense"), v.type, v.span) for v in program.inputs if v.name in needed
-        }
-        first = [
-            Dense(v, made[v.name], span=needed[v.name].span, note=f"{needed[v.name].keyword()} needs dense memory")
-            for v in program.inputs
-            if v.name in made
-        ]
-        return program.with_body([*first, *(s if isinstance(s, Rank) else s.rename(made) for s in program.body)])
+        needed, names = _needed(program), Names.of(program)
+        inputs = [v for v in program.inputs if v.name in needed]
+        dense = {v.name: Value(names.fresh(f"{v.name}_dense"), v.type, v.span) for v in inputs}
+        body: list[Statement] = []
+        for v in inputs:
+            s = needed[v.name]
+            body.append(Dense(v, dense[v.name], span=s.span, note=f"{s.keyword()} needs dense memory"))
+        return program.with_body([*body, *(s if isinstance(s, Rank) else s.rename(dense) for s in program.body)])
 
 
-def _needed(program: Program) -> Iterator[tuple[str, Statement]]:
-    """Return the inputs that must be dense, each with a statement that requires it."""
-    roots = {v.name: v.name for v in program.inputs}  # by the name of a view: its input
-    own: set[str] = set()  # this rank's places
+def _needed(program: Program) -> dict[str, Statement]:
+    """Map each input that must be dense to a statement that requires it."""
+    roots, inputs = _roots(program), {v.name for v in program.inputs}
+    own = {s.out.name for s in program.walk() if isinstance(s, Rank)}
+    needed: dict[str, Statement] = {}
     for s in program.walk():
-        if isinstance(s, Rank):
-            own.add(s.out.name)
-        if isinstance(s, ViewStatement) and s.x.name in roots:
-            roots[s.out.name] = roots[s.x.name]
-        needs = isinstance(s, Communication) or (isinstance(s, Put) and not _stays(s, own))
-        needs |= isinstance(s, Reshape) and not splits_only(s)
-        x = s.x if isinstance(s, (Communication, Put, Reshape)) else None
-        if needs and x is not None and x.name in roots:
-            yield roots[x.name], s
+        merges = isinstance(s, Reshape) and not splits_only(s)
+        if isinstance(s, Communication) or merges or (isinstance(s, Put) and not _within_rank(s, own)):
+            assert isinstance(s, (Communication, Reshape, Put))
+            root = roots.get(s.x.name, s.x.name)
+            needed |= {root: s} if root in inputs else {}
+    return needed
 
 
-def _stays(s: Put, own: set[str]) -> bool:
-    """Whether a statement copies within the rank, by a kernel that takes any strides."""
+def _within_rank(s: Put, own: set[str]) -> bool:
+    """Whether a statement copies within the rank, by a kernel that takes any strides; `own` are names of its place."""
     return not s.multiprocessors and isinstance(s.peer, Ref) and s.peer.value.name in own

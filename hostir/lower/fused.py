@@ -12,7 +12,6 @@ The schedule is that of kernels which wait for the rows of a gathered operand in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hostir.ir.comm_ops import AllGather
@@ -31,10 +30,9 @@ from hostir.lower.gathers import (
     reads_rows,
     shard_in_pieces,
     wanted_otherwise,
-    with_block_axes,
 )
 from hostir.lower.host import Host
-from hostir.lower.propagate import result_of
+from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.transfers import ARRIVED, Blocks, Mover, Transfers
 
 SMS = 16  # that copy in `push`: fewer do not fill the links, more leave too few to the matmul
@@ -66,17 +64,16 @@ class Push(Pass):
 def sent(program: Program, strategy: str, mover: Mover) -> Program:
     """Return the host program in which each rank sends its shards of rows to all, by this mover."""
     reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
-    gathers = Gathers.of(program, strategy).only(_in_blocks, reason)
-    blocked, rows = with_block_axes(gathers.with_reasons(program, strategy), gathers.rows, _needs_block_axes)
-    host = Host(_matmuls_first(blocked, rows))
+    gathers = Gathers.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
+    host = Host(_matmuls_first(gathers))
     arriving: dict[str, SentRows] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
     workers = 0
     for s in host.program.body:
-        if isinstance(s, AllGather) and s in rows:
+        if isinstance(s, AllGather) and s in gathers.rows:
             arriving[s.out.name] = SentRows(host, s, mover)
             workers = max(workers, arriving[s.out.name].transfers.workers)
             continue
-        needed = [arriving.pop(v.name) for v in s.values(Codec.READ, Codec.ALIAS) if v.name in arriving]
+        needed = [arriving.pop(v.name) for v in operands_of(s) if v.name in arriving]
         if len(needed) == 1 and isinstance(s, Contraction) and reads_rows(s, needed[0].gather.out):
             needed[0].multiply(s)
             continue
@@ -96,15 +93,16 @@ def _needs_block_axes(s: AllGather) -> bool:
     return shard_in_pieces(s) or len(long_axes(s)) > 1
 
 
-def _matmuls_first(program: Program, gathers: Sequence[AllGather]) -> Program:
+def _matmuls_first(gathers: Gathers) -> Program:
     """Reorder statements so that the first user of gathered rows is a matmul: it can wait block by block."""
-    for gather in gathers:
+    program = gathers.program
+    for gather in gathers.rows:
         matmul, body = first_matmul(program, gather), program.body
         assert matmul
         start, end = body.index(gather) + 1, body.index(matmul)
         needed = {v.name for v in matmul.values(Codec.READ)}
         for s in reversed(body[start:end]):
-            needed |= {v.name for v in s.values(Codec.READ, Codec.ALIAS)} if result_of(s).name in needed else set()
+            needed |= {v.name for v in operands_of(s)} if result_of(s).name in needed else set()
         before = [s for s in body[start:end] if result_of(s).name in needed]
         after = [s for s in body[start:end] if result_of(s).name not in needed]
         program = program.with_body([*body[:start], *before, matmul, *after, *body[end + 1 :]])

@@ -22,12 +22,12 @@ from hostir.ir.comm_ops import (
 from hostir.ir.host_ops import Allocate, AsPartial, CurrentStream, Wait
 from hostir.ir.layout import leads
 from hostir.ir.onesided_ops import Rank
-from hostir.ir.op import Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value
+from hostir.ir.op import Bin, Expr, Lit, Phase, Ref, Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import DenseCopy, Permute, Reshape, ViewStatement
 from hostir.ir.types import Axis, Factor, Kind, TensorType
-from hostir.lower.propagate import keeps_dense, result_of, splits_only
+from hostir.lower.propagate import keeps_dense, operands_of, result_of, splits_only
 
 # Layouts --------------------------------------------------------------------------------------------------------------
 # Communications need dense buffers in which the axis that they move is outermost.
@@ -139,7 +139,7 @@ class Scope:
         self.dense: set[str] = set()  # values whose parts lie in one piece
 
     @abstractmethod
-    def scratch(self, wish: str, type: TensorType, like: Value) -> Value:
+    def scratch(self, name: str, type: TensorType, like: Value) -> Value:
         """Allocate a dense buffer."""
 
     def view(self, s: ViewStatement) -> Value:
@@ -203,7 +203,7 @@ class Host(Scope):
         self.dense |= self.values.keys()
         self.users: dict[str, list[Statement]] = {}
         for s in program.body:
-            for v in s.values(Codec.READ, Codec.ALIAS):
+            for v in operands_of(s):
                 self.users.setdefault(v.name, []).append(s)
         self.outputs = {v.name for v in program.outputs}
         self.teams: dict[tuple[str, str], Team] = {}
@@ -222,9 +222,9 @@ class Host(Scope):
             self.teams[key] = Team(self, s)
         return self.teams[key]
 
-    def index(self, wish: str) -> Ref:
+    def index(self, name: str) -> Ref:
         """Return a loop index; its name may be used again after the loop."""
-        index = Ref(Value(self.names.fresh(wish), Kind.INDEX))
+        index = Ref(Value(self.names.fresh(name), Kind.INDEX))
         self.names.taken.discard(index.value.name)
         return index
 
@@ -233,16 +233,16 @@ class Host(Scope):
         out = result_of(s)
         if isinstance(s, ViewStatement):
             self.values[out.name] = replace(out, type=out.tensor.host())
-            moved = s.rename(self.values)
-            assert isinstance(moved, ViewStatement)
-            self.view(moved)
+            renamed = s.rename(self.values)
+            assert isinstance(renamed, ViewStatement)
+            self.view(renamed)
             return
         self.destination(out)
-        moved = s.rename(self.values)
-        if isinstance(moved, Communication):
-            self.communicate(moved)
+        renamed = s.rename(self.values)
+        if isinstance(renamed, Communication):
+            self.communicate(renamed)
         else:
-            self.body.append(moved)
+            self.body.append(renamed)
 
     def destination(self, out: Value) -> Value:
         """Return the buffer of a result, allocated if it has none."""
@@ -250,8 +250,8 @@ class Host(Scope):
             self.values[out.name] = self.buffer(out)
         return self.values[out.name]
 
-    def scratch(self, wish: str, type: TensorType, like: Value) -> Value:
-        buffer = Value(self.names.fresh(wish), type, like.span)
+    def scratch(self, name: str, type: TensorType, like: Value) -> Value:
+        buffer = Value(self.names.fresh(name), type, like.span)
         self.body.append(Allocate(buffer, span=like.span))
         self.dense.add(buffer.name)
         return buffer

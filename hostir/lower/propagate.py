@@ -15,6 +15,7 @@ from hostir.ir.tensor_ops import (
     CONTRACTED,
     Binary,
     Linear,
+    Map,
     Matmul,
     Permute,
     Reshape,
@@ -47,90 +48,86 @@ def choose(op: TensorOp, types: Sequence[TensorType], wanted: TensorType) -> Ope
     operands are gathered.
     """
     mesh = wanted.mesh or next(t.mesh for t in types if t.mesh)
-    maps, (dtype, shape) = op.maps(), op.result()
-    here = [t if t.mesh == mesh else _replicated(t, mesh) for t in types]
-    contracting = [i for i, m in enumerate(maps) if CONTRACTED in m]
-    homes = {mark: _home(op, mark, here, maps, contracting, wanted) for mark in mesh.axes}
-    for j, size in enumerate(shape):
-        _thin_out(mesh, j, size, homes, here, maps, wanted)
-    layouts = [_layout(mesh, j, size, homes, here, maps, wanted) for j, size in enumerate(shape)]
-    inner = _contracted_layout(mesh, homes, here, maps, contracting)
-    operands = tuple(
-        replace(
-            t,
-            mesh=mesh,
-            partial=(),
-            axes=tuple(
-                layouts[to] if to >= 0 else inner if to == CONTRACTED and inner else Axis.of(axis.extent)
-                for axis, to in zip(t.axes, m, strict=True)
-            ),
-        )
-        for t, m in zip(types, maps, strict=True)
-    )
-    partial = tuple(sorted(mark for mark, home in homes.items() if home == CONTRACTED))
-    return OperandShardings(operands, TensorType(dtype, tuple(layouts), mesh, partial))
+    here = tuple(t if t.mesh == mesh else _replicated(t, mesh) for t in types)
+    return _Computation(op, mesh, here, op.maps(), wanted).choose(types)
 
 
 def _replicated(type: TensorType, mesh: Mesh) -> TensorType:
     return TensorType(type.dtype, tuple(Axis.of(s) for s in type.shape), mesh)
 
 
-def _home(
-    op: TensorOp,
-    mark: str,
-    types: Sequence[TensorType],
-    maps: Sequence[tuple[int, ...]],
-    contracting: Sequence[int],
-    wanted: TensorType,
-) -> int | None:
-    """Return the axis of the result that a mesh axis shards, CONTRACTED for a partial sum, or None."""
-    at = [m[k] if (k := t.axis_on(mark)) is not None else None for t, m in zip(types, maps, strict=True)]
-    if contracting and all(at[i] == CONTRACTED for i in contracting):
-        return CONTRACTED
-    if wanted.mesh is not None:
-        return wanted.axis_on(mark)
-    first = (1, 0, 2) if isinstance(op, (Matmul, Linear)) else range(len(at))
-    return next((to for i in first if i < len(at) and (to := at[i]) is not None and to >= 0), None)
+@dataclass(frozen=True)
+class _Computation:
+    """A computation on operands of these types, on one mesh; each map says which axes of the result theirs become."""
+
+    op: TensorOp
+    mesh: Mesh
+    types: tuple[TensorType, ...]
+    maps: tuple[Map, ...]
+    wanted: TensorType  # the annotated type of the result; without a mesh if it has no annotation
+
+    def choose(self, types: Sequence[TensorType]) -> OperandShardings:
+        dtype, shape = self.op.result()
+        homes = {mark: self.home(mark) for mark in self.mesh.axes}
+        for j, size in enumerate(shape):
+            self.thin_out(j, size, homes)
+        layouts = [self.layout(j, size, _at(homes, j)) for j, size in enumerate(shape)]
+        inner = self.contracted_layout(_at(homes, CONTRACTED))
+
+        def layout(axis: Axis, to: int) -> Axis:
+            return layouts[to] if to >= 0 else inner if to == CONTRACTED and inner else Axis.of(axis.extent)
+
+        operands = tuple(
+            replace(
+                t, mesh=self.mesh, partial=(), axes=tuple(layout(axis, to) for axis, to in zip(t.axes, m, strict=True))
+            )
+            for t, m in zip(types, self.maps, strict=True)
+        )
+        partial = tuple(sorted(_at(homes, CONTRACTED)))
+        return OperandShardings(operands, TensorType(dtype, tuple(layouts), self.mesh, partial))
+
+    @property
+    def contracting(self) -> list[int]:
+        """Return the numbers of the operands that have an axis which is summed away."""
+        return [i for i, m in enumerate(self.maps) if CONTRACTED in m]
+
+    def home(self, mark: str) -> int | None:
+        """Return the axis of the result that a mesh axis shards, CONTRACTED for a partial sum, or None."""
+        at = [m[k] if (k := t.axis_on(mark)) is not None else None for t, m in zip(self.types, self.maps, strict=True)]
+        if self.contracting and all(at[i] == CONTRACTED for i in self.contracting):
+            return CONTRACTED
+        if self.wanted.mesh is not None:
+            return self.wanted.axis_on(mark)
+        first = (1, 0, 2) if isinstance(self.op, (Matmul, Linear)) else range(len(at))
+        return next((to for i in first if i < len(at) and (to := at[i]) is not None and to >= 0), None)
+
+    def thin_out(self, axis: int, size: Size, homes: dict[str, int | None]) -> None:
+        """Remove mesh axes from an axis of the result that is too short for all that the operands would put there."""
+        marks = [mark for mark in self.mesh.axes if homes[mark] == axis]
+        while marks and self.as_found(axis, set(marks)) is None:
+            if size.divisible_by(prod(self.mesh.size(mark) for mark in marks)):
+                return
+            homes[marks.pop()] = None
+
+    def layout(self, axis: int, size: Size, marks: set[str]) -> Axis:
+        """Return the sharding of an axis of the result: as annotated, as in an operand, or plain blocks."""
+        return self.as_found(axis, marks) or _blocks(self.mesh, size, marks)
+
+    def as_found(self, axis: int, marks: set[str]) -> Axis | None:
+        """Return an axis with exactly these marks, as found in the annotation or in an operand."""
+        found = [self.wanted.axes[axis]] if self.wanted.mesh else []
+        found += [t.axes[k] for t, m in zip(self.types, self.maps, strict=True) for k, to in enumerate(m) if to == axis]
+        return next((a.without(STREAM) for a in found if set(a.without(STREAM).marks) == marks), None)
+
+    def contracted_layout(self, marks: set[str]) -> Axis | None:
+        """Return the sharding of the axis that is summed away, or None if there is none."""
+        axes = [self.types[i].axes[self.maps[i].index(CONTRACTED)] for i in self.contracting]
+        found = next((a.without(STREAM) for a in axes if set(a.marks) - {STREAM} == marks), None)
+        return found or (_blocks(self.mesh, axes[0].extent, marks) if axes else None)
 
 
-def _thin_out(
-    mesh: Mesh,
-    axis: int,
-    size: Size,
-    homes: dict[str, int | None],
-    types: Sequence[TensorType],
-    maps: Sequence[tuple[int, ...]],
-    wanted: TensorType,
-) -> None:
-    """Remove mesh axes from an axis of the result that is too short for all that the operands would put there."""
-    marks = [mark for mark in mesh.axes if homes[mark] == axis]
-    while marks and _as_found(axis, set(marks), types, maps, wanted) is None:
-        if size.divisible_by(prod(mesh.size(mark) for mark in marks)):
-            return
-        homes[marks.pop()] = None
-
-
-def _layout(
-    mesh: Mesh,
-    axis: int,
-    size: Size,
-    homes: dict[str, int | None],
-    types: Sequence[TensorType],
-    maps: Sequence[tuple[int, ...]],
-    wanted: TensorType,
-) -> Axis:
-    """Return the sharding of an axis of the result: as annotated, as in an operand, or plain blocks."""
-    marks = {mark for mark, home in homes.items() if home == axis}
-    return _as_found(axis, marks, types, maps, wanted) or _blocks(mesh, size, marks)
-
-
-def _as_found(
-    axis: int, marks: set[str], types: Sequence[TensorType], maps: Sequence[tuple[int, ...]], wanted: TensorType
-) -> Axis | None:
-    """Return an axis with exactly these marks, as found in the annotation or in an operand."""
-    candidates = [wanted.axes[axis]] if wanted.mesh else []
-    candidates += [t.axes[k] for t, m in zip(types, maps, strict=True) for k, to in enumerate(m) if to == axis]
-    return next((a.without(STREAM) for a in candidates if set(a.without(STREAM).marks) == marks), None)
+def _at(homes: dict[str, int | None], axis: int) -> set[str]:
+    return {mark for mark, home in homes.items() if home == axis}
 
 
 def _blocks(mesh: Mesh, size: Size, marks: set[str]) -> Axis:
@@ -142,19 +139,6 @@ def _blocks(mesh: Mesh, size: Size, marks: set[str]) -> Axis:
     for factor in outer:
         rest = rest / factor.extent
     return Axis((*outer, Factor(rest, names[-1])))
-
-
-def _contracted_layout(
-    mesh: Mesh,
-    homes: dict[str, int | None],
-    types: Sequence[TensorType],
-    maps: Sequence[tuple[int, ...]],
-    contracting: Sequence[int],
-) -> Axis | None:
-    marks = {mark for mark, home in homes.items() if home == CONTRACTED}
-    axes = [types[i].axes[maps[i].index(CONTRACTED)] for i in contracting]
-    found = next((a.without(STREAM) for a in axes if set(a.marks) - {STREAM} == marks), None)
-    return found or (_blocks(mesh, axes[0].extent, marks) if axes else None)
 
 
 def choose_view(op: ViewStatement, x: TensorType, wanted: TensorType) -> OperandShardings:
@@ -176,6 +160,11 @@ def result_of(s: Statement) -> Value:
     """Return the tensor that a statement of a fusion defines: in this phase each defines exactly one."""
     assert isinstance(s, (TensorOp, ViewStatement, Communication, Reshard))
     return s.out
+
+
+def operands_of(s: Statement) -> tuple[Value, ...]:
+    """Return the tensors that a statement of a fusion reads or views."""
+    return tuple(s.values(Codec.READ, Codec.ALIAS))
 
 
 def stream_place(axis: Axis) -> tuple[Size, Size] | None:
@@ -223,16 +212,17 @@ class Propagate(Pass):
         program = _without_lone_axes(program)
         values: dict[str, Value] = {}
         for value in program.inputs:
-            values[value.name] = _with_type(value, _on(value.tensor, program.meshes[0]))
+            values[value.name] = replace(value, type=_on(value.tensor, program.meshes[0]))
         body = []
-        wishes = _wishes(program)
+        wanted = _wanted(program)
         for s in program.body:
-            moved = s.rename(values)
-            result = result_of(moved)
+            renamed = s.rename(values)
+            result = result_of(renamed)
             if result.tensor.mesh is None:
-                values[result.name] = _with_type(result, _spread(moved, result.tensor, wishes.get(result.name)))
-                moved = moved.rename(values)
-            body.append(moved)
+                type = _sharded(renamed, result.tensor, wanted.get(result.name))
+                values[result.name] = replace(result, type=type)
+                renamed = renamed.rename(values)
+            body.append(renamed)
         outputs = tuple(values.get(v.name, v) for v in program.outputs)
         return replace(program, inputs=tuple(values[v.name] for v in program.inputs), outputs=outputs, body=tuple(body))
 
@@ -257,34 +247,30 @@ def _without_lone(type: TensorType) -> TensorType:
     return replace(type, axes=tuple(axes), partial=tuple(mark for mark in type.partial if mark not in lone))
 
 
-def _with_type(value: Value, type: TensorType) -> Value:
-    return replace(value, type=type)
-
-
 def _on(type: TensorType, mesh: Mesh) -> TensorType:
     return type if type.mesh else replace(type, mesh=mesh)
 
 
-def _wishes(program: Program) -> dict[str, TensorType]:
+def _wanted(program: Program) -> dict[str, TensorType]:
     """Map each tensor to the sharding that its one elementwise user needs: what a partial sum is reduced to."""
     users: dict[str, list[Statement]] = {}
     for s in program.body:
-        for v in s.values(Codec.READ, Codec.ALIAS):
+        for v in operands_of(s):
             users.setdefault(v.name, []).append(s)
-    wishes: dict[str, TensorType] = {}
+    wanted: dict[str, TensorType] = {}
     for s in reversed(program.body):
         result = result_of(s)
         if result.tensor.mesh is not None:
-            wishes[result.name] = result.tensor
-        if not isinstance(s, (Unary, Binary)) or isinstance(s, Sum) or result.name not in wishes:
+            wanted[result.name] = result.tensor
+        if not isinstance(s, (Unary, Binary)) or isinstance(s, Sum) or result.name not in wanted:
             continue
         for v in s.operands:
             if v.tensor.mesh is None and users[v.name] == [s] and v.tensor.shape == result.tensor.shape:
-                wishes[v.name] = wishes[result.name]
-    return wishes
+                wanted[v.name] = wanted[result.name]
+    return wanted
 
 
-def _spread(s: Statement, declared: TensorType, wish: TensorType | None) -> TensorType:
+def _sharded(s: Statement, declared: TensorType, wanted: TensorType | None) -> TensorType:
     """Return the declared type with the sharding that the statement gives it; its Stream marks stay."""
     if isinstance(s, Reshard):
         return replace(declared, mesh=s.x.tensor.mesh)
@@ -295,8 +281,8 @@ def _spread(s: Statement, declared: TensorType, wish: TensorType | None) -> Tens
     else:
         assert isinstance(s, TensorOp)
         given = choose(s, _one_mesh(s), declared).result
-        if wish and given.partial and wish.mesh == given.mesh:
-            given = _reduced(given, wish)
+        if wanted and given.partial and wanted.mesh == given.mesh:
+            given = _reduced(given, wanted)
     axes = [_with_stream(s, g, d, given.mesh) for g, d in zip(given.axes, declared.axes, strict=True)]
     return TensorType(declared.dtype, tuple(axes), given.mesh)
 
@@ -312,10 +298,10 @@ def _one_mesh(op: TensorOp) -> Sequence[TensorType]:
     return types
 
 
-def _reduced(given: TensorType, wish: TensorType) -> TensorType:
+def _reduced(given: TensorType, goal: TensorType) -> TensorType:
     """Return the type of a partial sum once reduced: the mesh axes it is summed over go where its user wants them."""
     axes = list(given.axes)
-    for k, wanted in enumerate(wish.host().axes):
+    for k, wanted in enumerate(goal.host().axes):
         if wanted.marks and set(wanted.marks) <= set(given.partial) and not axes[k].marks:
             axes[k] = wanted
     return given.with_axes(axes)

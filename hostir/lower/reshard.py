@@ -138,48 +138,48 @@ def _steps(old: TensorType, new: TensorType) -> Iterator[TensorType]:
         yield from _between(current, goal, old.mesh, new.mesh)
         return
     while current != goal:
-        current = _nearer(current, goal, old.mesh)
+        current = _next_step(current, goal, old.mesh)
         yield current
 
 
-def _nearer(current: TensorType, goal: TensorType, mesh: Mesh) -> TensorType:
+def _next_step(current: TensorType, goal: TensorType, mesh: Mesh) -> TensorType:
     """Change one mesh axis: reductions first, then local slices, then moves to another axis, then gathers."""
     for mark in current.partial:
         if mark not in goal.partial:
             whole = replace(current, partial=tuple(m for m in current.partial if m != mark))
-            return _put(whole, goal, mark) or whole
+            return _with_mark(whole, goal, mark) or whole
     spread = [mark for mark in mesh.axes if current.axis_on(mark) is not None]
     for mark in mesh.axes:
-        if mark not in spread and (put := _put(current, goal, mark)):
+        if mark not in spread and (put := _with_mark(current, goal, mark)):
             return put
     for mark in spread:
         before, after = current.axis_on(mark), goal.axis_on(mark)
-        put = _put(_without(current, mark), goal, mark)
+        put = _with_mark(_without(current, mark), goal, mark)
         if put is None or before is None or after is None or before == after:
             continue
         if len(current.axes[before].factors) == len(put.axes[after].factors) == 1:
             return put  # one alltoall
-    wrong = next(k for k, axis in enumerate(current.axes) if axis != _partly(goal.axes[k], axis.marks))
+    wrong = next(k for k, axis in enumerate(current.axes) if axis != _with_only(goal.axes[k], axis.marks))
     marks = current.axes[wrong].marks
-    strange = [mark for mark in marks if mark not in goal.axes[wrong].marks]
-    return _without(current, (strange or marks)[-1])
+    extra = [mark for mark in marks if mark not in goal.axes[wrong].marks]
+    return _without(current, (extra or marks)[-1])
 
 
 def _without(type: TensorType, *marks: str) -> TensorType:
     return type.with_axes(axis.without(*marks) for axis in type.axes)
 
 
-def _partly(axis: Axis, marks: Sequence[str]) -> Axis:
+def _with_only(axis: Axis, marks: Sequence[str]) -> Axis:
     """Return the axis with these marks only."""
     return axis.without(*(mark for mark in axis.marks if mark not in marks))
 
 
-def _put(type: TensorType, goal: TensorType, mark: str) -> TensorType | None:
+def _with_mark(type: TensorType, goal: TensorType, mark: str) -> TensorType | None:
     """Return the type with a mark added where the goal has it; None if the axis then differs from the goal's."""
     k = goal.axis_on(mark)
     if k is None:
         return None
-    axis = _partly(goal.axes[k], (*type.axes[k].marks, mark))
+    axis = _with_only(goal.axes[k], (*type.axes[k].marks, mark))
     if axis.without(mark) != type.axes[k]:
         return None
     return type.with_axes(axis if i == k else a for i, a in enumerate(type.axes))

@@ -1,4 +1,4 @@
-"""Find the axes and types of a dump: how printed IterDomains form logical axes, and what lies on devices."""
+"""Find the axes and types of a dump: how printed IterDomains form logical axes, and how these are sharded."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = F
 
     Args:
         tensor: the tensor as printed.
-        alone: x or y, where such an axis is no part of a split, as it holds the parts of a partial sum.
-        split: whether a device axis is rather a part of a split than an axis of its own.
+        alone: x or y if such an axis is not part of a split because it holds the parts of a partial sum.
+        split: whether a device axis is more likely part of a split than a separate axis.
     """
     domains = tensor.domains
     parallel = [(d.kind, d.on) for d in domains if d.on]
     if len(set(parallel)) < len(parallel):
-        return [tuple(LogicalAxis((d,)) for d in domains)]  # no layout, which is said where its type is asked for
+        return [tuple(LogicalAxis((d,)) for d in domains)]  # no valid layout: reported when its type is needed
     outer = {k for k, d in enumerate(domains) if not d.rfactor and (d.kind == "r" or d.on not in alone)}
     splits = list(islice(_splits(domains, outer, 0, ()), _MAX_SPLITS))
     splits.sort(key=lambda parts: _unlikelihood(domains, parts, split))
@@ -134,9 +134,9 @@ def _missing(domains: Sequence[IterDomain], split: Split) -> int:
 
 
 def _unlikelihood(domains: Sequence[IterDomain], split: Split, split_devices: bool) -> tuple[int, ...]:
-    """Return a sort key: the signs against a reading, the weightiest first.
+    """Return a sort key: the evidence against a reading, the strongest first.
 
-    nvFuser numbers the two parts of a split one after the other, and behind all axes that were there before.
+    nvFuser gives the two parts of a split consecutive numbers, higher than those of all earlier axes.
     """
     numbers = [d.number for d in domains]
     inner_of = {outer: inner for inner, outers in enumerate(split) for outer in outers}
@@ -164,7 +164,7 @@ def _grouped(domains: Sequence[IterDomain], split: Split) -> tuple[LogicalAxis, 
     )
 
 
-class Sizes:
+class EqualSizes:
     """A union-find over products of symbols: sizes that a dump forces to be equal under different names."""
 
     def __init__(self, symbols: Iterable[str]) -> None:
@@ -212,10 +212,10 @@ class Sizes:
 # Sizes that must be equal ---------------------------------------------------------------------------------------------
 # The sizes that statements force to be equal, and the program in which equal sizes have one name.
 
-Place = tuple[Size, object, int]  # a size, the tensor that has it, and in which axis
+SizeUse = tuple[Size, object, int]  # a size, the tensor that has it, and in which axis
 
 
-def equate(sizes: Sizes, pairs: Iterable[tuple[Place, Place]], span: Span | None) -> None:
+def equate(sizes: EqualSizes, pairs: Iterable[tuple[SizeUse, SizeUse]], span: Span | None) -> None:
     """Make the sizes of each pair equal; raise where they cannot be."""
     for (a, a_name, a_axis), (b, b_name, b_axis) in pairs:
         if not sizes.equal(a, b):
@@ -224,17 +224,17 @@ def equate(sizes: Sizes, pairs: Iterable[tuple[Place, Place]], span: Span | None
             raise error(message, span, expected="equal sizes")
 
 
-def pairwise(a: TensorType, a_name: object, b: TensorType, b_name: object) -> Iterator[tuple[Place, Place]]:
+def pairwise(a: TensorType, a_name: object, b: TensorType, b_name: object) -> Iterator[tuple[SizeUse, SizeUse]]:
     """Yield the axes of two tensors of one shape in pairs; none if their ranks differ, which program checks report."""
     if len(a.axes) == len(b.axes):
         for k, (one, other) in enumerate(zip(a.shape, b.shape, strict=True)):
             yield (one, a_name, k), (other, b_name, k)
 
 
-def computed(s: TensorOp) -> Iterator[tuple[Place, Place]]:
+def computed(s: TensorOp) -> Iterator[tuple[SizeUse, SizeUse]]:
     """Yield the pairs of axes whose sizes a computation forces to be equal: those that its maps match."""
     shape = s.out.tensor.shape
-    contracted: list[Place] = []
+    contracted: list[SizeUse] = []
     for operand, map in zip(s.operands, maps_of(s), strict=True):
         if len(map) != len(operand.tensor.axes) or max(map, default=0) >= len(shape):
             continue
@@ -255,7 +255,7 @@ def maps_of(s: TensorOp) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(axes[len(axes) - len(v.tensor.axes) :]) for v in s.operands)
 
 
-def with_canonical_sizes(program: Program, sizes: Sizes) -> Program:
+def with_canonical_sizes(program: Program, sizes: EqualSizes) -> Program:
     """Return the program with each size in its canonical symbols; result types of views are inferred anew."""
     env = {v.name: _canonical(v, sizes) for v in program.inputs}
     for s in program.walk():
@@ -274,7 +274,7 @@ def with_canonical_sizes(program: Program, sizes: Sizes) -> Program:
     )
 
 
-def _canonical(value: Value, sizes: Sizes) -> Value:
+def _canonical(value: Value, sizes: EqualSizes) -> Value:
     if not isinstance(value.type, TensorType):
         return value
     type = sizes.canonical(value.type)
@@ -286,7 +286,7 @@ def _canonical(value: Value, sizes: Sizes) -> Value:
     return replace(value, type=type)
 
 
-def _sized(s: Statement, sizes: Sizes) -> Statement:
+def _sized(s: Statement, sizes: EqualSizes) -> Statement:
     """Return a statement with its own sizes in canonical symbols."""
     return replace(s, count=sizes.resolve(s.count)) if isinstance(s, (For, Chunk)) else s
 
@@ -552,7 +552,7 @@ class Types:
     """Gives printed tensors their types, and records in `sizes` which sizes these force to be equal."""
 
     def __init__(self, dump: Dump) -> None:
-        self.sizes = Sizes(dump.symbols)
+        self.sizes = EqualSizes(dump.symbols)
         self.meshes: dict[Devices | None, Mesh] = {}
         printed = [t.devices for t in dump.tensors() if t.devices]
         for devices in dict.fromkeys(printed or [_unprinted_devices(dump)]):

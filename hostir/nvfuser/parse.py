@@ -42,7 +42,7 @@ Formula = Token | Operation  # an index expression as printed: names are not res
 
 
 @dataclass(frozen=True)
-class Extent:
+class AxisExtent:
     """The size of an axis. The rest of a split, `ceilDiv(ceilDiv(whole, a), b)`, has splits (a, b), assumed exact."""
 
     size: Size
@@ -56,7 +56,7 @@ class IterDomain:
     kind: str  # i: an axis, b: an axis of extent one, r: an axis that was summed away
     on: str
     number: int
-    extent: Extent
+    extent: AxisExtent
     rfactor: bool
     span: Span = field(compare=False)
 
@@ -107,7 +107,7 @@ class LoopNode(Node):
     """A loop: FOR index from 0 to count."""
 
     index: Token
-    count: Extent
+    count: AxisExtent
     body: tuple[Node, ...]
 
 
@@ -409,17 +409,17 @@ class Scanner:
         return IterDomain(kind, on, int(number), extent, rfactor, head.span)
 
     # Extents and indices -----------------------------------------------------------------------------------------
-    def extent(self) -> Extent:
+    def extent(self) -> AxisExtent:
         left = self.deeper(self.extent_atom)
         while self.next.text in ("*", "/", "+", "-", "%"):
             sign = self.take()
             if sign.text not in "*/":
                 raise error(f"'{sign.text}' in a size", sign.span, expected="products and quotients")
             right = self.deeper(self.extent_atom)
-            left = Extent(left.size * right.size if sign.text == "*" else left.size / right.size)
+            left = AxisExtent(left.size * right.size if sign.text == "*" else left.size / right.size)
         return left
 
-    def extent_atom(self) -> Extent:
+    def extent_atom(self) -> AxisExtent:
         if self.next.text == "ceilDiv":
             self.take()
             self.expect("(")
@@ -427,19 +427,19 @@ class Scanner:
             self.expect(",")
             part = self.extent()
             self.expect(")")
-            return Extent(whole.size / part.size, (*whole.splits, part.size))
+            return AxisExtent(whole.size / part.size, (*whole.splits, part.size))
         if self.skip("("):
             inner = self.extent()
             self.expect(")")
             return inner
         if self.next.text[:1].isdecimal():
             span = self.next.span
-            return Extent(Size.of(self.integer(), span))
+            return AxisExtent(Size.of(self.integer(), span))
         name = self.word("a size").text
         if "." in name:
             raise error(f"'{name}' is no size", self.ahead(-1).span, expected="an integer or a name")
         self.symbols.setdefault(name)
-        return Extent(Size.of(name))
+        return AxisExtent(Size.of(name))
 
     def formula(self) -> Formula:
         left = self.deeper(self.term)

@@ -127,7 +127,7 @@ def _not_dense(x: Any) -> bool:
 # Cache keys of a caller's tensors, the checks of `out=`, and the buffers that those tensors replace.
 
 Part = torch.Tensor | None
-Key = list[tuple[Any, ...] | None]
+Key = tuple[tuple[Any, ...] | None, ...]
 UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # of values without tensor memory
 
 
@@ -168,7 +168,7 @@ def cache_key(tensors: Sequence[Any]) -> Key | None:
         within = functorch.peek_interpreter_stack() is not None  # torch.vmap and its like
         if within and any(x is not None and functorch.is_functorch_wrapped_tensor(x) for x in tensors):
             return None
-        return [None if x is None else _tensor_key(x, grad) for x in tensors]
+        return tuple([None if x is None else _tensor_key(x, grad) for x in tensors])
     except UNREADABLE:
         return None
 

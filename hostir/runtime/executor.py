@@ -7,19 +7,21 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._dynamo.guards import TensorGuards
 
 from hostir.check import prove, verify
 from hostir.described import described
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import Diagnostic, HostIRError, check_known, error, logger, user_span
+from hostir.ir.source import HostIRError, check_known, error, logger, user_span
 from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
 from hostir.runtime.arguments import (
     Key,
@@ -36,9 +38,9 @@ from hostir.runtime.arguments import (
     written_inputs,
 )
 from hostir.runtime.binding import places
-from hostir.runtime.cuda.graphs import Graphs, Where, is_stale
+from hostir.runtime.cuda.graphs import Graphs
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
-from hostir.runtime.cuda.streams import queues
+from hostir.runtime.cuda.streams import CallOrder, queues, symmetric_order
 from hostir.runtime.gloo.machine import GlooMachine, GlooPlan
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.order import NONE
@@ -46,6 +48,7 @@ from hostir.runtime.session import Agreement, CallRunsError, Groups, Session, fo
 from hostir.runtime.sharding import assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
+from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline, Trace
 from hostir.runtime.unroll import UnrolledProgram, unroll
 from hostir.runtime.watchdog import Watchdog
@@ -67,80 +70,55 @@ def untraced(function: F) -> F:
     return function
 
 
-# Plans ----------------------------------------------------------------------------------------------------------------
-# The plans of an executor, and the errors that the device reports of them, the latest and others.
+# Bound calls ----------------------------------------------------------------------------------------------------------
+# What is known of a call with tensors like those of an earlier one, so that it need not be worked out again.
 
 Plan = CudaPlan | GlooPlan
-KEPT = 128  # plans: where shapes never repeat, they must not pile up
+MAX_PLANS = 128  # of an executor: where shapes never repeat, they must not pile up
+MAX_BOUND = 256  # calls of an executor that are remembered
 
 
-class Plans(dict[tuple[Any, ...], Plan]):
-    """An executor's plans by the cache keys of their inputs, the latest used last.
+class BoundCall:
+    """A call with tensors of certain layouts, at certain addresses if that matters: it is checked, and has its plan.
 
-    A kernel that waits for a peer may time out long after its call, when other plans run or its own plan was dropped.
-    So each call polls its own plan, and one of all others in turn. All are polled when another plan is made, which
-    takes longer anyway. A dropped plan is kept until the device is done with it and another plan is made.
+    Args:
+        plan: what it runs.
+        tensors: its inputs, and the tensors of `out=`.
+        where: their addresses; None if the call is the same at any.
 
     Fields:
-        captured: plans used by graphs that the caller captured: they stay, since the graphs read their tables.
+        graph: its CUDA graph, if it has one.
+        eager: how often it was issued statement by statement since the latest capture.
+        captures: how often it was captured.
+        without_gradients: whether a tensor requires gradients, so that the call is right under `torch.no_grad()` alone.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.captured: set[CudaPlan] = set()
-        self.leaving: list[tuple[CudaPlan, torch.cuda.Event]] = []  # dropped plans, each with an event after its calls
-        self.unraised: list[Diagnostic] = []  # reported by the device, but not raised yet
-        self.turns: Iterator[CudaPlan] = iter(())
+    def __init__(self, plan: Plan, tensors: Sequence[Part], where: tuple[int, ...] | None) -> None:
+        self.plan = plan
+        self.count = len(tensors)
+        self.where = where
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.eager = self.captures = 0
+        self.without_gradients = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
+        # torch.compile's guards hold types, layouts, dtypes, devices and modes against those of a call, in C++.
+        here = all(isinstance(x, torch.Tensor) for x in tensors)
+        self.guards = TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check if here else _never
 
-    def keep(self, key: tuple[Any, ...], plan: Plan) -> None:
-        """Add the plan that runs next; drop the least recently used if there are too many."""
-        self[key] = plan
-        if len(self) > KEPT:
-            oldest = self.pop(next(iter(self)))
-            if isinstance(oldest, CudaPlan) and oldest.reports:
-                self.leaving.append((oldest, oldest.behind()))
-
-    def sweep(self) -> None:
-        """Poll all plans after another was made or refused, and drop those that the device is done with.
-
-        Those are plans that made room, and all whose symmetric memory is gone, for which the device was waited for.
-        Queries events, so it must not be called during a capture.
-        """
-        stay = [(plan, behind) for plan, behind in self.leaving if not (behind.query() or is_stale(plan))]
-        heard = _diagnostics(plan.problem() for plan in self.reporting())
-        self.unraised = [*dict.fromkeys([*self.unraised, *heard])]
-        for key in [key for key, plan in self.items() if is_stale(plan)]:
-            del self[key]
-        self.leaving, self.turns = stay, iter(())
-
-    def poll(self, plan: CudaPlan) -> HostIRError | None:
-        """Return the error reported by the plan that runs next, by the one whose turn it is, or by dropped ones."""
-        said = plan.problem()
-        other = next(self.turns, None)
-        if other is None:
-            if len(self) > 1 or self.captured or self.leaving:
-                self.turns = iter(self.reporting())
-        elif said is None:
-            said = other.problem()
-        return None if said is None and not self.unraised else self._merged([said])
-
-    def problem(self) -> HostIRError | None:
-        """Return what the device has reported so far of any plan, as one error."""
-        return self._merged(plan.problem() for plan in self.reporting())
-
-    def _merged(self, problems: Iterable[HostIRError | None]) -> HostIRError | None:
-        """Join these errors, and those not raised so far, to one; None if there are none."""
-        found, self.unraised = dict.fromkeys([*self.unraised, *_diagnostics(problems)]), []
-        return HostIRError(*found) if found else None  # a broken machine reports the same error for all plans
-
-    def reporting(self) -> list[CudaPlan]:
-        """Return every plan of which the device may report an error."""
-        plans = [*self.values(), *self.captured, *(plan for plan, _ in self.leaving)]
-        return list(dict.fromkeys(plan for plan in plans if isinstance(plan, CudaPlan)))
+    def fits(self, tensors: Sequence[Any]) -> bool:
+        """Whether a call with these tensors is this one; it may be even if not. Anything may be passed."""
+        try:
+            if len(tensors) != self.count or True in [x.is_nested for x in tensors]:  # of which the guards would die
+                return False
+        except Exception:  # no tensor, or one whose class answers nothing
+            return False
+        if not self.guards(*tensors) or (self.without_gradients and torch.is_grad_enabled()):
+            return False
+        return self.where is None or self.where == tuple([x.data_ptr() for x in tensors])
 
 
-def _diagnostics(problems: Iterable[HostIRError | None]) -> list[Diagnostic]:
-    return [each for problem in problems if problem is not None for each in problem.diagnostics]
+def _never(*tensors: Any) -> bool:
+    """Fit no call: a rank that holds no part of a tensor looks its calls up."""
+    return False
 
 
 # Executors ------------------------------------------------------------------------------------------------------------
@@ -167,8 +145,8 @@ class Executor:
     from the inputs and from each other in memory. On CUDA such calls are replayed from a CUDA graph from the third at
     the same addresses on; docs/calls.md has the details.
 
-    Symmetric buffers and flags are the executor's own: they last from call to call, each set of sizes has its own, and
-    they go when the executor goes.
+    Symmetric buffers and flags last from call to call, and each set of sizes has its own. Executors of equal programs
+    share them, and their calls run one after another, on whatever streams they are made.
 
     Gradients do not pass through: inputs that require them are refused, unless the call is under `torch.no_grad()`. An
     input may have any strides where the program computes with it, and is contiguous where it communicates it.
@@ -230,20 +208,20 @@ class Executor:
         self.seed = check_seed(seed)
         self.trace = trace
         self.timeout = TIMEOUT.get(timeout)
-        self.plans = Plans()
+        self.plans: dict[tuple[Any, ...], Plan] = {}  # the latest used last
+        self.bound: OrderedDict[tuple[Any, ...], BoundCall] = OrderedDict()  # likewise
+        self.latest: BoundCall | None = None
         self.session: Session | None = None
         self.watchdog: Watchdog | None = None
         self.choice: Any = None  # a hostir.choice.Choice: a layer above, which sets it
         self.compare_calls = COMPARE_CALLS.get(compare_calls)
         self.rank = 0
-        self._key: Key | None = None
-        self._plan: Plan | None = None
-        self._given: Key | None = None  # cache key of the latest call's `out=`
-        self._where: Where = ()  # its plan, and the address of each of its tensors
         self._graphs: Graphs | None = None
+        self._order: CallOrder | None = None  # that its calls keep, on whatever streams they are made
+        self._captured: set[Plan] = set()  # used by graphs that the caller captured, which read their tables
+        self._ended = ""  # why it runs no more
         self._agreement = Agreement(None, program, self.kernels, False)  # with nobody, unless it joins a job
         self._written = written_inputs(program)
-        self._apart: tuple[Key | None, tuple[int, ...]] = None, ()  # latest inputs checked for overlap
         self._without_gradients = torch.no_grad()
         if machine == "local" or (machine is None and not launched()):
             self.machine = "local"
@@ -254,8 +232,11 @@ class Executor:
         self.machine = self._machine.name
         self._process = os.getpid()
         _with_threads.add(self)
-        if self.machine == "cuda" and graphs and trace is None:
-            self._graphs = self._make_graphs()
+        if self.machine == "cuda":
+            if shares_memory(program):
+                self._order = symmetric_order(self._machine.device)
+            if graphs and trace is None:
+                self._graphs = self._make_graphs()
 
     def _join(self, machine: str | None) -> CudaMachine | GlooMachine:
         """Create this rank's machine, in a program of as many ranks as there are."""
@@ -263,6 +244,7 @@ class Executor:
         device = torch.device("cpu" if machine == "gloo" else "cuda")
         if launched():
             self.session = joined(DEVICES[machine] if machine else None)
+            self.session.members.add(self)
             self.watchdog, self.rank, size = self.session.watchdog, self.session.rank, self.session.size
             device = self.session.device
         elif device.type == "cuda":
@@ -282,18 +264,15 @@ class Executor:
         # Knows no executor: that goes with its last reference then, and with it graphs that no capture may meet dying.
         compare = self.compare_calls or device.type == "cpu"
         self._agreement = Agreement(self.session, self.program, self.kernels, compare)
-        exchange = self._agreement.exchange
         if device.type == "cuda":
-            return CudaMachine(device, self.program.streams, table, groups, exchange)
-        return GlooMachine(self.program.streams, table, groups, exchange)
+            return CudaMachine(device, self.program, table, groups)
+        return GlooMachine(self.program.streams, table, groups)
 
     def _make_graphs(self) -> Graphs:
         name = self.program.name
         if self.session is None:
-            return Graphs(self._machine.device, name)
-        graphs = Graphs(self._machine.device, name, partial(self.session.first, f"no graphs of @{name}"))
-        self.session.graphs.add(graphs)
-        return graphs
+            return Graphs(self._machine.device, name, self.bound)
+        return Graphs(self._machine.device, name, self.bound, partial(self.session.first, f"no graphs of @{name}"))
 
     # Running ------------------------------------------------------------------------------------------------------
     @untraced
@@ -319,6 +298,8 @@ class Executor:
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
             return tuple(parts)
+        # A warm call on CUDA: __call__, _call, BoundCall.fits, _issue; there the machine's error words are read, the
+        # call is ordered behind the last one, and Graphs.launch or CudaPlan.run launches.
         calls, me = self._calls, threading.get_ident()
         with calls.lock:
             if me in calls.callers:
@@ -329,37 +310,55 @@ class Executor:
             finally:
                 calls.callers.discard(me)
 
-    def _call(self, inputs: Sequence[Any], out: Any) -> tuple[Any, ...]:
+    def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Run the program once on this rank's machine; the caller holds the lock of the calls."""
         if self.watchdog is not None and self.watchdog.disturbed:
             self._calls.check_order()
             self.watchdog.resume()
-        key = cache_key(inputs)
-        plan = self._plan
-        known = plan is not None and key == self._key
-        if plan is None or not known:
-            plan = self._choose(key, inputs, out)
+        given = None if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
+        call = self.latest
+        if call is None or not call.fits(inputs if given is None else (*inputs, *given)):
+            call = self._bind(inputs, out)
+        elif self._compare:
+            self._begin(call.plan.unrolled.sizes, planned=True)
         try:
-            if self._written:
-                self._keep_apart(key, inputs)
-            given = None if out is None else self._take(plan, inputs, out)
-        except HostIRError as refusal:
-            raise (self._refused(refusal) if known else refusal) from refusal.__cause__
-        if known and self._compare:
-            self._begin(plan.unrolled.sizes, planned=True)
-        try:
-            if not isinstance(plan, GlooPlan):
-                outputs = self._issue(plan, inputs, given)
-            else:
-                if self.watchdog is not None:
-                    self.watchdog.observe(plan)
-                with self._without_gradients:
-                    outputs = plan.run(inputs, given)
+            outputs = self._issue(call, inputs, given)
         except HostIRError as failure:
             if self.watchdog is None:
                 raise
             raise self.watchdog.blame(failure) from failure.__cause__
         self._agreement.made += 1
+        return outputs
+
+    def _issue(self, call: BoundCall, inputs: tuple[Part, ...], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
+        """Run a call on CPU; on CUDA issue it as one graph, or statement by statement, as in a caller's capture."""
+        plan, watchdog = call.plan, self.watchdog
+        if isinstance(plan, GlooPlan):
+            if watchdog is not None:
+                watchdog.observe(plan)
+            with self._without_gradients:
+                return plan.run(inputs, given)
+        if (problem := plan.problem()) is not None:
+            raise problem
+        graphs, capturing = self._graphs, torch.cuda.is_current_stream_capturing()
+        if watchdog is not None:
+            watchdog.observe(plan, capturing)
+        if capturing:
+            self._captured.add(plan)
+            graphs = None
+            if plan.memory is not None:
+                plan.memory.captured.add(plan)
+        elif self._order is not None:
+            self._order.follow()
+        if call.graph is not None and graphs is not None and given is not None:
+            graphs.launch(call.graph)
+            return given
+        with self._without_gradients:
+            if graphs is not None and given is not None and graphs.capture_when_due(call, inputs, given):
+                return given
+            outputs = plan.run(inputs, given)
+        if plan.timeline is not None:
+            plan.timeline.collect()
         return outputs
 
     @untraced
@@ -376,39 +375,12 @@ class Executor:
         found = places(plan.unrolled, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
 
-    def _issue(self, plan: CudaPlan, inputs: Sequence[Part], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
-        """Issue a run on CUDA, statement by statement or as one graph; a caller's capture gets the statements."""
-        graphs, capturing = self._graphs, torch.cuda.is_current_stream_capturing()
-        if (problem := self.plans.poll(plan)) is not None:
-            raise problem
-        if self.watchdog is not None:
-            self.watchdog.observe(plan, capturing)
-        if capturing:
-            self.plans.captured.add(plan)
-            graphs = None
-            if plan.memory is not None:
-                plan.memory.pinned = True
-        elif plan.memory is not None:
-            plan.take_turn()
-        if graphs is not None and (given is not None or graphs.stream is not None):
-            graphs.follow()
-            if given is not None and graphs.replay(self._where):
-                return given
-        with self._without_gradients:
-            if graphs is not None and given is not None:
-                graphs.run(plan, self._where, inputs, given)
-                return given
-            outputs = plan.run(inputs, given)
-        if plan.timeline is not None:
-            plan.timeline.collect()
-        return outputs
-
     @property
     def graph_refusal(self) -> str | None:
         """The reason why calls with `out=` like the latest are not replayed from CUDA graphs; None if they are."""
         if self._graphs is not None:
-            left = self._plan.eager_only if isinstance(self._plan, CudaPlan) else ""
-            return self._graphs.refusal or left or None
+            plan = self.latest.plan if self.latest is not None else None
+            return self._graphs.refusal or (isinstance(plan, CudaPlan) and plan.eager_only) or None
         if self.machine != "cuda":
             return f"machine '{self.machine}' has no CUDA graphs"
         return "its statements are traced" if self.trace is not None else "graphs=False"
@@ -433,7 +405,8 @@ class Executor:
 
     def _raise_problem(self) -> None:
         """Raise what the device has reported so far."""
-        if (problem := self.plans.problem()) is not None:
+        plan = self.latest.plan if self.latest is not None else None
+        if isinstance(plan, CudaPlan) and (problem := plan.problem()) is not None:
             raise self._blamed(problem)
 
     def _blamed(self, failure: HostIRError) -> HostIRError:
@@ -463,38 +436,88 @@ class Executor:
         except CallRunsError as refused:
             raise self._blamed(refused) from refused.__cause__
 
-    def _choose(self, key: Key | None, inputs: Sequence[Part], out: Any = None, places: bool = False) -> Plan:
-        """Return the plan for inputs with this key; make it if there is none."""
-        if self._process != os.getpid():
-            raise forked_from(self.rank)
-        plan = self.plans.pop(tuple(key), None) if key is not None else None
+    def _bind(self, inputs: tuple[Any, ...], out: Any) -> BoundCall:
+        """Return the bound call for these tensors, which has begun on this rank; make it if there is none."""
+        given = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
+        tensors, kind, outs = (*inputs, *given), cache_key(inputs), cache_key(given)
+        where = addresses(tensors) if out is not None or self._written else None
+        name = None if kind is None or outs is None else (kind, out is None, outs, *(where or ()))
+        call = None if name is None or unwritable(given) else self.bound.pop(name, None)
+        if call is None or kind is None:
+            call = BoundCall(self._choose(kind, inputs, out), tensors, where)
+        else:
+            self._refuse_elsewhere()
+            self._begin(call.plan.unrolled.sizes, planned=True)
+            self.plans[kind] = self.plans.pop(kind)
+        if out is not None and self._graphs is not None and self._order is None:
+            self._order = CallOrder(self._machine.device)  # graphs share their workspaces
+        if name is not None:
+            self.bound[name] = call
+        if len(self.bound) > MAX_BOUND:
+            self.bound.popitem(last=False)
+        self.latest = call
+        return call
+
+    def _choose(self, kind: Key | None, inputs: Sequence[Part], out: Any = None, places: bool = False) -> Plan:
+        """Return the plan for inputs of this kind, with the call begun on this rank; make it if there is none."""
+        self._refuse_elsewhere()
+        plan = self.plans.get(kind) if kind is not None else None
         if plan is None:
             self._refuse_in_capture()
             began = time.perf_counter()
             try:
                 plan = self._make(inputs, out, places)
             finally:
-                self._drop_stale()
+                for member in [self] if self.session is None else list(self.session.members):
+                    member.drop_stale()
             self._log(plan, time.perf_counter() - began)
         else:
             try:
                 self._check(plan.unrolled, inputs, out)
             except HostIRError as refusal:
-                self.plans.keep(tuple(key or ()), plan)
                 raise self._refused(refusal) from refusal.__cause__
             self._begin(plan.unrolled.sizes, planned=True, places=places)
-        self.plans.keep(tuple(key or ()), plan)
+        if kind is not None:
+            self.plans.pop(kind, None)
+            self.plans[kind] = plan
+        if len(self.plans) > MAX_PLANS:
+            oldest = next(iter(self.plans.values()))
+            self._drop(lambda plan: plan is oldest)
         if plan.memory is not None:
             plan.memory.used = time.monotonic()
-        self._key, self._plan = key, plan
         return plan
 
-    def _drop_stale(self) -> None:
-        """Drop the plans whose symmetric memory was released when the latest plan got its own."""
-        self._key, self._plan, self._given, self._where = None, None, None, ()
+    def _drop(self, gone: Callable[[Plan], bool]) -> None:
+        """Drop the plans for which this is true, and the calls that are bound to them."""
+        if self.latest is not None and gone(self.latest.plan):
+            self.latest = None
+        for kind in [kind for kind, plan in self.plans.items() if gone(plan)]:
+            del self.plans[kind]
+        for name in [name for name, call in self.bound.items() if gone(call.plan)]:
+            del self.bound[name]
         if self._graphs is not None:
-            self._graphs.forget(is_stale)
-        self.plans.sweep()
+            self._graphs.tidy()
+
+    def drop_stale(self) -> None:
+        """Drop the plans whose symmetric memory was released, at a rendezvous of this executor or another."""
+        self._drop(is_stale)
+
+    def leave(self, reason: str) -> None:
+        """Run no more: what this rank shares with others goes."""
+        self.latest, self._ended = None, reason
+        if self._graphs is not None:
+            self._graphs.release(reason)
+
+    def _refuse_elsewhere(self) -> None:
+        """Raise in a forked child, and after the end of the session."""
+        if self._process != os.getpid():
+            raise forked_from(self.rank)
+        if self._ended:
+            raise error(
+                f"@{self.program.name} is called after the end of its session",
+                expected="calls within the session in which its executor was made",
+                hint="make another executor: it opens a session, or belongs to the one that is open",
+            )
 
     def _refuse_in_capture(self) -> None:
         if self.machine == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -551,21 +574,10 @@ class Executor:
             if stuck := shared_queues(self.program, sizes):
                 raise HostIRError(*stuck)
 
-    def _take(self, plan: Plan, inputs: Sequence[Part], out: Any) -> tuple[Part, ...]:
-        """Return the caller's tensors for the outputs; check them unless they are those of the latest call."""
-        given = sequence_of(out)
-        key, where = cache_key(given), (plan, *addresses((*inputs, *given)))
-        if key is None or key != self._given or where != self._where or unwritable(given):
-            check_out(plan.unrolled, given, inputs, self._machine.device)
-            self._given, self._where = key, where
-        return given
 
-    def _keep_apart(self, key: Key | None, inputs: Sequence[Part]) -> None:
-        """Refuse inputs that overlap in memory if the program writes one; addresses may change from call to call."""
-        here = key, addresses(inputs)
-        if here != self._apart:
-            check_apart(self.program, self._written, inputs)
-            self._apart = here
+def is_stale(plan: Plan) -> bool:
+    """Whether a plan's symmetric memory was released to make room."""
+    return plan.memory is not None and plan.memory.gone
 
 
 def _nested(program: Program) -> HostIRError:
@@ -580,9 +592,9 @@ _with_threads: weakref.WeakSet[Executor] = weakref.WeakSet()  # or connections, 
 
 
 def _forked() -> None:
-    """Make the next call of each executor in a forked child look up its plan, which finds that the process changed."""
+    """Make the next call of each executor in a forked child look itself up, which finds that the process changed."""
     for executor in _with_threads:
-        executor._key, executor._plan = None, None
+        executor.latest = None
     for calls in {executor._calls for executor in _with_threads}:
         calls.unlock()
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, did_you_mean, error, logger
+from hostir.ir.source import HostIRError, check_known, error, logger
 from hostir.knobs import KEEPALIVE, TIMEOUT
-from hostir.runtime.cuda.graphs import Graphs
+from hostir.runtime.symmetric import Exchange, Sharing, SymmetricMemory
 from hostir.runtime.unroll import teams_of
 from hostir.runtime.watchdog import Watchdog, headline
 
@@ -286,13 +286,34 @@ def launched() -> bool:
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
+def _alone(key: str, mine: str) -> list[str]:
+    """Exchange a text with no other rank."""
+    return [mine]
+
+
 @dataclass
 class Groups:
-    """This process's process groups, one for each team. Ranks make them in the same order."""
+    """This process's process groups, one for each team, and what belongs to them. Ranks make them in the same order.
+
+    Fields:
+        exchange: gives a text under a key, and gets those of all ranks.
+        made: the groups by their teams.
+        memory: the symmetric memory; None before the first machine.
+        streams: worker streams of programs with symmetric memory, by digest: those that share memory share streams.
+    """
 
     rank: int
     device: torch.device
+    exchange: Exchange = _alone
     made: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    memory: SymmetricMemory | None = None
+    streams: dict[str, Any] = field(default_factory=dict)
+
+    def symmetric(self, sharing: Callable[[], Sharing]) -> SymmetricMemory:
+        """Return the symmetric memory of these ranks, which `sharing` lets them see."""
+        if self.memory is None:
+            self.memory = SymmetricMemory(self.rank, self.exchange, sharing())
+        return self.memory
 
     @cached_property
     def messages(self) -> Groups:
@@ -302,6 +323,8 @@ class Groups:
     def forget(self) -> None:
         """Drop all groups: they are being destroyed, or belong to the program that made the first."""
         self.made.clear()
+        self.streams.clear()
+        self.memory = None
         self.__dict__.pop("messages", None)
 
     @property
@@ -328,6 +351,16 @@ class Groups:
         """Return a team's group, and its ranks in the order in which the group numbers them."""
         members = tuple(sorted(team))
         return self.made[members], members
+
+
+class Member(Protocol):
+    """An executor as its session knows it."""
+
+    def leave(self, reason: str) -> None:
+        """Let go of what the ranks share, and refuse further calls."""
+
+    def drop_stale(self) -> None:
+        """Drop the plans whose symmetric memory was released."""
 
 
 class Session:
@@ -366,10 +399,10 @@ class Session:
         else:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.store = _connect(timeout, number)
-        self.groups = Groups(self.rank, device)
+        self.groups = Groups(self.rank, device, self.exchange)
         self.calls = Calls(self.store, self.rank, range(self.size), timeout)
         self.meetings = Meetings(self)
-        self.graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()  # of the executors that live
+        self.members: weakref.WeakSet[Member] = weakref.WeakSet()  # the executors that live
         self.watchdog = Watchdog(self.store, self.rank, self.size, timeout, KEEPALIVE.get())
         whose = "hostir's own" if self.owner else "the program's"
         LOG.info("joined a job of %d ranks on %s, in %s process group", self.size, device, whose)
@@ -431,8 +464,10 @@ class Session:
         if _current is not self:
             return
         _current = None
-        for graphs in list(self.graphs):  # before the groups and the shared memory that they launch work on
-            graphs.release("its session has ended")
+        for member in list(self.members):  # their graphs go before the groups and the memory that they launch work on
+            member.leave("its session has ended")
+        if done and self.groups.memory is not None:
+            self.groups.memory.sharing.synchronize()  # peers may still use this rank's
         if done:
             self.watchdog.leave()
             with contextlib.suppress(Exception):  # rank 0 may be gone already, and the store with it
@@ -493,11 +528,12 @@ def session(device: str | None = None, timeout: float | None = None) -> Iterator
         device: `cpu` or `cuda`; CUDA where there is any, unless given.
         timeout: seconds that a rank waits for others; see the knob HOSTIR_TIMEOUT.
     """
+    kind, seconds = _known_device(device), TIMEOUT.get(timeout)
     if _current is not None or not launched():
         yield _current
         return
     refuse_in_child()
-    opened = _open(device, timeout)
+    opened = _open(kind, seconds)
     try:
         yield opened
     except BaseException:
@@ -510,7 +546,7 @@ def joined(device: str | None = None) -> Session:
     """Return this process's session; if there is none, open one until the process ends."""
     if _current is None:
         refuse_in_child()
-        _open(device, None)
+        _open(_known_device(device), TIMEOUT.get())
         atexit.register(_leave)
     here = _current
     assert here is not None
@@ -564,12 +600,15 @@ def forked_from(rank: int) -> HostIRError:
     )
 
 
-def _open(device: str | None, timeout: float | None) -> Session:
+def _known_device(device: str | None) -> str:
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    check_known("device", device, BACKENDS)
+    return device
+
+
+def _open(kind: str, timeout: float) -> Session:
     global _current, begun
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind not in BACKENDS:
-        expected, hint = f"one of: {', '.join(BACKENDS)}", did_you_mean(kind, BACKENDS)
-        raise error(f"unknown device '{kind}'", expected=expected, hint=hint)
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     if kind == "cuda" and not torch.cuda.is_available():
         raise error(
@@ -583,7 +622,7 @@ def _open(device: str | None, timeout: float | None) -> Session:
             hint="start one process a GPU",
         )
     where = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
-    _current = Session(where, TIMEOUT.get(timeout))
+    _current = Session(where, timeout)
     return _current
 
 
@@ -783,13 +822,6 @@ class Agreement:
             self.call = replace(self.call, executor=self._made() if self.compare else meetings.number)
         self.agreed.add(bound)
         self.session.groups.prepare(teams_of(self.program))
-
-    def exchange(self, what: str, mine: str) -> list[str]:
-        """Return what every rank gives, for other matters that they agree on."""
-        if self.session is None:
-            return [mine]
-        key = f"executor {self.call.executor} of {self.call.digest}, {what}"
-        return self.session.exchange(key, mine, where=f"@{self.program.name}, {what}")
 
     def of(self, sizes: Mapping[str, int], places: bool = False) -> Call:
         """Return a call of the executor with these sizes."""

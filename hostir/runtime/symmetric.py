@@ -1,9 +1,12 @@
 """Symmetric memory: buffers, flags and barrier counters that the ranks of one host can access on each other.
 
-Ranks meet once for each set of sizes that they run a program with: each allocates one piece of memory that holds its
-buffers, its flags and its barriers, and maps the pieces of the others. The machine defines how (`Sharing`). The memory
-belongs to the executor; flags are 0 and numbers NaN at first. It lives as long as the executor, unless other sizes need
-so much that the least recently used must go.
+Ranks meet once for each program and set of sizes that they run it with: each allocates one piece of memory that holds
+its buffers, its flags and its barriers, and maps the pieces of the others. The machine defines how (`Sharing`). Flags
+are 0 and numbers NaN at first.
+
+The memory belongs to the process group. Executors of equal programs share it at equal sizes: their calls run one after
+another, so that they are like calls of one executor. Memory is released when ranks meet anyway: what no plan uses any
+more, and of the program that needs more what was not used longest, if its sizes take too much together.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,13 +31,13 @@ from hostir.ir.types import FLAG
 from hostir.runtime.sharding import TORCH
 from hostir.runtime.unroll import BarrierOp, CopyOp, SymmetricOp, UnrolledProgram
 
-KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of an executor, unless the latest alone takes more
+KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of a program, unless the latest alone takes more
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
 BARRIERS = ""  # in the place of a name: a team's flags, one for each of its barriers and ranks; its round is the team
 Exchange = Callable[[str, str], list[str]]  # a key and this rank's text: the texts of all ranks
 Place = tuple[str, tuple[int, ...]]  # a name and a round
 Use = tuple[str, tuple[int, ...], int]  # a place, and a peer
-Sizes = tuple[tuple[str, int], ...]  # by name, in order
+Key = tuple[str, tuple[tuple[str, int], ...]]  # a program's digest, and its sizes by name
 Touch = tuple[str, tuple[int, ...], int, int, int]  # the same, and from which element to before which
 
 
@@ -79,8 +83,8 @@ class Offer:
         reads: those of them that it copies from.
         touches: the ranges of them that it copies from or to.
         notes: further data for this kind of machine on the other ranks.
-        drops: the sizes whose memory is released when this has been made; those of rank 0 count.
-        pinned: the sizes whose memory a graph of this rank's caller uses: it stays on all ranks.
+        drops: the numbers of memories that are released when this has been made; those of rank 0 count.
+        pinned: those that a graph of this rank's caller uses: they stay on all ranks.
         refusal: the reason if this rank offers nothing.
     """
 
@@ -92,8 +96,8 @@ class Offer:
     reads: tuple[Use, ...] = ()
     touches: tuple[Touch, ...] = ()
     notes: str = ""
-    drops: tuple[Sizes, ...] = ()
-    pinned: tuple[Sizes, ...] = ()
+    drops: tuple[int, ...] = ()
+    pinned: tuple[int, ...] = ()
     refusal: str = ""
 
     @property
@@ -108,8 +112,7 @@ class Offer:
             tuple((name, tuple(rounds), rank) for name, rounds, rank in it.pop(k)) for k in ("uses", "reads")
         )
         touches = tuple((name, tuple(rounds), rank, *extent) for name, rounds, rank, *extent in it.pop("touches"))
-        drops, pinned = (tuple(tuple(map(tuple, sizes)) for sizes in it.pop(k)) for k in ("drops", "pinned"))
-        it |= {"uses": uses, "reads": reads, "touches": touches, "drops": drops, "pinned": pinned}
+        it |= {"uses": uses, "reads": reads, "touches": touches}
         return cls(**it, buffers=tuple(buffers))
 
 
@@ -147,21 +150,30 @@ def shares_memory(program: Program) -> bool:
 
 
 class SharedMemory:
-    """The memory of all ranks for one set of sizes.
+    """The memory of all ranks for one program and set of sizes.
 
     Fields:
+        number: of the rendezvous at which it was made, the same on all ranks.
         offers: of all ranks.
         read: the places, with their ranks, that a peer reads.
-        used: when its plan last began to run, in seconds of this rank's clock.
-        pinned: a graph of the caller's uses it.
-        gone: other sizes took its place; plans that hold it must be dropped.
+        plans: those that use it.
+        captured: those of them that graphs of the caller's use.
+        used: when a plan of it was last chosen, in seconds of this rank's clock.
+        calls: the runs of all plans, where the machine numbers them; the same on every rank.
+        broken: why no plan can run again; empty if they can.
+        gone: it was released; plans that hold it must be dropped.
+        handle: what the machine keeps as long as this.
     """
 
-    def __init__(self, offers: Sequence[Offer], maps: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, number: int, offers: Sequence[Offer], maps: Mapping[int, torch.Tensor]) -> None:
+        self.number = number
         self.offers = offers
         self.read = {use for offer in offers for use in offer.reads}
-        self.used = 0.0
-        self.pinned = self.gone = False
+        self.plans = weakref.WeakSet[Any]()
+        self.captured = weakref.WeakSet[Any]()
+        self.used, self.calls = 0.0, 0
+        self.broken, self.gone = "", False
+        self.handle: Any = None
         self.buffers: dict[tuple[Place, int], torch.Tensor] = {}
         for rank, memory in maps.items():
             at = 0
@@ -179,31 +191,35 @@ class SharedMemory:
 
 
 class SymmetricMemory:
-    """The symmetric memory of an executor on one rank.
+    """The symmetric memory of a process group on one rank.
 
     Args:
         rank: this rank.
         exchange: gives a text under a key, and gets those of all ranks.
         sharing: how ranks of this machine see each other's memory.
+
+    Fields:
+        met: all that there is, with the same keys on every rank.
     """
 
     def __init__(self, rank: int, exchange: Exchange, sharing: Sharing) -> None:
         self.rank = rank
         self.exchange = exchange
         self.sharing = sharing
-        self.met: dict[Sizes, SharedMemory] = {}
+        self.met: dict[Key, SharedMemory] = {}
         self.meetings = 0
 
-    def of(self, unrolled: UnrolledProgram) -> SharedMemory | None:
-        """Return the memory for a program's sizes; ranks meet if there is none yet. None if the program needs none.
+    def of(self, unrolled: UnrolledProgram, plan: object) -> SharedMemory | None:
+        """Return the memory for a plan; ranks meet if there is none for its program and sizes. None if it needs none.
 
         Raises HostIRError on every rank where they cannot share memory, or disagree on what they share.
         """
         if not shares_memory(unrolled.program):
             return None
-        key = tuple(sorted(unrolled.sizes.items()))
+        key = unrolled.program.digest, tuple(sorted(unrolled.sizes.items()))
         if key not in self.met:
             self.met[key] = self.meet(unrolled)
+        self.met[key].plans.add(plan)
         return self.met[key]
 
     def meet(self, unrolled: UnrolledProgram) -> SharedMemory:
@@ -211,19 +227,20 @@ class SymmetricMemory:
         self.meetings += 1
         with contextlib.ExitStack() as until_all_have_mapped:
             offer = self.offer(unrolled, until_all_have_mapped)
-            offers = [Offer.read(text) for text in self.tell("symmetric memory", json.dumps(asdict(offer)))]
+            where = f"the symmetric memory of @{unrolled.program.name}"
+            offers = [Offer.read(text) for text in self.exchange(where, json.dumps(asdict(offer)))]
             if refused := judge(offers, unrolled.program):
                 raise refused
             drops = set(offers[0].drops).difference(*(offer.pinned for offer in offers))
             if drops:
                 self.sharing.synchronize()
-            if refused := _refusal(self.tell("symmetric memory, made", self.reserve(offers))):
+            if refused := _refusal(self.exchange(f"{where}, made", self.reserve(offers))):
                 raise refused
             memory, why = self.map(unrolled, offers)
-            if refused := _refusal(self.tell("symmetric memory, mapped", why)):
+            if refused := _refusal(self.exchange(f"{where}, mapped", why)):
                 raise refused
-        for sizes in drops:  # since it said that its memory is made, no rank has used theirs
-            self.met.pop(sizes).gone = True
+        for key in [key for key, memory in self.met.items() if memory.number in drops]:
+            self.met.pop(key).gone = True  # since they said that theirs is made, no rank has used it
         assert memory is not None
         return memory
 
@@ -234,20 +251,21 @@ class SymmetricMemory:
         try:
             path = until_all_have_mapped.enter_context(self.sharing.offering(size))
             where = _host(), os.uname().nodename, path
-            notes, drops = self.sharing.notes(unrolled), self.surplus(size)
-            pinned = tuple(sizes for sizes, memory in self.met.items() if memory.pinned)
+            notes, drops = self.sharing.notes(unrolled), self.surplus(unrolled.program, size)
+            pinned = tuple(memory.number for memory in self.met.values() if memory.captured)
             return Offer(*where, buffers, uses, reads, _touches(unrolled), notes, drops, pinned)
         except (OSError, RuntimeError) as problem:
             return Offer(refusal=str(problem))
 
-    def surplus(self, size: int) -> tuple[Sizes, ...]:
-        """Return the least recently used sizes, as many as must go to leave room for `size` bytes more."""
-        held = {sizes: memory.offers[self.rank].bytes for sizes, memory in self.met.items()}
-        excess, found = sum(held.values()) + size - KEPT_BYTES, list[Sizes]()
-        for sizes, memory in sorted(self.met.items(), key=lambda each: each[1].used):
-            if excess > 0 and not memory.pinned:
-                found.append(sizes)
-                excess -= held[sizes]
+    def surplus(self, program: Program, size: int) -> tuple[int, ...]:
+        """Return what goes: all that no plan uses, and of this program what was not used longest, for `size` bytes."""
+        found = [memory.number for memory in self.met.values() if not memory.plans]
+        held = [memory for (digest, _), memory in self.met.items() if digest == program.digest and memory.plans]
+        excess = sum(memory.offers[self.rank].bytes for memory in held) + size - KEPT_BYTES
+        for memory in sorted(held, key=lambda memory: memory.used):
+            if excess > 0 and not memory.captured:
+                found.append(memory.number)
+                excess -= memory.offers[self.rank].bytes
         return tuple(found)
 
     def reserve(self, offers: Sequence[Offer]) -> str:
@@ -266,7 +284,7 @@ class SymmetricMemory:
         users = (rank for rank, offer in enumerate(offers) if any(peer == self.rank for *_, peer in offer.uses))
         ranks = {self.rank, *users, *(peer for *_, peer in offers[self.rank].uses)}
         try:
-            memory = SharedMemory(offers, self.sharing.map(offers, ranks))
+            memory = SharedMemory(self.meetings, offers, self.sharing.map(offers, ranks))
         except (OSError, RuntimeError) as problem:
             return None, str(problem)
         for (_, rank), buffer in memory.buffers.items():
@@ -274,9 +292,6 @@ class SymmetricMemory:
                 buffer.fill_(float("nan"))
         self.sharing.begin(unrolled, memory)
         return memory, ""
-
-    def tell(self, what: str, mine: str) -> list[str]:
-        return self.exchange(f"{what} {self.meetings}", mine)
 
 
 def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[Use, ...], tuple[Use, ...]]:

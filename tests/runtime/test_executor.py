@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from hostir.runtime.executor import KEPT, Executor, run
+from hostir.runtime.executor import MAX_PLANS, Executor, run
 from hostir.runtime.gloo.machine import GlooPlan
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.trace import Trace
@@ -107,12 +107,12 @@ def test_an_input_that_must_be_contiguous_is_named(machine: str, body: str, need
 def test_where_shapes_never_repeat_only_the_latest_plans_are_kept() -> None:
     p = alone("%c: f32[M] = allocate\n  relu %a -> %c", "%a: f32[M]")
     executor = Executor(p, machine="gloo")
-    for size in range(1, KEPT + 1):
+    for size in range(1, MAX_PLANS + 1):
         executor(torch.ones(size))
     first, second = list(executor.plans.values())[:2]
     executor(torch.ones(1))
-    executor(torch.ones(KEPT + 1))
-    assert len(executor.plans) == KEPT
+    executor(torch.ones(MAX_PLANS + 1))
+    assert len(executor.plans) == MAX_PLANS
     assert first in executor.plans.values()
     assert second not in executor.plans.values()
     a = torch.randn(2)

@@ -1,40 +1,41 @@
-"""What the device reports of plans that are not the latest. Streams and what kernels say are fakes here."""
+"""What the device reports of any plan, and when plans go. Streams and what kernels say are fakes here."""
 
 from __future__ import annotations
 
 import gc
 import types
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from hostir.ir.source import HostIRError, error
-from hostir.runtime import executor as plans
-from hostir.runtime.cuda import machine as cuda
+from hostir.runtime import executor as executors
+from hostir.runtime.cuda import onesided
 from hostir.runtime.cuda.machine import CudaPlan
+from hostir.runtime.cuda.onesided import TIMEOUTS, Timeouts
 from hostir.runtime.executor import Executor
+from hostir.runtime.unroll import ComputeOp, UnrolledProgram, unroll
 from tests.runtime.cuda import fake_graphs
-from tests.runtime.cuda.fake_graphs import Device, Event, Stream
+from tests.runtime.cuda.fake_graphs import Device
 from tests.runtime.small_programs import alone, said
 
 RELU = alone("%c: f32[M] = allocate\n  relu %a -> %c", "%a: f32[M]")
-
-
-class Kernels:
-    """What kernels of a plan report: each thing once."""
-
-    def __init__(self, *reports: str) -> None:
-        self.reports = [*reports]
-        self.timeouts = ["a table of theirs"]
-
-    def problem(self) -> HostIRError | None:
-        return error(self.reports.pop()) if self.reports else None
+BLOCKS = 3
+WAITS = alone(
+    f"""%box: f32[M, {BLOCKS}, 8] = allocate_symmetric
+  %f: flag[{BLOCKS}] = allocate_symmetric
+  %rows = permute %box (1, 0, 2)
+  %c: f32[{BLOCKS}, M, 5] = allocate
+  for %i in 0..2 {{ matmul %rows, %b -> %c ready %f >= 4 from 0 }}""",
+    f"%a: f32[M, {BLOCKS}, 8], %b: f32[8, 5]",
+)
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_graphs.install(monkeypatch)
+    monkeypatch.setattr(onesided, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
 
 
 @pytest.fixture
@@ -42,201 +43,135 @@ def executor() -> Executor:
     return fake_graphs.executor(RELU)
 
 
-def called(e: Executor, size: int, *reports: str) -> CudaPlan:
-    """The plan for inputs of a size, which has been called once, and whose kernels then report something."""
+def waiting(size: int) -> tuple[UnrolledProgram, list[ComputeOp]]:
+    """A program in which two kernels wait, one a round."""
+    unrolled = unroll(WAITS, 0, {"M": size}, [torch.empty(size, BLOCKS, 8), torch.empty(8, 5)])
+    return unrolled, [op for op in unrolled.ops if isinstance(op, ComputeOp)]
+
+
+def words(timeouts: Timeouts, size: int = 1, round_: int = 0) -> torch.Tensor:
+    """Where a kernel reports in a plan for a size."""
+    unrolled, ops = waiting(size)
+    return timeouts.of(unrolled, ops[round_], BLOCKS)
+
+
+def called(e: Executor, size: int) -> CudaPlan:
+    """The plan for inputs of a size, which has been called once."""
     e(torch.ones(size))
-    assert isinstance(e._plan, CudaPlan)
-    e._plan.one_sided = Kernels(*reports)
-    return e._plan
+    assert e.latest is not None
+    assert isinstance(e.latest.plan, CudaPlan)
+    return e.latest.plan
 
 
-def loses_its_memory(plan: CudaPlan) -> weakref.ref[CudaPlan]:
-    """Has a plan's symmetric memory make room for other sizes; what tells whether anybody holds the plan."""
-    plan.memory = types.SimpleNamespace(gone=True)
-    return weakref.ref(plan)
+GAVE_UP = "rank 0: flag %f[1] did not reach epoch 4 (stands at 2)"
 
 
-def say(plan: CudaPlan, report: str) -> None:
-    """Has kernels of a plan report something, after whatever has asked them before."""
-    assert isinstance(plan.one_sided, Kernels)
-    plan.one_sided.reports.append(report)
+def test_a_timeout_is_reported_once_with_its_statement_and_its_round() -> None:
+    timeouts = Timeouts(0)
+    assert timeouts.problem() is None
+    words(timeouts, round_=1)[1] = torch.tensor([4, 2])
+    message = said(raising(timeouts))
+    assert GAVE_UP in message
+    assert "'matmul %rows, %b -> %c ready %f >= 4 from 0' in round 1" in message
+    assert timeouts.problem() is None
 
 
-def raised(e: Executor, size: int, calls: int) -> list[str]:
-    """The messages of so many calls with inputs of a size."""
-    found = []
-    for _ in range(calls):
-        try:
-            e(torch.ones(size))
-        except HostIRError as problem:
-            found.append(problem.diagnostics[0].message)
-    return found
+def raising(timeouts: Timeouts) -> Callable[[], None]:
+    def raise_problem() -> None:
+        if (problem := timeouts.problem()) is not None:
+            raise problem
+
+    return raise_problem
 
 
-def test_what_another_plan_reports_is_raised_once_by_the_calls_that_follow(executor: Executor) -> None:
-    older = [called(executor, size) for size in range(1, 6)]
-    say(older[2], "block 0 stays away")
-    assert raised(executor, 5, calls=2 * len(executor.plans)) == ["block 0 stays away"]
+def test_plans_for_all_sizes_report_in_the_same_words() -> None:
+    timeouts = Timeouts(0)
+    first, other = words(timeouts), words(timeouts, round_=1)
+    assert first.data_ptr() == words(timeouts, size=2).data_ptr() != other.data_ptr()
+    first[0, 0] = other[2, 0] = 4
+    assert said(raising(timeouts)).count("did not reach epoch 4") == 2
+    assert not first.any()
+    assert not other.any()
 
 
-def test_what_the_latest_plan_reports_is_not_lost_among_the_others(executor: Executor) -> None:
-    older = [called(executor, size) for size in range(1, 6)]
-    raised(executor, 5, calls=2)  # turns are under way
-    say(older[4], "block 0 stays away")
-    assert raised(executor, 5, calls=12) == ["block 0 stays away"]
+def test_a_program_has_as_many_words_as_it_needs() -> None:
+    timeouts, (unrolled, ops) = Timeouts(0), waiting(1)
+    several = [timeouts.of(unrolled, ops[0], blocks) for blocks in (TIMEOUTS - 1, 2, 2 * TIMEOUTS, 1)]
+    for number, rows in enumerate(several):
+        rows[-1, 0] = number + 1
+    message = said(raising(timeouts))
+    assert all(f"did not reach epoch {number + 1}" in message for number in range(4))
+    assert all(not rows.any() for rows in several)
 
 
-def test_calls_of_shapes_that_take_turns_ask_all_plans(executor: Executor) -> None:
-    older = [called(executor, size) for size in range(1, 6)]
-    say(older[2], "block 0 stays away")
-    found = [message for call in range(12) for message in raised(executor, (1, 5)[call % 2], calls=1)]
-    assert found == ["block 0 stays away"]
+@pytest.mark.parametrize("sizes", [[2], [1], [3], [2, 3, 4, 1]], ids=str)
+def test_a_timeout_is_raised_by_the_next_call_of_whatever_shapes(
+    sizes: list[int], executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executors, "MAX_PLANS", 2)
+    called(executor, 1)
+    called(executor, 2)
+    words(executor._machine.timeouts)[1] = torch.tensor([4, 2])
+    assert GAVE_UP in said(lambda: executor(torch.ones(sizes[0])))
+    for size in sizes:
+        executor(torch.ones(size))
 
 
-def test_the_first_call_of_other_shapes_raises_what_any_plan_has_reported(executor: Executor) -> None:
-    for plan, block in zip([called(executor, size) for size in (1, 2)], "12", strict=True):
-        say(plan, f"block {block} stays away")
-    message = said(lambda: executor(torch.ones(3)))
-    assert "block 1 stays away" in message
-    assert "block 2 stays away" in message
-    assert raised(executor, 3, calls=9) == []
-
-
-def test_synchronize_says_together_what_plans_report(executor: Executor) -> None:
-    plans = [called(executor, size) for size in (1, 2)]
-    for plan, block in zip(plans, "12", strict=True):
-        say(plan, f"block {block} stays away")
-    message = said(executor.synchronize)
-    assert "block 1 stays away" in message
-    assert "block 2 stays away" in message
+def test_synchronize_raises_a_timeout(executor: Executor) -> None:
+    called(executor, 1)
+    words(executor._machine.timeouts)[1] = torch.tensor([4, 2])
+    assert GAVE_UP in said(executor.synchronize)
     executor.synchronize()
 
 
-def test_of_a_broken_machine_all_plans_say_the_same_once(executor: Executor) -> None:
-    for size in (1, 2):
-        called(executor, size)
-    executor._machine.broken = "a call failed"
-    for _ in range(3):
-        said(lambda: executor(torch.ones(2, 2)))
-    assert len(executor.plans.unraised) == 1
-    assert said(executor.synchronize).count("cannot run again") == 1
-    assert said(lambda: executor(torch.ones(3))).count("cannot run again") == 1
-
-
-@pytest.mark.parametrize("shapes", [38, 4])
-def test_nothing_is_lost_where_there_are_more_shapes_than_plans(
-    executor: Executor, shapes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plans, "KEPT", 3)
-    first = called(executor, 1)
-    say(first, "block 0 stays away")
-    found = [message for call in range(38) for message in raised(executor, 2 + call % shapes, calls=1)]
-    assert found == ["block 0 stays away"]
-
-
-@pytest.mark.parametrize("turn", ["next call", "other shapes", "synchronize"])
-def test_a_plan_that_made_room_is_asked_until_the_device_is_done_with_it(
-    executor: Executor, turn: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(plans, "KEPT", 1)
-    monkeypatch.setattr(Event, "query", lambda event: "made room" in done or event.stream != "caller")
+def test_broken_memory_says_so_at_every_call(executor: Executor) -> None:
     plan = called(executor, 1)
+    plan.memory = types.SimpleNamespace(broken="a call failed", gone=False, used=0.0)
+    for call in (lambda: executor(torch.ones(1)), executor.synchronize, lambda: executor(torch.ones(1))):
+        assert said(call).count("@p cannot run again: a call failed") == 1
+
+
+def test_a_plan_that_makes_room_goes_at_once(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "MAX_PLANS", 1)
+    held = weakref.ref(called(executor, 1))
+    out = torch.empty(1)
+    executor(torch.ones(1), out=out)
+    called(executor, 2)
+    gc.collect()
+    assert held() is None
+    assert len(executor.bound) == 1
+
+
+def test_a_plan_whose_memory_went_is_not_held(executor: Executor) -> None:
+    plan = called(executor, 1)
+    called(executor, 2)
+    plan.memory = types.SimpleNamespace(gone=True)
     held = weakref.ref(plan)
-    assert raised(executor, 2, calls=5) == []
-    assert raised(executor, 3, calls=5) == []  # not done
-    say(plan, "block 0 stays away")
-    if turn == "next call":
-        assert raised(executor, 3, calls=3) == ["block 0 stays away"]
-    elif turn == "other shapes":
-        assert raised(executor, 4, calls=3) == ["block 0 stays away"]
-    else:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Event, "query", lambda event: True)
-            assert "block 0 stays away" in said(executor.synchronize)
-    say(plan, "block 1 stays away")
     del plan
-    done.append("made room")
-    assert raised(executor, 5, calls=6) == ["block 1 stays away"]
+    called(executor, 3)
     gc.collect()
     assert held() is None
+    assert len(executor.bound) == len(executor.plans) == 2
 
 
-def test_the_device_is_done_with_a_plan_behind_the_latest_call_with_symmetric_memory(
-    executor: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, latest = called(executor, 1), Stream(name="of the latest call")
-    monkeypatch.setattr(cuda, "_latest", {plan.machine.device: latest})
-    behind = plan.behind()
-    assert isinstance(behind, Event)
-    assert behind.stream == "of the latest call"
-
-
-def test_a_plan_that_can_report_nothing_goes_at_once(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "KEPT", 1)
-    monkeypatch.setattr(Event, "query", lambda event: False)
-    executor(torch.ones(1))
-    held = weakref.ref(executor._plan)
-    executor(torch.ones(2))
-    gc.collect()
-    assert held() is None
-
-
-@pytest.mark.parametrize("next_call", ["of other shapes", "refused", "synchronize"])
-def test_what_a_plan_reports_whose_memory_went_is_not_lost(executor: Executor, next_call: str) -> None:
-    called(executor, 2)
-    plan = called(executor, 1)
-    raised(executor, 2, calls=3)
-    say(plan, "block 0 stays away")
-    held = loses_its_memory(plan)
-    del plan
-    if next_call == "of other shapes":
-        assert raised(executor, 3, calls=3) == ["block 0 stays away"]
-    elif next_call == "refused":
-        said(lambda: executor(torch.ones(2, 2)))
-        assert raised(executor, 2, calls=3) == ["block 0 stays away"]
-    else:
-        said(lambda: executor(torch.ones(2, 2)))
-        assert "block 0 stays away" in said(executor.synchronize)
-    gc.collect()
-    assert held() is None
-
-
-def test_memory_that_went_is_not_held_for_a_plan_that_made_room(
-    executor: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plans, "KEPT", 1)
-    monkeypatch.setattr(Event, "query", lambda event: False)
-    plan = called(executor, 1)
-    raised(executor, 2, calls=2)
-    held = loses_its_memory(plan)
-    del plan
-    raised(executor, 3, calls=1)
-    gc.collect()
-    assert held() is None
-
-
-def test_a_plan_that_a_graph_of_the_caller_uses_is_asked_when_it_is_no_longer_kept(
-    executor: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plans, "KEPT", 1)
-    plan = called(executor, 1)
+def test_a_plan_that_a_graph_of_the_caller_uses_stays(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "MAX_PLANS", 1)
+    held = weakref.ref(called(executor, 1))
     Device.callers_capture = True
     executor(torch.ones(1))
-    Device.callers_capture = False
-    raised(executor, 2, calls=3)
-    raised(executor, 3, calls=3)
-    say(plan, "block 0 stays away")
-    assert raised(executor, 3, calls=9) == ["block 0 stays away"]
-
-
-def test_no_capture_asks_for_an_event(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "KEPT", 1)
-    monkeypatch.setattr(Event, "query", lambda event: False)
-    older = called(executor, 1)
-    called(executor, 2)
-    monkeypatch.setattr(Event, "query", lambda event: pytest.fail("an event is asked for"))
-    Device.callers_capture = True
     assert "inside a CUDA graph capture" in said(lambda: executor(torch.ones(3)))
-    say(older, "block 0 stays away")
-    assert raised(executor, 2, calls=9) == ["block 0 stays away"]
+    Device.callers_capture = False
+    called(executor, 2)
+    gc.collect()
+    assert held() is not None
+
+
+def test_more_calls_than_are_remembered_are_right(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "MAX_BOUND", 3)
+    outs = [torch.empty(4) for _ in range(5)]
+    for turn in range(3):
+        for out in outs:
+            x = torch.randn(4)
+            executor(x, out=out)
+            assert torch.equal(out, x.relu()), turn
+    assert len(executor.bound) == 3

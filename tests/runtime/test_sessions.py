@@ -10,15 +10,32 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hostir.runtime.session import Session
+from hostir.ir.source import HostIRError
+from hostir.runtime.session import Session, session
 from tests.launch import Job, begin, free_port, launch
 from tests.runtime.test_torchrun import ROOT, SCRIPT, environment
 
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(120)]
 BEGIN = "import os, socket, sys, time\nfrom hostir.runtime.session import session\nRANK = int(os.environ['RANK'])\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"device": 0}, "unknown device 0"),
+        ({"timeout": "soon"}, "timeout='soon': expected"),
+        ({"timeout": [1]}, "timeout=.*: expected"),
+        ({"timeout": -1}, "timeout=-1: expected"),
+    ],
+)
+def test_what_a_session_is_given_is_looked_at_without_a_job_too(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(HostIRError, match=said), session(**given):
+        pytest.fail("it began")
 
 
 @contextmanager
@@ -91,6 +108,7 @@ def test_ranks_that_torchrun_starts_again_meet_again(tmp_path: Path) -> None:
 MANY = """
 import gc
 import torch
+from hostir.ir.source import HostIRError
 from hostir.runtime.executor import Executor
 from tests.runtime.torchrun_programs import ring
 
@@ -110,11 +128,22 @@ with session("cpu"):
         time.sleep(0.01)  # the threads of an executor end when it has gone
         counts.append(held())
 assert counts[-1] <= counts[0], f"descriptors and threads: {counts}"
+
+with session("cpu"):
+    late = Executor(ring("0 1"))
+    late(mine)
+for call in (late, late.places):
+    try:
+        call(mine)
+    except HostIRError as refusal:
+        assert "is called after the end of its session" in str(refusal), refusal
+    else:
+        raise AssertionError("it ran")
 print("no more than one")
 """
 
 
-def test_executors_of_programs_with_messages_share_what_messages_need(tmp_path: Path) -> None:
+def test_executors_of_programs_with_messages_share_what_messages_need_until_the_session_ends(tmp_path: Path) -> None:
     script = tmp_path / "many.py"
     script.write_text(BEGIN + MANY)
     ended = launch(2, str(script), env=environment(PYTHONPATH=str(ROOT)), timeout=100)

@@ -6,8 +6,7 @@ import contextlib
 import gc
 import time
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -96,9 +95,7 @@ class CublasStreams:
 LOG = logger(__name__)
 EAGER_CALLS = 2  # at the same addresses before a capture: the first may compile, tune and connect
 MAX_GRAPHS = 16  # kept by an executor
-MAX_SEEN = 256  # sets of addresses that are remembered
 Part = torch.Tensor | None
-Where = tuple[object, ...]  # a plan, and the address of each input and output
 
 
 class Capturable(Protocol):
@@ -112,9 +109,16 @@ class Capturable(Protocol):
         """Issue one run, into the tensors `given`."""
 
 
-def is_stale(plan: Any) -> bool:
-    """Whether a plan's symmetric memory was released to make room for other sizes."""
-    return plan.memory is not None and plan.memory.gone
+class Call(Protocol):
+    """A bound call as `Graphs` uses it."""
+
+    graph: torch.cuda.CUDAGraph | None
+    eager: int
+    captures: int
+
+    @property
+    def plan(self) -> Any:
+        """The plan, which is a `Capturable`."""
 
 
 HOST_ONLY = (AllocateOp, FreeOp, ViewOp, SynchronizeOp)  # these leave no node in a graph
@@ -133,19 +137,24 @@ def uniform_only(unrolled: UnrolledProgram) -> str:
 class Graphs:
     """The CUDA graphs of one executor. Not thread-safe.
 
-    Fields:
+    Args:
+        device: this rank's device.
+        name: of the program.
+        calls: the executor's bound calls, the latest bound last.
         first: returns whether this rank is the first of the job to lose its graphs; only that one warns.
+
+    Fields:
         refusal: the reason why there are no more graphs (a capture failed, or the session has ended); else None.
     """
 
-    def __init__(self, device: torch.device, name: str, first: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, device: torch.device, name: str, calls: Mapping[Any, Call], first: Callable[[], bool] = lambda: True
+    ) -> None:
         self.device = device
         self.name = name
+        self.calls = calls
         self.first = first
         self.refusal: str | None = None
-        self.kept: OrderedDict[Where, torch.cuda.CUDAGraph] = OrderedDict()  # least recently used first
-        self.seen: OrderedDict[Where, tuple[int, int]] = OrderedDict()  # eager calls since the last capture, captures
-        self.stream: torch.cuda.Stream | None = None  # the stream of the latest call
 
     @cached_property
     def side(self) -> torch.cuda.Stream:
@@ -157,22 +166,10 @@ class Graphs:
         """The memory pool of all graphs."""
         return torch.cuda.graph_pool_handle()
 
-    def replay(self, where: Where) -> bool:
-        """Launch the graph for these addresses; return False if there is none."""
-        graph = self.kept.get(where)
-        if graph is None:
-            return False
-        self.kept.move_to_end(where)
-        self.launch(graph)
-        return True
-
-    def run(self, plan: Capturable, where: Where, inputs: Sequence[Part], given: Sequence[Part]) -> None:
-        """Run a plan without a graph for these addresses: eagerly, or capture one and launch it."""
-        graph = self.capture_when_due(plan, where, inputs, given)
-        if graph is None:
-            plan.run(inputs, given)
-        else:
-            self.launch(graph)
+    @property
+    def kept(self) -> list[Call]:
+        """The calls that have a graph, the least recently bound first."""
+        return [call for call in self.calls.values() if call.graph is not None]
 
     def launch(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
@@ -180,35 +177,28 @@ class Graphs:
         except RuntimeError as problem:
             raise error(f"the CUDA graph of @{self.name} could not be launched: {problem}") from problem
 
-    def follow(self) -> None:
-        """Make the current stream wait for the executor's latest call, if that was on another stream."""
-        now, last = current(self.device), self.stream
-        if now is last:
-            return
-        if last is not None and now != last:
-            now.wait_stream(last)
-        self.stream = now
+    def capture_when_due(self, call: Call, inputs: Sequence[Part], given: Sequence[Part]) -> bool:
+        """Capture a call and launch its graph if it has been issued often enough; return whether that is so.
 
-    def capture_when_due(
-        self, plan: Capturable, where: Where, inputs: Sequence[Part], given: Sequence[Part]
-    ) -> torch.cuda.CUDAGraph | None:
-        """Capture a graph if these addresses have been used often enough; return None otherwise.
-
-        A set of addresses whose graph was dropped needs four times as many eager calls before the next capture: if more
-        sets take turns than there are graphs, captures become rare instead of frequent.
+        A call whose graph was dropped is issued four times as often before the next capture: if more calls take turns
+        than there are graphs, captures become rare instead of frequent.
         """
-        if self.refusal or plan.eager_only:
-            return None
-        calls, captures = self.seen.pop(where, (0, 0))
-        due = calls >= EAGER_CALLS * 4**captures
-        self.seen[where] = (0, captures + 1) if due else (calls + 1, captures)
-        if len(self.seen) > MAX_SEEN:
-            self.seen.popitem(last=False)
-        return self.capture(plan, where, inputs, given) if due else None
+        if self.refusal or call.plan.eager_only:
+            return False
+        if call.eager < EAGER_CALLS * 4**call.captures:
+            call.eager += 1
+            return False
+        call.eager, call.captures = 0, call.captures + 1
+        call.graph = self.capture(call.plan, inputs, given)
+        if call.graph is None:
+            return False
+        if len(kept := self.kept) > MAX_GRAPHS:  # CUDA frees a graph that is running once it has ended
+            kept[0].graph = None
+            LOG.info("@%s: dropped a CUDA graph, as more than %d sets of tensors take turns", self.name, MAX_GRAPHS)
+        self.launch(call.graph)
+        return True
 
-    def capture(
-        self, plan: Capturable, where: Where, inputs: Sequence[Part], given: Sequence[Part]
-    ) -> torch.cuda.CUDAGraph | None:
+    def capture(self, plan: Capturable, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph | None:
         """Capture a run, which executes nothing. If that fails, warn, make no more graphs, and return None."""
         began = time.perf_counter()
         try:
@@ -224,12 +214,8 @@ class Graphs:
                 )
                 warnings.warn(str(warning), RuntimeWarning, stacklevel=7)
             return None
-        self.kept[where] = graph
         took = (time.perf_counter() - began) * 1e3
         LOG.info("@%s: captured a CUDA graph in %.1f ms, which this call is the first to replay", self.name, took)
-        if len(self.kept) > MAX_GRAPHS:  # CUDA frees a graph that is running once it has ended
-            self.kept.popitem(last=False)
-            LOG.info("@%s: dropped a CUDA graph, as more than %d sets of tensors take turns", self.name, MAX_GRAPHS)
         return graph
 
     def record(self, plan: Capturable, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
@@ -255,25 +241,18 @@ class Graphs:
             generator = torch.cuda.default_generators[self.side.device_index]
             generator.graphsafe_set_state(generator.clone_state())
 
-    def forget(self, stale: Callable[[Any], bool]) -> None:
-        """Drop the graphs and remembered addresses of stale plans."""
-        before = len(self.kept)
-        for known in (self.kept, self.seen):
-            for where in [where for where in known if stale(where[0])]:
-                del known[where]
-        if len(self.kept) < before:
-            dropped = before - len(self.kept)
-            LOG.info("@%s: dropped %d CUDA graphs, whose symmetric memory made room", self.name, dropped)
+    def tidy(self) -> None:
+        """Give back the pool where calls with graphs were dropped, and none is left: torch frees it with the last."""
         if not self.kept:
-            self.__dict__.pop("pool", None)  # torch frees a pool with its last graph
+            self.__dict__.pop("pool", None)
 
     def release(self, reason: str) -> None:
         """Drop all graphs, and make no more."""
         self.refusal = reason
-        if self.kept:
-            LOG.info("@%s: dropped %d CUDA graphs: %s", self.name, len(self.kept), reason)
-        self.kept.clear()
-        self.seen.clear()
+        if kept := self.kept:
+            LOG.info("@%s: dropped %d CUDA graphs: %s", self.name, len(kept), reason)
+        for call in kept:
+            call.graph = None
 
 
 @contextlib.contextmanager

@@ -18,18 +18,19 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.arguments import deliver, homes, place
 from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.cuda.graphs import CublasStreams, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
-from hostir.runtime.cuda.onesided import CudaOneSided
+from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts
 from hostir.runtime.cuda.streams import current, workers
 from hostir.runtime.kernels.aten import BY_CUBLAS
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.order import CALLER, late_streams
 from hostir.runtime.session import Groups
-from hostir.runtime.symmetric import Exchange, SymmetricMemory
+from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline
 from hostir.runtime.unroll import (
     AllocateOp,
@@ -161,7 +162,6 @@ def messages(op: MessagesOp, registers: list[Any], group: Any, members: tuple[in
 # captured into a CUDA graph: memory comes from torch's allocator, events have no timing, nothing queries the device.
 
 CYCLES_PER_US = 2000  # of a clock near 2 GHz
-_latest: dict[torch.device, torch.cuda.Stream] = {}  # the stream of the latest call with symmetric memory
 
 
 class CudaMachine:
@@ -173,16 +173,16 @@ class CudaMachine:
 
     name = "cuda"
 
-    def __init__(
-        self, device: torch.device, streams: int, kernels: Mapping[str, Kernel], groups: Groups, exchange: Exchange
-    ) -> None:
+    def __init__(self, device: torch.device, program: Program, kernels: Mapping[str, Kernel], groups: Groups) -> None:
         self.device = device
         self.kernels = kernels
         self.groups = groups
-        self.broken = ""
-        self.symmetric = SymmetricMemory(groups.rank, exchange, PeerMemory(device, groups.rank))
+        self.timeouts = Timeouts(groups.rank)
+        self.symmetric = groups.symmetric(lambda: PeerMemory(device, groups.rank))
         self.messages = groups.messages
-        self.streams = workers(device, streams)
+        self.streams = workers(device, program.streams)
+        if shares_memory(program):  # a stream of a call follows the same stream of the call before
+            self.streams = groups.streams.setdefault(program.digest, self.streams)
         self.cublas_streams: dict[int, CublasStreams] = {}
 
     def kernel(self, op: ComputeOp) -> Kernel:
@@ -227,11 +227,12 @@ class CudaPlan:
         self.homes = homes(unrolled)
         self.inlined = inlined(unrolled)
         self.eager_only = uniform_only(unrolled)  # why its runs must not be captured; empty if they may
-        self.memory = machine.symmetric.of(unrolled)
+        self.memory = machine.symmetric.of(unrolled, self)
         self.one_sided: CudaOneSided | None = None
         if self.memory is not None:
             self.one_sided = CudaOneSided(
-                *(unrolled, self.memory, machine.device), self.registers, self.streams, machine.kernels, machine.kernel
+                *(unrolled, self.memory, machine.device, self.registers, self.streams),
+                *(machine.kernels, machine.kernel, machine.timeouts),
             )
         for step in self.one_sided.begin_call() if self.one_sided else ():
             self.append(unrolled.ops[0], step)
@@ -278,7 +279,7 @@ class CudaPlan:
         """Make the caller's stream wait for all issued work, so that memory freed now is not reused too early."""
         caller = self.streams[CALLER]
         if self.memory is not None and not torch.cuda.is_current_stream_capturing():
-            self.machine.broken = "a call failed when a part of it had been issued, and peers may wait for the rest"
+            self.memory.broken = "a call failed when a part of it had been issued, and peers may wait for the rest"
         for stream in self.machine.streams:
             with contextlib.suppress(RuntimeError):  # a worker that is no part of a capture cannot be waited for
                 caller.wait_stream(stream)
@@ -297,20 +298,11 @@ class CudaPlan:
 
     def problem(self) -> HostIRError | None:
         """Return what the device has reported so far, without waiting. Every call and the watchdog's thread ask."""
-        if self.machine.broken:
-            return error(f"this executor cannot run again: {self.machine.broken}", hint="start all ranks anew")
-        return self.one_sided.problem() if self.one_sided else None
-
-    @property
-    def reports(self) -> bool:
-        """Whether its kernels may report timeouts after a call has returned."""
-        return self.one_sided is not None and bool(self.one_sided.timeouts)
-
-    def behind(self) -> torch.cuda.Event:
-        """Return an event recorded behind the device's latest call with symmetric memory; see `take_turn`."""
-        event, device = torch.cuda.Event(), self.machine.device
-        event.record(_latest.get(device) or current(device))
-        return event
+        if self.memory is not None and self.memory.broken:
+            return error(
+                f"@{self.unrolled.program.name} cannot run again: {self.memory.broken}", hint="start all ranks anew"
+            )
+        return self.machine.timeouts.problem()
 
     def ailment(self) -> str:
         found = self.problem()
@@ -323,18 +315,6 @@ class CudaPlan:
         unfinished = [o for o in self.unrolled.ops if isinstance(o, CollectiveOp | MessagesOp) and o.stream in running]
         missing = self.one_sided.missing() if self.one_sided else []
         return [*missing, *((op, "it may be in flight") for op in unfinished)]
-
-    def take_turn(self) -> None:
-        """Make the current stream wait for the latest call of any executor with symmetric memory.
-
-        Kernels that wait for peers hold SMs: two calls that run in different orders on two ranks would deadlock.
-        """
-        device = self.machine.device
-        now, last = current(device), _latest.get(device)
-        if now is not last:
-            if last is not None and now != last:
-                now.wait_stream(last)
-            _latest[device] = now
 
     # Binding ------------------------------------------------------------------------------------------------------
     def append(self, op: Op, step: Step) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -229,8 +228,7 @@ class PeerMemory:
         self.device = device
         self.rank = rank
         self.mine = torch.empty(0)  # between `reserve` and `map`
-        self.handle: Any = None  # torch's handle of the memory that was mapped last
-        self.handles: WeakKeyDictionary[SharedMemory, Any] = WeakKeyDictionary()  # torch unmaps peers' memory with them
+        self.handle: Any = None  # torch's handle of the memory that was mapped last: with it torch unmaps peers' memory
 
     @contextlib.contextmanager
     def offering(self, size: int) -> Iterator[str]:
@@ -271,7 +269,7 @@ class PeerMemory:
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
         """Initialise flags for the first call, on whatever stream it will be made."""
-        self.handles[memory], self.handle = self.handle, None
+        memory.handle, self.handle = self.handle, None
         prepare(unrolled, memory)
         torch.cuda.synchronize(self.device)
 

@@ -73,8 +73,63 @@ def uses_flags(unrolled: UnrolledProgram, op: Op) -> bool:
 # can be captured into a CUDA graph as it is, and every replay is correct.
 
 FLAG_BYTES = 8
+TIMEOUTS = 256  # blocks whose words lie together
 SECONDS_PER_POLL = 1e-6  # in a kernel: a round trip to the L2 cache
 Issue = Callable[[int], None]  # issues work to the stream of a given handle
+
+
+class Timeouts:
+    """The timeouts that kernels of an executor report, together in pinned memory, which every call reads.
+
+    A kernel that waits has two words for each of its blocks, see `ReadyFlags`. Those of one statement in one round are
+    the same in plans for all sizes, so that they outlive each plan, and are as many as the program needs.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.words: dict[tuple[object, ...], tuple[UnrolledProgram, ComputeOp, torch.Tensor]] = {}
+        self.pages: list[torch.Tensor] = []  # [TIMEOUTS, 2] each
+        self.used = 0  # rows of the latest
+        self.read: list[tuple[memoryview, bytes]] = []  # what is used of each, and as many zeros
+
+    def of(self, unrolled: UnrolledProgram, op: ComputeOp, blocks: int) -> torch.Tensor:
+        """Return the words `[blocks, 2]` of an operation's kernel."""
+        key = id(op.place.statement), op.place.rounds, blocks
+        if key not in self.words:
+            if not self.pages or self.used + blocks > len(self.pages[-1]):
+                self.pages.append(pinned_zeros(max(blocks, TIMEOUTS)))
+                self.used = 0
+            self.words[key] = unrolled, op, self.pages[-1][self.used : self.used + blocks]
+            self.used += blocks
+            size = self.used * 2 * FLAG_BYTES
+            self.read[len(self.pages) - 1 :] = [(self.pages[-1].numpy().data.cast("B")[:size], bytes(size))]
+        return self.words[key][2]
+
+    def problem(self) -> HostIRError | None:
+        """Return the timeouts reported since the last time, and clear them."""
+        for words, zeros in self.read:
+            if words.tobytes() != zeros:
+                return self._taken()
+        return None
+
+    def _taken(self) -> HostIRError | None:
+        from hostir.runtime.kernels.flags import timeout_error
+
+        found: list[Diagnostic] = []
+        for unrolled, op, words in self.words.values():
+            assert op.ready is not None
+            seen = words.clone()
+            words.zero_()
+            timed_out = timeout_error(
+                seen, self.rank, f"%{unrolled.symmetric[unrolled.buffers[op.ready.flags]].home[0]}"
+            )
+            found += () if timed_out is None else unrolled.failure(op, timed_out).diagnostics
+        return HostIRError(*found) if found else None  # another thread may just have taken them
+
+
+def pinned_zeros(rows: int) -> torch.Tensor:
+    """Return `[rows, 2]` of int64 zeros in memory that kernels write and the host reads without waiting."""
+    return torch.zeros(rows, 2, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
 class CudaOneSided:
@@ -87,6 +142,7 @@ class CudaOneSided:
         registers, streams: the plan's own lists, whose elements change with every call.
         kernels: the kernels by kind of computation.
         kernel: returns the kernel of one computation, for its stream.
+        timeouts: where kernels that wait report that they gave up.
     """
 
     def __init__(
@@ -98,19 +154,19 @@ class CudaOneSided:
         streams: Sequence[torch.cuda.Stream],
         kernels: Mapping[str, Kernel],
         kernel: Callable[[ComputeOp], Kernel],
+        timeouts: Timeouts,
     ) -> None:
         self.unrolled = unrolled
         self.memory = memory
         self.device = device
         self.registers = registers
         self.streams = streams
-        self.kernels, self.kernel = kernels, kernel
+        self.kernels, self.kernel, self.timeouts = kernels, kernel, timeouts
         self.rank = unrolled.rank
         self.flow_control = FlowControl.of(unrolled, memory.offers)
         self.credits_taken: torch.cuda.Event | None = None  # recorded by the stream that takes the credits
         self.after_credits: set[int] = set()  # the streams ordered behind that event
         self.forked = set[int]()  # streams that wait for the beginning of the call, by an event
-        self.timeouts: list[tuple[ComputeOp, torch.Tensor, memoryview]] = []  # every call checks their bytes
         self.start = torch.cuda.Event()  # the beginning of the call
         self.unforked = {id(op) for op in unforked(unrolled)}
         self.sent: set[tuple[int, Place, int, int]] = set()
@@ -275,8 +331,7 @@ class CudaOneSided:
     def in_one_kernel(self, op: ComputeOp, ready: Ready, kernel: Kernel) -> Step:
         from hostir.runtime.kernels.flags import ReadyFlags  # which needs Triton
 
-        timeouts = torch.zeros(ready.blocks, 2, dtype=torch.int64, device="cpu", pin_memory=True)
-        self.timeouts.append((op, timeouts, timeouts.numpy().data.cast("B")))
+        timeouts = self.timeouts.of(self.unrolled, op, ready.blocks)
         registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
         polls = int(TIMEOUT.get() / 2 / SECONDS_PER_POLL)  # it reports first: others time out later
         sms = {"overlapped_sms": ready.overlapped_sms, "reserved_sms": ready.reserved_sms}
@@ -317,20 +372,6 @@ class CudaOneSided:
                     kernel(out_part, a_part, *others, **options)
 
         return step
-
-    def problem(self) -> HostIRError | None:
-        """Return the timeouts that kernels have reported since the last time, and clear them."""
-        found: list[Diagnostic] = []
-        for op, timeouts, reported in self.timeouts:
-            if int.from_bytes(reported):
-                from hostir.runtime.kernels.flags import timeout_error
-
-                assert op.ready is not None
-                timed_out = timeout_error(timeouts.clone(), self.rank, f"%{self.place(op.ready.flags)[0]}")
-                timeouts.zero_()
-                if timed_out is not None:  # else another thread has just reported it
-                    found += self.unrolled.failure(op, timed_out).diagnostics
-        return HostIRError(*found) if found else None
 
     def missing(self) -> list[tuple[Op, str]]:
         """Return the operations whose flags are not raised yet, with the flags' values. Waits for no other stream."""

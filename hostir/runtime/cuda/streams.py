@@ -202,6 +202,34 @@ def current(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+class CallOrder:
+    """Calls that run one after another, on whatever streams they are made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None  # of the latest call
+
+    def follow(self) -> None:
+        """Make the current stream wait for the latest call, if that was on another stream."""
+        now, last = current(self.device), self.stream
+        if now is last:
+            return
+        if last is not None and now != last:
+            now.wait_stream(last)
+        self.stream = now
+
+
+_symmetric: dict[torch.device, CallOrder] = {}
+
+
+def symmetric_order(device: torch.device) -> CallOrder:
+    """Return the order of all calls with symmetric memory on a device.
+
+    Kernels that wait for peers hold SMs: two calls that run in different orders on two ranks would deadlock.
+    """
+    return _symmetric.setdefault(device, CallOrder(device))
+
+
 def workers(device: torch.device, count: int) -> list[torch.cuda.Stream]:
     """Return `count` different streams for an executor, round robin from those that all executors share."""
     made = _workers.setdefault(device, [])

@@ -20,7 +20,6 @@ from hostir.runtime.gloo.onesided import AbandonedError, GlooOneSided, Key, Lane
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.order import CALLER, late_streams
 from hostir.runtime.session import Groups
-from hostir.runtime.symmetric import Exchange, SymmetricMemory
 from hostir.runtime.trace import Trace, lane_of
 from hostir.runtime.unroll import (
     AllocateOp,
@@ -144,12 +143,12 @@ class GlooMachine:
     name = "gloo"
     device = CPU
 
-    def __init__(self, streams: int, kernels: Mapping[str, Kernel], groups: Groups, exchange: Exchange) -> None:
+    def __init__(self, streams: int, kernels: Mapping[str, Kernel], groups: Groups) -> None:
         self.kernels = kernels
         self.groups = groups
-        self.sharing = SharedFiles()
-        self.symmetric = SymmetricMemory(groups.rank, exchange, self.sharing)
-        self.calls = 0  # of all plans, the same on every rank
+        self.symmetric = groups.symmetric(SharedFiles)
+        assert isinstance(self.symmetric.sharing, SharedFiles)
+        self.sharing = self.symmetric.sharing
         self.messages = groups.messages
         self.queues: dict[Key, Jobs] = {}
         self.broken = ""  # the failure of a run in which peers may still wait
@@ -189,7 +188,9 @@ class GlooPlan:
         self.begun = False  # whether an operation that peers see has begun in the latest run
         self.events: list[threading.Event] = []
         self.arrivals: dict[int, threading.Event] = {}  # by handle
-        self.memory = machine.symmetric.of(unrolled)
+        self.memory = machine.symmetric.of(unrolled, self)
+        self.state = self.memory if self.memory is not None else machine  # that a failed run leaves broken
+        self.runs = 0
         self.one_sided = GlooOneSided(self)
         self.host = Lane(CALLER, self.fail)
         self.lanes: dict[Key, Lane] = {CALLER: Lane(CALLER, self.fail)}
@@ -208,22 +209,25 @@ class GlooPlan:
 
         Raises HostIRError naming the statement that raised, on whichever thread.
         """
-        if self.machine.broken:
-            raise error(f"this executor cannot run again: {self.machine.broken}", hint="start all ranks anew")
+        if self.state.broken:
+            what = f"@{self.unrolled.program.name} cannot run again: {self.state.broken}"
+            raise error(what, hint="start all ranks anew")
         if self.problem:  # what the run that failed has left
             self.registers[:] = self.blank
         held = self.unrolled.inputs
         self.registers[held.start : held.stop] = inputs
         if given is not None:
             place(given, self.homes, self.registers)
-        self.machine.calls += 1
+        self.runs += 1
+        if self.memory is not None:
+            self.memory.calls += 1
         self.problem = None
         for event in self.events:
             event.clear()
         try:
             self.execute()
         except KeyboardInterrupt:
-            self.machine.broken = "it was interrupted"
+            self.state.broken = "it was interrupted"
             raise
         if self.problem:
             self.refuse(*self.problem)
@@ -254,7 +258,7 @@ class GlooPlan:
         """Raise the error that ended the run."""
         shared = self.memory is not None or any(not isinstance(lane.key, int) for lane, _ in self.workers)
         if self.begun and shared:
-            self.machine.broken = f"{self.unrolled.describe(op)} failed earlier"
+            self.state.broken = f"{self.unrolled.describe(op)} failed earlier"
         if not isinstance(problem, Exception):
             raise problem
         raise self.unrolled.failure(op, problem) from problem
@@ -291,7 +295,7 @@ class GlooPlan:
         at = {lane: lane.position for lane in self.lanes.values()}
         if not any(i >= 0 and lane.waits[i] is Waits.PEER for lane, i in at.items()):
             return None
-        return (self.machine.calls, *at.values())
+        return (self.runs, *at.values())
 
     # Binding ------------------------------------------------------------------------------------------------------
     def lane(self, key: Key) -> Lane:

@@ -182,9 +182,8 @@ Flags = Any  # a row of flags as numpy sees it: an element is one load or store
 
 
 class SharedMachine(Protocol):
-    """The machine as one-sided operations need it: the number of the call, and the shared memory."""
+    """The machine as one-sided operations need it."""
 
-    calls: int
     sharing: SharedFiles
 
 
@@ -212,9 +211,14 @@ class GlooOneSided:
 
     def __init__(self, plan: LanePlan) -> None:
         self.plan = plan
-        self.machine = plan.machine
         self.turn = plan.machine.sharing.turn
         self.registers = plan.registers
+
+    @property
+    def call(self) -> int:
+        """The number of the run, counted over all plans with the same memory, and so the same on every rank."""
+        assert self.plan.memory is not None
+        return self.plan.memory.calls
 
     def deal(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: Lane) -> None:
         if isinstance(op, CopyOp):
@@ -228,12 +232,12 @@ class GlooOneSided:
 
     def deal_wait(self, op: Op, flags: Flags, slot: int, epoch: int, lane: Lane) -> None:
         def reached() -> bool:
-            return bool(flags[slot] >= flag_value(self.machine.calls, epoch))
+            return bool(flags[slot] >= flag_value(self.call, epoch))
 
         def standing() -> str:
             call, at = divmod(int(flags[slot]), EPOCHS)
             where = f"at epoch {at} of call {call}" if call else "at 0"
-            return f"epoch {epoch} of call {self.machine.calls} of flag {slot}: the flag stands {where}"
+            return f"epoch {epoch} of call {self.call} of flag {slot}: the flag stands {where}"
 
         lane.add(op, self.until(reached), Waits.PEER, standing)
 
@@ -244,10 +248,10 @@ class GlooOneSided:
         own, place = rows[team.index(me)], team.index(me)
 
         def missing() -> list[int]:
-            return [rank for rank, came in zip(team, own, strict=True) if came < flag_value(self.machine.calls, 0)]
+            return [rank for rank, came in zip(team, own, strict=True) if came < flag_value(self.call, 0)]
 
         def standing() -> str:
-            return f"rank {', '.join(map(str, missing()))} in call {self.machine.calls}"
+            return f"rank {', '.join(map(str, missing()))} in call {self.call}"
 
         lane.add(op, partial(self.arrive, rows, place))
         lane.add(op, self.until(lambda: not missing()), Waits.PEER, standing)
@@ -273,12 +277,12 @@ class GlooOneSided:
 
     def set(self, flags: Flags, slot: int, epoch: int) -> None:
         with self.turn():
-            flags[slot] = flag_value(self.machine.calls, epoch)
+            flags[slot] = flag_value(self.call, epoch)
 
     def arrive(self, rows: list[Flags], place: int) -> None:
         with self.turn():
             for row in rows:
-                row[place] = flag_value(self.machine.calls, 0)
+                row[place] = flag_value(self.call, 0)
 
     def compute(self, op: ComputeOp, ready: Ready, kernel: Kernel, block: int) -> None:
         out, a, *others = self.registers[op.out], *(self.registers[x] for x in op.operands)

@@ -11,7 +11,7 @@ import torch
 
 from hostir.ir.machine import Exchange, Move
 from hostir.ir.source import Diagnostic, HostIRError, Span, error
-from hostir.runtime.simulated.tasks import FlagGate, SimulatedMemory, Task, Views, join, spoil, storage_of
+from hostir.runtime.simulated.tasks import FlagGate, SimulatedMemory, Task, Views, join, make_undefined, storage_of
 
 # Collectives and transfers --------------------------------------------------------------------------------------------
 # Communications among simulated ranks: match the ranks' issues with each other, and move data.
@@ -19,7 +19,7 @@ from hostir.runtime.simulated.tasks import FlagGate, SimulatedMemory, Task, View
 Note = tuple[Span | None, str]
 
 
-class Issue(Protocol):
+class MakeTask(Protocol):
     """Creates a task of the communication that is being issued."""
 
     def __call__(
@@ -28,7 +28,7 @@ class Issue(Protocol):
         """Return a task without dependencies."""
 
 
-class Side:
+class CollectiveSide:
     """One rank's side of a collective, which may touch memory at any time between its issue and its end.
 
     `tail` precedes it on its stream; `start` is its start on this rank; `give` is its end, which writes the result.
@@ -44,26 +44,27 @@ class Side:
         out: torch.Tensor | None,
         tail: Sequence[Task],
         start: Task,
-        task: Issue,
-        earlier: Side | None,
+        task: MakeTask,
+        earlier: CollectiveSide | None,
     ) -> None:
         self.exchange, self.x, self.out, self.start = exchange, x, out, start
         reads = (x,) if x is not None and exchange.takes(start.rank) else ()
         writes = (out,) if out is not None and exchange.gives(start.rank) else ()
         self.taken: list[torch.Tensor | None] = [None, None]
         self.takes = [task(partial(self._snapshot, turn), reads=reads).follow(tail) for turn in (0, 1)]
-        self.spoil = task(self._spoil, undefines=writes).follow(tail)
+        self.undefine = task(self._undefine, undefines=writes).follow(tail)
         if reads and writes and x is not None and out is not None and x.data_ptr() == out.data_ptr():
-            self.spoil.follow(self.takes)  # in place
-        self.give = task(self._fill, writes=writes).follow([start, *self.takes, self.spoil])
+            self.undefine.follow(self.takes)  # in place
+        self.give = task(self._fill, writes=writes).follow([start, *self.takes, self.undefine])
         self.give.since = self.takes[0]
-        self.peers: list[Side] = []
+        self.peers: list[CollectiveSide] = []
         self.totals: list[torch.Tensor | None] = [None, None]
         if earlier is not None:
             # A team starts in order, and on all machines runs one after another; but programs may rely only on
             # the earlier one's start.
             self.start.follow([earlier.start]).held_by([earlier.give])
-            self.takes[0].alone = earlier.give  # its wires carry one at a time; that is a matter of time, not of order
+            # A link carries one at a time. That takes time, but orders nothing.
+            self.takes[0].queued_behind = earlier.give
 
     @property
     def rank(self) -> int:
@@ -77,7 +78,7 @@ class Side:
     def __str__(self) -> str:
         return " to ".join("nothing" if t is None else f"{t.dtype} {list(t.shape)}" for t in (self.x, self.out))
 
-    def agrees(self, other: Side) -> bool:
+    def agrees(self, other: CollectiveSide) -> bool:
         """Whether two ranks issue the same communication."""
         if self.exchange.kind != other.exchange.kind:
             return False
@@ -92,9 +93,9 @@ class Side:
         if self.x is not None:
             self.taken[turn] = self.x.reshape(-1).clone()
 
-    def _spoil(self) -> None:
+    def _undefine(self) -> None:
         if self.out is not None and self.exchange.gives(self.rank):
-            spoil(self.out)
+            make_undefined(self.out)
 
     def _fill(self) -> None:
         n, me = len(self.peers), self.exchange.team.index(self.rank)
@@ -135,14 +136,14 @@ def blocks(x: torch.Tensor | None, count: int) -> torch.Tensor:
     return x.view(count, -1)
 
 
-def _fits(move: Move, sides: Mapping[int, Side]) -> bool:
+def _fits(move: Move, sides: Mapping[int, CollectiveSide]) -> bool:
     x, out = sides[move.source].x, sides[move.target].out
     if x is None or out is None or x.dtype != out.dtype:
         return False
     return x.numel() * move.put[1] == out.numel() * move.take[1]
 
 
-def match(issued: Sequence[Mapping[tuple[int, ...], list[Side]]], note: Callable[[Task], Note]) -> list[Task]:
+def match(issued: Sequence[Mapping[tuple[int, ...], list[CollectiveSide]]], note: Callable[[Task], Note]) -> list[Task]:
     """Join the sides of every collective; `issued[rank][team]` are a rank's sides in issue order.
 
     A team is named by its ranks in ascending order. Returns the tasks that join. Raises HostIRError if ranks differ in
@@ -160,7 +161,7 @@ def match(issued: Sequence[Mapping[tuple[int, ...], list[Side]]], note: Callable
     return joints
 
 
-def _meet(sides: Sequence[Side]) -> list[Task]:
+def _meet(sides: Sequence[CollectiveSide]) -> list[Task]:
     """Join the sides of one collective: each ends after the others that it receives from have started and read."""
     by_rank = {part.rank: part for part in sides}
     for part in sides:
@@ -180,7 +181,7 @@ def _meet(sides: Sequence[Side]) -> list[Task]:
     return []
 
 
-def _note(where: Note, part: Side) -> Note:
+def _note(where: Note, part: CollectiveSide) -> Note:
     return where[0], f"{where[1]}, {part}"
 
 
@@ -212,7 +213,7 @@ class MessageSide:
         x: torch.Tensor | None,
         out: torch.Tensor | None,
         start: Task,
-        task: Issue,
+        task: MakeTask,
         earlier: MessageSide | None,
     ) -> None:
         self.x, self.out, self.start = x, out, start
@@ -303,7 +304,7 @@ def _message_note(message: MessageSide, sends: bool, note: Callable[[Task], Note
 # Symmetric buffers, flags, barriers -----------------------------------------------------------------------------------
 # State that simulated ranks share: symmetric buffers, the flags in them, and barriers.
 
-Place = tuple[str, tuple[int, ...]]  # where a program allocates: the name that it gives, and the round
+Site = tuple[str, tuple[int, ...]]  # where a program allocates: the name that it gives, and the round
 
 
 class SymmetricBuffers:
@@ -314,13 +315,13 @@ class SymmetricBuffers:
 
     def __init__(self, memory: SimulatedMemory) -> None:
         self.memory = memory
-        self.buffers: dict[tuple[Place, int], torch.Tensor] = {}
-        self.places: dict[int, tuple[Place, int]] = {}  # by storage: where and at which rank
+        self.buffers: dict[tuple[Site, int], torch.Tensor] = {}
+        self.places: dict[int, tuple[Site, int]] = {}  # by storage: where and at which rank
         self.flags: dict[tuple[int, int], FlagGate] = {}  # by storage and element
-        self.allocated: set[tuple[Place, int]] = set()
-        self.named: dict[tuple[Place, int], Task] = {}  # the first task that touches it from another rank
+        self.allocated: set[tuple[Site, int]] = set()
+        self.named: dict[tuple[Site, int], Task] = {}  # the first task that touches it from another rank
 
-    def allocate(self, place: Place, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+    def allocate(self, place: Site, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Return a rank's buffer, the same in every call; None if it exists with another shape or dtype."""
         self.allocated.add((place, rank))
         buffer = self._buffer(place, rank, shape, dtype)
@@ -355,7 +356,7 @@ class SymmetricBuffers:
                 span, where = note(task)
                 raise error(f"{where}: rank {rank} has no %{place[0]}", span, expected="ranks that all allocate it")
 
-    def _buffer(self, place: Place, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def _buffer(self, place: Site, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if (place, rank) not in self.buffers:
             buffer = self.buffers[place, rank] = self.memory.new(place[0], rank, shape, dtype)
             self.places[storage_of(buffer)] = place, rank

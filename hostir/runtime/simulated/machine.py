@@ -1,10 +1,10 @@
 """Run simulated ranks in one process, on CPU tensors, in every order that the memory model permits.
 
 Every rank first plans: its statements become tasks, with an edge wherever the memory model orders two of them, and
-nowhere else. Then a seeded scheduler runs the tasks in any order that the edges allow. Memory holds NaN before it is
-written and, once the caller's stream is done, where the caller may overwrite it; freed memory may not be touched at
-all. A program that lacks an edge gives NaN, other bits, or an error, under some seed; with `watch` the unordered
-accesses themselves are named, under any seed.
+nowhere else. Then a seeded scheduler runs the tasks in an order that the edges allow. Undefined memory holds NaN: what
+has not been written, and the caller's tensors after the call. An access to freed memory is an error. A program that
+lacks an edge gives NaN, other bits or an error under some seed; with `watch`, unordered accesses are errors under any
+seed.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from hostir.runtime.simulated.tasks import (
 from hostir.runtime.trace import Trace
 
 Inputs = Sequence[torch.Tensor | Parts]  # of one call: whole tensors, or of each input what every rank holds
-Kernels = str | Mapping[str, Kernel]  # a policy, or what computes each kind
+KernelChoice = str | Mapping[str, Kernel]  # a policy, or what computes each kind
 
 
 class LocalMachine:
-    """Simulated ranks, one for each of `programs`, which usually are one and the same.
+    """Simulated ranks, one for each of `programs`, which are usually the same program.
 
-    First every rank plans each call (`ranks[r].plan(sizes, inputs)`), then `run` executes all calls, again and again.
-    `kernels`, `dtype` and `device` are as of `rehearse`.
+    First every rank plans each call (`ranks[r].plan(sizes, inputs)`), then `run` executes all calls, repeatedly.
+    `kernels`, `dtype` and `device` are as for `rehearse`.
     """
 
     def __init__(
         self,
         programs: Sequence[Program],
-        kernels: Kernels = "auto",
+        kernels: KernelChoice = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -61,19 +61,19 @@ class LocalMachine:
             RankMachine(rank, program, table, self.memory, self.symmetric, dtype)
             for rank, program in enumerate(programs)
         ]
-        self.tasks: list[Task] = []  # once the ranks' sides have met
-        self.delays: list[Task] = []  # those that it pays to hold back, in the order in which seeds do
+        self.tasks: list[Task] = []  # set once the ranks' sides are joined
+        self.delays: list[Task] = []  # those that seeds delay, in this order
         self.ran: list[Task] = []  # in the last run
 
     @torch.no_grad()
     def run(self, seed: int = 0, *, watch: bool = False) -> list[list[Parts]]:
-        """Execute what was planned, from the beginning; returns `outputs[call][output][rank]`.
+        """Execute the planned calls from the beginning; return `outputs[call][output][rank]`.
 
-        Seed 0 is program order, others are random. With `watch`, two unordered accesses to one element, of which one
-        writes, are an error whatever they lead to, and so is a read of what nobody wrote.
+        Seed 0 is program order, others are random. With `watch`, two unordered accesses to one element, at least one
+        of them a write, are an error even if results do not differ, and so is a read of undefined memory.
 
-        Raises HostIRError, naming ranks and statements, where ranks differ in what they issue together, where a
-        statement raises, where all that is left waits for each other, and for what `watch` sees.
+        Raises HostIRError, naming ranks and statements, if the collectives of ranks do not match, if a statement
+        raises, for a deadlock, and for what `watch` finds.
         """
         check_seed(seed)
         if not self.tasks:
@@ -81,7 +81,7 @@ class LocalMachine:
         self.memory.reset()
         self.symmetric.reset()
         for rank in self.ranks:
-            rank.processors.reset()
+            rank.sms.reset()
         watching = Watch(self.tasks, self.memory, self.where) if watch else None
         freed = self.memory.freed
 
@@ -93,7 +93,7 @@ class LocalMachine:
 
         order = random_order(seed, self.delays) if seed else program_order
         threads = torch.get_num_threads()
-        if threads > 1:  # the tasks of simulated ranks are small: waking threads would cost more than it gains
+        if threads > 1:  # tasks of simulated ranks are too small for several threads
             torch.set_num_threads(1)
         try:
             held = seed == 0 or Random(seed).random() < 0.5
@@ -109,7 +109,7 @@ class LocalMachine:
         return [[list(parts) for parts in zip(*outputs, strict=True)] for outputs in calls]
 
     def release(self) -> None:
-        """Free the memory at once; ranks and tasks form cycles, which Python would collect late."""
+        """Free the memory now: ranks and tasks form reference cycles, which Python collects late."""
         for buffer in self.memory.buffers:
             buffer.untyped_storage().resize_(0)
         for rank in self.ranks:
@@ -120,7 +120,7 @@ class LocalMachine:
         return self.ranks[task.rank].where(task)
 
     def record(self, trace: Trace) -> None:
-        """Add what ran to a trace, as if every stream and every team had a processor of its own."""
+        """Add the last run to a trace, as if every stream and every team had its own processor."""
         at = times(self.ran)
         for task in (task for rank in self.ranks for task in rank.tasks if task.since is not None):
             rank = self.ranks[task.rank]
@@ -134,7 +134,7 @@ class LocalMachine:
             trace.add(task.rank, lane, text, at[task.since][0], at[task][1], task.rounds)
 
     def _meet(self) -> None:
-        """Join what the ranks do together, once all of them have planned."""
+        """Join the collectives, messages and barriers of all ranks, after all have planned."""
         ranks = self.ranks
         self.symmetric.check(self.where)
         joints = match([rank.parts for rank in ranks], self.where)
@@ -146,14 +146,14 @@ class LocalMachine:
         acts = [task for task in own if task.run is not None]
         shuffled = Random(0).sample(acts, len(acts))
         last = max(task.call for task in acts)
-        self.delays = sorted(shuffled, key=lambda task: task.call == last)  # the last call has nothing behind it
+        self.delays = sorted(shuffled, key=lambda task: task.call == last)  # nothing follows the last call
 
     def _failed(self, task: Task, problem: Exception) -> Exception:
         span, where = self.where(task)
         return error(f"{where}: {type(problem).__name__}: {problem}", span)
 
     def _deadlock(self) -> HostIRError:
-        """Return the error that names what every rank waits for: closed gates, or else its first task left."""
+        """Return the error for a deadlock, with what every rank waits for: closed gates, or else its first task."""
         notes = []
         ran = set(self.ran)
         for rank in self.ranks:
@@ -174,7 +174,7 @@ class LocalMachine:
             return span, where
         if isinstance(task.gate, FlagGate):
             return span, f"{where}: no signal reaches epoch {task.epoch[1]}"
-        holder = self.ranks[task.rank].processors.holder
+        holder = self.ranks[task.rank].sms.holder
         assert holder is not None
         return span, f"{where}: the SMs are held by {self.where(holder)[1]}"
 
@@ -183,7 +183,7 @@ def rehearse(
     program: Program,
     calls: Sequence[Inputs],
     sizes: Mapping[str, int] | None = None,
-    kernels: Kernels = "auto",
+    kernels: KernelChoice = "auto",
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
@@ -230,18 +230,18 @@ def run_calls(
     """Run consecutive calls of a host program, on as many simulated ranks as its meshes name.
 
     After a call the caller reads the outputs and overwrites inputs and outputs; then it writes the next call's inputs.
-    Nothing else lies between: streams, teams, flags and symmetric buffers go on.
+    Nothing else separates calls: streams, teams, flags and symmetric buffers persist.
 
     Args:
-        program, calls, sizes, kernels: as of `rehearse`.
-        seed: of the order: 0 is program order, any other number some order that the memory model allows.
-        watch: whether to raise for unordered accesses and reads of what nobody wrote, as `LocalMachine.run` says.
+        program, calls, sizes, kernels: as for `rehearse`.
+        seed: selects the order: 0 is program order, any other number an order that the memory model allows.
+        watch: whether to raise for unordered accesses and reads of undefined memory, as `LocalMachine.run` does.
         trace: gets an event for each statement that ran.
 
     Returns:
-        For each call and output what every rank holds, `outputs[call][i][rank]`.
+        The part of every rank for each call and output, `outputs[call][i][rank]`.
 
-    Raises HostIRError for inputs that do not fit and for a program that cannot run, as `LocalMachine.run` says.
+    Raises HostIRError for inputs that do not fit, and as `LocalMachine.run` does.
     """
     machine = rehearse(program, calls, sizes, kernels)
     outputs = machine.run(seed, watch=watch)
@@ -261,9 +261,9 @@ def run_local(
     trace: Trace | None = None,
     out: Any = None,
 ) -> list[Parts]:
-    """Run one call as `run_calls` does; return for each output what every rank holds, `outputs[i][rank]`.
+    """Run one call as `run_calls` does; return the part of every rank for each output, `outputs[i][rank]`.
 
-    `out` are the caller's tensors for them, in the same form, or of the only output; they are then what is returned.
+    `out` are tensors of the caller for them, in the same form or for the only output; these are then returned.
     """
     (outputs,) = run_calls(program, [inputs], sizes, seed=seed, kernels=kernels, watch=watch, trace=trace)
     return outputs if out is None else _deliver(program, inputs, outputs, out)

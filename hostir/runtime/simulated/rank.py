@@ -18,17 +18,17 @@ from hostir.ir.types import FLAG, DType
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.sharding import torch_dtype
-from hostir.runtime.simulated.collectives import BarrierSide, MessageSide, Side, SymmetricBuffers
-from hostir.runtime.simulated.tasks import FlagGate, Processors, SimulatedMemory, Task, Views, spoil, storage_of
+from hostir.runtime.simulated.collectives import BarrierSide, CollectiveSide, MessageSide, SymmetricBuffers
+from hostir.runtime.simulated.tasks import FlagGate, SimulatedMemory, SMGate, Task, Views, make_undefined, storage_of
 
 Parts = Sequence[torch.Tensor | None]  # of one tensor: what each rank holds
-Team = tuple[int, ...]
+TeamRanks = tuple[int, ...]
 
 
 class IssueQueue:
-    """One rank's queue of issued work. What is issued to it next follows `tail`.
+    """A stream of one rank: what is issued next follows the tasks in `tail`.
 
-    If copies by SMs came last, with the signals directly after them, `pushing` is their common start, and then these.
+    If the latest tasks are copies by SMs and signals directly after them, `pushing` is their common start and they.
     """
 
     def __init__(self, label: str) -> None:
@@ -42,17 +42,17 @@ class IssueQueue:
         self.tail = [*self.tail, *(task for task in others if task not in self.tail)]
 
 
-class Float64Side(Side):
-    """A side of a collective among ranks that compute in float64: its sums are not made in f32 either."""
+class Float64Side(CollectiveSide):
+    """A side of a collective among ranks that compute in float64: sums are in float64, too."""
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack(list(parts)).sum(0)
 
 
 class RankMachine(Observer, OptionalMethods):
-    """One rank of a `LocalMachine`. Views and allocations happen while it plans; all else becomes tasks.
+    """One rank of a `LocalMachine`. Planning makes views and allocates memory; everything else becomes tasks.
 
-    Streams, the order of teams, flags and symmetric buffers go on from call to call. `dtype` is what it computes in;
+    Streams, the order of teams, flags and symmetric buffers persist across calls. `dtype` is what it computes in;
     None stands for what the program declares.
     """
 
@@ -73,12 +73,12 @@ class RankMachine(Observer, OptionalMethods):
         self.symmetric = symmetric
         self.caller = self.current = IssueQueue("caller")
         self.pool = [IssueQueue(f"stream {i}") for i in range(program.streams)]
-        self.processors = Processors()
+        self.sms = SMGate()
         self.tasks: list[Task] = []
-        self.steps = 0  # statements so far, taken or passed over
-        self.parts: dict[Team, list[Side]] = {}  # by team, in the order issued
-        self.messages: dict[Team, list[MessageSide]] = {}
-        self.barriers: dict[Team, list[BarrierSide]] = {}
+        self.steps = 0  # statements so far, executed or skipped
+        self.parts: dict[TeamRanks, list[CollectiveSide]] = {}  # by team, in the order issued
+        self.messages: dict[TeamRanks, list[MessageSide]] = {}
+        self.barriers: dict[TeamRanks, list[BarrierSide]] = {}
         self.inputs: Parts = ()
         self.outputs: list[Parts] = []  # of each call
         self.statement: Statement | None = None
@@ -113,10 +113,10 @@ class RankMachine(Observer, OptionalMethods):
         leave.stream = "after the call"
 
     def finish(self, call: int, outputs: Parts, written: Views) -> None:
-        """End a call on the caller's stream: the caller takes the outputs, and may overwrite all that it owns."""
+        """End a call on the caller's stream: the caller reads the outputs, then may overwrite its memory."""
         self.outputs[call] = [None if x is None else x.clone() for x in outputs]
         for x in written:
-            spoil(x)
+            make_undefined(x)
 
     # Tasks ------------------------------------------------------------------------------------------------------------
     def task(
@@ -128,7 +128,7 @@ class RankMachine(Observer, OptionalMethods):
         *,
         lane: str = "",
         timed: bool = False,
-        team: Team = (),
+        team: TeamRanks = (),
     ) -> Task:
         """Return a new task without dependencies."""
         memory = tuple({storage_of(x) for x in (*reads, *writes, *undefines)})
@@ -168,12 +168,12 @@ class RankMachine(Observer, OptionalMethods):
         return task
 
     def push(self, run: Callable[[], object] | None, reads: Views = (), writes: Views = ()) -> Task:
-        """Add a copy by SMs, or a signal directly after one; a kernel that waits for flags may start beside it."""
+        """Add a copy by SMs, or a signal directly after one; a kernel that waits for flags may overlap it."""
         stream = self.current
         pushing = stream.pushing or [self.issue(_nothing)]
         task = self.task(run, reads, writes, lane=f"{stream.label}, SMs that copy", timed=bool(writes))
         task.follow(stream.tail)
-        task.gate, task.since = (self.processors, task) if writes else (None, None)
+        task.gate, task.since = (self.sms, task) if writes else (None, None)
         stream.pushing, stream.tail, stream.signalled = [*pushing, task], [task], not writes
         return task
 
@@ -222,9 +222,9 @@ class RankMachine(Observer, OptionalMethods):
         return buffer
 
     def _hand_out(self, buffer: torch.Tensor) -> None:
-        """Leave new memory undefined until the stream gets there: its previous owner may still use it."""
+        """Leave new memory undefined until the stream reaches this point: its previous owner may still use it."""
         stream = self.current
-        task = self.task(partial(spoil, buffer), undefines=(buffer,)).follow(stream.pushing[:1] or stream.tail)
+        task = self.task(partial(make_undefined, buffer), undefines=(buffer,)).follow(stream.pushing[:1] or stream.tail)
         stream.tail = [*stream.tail, task] if stream.pushing else [task]
         stream.pushing[:1] = [task] if stream.pushing else []
 
@@ -252,12 +252,12 @@ class RankMachine(Observer, OptionalMethods):
         return x.permute(axes)
 
     def dense(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` or a copy of it, depending on rank and call: on real ranks it depends on the caller."""
+        """Return `x` or a copy of it, by rank and call: on real ranks it depends on the caller's strides."""
         if x.is_contiguous() and (self.rank + self.call) % 2 == 0:
             return x
         name = next((v.name for v in self.statement.named), "") if self.statement else ""
         copy = self.memory.new(name, self.rank, x.shape, x.dtype)
-        self.issue(partial(copy.copy_, x), (x,), (copy,)).gate = self.processors
+        self.issue(partial(copy.copy_, x), (x,), (copy,)).gate = self.sms
         return copy
 
     def compute(
@@ -274,7 +274,7 @@ class RankMachine(Observer, OptionalMethods):
             self._by_blocks(kernel, out, operands, ready)
             return
         task = self.issue(partial(kernel, out, *operands, **options), reads, (out,), timed=True)
-        task.gate = self.processors
+        task.gate = self.sms
 
     def _refuse_overlap(self, out: torch.Tensor, reads: Sequence[torch.Tensor]) -> None:
         s = self.statement
@@ -292,10 +292,10 @@ class RankMachine(Observer, OptionalMethods):
         whole = tuple(x for x in others if x is not None)
         a_blocks, out_blocks = self._blocks(a, "reads", ready.blocks), self._blocks(out, "writes", ready.blocks)
         copies = self.current.pushing
-        if copies:  # it starts beside these, and ends after them
+        if copies:  # it overlaps these, and ends after them
             self.current.tail = copies[:1]
         start = self.issue(None)
-        start.run, start.gate, start.lasts = partial(self.processors.take, start, copies), self.processors, True
+        start.run, start.gate, start.may_block = partial(self.sms.take, start, copies), self.sms, True
         blocks = []
         for j in ready.order:
             lane, own = f"block {j} of task {start.order}", ready.own if j == ready.first else None
@@ -309,8 +309,8 @@ class RankMachine(Observer, OptionalMethods):
                 block = self.task(run, (rows, *whole), (out_blocks[j],), (a_blocks[j],), lane=lane, timed=True)
                 block.follow([start])
             blocks.append(block)
-        end = self.issue(partial(self.processors.take, None)).follow([*blocks, *copies[-1:]])
-        end.turns, end.since = self.processors, start
+        end = self.issue(partial(self.sms.take, None)).follow([*blocks, *copies[-1:]])
+        end.changes, end.since = self.sms, start
 
     def _blocks(self, x: torch.Tensor, does: str, count: int) -> list[torch.Tensor]:
         """Return equal blocks of the rows of `x`, its leading axes flattened."""
@@ -327,7 +327,7 @@ class RankMachine(Observer, OptionalMethods):
         lane = f"communication {len(self.tasks)}"
         task = partial(self.task, lane=lane, timed=True, team=exchange.team)
         start = self.task(_nothing, lane=lane).follow(self.current.tail)
-        start.gate, start.lasts = self.processors, True
+        start.gate, start.may_block = self.sms, True
         if x is not None and out is not None and exchange.takes(self.rank) and exchange.gives(self.rank):
             self._refuse_overlap(out, (x,))
         if exchange.kind in MESSAGES:
@@ -335,7 +335,7 @@ class RankMachine(Observer, OptionalMethods):
             messages.append(MessageSide(exchange, x, out, start, task, messages[-1] if messages else None))
             return messages[-1].ends
         parts = self.parts.setdefault(tuple(sorted(exchange.team)), [])
-        side = Side if self.dtype is None else Float64Side
+        side = CollectiveSide if self.dtype is None else Float64Side
         parts.append(side(exchange, x, out, self.current.tail, start, task, parts[-1] if parts else None))
         return [parts[-1].give]
 
@@ -351,7 +351,7 @@ class RankMachine(Observer, OptionalMethods):
             task = self.push(partial(out.copy_, x), (x,), (out,))
         else:
             task = self.issue(partial(out.copy_, x), (x,), (out,), timed=True)
-            task.gate = self.processors if source == target else None  # within a rank it is a kernel's work
+            task.gate = self.sms if source == target else None  # within a rank a kernel copies
         for view, rank in ((x, source), (out, target)):
             if rank != self.rank:
                 self.symmetric.touch(view, rank, task)
@@ -360,15 +360,15 @@ class RankMachine(Observer, OptionalMethods):
         view = self._at(flags, peer)
         behind = not sms and self.current.pushing and not self.current.signalled
         flag, task = self.symmetric.flag(view, slot), self.push(None) if behind else self.issue(None)
-        task.gate, task.small = (self.processors, True) if sms else (None, False)
-        task.run, task.turns, task.epoch = partial(flag.set, task), flag, self._epoch(epoch)
+        task.gate, task.one_sm = (self.sms, True) if sms else (None, False)
+        task.run, task.changes, task.epoch = partial(flag.set, task), flag, self._epoch(epoch)
         self.symmetric.touch(view, peer, task)
 
     def wait_signal(self, flags: torch.Tensor, slot: int, epoch: int) -> None:
         task = self.issue(_nothing)
         task.gate, task.epoch = self._flag(flags, slot), self._epoch(epoch)
 
-    def barrier(self, team: Team) -> None:
+    def barrier(self, team: TeamRanks) -> None:
         arrived = self.issue(None)
         self.barriers.setdefault(team, []).append((arrived, self.issue(None)))
 
@@ -407,7 +407,7 @@ class RankMachine(Observer, OptionalMethods):
 def _instead(
     kernel: Kernel, out: torch.Tensor, own: torch.Tensor, others: Sequence[torch.Tensor | None], rows: torch.Tensor
 ) -> None:
-    """Compute a block from the rank's own rows, and leave their place in the gathered rows undefined."""
+    """Compute a block from the rank's own rows, and make the same rows of the gathered tensor undefined."""
     kernel(out, own, *others)
     rows.fill_(float("nan"))
 

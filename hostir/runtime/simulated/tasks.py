@@ -1,4 +1,4 @@
-"""Schedule tasks with edges between them by a seed, and find accesses that no edges order."""
+"""Run tasks of simulated ranks in any order that the edges between them allow, and find accesses that none order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAN = float("nan")
 
 
 class SimulatedMemory:
-    """The buffers of all ranks on some device, each a storage of its own."""
+    """The buffers of all simulated ranks; each has its own storage."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
@@ -32,7 +32,9 @@ class SimulatedMemory:
 
     def new(self, name: str, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate a dense buffer of NaN, or of 0 for dtypes without NaN."""
-        memory = torch.zeros(max(prod(shape), 1), dtype=dtype, device=self.device)  # one at least, to have an address
+        memory = torch.zeros(
+            max(prod(shape), 1), dtype=dtype, device=self.device
+        )  # at least one element, to have an address
         if dtype.is_floating_point:
             self.buffers.append(memory.fill_(NAN))
         buffer = memory[: prod(shape)].view(tuple(shape))
@@ -48,7 +50,7 @@ class SimulatedMemory:
         return bool(marks.as_strided(y.shape, y.stride(), int(y.storage_offset())).any())
 
     def free(self, storage: int, span: Span | None) -> None:
-        """Mark memory as freed: it may not be touched from here on."""
+        """Mark memory as freed: it must not be accessed any more."""
         self.freed[storage] = span
 
     def reset(self) -> None:
@@ -58,7 +60,7 @@ class SimulatedMemory:
             buffer.fill_(NAN)
 
 
-def spoil(x: torch.Tensor) -> None:
+def make_undefined(x: torch.Tensor) -> None:
     """Make a view undefined: NaN, or 0 for dtypes without NaN."""
     x.fill_(NAN if x.dtype.is_floating_point else 0)
 
@@ -80,25 +82,25 @@ class Task:
     """An action of one rank: `run`, once every task it follows has run and its gate is open.
 
     Fields:
-        lane: the queue that it is part of: its stream, or one of its own if it is on none.
-        order, step: how many tasks, and how many statements, its rank issued before it.
-        statement, rounds, call: its origin; no statement if the program's text has none.
-        stream: the label of the stream that was current, or a description of where the caller is.
-        run: None for a task that only orders others.
-        reads, writes: the views that it touches, of whatever rank; `memory`: their storages.
-        undefines: views that it writes, and that nobody may read before something else writes them.
+        lane: its queue: the label of its stream, or a separate one if it is on no stream.
+        order, step: the numbers of tasks and of statements that its rank issued before it.
+        statement, rounds, call: its origin; no statement for what the caller does.
+        stream: the label of the stream that was current.
+        run: the action; None for a task that only orders others.
+        reads, writes: the views that it accesses, of any rank; `memory`: their storages.
+        undefines: views whose contents it makes undefined.
         gate: the gate that must be open, besides the tasks that it follows.
-        turns: the gate that may open or close when it runs.
-        small: whether it needs one SM only: a kernel that was issued later in its call leaves it one.
-        lasts: whether it may hold SMs until other ranks do something.
-        epoch: the epoch that it waits for at its gate, or that it sets the flag `turns` to.
+        changes: the gate that it may open or close when it runs.
+        one_sm: whether it needs one SM only, which a kernel that was issued later in the same call leaves free.
+        may_block: whether it may hold SMs until another rank does something.
+        epoch: the epoch that it waits for at its gate, or that it sets the flag `changes` to.
         team: of a communication.
-        since: the task at which the bar in a trace begins that ends with this task; None: nothing is drawn.
+        since: the task at which its bar in a trace begins; None if a trace does not show it.
         timed: whether a real machine takes time for it.
-        alone: the task whose end delays it on real wires, though nothing orders the two.
-        needs, blockers: how many tasks it follows, and how many of them have not run.
-        holds, held: the tasks that it may hold up on some machines, and how many may hold up this one.
-        seconds: its duration.
+        queued_behind: the task whose end delays it on a real link, though nothing orders the two.
+        needs, blockers: how many tasks it follows, and how many of them have not run yet.
+        holds, held: the tasks that it may delay on some machines, and how many may delay this one.
+        seconds: its measured duration.
     """
 
     rank: int = 0
@@ -115,14 +117,14 @@ class Task:
     undefines: Views = ()
     memory: tuple[int, ...] = ()
     gate: Gate | None = None
-    turns: Gate | None = None
-    small: bool = False
-    lasts: bool = False
+    changes: Gate | None = None
+    one_sm: bool = False
+    may_block: bool = False
     epoch: Epoch = (0, 0)
     team: tuple[int, ...] = ()
     since: Task | None = None
     timed: bool = False
-    alone: Task | None = None
+    queued_behind: Task | None = None
     followers: list[Task] = field(default_factory=list, repr=False)
     needs: int = 0
     blockers: int = 0
@@ -146,13 +148,13 @@ class Task:
 
 
 def join(tasks: Iterable[Task]) -> Task:
-    """Return a task that takes no time after all of these: it saves edges from each of them to each that follows."""
+    """Return an empty task that follows all of these; tasks that follow it need one edge instead of many."""
     return Task().follow(tasks)
 
 
 # Gates ------------------------------------------------------------------------------------------------------------
 class Gate:
-    """A condition that blocks tasks while it is closed. A task that is too early is parked until the gate changes."""
+    """A condition that blocks tasks while it is closed. Blocked tasks are parked until the gate changes."""
 
     def __init__(self) -> None:
         self.parked: list[Task] = []
@@ -177,11 +179,11 @@ class Gate:
 
 
 class FlagGate(Gate):
-    """A flag that signals set. Waiting tasks pass while it is at their epoch or above."""
+    """A flag that signals set. It is open to tasks whose epoch it has reached."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.signals: list[Task] = []  # of this run, as they came
+        self.signals: list[Task] = []  # of this run, in order
 
     def open(self, task: Task) -> bool:
         return bool(self.signals) and self.signals[-1].epoch >= task.epoch
@@ -194,27 +196,27 @@ class FlagGate(Gate):
         self.signals = []
 
 
-class Processors(Gate):
-    """The SMs of a rank: while a kernel holds them no other begins, except copies `beside` it.
+class SMGate(Gate):
+    """The SMs of a rank. While a waiting kernel holds them, no other task starts, except the copies that overlap it.
 
-    It leaves one SM to small tasks that were issued before it in its call. A task that may wait for other ranks can
-    take that SM as well, and then cannot go on before it has the others too.
+    The kernel leaves one SM free for tasks that need only one and were issued before it in its call. A task that may
+    wait for other ranks can take that SM too, and keeps it until it gets all others.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.holder: Task | None = None
-        self.beside: Sequence[Task] = ()
+        self.overlapping: Sequence[Task] = ()
 
     def open(self, task: Task) -> bool:
         holder = self.holder
-        if holder is None or any(task is copy for copy in self.beside):
+        if holder is None or any(task is copy for copy in self.overlapping):
             return True
-        taken = any(other.lasts for other in self.parked)
-        return task.small and task.call == holder.call and task.order < holder.order and not taken
+        taken = any(other.may_block for other in self.parked)
+        return task.one_sm and task.call == holder.call and task.order < holder.order and not taken
 
-    def take(self, holder: Task | None, beside: Sequence[Task] = ()) -> None:
-        self.holder, self.beside = holder, beside
+    def take(self, holder: Task | None, overlapping: Sequence[Task] = ()) -> None:
+        self.holder, self.overlapping = holder, overlapping
 
     def reset(self) -> None:
         super().reset()
@@ -222,32 +224,32 @@ class Processors(Gate):
 
 
 # Orders -----------------------------------------------------------------------------------------------------------
-Order = Callable[[Task], float]  # which task of those that may run goes first: the one with the least number
-LAST = 2.0  # behind every random number
+Priority = Callable[[Task], float]  # of the tasks that may run, the one with the lowest value goes first
+LAST = 2.0  # after every random number
 
 
 def program_order(task: Task) -> float:
-    """Return the order of issue, rank after rank for equal places."""
+    """Return a task's place in the order of issue; at equal places, lower ranks come first."""
     return task.step + task.rank * 1e-6
 
 
 def check_seed(seed: object) -> int:
-    """Return the seed; raise HostIRError if it is none."""
+    """Return the seed; raise HostIRError if it is not an integer."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise error(f"the seed is {described(seed)}", user_span(), expected="an integer")
     return seed
 
 
-def random_order(seed: int, tasks: Sequence[Task]) -> Order:
+def random_order(seed: int, tasks: Sequence[Task]) -> Priority:
     """Return a random order that is likely to expose missing edges; every legal order has a chance.
 
-    Lanes have strict random priorities, which never change, or seldom, or often, or at every step, as the seed has it.
-    Where they do not change, a lane starves until it alone can run. That makes orders likely that fair choices hardly
-    ever give, such as a whole stream running before the first collective (the idea of probabilistic concurrency
-    testing: Burckhardt et al., ASPLOS 2010).
+    Lanes have strict random priorities, which never change, or seldom, often, or at every step, depending on the seed.
+    If they do not change, the lane with the lowest priority runs only when no other can. That makes orders likely that
+    fair choices hardly ever give, such as a whole stream running before the first collective (the idea of
+    probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010).
 
-    Every other seed also holds one task back, and with it all that follows, until nothing else can run: whatever is
-    not ordered behind that task overtakes it. Consecutive seeds hold back one after another of `tasks`.
+    Every other seed also delays one task, and with it all that follow, until nothing else can run: whatever is not
+    ordered after that task overtakes it. Consecutive seeds delay each of `tasks` in turn.
     """
     random = Random(seed)
     change = random.choice((0.0, 0.1, 0.5, 1.0))
@@ -269,22 +271,22 @@ def random_order(seed: int, tasks: Sequence[Task]) -> Order:
 # Running ----------------------------------------------------------------------------------------------------------
 def execute(
     tasks: Sequence[Task],
-    order: Order,
+    order: Priority,
     before: Callable[[Task], None],
     failed: Callable[[Task, Exception], Exception],
     held: bool = True,
 ) -> list[Task]:
-    """Run tasks until none may run any more, and return them as they ran; those left wait for each other.
+    """Run tasks until none may run any more, and return them in the order in which they ran; the others are deadlocked.
 
-    `before` sees each task before it runs, and raises if it must not run; an exception of the task itself is raised as
-    what `failed` makes of it. Tasks wait for those that may hold them up only if `held`.
+    `before` is called with each task before it runs, and raises if it must not run; `failed` makes the exception to
+    raise from one of the task itself. With `held`, tasks also wait for those that may delay them on some machines.
     """
     for task in tasks:
         task.blockers = task.needs + (task.held if held else 0)
     ready = [task for task in tasks if not task.blockers]
     heap: list[tuple[float, int, Task]] = []
     ran: list[Task] = []
-    count = 0  # tells equals apart
+    count = 0  # breaks ties
     while True:
         while ready:
             task = ready.pop()
@@ -304,8 +306,8 @@ def execute(
         _run(task, failed)
         ran.append(task)
         ready = _unblocked(task, held)
-        if task.turns is not None:
-            ready += task.turns.released()
+        if task.changes is not None:
+            ready += task.changes.released()
 
 
 def _run(task: Task, failed: Callable[[Task, Exception], Exception]) -> None:
@@ -319,7 +321,7 @@ def _run(task: Task, failed: Callable[[Task, Exception], Exception]) -> None:
 
 
 def _unblocked(task: Task, held: bool) -> list[Task]:
-    """Return the followers that waited for this task alone."""
+    """Return the followers that have no other task left to wait for."""
     free = []
     for follower in (*task.followers, *task.holds) if held else task.followers:
         follower.blockers -= 1
@@ -334,8 +336,8 @@ def times(ran: Iterable[Task]) -> dict[Task, tuple[float, float]]:
     at: dict[Task, tuple[float, float]] = {}
     for task in ran:
         start = starts.get(task, 0.0)
-        if task.alone is not None:
-            start = max(start, at.get(task.alone, (0.0, 0.0))[1])
+        if task.queued_behind is not None:
+            start = max(start, at.get(task.queued_behind, (0.0, 0.0))[1])
         end = start + (task.seconds if task.timed else 0.0)
         at[task] = start, end
         for follower in task.followers:
@@ -344,13 +346,13 @@ def times(ran: Iterable[Task]) -> dict[Task, tuple[float, float]]:
 
 
 # Race detection -------------------------------------------------------------------------------------------------------
-# Finds, while simulated ranks run, accesses that nothing orders.
+# Finds unordered accesses while simulated ranks run.
 #
-# Each task's past is what comes before it: the pasts of the tasks that it follows, and of the signal that it waited
-# for. It is a set of tasks, kept as the bits of an integer: a vector clock with a component for each task. What merely
-# ran earlier, or waited for SMs, is in no past. So a race is found in whatever order it runs, and under any seed.
+# The past of a task is the set of tasks that happen before it: the tasks that it follows, the signal that it waited
+# for, and their pasts. It is kept as the bits of an integer: a vector clock with a component for each task. Tasks that
+# merely ran earlier, or that it waited for because of SMs, are not in it. So a race is found under any seed.
 
-Where = Callable[[Task], tuple[Span | None, str]]
+Origin = Callable[[Task], tuple[Span | None, str]]
 
 
 class TaskAccess:
@@ -393,7 +395,7 @@ class TaskAccess:
 class Watch:
     """The race detector of one run. `where` names a task's statement, `memory` the buffers."""
 
-    def __init__(self, tasks: Sequence[Task], memory: SimulatedMemory, where: Where) -> None:
+    def __init__(self, tasks: Sequence[Task], memory: SimulatedMemory, where: Origin) -> None:
         self.tasks = tasks
         self.memory = memory
         self.where = where
@@ -410,8 +412,8 @@ class Watch:
         known = self.past.pop(me, 0) | 1 << me
         if isinstance(task.gate, FlagGate):
             known |= self.sent[self.number[next(s for s in task.gate.signals if s.epoch >= task.epoch)]]
-        if isinstance(task.turns, FlagGate):
-            self._signal(task, known, task.turns.signals)
+        if isinstance(task.changes, FlagGate):
+            self._signal(task, known, task.changes.signals)
             self.sent[me] = known
         for view in task.reads:
             self._access(TaskAccess(me, view, writes=False), known)

@@ -32,7 +32,7 @@ from hostir.runtime.cuda.onesided import CudaOneSided
 from hostir.runtime.kernels.flags import with_rows
 from hostir.runtime.kernels.table import Kernel, kernel_table
 from hostir.runtime.session import Groups
-from hostir.runtime.symmetric import BufferInfo, Offer, SharedMemory
+from hostir.runtime.symmetric import BufferInfo, Exchange, Offer, SharedMemory
 from hostir.runtime.unroll import ComputeOp, UnrolledProgram, unroll
 
 CPU = torch.device("cpu")
@@ -287,38 +287,57 @@ def plans(
     monkeypatch: pytest.MonkeyPatch,
     sizes: Mapping[str, int] | None = None,
 ) -> list[CudaPlan]:
-    """A plan for each rank; to meet, every rank has a thread."""
-    ranks, memory = len(parts), dict[int, torch.Tensor]()
-    gate, said = threading.Barrier(ranks), dict[str, dict[int, str]]()
+    """A plan for each rank."""
+    return [plan for (plan,) in layers(gpus, program, parts, monkeypatch, sizes, 1)]
 
-    def exchange(rank: int) -> Callable[[str, str], list[str]]:
-        def exchanged(key: str, mine: str) -> list[str]:
-            said.setdefault(key, {})[rank] = mine
-            gate.wait(10)
-            return [said[key][r] for r in range(ranks)]
 
-        return exchanged
+def layers(
+    gpus: Gpus,
+    program: Program,
+    parts: Sequence[Sequence[torch.Tensor | None]],
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: Mapping[str, int] | None,
+    count: int,
+) -> list[list[CudaPlan]]:
+    """So many plans for each rank, as of executors of one program; to meet, every rank has a thread."""
+    memory = dict[int, torch.Tensor]()
+    monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank: Shared(rank, memory))
+    made: dict[int, list[CudaPlan]] = {}
 
-    machines = []
-    for rank in range(ranks):
-        monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank: Shared(rank, memory))
-        machine = CudaMachine(CPU, program.streams, gpus.kernels(), Groups(rank, CPU), exchange(rank))
-        machines.append(machine)
-    made: dict[int, CudaPlan] = {}
+    def plan(rank: int, exchange: Exchange) -> None:
+        groups = Groups(rank, CPU, exchange)
+        machines = [CudaMachine(CPU, program, gpus.kernels(), groups) for _ in range(count)]
+        made[rank] = [machine.plan(unroll(program, rank, sizes or {}, parts[rank])) for machine in machines]
+
+    together(len(parts), plan)
+    return [made[rank] for rank in range(len(parts))]
+
+
+def together(ranks: int, do: Callable[[int, Exchange], None]) -> None:
+    """Does it on all ranks at once, each on a thread, with what lets them exchange texts."""
+    gate, said = threading.Barrier(ranks), dict[tuple[str, int], dict[int, str]]()
     problems: list[BaseException] = []
 
-    def plan(rank: int) -> None:
+    def run(rank: int) -> None:
+        turns = Counter[str]()
+
+        def exchange(key: str, mine: str) -> list[str]:
+            turns[key] += 1
+            there = said.setdefault((key, turns[key]), {})
+            there[rank] = mine
+            gate.wait(10)
+            return [there[r] for r in range(ranks)]
+
         try:
-            made[rank] = machines[rank].plan(unroll(program, rank, sizes or {}, parts[rank]))
+            do(rank, exchange)
         except BaseException as problem:
             problems.append(problem)
             gate.abort()
 
-    threads = [threading.Thread(target=plan, args=(rank,)) for rank in range(ranks)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if problems:
         raise problems[0]
-    return [made[rank] for rank in range(ranks)]

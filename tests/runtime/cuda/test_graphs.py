@@ -14,7 +14,7 @@ import torch
 from hostir.ir.program import Program
 from hostir.ir.source import error
 from hostir.runtime import session as sessions
-from hostir.runtime.cuda.graphs import MAX_GRAPHS, Graphs
+from hostir.runtime.cuda.graphs import MAX_GRAPHS
 from hostir.runtime.cuda.machine import CudaPlan
 from hostir.runtime.executor import Executor
 from hostir.runtime.session import Groups
@@ -284,14 +284,14 @@ def by_columns(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_plan_that_a_graph_of_the_caller_uses_outlives_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hostir.runtime.executor.KEPT", 1)
+    monkeypatch.setattr("hostir.runtime.executor.MAX_PLANS", 1)
     e, (a, b) = executor(), inputs()
     e(a, b)
-    plain = weakref.ref(e._plan)
+    plain = weakref.ref(e.latest.plan)
     e(a, by_columns(b))
     gc.collect()
     assert plain() is None
-    used = weakref.ref(e._plan)
+    used = weakref.ref(e.latest.plan)
     Device.callers_capture = True
     e(a, by_columns(b))
     Device.callers_capture = False
@@ -309,7 +309,7 @@ def test_graphs_of_plans_that_will_not_run_again_go() -> None:
         e(a, across, out=other)
     assert len(alive) == 2
     stale = next(iter(e.plans.values()))
-    e._graphs.forget(lambda plan: plan is stale)
+    e._drop(lambda plan: plan is stale)
     gc.collect()
     assert len(alive) == 1
     assert [how(e, a, b, c) for _ in range(3)] == ["eager", "eager", "capture replay"]
@@ -337,7 +337,7 @@ def test_a_session_that_ends_drops_the_graphs_before_the_groups(monkeypatch: pyt
     for _ in range(3):
         how(e, a, b, c)
     here = object.__new__(sessions.Session)
-    here.graphs = weakref.WeakSet([e._graphs])
+    here.members = weakref.WeakSet([e])
     here.watchdog = types.SimpleNamespace(leave=lambda: None, close=lambda done: None)
     here.groups, here.owner = Groups(0, CPU), True
     seen: list[int] = []
@@ -347,7 +347,8 @@ def test_a_session_that_ends_drops_the_graphs_before_the_groups(monkeypatch: pyt
     here.close(done=True)
     assert seen == [0]
     assert e.graph_refusal == "its session has ended"
-    assert how(e, a, b, c) == "eager"
+    for call in (lambda: e(a, b, out=c), lambda: e(a, b), lambda: e.places(a, b)):
+        assert "error: @p is called after the end of its session" in said(call)
 
 
 def test_graphs_go_with_their_executor_and_no_garbage_is_collected_during_a_capture() -> None:
@@ -378,17 +379,6 @@ def test_a_call_without_out_comes_after_the_replay_before_it_on_another_stream()
     with Current(other):
         e(a, b)
     assert ("other", "waits for", "caller") in log
-
-
-def test_executors_of_a_session_are_known_to_it_while_they_live() -> None:
-    known: weakref.WeakSet[Graphs] = weakref.WeakSet()
-    e = executor()
-    e.session = types.SimpleNamespace(graphs=known, first=lambda what: True)
-    e._graphs = e._make_graphs()
-    assert list(known) == [e._graphs]
-    e._graphs = None
-    gc.collect()
-    assert not known
 
 
 def test_graphs_are_logged_when_they_are_captured_and_dropped_and_not_when_they_are_replayed(

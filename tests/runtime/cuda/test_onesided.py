@@ -17,12 +17,13 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import Linear
 from hostir.runtime.binding import places
+from hostir.runtime.cuda.streams import CallOrder
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.simulated.machine import rehearse
 from tests import symbolic
 from tests.lower.gathered import gathered
-from tests.runtime.cuda.simulated_gpus import Gpus, Stream, gpus, plans
+from tests.runtime.cuda.simulated_gpus import CPU, Gpus, Stream, gpus, layers, plans
 
 __all__ = ["gpus"]  # a fixture
 CASES = Path(__file__).parents[2] / "cases" / "onesided"
@@ -37,8 +38,12 @@ def check_calls(
     calls: int = 3,
     sizes: dict[str, int] | None = None,
     layout: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    executors: int = 1,
 ) -> None:
-    """Issues calls of all ranks at once; results are those of simulated ranks in program order, bit for bit."""
+    """Issues calls of all ranks at once; results are those of simulated ranks in program order, bit for bit.
+
+    Several executors of the program take turns, each call on whatever stream.
+    """
     sizes = sizes or {}
     random = Random(seed)
     gpus.waiting = random.random() < 0.5  # else one kernel a block, or one behind all blocks
@@ -50,18 +55,21 @@ def check_calls(
     ]
     expected = rehearse(program, wholes, sizes, "aten").run()
     first = [[x if x is None else layout(x) for x in mine] for mine in inputs[0]]
-    ready = plans(gpus, program, first, monkeypatch, sizes)
-    callers = [Stream() for _ in ranks]
+    ready = layers(gpus, program, first, monkeypatch, sizes, executors)
+    callers = [[Stream() for _ in range(executors)] for _ in ranks]
     outputs = []
     for rank in random.sample(ranks, len(ranks)):  # the hosts are far ahead of their devices, and of each other
-        gpus.current = callers[rank]
+        order = CallOrder(CPU)
         for call in range(calls):
+            gpus.current = caller = random.choice(callers[rank])
+            if executors > 1:
+                order.follow()
             mine = [x if x is None else layout(x) for x in inputs[call][rank]]
-            outputs.append((call, rank, ready[rank].run(mine)))
+            outputs.append((call, rank, random.choice(ready[rank]).run(mine)))
             for x in mine:  # the caller overwrites its inputs as soon as its stream gets there
                 if x is not None:
                     gpus.current.add(lambda x=x: x.fill_(NAN))
-        assert gpus.current is callers[rank]
+            assert gpus.current is caller
     gpus.run(random)
     for call, rank, outs in outputs:
         for out, parts in zip(outs, expected[call], strict=True):
@@ -69,7 +77,7 @@ def check_calls(
             assert (out is None) == (want is None)
             if out is not None:
                 torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
-    for plan in ready:
+    for plan in (plan for mine in ready for plan in mine):
         assert plan.registers == plan.blank
 
 
@@ -93,6 +101,43 @@ def test_calls_that_follow_each_other_at_once_are_right_in_every_order(
     strategy: str, ranks: int, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_calls(lowered(strategy, ranks, S=1 + seed % 2), gpus, seed, monkeypatch, calls=4)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
+def test_executors_of_one_program_share_memory_and_are_right_in_every_order(
+    strategy: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_calls(lowered(strategy, 2 + seed % 3), gpus, seed, monkeypatch, calls=6, executors=3)
+
+
+WORKERS_ALONE = """hostir 1
+mesh @mesh [didx] = 0
+program @kept(%x: f32[8], %y: f32[8]) -> (%c) streams 1 {
+  %user = current_stream
+  %box: f32[8] = allocate_symmetric
+  %c: f32[8] = allocate
+  set_stream 0
+  synchronize %user
+  copy %x -> %box
+  set_stream %user
+  copy %y -> %c
+}
+"""
+
+
+def test_executors_of_one_program_share_worker_streams(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else orders the writes of %box in two calls, which are on worker 0."""
+    inputs = [[torch.randn(8), torch.randn(8)]]
+    for (one, other), same in (
+        (layers(gpus, hi.parse(WORKERS_ALONE), inputs, monkeypatch, None, 2)[0], True),
+        (layers(gpus, hi.parse(ALONE), inputs, monkeypatch, None, 2)[0], False),
+    ):
+        assert (one.machine.streams == other.machine.streams) is same
+        assert one.memory is other.memory
+
+
+ALONE = WORKERS_ALONE.replace("allocate_symmetric", "allocate")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -252,4 +297,4 @@ def test_after_a_call_that_failed_midway_no_other_begins(gpus: Gpus, monkeypatch
     assert plan.problem() is None
     with pytest.raises(HostIRError, match="out of luck"):
         plan.run(inputs[0])
-    assert "this executor cannot run again: a call failed" in str(plan.problem())
+    assert "@ag cannot run again: a call failed" in str(plan.problem())

@@ -97,7 +97,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> None:
 def planned(program: Program, rank: int = 0, messages: bool = False) -> tuple[CudaPlan, list[torch.Tensor | None]]:
     """`messages`: whether there are groups for messages, and no others."""
     groups = Groups(rank, CPU)
-    machine = CudaMachine(CPU, program.streams, kernel_table("aten", "cpu"), groups, lambda key, mine: [mine])
+    machine = CudaMachine(CPU, program, kernel_table("aten", "cpu"), groups)
     (machine.messages if messages else groups).made = {(0, 1): Group(), (0, 1, 2, 3): Group()}
     parts = [shard(x, v.tensor, rank, {}) for x, v in zip(random_inputs(program, {}), program.inputs, strict=True)]
     return machine.plan(unroll(program, rank, {}, parts)), parts

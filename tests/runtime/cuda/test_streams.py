@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import types
-from typing import Any
-
 import pytest
 import torch
 
-from hostir.runtime.cuda import machine as cuda
 from hostir.runtime.cuda import streams
-from hostir.runtime.cuda.machine import CudaPlan
 from hostir.runtime.cuda.streams import current, own_stream
 from tests.runtime import small_programs
 from tests.runtime.cuda import fake_graphs
@@ -78,18 +73,17 @@ def test_a_stream_without_products_is_taken_again_at_once_and_never_by_who_has_p
     assert own_stream(second, CPU, 0) is not left
 
 
-def test_calls_with_symmetric_memory_take_turns_whichever_streams_they_are_made_on(
+def test_calls_with_symmetric_memory_run_in_order_whichever_streams_they_are_made_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_graphs.install(monkeypatch)
-    monkeypatch.setattr(cuda, "_latest", {})
-    plan: Any = types.SimpleNamespace(machine=types.SimpleNamespace(device=CPU))  # all that is asked of one
-    other = Stream(name="other")
-    CudaPlan.take_turn(plan)
-    with Current(other):
-        CudaPlan.take_turn(plan)
-        CudaPlan.take_turn(plan)
-    CudaPlan.take_turn(plan)
+    monkeypatch.setattr(streams, "_symmetric", {})
+    one, another = streams.symmetric_order(CPU), streams.symmetric_order(CPU)
+    one.follow()
+    with Current(Stream(name="other")):
+        another.follow()
+        one.follow()
+    another.follow()
     assert log == [("other", "waits for", "caller"), ("caller", "waits for", "other")]
 
 

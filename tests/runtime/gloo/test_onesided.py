@@ -23,6 +23,7 @@ from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import ALIGNMENT, SharedMemory, SymmetricMemory
 from hostir.runtime.trace import Trace
 from hostir.runtime.unroll import EPOCHS, UnrolledProgram, flag_value, unroll
+from tests.runtime.cuda import simulated_gpus
 from tests.runtime.small_programs import alone, program, said
 
 
@@ -121,8 +122,9 @@ def test_a_stream_that_waits_for_a_flag_stands_still_and_says_for_what() -> None
     a, b = torch.randn(4, 8), torch.randn(8, 5)
     thread = threading.Thread(target=lambda: refusals.append(said(lambda: executor(a, b))))
     thread.start()
-    while (plan := executor._plan) is None or plan.progress() is None:
+    while (call := executor.latest) is None or call.plan.progress() is None:
         time.sleep(0.001)
+    plan = call.plan
     (op,) = plan.in_flight()
     text = "'wait_signal %f[2] >= 5', which waits for epoch 5 of call 1 of flag 2: the flag stands at epoch 4 of call 1"
     assert plan.describe(op) == text
@@ -143,13 +145,20 @@ def test_flags_rise_from_call_to_call() -> None:
 
 
 # The memory that processes share ----------------------------------------------------------------------------------
+class Plan:
+    """Something that uses symmetric memory."""
+
+
+PLAN = Plan()
+
+
 def met(*recordings: UnrolledProgram) -> list[SharedMemory | HostIRError | None]:
     """What ranks get that meet with these recordings, each on a thread."""
     results: list[SharedMemory | HostIRError | None] = [None] * len(recordings)
 
     def meet(rank: int, memory: SymmetricMemory) -> None:
         try:
-            results[rank] = memory.of(recordings[rank])
+            results[rank] = memory.of(recordings[rank], PLAN)
         except HostIRError as problem:
             results[rank] = problem
 
@@ -159,23 +168,7 @@ def met(*recordings: UnrolledProgram) -> list[SharedMemory | HostIRError | None]
 
 def together(ranks: int, do: Callable[[int, SymmetricMemory], None]) -> None:
     """Does it on all ranks at once, with the memory of each."""
-    gate = threading.Barrier(ranks)
-    said: dict[str, dict[int, str]] = {}
-
-    def exchange(rank: int) -> Callable[[str, str], list[str]]:
-        def exchanged(key: str, mine: str) -> list[str]:
-            said.setdefault(key, {})[rank] = mine
-            gate.wait(10)
-            return [said[key][r] for r in range(ranks)]
-
-        return exchanged
-
-    memories = [SymmetricMemory(rank, exchange(rank), SharedFiles()) for rank in range(ranks)]
-    threads = [threading.Thread(target=do, args=each) for each in enumerate(memories)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    simulated_gpus.together(ranks, lambda rank, exchange: do(rank, SymmetricMemory(rank, exchange, SharedFiles())))
 
 
 SHARED = """%me = rank of %x over didx
@@ -197,21 +190,57 @@ def test_memory_of_sizes_that_rank_0_has_not_used_longest_goes_on_all_ranks(monk
     monkeypatch.setattr("hostir.runtime.symmetric.KEPT_BYTES", 12 * 64 + 3 * ALIGNMENT)  # for M=4 three times
     found: list[list[Any]] = [[], []]
 
+    plans: list[list[Plan]] = [[], []]
+
     def use(rank: int, memory: SymmetricMemory) -> None:
         for turn, m in enumerate((1, 2, 4, 4, 3, 7, 100, 1)):
-            held = memory.of(unroll(p, rank, {"M": m}, [torch.empty(1, m)]))
+            plans[rank].append(Plan())
+            held = memory.of(unroll(p, rank, {"M": m}, [torch.empty(1, m)]), plans[rank][-1])
             assert held is not None
             held.used = turn if rank == 0 else -turn
-            held.pinned |= m == 2 and rank == 1
-            found[rank].append([dict(sizes)["M"] for sizes in memory.met])
+            if m == 2 and rank == 1:
+                held.captured.add(plans[rank][-1])
+            found[rank].append(sizes_of(memory))
             if m == 7:
-                first = next(each for sizes, each in memory.met.items() if dict(sizes)["M"] == 3)
+                first = next(each for (_, sizes), each in memory.met.items() if dict(sizes)["M"] == 3)
                 found[rank].append(first.gone)
         found[rank].append(first.gone)
 
     together(2, use)
     assert found[0] == found[1]
     assert found[0] == [[1], [1, 2], [1, 2, 4], [1, 2, 4], [1, 2, 4, 3], [2, 3, 7], False, [2, 100], [2, 1], True]
+
+
+def sizes_of(memory: SymmetricMemory) -> list[int]:
+    """For which M there is memory, in the order in which it was made."""
+    return [dict(sizes)["M"] for _, sizes in memory.met]
+
+
+def test_memory_is_one_for_equal_programs_and_goes_when_ranks_meet_and_rank_0_does_not_use_it() -> None:
+    body = "%box: f32[M, 16] = allocate_symmetric\n  barrier of %box over didx"
+    one, equal = (program(body, "%x: f32[2@didx, M]", "%x") for _ in range(2))
+    other = program(f"{body}\n  barrier of %box over didx", "%x: f32[2@didx, M]", "%x")
+
+    def use(rank: int, memory: SymmetricMemory) -> None:
+        def of(p: Program, m: int, plan: Plan) -> SharedMemory | None:
+            return memory.of(unroll(p, rank, {"M": m}, [torch.empty(1, m)]), plan)
+
+        first, second, third = Plan(), Plan(), Plan()
+        shared = of(one, 1, first)
+        assert of(equal, 1, second) is shared
+        assert of(other, 1, third) is not shared
+        assert sizes_of(memory) == [1, 1]
+        del first
+        of(one, 2, third)
+        assert sizes_of(memory) == [1, 1, 2]
+        if rank == 0:
+            del second
+        of(one, 3, third)
+        assert sizes_of(memory) == [1, 2, 3]
+        assert shared is not None
+        assert shared.gone
+
+    together(2, use)
 
 
 def test_ranks_see_each_others_buffers_and_nothing_is_left_behind() -> None:

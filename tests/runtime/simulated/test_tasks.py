@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hostir.runtime.simulated.tasks import FlagGate, Processors, Task, execute, program_order, random_order
+from hostir.runtime.simulated.tasks import FlagGate, SMGate, Task, execute, program_order, random_order
 
 SEEDS = range(400)
 
@@ -51,9 +51,9 @@ def test_program_order_is_that_of_issuing_with_ranks_side_by_side() -> None:
 
 
 def test_a_gate_holds_tasks_back_and_forgets_them_between_runs() -> None:
-    flag, sms = FlagGate(), Processors()
+    flag, sms = FlagGate(), SMGate()
     wait = Task(0, "a", 0, run=lambda: None, gate=flag, epoch=(0, 2))
-    signals = [Task(0, "b", n, run=lambda: None, turns=flag, epoch=(0, n)) for n in (1, 2)]
+    signals = [Task(0, "b", n, run=lambda: None, changes=flag, epoch=(0, n)) for n in (1, 2)]
     for signal in signals:
         signal.run = lambda signal=signal: flag.set(signal)
     signals[1].follow(signals[:1])
