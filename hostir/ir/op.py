@@ -404,17 +404,17 @@ class Statement(Traits):
     def bodies(self) -> tuple[tuple[Statement, ...], ...]:
         return tuple(getattr(self, n) for n, c in codecs_of(type(self)).items() if c is Codec.BLOCK)
 
-    @property
+    @cached_property
     def viewed(self) -> Value | None:
         """The value that its result is a view of, if any."""
         return next(self.values(Codec.ALIAS), None)
 
-    @property
+    @cached_property
     def freed(self) -> Value | None:
         """The value whose buffer ends here, if any."""
         return next(self.values(Codec.FREE), None)
 
-    @property
+    @cached_property
     def buffer(self) -> Value | None:
         """In a host program, the value that it defines with memory of its own, if any."""
         defined = self.defines(Phase.HOST)
@@ -422,13 +422,13 @@ class Statement(Traits):
             return None
         return defined
 
-    @property
+    @cached_property
     def started(self) -> Value | None:
         """The handle of the communication that it starts, if any."""
         defined = self.defines(Phase.HOST)
         return defined if defined is not None and defined.type is Kind.HANDLE else None
 
-    @property
+    @cached_property
     def awaited(self) -> Value | None:
         """The handle of the communication that it waits for, if any."""
         return next((value for value in self.values(Codec.USE) if value.type is Kind.HANDLE), None)
