@@ -1,11 +1,13 @@
-"""How hostir is built: files and lines of each room, lists of classes kept by hand, long signatures, a warm call.
+"""How hostir is built: files and lines of each room, lists of classes kept by hand, long signatures, what a statement
+touches, a warm call.
 
     python -m benchmarks.structure
     python -m benchmarks.structure --root ../before --out benchmarks/results/structure
 
 Lines are code, docstrings, comments, imports and blank ones. A list of classes kept by hand is an `isinstance`, a
 `case`, or the keys and items of a literal that name classes of statements, or of operations of an unrolled program, in
-a room that should ask them for what they do: check, runtime or choice. A warm call is `executor(a, b, out=(c,))` of a
+a room that should ask them for what they do: check, runtime or choice. The files that a new statement touches are those
+that docs/extending.md changes, as a test does. A warm call is `executor(a, b, out=(c,))` of a
 program that one CPU process runs, for the fourth time; its chain is the deepest stack of hostir's own functions.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -23,6 +26,7 @@ from benchmarks.harness import table, write
 
 ROOMS = ("check", "runtime", "choice")  # which are to keep no lists of classes
 LONG = 12  # parameters
+DIFF = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KINDS = ("code", "docstrings", "comments", "imports", "blank")
 WARM = """
 import sys, torch, hostir as hi
@@ -134,6 +138,19 @@ def long_signatures(name: str, text: str) -> Iterator[str]:
                 yield f"{name}:{node.lineno}: {node.name}, {count}{' (Triton)' if kernel else ''}"
 
 
+def statements_of(root: Path) -> dict[str, str]:
+    """The sections of docs/extending.md that add a statement, by title."""
+    page = (root / "docs/extending.md").read_text()
+    sections = (section.partition("\n") for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:])
+    return {title: text for title, _, text in sections if "statement" in title}
+
+
+def touched(section: str) -> list[str]:
+    """The files of hostir that such a section changes."""
+    changed = (re.findall(r"^\+\+\+ b/(\S+)", diff, re.MULTILINE) for diff in DIFF.findall(section))
+    return [*dict.fromkeys(name for names in changed for name in names)]
+
+
 def warm_call(root: Path) -> tuple[list[str], list[str]]:
     """The deepest chain of a warm call, and every function that it calls."""
     done = subprocess.run([sys.executable, "-c", WARM], cwd=root, capture_output=True, text=True, check=True)
@@ -162,18 +179,20 @@ def main() -> None:
         at for name, text in texts.items() if set(name.split("/")) & set(ROOMS) for at in lists(name, text, known)
     ]
     long = [at for name, text in texts.items() for at in long_signatures(name, text)]
+    added = {title: touched(section) for title, section in statements_of(given.root).items()}
     chain, called = warm_call(given.root)
     functions = f"{len(called)} functions of {len({f.partition(':')[0] for f in called})} files"
     said = [
         table(["room", "files", *KINDS], rows),
         f"{len(by_hand)} lists of classes kept by hand in {', '.join(ROOMS)}:\n" + "\n".join(by_hand),
         f"{len(long)} functions of more than {LONG} parameters:\n" + "\n".join(long),
+        *(f"{title}: {len(files)} files\n" + "\n".join(files) for title, files in added.items()),
         f"a warm call: {functions}; the deepest chain:\n" + "\n".join(chain),
     ]
     print("\n\n".join(said))
     if given.out is not None:
         text = "\n\n".join([said[0], *(f"```\n{text}\n```" for text in said[1:])])
-        found = {"rooms": rooms, "by_hand": by_hand, "long": long, "chain": chain, "called": called}
+        found = {"rooms": rooms, "by_hand": by_hand, "long": long, "touched": added, "chain": chain, "called": called}
         write(given.out, "Structure", text, found)
 
 

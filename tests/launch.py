@@ -64,7 +64,8 @@ class Job:
         try:
             code = self._ends.recv(64)
         except TimeoutError:
-            raise subprocess.TimeoutExpired(self.args, timeout or 0, *self._read()) from None
+            printed = (text.encode() for text in self._read())  # as of Popen
+            raise subprocess.TimeoutExpired(self.args, timeout or 0, *printed) from None
         self.returncode, self._said = int(code or -signal.SIGKILL), self._read()
         for each in (self._ends, *self._printed):
             each.close()

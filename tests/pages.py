@@ -7,6 +7,7 @@
     ```hir NAME    is the case tests/cases/findings/NAME.hir, without what it says in comments
     ```finding     is what is found in the case before it
     ```console     holds commands behind `$ ` and, if anything, what they print
+    ```diff        changes hostir: the page runs with a copy that is so changed
     ```text        is not run
 
 `hostir` and the ranks of torchrun are forked from a process that has imported torch (tests/launch.py); the test of
@@ -23,6 +24,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,7 +35,7 @@ from types import ModuleType
 from tests.launch import launch
 
 ROOT = Path(__file__).parent.parent
-LANGUAGES = {"python", "output", "hir", "finding", "console", "text"}
+LANGUAGES = {"python", "output", "hir", "finding", "console", "diff", "text"}
 COMMAND = re.compile(  # one that needs no shell and starts nothing but hostir
     r"(?P<variables>(?:export \w+=\w+; |\w+=\w+ )*)"
     r"(?:torchrun --standalone --nproc-per-node (?P<ranks>\d) |(?=hostir))(?P<words>[^;|&<>]+)"
@@ -63,7 +65,12 @@ def blocks(page: Path) -> list[Block]:
 def check_python(page: Path, folder: Path) -> None:
     """Runs the Python of a page in a process of its own, in `folder`, and compares what each block prints."""
     command = (__file__, str(page), str(folder / f"{page.stem}.py"))
-    done = launch(0, *command, cwd=folder, env=environment(), timeout=250)
+    if any(block.language == "diff" for block in blocks(page)):
+        change(page, folder)
+        env = environment() | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+        done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
+    else:
+        done = launch(0, *command, cwd=folder, env=environment(), timeout=250)
     assert done.returncode == 0, f"{page.name}:\n{done.stderr}"
     printed = iter(json.loads(done.stdout))
     before = ""
@@ -76,6 +83,17 @@ def check_python(page: Path, folder: Path) -> None:
             before = next(printed)
         elif block.language == "output":
             compare(page, block.line, block.text, before)
+
+
+def change(page: Path, folder: Path) -> None:
+    """Copies the package to `folder` and changes it as the page says."""
+    shutil.copytree(ROOT / "hostir", folder / "hostir", ignore=shutil.ignore_patterns("__pycache__"))
+    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    for block in blocks(page):
+        if block.language == "diff":
+            apply = ["git", "apply", "-"]
+            done = subprocess.run(apply, cwd=folder, input=block.text, text=True, env=env, capture_output=True)
+            assert done.returncode == 0, f"{page.name}:{block.line}: {done.stderr}"
 
 
 def check_console(page: Path, folder: Path) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from math import prod
 from typing import Any, TypeVar
@@ -142,6 +142,22 @@ class Torus:
             raise UnlikeError
         return axes
 
+    # The clocks of an event on several ranks, which have the lanes of each rank in turn.
+    def seen_from(self, rank: int, clock: Clock) -> Clock:
+        """Return the vector clock of an event on a rank, given the clock of the same event on rank 0."""
+        inner, places = len(clock), prod(self.shape)
+        for extent in self.shape:
+            inner, places = inner // extent, places // extent
+            if by := rank // places % extent:
+                rows = clock.reshape(-1, extent, inner)
+                clock = np.concatenate((rows[:, -by:], rows[:, :-by]), axis=1).reshape(-1)
+        return clock
+
+    def latest(self, axes: tuple[int, ...], clock: Clock) -> Clock:
+        """Return the clock of what follows the same event on all ranks along some axes, given that of rank 0's."""
+        by_place = clock.reshape(*self.shape, -1)
+        return np.broadcast_to(by_place.max(axis=axes, keepdims=True), by_place.shape).reshape(-1)
+
 
 class _Tracer(Tracer):
     """Traces rank 0 with index values of all ranks at once."""
@@ -244,35 +260,18 @@ class Alike(Order):
         """Copy an event of rank 0 as the same event of another rank."""
         lane = event.lane and (rank, *event.lane[1:])
         ends = [((rank, *lane[1:]), tick) for lane, tick in event.ends]
-        seen = lambda clock: self.seen_from(clock, rank)  # noqa: E731
         made = Event(rank, event.call, event.verb, event.statement, event.rounds, event.stream, event.number)
-        made.lane, made.tick, made.ends, made.seen = lane, event.tick, ends, seen
+        made.lane, made.tick, made.ends, made.seen = lane, event.tick, ends, partial(self.torus.seen_from, rank)
         made.after, made.accesses = [event], [*accesses]
         return made
-
-    def seen_from(self, clock: Clock, rank: int) -> Clock:
-        """Return the vector clock of an event on a rank, given the clock of the same event on rank 0."""
-        inner = len(clock)
-        for extent in self.torus.shape:
-            inner //= extent
-            if by := rank * self.width // inner % extent:
-                rows = clock.reshape(-1, extent, inner)
-                clock = np.concatenate((rows[:, -by:], rows[:, :-by]), axis=1).reshape(-1)
-        return clock
 
     # Methods that join all ranks use rank 0 alone, and rotate its clocks for the others.
     def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
         return [issued[0].get(team, [])]
 
     def _moment(self, after: list[Event], team: tuple[int, ...]) -> Event:
-        moment, axes = super()._moment(after, team), self.torus.axes_of(team)
-
-        def seen(clock: Clock) -> Clock:
-            by_place = clock.reshape(*self.torus.shape, self.width)
-            latest = by_place.max(axis=axes, keepdims=True)
-            return np.broadcast_to(latest, by_place.shape).reshape(clock.shape)
-
-        moment.seen = seen
+        moment = super()._moment(after, team)
+        moment.seen = partial(self.torus.latest, self.torus.axes_of(team))
         return moment
 
     def stuck(self) -> Iterator[Trouble]:
@@ -296,8 +295,8 @@ class Alike(Order):
     def _kernel(self, kernel: Kernel, rank: int, lanes: Lanes) -> Kernel:
         """Return the same kernel as it runs on another rank."""
         other = Kernel(self.copy(kernel.start, rank), self.copy(kernel.end, rank))
-        self.clocks[other.start] = self.seen_from(self.clocks[kernel.start], rank)
-        lanes.latest[other] = self.seen_from(lanes.latest[kernel], rank)
+        self.clocks[other.start] = self.torus.seen_from(rank, self.clocks[kernel.start])
+        lanes.latest[other] = self.torus.seen_from(rank, lanes.latest[kernel])
         return other
 
 

@@ -248,9 +248,9 @@ class Lanes:
 
     def begun(self, kernel: Kernel, line: _Line) -> int:
         """Return the last tick of a lane whose events do not need the SMs that a kernel takes."""
-        beside = kernel.beside
-        own = beside is not None and beside.lane is not None and self.order.lanes[beside.lane] == line.index
-        return max(int(self.order.clocks[kernel.start][line.index]), beside.tick if beside and own else 0)
+        overlapped = kernel.overlapped
+        own = overlapped is not None and overlapped.lane is not None and self.order.lanes[overlapped.lane] == line.index
+        return max(int(self.order.clocks[kernel.start][line.index]), overlapped.tick if overlapped and own else 0)
 
     def any_held(self, kernel: Kernel, holder: Kernel) -> bool:
         """Whether one kernel alone blocks a signal that another kernel, or the kernel itself, waits for."""

@@ -58,7 +58,7 @@ class Finding(Diagnostic):
     times: int = 1  # in how many places of the unrolled program, over all ranks and calls
 
 
-class Words:
+class FindingBuilder:
     """Builds the findings about one program."""
 
     def __init__(self, program: Program) -> None:

@@ -245,10 +245,10 @@ class MissingFlags:
         self.order = order
         made = (v for s in outline.program.walk() if (v := s.buffer))
         self.flags = [v for v in made if v.tensor.dtype == FLAG]
-        heard = {id(signal) for signal in order.partners.values()}
+        awaited = {id(signal) for signal in order.partners.values()}
         self.sent = _by_name(flag for rank in order.ranks for flag in rank.signals)
         self.unsent = _by_name(wait for rank in order.ranks for wait in rank.waits if not order.enough(wait))
-        self.unheard = _by_name(f for rank in order.ranks for f in rank.signals if id(f.event) not in heard)
+        self.unawaited = _by_name(f for rank in order.ranks for f in rank.signals if id(f.event) not in awaited)
 
     def signals(self, waiting: Event) -> Iterator[Edits]:
         """Yield edits that add one signal for all that is missing of a flag; first those behind copies to the peer."""
@@ -258,7 +258,7 @@ class MissingFlags:
         missing, sent = self.unsent[flags.name], self.sent.get(flags.name, set())
         found: list[tuple[bool, int, int, Edits]] = []
         for place, before in self._behind():
-            frames, slots, epochs = self._ways(place, flags, missing)
+            frames, slots, epochs = self._operands(place, flags, missing)
             for peer, over in self._peers(place, flags):
                 ranks = _peers_of(peer, over, flags, frames)
                 for (slot, s), (epoch, e) in product(slots.items(), epochs.items()):
@@ -272,14 +272,14 @@ class MissingFlags:
     def waits(self, users: Sequence[Statement]) -> Iterator[Edits]:
         """Yield edits that add a wait for signals that have none, before a statement or before a block around it."""
         found: list[tuple[int, int, Edits]] = []
-        for flags in (f for f in self.flags if f.name in self.unheard):
+        for flags in (f for f in self.flags if f.name in self.unawaited):
             for place in self._in_front(users):
-                frames, slots, epochs = self._ways(place, flags, self.unheard[flags.name])
+                frames, slots, epochs = self._operands(place, flags, self.unawaited[flags.name])
                 for (slot, s), (epoch, e) in product(slots.items(), epochs.items()):
-                    heard = {(_rank(f), *which) for f, *which in zip(frames, slot, epoch, strict=True)}
-                    if heard and len(heard) == len(frames) and heard <= self.unheard[flags.name]:
+                    awaited = {(_rank(f), *which) for f, *which in zip(frames, slot, epoch, strict=True)}
+                    if awaited and len(awaited) == len(frames) and awaited <= self.unawaited[flags.name]:
                         wait = WaitSignal(flags=flags, slot=s, epoch=e)
-                        found.append((-len(heard), len(found), (Edit(place, (wait,)),)))
+                        found.append((-len(awaited), len(found), (Edit(place, (wait,)),)))
         yield from (edits for *_, edits in sorted(found, key=lambda f: f[:2])[:MAX_SUGGESTIONS])
 
     def kernels(self, users: Sequence[Statement]) -> Iterator[Edits]:
@@ -287,12 +287,12 @@ class MissingFlags:
         for s in (s for s in users if s.contracts):
             place = self.outline.place(s)
             owns = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType)]
-            for flags in (f for f in self.flags if f.name in self.unheard):
-                unheard = {(rank, epoch) for rank, _, epoch in self.unheard[flags.name]}
-                frames, slots, epochs = self._ways(place, flags, self.unheard[flags.name])
+            for flags in (f for f in self.flags if f.name in self.unawaited):
+                unawaited = {(rank, epoch) for rank, _, epoch in self.unawaited[flags.name]}
+                frames, slots, epochs = self._operands(place, flags, self.unawaited[flags.name])
                 for epoch, e in epochs.items():
-                    heard = {(_rank(f), which) for f, which in zip(frames, epoch, strict=True)}
-                    if len(heard) == len(frames) and heard <= unheard:
+                    awaited = {(_rank(f), which) for f, which in zip(frames, epoch, strict=True)}
+                    if len(awaited) == len(frames) and awaited <= unawaited:
                         for first, own in product(slots.values(), (None, *owns)):
                             if (changed := s.waiting(flags, e, first, own)) is not None:
                                 yield (Edit(place, (changed,), drop=1),)
@@ -325,11 +325,11 @@ class MissingFlags:
                 for s in self.outline.program.walk():
                     if s.place is not None:
                         s.evaluate(frame)
-                found += _comes(self.outline.program.body, place, frame)
+                found += _arrivals(self.outline.program.body, place, frame)
         return found
 
     # Expressions ------------------------------------------------------------------------------------------------------
-    def _ways(
+    def _operands(
         self, place: Place, flags: Value, missing: set[Raised]
     ) -> tuple[list[Frame], dict[Numbers, Expr], dict[Numbers, Expr]]:
         """Return the frames of a place, and the values that expressions for a slot and for an epoch have in them."""
@@ -421,7 +421,7 @@ def _rank(frame: Frame) -> int:
     return frame.machine.rank
 
 
-def _comes(body: Block, place: Place, frame: Frame) -> Iterator[Frame]:
+def _arrivals(body: Block, place: Place, frame: Frame) -> Iterator[Frame]:
     """Yield the frame each time that its rank reaches a place."""
     at, *inner = place
     if not inner:
@@ -429,7 +429,7 @@ def _comes(body: Block, place: Place, frame: Frame) -> Iterator[Frame]:
         return
     outer = body[at]
     for _ in outer.rounds(frame):
-        yield from _comes(outer.bodies[0], tuple(inner), frame)
+        yield from _arrivals(outer.bodies[0], tuple(inner), frame)
 
 
 # Insertions -----------------------------------------------------------------------------------------------------------

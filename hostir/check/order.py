@@ -403,6 +403,12 @@ class RaceDetector:
             if buffer not in self.raced or (why is None and not covered(touch.access.region, history.written)):
                 self._note(Conflict("unwritten", buffer, why, touch))
 
+    def forget(self) -> None:
+        """Drop the links between groups, which lead around: the garbage collector takes longer to find all of them."""
+        for history in self.histories.values():
+            for group in history.groups.values():
+                group.near.clear()
+
     def _note(self, conflict: Conflict) -> None:
         sides = frozenset(id(t.event.statement) for t in (conflict.first, conflict.second) if t)
         own = conflict.buffer.rank == conflict.second.event.rank

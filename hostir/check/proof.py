@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from hostir.check.alike import Alike, alike
 from hostir.check.deadlocks import calls_needed, cyclic_waits, flags_out_of_order, kernels_in_the_way
-from hostir.check.findings import Finding, Words
+from hostir.check.findings import Finding, FindingBuilder
 from hostir.check.order import Conflict, Order, RaceDetector
 from hostir.check.signature import small_sizes
 from hostir.check.tracer import Buffer, Event, Tracer
@@ -55,24 +55,30 @@ def _keeping_all() -> Iterator[None]:
 
 @_keeping_all()
 def analyse_quickly(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Analyse rank 0 alone where it stands for all ranks and nothing is wrong; all ranks otherwise."""
-    if misfits := program.misfits(sizes or {}):
+    """Analyse rank 0 alone where it stands for all ranks and nothing is wrong; all ranks otherwise. Keep no order."""
+    found = _of_one_rank(program, sizes or {}, calls)
+    return found or replace(analyse(program, sizes, calls), order=None)
+
+
+def _of_one_rank(program: Program, sizes: Mapping[str, int], calls: int | None) -> Analysis | None:
+    """Analyse rank 0 alone; return None unless it stands for all ranks and nothing is wrong."""
+    if misfits := program.misfits(sizes):
         return Analysis(misfits)
-    bound, number = small_sizes(program, sizes or {}), calls or 2
+    bound, number = small_sizes(program, sizes), calls or 2
     try:
         length = unrolled_length(program.body, bound) if bound is not None else 0
     except HostIRError as too_long:
         return Analysis(list(too_long.diagnostics), None, bound or {}, number)
     if bound is None or number * length > MAX_STATEMENTS:
-        return analyse(program, sizes, calls)
+        return None
     order = alike(program, bound, number)
     if order is None:
-        return analyse(program, sizes, calls)
+        return None
     found = findings_of(program, order)
     more = not found and not calls and calls_needed(order, program.ranks) > number
     unsure = any(f.kind == "SMs held" for f in found)
     if more or unsure or (found and _statements(program, bound, number) <= MAX_STATEMENTS):
-        return analyse(program, sizes, calls)
+        return None
     return Analysis(found, None, bound, number)
 
 
@@ -140,7 +146,7 @@ def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic
     order = Order(tracers)
     left = order.run(lambda event, clock: None)
     cycle = [replace(trouble, kind="queues shared") for trouble in cyclic_waits(order, left)]
-    return list(Words(program).troubles(cycle))
+    return list(FindingBuilder(program).troubles(cycle))
 
 
 def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
@@ -149,17 +155,18 @@ def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
 
 def findings_of(program: Program, order: Order) -> list[Diagnostic]:
     """Return the findings about an order of events, errors first."""
-    words = Words(program)
+    build = FindingBuilder(program)
     if order.troubles:
-        return list(words.troubles(order.troubles))
+        return list(build.troubles(order.troubles))
     memory = RaceDetector(order)
     left = order.run(memory.visit)
-    found: list[Finding] = list(words.troubles([*cyclic_waits(order, left), *flags_out_of_order(order)]))
+    found: list[Finding] = list(build.troubles([*cyclic_waits(order, left), *flags_out_of_order(order)]))
     if not left:
         memory.finish()
-        found += words.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
-        found += words.leaks(_leaked(order.ranks))
-    found += [words.conflict(c, times) for c, times in _most_specific(memory.conflicts.values())]
+        found += build.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
+        found += build.leaks(_leaked(order.ranks))
+    found += [build.conflict(c, times) for c, times in _most_specific(memory.conflicts.values())]
+    memory.forget()
     return sorted(found, key=_in_program_order)
 
 

@@ -223,11 +223,11 @@ class Pushing:
 
 @dataclass(eq=False, slots=True)
 class Kernel:
-    """A product that holds SMs while it waits for flags. `beside`: the last of the copies that it may run beside."""
+    """A product that holds SMs while it waits for flags. `overlapped`: the last of the copies that it may overlap."""
 
     start: Event
     end: Event
-    beside: Event | None = None
+    overlapped: Event | None = None
     waits: list[Flag] = field(default_factory=list)
 
 
@@ -336,7 +336,7 @@ class Tracer(Observer, OptionalMethods):
         return self.follow(self.event(verb, accesses, behind, sms), self.current)
 
     def push(self, verb: str, accesses: list[Access]) -> Event:
-        """Add a copy by SMs, or a signal right behind one: a waiting kernel may start beside it."""
+        """Add a copy by SMs, or a signal right behind one: a waiting kernel may overlap it."""
         pushing = self.pushing.get(self.current)
         if pushing is None:
             begin = self.step("begins", [])
@@ -462,7 +462,7 @@ class Tracer(Observer, OptionalMethods):
         self.step("runs", [*reads, access(out, "writes")], sms=True)
 
     def _waiting(self, out: View, operands: Sequence[View | None], ready: Ready) -> None:
-        pushing = self.pushing.pop(self.current, None)  # it starts beside these copies, and ends after them
+        pushing = self.pushing.pop(self.current, None)  # it may overlap these copies, and ends after them
         start = self.step("starts", [], sms=True)
         kernel = Kernel(start, start, pushing.last if pushing else None)
         blocks = []

@@ -18,6 +18,7 @@ from hostir.choice.platforms import Platform
 from hostir.ir.program import Program
 from hostir.ir.source import error, warn_once
 from hostir.knobs import CACHE
+from hostir.lower import STRATEGIES
 
 # Choices --------------------------------------------------------------------------------------------------------------
 # The choice and its reasons, as plain data that an executor holds and the cache keeps.
@@ -36,7 +37,8 @@ class Candidate:
     @property
     def on_streams(self) -> bool:
         """Whether candidates of its strategy differ in the number of worker streams."""
-        return self.strategy in ("pipeline", "ring") or (self.strategy == "fused" and self.streams > 1)
+        counts = STRATEGIES[self.strategy].stream_counts if self.strategy in STRATEGIES else (1,)
+        return max(counts) > 1 and (self.streams > 1 or 1 not in counts)
 
     def __str__(self) -> str:
         streams = f", {self.streams} streams" if self.on_streams else ""

@@ -15,7 +15,7 @@ from hostir.ir.machine import Exchange, Handle, OptionalMethods, Ready
 from hostir.ir.op import REGISTRY
 from hostir.ir.program import Program
 from hostir.ir.types import DType
-from hostir.runtime.kernels.tiles import MIN_LOCAL_ROWS, Gemm, Grid, Tile, choose, duration
+from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, Grid, Tile, choose, duration
 
 # Tasks of each rank ---------------------------------------------------------------------------------------------------
 # The tasks of each rank of a host program: their kind and size, and the tasks that each waits for.
@@ -234,10 +234,10 @@ class CostMachine(OptionalMethods):
             return
         k = read[0].shape[-1]
         beside = self.pushing if ready else []
-        if ready and ready.own is not None and prod(ready.own.shape[:-1]) < MIN_LOCAL_ROWS:
+        if ready and ready.own is not None and prod(ready.own.shape[:-1]) < MIN_OWN_ROWS:
             self.issue(Traffic(2 * ready.own.bytes), launch="compute")
         rows = prod(out.shape[:-1])
-        separate = bool(ready and ready.own is not None and prod(ready.own.shape[:-1]) >= MIN_LOCAL_ROWS)
+        separate = bool(ready and ready.own is not None and prod(ready.own.shape[:-1]) >= MIN_OWN_ROWS)
         block = max(rows // ready.blocks, 1) if ready else None
         overlapped = bool(beside) and beside[-1] is self.last.get(self.stream)
         gemm = Gemm(rows, out.shape[-1], k, out.dtype.name, 1, block, separate, overlapped)

@@ -149,7 +149,8 @@ def main(options: Namespace) -> int:
             raise error(
                 f"@{program.name} is a host program already", hint="--after and --all show the passes over a fusion"
             )
-        return _write(_formatted(program, options.format), options.out)
+        write(_formatted(program, options.format), options.out)
+        return 0
     if options.all and options.format == "nvfuser":
         raise error(
             "--all begins with the fusion, and nvFuser's form prints host programs", hint="leave one of them out"
@@ -162,10 +163,12 @@ def main(options: Namespace) -> int:
         if options.after not in names:
             hint = did_you_mean(options.after, names)
             raise error(f"unknown pass '{options.after}'", expected=f"one of: {', '.join(names)}", hint=hint)
-        return _write(_formatted(dict(stages)[options.after], options.format), options.out)
+        final = dict(stages)[options.after]
+    text = _formatted(final, options.format)
     if options.all:
-        return _write("\n".join(f"// after {n}\n{_formatted(p, options.format)}" for n, p in stages), options.out)
-    return _write(_formatted(final, options.format), options.out)
+        text = "\n".join(f"// after {n}\n{_formatted(p, options.format)}" for n, p in stages)
+    write(text, options.out)
+    return 0
 
 
 def _formatted(program: Program, form: str) -> str:
@@ -176,8 +179,3 @@ def _formatted(program: Program, form: str) -> str:
     if form == "dot":
         return to_dot(program)
     return str(program)
-
-
-def _write(text: str, out: str | None) -> int:
-    write(text, out)
-    return 0

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hostir.choice import cache
 from hostir.choice.cache import Choice, Timing
 from hostir.choice.decision import SEQUENTIAL, candidates, check_ranks, check_sizes, choose, decide
@@ -118,15 +120,9 @@ def platform_of(fusion: Program, device: str | None = None, machine: str | None 
         return reference(hardware, ranks or fusion.ranks)
     if launched():
         return here("cuda" if joined(device).device.type == "cuda" else "gloo", fusion.ranks)
-    if device is None and not _has_gpus(fusion.ranks):
+    if device is None and torch.cuda.device_count() < fusion.ranks:
         return reference(REFERENCE, fusion.ranks)
     return here("gloo" if device == "cpu" else "cuda", fusion.ranks)
-
-
-def _has_gpus(count: int) -> bool:
-    import torch
-
-    return torch.cuda.device_count() >= count
 
 
 # Measuring all candidates ---------------------------------------------------------------------------------------------

@@ -211,19 +211,13 @@ class ViewStrides(Protocol):
         """Return the strides of a dense tensor of the shape of `x`."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Statement:
-    """The base class of all statements.
+class Traits:
+    """The traits of a statement: what it does, for all who ask; nobody else keeps lists of classes.
 
-    Equality, hash and `repr` are here for all of them: to write them for each class, as `dataclass` would, doubles the
-    time in which the modules of statements load.
+    These are the defaults. What a statement reads, writes, views, frees and defines follows from the codecs of its
+    fields, see `Statement`.
     """
 
-    syntax: ClassVar[str] = ""
-    phases: ClassVar[frozenset[Phase]] = frozenset({Phase.HOST})
-
-    # Traits: what a statement does, for all who ask; nobody else keeps lists of classes. What it reads, writes, views,
-    # frees and defines follows from the codecs of its fields. See also the properties under "Traits" below.
     on_host: ClassVar[bool] = False  # it issues no work, and is the same on every stream
     orders: ClassVar[Sync] = Sync.NOTHING  # whom it orders, if it does nothing else
     transfers: ClassVar[bool] = False  # it moves elements between ranks
@@ -236,6 +230,111 @@ class Statement:
     explicit: ClassVar[bool] = True  # it is left where every change of sharding is explicit
     contracts: ClassVar[bool] = False  # it multiplies matrices
     whole: ClassVar[bool] = False  # `evaluate` takes tensors whole, but for `flag_operand.rows`
+
+    @classmethod
+    def known_whole(cls) -> bool:
+        """Whether it touches tensors as `whole` says: a class that has an `evaluate` of its own must say so itself."""
+        said, runs = (next(c for c in cls.__mro__ if name in vars(c)) for name in ("whole", "evaluate"))
+        return cls.whole and issubclass(said, runs)
+
+    @property
+    def waits(self) -> int:
+        """The number of others that its stream waits for, of those that it `orders`."""
+        return int(bool(self.orders & (Sync.STREAMS | Sync.WAIT)))
+
+    @property
+    def sets_stream(self) -> Expr | None:
+        """The stream that what follows is issued to, where that changes."""
+        return None
+
+    @property
+    def place(self) -> tuple[Value, str] | None:
+        """The index that it defines as this rank's place along a mesh axis, and the axis."""
+        return None
+
+    @property
+    def flag_operand(self) -> FlagOperand | None:
+        """The flags that it signals or waits for."""
+        return None
+
+    @property
+    def peer_place(self) -> tuple[Expr, str] | None:
+        """The place of the peer that it signals, or copies to or from, and the mesh axis along which places count."""
+        return None
+
+    @property
+    def remote(self) -> Value | None:
+        """The view of a symmetric buffer that it reads or writes at a peer."""
+        return None
+
+    @property
+    def needs_reserved_sm(self) -> bool:
+        """Whether it needs the SM that a kernel which waits for flags reserves for it."""
+        return False
+
+    @property
+    def computed(self) -> Value | None:
+        """The value whose elements it computes, and rounds to its dtype."""
+        return None
+
+    @property
+    def summed(self) -> Sequence[Size]:
+        """The extents, on one rank, of the axes over which each element that it computes is a sum."""
+        return ()
+
+    @property
+    def right_side(self) -> tuple[Value, int] | None:
+        """The right side of a product, and its axis that is summed away."""
+        return None
+
+    @property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """The teams of ranks that meet in it, each in ascending order."""
+        return ()
+
+    @property
+    def addends(self) -> int:
+        """The number of ranks whose partial sums it adds up; 0 if it adds none."""
+        return 0
+
+    @property
+    def needs_dense(self) -> bool:
+        """Whether the tensors that it reads and writes must be dense."""
+        return False
+
+    @property
+    def compared(self) -> tuple[Shape, ...]:
+        """The shapes, or numbers of elements, that ranks compare when they meet in it."""
+        return ()
+
+    def strides(self, of: ViewStrides) -> Shape | None:
+        """Return the strides of its result, if that is a view; None where no formula gives them."""
+        return None
+
+    @property
+    def repeats(self) -> Size:
+        """The number of times that its body runs, at most."""
+        return ONE
+
+    def rounds(self, frame: Frame) -> Iterator[tuple[int, ...]]:
+        """Yield once for each time that its body runs: the loop's index, which is set, or () where there is none."""
+        yield from ()
+
+    def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
+        """Return the same statement, waiting for flags while it runs; None where it cannot, or does already."""
+        return None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Statement(Traits):
+    """The base class of all statements.
+
+    Equality, hash and `repr` are here for all of them: to write them for each class, as `dataclass` would, doubles the
+    time in which the modules of statements load.
+    """
+
+    syntax: ClassVar[str] = ""
+    phases: ClassVar[frozenset[Phase]] = frozenset({Phase.HOST})
 
     span: Span | None = field(default=None, compare=False, repr=False, kw_only=True)
     note: str = field(default="", compare=False, repr=False, kw_only=True)
@@ -305,13 +404,6 @@ class Statement:
     def bodies(self) -> tuple[tuple[Statement, ...], ...]:
         return tuple(getattr(self, n) for n, c in codecs_of(type(self)).items() if c is Codec.BLOCK)
 
-    # Traits ----------------------------------------------------------------------------------------------------------
-    @classmethod
-    def known_whole(cls) -> bool:
-        """Whether it touches tensors as `whole` says: a class that has an `evaluate` of its own must say so itself."""
-        said, runs = (next(c for c in cls.__mro__ if name in vars(c)) for name in ("whole", "evaluate"))
-        return cls.whole and issubclass(said, runs)
-
     @property
     def viewed(self) -> Value | None:
         """The value that its result is a view of, if any."""
@@ -341,98 +433,11 @@ class Statement:
         """The handle of the communication that it waits for, if any."""
         return next((value for value in self.values(Codec.USE) if value.type is Kind.HANDLE), None)
 
-    @property
-    def waits(self) -> int:
-        """The number of statements that its stream waits for, of those that it `orders`."""
-        return int(bool(self.orders & (Sync.STREAMS | Sync.WAIT)))
-
-    @property
-    def sets_stream(self) -> Expr | None:
-        """The stream that what follows is issued to, where that changes."""
-        return None
-
-    @property
-    def place(self) -> tuple[Value, str] | None:
-        """The index that it defines as this rank's place along a mesh axis, and the axis."""
-        return None
-
-    @property
-    def flag_operand(self) -> FlagOperand | None:
-        """The flags that it signals or waits for."""
-        return None
-
-    @property
-    def peer_place(self) -> tuple[Expr, str] | None:
-        """The place of the peer that it signals, or copies to or from, and the mesh axis along which places count."""
-        return None
-
-    @property
-    def remote(self) -> Value | None:
-        """The view of a symmetric buffer that it reads or writes at a peer."""
-        return None
-
-    @property
-    def needs_reserved_sm(self) -> bool:
-        """Whether it needs the SM that a kernel which waits for flags reserves for it."""
-        return False
-
-    @property
-    def computed(self) -> Value | None:
-        """The value whose elements it computes, and rounds to its dtype."""
-        return None
-
-    @property
-    def summed(self) -> Sequence[Size]:
-        """The extents, on one rank, of the axes over which each element that it computes is a sum."""
-        return ()
-
-    @property
-    def right_side(self) -> tuple[Value, int] | None:
-        """The right side of a product, and its axis that is summed away."""
-        return None
-
-    @property
-    def teams(self) -> tuple[tuple[int, ...], ...]:
-        """The teams of ranks that meet in it, each in ascending order."""
-        return ()
-
-    @property
-    def addends(self) -> int:
-        """How many ranks' partial sums it adds up; 0 if it adds none."""
-        return 0
-
-    @property
-    def needs_dense(self) -> bool:
-        """Whether the tensors that it reads and writes must be dense."""
-        return False
-
-    @property
-    def compared(self) -> tuple[Shape, ...]:
-        """The shapes or numbers of elements that ranks compare when they meet."""
-        return ()
-
-    def strides(self, of: ViewStrides) -> Shape | None:
-        """Return the strides of its result, if that is a view; None where no formula gives them."""
-        return None
-
-    @property
-    def repeats(self) -> Size:
-        """The maximum number of times that its body runs."""
-        return ONE
-
-    def rounds(self, frame: Frame) -> Iterator[tuple[int, ...]]:
-        """Yield once for each time that its body runs: the loop's index, which is set, or () where there is none."""
-        yield from ()
-
     def with_bodies(self, change: Callable[[tuple[Statement, ...]], tuple[Statement, ...]]) -> Statement:
         """Return the same statement with another body, made from its own."""
         named = codecs_of(type(self)).items()
         blocks: dict[str, Any] = {n: change(getattr(self, n)) for n, c in named if c is Codec.BLOCK}
         return replace(self, **blocks) if blocks else self
-
-    def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
-        """Return the same statement, waiting for flags while it runs; None where it cannot, or does already."""
-        return None
 
     def in_place(self, operand: int) -> bool:
         """Whether it may write the very view that it reads as this operand."""

@@ -59,10 +59,14 @@ def _window(text: str, column: int) -> tuple[str, int]:
 
 
 def user_span(package: str = "hostir") -> Span | None:
-    """Return the line of the nearest caller outside this package: the user's code."""
+    """Return the line of the nearest caller outside this package: the user's code. None on the command line."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
+        if module == "__main__" and frame.f_globals.get("__package__") == package:  # `python -m hostir`
+            module = f"{package}.__main__"
+        if module == f"{package}.__main__":
+            return None
         if module != package and not module.startswith(package + "."):
             return _frame_span(frame)
         frame = frame.f_back

@@ -18,7 +18,6 @@ from hostir.lower import Pass
 from hostir.lower.propagate import splits_only
 
 # Rounds on worker streams ---------------------------------------------------------------------------------------------
-# Pass `streams`: gives the rounds of every top-level loop to worker streams in turn.
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,6 @@ class AssignStreams(Pass):
 
 
 # Communications before computations -----------------------------------------------------------------------------------
-# Pass `stagger`: lets communications take their SMs before computations take them all.
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,6 @@ def _next_after(turn: Bin, loop: For) -> Iterator[Statement]:
 
 
 # Buffers --------------------------------------------------------------------------------------------------------------
-# Passes `free` and `tidy`: free buffers after their last use, and drop unused views.
 
 
 @dataclass(frozen=True)
@@ -218,12 +215,14 @@ def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[t
 
 
 # Dense inputs ---------------------------------------------------------------------------------------------------------
-# Pass `dense`: copies inputs that must be contiguous, unless the caller's strides make them so already.
 
 
 @dataclass(frozen=True)
 class MakeDense(Pass):
-    """Inserts a `dense` at the start for each input that must be contiguous: for transfers and merging reshapes."""
+    """Inserts a `dense` at the start for each input that must be contiguous: for communication and merging reshapes.
+
+    A `dense` copies an input whose strides are not contiguous, and is no operation otherwise.
+    """
 
     name = "dense"
 

@@ -27,7 +27,7 @@ from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import DenseCopy, Permute, Reshape, ViewStatement
 from hostir.ir.types import Axis, Factor, Kind, TensorType
-from hostir.lower.propagate import keeps_dense, operands_of, result_of, splits_only
+from hostir.lower.propagate import keeps_dense, result_of, splits_only, users_of
 
 # Layouts --------------------------------------------------------------------------------------------------------------
 # Communications need dense buffers in which the axis that they move is outermost.
@@ -76,9 +76,7 @@ def fronts(s: Communication, x: TensorType, out: TensorType) -> tuple[Front, Fro
     sharded = x if isinstance(s, (AllGather, Gather)) else out
     assert isinstance(s, (AllGather, ReduceScatter, Gather, Scatter))
     assert sharded.mesh
-    mark = (
-        s.over if isinstance(s, (AllGather, ReduceScatter)) else next(m for a in sharded.host().axes for m in a.marks)
-    )
+    mark = s.over if isinstance(s, Collective) else next(m for a in sharded.host().axes for m in a.marks)
     if leads(sharded, mark):
         return None
     axes = isolate(sharded, mark)
@@ -104,16 +102,15 @@ def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
 
 
 # Teams ----------------------------------------------------------------------------------------------------------------
-# The ranks among which a collective communicates, as one-sided statements name them.
 
 
 class Team:
-    """The ranks along a mesh axis: this rank's place among them, and its peers'."""
+    """The ranks among which a collective communicates: this rank's place among them, and its peers'."""
 
     def __init__(self, host: Host, s: Collective) -> None:
         self.over, self.ranks = s.over, s.mesh.size(s.over)
         self.rank = Ref(Value(host.names.fresh("r"), Kind.INDEX))
-        self.past_last_call = False  # a barrier stands behind the previous call
+        self.past_last_call = False  # whether a barrier after the previous call has been added
         host.body.append(Rank(self.rank.value, host.values[s.x.name], s.over, span=s.span))
 
     def peer(self, offset: Expr) -> Expr:
@@ -127,11 +124,10 @@ def modulo(expr: Expr, ranks: int) -> Expr:
 
 
 # Scopes ---------------------------------------------------------------------------------------------------------------
-# Bodies under construction, with the names, scratch buffers and layouts that new statements need.
 
 
 class Scope:
-    """A place that statements are added to: the top level of a program, or the body of a loop."""
+    """The body of a program or a loop under construction, with the names, buffers and layouts that statements need."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
@@ -141,6 +137,15 @@ class Scope:
     @abstractmethod
     def scratch(self, name: str, type: TensorType, like: Value) -> Value:
         """Allocate a dense buffer."""
+
+    def add(self, s: Statement) -> None:
+        """Add a statement, with what its operands' layouts need."""
+        if isinstance(s, ViewStatement):
+            self.view(s)
+        elif isinstance(s, Communication):
+            self.communicate(s)
+        else:
+            self.body.append(s)
 
     def view(self, s: ViewStatement) -> Value:
         """Add a view, after a copy if it is a reshape that strides cannot express."""
@@ -190,21 +195,17 @@ def _why(s: Communication, operand: Value) -> str:
 
 
 # The program ----------------------------------------------------------------------------------------------------------
-# The host program of a fusion while it is built: statements outside loops, and the buffers of all.
 
 
 class Host(Scope):
-    """Builds the host program of a fusion."""
+    """Builds the host program of a fusion: statements outside loops, and the buffers of all."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(Names.of(program))
         self.program = program
         self.values = {v.name: replace(v, type=v.tensor.host()) for v in program.inputs}
         self.dense |= self.values.keys()
-        self.users: dict[str, list[Statement]] = {}
-        for s in program.body:
-            for v in operands_of(s):
-                self.users.setdefault(v.name, []).append(s)
+        self.users = users_of(program)
         self.outputs = {v.name for v in program.outputs}
         self.teams: dict[tuple[str, str], Team] = {}
 
@@ -233,16 +234,8 @@ class Host(Scope):
         out = result_of(s)
         if isinstance(s, ViewStatement):
             self.values[out.name] = replace(out, type=out.tensor.host())
-            renamed = s.rename(self.values)
-            assert isinstance(renamed, ViewStatement)
-            self.view(renamed)
-            return
         self.destination(out)
-        renamed = s.rename(self.values)
-        if isinstance(renamed, Communication):
-            self.communicate(renamed)
-        else:
-            self.body.append(renamed)
+        self.add(s.rename(self.values))
 
     def destination(self, out: Value) -> Value:
         """Return the buffer of a result, allocated if it has none."""
@@ -274,7 +267,7 @@ class Host(Scope):
         return Program(self.program.name, Phase.HOST, self.program.meshes, inputs, outputs, body, streams)
 
     def used_outside(self, value: Value, inside: Collection[str]) -> bool:
-        """Whether a value is an output, or read by a statement whose result is not in `made`."""
+        """Whether a value is an output, or read by a statement whose result is not `inside`."""
         users = self.users.get(value.name, [])
         return value.name in self.outputs or any(result_of(u).name not in inside for u in users)
 

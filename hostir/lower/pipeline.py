@@ -18,10 +18,6 @@ from hostir.lower.propagate import operands_of, result_of, stream_place
 from hostir.lower.slices import SlicedGroup, SlicePlace, Slices, operand_places, result_place, schedule, why_not
 
 # The passes -----------------------------------------------------------------------------------------------------------
-# Passes `sequential` and `pipeline`.
-#
-# `pipeline` is nvFuser's collective-based pipeline (its pull request 3606, later its StreamParallelType pass), made
-# generic: whatever statements can be sliced along the Stream axis run in one loop.
 
 NOT_OVERLAPPED = "not overlapped"  # begins the comment of a communication that stays whole
 
@@ -38,7 +34,11 @@ class Sequential(Pass):
 
 @dataclass(frozen=True)
 class Pipeline(Pass):
-    """Makes a loop over the Stream axis: each round selects, communicates and computes one slice."""
+    """Makes a loop over the Stream axis: each round selects, communicates and computes one slice.
+
+    It is nvFuser's collective-based pipeline (its pull request 3606, later its StreamParallelType pass), made generic:
+    whatever statements can be sliced along the Stream axis run in one loop.
+    """
 
     name = "pipeline"
 
@@ -104,25 +104,78 @@ def _refusal(s: Statement, reason: str) -> HostIRError:
 
 def groups(program: Program) -> list[SlicedGroup]:
     """Return the loops that the Stream axes ask for: each annotated tensor with all that can be sliced with it."""
-    producer = {result_of(s).name: s for s in program.body}
-    taken: set[int] = set()
-    made: list[SlicedGroup] = []
+    found = _Groups(program)
     for s, value, place in annotated(program):
-        if any(value.name in g.places for g in made):
-            continue
+        if not any(value.name in group.places for group in found.groups):
+            found.groups.append(found.group(s, value, place))
+    return found.groups
+
+
+class _Groups:
+    """The groups found so far, one for each loop; a statement is in one group only."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.producer = {result_of(s).name: s for s in program.body}
+        self.taken: set[str] = set()  # results of the statements that are in groups
+        self.groups: list[SlicedGroup] = []
+
+    def group(self, s: Statement | None, value: Value, place: SlicePlace) -> SlicedGroup:
+        """Return the group of a tensor that has a Stream axis, and of the statement that defines it, if any."""
         group = SlicedGroup()
         if s is not None:
-            _backward(s, place, group, producer, taken, required=True)
+            self.add_with_producers(s, place, group, required=True)
         else:
             group.places[value.name] = place
-        _forward(program, group, taken, seed=value)
-        _remove_prerequisites(program, group)
+        self.add_users(group, seed=value)
+        _remove_prerequisites(self.program, group)
         if any(_needs_axis(s, group.places[result_of(s).name]) for s in group.statements):
             group.keep_axes()
-        order = {id(x): n for n, x in enumerate(program.body)}
-        group.statements.sort(key=lambda x: order[id(x)])
-        made.append(group)
-    return made
+        order = {result_of(s).name: n for n, s in enumerate(self.program.body)}
+        group.statements.sort(key=lambda s: order[result_of(s).name])
+        return group
+
+    def joins(self, s: Statement, place: SlicePlace, group: SlicedGroup, required: bool = False) -> bool:
+        """Add a statement to a group, unless it cannot be sliced there; return whether it was added."""
+        places = operand_places(s, place)
+        if reason := why_not(s, place, places):
+            refusal = _refusal(s, reason)
+            if required:
+                raise refusal
+            group.left_out |= {s.out.name: refusal} if isinstance(s, Communication) else {}
+            return False
+        if group.conflicts({**places, result_of(s).name: place}):
+            return False
+        group.add(s, place, places)
+        self.taken.add(result_of(s).name)
+        return True
+
+    def add_with_producers(self, s: Statement, place: SlicePlace, group: SlicedGroup, required: bool = False) -> None:
+        """Add a statement to a group, and the statements that make its operands if they can be sliced too."""
+        if result_of(s).name in self.taken or not self.joins(s, place, group, required):
+            return
+        for name, at in operand_places(s, place).items():
+            if name in self.producer:
+                self.add_with_producers(self.producer[name], at, group)
+
+    def add_users(self, group: SlicedGroup, seed: Value) -> None:
+        """Add the users of the loop's results that can be sliced and do not depend on statements outside the loop."""
+        outside: set[str] = set()  # computed outside the loop from its results: not available until it has ended
+        inside = {result_of(s).name for s in group.statements}
+        for s in self.program.body:
+            name, reads = result_of(s).name, operands_of(s)
+            sliced = [v for v in reads if v.name in inside or (v.name == seed.name and not inside)]
+            late = any(v.name in outside for v in reads)
+            if name in inside or not (sliced or late):
+                continue
+            place = result_place(s, sliced[0], group.places[sliced[0].name]) if sliced else None
+            if not late and place is None and sliced[0].name == seed.name and not group.statements:
+                raise s.fail(
+                    f"the pipeline cannot slice {s.keyword()}: the Stream axis of {seed} is the one it sums over",
+                    hint="put Stream on an axis that the result keeps",
+                )
+            fits = not late and place is not None and name not in self.taken and self.joins(s, place, group)
+            (inside if fits else outside).add(name)
 
 
 def _needs_axis(s: Statement, place: SlicePlace) -> bool:
@@ -132,65 +185,6 @@ def _needs_axis(s: Statement, place: SlicePlace) -> bool:
     return isinstance(s, Binary) and any(
         place.axis not in map and len(map) > len(s.out.tensor.axes) - 1 - place.axis for map in s.maps()
     )
-
-
-def _backward(
-    s: Statement,
-    place: SlicePlace,
-    group: SlicedGroup,
-    producer: dict[str, Statement],
-    taken: set[int],
-    *,
-    required: bool,
-) -> bool:
-    """Add a statement to a group, and the statements that make its operands if they can be sliced too."""
-    known = group.places.get(result_of(s).name)
-    if known is not None or id(s) in taken:
-        return known == place
-    places = operand_places(s, place)
-    if reason := why_not(s, place, places):
-        refusal = _refusal(s, reason)
-        if required:
-            raise refusal
-        group.left_out |= {s.out.name: refusal} if isinstance(s, Communication) else {}
-        return False
-    if group.conflicts(places):
-        return False
-    taken.add(id(s))
-    group.statements.append(s)
-    group.places[result_of(s).name] = place
-    for name, at in places.items():
-        made_by = producer.get(name)
-        if made_by is None or not _backward(made_by, at, group, producer, taken, required=False):
-            group.places.setdefault(name, at)
-    return True
-
-
-def _forward(program: Program, group: SlicedGroup, taken: set[int], seed: Value) -> None:
-    """Add the users of the loop's results that can be sliced and do not depend on statements outside the loop."""
-    outside: set[str] = set()  # computed outside the loop from its results: not available until it has ended
-    inside = {result_of(s).name for s in group.statements}
-    for s in program.body:
-        reads = operands_of(s)
-        name = result_of(s).name
-        if name in inside:
-            continue
-        if any(v.name in outside for v in reads):
-            outside.add(name)
-            continue
-        sliced = [v for v in reads if v.name in inside or (v.name == seed.name and not inside)]
-        if not sliced:
-            continue
-        place = result_place(s, sliced[0], group.places[sliced[0].name])
-        if place is None or id(s) in taken or not _joins(s, place, group, taken):
-            if place is None and sliced[0].name == seed.name and not group.statements:
-                raise s.fail(
-                    f"the pipeline cannot slice {s.keyword()}: the Stream axis of {seed} is the one it sums over",
-                    hint="put Stream on an axis that the result keeps",
-                )
-            outside.add(name)
-            continue
-        inside.add(name)
 
 
 def _remove_prerequisites(program: Program, group: SlicedGroup) -> None:
@@ -218,15 +212,3 @@ def _remove_prerequisites(program: Program, group: SlicedGroup) -> None:
         if not early:
             return
         group.statements = [s for s in group.statements if result_of(s).name not in early]
-
-
-def _joins(s: Statement, place: SlicePlace, group: SlicedGroup, taken: set[int]) -> bool:
-    places = operand_places(s, place)
-    if reason := why_not(s, place, places):
-        group.left_out |= {s.out.name: _refusal(s, reason)} if isinstance(s, Communication) else {}
-        return False
-    if group.conflicts(places):
-        return False
-    taken.add(id(s))
-    group.add(s, place, places)
-    return True

@@ -28,7 +28,7 @@ from hostir.ir.tensor_ops import (
 from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
 from hostir.lower import Pass
 
-# Shardings of one computation ----------------------------------------------------------------------------------------
+# Shardings of one computation -----------------------------------------------------------------------------------------
 # The choice of shardings with which a computation needs no communication; `propagate` and `reshard` share it.
 
 
@@ -167,6 +167,15 @@ def operands_of(s: Statement) -> tuple[Value, ...]:
     return tuple(s.values(Codec.READ, Codec.ALIAS))
 
 
+def users_of(program: Program) -> dict[str, list[Statement]]:
+    """Map each tensor of a fusion to the statements that read or view it, one of them twice if it does so twice."""
+    users: dict[str, list[Statement]] = {}
+    for s in program.body:
+        for v in operands_of(s):
+            users.setdefault(v.name, []).append(s)
+    return users
+
+
 def stream_place(axis: Axis) -> tuple[Size, Size] | None:
     """Return the extent outside an axis's Stream part, and that of the part."""
     outer = Size()
@@ -198,7 +207,6 @@ def splits_only(s: Reshape) -> bool:
 
 
 # The pass -------------------------------------------------------------------------------------------------------------
-# Pass `propagate`: gives every tensor a sharding, from the annotated inputs on.
 
 
 @dataclass(frozen=True)
@@ -253,10 +261,7 @@ def _on(type: TensorType, mesh: Mesh) -> TensorType:
 
 def _wanted(program: Program) -> dict[str, TensorType]:
     """Map each tensor to the sharding that its one elementwise user needs: what a partial sum is reduced to."""
-    users: dict[str, list[Statement]] = {}
-    for s in program.body:
-        for v in operands_of(s):
-            users.setdefault(v.name, []).append(s)
+    users = users_of(program)
     wanted: dict[str, TensorType] = {}
     for s in reversed(program.body):
         result = result_of(s)

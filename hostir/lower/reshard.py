@@ -28,7 +28,6 @@ from hostir.lower.host import isolate
 from hostir.lower.propagate import OperandShardings, choose, choose_view, result_of
 
 # Reshards -------------------------------------------------------------------------------------------------------------
-# Pass `reshard`: makes every change of sharding a statement of its own, one mesh axis at a time.
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,6 @@ def _in_line(type: TensorType, mesh: Mesh) -> bool:
 
 
 # Communications -------------------------------------------------------------------------------------------------------
-# Pass `communicate`: chooses the communication for each reshard, by what changes.
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,9 @@ def _pool(s: AllGather, streams: int) -> int:
     return min(streams, s.mesh.size(s.over) - 1)
 
 
-# Computations of a turn -------------------------------------------------------------------------------------------
+# Computations of a turn -----------------------------------------------------------------------------------------------
+
+
 def _groups(gathers: Gathers) -> list[SlicedGroup]:
     """Return, for each allgather, the computations that can run on the rows of one shard."""
     after = _after(gathers)

@@ -177,11 +177,7 @@ class Slices(Scope):
             return
         if out.name not in self.slices:
             self.slices[out.name] = self.destination(out)
-        renamed = self.sliced(s)
-        if isinstance(renamed, Communication):
-            self.communicate(renamed)
-        else:
-            self.body.append(renamed)
+        self.add(self.sliced(s))
         if out.name in self.spread:
             self.body.append(self.spread[out.name])
 
@@ -202,9 +198,7 @@ class Slices(Scope):
     def viewed(self, s: ViewStatement, out: Value) -> None:
         """Add a view inside the loop, and a copy of it if the value is needed outside."""
         made = self.slices[out.name] = self.fresh(out, self.group.places[out.name].slice(out.tensor))
-        renamed = self.sliced(s)
-        assert isinstance(renamed, ViewStatement)
-        self.view(renamed)
+        self.add(self.sliced(s))
         if self.escapes(out):
             target, _ = self.slice_of(self.host.destination(out), out)
             self.body.append(self.into(made, target, f"{out} is put together from views of slices"))

@@ -81,12 +81,15 @@ class Transfers:
         return [self.barrier(f"all ranks are done with what the call before left in {self.buffer}")]
 
     def barrier(self, note: str) -> Barrier:
+        """Return a barrier of the team."""
         return Barrier(self.buffer, self.team.over, span=self.span, note=note)
 
     def put(self, source: Value, target: Value, to: Expr, *, note: str = "", sms: int = 0) -> Put:
+        """Return the copy of a block to a rank, by so many SMs, or by a copy engine if 0."""
         return Put(source, target, to, self.team.over, sms=sms, span=self.span, note=note)
 
     def get(self, source: Value, target: Value, peer: Expr) -> Get:
+        """Return the copy of a block from a rank."""
         return Get(source, target, peer, self.team.over, span=self.span)
 
     def wait(self, flag: Expr) -> WaitSignal:

@@ -12,7 +12,7 @@ from hostir.choice.cost import EAGER, GRAPH, SMALL, Costs, CostTask, Simulation,
 from hostir.choice.decision import decide
 from hostir.choice.platforms import H200, named, reference
 from hostir.ir.source import HostIRError
-from hostir.runtime.kernels.tiles import MIN_LOCAL_ROWS, Gemm, candidates, choose, duration
+from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, candidates, choose, duration
 from tests.counting import calls_of
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: bf16[2@didx, 1024, 4096], %b: bf16[4096, 4096]) -> (%c) "
@@ -266,7 +266,7 @@ def test_machines_are_named_with_or_without_ranks() -> None:
 
 
 def test_own_rows_that_the_kernel_copies_are_copied_in_the_model() -> None:
-    assert MIN_LOCAL_ROWS == 64
+    assert MIN_OWN_ROWS == 64
     text = """hostir 1
 mesh @mesh [didx] = 0 1
 fusion @rows(%a: bf16[M@didx, 4096], %b: bf16[4096, 1792]) -> (%c) {

@@ -13,6 +13,7 @@ from examples import patterns
 from hostir.ir import HostIRError, Program, Statement
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import For, Synchronize, Wait
+from hostir.ir.tensor_ops import TensorOp
 from hostir.runtime.reference import compare, reference
 from hostir.runtime.sharding import random_inputs
 from tests.runtime.whole import run_whole
@@ -137,6 +138,27 @@ def test_each_wait_and_synchronize_of_the_pipeline_is_needed(streams: int) -> No
     assert len(mutants) == 3  # the fork, the wait in the loop, the join
     for missing, body in mutants:
         assert convicted(program.with_body(body), inputs, range(200)), f"'{missing.keyword()}' is not missed"
+
+
+def test_a_tensor_that_two_statements_would_slice_along_different_axes_stays_out_of_the_loop() -> None:
+    text = """hostir 1
+mesh @mesh [didx] = 0 1
+fusion @turned(%a: f32[4, 8], %b: f32[2, 2@didx, 8], %w: f32[8, 4]) -> (%s) {
+  %full: f32[2, 2, 8] = allgather %b over didx
+  %y: f32[4, 4] = matmul %a, %w
+  %x: f32[4, 4] = permute %y (1, 0)
+  %p: f32[2, 2, 4] = matmul %full, %w
+  %q: f32[4, 4] = reshape %p
+  %u: f32[4, 4] = add ORDER
+  %s: f32[(2@stream 2), 4] = add %u, %q
+}
+"""
+    for order in ("%x, %y", "%y, %x"):
+        fusion = hi.parse(text.replace("ORDER", order))
+        program = hi.lower(fusion, "pipeline")
+        (loop,) = (s for s in program.body if isinstance(s, For) and any(isinstance(c, Communication) for c in s.body))
+        assert [s.keyword() for s in loop.body if isinstance(s, TensorOp)] == ["matmul", "add", "add"]
+        check_against_reference(fusion, [program])
 
 
 def test_communications_and_loops_are_where_the_pattern_says() -> None:

@@ -118,10 +118,17 @@ def test_a_killed_rank_ends_the_others_each_naming_its_statement() -> None:
     assert re.search(r"error: rank 0(,| is ended at) '%h = allgather .*' in round \d", result.stderr), result.stderr
 
 
+KILLED = {
+    "a_peer_is_killed_before_its_signal": r"'wait_signal %there\[0\] >= 1', which waits for epoch 1 of call 3 of "
+    r"flag 0: the flag stands at epoch 1 of call 2",
+    "a_peer_is_killed_before_its_barrier": r"'barrier of %x over didx', which waits for rank 1 in call 3",
+}
+
+
 @pytest.fixture(scope="module")
 def absent() -> Iterator[dict[str, list[Job]]]:
-    """Two jobs, whose ranks mostly wait: side by side."""
-    timeouts = {"a_rank_freezes": 6, "a_rank_stays_away": 12}
+    """Jobs without a launcher, whose ranks mostly wait: side by side."""
+    timeouts = {"a_rank_freezes": 6, "a_rank_stays_away": 12, **dict.fromkeys(KILLED, 6)}
     ports = {case: free_port() for case in timeouts}
     jobs = {case: [started(rank, 2, case, port, timeouts[case]) for rank in range(2)] for case, port in ports.items()}
     yield jobs
@@ -152,23 +159,14 @@ def test_a_rank_that_does_not_come_ends_the_others_without_a_launcher(
 
 
 @pytest.mark.alone
-def test_killed_peers_end_those_that_wait_for_their_flags_without_a_launcher() -> None:
-    at = {
-        "a_peer_is_killed_before_its_signal": r"'wait_signal %there\[0\] >= 1', which waits for epoch 1 of call 3 of "
-        r"flag 0: the flag stands at epoch 1 of call 2",
-        "a_peer_is_killed_before_its_barrier": r"'barrier of %x over didx', which waits for rank 1 in call 3",
-    }
-    ports = {case: free_port() for case in at}
-    jobs = {case: [started(rank, 2, case, port, 6) for rank in range(2)] for case, port in ports.items()}
-    try:
-        for case, ranks in jobs.items():
-            _, said = ranks[0].communicate(timeout=60)
-            assert ranks[0].returncode == 1
-            assert re.search(rf"error: rank 0 is ended at {at[case]}: rank 1 died", said), said
-    finally:
-        for rank in (rank for ranks in jobs.values() for rank in ranks):
-            rank.kill()
-            rank.communicate()
+@pytest.mark.parametrize("case", KILLED)
+def test_killed_peers_end_those_that_wait_for_their_flags_without_a_launcher(
+    case: str, absent: dict[str, list[Job]]
+) -> None:
+    rank, _ = absent[case]
+    _, said = rank.communicate(timeout=60)
+    assert rank.returncode == 1
+    assert re.search(rf"error: rank 0 is ended at {KILLED[case]}: rank 1 died", said), said
 
 
 def test_a_teardown_that_never_ends_is_left_and_the_exit_code_stays() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -161,42 +162,47 @@ def block_rows(ready: ReadyFlags, out: torch.Tensor) -> int:
     return rows // blocks
 
 
+class Awaited(NamedTuple):
+    """The flags that a kernel polls: the fields of `ReadyFlags` on the device.
+
+    `flags` and `timeouts` are pointers, `blocks` the number of flags, `height` the rows of a block.
+    """
+
+    flags: Any
+    timeouts: Any
+    epoch: Any
+    first: Any
+    blocks: Any
+    height: Any
+
+
 @triton.jit
-def wait_for_rows(
-    flags,
-    timeouts,
-    epoch,
-    first,
-    blocks,
-    height,
-    polls,
-    row,
-    end,
-    OWN: tl.constexpr,
-    FLAGS: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Wait until all blocks that hold a row from `row` to before `end` have reached `epoch`; with OWN, except `first`.
+def wait_for_rows(awaited, polls, row, end, OWN: tl.constexpr, FLAGS: tl.constexpr, TMA: tl.constexpr):
+    """Wait until all blocks that hold a row from `row` to before `end` have reached the epoch.
+
+    With OWN, except the block `first`. FLAGS is the number of blocks, rounded up to a power of 2; with TMA, loads by
+    TMA may follow.
 
     Returns the number, counted from `first` on, of the next block after that of `row` that is not ready yet, and the
     polls that are left: 0 if the program has given up.
     """
+    flags, timeouts, epoch, first, blocks, height = awaited
     number = tl.arange(0, FLAGS)
     exists = (number < blocks) & (number >= (1 if OWN else 0))
     block = (first + number) % blocks
     needed = exists & (block >= row // height) & (block <= (end - 1) // height)
     value = tl.zeros((FLAGS,), dtype=tl.int64)
     absent = exists
-    awaited = 1
-    while (awaited > 0) & (polls > 0):
+    missing = 1
+    while (missing > 0) & (polls > 0):
         # One thread polls a flag and passes the value to the others through a barrier. So all threads see the same
         # value, and their later reads are ordered behind everything that was written, anywhere in the system, before
         # the flag rose. It is an atomic because Triton gives no other access a memory order; it adds 0, so that it
         # loses no write.
         value = tl.atomic_add(flags + block, 0, mask=exists, sem="acquire", scope="sys").to(tl.int64)
         absent = exists & (value < epoch)
-        awaited = tl.sum((absent & needed).to(tl.int32), 0)
-        polls -= (awaited > 0).to(polls.dtype)
+        missing = tl.sum((absent & needed).to(tl.int32), 0)
+        polls -= (missing > 0).to(polls.dtype)
     tl.store(timeouts + 2 * block, epoch, mask=absent & needed)
     tl.store(timeouts + 2 * block + 1, value, mask=absent & needed)
     behind = (row // height - first + blocks) % blocks

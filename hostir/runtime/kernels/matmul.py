@@ -24,9 +24,9 @@ from hostir.runtime.kernels.layout import (
     limits,
     rows_or_copy,
 )
-from hostir.runtime.kernels.matmul_kernel import matmul_kernel
+from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Strides, Workspace, matmul_kernel
 from hostir.runtime.kernels.table import Again
-from hostir.runtime.kernels.tiles import INTERPRETER, MIN_LOCAL_ROWS, Gemm, Grid, Tile, candidates, choose
+from hostir.runtime.kernels.tiles import INTERPRETER, MIN_OWN_ROWS, Gemm, Grid, Tile, candidates, choose
 
 if TYPE_CHECKING:
     from hostir.runtime.kernels.flags import ReadyFlags
@@ -216,6 +216,8 @@ def _captured(device: torch.device, tickets: int) -> torch.Tensor:
 
 Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # a, b, out, own
 
+_NO_FLAGS = (None,) * 7  # the arguments of the kernel from `flags` to `polls`, if rows are ready
+_NOT_SPLIT = (None,) * 4  # from `workspace` to `parts`, if no tile is split
 _MAX_DESCRIPTORS = 64  # encoded descriptors of one operand that are kept, one per address
 
 
@@ -232,8 +234,8 @@ class MatmulLaunch:
         schedule: number of tiles before the split ones, of split ones, and of parts of each; None if none is split.
         sums, tickets: sizes of the `workspace` for split tiles.
         copies_own: copy own rows to their place in a before the launch, and do not pass them.
-        sizes: the arguments of the kernel from `early` to the last stride.
-        constants, options: the kernel's constants, in its order, and how to compile it.
+        sizes: the arguments of the kernel from `early` to `K`.
+        strides, constants, options: further arguments, what the kernel is compiled for, and how.
     """
 
     device: torch.device
@@ -247,14 +249,15 @@ class MatmulLaunch:
     tickets: int
     copies_own: bool
     sizes: tuple[int, ...]
-    constants: Mapping[str, Any]
+    strides: Strides
+    constants: Constants
     options: Mapping[str, Any]
     compiled: Compiled | None = field(default=None, init=False)
     _rest: tuple[Any, ...] = field(init=False)
     _encoded: tuple[dict[int, Sequence[Any]], ...] = field(default_factory=lambda: ({}, {}, {}, {}), init=False)
 
     def __post_init__(self) -> None:
-        self._rest = (*self.sizes, *self.constants.values())
+        self._rest = (*self.sizes, self.strides, self.constants)
 
     def launch(self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None) -> Again | None:
         """Launch for these tensors, on the current stream.
@@ -286,29 +289,31 @@ class MatmulLaunch:
         operands: list[Any] = list(matrices)
         if self.described is not None:
             operands = [t if t is None else self._descriptor(number, t) for number, t in enumerate(matrices)]
-        waits: Sequence[Any] = [None] * 7
-        if ready is not None:
-            waits = (ready.flags, ready.timeouts, ready.epoch, ready.first, len(ready.flags), self.block, ready.polls)
-        split: Sequence[Any] = [None] * 5
+        waits = _NO_FLAGS if ready is None else (ready.flags, ready.timeouts, *self._block(ready))
+        shared: Sequence[Any] = _NOT_SPLIT
         with launching(self.device):
             if not INTERPRETED:
                 bind_thread(self.device)
             if self.schedule is not None:
                 stream = 0 if INTERPRETED else torch.cuda.current_stream(self.device).cuda_stream
-                split = (*self.schedule, *workspace(self.device, stream, self.sums, self.tickets))
-            arguments = (*operands, bias, self.bias_step, *waits, *split, *self.sizes)
-            kernel = matmul_kernel[(self.programs,)](*arguments, **self.constants, **self.options)
+                shared = (Workspace(*workspace(self.device, stream, self.sums, self.tickets)), *self.schedule)
+            added = None if bias is None else Bias(bias, self.bias_step)
+            kernel = matmul_kernel[(self.programs,)](*operands, added, *waits, *shared, *self._rest, **self.options)
         if not INTERPRETED:
             self.compiled = Compiled(kernel)
 
     def _start(self, compiled: Compiled, given: Sequence[Any]) -> None:
         stream = compiled.stream(self.device.index)
-        split: Sequence[Any] = (None, None, None, None, None)
+        shared: Sequence[Any] = _NOT_SPLIT
         if self.schedule is not None:
             # Kept alive until the kernel is launched: nothing launched earlier can get this memory.
             sums, tickets = workspace(self.device, stream, self.sums, self.tickets)
-            split = (*self.schedule, sums.data_ptr(), tickets.data_ptr())
-        compiled.launch(self.programs, stream, (*given, *split, *self._rest))
+            shared = ((sums.data_ptr(), tickets.data_ptr()), *self.schedule)
+        compiled.launch(self.programs, stream, (*given, *shared, *self._rest))
+
+    def _block(self, ready: ReadyFlags) -> tuple[Any, ...]:
+        """Return the arguments of the kernel from `epoch` to `polls`."""
+        return ready.epoch, ready.first, len(ready.flags), self.block, ready.polls
 
     def _arguments(
         self, compiled: Compiled, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None
@@ -326,14 +331,10 @@ class MatmulLaunch:
             )
         else:
             operands = (a.data_ptr(), b.data_ptr(), out.data_ptr(), None if own is None else own.data_ptr())
-        waits: Sequence[Any] = (None, None, None, None, None, None, None)
+        waits: Sequence[Any] = _NO_FLAGS
         if ready is not None:
-            flags = ready.flags
-            waits = (
-                *(flags.data_ptr(), ready.timeouts.data_ptr(), ready.epoch),
-                *(ready.first, len(flags), self.block, ready.polls),
-            )
-        return (*operands, None if bias is None else bias.data_ptr(), self.bias_step, *waits)
+            waits = (ready.flags.data_ptr(), ready.timeouts.data_ptr(), *self._block(ready))
+        return (*operands, None if bias is None else (bias.data_ptr(), self.bias_step), *waits)
 
     def _descriptor(self, number: int, tensor: torch.Tensor) -> Any:
         assert self.described is not None
@@ -496,7 +497,7 @@ def _prepare(
     has_own = own is not None
     if own is not None:
         check_own(own, a, block)
-        if own.shape[:-1].numel() < MIN_LOCAL_ROWS:
+        if own.shape[:-1].numel() < MIN_OWN_ROWS:
             own = None
     weight = b.t() if transpose_b else b
     K, N = weight.shape
@@ -516,9 +517,9 @@ def _prepare(
         own = own if described is None else None
     copies_own = has_own and own is None
     # Programmatic dependent launch came with TMA, on Hopper; a copy would be between the previous kernel and this one.
-    beside = ready.overlapped_sms if ready is not None and bounds.tma and not copies_own else 0
-    sms = max(1, bounds.sms - beside - (0 if ready is None else ready.reserved_sms))
-    gemm = Gemm(rows.M, N, K, _dtype_name(a, tf32), rows.batches, block, own is not None, beside > 0)
+    overlapped = ready.overlapped_sms if ready is not None and bounds.tma and not copies_own else 0
+    sms = max(1, bounds.sms - overlapped - (0 if ready is None else ready.reserved_sms))
+    gemm = Gemm(rows.M, N, K, _dtype_name(a, tf32), rows.batches, block, own is not None, overlapped > 0)
     if tile is None and INTERPRETED:
         tile = INTERPRETER
     elif tile is None:
@@ -534,9 +535,10 @@ def _prepare(
     plan = grid.schedule(tile, sms)
     left = grid.tiles + grid.early - plan.whole
     slots = left * (1 if plan.parts == 2 else plan.parts) + grid.early
-    of_own = (0, 0, 0) if own is None else own_strides(own, rows)
-    of_a = (rows.a_batch, rows.a_row, a.stride(-1))
-    strides = (*of_own, *of_a, *weight.stride(), rows.out_batch, rows.out_row, out.stride(-1))
+    strides = Strides(None, None, None, None)
+    if described is None:
+        of_a, of_out = (rows.a_batch, rows.a_row, a.stride(-1)), (rows.out_batch, rows.out_row, out.stride(-1))
+        strides = Strides(None if own is None else own_strides(own, rows), of_a, tuple(weight.stride()), of_out)
     halved = tile.n // 2 if tile.halves else tile.n
     return MatmulLaunch(
         device=device,
@@ -549,32 +551,29 @@ def _prepare(
         sums=slots * tile.m * tile.n,
         tickets=left + grid.early,
         copies_own=copies_own,
-        # With descriptors strides are not used, so new strides must not cause a new compilation.
-        sizes=(
-            *(grid.early_blocks, tile.group, grid.batches, grid.rows, N, K),
-            *(strides if described is None else [0] * len(strides)),
+        sizes=(grid.early_blocks, tile.group, grid.batches, grid.rows, N, K),
+        strides=strides,
+        constants=Constants(
+            BM=tile.m,
+            BN=tile.n,
+            BK=tile.k,
+            HALVES=tile.halves,
+            DESCRIPTORS=described is not None,
+            B_IS_NK=described is not None and described[1].transposed,
+            BATCHED=grid.batches > 1,
+            HAS_BIAS=bias is not None,
+            SPLIT=left > 0,
+            PAIRS=plan.parts == 2,
+            READY=ready is not None,
+            OWN=has_own,
+            FLAGS=1 if ready is None else triton.next_power_of_2(ready.flags.numel()),
+            EARLY=grid.early > 0,
+            OVERLAPS=overlapped > 0,
+            PRECISION="tf32" if tf32 else "ieee",
+            EXACT=gemm.dtype == "f32",
+            RUN=max(1, EXACT_RUN // tile.k),
         ),
-        constants={
-            "BM": tile.m,
-            "BN": tile.n,
-            "BK": tile.k,
-            "HALVES": tile.halves,
-            "DESCRIPTORS": described is not None,
-            "B_IS_NK": described is not None and described[1].transposed,
-            "BATCHED": grid.batches > 1,
-            "HAS_BIAS": bias is not None,
-            "SPLIT": left > 0,
-            "PAIRS": plan.parts == 2,
-            "READY": ready is not None,
-            "OWN": has_own,
-            "FLAGS": 1 if ready is None else triton.next_power_of_2(ready.flags.numel()),
-            "EARLY": grid.early > 0,
-            "BESIDE": beside > 0,
-            "PRECISION": "tf32" if tf32 else "ieee",
-            "EXACT": a.dtype == torch.float32 and not tf32,
-            "RUN": max(1, EXACT_RUN // tile.k),
-        },
-        options={"num_stages": tile.stages, "num_warps": tile.warps, **({"launch_pdl": True} if beside else {})},
+        options={"num_stages": tile.stages, "num_warps": tile.warps, **({"launch_pdl": True} if overlapped else {})},
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from hostir.runtime.kernels.flags import wait_for_rows
+from hostir.runtime.kernels.flags import Awaited, wait_for_rows
 from hostir.runtime.kernels.layout import INTERPRETED
 
 # Conversions ----------------------------------------------------------------------------------------------------------
@@ -42,8 +44,115 @@ def from_float32(x, dtype: tl.constexpr):
         return x.to(dtype)
 
 
+# Arguments ------------------------------------------------------------------------------------------------------------
+# Arguments that belong together. Tuples exist at compile time only: they cost no instruction.
+
+
+class Constants(NamedTuple):
+    """What a kernel is compiled for.
+
+    Fields:
+        BM, BN, BK: the tile: rows, columns, and the step along K.
+        HALVES: tiles are stored in two halves.
+        DESCRIPTORS: matrices are TMA descriptors, not pointers.
+        B_IS_NK: the descriptor of b is that of its transpose.
+        BATCHED: the output has several batches.
+        HAS_BIAS: a bias is added.
+        SPLIT: the last tiles are split; none of them is early or of own rows. PAIRS: in two parts.
+        READY: rows arrive while the kernel runs, in blocks.
+        OWN: the rows of block `first` are ready.
+        FLAGS: the number of blocks, rounded up to a power of 2.
+        EARLY: the tiles of the first blocks are split in two.
+        OVERLAPS: it may have started before the previous kernel of the stream has ended.
+        PRECISION: `tf32` or `ieee`.
+        EXACT: float32 on plain FMAs, of which it sums up RUN steps of BK at a time.
+    """
+
+    BM: int
+    BN: int
+    BK: int
+    HALVES: bool
+    DESCRIPTORS: bool
+    B_IS_NK: bool
+    BATCHED: bool
+    HAS_BIAS: bool
+    SPLIT: bool
+    PAIRS: bool
+    READY: bool
+    OWN: bool
+    FLAGS: int
+    EARLY: bool
+    OVERLAPS: bool
+    PRECISION: str
+    EXACT: bool
+    RUN: int
+
+
+class Strides(NamedTuple):
+    """Strides of each matrix in elements, from batches to columns (of b from rows on); None if it is a descriptor."""
+
+    own: Any
+    a: Any
+    b: Any
+    out: Any
+
+
+class Bias(NamedTuple):
+    """A bias: a pointer and its stride."""
+
+    base: Any
+    step: Any
+
+
+class Workspace(NamedTuple):
+    """Memory that programs share.
+
+    Fields:
+        sums: of float32, with SPLIT or EARLY: [split, parts, BM, BN], of PAIRS [split, BM, BN]; then [early, BM, BN].
+        tickets: [split + early tiles] of int32, all 0.
+    """
+
+    sums: Any
+    tickets: Any
+
+
+class Left(NamedTuple):
+    """The rows that a part of the tiles multiplies: of `a`, or own ones.
+
+    Fields:
+        base: a pointer or a descriptor.
+        above: batches of the output above the first one of `base`.
+        strides: of batches, rows and columns, with pointers.
+    """
+
+    base: Any
+    above: Any
+    strides: Any
+
+
+class Product(NamedTuple):
+    """The rest of the matmul, the same for all tiles: matrices, sizes, and in which order tiles come.
+
+    Fields:
+        group: rows of tiles per group; first, height: the block to begin with and its rows, or None: see
+            `tile_position`.
+    """
+
+    b: Any
+    out: Any
+    bias: Any
+    batches: Any
+    M: Any
+    N: Any
+    K: Any
+    strides: Any
+    group: Any
+    first: Any
+    height: Any
+
+
 # Tiles in memory ------------------------------------------------------------------------------------------------------
-# Loads and stores of tiles, by TMA descriptors or by pointers.
+# Loads and stores of tiles, by TMA descriptors or by pointers. A place is (batch, first row, first column).
 
 
 @triton.jit
@@ -64,34 +173,23 @@ def load_descriptor(desc, batch, row, column, BATCHED: tl.constexpr, BR: tl.cons
 
 
 @triton.jit
-def store(
-    out,
-    batch,
-    row,
-    column,
-    M,
-    N,
-    strides,
-    x,
-    DESCRIPTORS: tl.constexpr,
-    BATCHED: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """Round the tile `x` and store it at (row, column) of matrix `batch` of `out`."""
-    if DESCRIPTORS:
+def store(product, place, x, BC: tl.constexpr, C: tl.constexpr):
+    """Round the tile `x`, of `BC` columns, and store it."""
+    batch, row, column = place
+    out = product.out
+    if C.DESCRIPTORS:
         x = from_float32(x, out.dtype)
-        if BATCHED:
-            out.store([batch, row, column], tl.reshape(x, (1, BR, BC)))
+        if C.BATCHED:
+            out.store([batch, row, column], tl.reshape(x, (1, C.BM, BC)))
         else:
             out.store([row, column], x)
     else:
-        _, _, _, _, _, out_batch, out_row, out_column = strides
-        r = (row + tl.arange(0, BR)).to(tl.int64)[:, None]
+        batch_stride, row_stride, column_stride = product.strides.out
+        r = (row + tl.arange(0, C.BM)).to(tl.int64)[:, None]
         c = (column + tl.arange(0, BC)).to(tl.int64)[None, :]
         x = from_float32(x, out.dtype.element_ty)
-        at = out + batch.to(tl.int64) * out_batch + r * out_row + c * out_column
-        tl.store(at, x, mask=(r < M) & (c < N))
+        at = out + batch.to(tl.int64) * batch_stride + r * row_stride + c * column_stride
+        tl.store(at, x, mask=(r < product.M) & (c < product.N))
 
 
 @triton.jit
@@ -101,33 +199,17 @@ def halves(x, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    out,
-    bias,
-    bias_step,
-    batch,
-    row,
-    column,
-    M,
-    N,
-    strides,
-    acc,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    HALVES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    BATCHED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """Add the bias to the sums of the tile at (row, column), and store it."""
-    if HAS_BIAS:
-        acc += to_float32(load_pointers(bias, 0, column, 1, N, 0, bias_step, 1, BN))
-    if HALVES:
-        left, right = halves(acc, BM, BN)
-        store(out, batch, row, column, M, N, strides, left, DESCRIPTORS, BATCHED, BM, BN // 2)
-        store(out, batch, row, column + BN // 2, M, N, strides, right, DESCRIPTORS, BATCHED, BM, BN // 2)
+def finish(product, place, acc, C: tl.constexpr):
+    """Add the bias to the sums of a tile, and store it."""
+    batch, row, column = place
+    if C.HAS_BIAS:
+        acc += to_float32(load_pointers(product.bias.base, 0, column, 1, product.N, 0, product.bias.step, 1, C.BN))
+    if C.HALVES:
+        left, right = halves(acc, C.BM, C.BN)
+        store(product, place, left, C.BN // 2, C)
+        store(product, (batch, row, column + C.BN // 2), right, C.BN // 2, C)
     else:
-        store(out, batch, row, column, M, N, strides, acc, DESCRIPTORS, BATCHED, BM, BN)
+        store(product, place, acc, C.BN, C)
 
 
 # Tiles that several programs share ------------------------------------------------------------------------------------
@@ -242,185 +324,102 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def tile_position(tile, group, first, height, batches, M, N, BM: tl.constexpr, BN: tl.constexpr):
-    """Return (batch, first row, first column) of an output tile: down `group` rows of tiles, then one tile right.
+def tile_position(tile, product, C: tl.constexpr):
+    """Return the place of an output tile: down `group` rows of tiles, then one tile right.
 
     If `first` is not None, tile 0 is in block `first` of `height` rows, and the last blocks wrap around.
     """
-    tiles_m = tl.cdiv(M, BM)
-    tiles_n = tl.cdiv(N, BN)
+    tiles_m = tl.cdiv(product.M, C.BM)
+    tiles_n = tl.cdiv(product.N, C.BN)
     batch = tile // (tiles_m * tiles_n)
     tile = tile % (tiles_m * tiles_n)
-    top = tile // (group * tiles_n) * group
-    wide = min(tiles_m - top, group)
-    within = tile % (group * tiles_n)
+    top = tile // (product.group * tiles_n) * product.group
+    wide = min(tiles_m - top, product.group)
+    within = tile % (product.group * tiles_n)
     tile_m = top + within % wide
-    if first is not None:
-        first_row = first * height  # counted through all batches
-        batch = (batch + first_row // M) % batches
-        tile_m = (tile_m + first_row % M // BM) % tiles_m
-    return batch, tile_m * BM, within // wide * BN
+    if product.first is not None:
+        first_row = product.first * product.height  # counted through all batches
+        batch = (batch + first_row // product.M) % product.batches
+        tile_m = (tile_m + first_row % product.M // C.BM) % tiles_m
+    return batch, tile_m * C.BM, within // wide * C.BN
 
 
 @triton.jit
-def _dot(x, y, acc, PRECISION: tl.constexpr):
+def _dot(x, y, acc, C: tl.constexpr):
     if _INTERPRETED:
         return tl.dot(to_float32(x), to_float32(y), acc, input_precision="ieee")
     else:
-        return tl.dot(x, y, acc, input_precision=PRECISION)
+        return tl.dot(x, y, acc, input_precision=C.PRECISION)
 
 
 @triton.jit
-def _contract(
-    batch,
-    row,
-    column,
-    begin,
-    stop,
-    a,
-    b,
-    M,
-    N,
-    K,
-    strides,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    B_IS_NK: tl.constexpr,
-    BATCHED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-    RUN: tl.constexpr,
-):
-    """Sum up, in float32, the products of steps `begin` to before `stop` along K for the tile at (row, column)."""
-    a_batch, a_row, a_column, b_row, b_column, _, _, _ = strides
+def _contract(left, product, place, begin, stop, C: tl.constexpr):
+    """Sum up, in float32, the products of steps `begin` to before `stop` along K for a tile."""
+    BM: tl.constexpr = C.BM
+    BN: tl.constexpr = C.BN
+    batch, row, column = place
+    batch -= left.above
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for step in range(begin, stop):
-        k = step * BK
-        if DESCRIPTORS:
-            x = load_descriptor(a, batch, row, k, BATCHED, BM, BK)
-            if B_IS_NK:
-                y = b.load([column, k]).T
+        k = step * C.BK
+        if C.DESCRIPTORS:
+            x = load_descriptor(left.base, batch, row, k, C.BATCHED, C.BM, C.BK)
+            if C.B_IS_NK:
+                y = product.b.load([column, k]).T
             else:
-                y = b.load([k, column])
+                y = product.b.load([k, column])
         else:
-            x = load_pointers(a + batch.to(tl.int64) * a_batch, row, k, M, K, a_row, a_column, BM, BK)
-            y = load_pointers(b, k, column, K, N, b_row, b_column, BK, BN)
-        acc = _dot(x, y, acc, PRECISION)
-        if EXACT and step % RUN == RUN - 1:  # a sum of short sums is more accurate than one long sum
+            a_batch, a_row, a_column = left.strides
+            b_row, b_column = product.strides.b
+            rows = left.base + batch.to(tl.int64) * a_batch
+            x = load_pointers(rows, row, k, product.M, product.K, a_row, a_column, C.BM, C.BK)
+            y = load_pointers(product.b, k, column, product.K, product.N, b_row, b_column, C.BK, C.BN)
+        acc = _dot(x, y, acc, C)
+        if C.EXACT and step % C.RUN == C.RUN - 1:  # a sum of short sums is more accurate than one long sum
             total += acc
             acc = tl.zeros((BM, BN), dtype=tl.float32)
-    if EXACT:
+    if C.EXACT:
         acc += total
     return acc
 
 
 @triton.jit
-def whole_tiles(
-    begin,
-    stop,
-    group,
-    first,
-    height,
-    a,
-    above,  # batches of the output above the first of `a`
-    b,
-    out,
-    bias,
-    bias_step,
-    batches,
-    M,
-    N,
-    K,
-    strides,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    HALVES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    B_IS_NK: tl.constexpr,
-    BATCHED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-    RUN: tl.constexpr,
-):
+def whole_tiles(left, product, begin, stop, C: tl.constexpr):
     """Compute this program's tiles from `begin`, which is its first, to before `stop`."""
-    for tile in tl.range(begin, stop, tl.num_programs(0), flatten=DESCRIPTORS):
-        batch, row, column = tile_position(tile, group, first, height, batches, M, N, BM, BN)
-        acc = _contract(
-            *(batch - above, row, column, 0, tl.cdiv(K, BK), a, b, M, N, K, strides),
-            *(BM, BN, BK, DESCRIPTORS, B_IS_NK, BATCHED, PRECISION, EXACT, RUN),
-        )
-        finish(
-            *(out, bias, bias_step, batch, row, column, M, N, strides, acc),
-            *(BM, BN, HALVES, DESCRIPTORS, BATCHED, HAS_BIAS),
-        )
+    for tile in tl.range(begin, stop, tl.num_programs(0), flatten=C.DESCRIPTORS):
+        place = tile_position(tile, product, C)
+        finish(product, place, _contract(left, product, place, 0, tl.cdiv(product.K, C.BK), C), C)
 
 
 @triton.jit
-def part_of_tile(
-    number,  # of the tile among the split ones: the index of its ticket and its sums
-    part,
-    parts,
-    sums,
-    tickets,
-    batch,
-    row,
-    column,
-    a,
-    above,
-    b,
-    out,
-    bias,
-    bias_step,
-    M,
-    N,
-    K,
-    strides,
-    PAIRS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    HALVES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    B_IS_NK: tl.constexpr,
-    BATCHED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-    RUN: tl.constexpr,
-):
-    """Compute one part along K of the tile at (row, column); the program that finishes last stores the tile."""
-    COLUMNS: tl.constexpr = BN // 2 if HALVES else BN
-    steps = tl.cdiv(K, BK)
-    acc = _contract(
-        *(batch - above, row, column, first_step(part, parts, steps), first_step(part + 1, parts, steps)),
-        *(a, b, M, N, K, strides),
-        *(BM, BN, BK, DESCRIPTORS, B_IS_NK, BATCHED, PRECISION, EXACT, RUN),
-    )
+def part_of_tile(left, product, place, number, part, parts, workspace, PAIRS: tl.constexpr, C: tl.constexpr):
+    """Compute one part along K of a tile; the program that finishes last stores the tile.
+
+    `number` is that of the tile among the split ones: the index of its ticket and its sums. PAIRS: of two parts.
+    """
+    COLUMNS: tl.constexpr = C.BN // 2 if C.HALVES else C.BN
+    steps = tl.cdiv(product.K, C.BK)
+    sums, tickets = workspace
+    acc = _contract(left, product, place, first_step(part, parts, steps), first_step(part + 1, parts, steps), C)
     if PAIRS:
         if claim_pair(tickets, number):
             wait_for_first_sum(tickets, number)
-            acc = add_to_sum(sums, number, acc, BM, BN)
-            finish(
-                *(out, bias, bias_step, batch, row, column, M, N, strides, acc),
-                *(BM, BN, HALVES, DESCRIPTORS, BATCHED, HAS_BIAS),
-            )
+            finish(product, place, add_to_sum(sums, number, acc, C.BM, C.BN), C)
         else:
-            store_sum(sums, number, acc, BM, BN, True)
+            store_sum(sums, number, acc, C.BM, C.BN, True)
             publish_sum(tickets, number)
     else:
-        store_sum(sums, number * parts + part, acc, BM, BN, HALVES)
+        store_sum(sums, number * parts + part, acc, C.BM, C.BN, C.HALVES)
         if arrive(tickets, number, parts):
-            for half in tl.static_range(2 if HALVES else 1):
+            batch, row, column = place
+            for half in tl.static_range(2 if C.HALVES else 1):
                 at = column + half * COLUMNS
-                total = add_sums(sums, number * parts, parts, half, BM, BN, COLUMNS)
-                if HAS_BIAS:
-                    total += to_float32(load_pointers(bias, 0, at, 1, N, 0, bias_step, 1, COLUMNS))
-                store(out, batch, row, at, M, N, strides, total, DESCRIPTORS, BATCHED, BM, COLUMNS)
+                total = add_sums(sums, number * parts, parts, half, C.BM, C.BN, COLUMNS)
+                if C.HAS_BIAS:
+                    base, step = product.bias
+                    total += to_float32(load_pointers(base, 0, at, 1, product.N, 0, step, 1, COLUMNS))
+                store(product, (batch, row, at), total, COLUMNS, C)
 
 
 # The kernel -----------------------------------------------------------------------------------------------------------
@@ -428,73 +427,36 @@ def part_of_tile(
 
 
 @triton.jit
-def _early_tiles(
-    unit,  # the first of this program; a tile is two units
-    end,
-    of_block,  # tiles per block
-    sums,
-    tickets,
-    flags,
-    timeouts,
-    epoch,
-    first,
-    blocks,
-    height,
-    polls,
-    group,
-    a,
-    above,
-    b,
-    out,
-    bias,
-    bias_step,
-    batches,
-    M,
-    N,
-    K,
-    strides,
-    WAIT: tl.constexpr,
-    OWN: tl.constexpr,
-    FLAGS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    HALVES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    B_IS_NK: tl.constexpr,
-    BATCHED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-    RUN: tl.constexpr,
-):
+def _wait_for_tile(awaited, polls, product, place, C: tl.constexpr):
+    """Wait for the rows of a tile: see `wait_for_rows`."""
+    batch, row, _ = place
+    begin, end = batch * product.M + row, batch * product.M + min(row + C.BM, product.M)
+    return wait_for_rows(awaited, polls, begin, end, C.OWN, C.FLAGS, C.DESCRIPTORS)
+
+
+@triton.jit
+def _early_tiles(left, product, unit, end, of_block, workspace, awaited, polls, WAIT: tl.constexpr, C: tl.constexpr):
     """Compute this program's parts of the tiles to before `end`, two parts of each tile, block by block.
 
-    Returns its next unit and the polls left. A program that gives up multiplies rows that have not arrived all the
-    same: another program relies on its sum.
+    A tile is two units, of which `unit` is the first of this program; a block has `of_block` tiles. Returns its next
+    unit and the polls left. A program that gives up multiplies rows that have not arrived all the same: another program
+    relies on its sum.
     """
     while unit < 2 * end:
         block = unit // (2 * of_block)
         part = unit % (2 * of_block) // of_block
         tile = block * of_block + unit % of_block
-        batch, row, column = tile_position(tile, group, first, height, batches, M, N, BM, BN)
+        place = tile_position(tile, product, C)
         if WAIT:
-            _, polls = wait_for_rows(
-                *(flags, timeouts, epoch, first, blocks, height, polls),
-                *(batch * M + row, batch * M + min(row + BM, M)),
-                OWN=OWN,
-                FLAGS=FLAGS,
-                TMA=DESCRIPTORS,
-            )
+            _, polls = _wait_for_tile(awaited, polls, product, place, C)
             polls = tl.maximum(polls, 1)
-        part_of_tile(
-            *(tile, part, 2, sums, tickets, batch, row, column, a, above, b, out, bias, bias_step, M, N, K, strides),
-            *(True, BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
-        )
+        part_of_tile(left, product, place, tile, part, 2, workspace, True, C)
         unit += tl.num_programs(0)
     return unit, polls
 
 
+# Triton specializes the integers of a tuple for 1 and for multiples of 16, whatever this list says; so those that vary
+# from call to call are arguments of their own.
 _VARYING = ["epoch", "first", "blocks", "height", "polls", "whole", "split", "parts", "early", "group", "batches", "M"]
 
 
@@ -504,133 +466,74 @@ def matmul_kernel(
     b,
     out,
     own,  # the rows of block `first`, if they are elsewhere; then each block consists of whole batches
-    bias,
-    bias_step,
-    flags,  # from here to polls: as in ReadyFlags, with READY only
+    bias,  # a Bias, or None
+    flags,  # flags, timeouts, and from epoch to polls: as in ReadyFlags, with READY only
     timeouts,
     epoch,
     first,
     blocks,
     height,  # rows of a block
     polls,
+    workspace,  # a Workspace, with SPLIT or EARLY
     whole,  # number of tiles that are not split, or early; whole, split and parts with SPLIT only
     split,  # number of tiles behind them, which are split
     parts,
-    sums,  # of float32, with SPLIT or EARLY: [split, parts, BM, BN], of PAIRS [split, BM, BN]; then [early, BM, BN]
-    tickets,  # [split + early tiles] of int32, all 0
     early,  # number of blocks, the first ones, whose tiles are split in two, with EARLY; each is whole batches
     group,  # rows of tiles per group, see tile_position
     batches,
     M,
     N,
     K,
-    own_batch,  # strides, used with pointers only
-    own_row,
-    own_column,
-    a_batch,
-    a_row,
-    a_column,
-    b_row,
-    b_column,
-    out_batch,
-    out_row,
-    out_column,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    HALVES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    B_IS_NK: tl.constexpr,
-    BATCHED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SPLIT: tl.constexpr,  # the last tiles are split; none of them is early or of own rows
-    PAIRS: tl.constexpr,  # in two parts
-    READY: tl.constexpr,  # rows arrive while the kernel runs
-    OWN: tl.constexpr,  # the rows of block `first` are ready
-    FLAGS: tl.constexpr,  # the number of blocks, rounded up to a power of 2
-    EARLY: tl.constexpr,
-    BESIDE: tl.constexpr,  # it may have started before the previous kernel of the stream has ended
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,  # float32 on plain FMAs
-    RUN: tl.constexpr,  # steps of BK that EXACT sums up at a time
+    strides,  # Strides
+    C: tl.constexpr,  # Constants
 ):
     """Compute this program's parts of early tiles, then its whole tiles, then with SPLIT its part of a split tile."""
     tile = tl.program_id(0)
-    tiles = batches * tl.cdiv(M, BM) * tl.cdiv(N, BN)
-    alone = whole if SPLIT else tiles
-    strides = (a_batch, a_row, a_column, b_row, b_column, out_batch, out_row, out_column)
-    of_own = (own_batch, own_row, own_column, b_row, b_column, out_batch, out_row, out_column)
+    tiles = batches * tl.cdiv(M, C.BM) * tl.cdiv(N, C.BN)
+    alone = whole if C.SPLIT else tiles
+    product = Product(b, out, bias, batches, M, N, K, strides, group, first, height)
+    rows = Left(a, 0, strides.a)
     before = alone  # pieces of work handed out, program by program, before the split tiles
-    if READY:
+    if C.READY:
+        awaited = Awaited(flags, timeouts, epoch, first, blocks, height)
+        own_rows = Left(own, first * (height // M), strides.own)
         # If no tile spans two blocks, tiles are numbered block by block. Then the tiles of a block, and of the blocks
         # behind it that are ready as well, run as one pipelined loop: Triton cannot pipeline a loop with a wait in it.
         tiles_of_block = tl.where(height % M == 0, tiles // blocks, 0)
-        if EARLY:
-            early_sums, early_tickets = sums, tickets
-            if SPLIT:
-                early_sums += (split * (1 if PAIRS else parts)).to(tl.int64) * (BM * BN)
+        if C.EARLY:
+            early_sums, early_tickets = workspace
+            if C.SPLIT:
+                early_sums += (split * (1 if C.PAIRS else parts)).to(tl.int64) * (C.BM * C.BN)
                 early_tickets += split
+            of_early = Workspace(early_sums, early_tickets)
             if own is not None:
                 tile, polls = _early_tiles(
-                    *(tile, tiles_of_block, tiles_of_block, early_sums, early_tickets),
-                    *(flags, timeouts, epoch, first, blocks, height, polls, group, own, first * (height // M)),
-                    *(b, out, bias, bias_step, batches, M, N, K, of_own, False, OWN, FLAGS),
-                    *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
+                    *(own_rows, product, tile, tiles_of_block, tiles_of_block, of_early, awaited, polls), False, C
                 )
             tile, polls = _early_tiles(
-                *(tile, early * tiles_of_block, tiles_of_block, early_sums, early_tickets),
-                *(flags, timeouts, epoch, first, blocks, height, polls, group, a, 0),
-                *(b, out, bias, bias_step, batches, M, N, K, strides, True, OWN, FLAGS),
-                *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
+                *(rows, product, tile, early * tiles_of_block, tiles_of_block, of_early, awaited, polls), True, C
             )
             tile -= early * tiles_of_block  # from units to tiles
             before += early * tiles_of_block
         elif own is not None:
-            whole_tiles(
-                *(tile, tiles_of_block, group, first, height, own, first * (height // M), b, out, bias, bias_step),
-                *(batches, M, N, K, of_own),
-                *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
-            )
+            whole_tiles(own_rows, product, tile, tiles_of_block, C)
             if tile < tiles_of_block:
                 tile += tl.cdiv(tiles_of_block - tile, tl.num_programs(0)) * tl.num_programs(0)
         while (tile < alone) & (polls > 0):
-            batch, row, _ = tile_position(tile, group, first, height, batches, M, N, BM, BN)
-            next_missing, polls = wait_for_rows(
-                *(flags, timeouts, epoch, first, blocks, height, polls),
-                *(batch * M + row, batch * M + min(row + BM, M)),
-                OWN=OWN,
-                FLAGS=FLAGS,
-                TMA=DESCRIPTORS,
-            )
+            place = tile_position(tile, product, C)
+            next_missing, polls = _wait_for_tile(awaited, polls, product, place, C)
             stop = tl.where(polls > 0, min(max(next_missing * tiles_of_block, tile + 1), alone), tile)
-            whole_tiles(
-                *(tile, stop, group, first, height, a, 0, b, out, bias, bias_step, batches, M, N, K, strides),
-                *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
-            )
+            whole_tiles(rows, product, tile, stop, C)
             tile += tl.cdiv(stop - tile, tl.num_programs(0)) * tl.num_programs(0)
         polls = tl.maximum(polls, 1)  # so that a part of a split tile also reports what is missing
     else:
-        whole_tiles(
-            *(tile, alone, group, None, None, a, 0, b, out, bias, bias_step, batches, M, N, K, strides),
-            *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
-        )
-    if SPLIT:
+        whole_tiles(rows, product, tile, alone, C)
+    if C.SPLIT:
         number, part = part_of(tl.program_id(0), tl.num_programs(0), before, split, parts)
         if number < split:
-            batch, row, column = tile_position(whole + number, group, first, height, batches, M, N, BM, BN)
-            if READY:
-                # As with early tiles, another program relies on this one's sum.
-                wait_for_rows(
-                    *(flags, timeouts, epoch, first, blocks, height, polls),
-                    *(batch * M + row, batch * M + min(row + BM, M)),
-                    OWN=OWN,
-                    FLAGS=FLAGS,
-                    TMA=DESCRIPTORS,
-                )
-            part_of_tile(
-                *(number, part, parts, sums, tickets, batch, row, column, a, 0, b, out, bias, bias_step),
-                *(M, N, K, strides, PAIRS),
-                *(BM, BN, BK, HALVES, DESCRIPTORS, B_IS_NK, BATCHED, HAS_BIAS, PRECISION, EXACT, RUN),
-            )
-    if BESIDE and not _INTERPRETED:
+            place = tile_position(whole + number, product, C)
+            if C.READY:  # as with early tiles, another program relies on this one's sum
+                _wait_for_tile(awaited, polls, product, place, C)
+            part_of_tile(rows, product, place, number, part, parts, workspace, C.PAIRS, C)
+    if C.OVERLAPS and not _INTERPRETED:
         gdc_wait()  # so that work behind this kernel is also behind the previous one

@@ -18,7 +18,7 @@ from hostir.ir.types import DTYPES
 
 MIN_STEPS = 4  # of a part, along K: fewer do not pay for the sum in memory
 MAX_PARTS = 8  # of a tile: the last program reads the sums of all
-MIN_LOCAL_ROWS = 64  # fewer local rows get no tiles of their own: reading B once more would cost more than a copy
+MIN_OWN_ROWS = 64  # fewer own rows get no tiles of their own: reading B once more would cost more than a copy
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Grid:
         steps: of each, along K.
         blocks: number of blocks that arrive one after another; 1 if all rows are ready.
         early_blocks, early: number of early blocks, and of their tiles, of two parts each; 0 if tiles span two blocks.
-        first: number of tiles that are early, or of local rows: never among those of `Tile.split`.
+        first: number of tiles that are early, or of own rows: never among those of `Tile.split`.
     """
 
     batches: int
@@ -234,7 +234,7 @@ PEAK = {"bf16": 820.0, "f16": 820.0, "f32": 14.0, "tf32": 410.0}  # TFLOP/s of a
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a family of matmul kernels is on a GPU. Times are in microseconds.
+    """The speed of a family of matmul kernels on a GPU. Times are in microseconds.
 
     Fields:
         peak: TFLOP/s of one SM in the K loop of a tile whose rate is 1, by dtype.

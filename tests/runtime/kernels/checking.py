@@ -106,7 +106,7 @@ def parts() -> int:
     """Into how many parts the matmul that was prepared last splits tiles; 0 where it splits none."""
     call = [*matmul_module._calls.values()][-1]
     count = 0 if call.schedule is None else call.schedule[2]
-    assert (call.constants["SPLIT"], call.constants["PAIRS"]) == (count > 0, count == 2)
+    assert (count > 0, count == 2) == (call.constants.SPLIT, call.constants.PAIRS)
     return count
 
 

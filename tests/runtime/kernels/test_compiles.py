@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,10 @@ from triton.compiler import ASTSource
 
 from hostir.runtime.kernels.flags import PER_THREAD, WARPS, push_kernel
 from hostir.runtime.kernels.matmul import EXACT_RUN
-from hostir.runtime.kernels.matmul_kernel import matmul_kernel
+from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Strides, Workspace, matmul_kernel
 from hostir.runtime.kernels.tiles import Tile, candidates
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SPLITTING = ("whole", "split", "parts", "sums", "tickets")
 WAITING = ("flags", "timeouts", "epoch", "first", "blocks", "height", "polls")
 SHARED_MEMORY = 227 << 10
 
@@ -34,7 +34,7 @@ def compiled(
     bias: bool = False,
     ready: dict[str, str] | None = None,
     own: bool = False,
-    beside: bool = False,
+    overlapped: bool = False,
     pairs: bool = False,
 ):
     """The matmul kernel for one tile. `ready` gives the types of flags and epoch, where it waits for its rows."""
@@ -46,46 +46,42 @@ def compiled(
         "out": f"{lead}{tile.m},{columns}",
         **({"own": f"{lead}{tile.m},{tile.k}"} if own else {}),
     }
-    constants = {
-        "BM": tile.m,
-        "BN": tile.n,
-        "BK": tile.k,
-        "HALVES": tile.halves,
-        "DESCRIPTORS": descriptors,
-        "B_IS_NK": b_is_nk,
-        "BATCHED": batched,
-        "HAS_BIAS": bias,
-        "SPLIT": tile.split > 0,
-        "PAIRS": pairs,
-        "READY": ready is not None,
-        "OWN": ready is not None and own,
-        "FLAGS": 8 if ready else 1,
-        "EARLY": tile.early_blocks > 0,
-        "BESIDE": beside,
-        "PRECISION": "ieee",
-        "EXACT": dtype == "fp32",
-        "RUN": max(1, EXACT_RUN // tile.k),
-        **({} if bias else {"bias": None}),
-        **({} if ready else dict.fromkeys(WAITING)),
-        **({} if own else {"own": None}),
-        **({} if tile.split or tile.early else dict.fromkeys(SPLITTING)),
-    }
-    if not descriptors:  # unit strides: rows of a and out, and of b, are contiguous
-        constants |= {"own_column": 1, "a_column": 1, "out_column": 1, "b_row" if b_is_nk else "b_column": 1}
-    signature = {name: "constexpr" if name in constants else "i32" for name in matmul_kernel.arg_names}
+    shares = tile.split > 0 or tile.early_blocks > 0
+    kind = Constants(
+        *(tile.m, tile.n, tile.k, tile.halves, descriptors, b_is_nk, batched, bias, tile.split > 0, pairs),
+        *(ready is not None, ready is not None and own, 8 if ready else 1, tile.early_blocks > 0, overlapped),
+        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k)),
+    )
+    absent = [*(() if bias else ["bias"]), *(() if ready else WAITING), *(() if own else ["own"])]
+    absent += [] if shares else ["workspace", "whole", "split", "parts"]
+    constants = {"C": kind, **dict.fromkeys(absent)}
+    one, three = "constexpr", ("i32", "i32", "constexpr")  # rows of a and out, and of b, are contiguous: strides of 1
+    strides = Strides(three if own else one, three, (one, "i32") if b_is_nk else ("i32", one), three)
+    strides = Strides(one, one, one, one) if descriptors else strides
+    names = matmul_kernel.arg_names
+    signature = {name: "constexpr" if name in constants else "i32" for name in names}
     signature |= {
         name: f"tensordesc<{dtype}[{block}]>" if descriptors else f"*{dtype}" for name, block in blocks.items()
     }
+    signature["strides"] = strides
     if bias:
-        signature["bias"] = f"*{dtype}"
+        signature["bias"] = Bias(f"*{dtype}", "i32")
     if ready:
         signature |= {"timeouts": "*i64", **ready}
-    if tile.split or tile.early:
-        signature |= {"sums": "*fp32", "tickets": "*i32"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] in "*i"}
+    if shares:
+        signature["workspace"] = Workspace("*fp32", "*i32")
+    leaves = dict(leaves_of(tuple(signature.values())))
+    constants |= {path: 1 if len(path) == 3 else None for path, type in leaves.items() if type == one and path[1:]}
+    aligned = {path: [["tt.divisibility", 16]] for path, type in leaves.items() if type[0] in "*i"}
     source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": beside}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": overlapped}
     return triton.compile(source, target=HOPPER, options=options)
+
+
+def leaves_of(types: tuple[object, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The types of a signature, and of the tuples in it, with their paths."""
+    for i, type in enumerate(types):
+        yield from leaves_of(type, (*path, i)) if isinstance(type, tuple) else [((*path, i), type)]
 
 
 @pytest.mark.parametrize("b_is_nk", [True, False])
@@ -150,12 +146,12 @@ def test_waiting_needs_no_more_shared_memory_than_a_tile_may_take(tile, own):
     assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_kernel_that_may_start_early_ends_after_the_one_before_it(beside):
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_a_kernel_that_may_start_early_ends_after_the_one_before_it(overlapped):
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": True, "ready": {"flags": "*i64", "epoch": "i32"}}
-    ptx = compiled(candidates("bf16")[0], beside=beside, **options).asm["ptx"]
-    assert ptx.count("griddepcontrol.wait") == beside
-    if beside:
+    ptx = compiled(candidates("bf16")[0], overlapped=overlapped, **options).asm["ptx"]
+    assert ptx.count("griddepcontrol.wait") == overlapped
+    if overlapped:
         assert "wgmma" not in ptx[ptx.find("griddepcontrol.wait") :]
 
 

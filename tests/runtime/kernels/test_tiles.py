@@ -130,7 +130,7 @@ def test_every_choice_for_rows_in_blocks_is_one_that_the_kernel_can_run(blocks, 
 
 @pytest.mark.parametrize(("blocks", "early"), [(1, 0), (4, 0), (4, 1), (4, 3), (4, 9)])
 @pytest.mark.parametrize("separate", [True, False])
-def test_early_blocks_and_local_rows_come_before_the_tiles_that_may_be_split(blocks, early, separate):
+def test_early_blocks_and_own_rows_come_before_the_tiles_that_may_be_split(blocks, early, separate):
     tile = Tile(128, 256, 64, stages=4, warps=8, early_blocks=early)
     grid = Grid.of(tile, Gemm(200 * blocks, 1000, 64, "bf16", block=200, separate=separate))  # 2 x 4 tiles of a block
     assert grid.early == 8 * min(early, blocks)

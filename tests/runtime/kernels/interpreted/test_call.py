@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hostir.runtime.kernels import matmul as matmul_call
 from hostir.runtime.kernels import matmul as module
@@ -69,10 +70,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
 
     class Kernel:
         def __getitem__(self, grid):
-            def call(*arguments, num_stages, num_warps, launch_pdl=False, **constants):
-                values = dict(zip(NAMES, arguments, strict=False)) | constants
-                assert list(values) == NAMES
-                assert launch_pdl == values["BESIDE"]
+            def call(*arguments, num_stages, num_warps, launch_pdl=False):
+                values = dict(zip(NAMES, arguments, strict=True))
+                assert launch_pdl == values["C"].OVERLAPS
                 seen.append({"programs": grid[0], **values})
                 return kernel
 
@@ -85,8 +85,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
 def address(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
-    if hasattr(value, "base"):
+    if isinstance(value, TensorDescriptor):
         return (value.base.data_ptr(), value.shape, value.strides, value.block_shape)
+    if isinstance(value, tuple):
+        return tuple(map(address, value))
     return value
 
 
@@ -106,7 +108,7 @@ def test_a_launch_gets_the_arguments_that_the_first_one_got(
         None if epoch is None else ReadyFlags(torch.ones(3, dtype=torch.int32), epoch, no_timeouts(3, "cpu"), first=2)
     )
     bias = filled([40], torch.float32) if with_bias else None
-    options = {"ready": ready, "bias": bias, "use_descriptors": use_descriptors, "config": config, "transpose_b": True}
+    options = {"ready": ready, "bias": bias, "use_descriptors": use_descriptors, "tile": config, "transpose_b": True}
     for _ in range(2):
         matmul(a, b, out, **options)
     wanted = {name: address(value) for name, value in first[0].items()}
@@ -161,7 +163,7 @@ def test_multiprocessors_are_left_to_the_kernel_that_a_launch_is_beside(beside, 
     for _ in range(2):
         matmul(a, b, out, tile=TILE, ready=ready)
     assert [launch["programs"] for launch in (*first, *recorder.launches)] == [programs] * 2
-    assert first[0]["BESIDE"] == (beside > 0)
+    assert (beside > 0) == first[0]["C"].OVERLAPS
 
 
 def test_a_new_address_is_encoded_and_an_old_one_is_not(recorder):

@@ -43,7 +43,7 @@ def whole_numbers(*shape: int) -> torch.Tensor:
 @pytest.fixture
 def all_apart(monkeypatch):
     """However few own rows are, they are read where they are."""
-    monkeypatch.setattr("hostir.runtime.kernels.matmul.MIN_LOCAL_ROWS", 0)
+    monkeypatch.setattr("hostir.runtime.kernels.matmul.MIN_OWN_ROWS", 0)
     _calls.clear()
     yield
     _calls.clear()
@@ -64,7 +64,7 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     b = filled([K, N], dtype, order=draw(st.permutations(range(2)))) if not use_descriptors else filled([K, N], dtype)
     bias = filled([N], dtype) if draw(st.booleans()) else None
     tile = draw(st.sampled_from(TILES))
-    options = {"bias": bias, "use_descriptors": use_descriptors, "config": tile}
+    options = {"bias": bias, "use_descriptors": use_descriptors, "tile": tile}
     first, there = draw(st.integers(0, blocks - 1)), draw(st.booleans())
     but = first if there else None  # the flag of own rows does not rise
     ready = raised(blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64])), but=but, first=first)
@@ -77,7 +77,7 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     out, buffer = embedded([blocks * height, N], dtype, pad=[1, 8])
     few = draw(st.sampled_from([0, 20]))  # of own rows: they are copied
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hostir.runtime.kernels.matmul.MIN_LOCAL_ROWS", few)
+        patch.setattr("hostir.runtime.kernels.matmul.MIN_OWN_ROWS", few)
         _calls.clear()
         assert matmul(rows, b, out, ready=ready, own=own, **options) is out
     _calls.clear()
@@ -152,7 +152,7 @@ def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, ow
     with multiprocessors(sms):
         matmul(a, b, out, bias=bias, ready=ready, own=given, use_descriptors=use_descriptors, tile=config)
         (call,) = matmul_module._calls.values()
-    assert call.constants["EARLY"] == (early > 0)
+    assert (early > 0) == call.constants.EARLY
     assert call.sizes[0] == min(early, blocks)
     assert_only_view_written(out, buffer)
     assert torch.equal(out.view(rows.shape[0], height, N), rows @ b + bias)

@@ -83,7 +83,7 @@ def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, block
 )
 @pytest.mark.parametrize("few", [0, 100])
 def test_own_rows_are_used_whatever_the_layout(order, blocks, first, few, monkeypatch):
-    monkeypatch.setattr("hostir.runtime.kernels.matmul.MIN_LOCAL_ROWS", few)
+    monkeypatch.setattr("hostir.runtime.kernels.matmul.MIN_OWN_ROWS", few)
     monkeypatch.setattr("hostir.runtime.kernels.matmul._calls", {})
     a = filled((4, 3, 5, 8), torch.float32, order=(*order, 3), pad=(0, 1, 1, 0), integers=True)
     own = filled((60 // blocks, 8), torch.float32, integers=True)
