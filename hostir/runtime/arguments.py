@@ -178,12 +178,12 @@ def _tensor_key(x: torch.Tensor, grad: bool) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.device, wraps, x.is_neg() or x._is_zerotensor(), grad and x.requires_grad
 
 
-def addresses(tensors: Iterable[Any]) -> tuple[int, ...]:
-    """Return the addresses of tensors, None for what has no memory; the checks report that."""
+def addresses(tensors: Iterable[Any]) -> list[int]:
+    """Return the addresses of tensors, none if one has no memory; the checks report that."""
     try:
-        return tuple([0 if x is None else x.data_ptr() for x in tensors])
+        return [0 if x is None else x.data_ptr() for x in tensors]
     except UNREADABLE:
-        return ()
+        return []
 
 
 def unwritable(tensors: Iterable[Any]) -> bool:

@@ -93,7 +93,7 @@ class BoundCall:
         without_gradients: whether a tensor requires gradients, so that the call is right under `torch.no_grad()` alone.
     """
 
-    def __init__(self, plan: Plan, tensors: Sequence[Part], where: tuple[int, ...] | None) -> None:
+    def __init__(self, plan: Plan, tensors: Sequence[Part], where: list[int] | None) -> None:
         self.plan = plan
         self.count = len(tensors)
         self.where = where
@@ -106,14 +106,15 @@ class BoundCall:
 
     def fits(self, tensors: Sequence[Any]) -> bool:
         """Whether a call with these tensors is this one; it may be even if not. Anything may be passed."""
-        try:
-            if len(tensors) != self.count or True in [x.is_nested for x in tensors]:  # of which the guards would die
-                return False
-        except Exception:  # no tensor, or one whose class answers nothing
+        try:  # of nested tensors the guards would die
+            where = [x.is_nested or x.data_ptr() for x in tensors]
+        except Exception:  # no tensor, or one without memory
             return False
-        if not self.guards(*tensors) or (self.without_gradients and torch.is_grad_enabled()):
+        if True in where if self.where is None else where != self.where:
             return False
-        return self.where is None or self.where == tuple([x.data_ptr() for x in tensors])
+        if len(where) != self.count or not self.guards(*tensors):
+            return False
+        return not (self.without_gradients and torch.is_grad_enabled())
 
 
 def _never(*tensors: Any) -> bool:

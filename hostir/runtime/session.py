@@ -516,8 +516,9 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-@contextlib.contextmanager
-def session(device: str | None = None, timeout: float | None = None) -> Iterator[Session | None]:
+def session(
+    device: str | None = None, timeout: float | None = None
+) -> contextlib.AbstractContextManager[Session | None]:
     """Joins the job that torchrun started, and leaves it at the end of the `with`: docs/sessions.md.
 
     Gives the `hi.Session`; None outside torchrun, where executors simulate their ranks. Inside another session, gives
@@ -528,12 +529,16 @@ def session(device: str | None = None, timeout: float | None = None) -> Iterator
         device: `cpu` or `cuda`; CUDA where there is any, unless given.
         timeout: seconds that a rank waits for others; see the knob HOSTIR_TIMEOUT.
     """
-    kind, seconds = _known_device(device), TIMEOUT.get(timeout)
+    return _session(_known_device(device), TIMEOUT.get(timeout))
+
+
+@contextlib.contextmanager
+def _session(device: str, timeout: float) -> Iterator[Session | None]:
     if _current is not None or not launched():
         yield _current
         return
     refuse_in_child()
-    opened = _open(kind, seconds)
+    opened = _open(device, timeout)
     try:
         yield opened
     except BaseException:
@@ -700,6 +705,8 @@ class Meetings:
     refusal instead, and may replace that by a call until another rank, in the call that was refused, has read it: from
     then on the meeting has failed for all. Nobody reads a refusal of an earlier call, which the others have run.
 
+    Where all calls are compared, and so have numbers, each has a meeting of its own: a refusal stays.
+
     Fields:
         number: of the next meeting.
         refusal: this rank's in that meeting; empty if it has refused nothing.
@@ -710,7 +717,7 @@ class Meetings:
         self.number = 0
         self.refusal = ""
 
-    def meet(self, call: Call, where: str, concerns: Callable[[Call], bool]) -> list[Call]:
+    def meet(self, call: Call, where: str, concerns: Callable[[Call], bool], numbered: bool) -> list[Call]:
         """Return every rank's call, or its refusal; `concerns` tells whether a refusal is one of this call.
 
         Raises HostIRError for ranks that do not arrive.
@@ -718,7 +725,7 @@ class Meetings:
         store, met, stale = self.session.store, dict[int, Call](), dict[int, str]()
 
         def read(rank: int) -> None:
-            text = store.get(self._slot(rank)).decode()
+            text = store.get(f"{slots}/{rank}").decode()
             while not text.startswith(READ):
                 theirs = Call.of(text)
                 if theirs.refusal and not concerns(theirs):
@@ -726,38 +733,38 @@ class Meetings:
                     return
                 if not theirs.refusal:
                     break
-                text = store.compare_set(self._slot(rank), text, READ + text).decode()
+                text = store.compare_set(f"{slots}/{rank}", text, READ + text).decode()
             met[rank] = Call.of(text.removeprefix(READ))
 
         def arrived(ranks: Sequence[int]) -> bool:
             missing = [rank for rank in ranks if rank not in met]
-            if missing and store.check([self._slot(rank) for rank in missing]):
+            if missing and store.check([f"{slots}/{rank}" for rank in missing]):
                 for rank in missing:
                     read(rank)
             return met.keys() >= set(ranks)
 
         with self.session.asking(where):
-            self._post(str(call))
-            self.refusal = ""
+            slots = self._post(call, numbered)
             self.session.wait(arrived, where, note=lambda rank: stale.get(rank, ""))
-        self.number += 1
+        self.number += not numbered
         return [met[rank] for rank in range(self.session.size)]
 
-    def refuse(self, call: Call) -> None:
+    def refuse(self, call: Call, numbered: bool) -> None:
         """Post a refusal for ranks that make this call."""
         with contextlib.suppress(dist.DistError):  # the caller gets the refusal itself
-            self._post(str(call))
-            self.refusal = str(call)
+            self._post(call, numbered)
 
-    def _post(self, text: str) -> None:
-        """Write to this rank's slot, in the place of an unread refusal; else to the slot of the meeting after."""
-        store = self.session.store
-        while store.compare_set(self._slot(self.session.rank), self.refusal, text).decode() != text:
-            self.number += 1
+    def _post(self, call: Call, numbered: bool) -> str:
+        """Write a call or its refusal to this rank's slot of the meeting for it; return the prefix of the slots."""
+        store, rank, text = self.session.store, self.session.rank, str(call)
+        if numbered:
+            store.set(f"meeting of call {call.made}/{rank}", text)
+            return f"meeting of call {call.made}"
+        while store.compare_set(f"meeting {self.number}/{rank}", self.refusal, text).decode() != text:
+            self.number += 1  # the refusal there was read
             self.refusal = ""
-
-    def _slot(self, rank: int) -> str:
-        return f"meeting/{self.number}/{rank}"
+        self.refusal = text if call.refusal else ""
+        return f"meeting {self.number}"
 
 
 class Agreement:
@@ -812,12 +819,21 @@ class Agreement:
         where = f"the call of @{self.program.name}" + "".join(f", {name}={size}" for name, size in bound)
         meetings, what = self.session.meetings, f"rank {self.session.rank} does not run @{self.program.name}"
         call, self.failed = self._counted(self.of(sizes)), (self._made(), self._tries() + 1)
-        given = [replace(it, tries=0) for it in meetings.meet(call, where, partial(self._concerns, call))]
-        if (refused := next((rank for rank, it in enumerate(given) if it.refusal), None)) is not None:
-            raise error(f"{what}, because rank {refused} does not: {given[refused].refusal}")
-        if any(it != given[0] for it in given):
-            said = describe(dict(enumerate(given)))
-            raise error(f"{what}: {said}", expected=ALIKE, hint=PAGE)
+        while True:
+            given = meetings.meet(call, where, partial(self._concerns, call), self.compare)
+            most = max(it.tries for it in given)
+            calls = [replace(it, tries=0) for it in given]
+            if (refused := next((rank for rank, it in enumerate(given) if it.refusal), None)) is not None:
+                raise error(f"{what}, because rank {refused} does not: {given[refused].refusal}")
+            if all(it == calls[0] for it in calls):
+                break
+            if len({it.made for it in given}) > 1 or all(it.tries == most for it in given):
+                said = describe(dict(enumerate(calls)))
+                raise error(f"{what}: {said}", expected=ALIKE, hint=PAGE)
+            if call.tries < most:
+                first = next(rank for rank, it in enumerate(given) if it.tries == most)
+                raise error(f"{what}, because rank {first} does not: it has refused that call, and makes another")
+            # else the others were in a call that this rank has refused: it meets them in their next
         if self.call.executor is None:
             self.call = replace(self.call, executor=self._made() if self.compare else meetings.number)
         self.agreed.add(bound)
@@ -829,7 +845,7 @@ class Agreement:
 
     def _tell(self, refusal: HostIRError) -> None:
         if self.session is not None:
-            self.session.meetings.refuse(self._counted(replace(self.call, refusal=headline(refusal))))
+            self.session.meetings.refuse(self._counted(replace(self.call, refusal=headline(refusal))), self.compare)
             self.failed = self._made(), self._tries() + 1
 
     def _concerns(self, mine: Call, refusal: Call) -> bool:

@@ -135,6 +135,14 @@ def refused_by_one_and_by_all() -> None:
                 executor(rows(m))
         refused(executor)
         expecting(executor, m, gathered(m))()
+    for m in (24, 28, 32):  # rank 1 makes its next call at once
+        if RANK == 1:
+            refused(executor)
+        else:
+            time.sleep(0.3 * (m == 28))
+            with pytest.raises(hi.HostIRError, match="because rank 1 does not"):
+                executor(rows(m))
+        expecting(executor, m + 100, gathered(m + 100))()
 
 
 def refused_while_another_rank_ran_it() -> None:
