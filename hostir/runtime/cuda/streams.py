@@ -211,6 +211,12 @@ def current(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def join(streams: Sequence[torch.cuda.Stream], stream: int, other: int, event: torch.cuda.Event) -> None:
+    """Make a stream wait for all work that another has been given so far; both by their numbers."""
+    event.record(streams[other])
+    event.wait(streams[stream])
+
+
 class CallOrder:
     """Calls that run one after another, on whatever streams they are made."""
 
