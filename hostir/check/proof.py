@@ -16,7 +16,7 @@ from hostir.check.findings import Finding, FindingBuilder
 from hostir.check.order import Conflict, Order, RaceDetector
 from hostir.check.signature import small_sizes
 from hostir.check.tracer import Buffer, Event, Tracer
-from hostir.ir.interpret import uncollected, unrolled_length
+from hostir.ir.machine import uncollected, unrolled_length
 from hostir.ir.program import Program
 from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
 
