@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hostir.check import check_structure
-from hostir.check.findings import Finding
-from hostir.check.proof import Analysis, analyse, analyse_quickly
+from hostir.check.proof import Analysis, Finding, analyse, analyse_quickly
 from hostir.check.repair import difference, redundant, repair
 from hostir.cli.loading import STANDARD, load_to_lower, lowered, write
 from hostir.ir.op import Phase
