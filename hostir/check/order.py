@@ -1,4 +1,4 @@
-"""Order the events of all ranks by vector clocks (happens before), and find races, cyclic waits and SMs held by waits."""
+"""Order the events of all ranks by vector clocks (happens before); find races, cyclic waits and waits that hold SMs."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _known(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _with_witnesses(program: Program, analysis: Analysis, options: Namespace) -> list[Diagnostic]:
     """Return the findings; those about orders get the command of a run that shows them."""
-    if analysis.order is None or all(found.level != "error" for found in analysis.findings):
+    if not any(isinstance(found, Finding) and found.level == "error" for found in analysis.findings):
         return analysis.findings
 
     from hostir.cli.run import witnesses  # loads torch
