@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hostir.check.deadlocks import Lanes, together
-from hostir.check.order import Clock, Order, Trouble
+from hostir.check.order import Clock, Lanes, Order, Trouble, together
 from hostir.check.tracer import Access, Event, Flag, Kernel, Tracer
 from hostir.ir.machine import ARITHMETIC, Frame
 from hostir.ir.program import Program
