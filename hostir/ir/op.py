@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 # Values and index expressions: what the fields of statements hold -----------------------------------------------------
-# Values and index expressions: what the fields of statements hold.
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import partial
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import Allocate, CurrentStream, Delay, Dense, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Put, Rank
-from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Value
+from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Sync, Value
 from hostir.ir.program import Names, Program, rewrite
 from hostir.ir.sizes import ONE, Size
 from hostir.ir.tensor_ops import DenseCopy, Reshape, TensorOp, ViewStatement
@@ -131,7 +131,8 @@ class FreeBuffers(Pass):
         joined = _joined_after(program.body)
         after: dict[int, list[Value]] = {}
         for name, value in buffers.items():
-            after.setdefault(joined.index(True, last.get(name, 0)), []).append(value)
+            ends = (n for n in range(last.get(name, 0), len(joined)) if joined[n])
+            after.setdefault(next(ends, -1), []).append(value)  # the check names what is never freed
         body: list[Statement] = []
         for n, s in enumerate(program.body):
             body += [s, *(FreeBuffer(v) for v in after.get(n, ()))]
@@ -160,19 +161,17 @@ def _joined_after(body: tuple[Statement, ...]) -> list[bool]:
     joined: list[bool] = []
     on_worker = pending = False  # another stream than the caller's is current; the caller's has work to wait for
     for s in body:
-        inner = _kinds(s)
-        if isinstance(s, SetStream) or SetStream in inner:
-            on_worker = not (isinstance(s, SetStream) and isinstance(s.stream, Ref))
-        if not on_worker and inner == {Synchronize}:
+        inner = [each for body in s.bodies for each in body] or [s]
+        if any(each.sets_stream is not None for each in inner):
+            on_worker = not isinstance(s.sets_stream, Ref)
+        joins = [each.orders is Sync.STREAMS for each in inner]
+        if not on_worker and all(joins):
             pending = False
-        pending |= on_worker and not inner <= {SetStream, Synchronize}
+        pending |= on_worker and not all(
+            joined or each.sets_stream is not None for joined, each in zip(joins, inner, strict=True)
+        )
         joined.append(not on_worker and not pending)
     return joined
-
-
-def _kinds(s: Statement) -> set[type[Statement]]:
-    """Return the classes of the statements in its bodies, or its own class if it has none."""
-    return {type(inner) for body in s.bodies for inner in body} or {type(s)}
 
 
 @dataclass(frozen=True)

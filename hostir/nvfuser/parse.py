@@ -473,8 +473,6 @@ class Scanner:
 
 
 # Statements -----------------------------------------------------------------------------------------------------------
-# Parses an nvFuser dump of host IR into the nodes of `nvfuser_syntax`, by recursive descent.
-#
 # Every mistake, and every node that host programs have no meaning for, raises one HostIRError at its place. Options
 # that carry no meaning here (`mem_type`, `size`, `cache_op`, `backend`, `initial value`, ...) are stepped over.
 

@@ -14,13 +14,14 @@ from hostir.ir.program import Names, Program
 from hostir.ir.sizes import ONE, Size
 from hostir.ir.source import error
 from hostir.ir.types import FLAG, Axis, Kind, Mesh, TensorType
-from hostir.nvfuser.parse import CASTS, FLOATS
+from hostir.nvfuser.parse import CASTS, COMPUTE, FLOATS, INFIX
 from hostir.nvfuser.read import COLLECTIVES, STREAMS, TRANSFERS
 
 INDENT = "  "
 TYPES = {cls: name for name, cls in (*COLLECTIVES.items(), *TRANSFERS.items())}
 DTYPES = {dtype.name: name for name, dtype in FLOATS.items()}
 FLOAT_OF = {ours: name for name, ours in CASTS.items()}
+SPELLED = {"cast", *INFIX.values(), *(ours for ours, *_ in COMPUTE.values())}  # computations that a dump can have
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,13 @@ class DumpPrinter:
                 return self.communication(s)
             case views.ViewStatement():
                 return self.view(s)
-            case ops.TensorOp() if not (isinstance(s, ops.Contraction) and s.ready):
+            case ops.TensorOp() if s.keyword() in SPELLED and not (isinstance(s, ops.Contraction) and s.ready):
                 return self.computation(s)
         what = f"{s.keyword()} ... ready" if isinstance(s, ops.Contraction) else s.keyword()
         raise error(
             f"nvFuser's form has no spelling for '{what}'",
             s.span,
-            expected="what all ranks of a team do alike: no messages, signals or copies of one rank",
+            expected="a computation that nvFuser has, or what all ranks of a team do alike: no signals, no copies",
         )
 
     def tensor(self, value: Value) -> Printed:

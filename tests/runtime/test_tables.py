@@ -1,0 +1,32 @@
+"""The tables of machines and of the cost model: none leaves out an operation, or a test of a kernel."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from hostir.choice.cost import TASKS
+from hostir.ir.op import REGISTRY
+from hostir.ir.tensor_ops import Unary
+from hostir.runtime import unroll
+from hostir.runtime.cuda.machine import BIND
+from hostir.runtime.gloo.machine import DEAL
+from tests.runtime.test_aten import ELEMENTWISE
+
+TESTED_ALONE = {"cast", "sum"}  # they change the dtype or the shape
+
+
+@pytest.mark.parametrize("table", [TASKS, DEAL, BIND], ids=["cost model", "gloo", "cuda"])
+def test_every_operation_of_an_unrolled_program_has_a_meaning(table: dict[type, object]) -> None:
+    operations = {
+        cls
+        for _, cls in inspect.getmembers(unroll, inspect.isclass)
+        if issubclass(cls, unroll.Op) and cls is not unroll.Op
+    }
+    assert table.keys() == operations
+
+
+def test_every_elementwise_computation_is_compared_with_a_reference_that_is_not_its_kernel() -> None:
+    unary = {kind for kind, cls in REGISTRY.items() if issubclass(cls, Unary)}
+    assert unary - TESTED_ALONE == ELEMENTWISE.keys()
