@@ -88,7 +88,31 @@ OLD_WORDS = {
     "settle": "decide",
     "spoil": "make undefined",
 }
+TYPE_NAME = re.compile(r"[A-Z](?=\w*[a-z])\w*")
 RIDDLE = re.compile(r"(What|Which|How|Where|Why|When)\b(?!.*\?$)")
+
+
+def types_of(path: Path) -> set[str]:
+    """The classes of a module, and the names that it gives to other types; type variables are read in one place."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return {name for name in found if TYPE_NAME.fullmatch(name)}
+
+
+def test_one_name_is_one_type() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "hostir").rglob("*.py")):
+        for name in types_of(path):
+            homes.setdefault(name, []).append(relative(path))
+    assert len(homes) > 200, "classes and aliases are found"
+    twice = {name: where for name, where in homes.items() if len(where) > 1}
+    assert not twice, twice
 
 
 def test_names_are_the_words_of_the_field() -> None:

@@ -127,15 +127,15 @@ class CostTask:
 
 
 # One rank ---------------------------------------------------------------------------------------------------------
-Flag = tuple[int, Any, int]  # rank, symmetric buffer, element
+FlagKey = tuple[int, Any, int]  # rank, symmetric buffer, element
 
 
 @dataclass
 class Shared:
     """State that all ranks share: flags, waits for them, and tasks that start together."""
 
-    flags: dict[Flag, list[tuple[int, CostTask]]] = field(default_factory=dict)  # epochs with their signals
-    waits: list[tuple[CostTask, int | None, Flag, int]] = field(default_factory=list)  # task, block, flag, epoch
+    flags: dict[FlagKey, list[tuple[int, CostTask]]] = field(default_factory=dict)  # epochs with their signals
+    waits: list[tuple[CostTask, int | None, FlagKey, int]] = field(default_factory=list)  # task, block, flag, epoch
     meetings: dict[tuple[Any, ...], list[CostTask]] = field(default_factory=dict)
 
 
@@ -188,7 +188,7 @@ class RankTasks:
     def total(self, registers: Sequence[int]) -> int:
         return sum([self.bytes[register] for register in registers])
 
-    def flag(self, flags: int, slot: int) -> Flag:
+    def flag(self, flags: int, slot: int) -> FlagKey:
         """Return a flag by a name that all ranks have for it."""
         row = self.unrolled.layouts[flags]
         home = self.unrolled.symmetric[row.buffer]

@@ -23,7 +23,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, check_known, described, error, logger, user_span
 from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
 from hostir.runtime.arguments import (
-    Key,
+    TensorsKey,
     addresses,
     cache_key,
     check_apart,
@@ -44,7 +44,7 @@ from hostir.runtime.gloo.machine import GlooMachine, GlooPlan
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.order import NONE
 from hostir.runtime.session import Agreement, CallRunsError, Groups, Session, forked_from, joined, launched
-from hostir.runtime.sharding import assemble, bind_sizes, shard
+from hostir.runtime.sharding import Part, assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
 from hostir.runtime.symmetric import shares_memory
@@ -126,7 +126,6 @@ def _never(*tensors: Any) -> bool:
 
 LOG = logger(__name__)
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
-Part = torch.Tensor | None
 LOWER = "a fusion: lower it first, hi.lower(fusion)"
 
 
@@ -459,7 +458,7 @@ class Executor:
         self.latest = call
         return call
 
-    def _choose(self, kind: Key | None, inputs: Sequence[Part], out: Any = None, places: bool = False) -> Plan:
+    def _choose(self, kind: TensorsKey | None, inputs: Sequence[Part], out: Any = None, places: bool = False) -> Plan:
         """Return the plan for inputs of this kind, with the call begun on this rank; make it if there is none."""
         self._refuse_elsewhere()
         plan = self.plans.get(kind) if kind is not None else None

@@ -27,7 +27,7 @@ from torch.distributed.constants import default_pg_timeout
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, check_known, error, logger
 from hostir.knobs import KEEPALIVE, TIMEOUT
-from hostir.runtime.symmetric import Exchange, Sharing, SymmetricMemory
+from hostir.runtime.symmetric import ExchangeTexts, Sharing, SymmetricMemory
 from hostir.runtime.unroll import teams_of
 from hostir.runtime.watchdog import Watchdog, headline
 
@@ -304,7 +304,7 @@ class Groups:
 
     rank: int
     device: torch.device
-    exchange: Exchange = _alone
+    exchange: ExchangeTexts = _alone
     made: dict[tuple[int, ...], Any] = field(default_factory=dict)
     memory: SymmetricMemory | None = None
     streams: dict[str, Any] = field(default_factory=dict)

@@ -34,11 +34,11 @@ from hostir.runtime.unroll import BarrierOp, CopyOp, SymmetricOp, UnrolledProgra
 KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of a program, unless the latest alone takes more
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
 BARRIERS = ""  # in the place of a name: a team's flags, one for each of its barriers and ranks; its round is the team
-Exchange = Callable[[str, str], list[str]]  # a key and this rank's text: the texts of all ranks
-Place = tuple[str, tuple[int, ...]]  # a name and a round
-Use = tuple[str, tuple[int, ...], int]  # a place, and a peer
-Key = tuple[str, tuple[tuple[str, int], ...]]  # a program's digest, and its sizes by name
-Touch = tuple[str, tuple[int, ...], int, int, int]  # the same, and from which element to before which
+ExchangeTexts = Callable[[str, str], list[str]]  # a key and this rank's text: the texts of all ranks
+BufferPlace = tuple[str, tuple[int, ...]]  # a name and a round
+PeerPlace = tuple[str, tuple[int, ...], int]  # a place, and a peer
+ProgramKey = tuple[str, tuple[tuple[str, int], ...]]  # a program's digest, and its sizes by name
+PeerRange = tuple[str, tuple[int, ...], int, int, int]  # the same, and from which element to before which
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class BufferInfo:
     dtype: str
 
     @property
-    def place(self) -> Place:
+    def place(self) -> BufferPlace:
         return self.name, self.rounds
 
     @property
@@ -92,9 +92,9 @@ class Offer:
     name: str = ""
     path: str = ""
     buffers: tuple[BufferInfo, ...] = ()
-    uses: tuple[Use, ...] = ()
-    reads: tuple[Use, ...] = ()
-    touches: tuple[Touch, ...] = ()
+    uses: tuple[PeerPlace, ...] = ()
+    reads: tuple[PeerPlace, ...] = ()
+    touches: tuple[PeerRange, ...] = ()
     notes: str = ""
     drops: tuple[int, ...] = ()
     pinned: tuple[int, ...] = ()
@@ -174,7 +174,7 @@ class SharedMemory:
         self.used, self.calls = 0.0, 0
         self.broken, self.gone = "", False
         self.handle: Any = None
-        self.buffers: dict[tuple[Place, int], torch.Tensor] = {}
+        self.buffers: dict[tuple[BufferPlace, int], torch.Tensor] = {}
         for rank, memory in maps.items():
             at = 0
             for buffer in offers[rank].buffers:
@@ -202,11 +202,11 @@ class SymmetricMemory:
         met: all that there is, with the same keys on every rank.
     """
 
-    def __init__(self, rank: int, exchange: Exchange, sharing: Sharing) -> None:
+    def __init__(self, rank: int, exchange: ExchangeTexts, sharing: Sharing) -> None:
         self.rank = rank
         self.exchange = exchange
         self.sharing = sharing
-        self.met: dict[Key, SharedMemory] = {}
+        self.met: dict[ProgramKey, SharedMemory] = {}
         self.meetings = 0
 
     def of(self, unrolled: UnrolledProgram, plan: object) -> SharedMemory | None:
@@ -294,11 +294,11 @@ class SymmetricMemory:
         return memory, ""
 
 
-def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[Use, ...], tuple[Use, ...]]:
+def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[PeerPlace, ...], tuple[PeerPlace, ...]]:
     """Return the buffers in this rank's memory, the buffers of peers that it names, and those of them that it reads."""
     rank, uses = unrolled.rank, []
     buffers = [BufferInfo(*op.home, op.shape, op.dtype.name) for op in unrolled.symmetric.values() if op.rank == rank]
-    theirs: dict[int, Use] = {x: (*op.home, op.rank) for x, op in unrolled.symmetric.items() if op.rank != rank}
+    theirs: dict[int, PeerPlace] = {x: (*op.home, op.rank) for x, op in unrolled.symmetric.items() if op.rank != rank}
     barriers: dict[tuple[int, ...], int] = {}
     for op in unrolled.ops:
         if isinstance(op, BarrierOp):
@@ -310,10 +310,10 @@ def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[Use
     return tuple(buffers), (*theirs.values(), *uses), tuple({use for use in sources if use})
 
 
-def _touches(unrolled: UnrolledProgram) -> tuple[Touch, ...]:
+def _touches(unrolled: UnrolledProgram) -> tuple[PeerRange, ...]:
     """Return the ranges of its peers' buffers that a rank copies from or to."""
     theirs = {register: op for register, op in unrolled.symmetric.items() if op.rank != unrolled.rank}
-    at, found = unrolled.extents, dict[Touch, None]()
+    at, found = unrolled.extents, dict[PeerRange, None]()
     for op in unrolled.ops:
         for register in (op.x, op.out) if isinstance(op, CopyOp) else ():
             if (it := theirs.get(unrolled.buffers[register])) is not None:
@@ -339,7 +339,7 @@ def judge(offers: Sequence[Offer], program: Program) -> HostIRError | None:
             notes=((None, there),),
         )
     held = {(buffer.place, rank): buffer for rank, offer in enumerate(offers) for buffer in offer.buffers}
-    first: dict[Place, tuple[int, BufferInfo]] = {}
+    first: dict[BufferPlace, tuple[int, BufferInfo]] = {}
     for (place, rank), buffer in held.items():
         other, expected = first.setdefault(place, (rank, buffer))
         if buffer != expected:

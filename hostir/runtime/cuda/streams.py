@@ -27,7 +27,6 @@ ORDERED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: visible only after all that the st
 DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
 MAX_BATCH = 200  # operations per batch; the driver takes 256
-Step = Callable[[], None]
 
 
 class MemoryOp(ctypes.Structure):
