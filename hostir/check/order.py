@@ -654,13 +654,13 @@ class Lanes:
             if first >= until:
                 continue
             taken = min(
-                (int(begun[line.index]) for begun in self.rivals_beside(holder, running)), default=line.ticks[-1]
+                (int(begun[line.index]) for begun in self.rival_clocks(holder, running)), default=line.ticks[-1]
             )
             if (place := line.first_held(first, holder.start, taken)) < until:
                 return line.events[place]
         return None
 
-    def rivals_beside(self, holder: WaitingKernel, running: Sequence[WaitingKernel]) -> list[Clock]:
+    def rival_clocks(self, holder: WaitingKernel, running: Sequence[WaitingKernel]) -> list[Clock]:
         """Return the begin clocks of what may take the SM that `holder` leaves, while these kernels run."""
         known, clocks = self.order.known, self.order.clocks
         return [

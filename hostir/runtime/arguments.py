@@ -94,10 +94,10 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
     for rank, mine in ranks:
         sizes = solve_sizes(program, mine, sizes, rank=rank, device="cpu")
     for rank, mine in odd:
-        tell_copies(unroll(program, rank, sizes, mine))
+        warn_of_copies(unroll(program, rank, sizes, mine))
 
 
-def tell_copies(unrolled: UnrolledProgram) -> None:
+def warn_of_copies(unrolled: UnrolledProgram) -> None:
     """Warn, once for each, of inputs that every call copies because the program needs them dense."""
     program = unrolled.program
     copied = (register for op in unrolled.ops if op.place.statement.may_copy for register in op.reads)

@@ -32,8 +32,8 @@ from hostir.runtime.arguments import (
     refuse_gradients,
     sequence_of,
     sizes_of,
-    tell_copies,
     unwritable,
+    warn_of_copies,
     written_inputs,
 )
 from hostir.runtime.binding import places
@@ -320,6 +320,8 @@ class Executor:
             call = self._bind(inputs, out)
         elif self._compare:
             self._begin(call.plan.unrolled.sizes, planned=True)
+            if is_stale(call.plan):  # another thread's call, meanwhile, released its memory
+                call = self._bind(inputs, out, begun=True)
         try:
             outputs = self._issue(call, inputs, given)
         except HostIRError as failure:
@@ -436,19 +438,26 @@ class Executor:
         except CallRunsError as refused:
             raise self._blamed(refused) from refused.__cause__
 
-    def _bind(self, inputs: tuple[Any, ...], out: Any) -> BoundCall:
-        """Return the bound call for these tensors, which has begun on this rank; make it if there is none."""
+    def _bind(self, inputs: tuple[Any, ...], out: Any, begun: bool = False) -> BoundCall:
+        """Return the bound call for these tensors, which has begun on this rank; make it if there is none.
+
+        `begun`: it began with a plan whose memory another thread's call released while this one waited for its turn.
+        """
         given = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
         tensors, kind, outs = (*inputs, *given), cache_key(inputs), cache_key(given)
         where = addresses(tensors) if out is not None or self._written else None
         name = None if kind is None or outs is None else (kind, out is None, outs, *(where or ()))
         call = None if name is None or unwritable(given) else self.bound.pop(name, None)
         if call is None or kind is None:
-            call = BoundCall(self._choose(kind, inputs, out), tensors, where)
+            call = BoundCall(self._choose(kind, inputs, out, begun=begun), tensors, where)
         else:
             self._refuse_elsewhere()
-            self._begin(call.plan.unrolled.sizes, planned=True)
-            self.plans[kind] = self.plans.pop(kind)
+            if not begun:
+                self._begin(call.plan.unrolled.sizes, planned=True)
+            if is_stale(call.plan):
+                return self._bind(inputs, out, begun=True)
+            self.plans.pop(kind, None)
+            self.plans[kind] = call.plan
         if out is not None and self._graphs is not None and self._order is None:
             self._order = CallOrder(self._machine.device)  # graphs share their workspaces
         if name is not None:
@@ -458,7 +467,14 @@ class Executor:
         self.latest = call
         return call
 
-    def _choose(self, kind: TensorsKey | None, inputs: Sequence[Part], out: Any = None, places: bool = False) -> Plan:
+    def _choose(
+        self,
+        kind: TensorsKey | None,
+        inputs: Sequence[Part],
+        out: Any = None,
+        places: bool = False,
+        begun: bool = False,
+    ) -> Plan:
         """Return the plan for inputs of this kind, with the call begun on this rank; make it if there is none."""
         self._refuse_elsewhere()
         plan = self.plans.get(kind) if kind is not None else None
@@ -466,7 +482,7 @@ class Executor:
             self._refuse_in_capture()
             began = time.perf_counter()
             try:
-                plan = self._make(inputs, out, places)
+                plan = self._make(inputs, out, places, begun)
             finally:
                 for member in [self] if self.session is None else list(self.session.members):
                     member._drop_stale()
@@ -476,7 +492,10 @@ class Executor:
                 self._check(plan.unrolled, inputs, out)
             except HostIRError as refusal:
                 raise self._refused(refusal) from refusal.__cause__
-            self._begin(plan.unrolled.sizes, planned=True, places=places)
+            if not begun:
+                self._begin(plan.unrolled.sizes, planned=True, places=places)
+            if is_stale(plan):
+                return self._choose(kind, inputs, out, places, begun=True)
         if kind is not None:
             self.plans.pop(kind, None)
             self.plans[kind] = plan
@@ -532,7 +551,7 @@ class Executor:
         if out is not None:
             check_out(unrolled, sequence_of(out), inputs, self._machine.device)
 
-    def _make(self, inputs: Sequence[Part], out: Any, places: bool) -> Plan:
+    def _make(self, inputs: Sequence[Part], out: Any, places: bool, begun: bool) -> Plan:
         machine = self._machine
         try:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
@@ -546,9 +565,10 @@ class Executor:
             if self._agreement.refuse(refusal):
                 raise self._blamed(refusal) from refusal.__cause__
             raise
-        self._begin(sizes, places=places)
+        if not begun:
+            self._begin(sizes, places=places)
         self._agreement.reach(sizes)
-        tell_copies(unrolled)
+        warn_of_copies(unrolled)
         with torch.inference_mode(False):  # what a plan holds is for calls in any mode
             if isinstance(machine, GlooMachine):
                 return machine.plan(unrolled, self.trace)

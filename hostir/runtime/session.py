@@ -799,7 +799,7 @@ class Agreement:
         try:
             self.calls.begin(lambda: self.of(sizes, places), planned=planned)
         except HostIRError as refused:
-            self._tell(refused)
+            self._announce(refused)
             raise
 
     def refuse(self, refusal: HostIRError) -> bool:
@@ -808,7 +808,7 @@ class Agreement:
         Returns whether another rank is known to run it already.
         """
         running = self.compare and self.calls.refuse(lambda: replace(self.call, refusal=headline(refusal)))
-        self._tell(refusal)
+        self._announce(refusal)
         return running
 
     def reach(self, sizes: Mapping[str, int]) -> None:
@@ -843,7 +843,7 @@ class Agreement:
         """Return a call of the executor with these sizes."""
         return replace(self.call, sizes=tuple(sorted(sizes.items())), places=places)
 
-    def _tell(self, refusal: HostIRError) -> None:
+    def _announce(self, refusal: HostIRError) -> None:
         if self.session is not None:
             self.session.meetings.refuse(self._counted(replace(self.call, refusal=headline(refusal))), self.compare)
             self.failed = self._made(), self._tries() + 1

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -29,7 +30,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span, error
 from hostir.ir.types import FLAG
 from hostir.runtime.sharding import TORCH
-from hostir.runtime.unroll import BarrierOp, CopyOp, SymmetricOp, UnrolledProgram
+from hostir.runtime.unroll import SymmetricOp, UnrolledProgram
 
 KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of a program, unless the latest alone takes more
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
@@ -299,26 +300,20 @@ def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[Pee
     rank, uses = unrolled.rank, []
     buffers = [BufferInfo(*op.home, op.shape, op.dtype.name) for op in unrolled.symmetric.values() if op.rank == rank]
     theirs: dict[int, PeerPlace] = {x: (*op.home, op.rank) for x, op in unrolled.symmetric.items() if op.rank != rank}
-    barriers: dict[tuple[int, ...], int] = {}
-    for op in unrolled.ops:
-        if isinstance(op, BarrierOp):
-            barriers[op.team] = op.number + 1
+    barriers = Counter(op.of_team for op in unrolled.ops if op.of_team)
     for team, count in barriers.items():
         buffers.append(BufferInfo(BARRIERS, team, (count, len(team)), FLAG.name))
         uses += [(BARRIERS, team, peer) for peer in team if peer != rank]
-    sources = (theirs.get(unrolled.buffers[op.x]) for op in unrolled.ops if isinstance(op, CopyOp))
-    return tuple(buffers), (*theirs.values(), *uses), tuple({use for use in sources if use})
+    sources = {unrolled.buffers[register] for op in unrolled.ops for register in op.reads}
+    return tuple(buffers), (*theirs.values(), *uses), tuple(use for x, use in theirs.items() if x in sources)
 
 
 def _touches(unrolled: UnrolledProgram) -> tuple[PeerRange, ...]:
     """Return the ranges of its peers' buffers that a rank copies from or to."""
     theirs = {register: op for register, op in unrolled.symmetric.items() if op.rank != unrolled.rank}
-    at, found = unrolled.extents, dict[PeerRange, None]()
-    for op in unrolled.ops:
-        for register in (op.x, op.out) if isinstance(op, CopyOp) else ():
-            if (it := theirs.get(unrolled.buffers[register])) is not None:
-                found[it.name, it.rounds, it.rank, *at[register]] = None
-    return tuple(found)
+    touched = dict.fromkeys(register for op in unrolled.ops for register in unrolled.tensors(op))
+    peers = ((theirs[unrolled.buffers[x]], unrolled.extents[x]) for x in touched if unrolled.buffers[x] in theirs)
+    return tuple(dict.fromkeys((*op.home, op.rank, *extent) for op, extent in peers))
 
 
 def _host() -> str:

@@ -80,6 +80,7 @@ class Op:
         of_team: the ranks that it signals and waits for, by flags of the machine's own.
         in_graph: it leaves a node in a CUDA graph.
         needs_sms: it runs on SMs, at least on some machines.
+        starts_early: it may start before the operation right before it on its stream has ended.
     """
 
     place: StatementPlace
@@ -115,6 +116,10 @@ class Op:
 
     @property
     def needs_sms(self) -> bool:
+        return False
+
+    @property
+    def starts_early(self) -> bool:
         return False
 
     @property
@@ -203,6 +208,10 @@ class ComputeOp(Op):
     @property
     def needs_sms(self) -> bool:
         return True
+
+    @property
+    def starts_early(self) -> bool:
+        return self.ready is not None and self.ready.overlapped_sms > 0
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -414,6 +423,11 @@ class UnrolledProgram:
         """Return the rank whose memory a register's tensor is in."""
         op = self.symmetric.get(self.buffers[register])
         return self.rank if op is None else op.rank
+
+    def tensors(self, op: Op) -> tuple[int, ...]:
+        """Return the registers of the tensors that an operation reads or writes, flags left out."""
+        flags = {register for register, *_ in (*op.raised_flags, *op.awaited_flags)}
+        return tuple([register for register in (*op.reads, *op.writes) if register not in flags])
 
     def touches_peer(self, op: Op) -> bool:
         """Whether an operation reads or writes a peer's memory directly, flags included."""

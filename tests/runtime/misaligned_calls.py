@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 import hostir as hi
+from hostir.runtime import symmetric
 from hostir.runtime.session import session
 
 RANK = int(os.environ["RANK"])
@@ -31,6 +33,18 @@ SUM = (
   %y: f32[M, 8] = allocate
   %h = allreduce %x -> %y over didx
   wait %h
+}
+"""
+)
+PUT = (
+    MESH
+    + """program @put(%x: f32[M@didx, 8]) -> (%y) {
+  %r = rank of %x over didx
+  %y: f32[M, 8] = allocate_symmetric
+  %mine = chunk %y[%r of 2]
+  barrier of %x over didx
+  for %i in 0..2 { put %x -> %mine at %i over didx }
+  barrier of %x over didx
 }
 """
 )
@@ -207,6 +221,33 @@ def executors_made_in_two_threads() -> None:
 def one_executor_in_two_threads() -> None:
     executor = hi.Executor(hi.parse(GATHER))
     side_by_side([expecting(executor, 8, gathered(8)), expecting(executor, 12, gathered(12))])
+
+
+def memory_goes_while_a_thread_waits_for_its_turn() -> None:
+    """The sizes that rank 0 calls first take the memory of those that a thread of rank 1 already waits to call."""
+    symmetric.KEPT_BYTES = 1
+    executor = hi.Executor(hi.parse(PUT))
+
+    def call(m: int, out: torch.Tensor | None = None) -> None:
+        (y,) = executor(rows(m), out=out)
+        assert torch.equal(y, gathered(m)), f"m={m}: {y}"
+
+    y = torch.empty(8, 8)
+    lately, bound, chosen = partial(call, 8), partial(call, 8, y), partial(call, 8, torch.empty(8, 8))
+    for before, waits in ((lately, lately), (bound, bound), (lately, bound), (bound, chosen)):
+        bound()
+        before()
+        if RANK == 0:
+            call(12)
+            waits()
+        else:
+            time.sleep(1)  # rank 0 is first
+            waiting = threading.Thread(target=waits)
+            waiting.start()
+            time.sleep(0.5)
+            call(12)
+            waiting.join()
+        call(8)
 
 
 def refused_in_one_of_two_threads() -> None:

@@ -53,6 +53,7 @@ def test_calls_that_do_not_line_up_are_named_at_once(case: str, said: str) -> No
         "two_executors_in_two_threads",
         "executors_made_in_two_threads",
         "one_executor_in_two_threads",
+        "memory_goes_while_a_thread_waits_for_its_turn",
         "refused_in_one_of_two_threads",
         "many_calls",
         "refused_alone_and_made_again",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
+from hostir.ir.machine import uncollected
 from hostir.ir.source import Diagnostic, HostIRError, error, logger
 from hostir.runtime.cuda.streams import current, own_stream
 from hostir.runtime.kernels.table import Again, Kernel
@@ -220,7 +220,7 @@ class Graphs:
         return graph
 
     def record(self, plan: Capturable, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
-        with torch.cuda.stream(self.side), _no_garbage():
+        with torch.cuda.stream(self.side), uncollected():  # destroying another graph would break a capture
             graph = torch.cuda.CUDAGraph()
             try:  # other threads may go on calling what a capture forbids
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -254,15 +254,3 @@ class Graphs:
             LOG.info("@%s: dropped %d CUDA graphs: %s", self.name, len(kept), reason)
         for call in kept:
             call.graph = None
-
-
-@contextlib.contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Disable garbage collection: destroying another graph would break a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

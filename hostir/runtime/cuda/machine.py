@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -26,7 +26,7 @@ from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.cuda.graphs import CublasStreams, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
 from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts
-from hostir.runtime.cuda.streams import current, workers
+from hostir.runtime.cuda.streams import current, join, workers
 from hostir.runtime.kernels.aten import BY_CUBLAS
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.order import CALLER, late_streams
@@ -35,6 +35,7 @@ from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline
 from hostir.runtime.unroll import (
     AllocateOp,
+    BarrierOp,
     CollectiveOp,
     ComputeOp,
     CopyOp,
@@ -43,11 +44,13 @@ from hostir.runtime.unroll import (
     MarkOp,
     MessagesOp,
     Op,
+    SignalOp,
     SymmetricOp,
     SynchronizeOp,
     UnrolledProgram,
     ViewOp,
     WaitOp,
+    WaitSignalOp,
     message_teams_of,
 )
 from hostir.runtime.watchdog import headline
@@ -56,17 +59,17 @@ from hostir.runtime.watchdog import headline
 # Collectives and messages by NCCL, through torch's process groups.
 
 
-def inlined(unrolled: UnrolledProgram) -> frozenset[int]:
-    """Return the handles of collectives that NCCL may run on the caller's stream itself.
+def awaited_at_once(unrolled: UnrolledProgram) -> frozenset[int]:
+    """Return the handles of communications that a program with no other stream waits for at once.
 
-    They are those that a program with no other stream waits for at once. This saves two events on the host, and the
+    NCCL may run such a collective on the caller's stream itself. This saves two events on the host, and the
     synchronization of two streams on the device.
     """
     ops = [op for op in unrolled.ops if not op.defines]
     if any(op.stream != CALLER for op in ops):
         return frozenset()
     waits = Counter(op.awaits for op in ops)
-    at_once = (a.handle for a, b in pairwise(ops) if isinstance(a, CollectiveOp) and b.awaits == a.handle)
+    at_once = (a.starts for a, b in pairwise(ops) if a.starts and b.awaits == a.starts)
     return frozenset(handle for handle in at_once if waits[handle] == 1)
 
 
@@ -223,7 +226,8 @@ class CudaPlan:
         self.current = CALLER
         self.late = late_streams(unrolled)
         self.homes = homes(unrolled)
-        self.inlined = inlined(unrolled)
+        self.awaited_at_once = awaited_at_once(unrolled)
+        self.inlined = set[int]()  # the handles of collectives that run on the caller's stream itself
         self.eager_only = uniform_only(unrolled)  # why its runs must not be captured; empty if they may
         self.memory = machine.symmetric.of(unrolled, self)
         self.one_sided: CudaOneSided | None = None
@@ -302,7 +306,7 @@ class CudaPlan:
             )
         return self.machine.timeouts.problem()
 
-    def ailment(self) -> str:
+    def reported_problem(self) -> str:
         found = self.problem()
         return headline(found) if found is not None else ""
 
@@ -315,104 +319,115 @@ class CudaPlan:
         return [*missing, *((op, "it may be in flight") for op in unfinished)]
 
     # Binding ------------------------------------------------------------------------------------------------------
+    @property
+    def flagged(self) -> CudaOneSided:
+        """The one-sided operations, of a program that has some."""
+        assert self.one_sided is not None
+        return self.one_sided
+
     def append(self, op: Op, step: Step) -> None:
         self.steps.append(step)
         self.ops.append(op)
 
     def add(self, op: Op) -> None:
         """Bind one operation to its stream."""
-        if isinstance(op, WaitOp) and op.handle in self.inlined:
-            return  # the order of the stream does
-        if isinstance(op, SymmetricOp) or (isinstance(op, ViewOp) and self.registers[op.x] is not None):
-            self.keep(op)
-            return
-        if self.one_sided is not None:
-            for step in self.one_sided.before(op):
-                self.append(op, step)
-            if pushes := self.one_sided.pushes.get(id(op)):
-                if op is pushes.ops[-1]:
-                    self.here(pushes.ops[0], self.one_sided.push(pushes))
-                return
-            if self.one_sided.is_direct(op):
-                if direct := self.one_sided.bind(op):
-                    self.append(op, self.timeline.timed(op, direct, self.streams) if self.timeline else direct)
-                return
-        if isinstance(op, ViewOp | FreeOp | SynchronizeOp | MarkOp):  # these do not depend on the current stream
-            self.append(op, self.bind_anywhere(op))
-            return
-        self.here(op, self.bind_here(op))
+        for step in self.one_sided.before(op) if self.one_sided else ():
+            self.append(op, step)
+        BIND[type(op)](self, op)
 
     def here(self, op: Op, step: Step) -> None:
         """Add a step that runs on the operation's stream as the current one."""
         if op.stream != self.current:
             self.append(op, self.switch(op.stream))
             self.current = op.stream
-        self.append(op, self.timeline.timed(op, step, self.streams) if self.timeline else step)
+        self.direct(op, step)
 
-    def keep(self, op: SymmetricOp | ViewOp) -> None:
-        """Set the register of a symmetric buffer, or of a view of one: they are the same in every run."""
-        if isinstance(op, ViewOp):
-            bind_view(op, self.registers)()
-            return
-        assert self.memory is not None
-        self.registers[op.out] = self.memory.buffer(op)
+    def direct(self, op: Op, step: Step | None) -> None:
+        """Add a step that issues to its streams by itself, whatever stream is current; None for none."""
+        if step is not None:
+            self.append(op, self.timeline.timed(op, step, self.streams) if self.timeline else step)
 
     def switch(self, stream: int) -> Step:
         streams, set_stream = self.streams, torch.cuda.set_stream
         return lambda: set_stream(streams[stream])
 
-    def bind_anywhere(self, op: Op) -> Step:
-        if isinstance(op, SynchronizeOp):
-            return self.bind_synchronize(op.stream, op.other)
-        if isinstance(op, MarkOp):
-            return self.bind_mark(op)
-        if isinstance(op, FreeOp):
-            return self.bind_free(op)
-        assert isinstance(op, ViewOp)
-        return bind_view(op, self.registers)
+    def add_allocate(self, op: AllocateOp) -> None:
+        self.here(op, bind_allocate(op, self.registers, self.machine.device))
 
-    def bind_here(self, op: Op) -> Step:
-        registers = self.registers
-        if isinstance(op, WaitOp):
-            handle = op.handle
-            return lambda: registers[handle].wait()
-        if isinstance(op, CollectiveOp):
-            return collective(op, registers, *self.machine.groups.of(op.team), op.handle in self.inlined)
-        if isinstance(op, MessagesOp):
-            groups = self.machine.groups if op.collective else self.machine.messages
-            return messages(op, registers, *groups.of(op.team), self.machine.device)
-        if isinstance(op, DelayOp):
-            return partial(torch.cuda._sleep, op.microseconds * CYCLES_PER_US)
-        if isinstance(op, CopyOp):
-            assert self.one_sided is not None
-            return self.one_sided.copy(op)
-        if isinstance(op, ComputeOp) and op.ready is not None:
-            assert self.one_sided is not None
-            return self.one_sided.compute(op, op.ready)
-        if isinstance(op, ComputeOp):
-            return bind_compute(op, registers, self.machine.kernel(op))
-        assert isinstance(op, AllocateOp)
-        return bind_allocate(op, registers, self.machine.device)
+    def add_symmetric(self, op: SymmetricOp) -> None:
+        """Set its register now: it is the same in every run."""
+        assert self.memory is not None
+        self.registers[op.out] = self.memory.buffer(op)
 
-    def bind_synchronize(self, stream: int, other: int) -> Step:
-        streams, event = self.streams, torch.cuda.Event()
+    def add_view(self, op: ViewOp) -> None:
+        view = bind_view(op, self.registers)
+        if self.registers[op.x] is None:
+            self.append(op, view)
+        else:  # of a symmetric buffer: it is the same in every run
+            view()
 
-        def step() -> None:
-            event.record(streams[other])
-            event.wait(streams[stream])
+    def add_compute(self, op: ComputeOp) -> None:
+        if op.ready is not None:
+            self.here(op, self.flagged.compute(op, op.ready))
+        else:
+            self.here(op, bind_compute(op, self.registers, self.machine.kernel(op)))
 
-        return step
+    def add_copy(self, op: CopyOp) -> None:
+        if self.add_push(op):
+            return
+        if self.unrolled.touches_peer(op):
+            self.direct(op, self.flagged.copy(op))
+        else:
+            self.here(op, self.flagged.copy_here(op))
 
-    def bind_mark(self, op: MarkOp) -> Step:
+    def add_signal(self, op: SignalOp) -> None:
+        if not self.add_push(op):
+            self.direct(op, self.flagged.signal(op))
+
+    def add_push(self, op: CopyOp | SignalOp) -> bool:
+        """Return whether one kernel carries out the operation with others; bind it with the last of them."""
+        pushes = self.flagged.pushes.get(id(op))
+        if pushes is not None and op is pushes.ops[-1]:
+            self.here(pushes.ops[0], self.flagged.push(pushes))
+        return pushes is not None
+
+    def add_wait_signal(self, op: WaitSignalOp) -> None:
+        self.direct(op, self.flagged.wait_signal(op))
+
+    def add_barrier(self, op: BarrierOp) -> None:
+        self.direct(op, self.flagged.barrier(op))
+
+    def add_collective(self, op: CollectiveOp) -> None:
+        inline = op.handle in self.awaited_at_once
+        if inline:
+            self.inlined.add(op.handle)
+        self.here(op, collective(op, self.registers, *self.machine.groups.of(op.team), inline))
+
+    def add_messages(self, op: MessagesOp) -> None:
+        groups = self.machine.groups if op.collective else self.machine.messages
+        self.here(op, messages(op, self.registers, *groups.of(op.team), self.machine.device))
+
+    def add_wait(self, op: WaitOp) -> None:
+        registers, handle = self.registers, op.handle
+        if handle not in self.inlined:  # else the order of the stream does
+            self.here(op, lambda: registers[handle].wait())
+
+    def add_delay(self, op: DelayOp) -> None:
+        self.here(op, partial(torch.cuda._sleep, op.microseconds * CYCLES_PER_US))
+
+    def add_synchronize(self, op: SynchronizeOp) -> None:
+        self.append(op, partial(join, self.streams, op.stream, op.other, torch.cuda.Event()))
+
+    def add_mark(self, op: MarkOp) -> None:
         registers, streams, event = self.registers, self.streams, torch.cuda.Event()
 
         def step() -> None:
             event.record(streams[op.stream])
             registers[op.handle] = event  # waiting on it is like waiting on a Work
 
-        return step
+        self.append(op, step)
 
-    def bind_free(self, op: FreeOp) -> Step:
+    def add_free(self, op: FreeOp) -> None:
         registers = self.registers
         gone = [i for i, buffer in enumerate(self.unrolled.buffers) if buffer == op.buffer]
         self.mark(op, op.buffer)
@@ -421,7 +436,7 @@ class CudaPlan:
             for i in gone:
                 registers[i] = None
 
-        return step
+        self.append(op, step)
 
     def mark(self, op: Op, buffer: int) -> None:
         """Tell the allocator which streams may still use a buffer when it is freed."""
@@ -432,3 +447,22 @@ class CudaPlan:
 
         for stream in self.late.pop(buffer, ()):
             self.append(op, recording(stream))
+
+
+BIND: dict[type[Op], Callable[[CudaPlan, Any], None]] = {
+    AllocateOp: CudaPlan.add_allocate,
+    SymmetricOp: CudaPlan.add_symmetric,
+    ViewOp: CudaPlan.add_view,
+    FreeOp: CudaPlan.add_free,
+    ComputeOp: CudaPlan.add_compute,
+    CopyOp: CudaPlan.add_copy,
+    SignalOp: CudaPlan.add_signal,
+    WaitSignalOp: CudaPlan.add_wait_signal,
+    BarrierOp: CudaPlan.add_barrier,
+    CollectiveOp: CudaPlan.add_collective,
+    MessagesOp: CudaPlan.add_messages,
+    MarkOp: CudaPlan.add_mark,
+    WaitOp: CudaPlan.add_wait,
+    SynchronizeOp: CudaPlan.add_synchronize,
+    DelayOp: CudaPlan.add_delay,
+}

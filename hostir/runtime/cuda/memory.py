@@ -16,21 +16,7 @@ import torch.distributed as dist
 from hostir.ir.types import FLAG
 from hostir.runtime.order import CALLER
 from hostir.runtime.symmetric import BARRIERS, BufferInfo, BufferPlace, Offer, PeerRange, SharedMemory
-from hostir.runtime.unroll import (
-    AllocateOp,
-    BarrierOp,
-    ComputeOp,
-    CopyOp,
-    ElementRange,
-    Op,
-    RanksOfTeam,
-    SignalOp,
-    SymmetricOp,
-    SynchronizeOp,
-    UnrolledProgram,
-    ViewOp,
-    overlap,
-)
+from hostir.runtime.unroll import ElementRange, Op, RanksOfTeam, UnrolledProgram, overlap
 
 # Flag reset and credits -----------------------------------------------------------------------------------------------
 # Resets flags between calls on CUDA, so that a call is the same in every replay of a CUDA graph.
@@ -76,21 +62,17 @@ def _first_barrier(unrolled: UnrolledProgram) -> FirstBarrier | None:
 
     Only the very first barrier: credits do not cover what ranks in two teams do before the second team's barrier.
     """
-    me, homes, at = unrolled.rank, _homes(unrolled), unrolled.extents
-    own = {register for register, op in unrolled.symmetric.items() if op.rank == me}
-    theirs = homes.keys() - own
+    homes, at = _homes(unrolled), unrolled.extents
     touched: list[tuple[BufferPlace, ElementRange]] = []
     raised: list[Slot] = []
     for op in unrolled.ops:
-        if isinstance(op, BarrierOp):
-            return op.team, touched, raised
-        if isinstance(op, CopyOp) and not theirs.intersection(unrolled.buffers[r] for r in (op.x, op.out)):
-            mine = (r for r in (op.x, op.out) if unrolled.buffers[r] in own)
-            touched += [(homes[unrolled.buffers[r]], at[r]) for r in mine]
-        elif isinstance(op, SignalOp) and op.peer == me:
-            raised.append((homes[unrolled.buffers[op.flags]], op.slot))
-        elif not isinstance(op, AllocateOp | SymmetricOp | ViewOp | SynchronizeOp):
+        if op.of_team:
+            return op.of_team, touched, raised
+        if op.by_group or op.awaits or op.awaited_flags or unrolled.touches_peer(op):
             return None
+        mine = (r for r in unrolled.tensors(op) if unrolled.buffers[r] in homes)
+        touched += [(homes[unrolled.buffers[r]], at[r]) for r in mine]
+        raised += [(homes[unrolled.buffers[flags]], slot) for flags, slot, _ in op.raised_flags]
     return None
 
 
@@ -201,9 +183,7 @@ def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
             if unrolled.owner(flags) == unrolled.rank:
                 found.setdefault((homes[unrolled.buffers[flags]], number), set()).add(op.stream)
     for slot, _, op in waits(unrolled):
-        # Such a kernel may start before the one right before it on its stream has ended.
-        overlaps = isinstance(op, ComputeOp) and op.ready is not None and op.ready.overlapped_sms
-        found.setdefault(slot, set()).update({op.stream, NO_STREAM} if overlaps else {op.stream})
+        found.setdefault(slot, set()).update({op.stream, NO_STREAM} if op.starts_early else {op.stream})
     return found
 
 

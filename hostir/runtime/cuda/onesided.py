@@ -14,7 +14,7 @@ from hostir.ir.types import FLAG
 from hostir.knobs import TIMEOUT
 from hostir.runtime.binding import Pushes, Step, bind_compute
 from hostir.runtime.cuda.memory import CREDITS, FlowControl, Slot, waits
-from hostir.runtime.cuda.streams import StridedCopy, in_batches, own_stream, wait_at_least, write
+from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
 from hostir.runtime.kernels.flags import with_all_rows
 from hostir.runtime.kernels.table import Again, Kernel, repeating
 from hostir.runtime.order import CALLER, NONE
@@ -27,7 +27,6 @@ from hostir.runtime.unroll import (
     Op,
     SignalOp,
     UnrolledProgram,
-    ViewOp,
     WaitSignalOp,
 )
 
@@ -170,7 +169,7 @@ class CudaOneSided:
         self.unforked = {id(op) for op in unforked(unrolled)}
         self.sent: set[tuple[int, BufferPlace, int, int]] = set()
         self.pushes = {id(op): pushes for pushes in Pushes.of(unrolled) for op in pushes.ops}
-        self.offsets = {op.out: op.offset for op in unrolled.ops if isinstance(op, ViewOp)}
+        self.barriers: list[BarrierOp] = []  # without those that credits replace
 
     @cached_property
     def diagnosis(self) -> torch.cuda.Stream:
@@ -178,16 +177,6 @@ class CudaOneSided:
         return own_stream(self, self.device, priority=0)
 
     # Operations ---------------------------------------------------------------------------------------------------
-    def is_direct(self, op: Op) -> bool:
-        """Whether an operation is issued to its stream by handle, whatever stream is current."""
-        if id(op) in self.pushes:
-            return False
-        return isinstance(op, SignalOp | WaitSignalOp | BarrierOp) or (isinstance(op, CopyOp) and not self.is_local(op))
-
-    def is_local(self, op: CopyOp) -> bool:
-        """Whether a copy stays on this GPU, where a kernel makes it."""
-        return not self.unrolled.touches_peer(op)
-
     def begin_call(self) -> list[Step]:
         """Return the steps that begin a call, on the caller's stream."""
         marks: list[Step] = [partial(_record, self.streams, CALLER, self.start)] if self.unforked else []
@@ -217,28 +206,6 @@ class CudaOneSided:
         mark = [partial(_record, streams, op.stream, self.credits_taken)] if others else []
         return [*fork, self.on(op.stream, self.take_credits()), *mark]
 
-    def bind(self, op: Op) -> Step | None:
-        """Return the step that executes an operation; None if there is nothing to do."""
-        if isinstance(op, CopyOp):
-            return self.copy(op)
-        if isinstance(op, SignalOp | WaitSignalOp) and self.is_stream_ordered(op):
-            return None
-        if isinstance(op, SignalOp):
-            if self.is_sent(op):
-                return None
-            if op.sms:
-                return self.signal_by_kernel(op)
-            return self.on(op.stream, in_batches([write(self.flag(self.place(op.flags), op.slot, op.peer), op.epoch)]))
-        if isinstance(op, WaitSignalOp):
-            return self.on(op.stream, self.wait(op.flags, op.slot, op.epoch))
-        assert isinstance(op, BarrierOp)
-        return None if op.number == 0 and op.team in self.flow_control.implied_barriers else self.barrier(op)
-
-    def is_stream_ordered(self, op: SignalOp | WaitSignalOp) -> bool:
-        """Whether the order of one stream replaces the flag."""
-        mine = isinstance(op, WaitSignalOp) or op.peer == self.rank
-        return mine and (self.place(op.flags), op.slot) in self.flow_control.stream_ordered
-
     def is_sent(self, op: SignalOp) -> bool:
         """Whether this call has sent the same signal before: a second one might arrive after the flag is reset."""
         signal = op.peer, self.place(op.flags), op.slot, op.epoch
@@ -251,17 +218,20 @@ class CudaOneSided:
         return lambda: issue(streams[stream].cuda_stream)
 
     def copy(self, op: CopyOp) -> Step:
+        """Return the step of a copy from or to a peer."""
         registers, streams, x, out, stream = self.registers, self.streams, op.x, op.out, op.stream
-        if not self.is_local(op):
-            copy = StridedCopy()
-            return lambda: copy(registers[out], registers[x], streams[stream].cuda_stream)
-        kernel = self.kernels["copy"]
+        copy = StridedCopy()
+        return lambda: copy(registers[out], registers[x], streams[stream].cuda_stream)
 
-        def local() -> None:
+    def copy_here(self, op: CopyOp) -> Step:
+        """Return the step of a copy within this GPU, which a kernel makes."""
+        registers, x, out, kernel = self.registers, op.x, op.out, self.kernels["copy"]
+
+        def step() -> None:
             if registers[out].data_ptr() != registers[x].data_ptr():  # else the caller's tensor is in place already
                 kernel(registers[out], registers[x])
 
-        return local
+        return step
 
     def push(self, pushes: Pushes) -> Step:
         """Return the step that launches one kernel for all of these copies and signals."""
@@ -271,7 +241,7 @@ class CudaOneSided:
         pieces = []
         for copy, signal in pushes.copies:
             flag, epoch = (0, 0) if signal is None or self.is_sent(signal) else (self.raised(signal), signal.epoch)
-            offset = self.offsets.get(copy.x, 0) * to.element_size()
+            offset = self.unrolled.layouts[copy.x].offset * to.element_size()
             pieces.append((offset, registers[copy.out].data_ptr(), flag, epoch))
         # Its flags rise in any order, so each is raised once: an earlier epoch might arrive after the reset to 0.
         last = {flag: number for number, (*_, flag, _) in enumerate(pieces)}
@@ -287,8 +257,14 @@ class CudaOneSided:
 
         return PushKernel(self.device, [Piece(*each) for each in pieces], size, sms)
 
-    def signal_by_kernel(self, op: SignalOp) -> Step:
-        kernel, streams, stream = self.signal_kernel(self.raised(op), op.epoch), self.streams, op.stream
+    def signal(self, op: SignalOp) -> Step | None:
+        """Return the step that raises a flag; None if this call has raised it, or the order of a stream replaces it."""
+        flag = self.raised(op)
+        if not flag or self.is_sent(op):
+            return None
+        if not op.sms:
+            return self.on(op.stream, in_batches([write(flag, op.epoch)]))
+        kernel, streams, stream = self.signal_kernel(flag, op.epoch), self.streams, op.stream
         return lambda: kernel(streams[stream])
 
     def signal_kernel(self, flag: int, epoch: int) -> Callable[[torch.cuda.Stream], None]:
@@ -298,13 +274,24 @@ class CudaOneSided:
 
     def raised(self, op: SignalOp) -> int:
         """Return the address of the flag that a signal raises; 0 if the order of a stream replaces it."""
-        return 0 if self.is_stream_ordered(op) else self.flag(self.place(op.flags), op.slot, op.peer)
+        place = self.place(op.flags)
+        ordered = op.peer == self.rank and (place, op.slot) in self.flow_control.stream_ordered
+        return 0 if ordered else self.flag(place, op.slot, op.peer)
+
+    def wait_signal(self, op: WaitSignalOp) -> Step | None:
+        """Return the step that makes the stream wait for a flag; None if the order of the stream replaces it."""
+        if (self.place(op.flags), op.slot) in self.flow_control.stream_ordered:
+            return None
+        return self.on(op.stream, self.wait(op.flags, op.slot, op.epoch))
 
     def wait(self, flags: int, slot: int, epoch: int) -> Issue:
         return in_batches([wait_at_least(self.flag(self.place(flags), slot, self.rank), epoch)])
 
-    def barrier(self, op: BarrierOp) -> Step:
-        """Return the step that signals this rank's arrival to the team, and waits for theirs."""
+    def barrier(self, op: BarrierOp) -> Step | None:
+        """Return the step that signals this rank's arrival to the team, and waits for theirs; None if credits do."""
+        if op.number == 0 and op.team in self.flow_control.implied_barriers:
+            return None
+        self.barriers.append(op)
         size, place = len(op.team), (BARRIERS, op.team)
         mine, first = op.team.index(self.rank), op.number * size
         others = [rank for rank in op.team if rank != self.rank]
@@ -380,11 +367,10 @@ class CudaOneSided:
                 if rank == self.rank and buffer.dtype == torch_dtype(FLAG):
                     held[place] = buffer.cpu().view(-1).tolist()
         found: list[tuple[Op, str]] = []
-        for op in self.unrolled.ops:
-            if isinstance(op, BarrierOp) and not (op.number == 0 and op.team in self.flow_control.implied_barriers):
-                row = held[BARRIERS, op.team][op.number * len(op.team) :]
-                late = [rank for rank, came in zip(op.team, row, strict=False) if not came and rank != self.rank]
-                found += [(op, f"rank {', '.join(map(str, late))} has not come")] if late else []
+        for barrier in self.barriers:
+            row = held[BARRIERS, barrier.team][barrier.number * len(barrier.team) :]
+            late = [rank for rank, came in zip(barrier.team, row, strict=False) if not came and rank != self.rank]
+            found += [(barrier, f"rank {', '.join(map(str, late))} has not come")] if late else []
         for (place, slot), epoch, op in waits(self.unrolled):
             if (at := held[place][slot]) < epoch:
                 found.append((op, f"flag %{place[0]}[{slot}] stands at {at}, not at {epoch}"))
@@ -400,7 +386,7 @@ class CudaOneSided:
     def end_call(self) -> list[Step]:
         """Return the steps that end a call, on the caller's stream: reset flags, and grant credits to peers."""
         joins: list[Step] = [
-            partial(_join, self.streams, CALLER, stream, torch.cuda.Event()) for stream in self.unrolled.order.unjoined
+            partial(join, self.streams, CALLER, stream, torch.cuda.Event()) for stream in self.unrolled.order.unjoined
         ]
         late = [wait_at_least(self.slot(slot), epoch) for slot, epoch in self.flow_control.unawaited.items()]
         flags = [*map(self.slot, self.flow_control.raised), *self.arrivals()]
@@ -417,8 +403,7 @@ class CudaOneSided:
         """Return the addresses of this rank's flags that peers raise in barriers."""
         return [
             self.flag((BARRIERS, op.team), op.number * len(op.team) + number, self.rank)
-            for op in self.unrolled.ops
-            if isinstance(op, BarrierOp) and not (op.number == 0 and op.team in self.flow_control.implied_barriers)
+            for op in self.barriers
             for number, rank in enumerate(op.team)
             if rank != self.rank
         ]
@@ -440,10 +425,4 @@ def _record(streams: Sequence[torch.cuda.Stream], stream: int, event: torch.cuda
 
 
 def _after(streams: Sequence[torch.cuda.Stream], stream: int, event: torch.cuda.Event) -> None:
-    event.wait(streams[stream])
-
-
-def _join(streams: Sequence[torch.cuda.Stream], stream: int, other: int, event: torch.cuda.Event) -> None:
-    """Make a stream wait for all work that another has been given so far."""
-    event.record(streams[other])
     event.wait(streams[stream])

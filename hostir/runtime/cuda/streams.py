@@ -210,6 +210,12 @@ def current(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def join(streams: Sequence[torch.cuda.Stream], stream: int, other: int, event: torch.cuda.Event) -> None:
+    """Make a stream wait for all work that another has been given so far; both by their numbers."""
+    event.record(streams[other])
+    event.wait(streams[stream])
+
+
 class CallOrder:
     """Calls that run one after another, on whatever streams they are made."""
 
@@ -271,10 +277,10 @@ def own_stream(owner: object, device: torch.device, priority: int, products: boo
     and use the workspace. That it has ended by the time of the reuse is likely, but not checked: who replays a graph is
     not known, and CUDA forbids waiting for the whole device while anyone captures.
     """
-    spare = _free.setdefault((device, priority, products), deque())
+    idle = _free.setdefault((device, priority, products), deque())
     try:
-        stream = spare.popleft() if len(spare) > (RESTING if products else 0) else new_stream(device, priority)
+        stream = idle.popleft() if len(idle) > (RESTING if products else 0) else new_stream(device, priority)
     except IndexError:  # another thread has taken the only one
         stream = new_stream(device, priority)
-    weakref.finalize(owner, spare.append, stream).atexit = False
+    weakref.finalize(owner, idle.append, stream).atexit = False
     return stream

@@ -287,7 +287,7 @@ class GlooPlan:
         notes = [lane.notes.get(i) for lane in self.lanes.values() if (i := lane.position) >= 0 and lane.ops[i] is op]
         return self.unrolled.describe(op) + "".join(f", which waits for {note()}" for note in notes if note)
 
-    def ailment(self) -> str:
+    def reported_problem(self) -> str:
         return ""  # failures are raised to the caller
 
     def progress(self) -> tuple[int, ...] | None:
