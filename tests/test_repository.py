@@ -103,7 +103,7 @@ RIDDLE = re.compile(r"(What|Which|How|Where|Why|When)\b(?!.*\?$)")
 
 
 def types_of(path: Path) -> set[str]:
-    """The classes of a module, and the names that it gives to other types; type variables are read in one place."""
+    """The classes of a module, and the aliases that it gives to types: names in capitals and lower case."""
     found = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef):
