@@ -354,9 +354,10 @@ class _Rotations:
             for axis, step in enumerate(steps):
                 if (access.buffer.name, axis) in self.steps and (id(access), axis) not in self.blocks:
                     self._region(access, axis, _one_place if step else _all_places)
+        if any(_differs(flag.epoch[1]) for flag in (*self.tracer.signals, *self.tracer.waits)):
+            raise UnlikeError
         for flag, steps in going:
-            still = any((flag.flags, axis) in self.steps for axis, step in enumerate(steps) if not step)
-            if _differs(flag.epoch[1]) or still:
+            if any((flag.flags, axis) in self.steps for axis, step in enumerate(steps) if not step):
                 raise UnlikeError
 
     def _moving(self, address: Any) -> tuple[int, ...]:
