@@ -30,7 +30,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.runtime.executor import Executor
 from hostir.runtime.gloo.machine import GlooPlan
-from hostir.runtime.gloo.onesided import Key, Waits
+from hostir.runtime.gloo.onesided import LaneKey, Waits
 from hostir.runtime.order import CALLER
 from hostir.runtime.session import session
 from hostir.runtime.sharding import BITS, random_inputs, shard
@@ -115,7 +115,7 @@ class Slowness:
         return said
 
 
-def _name(lane: Key) -> str:
+def _name(lane: LaneKey) -> str:
     """Of a lane, for people."""
     if not isinstance(lane, int):
         return f"team {lane}"

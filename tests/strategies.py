@@ -19,8 +19,8 @@ from hostir.ir.op import (
     FieldPart,
     Lit,
     OptionalPart,
-    Part,
     Ref,
+    SyntaxPart,
     codecs_of,
     defaults_of,
     template,
@@ -144,7 +144,7 @@ def _statement(draw: Draw, text: Text, cls: type[Statement], depth: int) -> Stat
     return cls(**given)
 
 
-def _chosen(draw: Draw, parts: tuple[Part, ...]) -> list[FieldPart]:
+def _chosen(draw: Draw, parts: tuple[SyntaxPart, ...]) -> list[FieldPart]:
     """The fields to fill, in the order of the text; those of optional groups perhaps."""
     chosen: list[FieldPart] = []
     for part in parts:

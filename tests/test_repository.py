@@ -87,18 +87,53 @@ OLD_WORDS = {
     "told": "received",
     "settle": "decide",
     "spoil": "make undefined",
+    "ailment": "problem",
 }
+# Ordinary English in sentences; as names they say too little.
+OLD_NAMES = {
+    "beside": "concurrent, overlapped",
+    "fed": "given",
+    "spare": "idle, left over",
+    "ahead": "lead, peek",
+    "tell": "send, announce",
+    "hear": "receive",
+}
+TYPE_NAME = re.compile(r"[A-Z](?=\w*[a-z])\w*")
 RIDDLE = re.compile(r"(What|Which|How|Where|Why|When)\b(?!.*\?$)")
+
+
+def types_of(path: Path) -> set[str]:
+    """The classes of a module, and the aliases that it gives to types: names in capitals and lower case."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return {name for name in found if TYPE_NAME.fullmatch(name)}
+
+
+def test_one_name_is_one_type() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "hostir").rglob("*.py")):
+        for name in types_of(path):
+            homes.setdefault(name, []).append(relative(path))
+    assert len(homes) > 200, "classes and aliases are found"
+    twice = {name: where for name, where in homes.items() if len(where) > 1}
+    assert not twice, twice
 
 
 def test_names_are_the_words_of_the_field() -> None:
     found = []
+    old = OLD_WORDS | OLD_NAMES
     for path in sorted((ROOT / "hostir").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [getattr(node, field, None) for field in ("name", "id", "attr", "arg")]
             for name in (name for name in names if isinstance(name, str)):
                 words = re.split(r"_|(?<=[a-z])(?=[A-Z])", name)
-                found += [f"{relative(path)}: {name}" for word in words if word.lower().removesuffix("s") in OLD_WORDS]
+                found += [f"{relative(path)}: {name}" for word in words if word.lower().removesuffix("s") in old]
     assert not found, "\n".join(dict.fromkeys(found))
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hostir.check.order import Clock, Lanes, Order, Trouble, together
-from hostir.check.tracer import Access, Event, Flag, Kernel, Tracer
+from hostir.check.tracer import Access, Event, Flag, Tracer, WaitingKernel
 from hostir.ir.machine import ARITHMETIC, Frame
 from hostir.ir.program import Program
 from hostir.ir.regions import Dims, Region
@@ -291,9 +291,9 @@ class Alike(Order):
                 yield Trouble("SMs held", [first.start])
                 return
 
-    def _kernel(self, kernel: Kernel, rank: int, lanes: Lanes) -> Kernel:
+    def _kernel(self, kernel: WaitingKernel, rank: int, lanes: Lanes) -> WaitingKernel:
         """Return the same kernel as it runs on another rank."""
-        other = Kernel(self.copy(kernel.start, rank), self.copy(kernel.end, rank))
+        other = WaitingKernel(self.copy(kernel.start, rank), self.copy(kernel.end, rank))
         self.clocks[other.start] = self.torus.seen_from(rank, self.clocks[kernel.start])
         lanes.latest[other] = self.torus.seen_from(rank, lanes.latest[kernel])
         return other
@@ -382,7 +382,7 @@ class _Rotations:
         if not fits(_at(region.offset, 0), region.dims, step, self.shape[axis]):
             raise UnlikeError
 
-    def _kernel(self, kernel: Kernel, axis: int) -> None:
+    def _kernel(self, kernel: WaitingKernel, axis: int) -> None:
         """Check that the blocks of a kernel, and the rows they touch, rotate with its flags."""
         step = self.steps.get((kernel.waits[0].flags, axis)) if kernel.waits else None
         if step is None:

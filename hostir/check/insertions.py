@@ -20,7 +20,7 @@ from hostir.ir.types import FLAG, Kind, TensorType
 # Places in a program --------------------------------------------------------------------------------------------------
 # Edits of host programs by place, and what holds at a place: the names in scope, the stream that is current.
 
-Place = tuple[int, ...]  # an index into the program's body, an index into the body of that statement, ...
+BodyPosition = tuple[int, ...]  # an index into the program's body, an index into the body of that statement, ...
 Block = tuple[Statement, ...]
 
 
@@ -44,7 +44,7 @@ def names_stream(s: Statement) -> bool:
 class Edit:
     """An insertion of statements before a place, which replace the first `drop` statements there."""
 
-    place: Place
+    place: BodyPosition
     new: Block = ()
     drop: int = 0
 
@@ -60,7 +60,7 @@ def edited(program: Program, edits: Iterable[Edit]) -> Program:
     return program.with_body(body)
 
 
-def _spliced(body: Block, place: Place, edit: Edit) -> Block:
+def _spliced(body: Block, place: BodyPosition, edit: Edit) -> Block:
     at, *inner = place
     if not inner:
         return (*body[:at], *edit.new, *body[at + edit.drop :])
@@ -91,38 +91,38 @@ class Outline:
         self.places = {id(s): place for place, s in self.statements}
         self.user = callers_stream(program)
 
-    def place(self, s: Statement) -> Place:
+    def place(self, s: Statement) -> BodyPosition:
         return self.places[id(s)]
 
-    def block(self, place: Place) -> Block:
+    def block(self, place: BodyPosition) -> Block:
         """The block that a place is in."""
         body = self.program.body
         for at in place[:-1]:
             body = body[at].bodies[0]
         return body
 
-    def end(self, place: Place) -> Place:
+    def end(self, place: BodyPosition) -> BodyPosition:
         """Return the place behind the last statement of the block that a place is in."""
         return (*place[:-1], len(self.block(place)))
 
-    def set_above(self, place: Place) -> Expr | None:
+    def set_above(self, place: BodyPosition) -> Expr | None:
         """Return the stream that is set last above a place, if any."""
         above = [s.sets_stream for at, s in self.statements if at < place and s.sets_stream is not None]
         return above[-1] if above else None
 
-    def stream(self, place: Place) -> Expr | None:
+    def stream(self, place: BodyPosition) -> Expr | None:
         """Return the current stream at a place, as the text above it says; None where its names are not in scope."""
         above = self.set_above(place)
         if above is not None:
             return above if self.knows(place, above) else None
         return Ref(self.user) if self.user else None
 
-    def knows(self, place: Place, stream: Expr) -> bool:
+    def knows(self, place: BodyPosition, stream: Expr) -> bool:
         """Whether all names of a stream are in scope at a place."""
         scope = self.scope(place)
         return all(scope.get(v.name) == v for v in expr_values(stream))
 
-    def scope(self, place: Place) -> dict[str, Value]:
+    def scope(self, place: BodyPosition) -> dict[str, Value]:
         """Return the values in scope at a place, by name."""
         found = {v.name: v for v in self.program.inputs}
         body = self.program.body
@@ -133,7 +133,7 @@ class Outline:
         return found | _defined(body[: place[-1]])
 
     # What is put in ---------------------------------------------------------------------------------------------------
-    def fork(self, place: Place, source: Ref | Lit) -> Block:
+    def fork(self, place: BodyPosition, source: Ref | Lit) -> Block:
         """Return statements that let every other pool stream wait for `source`, then restore the current stream."""
         index, count = self._index(place), self.program.streams
         worker: Expr = Ref(index)
@@ -144,18 +144,18 @@ class Outline:
         body = (SetStream(stream=worker), Synchronize(stream=source))
         return (self._for_all(index, body, count), *self._back(place)) if count else ()
 
-    def join(self, place: Place) -> Block:
+    def join(self, place: BodyPosition) -> Block:
         """Return statements that let the current stream wait for every pool stream."""
         index = self._index(place)
         return (self._for_all(index, (Synchronize(stream=Ref(index)),), self.program.streams),)
 
-    def at_callers(self, place: Place) -> Block:
+    def at_callers(self, place: BodyPosition) -> Block:
         """Return statements, if needed, that make the caller's stream current at a place of the outermost block."""
         if len(place) > 1 or self.user is None:
             return ()
         return () if self.set_above(place) in (None, Ref(self.user)) else (SetStream(stream=Ref(self.user)),)
 
-    def ends(self) -> list[Place]:
+    def ends(self) -> list[BodyPosition]:
         """Return places at the end of the program: before closing barriers and frees, before closing frees, last."""
         body = self.program.body
         found = [len(body)]
@@ -169,13 +169,13 @@ class Outline:
     def _for_all(self, index: Value, body: Block, count: int) -> For:
         return For(index=index, count=Size.of(count), body=body)
 
-    def _index(self, place: Place) -> Value:
+    def _index(self, place: BodyPosition) -> Value:
         scope, name = self.scope(place), "s"
         while name in scope:
             name += "s"
         return Value(name, Kind.INDEX)
 
-    def _back(self, place: Place) -> Block:
+    def _back(self, place: BodyPosition) -> Block:
         current = self.stream(place)
         return () if current is None or resets(self.block(place)[place[-1] :]) else (SetStream(stream=current),)
 
@@ -217,7 +217,7 @@ def _defined(body: Block) -> dict[str, Value]:
     return {v.name: v for s in body if not s.bodies and (v := s.defines(Phase.HOST))}
 
 
-def _placed(body: Block, outside: Place) -> Iterator[tuple[Place, Statement]]:
+def _placed(body: Block, outside: BodyPosition) -> Iterator[tuple[BodyPosition, Statement]]:
     for at, s in enumerate(body):
         yield (*outside, at), s
         for inner in s.bodies:
@@ -298,15 +298,15 @@ class MissingFlags:
                                 yield (Edit(place, (changed,), drop=1),)
 
     # Places -----------------------------------------------------------------------------------------------------------
-    def _behind(self) -> Iterator[tuple[Place, Statement]]:
+    def _behind(self) -> Iterator[tuple[BodyPosition, Statement]]:
         """Yield the places behind each statement that is issued to a stream, with that statement."""
         for at, s in self.outline.statements:
             if issues(s):
                 yield (*at[:-1], at[-1] + 1), s
 
-    def _in_front(self, users: Sequence[Statement]) -> list[Place]:
+    def _in_front(self, users: Sequence[Statement]) -> list[BodyPosition]:
         """Return the places before these statements and the blocks around them, and at the end of conditions before."""
-        found: dict[Place, None] = {}
+        found: dict[BodyPosition, None] = {}
         for s in users:
             place = self.outline.place(s)
             for depth in range(len(place), 0, -1):
@@ -316,7 +316,7 @@ class MissingFlags:
                         found[(*place[: depth - 1], n, len(other.bodies[0]))] = None
         return list(found)
 
-    def _frames(self, place: Place, flags: Value) -> list[Frame]:
+    def _frames(self, place: BodyPosition, flags: Value) -> list[Frame]:
         """Return a frame with the values of all indices for each time that a rank reaches a place in one call."""
         found: list[Frame] = []
         for rank in self.order.ranks:
@@ -330,14 +330,14 @@ class MissingFlags:
 
     # Expressions ------------------------------------------------------------------------------------------------------
     def _operands(
-        self, place: Place, flags: Value, missing: set[Raised]
+        self, place: BodyPosition, flags: Value, missing: set[Raised]
     ) -> tuple[list[Frame], dict[Numbers, Expr], dict[Numbers, Expr]]:
         """Return the frames of a place, and the values that expressions for a slot and for an epoch have in them."""
         frames = self._frames(place, flags)
         slots = self._numbers(self._slots(place, flags), place, frames)
         return frames, slots, self._numbers(self._epochs(flags, missing), place, frames)
 
-    def _numbers(self, exprs: Iterable[Expr], place: Place, frames: Sequence[Frame]) -> dict[Numbers, Expr]:
+    def _numbers(self, exprs: Iterable[Expr], place: BodyPosition, frames: Sequence[Frame]) -> dict[Numbers, Expr]:
         """Return one expression for each sequence of values over these frames; names out of scope are replaced."""
         found: dict[Numbers, Expr] = {}
         indices = self._indices(place)
@@ -351,10 +351,10 @@ class MissingFlags:
                     continue
         return found
 
-    def _indices(self, place: Place) -> list[Value]:
+    def _indices(self, place: BodyPosition) -> list[Value]:
         return [v for v in self.outline.scope(place).values() if v.type is Kind.INDEX]
 
-    def _slots(self, place: Place, flags: Value) -> Iterator[Expr]:
+    def _slots(self, place: BodyPosition, flags: Value) -> Iterator[Expr]:
         """Yield expressions for a slot of a row of flags: those of the text, each index, blocks of several indices."""
         yield from (use.slot for use in self._uses(flags) if use.slot is not None)
         count, indices = flags.tensor.shape[0].bind(self.order.ranks[0].sizes), self._indices(place)
@@ -377,7 +377,7 @@ class MissingFlags:
         found = (use for s in self.outline.program.walk() if (use := s.flag_operand))
         return sorted(found, key=lambda use: use.flags != flags)
 
-    def _peers(self, place: Place, flags: Value) -> Iterator[tuple[Expr, str]]:
+    def _peers(self, place: BodyPosition, flags: Value) -> Iterator[tuple[Expr, str]]:
         """Yield expressions for a peer, with its mesh axis: those of the text, and all distances from a rank."""
         mesh = flags.tensor.mesh
         known = {v.name for v in self._indices(place)}
@@ -421,7 +421,7 @@ def _rank(frame: Frame) -> int:
     return frame.machine.rank
 
 
-def _arrivals(body: Block, place: Place, frame: Frame) -> Iterator[Frame]:
+def _arrivals(body: Block, place: BodyPosition, frame: Frame) -> Iterator[Frame]:
     """Yield the frame each time that its rank reaches a place."""
     at, *inner = place
     if not inner:
@@ -452,7 +452,7 @@ def for_handles(outline: Outline) -> Iterator[Edits]:
             return
 
 
-def _waits(handle: Value, place: Place, behind: tuple[Statement, ...]) -> Iterator[Edits]:
+def _waits(handle: Value, place: BodyPosition, behind: tuple[Statement, ...]) -> Iterator[Edits]:
     for n, s in enumerate((None, *behind), place[-1] + 1):
         if s is None or not (s.on_host or s.awaited is not None):
             yield (Edit((*place[:-1], n), (Wait(handle=handle),)),)
@@ -460,7 +460,7 @@ def _waits(handle: Value, place: Place, behind: tuple[Statement, ...]) -> Iterat
 
 def for_leaks(outline: Outline, names: Container[str]) -> Edits:
     """Return edits that free buffers which nobody frees, at the end of the block that allocates them."""
-    ends: dict[Place, list[Statement]] = {}
+    ends: dict[BodyPosition, list[Statement]] = {}
     for place, s in outline.statements:
         value = None if s.symmetric else s.buffer
         freed = any(x.freed == value for x in outline.block(place))
@@ -505,7 +505,7 @@ class Suggestions:
             place = self.outline.place(second.statement)
             yield (Edit(place, self.outline.join(place)),)
 
-    def _spots(self, second: Event) -> list[Place]:
+    def _spots(self, second: Event) -> list[BodyPosition]:
         """Return places where an event's stream may wait: before the event, and behind each `set_stream` above it.
 
         Also before barriers and signals, which pass on what their stream waited for, and at the end of the program.
@@ -518,7 +518,7 @@ class Suggestions:
         set_here = [(*at[:-1], at[-1] + 1) for at, s in outline.statements if at < here and s.sets_stream is not None]
         return list(dict.fromkeys([here, *set_here, *passing]))
 
-    def _streams(self, event: Event, place: Place) -> list[Expr]:
+    def _streams(self, event: Event, place: BodyPosition) -> list[Expr]:
         """Return expressions, in scope at a place, for the streams that are ordered behind an event's end."""
         outline = self.outline
         lanes = {event.stream, *(str(lane[1]) for lane, _ in event.ends if len(lane) == 2)}
@@ -597,9 +597,9 @@ class Suggestions:
                 if operand is not None and outline.program.streams:
                     yield (Edit(end, (*on, *outline.join(end), Barrier(x=operand, over=axis))),)
 
-    def _meetings(self, statements: list[Statement]) -> list[Place]:
+    def _meetings(self, statements: list[Statement]) -> list[BodyPosition]:
         outline = self.outline
-        found: list[Place] = []
+        found: list[BodyPosition] = []
         for s in reversed(statements):
             place = outline.place(s)
             found += [place, (*place[:-1], place[-1] + 1)]
@@ -608,12 +608,12 @@ class Suggestions:
                 found += [(*loop, 0), outline.end((*loop, 0)), loop, (*loop[:-1], loop[-1] + 1)]
         return list(dict.fromkeys([*found, *self._starts(), *outline.ends()]))
 
-    def _starts(self) -> list[Place]:
+    def _starts(self) -> list[BodyPosition]:
         """Return the place before the first statement that is issued to a stream."""
         body = self.outline.program.body
         return [(next((n for n, s in enumerate(body) if issues(s) or moves_on(s)), 0),)]
 
-    def _on_mesh_of(self, x: Value, place: Place) -> Value | None:
+    def _on_mesh_of(self, x: Value, place: BodyPosition) -> Value | None:
         """Return a value in scope on the same mesh as another: an input if there is one."""
         same = [v for v in self.outline.program.inputs if v.tensor.mesh == x.tensor.mesh]
         return same[0] if same else self.outline.scope(place).get(x.name)

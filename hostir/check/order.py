@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hostir.check.tracer import Access, Buffer, Event, Flag, Kernel, Lane, Side, Tracer
+from hostir.check.tracer import Access, Buffer, Event, Flag, Lane, Side, Tracer, WaitingKernel
 from hostir.ir.machine import Move
 from hostir.ir.regions import Near, Region, covered
 
@@ -155,7 +155,11 @@ class Order:
         return left
 
     def _walk(
-        self, visit: Callable[[Event, Clock], None], keep: Set[Event], kept: dict[Event, Clock], held: bool = False
+        self,
+        visit: Callable[[Event, Clock], None],
+        keep: Set[Event],
+        kept: dict[Event, Clock],
+        held: bool = False,
     ) -> list[Event]:
         """Visit all events once. With `held`, clocks also count what may hold an event up."""
         waiting = {event: len(event.after) + len(event.held) for event in self.events}
@@ -562,7 +566,7 @@ def _of_the_first_call(rank: Tracer) -> Iterator[Event]:
     yield from (end for _, end in rank.lasting() if not end.call)
 
 
-def _cycles(order: Order, component: list[Kernel], graph: Any) -> Iterator[list[Kernel]]:
+def _cycles(order: Order, component: list[WaitingKernel], graph: Any) -> Iterator[list[WaitingKernel]]:
     """Yield the cycles of a strongly connected set of kernels that can all run at one time, once for each kernel in it.
 
     If there are more than `MAX_PATHS` paths, the last cycle is empty.
@@ -581,13 +585,13 @@ def _cycles(order: Order, component: list[Kernel], graph: Any) -> Iterator[list[
     yield []
 
 
-def together(order: Order, a: Kernel, b: Kernel) -> bool:
+def together(order: Order, a: WaitingKernel, b: WaitingKernel) -> bool:
     """Whether two kernels are of different ranks, and neither ends before the other starts."""
     ordered = order.known(a.end, order.clocks[b.start]) or order.known(b.end, order.clocks[a.start])
     return a.start.rank != b.start.rank and not ordered
 
 
-def _signals(order: Order, kernel: Kernel) -> list[Event]:
+def _signals(order: Order, kernel: WaitingKernel) -> list[Event]:
     """Return the signals that a kernel waits for."""
     return [signal for flag in kernel.waits if (signal := order.partners.get(flag.event))]
 
@@ -636,13 +640,13 @@ class Lanes:
         # Of each rank the begin and the end of what may take an SM and keep it, if kernels that wait have the others.
         self.rivals = {rank.rank: [*rank.lasting()] for rank in order.ranks}
         # All that comes before any signal of a kernel: what is held up of one of them is in there, and nothing else is.
-        self.latest: dict[Kernel, Clock] = {
+        self.latest: dict[WaitingKernel, Clock] = {
             kernel: np.maximum.reduce([order.needs[signal] for signal in _signals(order, kernel)])
             for rank in order.ranks
             for kernel in rank.kernels
         }
 
-    def held(self, after: Clock, holder: Kernel, running: Sequence[Kernel]) -> Event | None:
+    def held(self, after: Clock, holder: WaitingKernel, running: Sequence[WaitingKernel]) -> Event | None:
         """Return an event before `after` that gets no SM of `holder`'s rank while these kernels run, or None."""
         for line in self.of.get(holder.start.rank, ()):
             first = bisect_right(line.ticks, max(self.begun(kernel, line) for kernel in running))
@@ -650,13 +654,13 @@ class Lanes:
             if first >= until:
                 continue
             taken = min(
-                (int(begun[line.index]) for begun in self.rivals_beside(holder, running)), default=line.ticks[-1]
+                (int(begun[line.index]) for begun in self.rival_clocks(holder, running)), default=line.ticks[-1]
             )
             if (place := line.first_held(first, holder.start, taken)) < until:
                 return line.events[place]
         return None
 
-    def rivals_beside(self, holder: Kernel, running: Sequence[Kernel]) -> list[Clock]:
+    def rival_clocks(self, holder: WaitingKernel, running: Sequence[WaitingKernel]) -> list[Clock]:
         """Return the begin clocks of what may take the SM that `holder` leaves, while these kernels run."""
         known, clocks = self.order.known, self.order.clocks
         return [
@@ -666,17 +670,17 @@ class Lanes:
             and not any(known(kernel.end, clocks[begin]) or known(end, clocks[kernel.start]) for kernel in running)
         ]
 
-    def begun(self, kernel: Kernel, line: _Line) -> int:
+    def begun(self, kernel: WaitingKernel, line: _Line) -> int:
         """Return the last tick of a lane whose events do not need the SMs that a kernel takes."""
         overlapped = kernel.overlapped
         own = overlapped is not None and overlapped.lane is not None and self.order.lanes[overlapped.lane] == line.index
         return max(int(self.order.clocks[kernel.start][line.index]), overlapped.tick if overlapped and own else 0)
 
-    def any_held(self, kernel: Kernel, holder: Kernel) -> bool:
+    def any_held(self, kernel: WaitingKernel, holder: WaitingKernel) -> bool:
         """Whether one kernel alone blocks a signal that another kernel, or the kernel itself, waits for."""
         return self.held(self.latest[kernel], holder, [holder]) is not None
 
-    def stuck(self, cycle: list[Kernel], *, sure: bool = True) -> Trouble | None:
+    def stuck(self, cycle: list[WaitingKernel], *, sure: bool = True) -> Trouble | None:
         """Return the deadlock of a cycle if each kernel waits for what one of them blocks; always, unless `sure`."""
         found: list[Trouble] = []
         for kernel in cycle:

@@ -217,11 +217,11 @@ def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
     columns: dict[int, int] = {}
     for n in nx.lexicographical_topological_sort(graph):
         before = graph.predecessors(n)
-        columns[n] = max((columns[m] + (not _beside(owners[m], owners[n])) for m in before), default=0)
+        columns[n] = max((columns[m] + (not _share_column(owners[m], owners[n])) for m in before), default=0)
     return columns
 
 
-def _beside(a: Box, b: Box) -> bool:
+def _share_column(a: Box, b: Box) -> bool:
     """Whether two boxes are one, or sides of one communication, so that one column may hold both."""
     if a is b or a.rank == b.rank or not a.lane == b.lane == COMMUNICATION:
         return a is b

@@ -48,7 +48,7 @@ Cost = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RepairCandidate:
     """A program that was checked during a repair, with its findings and its cost.
 
     Fields:
@@ -75,15 +75,15 @@ class Repairer:
     sizes: Mapping[str, int] | None
     calls: int | None
 
-    def checked(self, program: Program, added: tuple[Block, ...] = ()) -> Candidate:
+    def checked(self, program: Program, added: tuple[Block, ...] = ()) -> RepairCandidate:
         if unsound := check_structure(program):
-            return Candidate(program, unsound, added=added)
+            return RepairCandidate(program, unsound, added=added)
         analysis = analyse(program, self.sizes, self.calls)
         if analysis.order is None:
-            return Candidate(program, analysis.findings, added=added)
-        return Candidate(program, analysis.findings, analysis.order, cost(program, analysis.order), added)
+            return RepairCandidate(program, analysis.findings, added=added)
+        return RepairCandidate(program, analysis.findings, analysis.order, cost(program, analysis.order), added)
 
-    def tried(self, program: Program, added: tuple[Block, ...]) -> Candidate:
+    def tried(self, program: Program, added: tuple[Block, ...]) -> RepairCandidate:
         """Check a program, with frees inserted for buffers that leak in it."""
         after = self.checked(program, added)
         if leaks := {f.buffer for f in after.found if isinstance(f, Finding) and f.kind == "leak"}:
@@ -91,7 +91,7 @@ class Repairer:
             after = self.checked(edited(program, frees), (*added, *(edit.new for edit in frees)))
         return after
 
-    def search(self, start: Candidate) -> Candidate | None:
+    def search(self, start: RepairCandidate) -> RepairCandidate | None:
         """Return the cheapest candidate without findings, or None."""
         best, turn, budget = None, count(), MAX_CANDIDATES
         todo = [(start.left, start.cost, next(turn), start)]
@@ -115,7 +115,7 @@ class Repairer:
                     heapq.heappush(todo, (after.left, after.cost, next(turn), after))
         return best
 
-    def trimmed(self, candidate: Candidate, before: Candidate) -> Candidate:
+    def trimmed(self, candidate: RepairCandidate, before: RepairCandidate) -> RepairCandidate:
         """Remove inserted statements that are not needed, then statements that the repair has made redundant."""
         known = {f.message for f in before.found}
         for piece in candidate.added:
@@ -133,7 +133,7 @@ class Repairer:
                 candidate = less
         return candidate
 
-    def narrowed(self, candidate: Candidate, join: Statement) -> Candidate:
+    def narrowed(self, candidate: RepairCandidate, join: Statement) -> RepairCandidate:
         """Replace a wait for all pool streams by a wait for one of them, where that is enough."""
         waits = all(s.orders is Sync.STREAMS for body in join.bodies for s in body)
         if not waits or all(s is not join for s in candidate.program.walk()):
@@ -145,7 +145,7 @@ class Repairer:
                 return less
         return candidate
 
-    def removed(self, candidate: Candidate, piece: Block) -> Candidate:
+    def removed(self, candidate: RepairCandidate, piece: Block) -> RepairCandidate:
         return self.checked(candidate.program.with_body(without(candidate.program.body, piece)))
 
 
@@ -267,7 +267,7 @@ def _work(event: Event) -> bool:
 
 
 # What is wrong with it ------------------------------------------------------------------------------------------------
-def suggestions(candidate: Candidate) -> Iterator[Edits]:
+def suggestions(candidate: RepairCandidate) -> Iterator[Edits]:
     """Yield edits for the first finding that edits may repair."""
     outline = Outline(candidate.program)
     if candidate.order is None:
@@ -284,7 +284,7 @@ def _weight(found: Diagnostic) -> int:
     return found.times if found.kind in ("race", "leak", "unwritten") else UNMET * found.times
 
 
-def _hopeful(found: Diagnostic, candidate: Candidate) -> bool:
+def _hopeful(found: Diagnostic, candidate: RepairCandidate) -> bool:
     """Whether an insertion may repair a finding."""
     if not isinstance(found, Finding):
         return any(True for _ in for_handles(Outline(candidate.program)))

@@ -42,7 +42,7 @@ from hostir.ir.types import FLAG, TensorType
 #
 # Where a statement does not fit this form, all sizes of the program count as they are.
 
-Key = tuple[Any, ...]
+SizesKey = tuple[Any, ...]
 
 
 class Signature:
@@ -65,7 +65,7 @@ class Signature:
         self.compared = [shapes if len(set(shapes)) > 1 else [] for shapes in walk.compared]
         self.proved = _proved((*_form(program), walk.fits, walk.by_chance, tuple(walk.groups)))
 
-    def of(self, sizes: Mapping[str, int]) -> Key:
+    def of(self, sizes: Mapping[str, int]) -> SizesKey:
         """Return the signature of sizes for all symbols; the sizes and the program, where a division does not fit."""
         alone = (self.program, *sorted(sizes.items()))
         if min(sizes.values(), default=1) < 1:
@@ -241,7 +241,7 @@ def sizes_of(program: Program) -> Iterator[Size]:
 
 # The form of a program: all of it but its sizes, its name and its places in a text --------------------------------
 @lru_cache(maxsize=256)
-def _proved(form: Key) -> set[Key]:
+def _proved(form: SizesKey) -> set[SizesKey]:
     """Return the signatures that were proved for programs of a form."""
     return set()
 
@@ -251,19 +251,19 @@ def forget_forms() -> None:
     _proved.cache_clear()
 
 
-def _form(program: Program) -> Key:
+def _form(program: Program) -> SizesKey:
     ends = (tuple(_form_of_value(v) for v in values) for values in (program.inputs, program.outputs))
     return (*ends, program.meshes, program.streams, tuple(map(_form_of_statement, program.body)))
 
 
-def _form_of_value(value: Value) -> Key:
+def _form_of_value(value: Value) -> SizesKey:
     if not isinstance(value.type, TensorType):
         return value.name, value.type
     type = value.type
     return value.name, type.dtype, type.mesh, type.partial, tuple(axis.marks for axis in type.axes)
 
 
-def _form_of_statement(s: Statement) -> Key:
+def _form_of_statement(s: Statement) -> SizesKey:
     found: list[Any] = [type(s)]
     for name, codec in codecs_of(type(s)).items():
         it = getattr(s, name)

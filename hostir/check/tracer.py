@@ -221,7 +221,7 @@ class Pushing:
 
 
 @dataclass(eq=False, slots=True)
-class Kernel:
+class WaitingKernel:
     """A product that holds SMs while it waits for flags. `overlapped`: the last of the copies that it may overlap."""
 
     start: Event
@@ -255,7 +255,7 @@ class Tracer(Observer, OptionalMethods):
         self.barriers: dict[tuple[int, ...], list[Event]] = {}
         self.signals: list[Flag] = []
         self.waits: list[Flag] = []
-        self.kernels: list[Kernel] = []
+        self.kernels: list[WaitingKernel] = []
         self.outputs: list[list[View | None]] = []  # of each call
         self.problems: dict[tuple[int, str], Diagnostic] = {}  # by statement and message: misuse, in the order issued
         self.freed: dict[Buffer, Statement] = {}
@@ -463,7 +463,7 @@ class Tracer(Observer, OptionalMethods):
     def _waiting(self, out: View, operands: Sequence[View | None], ready: Ready) -> None:
         pushing = self.pushing.pop(self.current, None)  # it may overlap these copies, and ends after them
         start = self.step("starts", [], sms=True)
-        kernel = Kernel(start, start, pushing.last if pushing else None)
+        kernel = WaitingKernel(start, start, pushing.last if pushing else None)
         blocks = []
         a, *others = [x for x in operands if x is not None]
         for x in (a, out, *([ready.own] if ready.own else [])):

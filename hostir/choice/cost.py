@@ -127,15 +127,15 @@ class CostTask:
 
 
 # One rank ---------------------------------------------------------------------------------------------------------
-Flag = tuple[int, Any, int]  # rank, symmetric buffer, element
+FlagKey = tuple[int, Any, int]  # rank, symmetric buffer, element
 
 
 @dataclass
 class Shared:
     """State that all ranks share: flags, waits for them, and tasks that start together."""
 
-    flags: dict[Flag, list[tuple[int, CostTask]]] = field(default_factory=dict)  # epochs with their signals
-    waits: list[tuple[CostTask, int | None, Flag, int]] = field(default_factory=list)  # task, block, flag, epoch
+    flags: dict[FlagKey, list[tuple[int, CostTask]]] = field(default_factory=dict)  # epochs with their signals
+    waits: list[tuple[CostTask, int | None, FlagKey, int]] = field(default_factory=list)  # task, block, flag, epoch
     meetings: dict[tuple[Any, ...], list[CostTask]] = field(default_factory=dict)
 
 
@@ -188,7 +188,7 @@ class RankTasks:
     def total(self, registers: Sequence[int]) -> int:
         return sum([self.bytes[register] for register in registers])
 
-    def flag(self, flags: int, slot: int) -> Flag:
+    def flag(self, flags: int, slot: int) -> FlagKey:
         """Return a flag by a name that all ranks have for it."""
         row = self.unrolled.layouts[flags]
         home = self.unrolled.symmetric[row.buffer]
@@ -349,7 +349,7 @@ def flops(tasks: Sequence[CostTask]) -> float:
 EPSILON = 1e-9
 COOL = 0.2e12  # floating point operations of a call that power does not limit yet
 SLOWEST = 0.81  # of the peak, however long a call computes
-SPARE = 0.5  # how far SMs that a matmul's last wave leaves help another one, as both want the L2
+LEFTOVER = 0.5  # how far SMs that a matmul's last wave leaves help another one, as both want the L2
 SMALL = 3.0  # microseconds of a kernel that moves little
 STARTED = 0.4  # share of `poll` that is left if a matmul has started beside the copies
 GRAPH, EAGER = "graph", "eager"
@@ -362,7 +362,7 @@ def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Ma
     """
     costs = Costs(hardware, kernels, flops(tasks))
     device = Simulation(tasks, costs).run()
-    return {GRAPH: device, EAGER: max(device, costs.host(tasks) - hardware.ahead)}
+    return {GRAPH: device, EAGER: max(device, costs.host(tasks) - hardware.host_lead)}
 
 
 class Costs:
@@ -444,7 +444,7 @@ class Costs:
         moved = (what.m * what.k + what.k * what.n + what.m * what.n) * what.itemsize
         return moved / self.hardware.memory / 1e3
 
-    def beside(self, task: CostTask, kind: str) -> float:
+    def speed_during(self, task: CostTask, kind: str) -> float:
         """Return the relative speed of a computation beside a collective; 1 is its speed alone."""
         what, left = task.what, self.hardware.sms - self.family.busy_sms.get(kind, 0)
         if not isinstance(what, Gemm):
@@ -470,7 +470,7 @@ class Costs:
         if width <= left + EPSILON:
             return width
         waits = isinstance(what, Gemm) and Grid.of(self.fastest(what), what).tiles <= self.hardware.sms
-        return 0.0 if waits else SPARE * left
+        return 0.0 if waits else LEFTOVER * left
 
     def arriving(self, task: CostTask, start: float, arrivals: Sequence[float]) -> float:
         """Return when a matmul ends whose blocks of rows arrive at times `arrivals`, in its own order.
@@ -612,7 +612,7 @@ class Simulation:
                 free[a.task.rank] = left - share
                 a.rate = share / width
                 if a.task.rank in busy:
-                    a.rate *= self.costs.beside(a.task, busy[a.task.rank])
+                    a.rate *= self.costs.speed_during(a.task, busy[a.task.rank])
             elif isinstance(a.task.what, CostCopy):
                 queues.setdefault((a.task.rank, a.task.what.out), []).append(a)
         for queue in queues.values():

@@ -28,14 +28,13 @@ from hostir.ir.source import HostIRError, error
 from hostir.runtime.executor import Executor
 from hostir.runtime.reference import SLACK, reductions, relative_error
 from hostir.runtime.session import Session
-from hostir.runtime.sharding import random_inputs, shard, torch_dtype
+from hostir.runtime.sharding import Part, random_inputs, shard, torch_dtype
 
 RUNS = {"cpu": 7, "cuda": 30}
 WARM = {"cpu": 1, "cuda": 4}
 CHECKED = 2  # calls, each with inputs of its own: what the first leaves behind must not carry the second
 L2_FLUSH = 256 << 20  # bytes written before each run: more than the L2 holds
 PATIENCE = 600.0  # seconds that a rank may wait for the others while kernels are compiled and tuned
-Part = torch.Tensor | None
 Work = Callable[[], Any]
 Progress = Callable[[str], None]
 
@@ -257,11 +256,11 @@ def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)
 
 
-Clock = WallClock | CudaClock
+Timer = WallClock | CudaClock
 
 
 def _run_in_turn(
-    works: Mapping[Candidate, Work], clock: Clock, session: Session, runs: int, warm: int
+    works: Mapping[Candidate, Work], clock: Timer, session: Session, runs: int, warm: int
 ) -> dict[Candidate, float]:
     """Time one run of each in turn, so that drifting clocks and heat affect all alike."""
     for work in works.values():
@@ -282,7 +281,7 @@ def _replays(
     subjects: Sequence[Subject],
     inputs: Sequence[Part],
     allowed: float,
-    clock: Clock,
+    clock: Timer,
     session: Session,
     runs: int,
 ) -> None:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 # their own copy and their matmul, and end, of 512 rows and fewer, 15 to 20 us later than the last rows and one tile
 # explain;
 # `push` and `stores` from calls of the strategy `push` on 2 and 4 ranks, of 64 to 4096 rows. Host times are fitted to
-# what benchmarks/allgather_matmul.py recorded, together with `ahead` and `quick`: of hosts that have nothing else to
-# do. They vary by a factor of three, from row to row and from run to run.
+# what benchmarks/allgather_matmul.py recorded, as are `host_lead` and `quick`: of hosts that have nothing else to do.
+# They vary by a factor of three, from row to row and from run to run.
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Hardware:
         turn: from the end of a matmul to the start of the next on its stream, with a wait for a flag in between.
         poll: from a kernel's start, or from a signal, until a kernel that polls flags multiplies.
         launch: host time of issuing one of each kind, if no CUDA graph replays them; `flags` is what waiting for flags
-            adds to a Triton matmul, `call` the fixed cost of a call. `ahead` is how much of all that passes while the
+            adds to a Triton matmul, `call` the fixed cost of a call. `host_lead` is how much of that passes while the
             device is busy with earlier work, such as the 90 us of a benchmark that writes all of L2, less what the
             device has to do after it.
     """
@@ -100,7 +100,7 @@ class Hardware:
     turn: float
     poll: float
     launch: Mapping[str, float] = field(default_factory=dict)
-    ahead: float = 0.0
+    host_lead: float = 0.0
     source: str = ""
 
 
@@ -168,7 +168,7 @@ H200 = Hardware(
     turn=3.0,
     poll=15.0,
     launch=LAUNCH,
-    ahead=40.0,
+    host_lead=40.0,
     source="measured on 8 x H200 with NVLink 4",
 )
 H100 = replace(H200, name="h100", memory=2400.0, source="those of H200, with the memory of H100")

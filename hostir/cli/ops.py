@@ -13,9 +13,9 @@ from hostir.ir.op import (
     VALUE_CODECS,
     Codec,
     OptionalPart,
-    Part,
     Phase,
     Statement,
+    SyntaxPart,
     codecs_of,
     defaults_of,
     template,
@@ -152,7 +152,7 @@ def _syntax(cls: type[Statement], phase: Phase) -> str:
     """Return a template as people read it: `%out: <type> = cast %x to <dtype>`."""
     codecs = codecs_of(cls)
 
-    def spell(part: Part, leads: bool) -> str:
+    def spell(part: SyntaxPart, leads: bool) -> str:
         if isinstance(part, str):
             return part
         if isinstance(part, OptionalPart):

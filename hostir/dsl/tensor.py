@@ -146,7 +146,7 @@ class Owner(Protocol):
         """Add a statement on these tensors and return its result."""
 
 
-class Shape(tuple[Size, ...]):
+class TensorShape(tuple[Size, ...]):
     """The sizes of a tensor's axes; prints as in a program, `[M, 8]`."""
 
     def __repr__(self) -> str:
@@ -190,7 +190,7 @@ class Tensor:
         self.fusion = fusion
         self.name = name
         self.dtype = dtype
-        self.shape = Shape(shape)
+        self.shape = TensorShape(shape)
         self.span = span
         self.mesh: DeviceMesh | None = None
         self._loop = [(k, Factor(size)) for k, size in enumerate(shape)]

@@ -527,20 +527,20 @@ class FieldPart:
 class OptionalPart:
     """A part of a template that is left out while its first field has its default."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SyntaxPart, ...]
 
     @property
     def field(self) -> str:
         return next(p.name for p in self.parts if isinstance(p, FieldPart))
 
 
-Part = str | FieldPart | OptionalPart
+SyntaxPart = str | FieldPart | OptionalPart
 
 
 @cache
-def template(syntax: str) -> tuple[Part, ...]:
+def template(syntax: str) -> tuple[SyntaxPart, ...]:
     """Return a syntax template as literal strings, fields and optional groups."""
-    parts: list[Part] = []
+    parts: list[SyntaxPart] = []
     for piece in re.split(r"(<\?.*?\?>|\{\w+\})", syntax):
         if piece.startswith("<?"):
             parts.append(OptionalPart(template(piece[2:-2])))

@@ -18,10 +18,10 @@ from hostir.ir.op import (
     FieldPart,
     Lit,
     OptionalPart,
-    Part,
     Phase,
     Ref,
     Statement,
+    SyntaxPart,
     Value,
     codecs_of,
     defaults_of,
@@ -90,7 +90,7 @@ def grammar() -> tuple[str, dict[str, tuple[type[Statement], Phase]]]:
     rules: dict[str, tuple[type[Statement], Phase]] = {}
     lines: list[str] = []
 
-    def piece(part: Part, cls: type[Statement], leads: bool) -> str:
+    def piece(part: SyntaxPart, cls: type[Statement], leads: bool) -> str:
         if isinstance(part, FieldPart):
             codec = codecs_of(cls)[part.name]
             return "binder" if leads and codec in (Codec.DEFINE, Codec.WRITE) else FRAGMENT[codec]
@@ -187,7 +187,7 @@ def _parts(tree: Tree[Token]) -> list[Any]:
     return tree.children
 
 
-def _fields(parts: tuple[Part, ...]) -> list[str]:
+def _fields(parts: tuple[SyntaxPart, ...]) -> list[str]:
     """Return the fields of a template, in order."""
     nested = (_fields(p.parts) if isinstance(p, OptionalPart) else [p.name] for p in parts if not isinstance(p, str))
     return [name for names in nested for name in names]

@@ -148,11 +148,11 @@ def _common(runs: Any, others: Any) -> Any:
 # Layouts --------------------------------------------------------------------------------------------------------------
 # Shapes with strides in elements, by torch's rules: which are dense, and which shapes a view may have without a copy.
 
-Ints = tuple[int, ...]
+Extents = tuple[int, ...]
 
 
 @lru_cache(maxsize=1 << 12)
-def dense_strides(shape: Ints) -> Ints:
+def dense_strides(shape: Extents) -> Extents:
     """Return the strides of a dense tensor."""
     strides, step = [], 1
     for n in reversed(shape):
@@ -162,13 +162,13 @@ def dense_strides(shape: Ints) -> Ints:
 
 
 @lru_cache(maxsize=1 << 12)
-def is_dense(shape: Ints, strides: Ints) -> bool:
+def is_dense(shape: Extents, strides: Extents) -> bool:
     """Whether elements lie one behind another in row-major order. Strides of axes of one element do not matter."""
     return 0 in shape or all(n == 1 or s == t for n, s, t in zip(shape, strides, dense_strides(shape), strict=True))
 
 
 @lru_cache(maxsize=1 << 12)
-def view_strides(shape: Ints, strides: Ints, new: Ints) -> Ints | None:
+def view_strides(shape: Extents, strides: Extents, new: Extents) -> Extents | None:
     """Return the strides with which a strided tensor can be seen in a new shape; None if that takes a copy.
 
     They are those of torch's `view`. Axes merge where a step along one leads just past all that those inside it reach;

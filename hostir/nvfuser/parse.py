@@ -274,9 +274,9 @@ class Scanner:
     # Tokens ------------------------------------------------------------------------------------------------------
     @property
     def next(self) -> Token:
-        return self.ahead(0)
+        return self.peek(0)
 
-    def ahead(self, n: int) -> Token:
+    def peek(self, n: int) -> Token:
         return self.tokens[self.at + n] if self.at + n < len(self.tokens) else self.end
 
     def take(self) -> Token:
@@ -333,7 +333,7 @@ class Scanner:
             domains.append(self.domain())
             if self.next.text != "]":
                 self.expect(",")
-        devices = self.devices() if self.next.text == "(" and self.ahead(1).text == "DeviceMesh" else None
+        devices = self.devices() if self.next.text == "(" and self.peek(1).text == "DeviceMesh" else None
         while self.next.text in ("ca_pos", "produce_pos"):
             self.take()
             self.expect("(")
@@ -437,7 +437,7 @@ class Scanner:
             return AxisExtent(Size.of(self.integer(), span))
         name = self.word("a size").text
         if "." in name:
-            raise error(f"'{name}' is no size", self.ahead(-1).span, expected="an integer or a name")
+            raise error(f"'{name}' is no size", self.peek(-1).span, expected="an integer or a name")
         self.symbols.setdefault(name)
         return AxisExtent(Size.of(name))
 
@@ -770,10 +770,10 @@ class _DumpParser(Scanner):
 
     def option(self, call: CallNode) -> None:
         words = 0
-        while self.ahead(words).text.isidentifier():
+        while self.peek(words).text.isidentifier():
             words += 1
-        key = self.ahead(words - 1).text.lower() if words else ""
-        if self.ahead(words).text != "=":
+        key = self.peek(words - 1).text.lower() if words else ""
+        if self.peek(words).text != "=":
             raise self.unexpected("a tensor, or key=value")
         self.at += words + 1
         if key in self.options:

@@ -310,7 +310,7 @@ class DumpReader(Builder):
 
     def loop(self, node: LoopNode) -> None:
         if not self.loops:
-            self.allocate_ahead(node)
+            self.preallocate(node)
         outer, body = dict(self.scope), self.body
         name = node.index.text.replace(".", "_")
         index = self.define(f"index {node.index.text}", name, Kind.INDEX, node.index.span)
@@ -325,7 +325,7 @@ class DumpReader(Builder):
         self.scope, self.body = outer, body
         self.emit(loop, node.span)
 
-    def allocate_ahead(self, loop: LoopNode) -> None:
+    def preallocate(self, loop: LoopNode) -> None:
         """Allocate tensors without ALLOCATE that a loop writes slice by slice and that are used outside it."""
         inside = list(walk(loop.body))
         uses = Counter(t.name for node in inside for t in node.tensors)

@@ -13,6 +13,7 @@ from hostir.ir.source import HostIRError, described, error, warn_once
 from hostir.ir.types import bind_shape
 from hostir.runtime.order import NONE, early_buffers
 from hostir.runtime.sharding import (
+    Part,
     bind_sizes,
     overlaps_itself,
     share_memory,
@@ -93,10 +94,10 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
     for rank, mine in ranks:
         sizes = solve_sizes(program, mine, sizes, rank=rank, device="cpu")
     for rank, mine in odd:
-        tell_copies(unroll(program, rank, sizes, mine))
+        warn_of_copies(unroll(program, rank, sizes, mine))
 
 
-def tell_copies(unrolled: UnrolledProgram) -> None:
+def warn_of_copies(unrolled: UnrolledProgram) -> None:
     """Warn, once for each, of inputs that every call copies because the program needs them dense."""
     program = unrolled.program
     copied = (register for op in unrolled.ops if op.place.statement.may_copy for register in op.reads)
@@ -125,8 +126,7 @@ def _not_dense(x: Any) -> bool:
 # Outputs --------------------------------------------------------------------------------------------------------------
 # Cache keys of a caller's tensors, the checks of `out=`, and the buffers that those tensors replace.
 
-Part = torch.Tensor | None
-Key = tuple[tuple[Any, ...] | None, ...]
+TensorsKey = tuple[tuple[Any, ...] | None, ...]
 UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # of values without tensor memory
 
 
@@ -160,7 +160,7 @@ def deliver(given: Sequence[Part], outputs: Sequence[int], registers: Sequence[A
 
 
 # Checks of `out=` -------------------------------------------------------------------------------------------------
-def cache_key(tensors: Sequence[Any]) -> Key | None:
+def cache_key(tensors: Sequence[Any]) -> TensorsKey | None:
     """Return the cache key of tensors: shapes, strides, dtypes, device; None if one of them is unsupported."""
     grad, functorch = torch.is_grad_enabled(), torch._C._functorch
     try:

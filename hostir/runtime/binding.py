@@ -12,7 +12,17 @@ from hostir.runtime.kernels.table import REPEATABLE, Kernel, repeating
 from hostir.runtime.order import NONE
 from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import SharedMemory
-from hostir.runtime.unroll import AllocateOp, ComputeOp, CopyOp, Extent, Op, SignalOp, UnrolledProgram, ViewOp, overlap
+from hostir.runtime.unroll import (
+    AllocateOp,
+    ComputeOp,
+    CopyOp,
+    ElementRange,
+    Op,
+    SignalOp,
+    UnrolledProgram,
+    ViewOp,
+    overlap,
+)
 
 Step = Callable[[], object]
 
@@ -136,8 +146,8 @@ class _Run:
 
     unrolled: UnrolledProgram
     ops: list[Op] = field(default_factory=list)
-    read: dict[int, list[Extent]] = field(default_factory=dict)
-    written: dict[int, list[Extent]] = field(default_factory=dict)
+    read: dict[int, list[ElementRange]] = field(default_factory=dict)
+    written: dict[int, list[ElementRange]] = field(default_factory=dict)
 
     def takes(self, op: CopyOp) -> bool:
         """Whether a copy is of the same kind as the first, and may run at the same time as the others."""

@@ -23,7 +23,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, check_known, described, error, logger, user_span
 from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
 from hostir.runtime.arguments import (
-    Key,
+    TensorsKey,
     addresses,
     cache_key,
     check_apart,
@@ -32,8 +32,8 @@ from hostir.runtime.arguments import (
     refuse_gradients,
     sequence_of,
     sizes_of,
-    tell_copies,
     unwritable,
+    warn_of_copies,
     written_inputs,
 )
 from hostir.runtime.binding import places
@@ -44,7 +44,7 @@ from hostir.runtime.gloo.machine import GlooMachine, GlooPlan
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.order import NONE
 from hostir.runtime.session import Agreement, CallRunsError, Groups, Session, forked_from, joined, launched
-from hostir.runtime.sharding import assemble, bind_sizes, shard
+from hostir.runtime.sharding import Part, assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
 from hostir.runtime.symmetric import shares_memory
@@ -126,7 +126,6 @@ def _never(*tensors: Any) -> bool:
 
 LOG = logger(__name__)
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
-Part = torch.Tensor | None
 LOWER = "a fusion: lower it first, hi.lower(fusion)"
 
 
@@ -469,7 +468,12 @@ class Executor:
         return call
 
     def _choose(
-        self, kind: Key | None, inputs: Sequence[Part], out: Any = None, places: bool = False, begun: bool = False
+        self,
+        kind: TensorsKey | None,
+        inputs: Sequence[Part],
+        out: Any = None,
+        places: bool = False,
+        begun: bool = False,
     ) -> Plan:
         """Return the plan for inputs of this kind, with the call begun on this rank; make it if there is none."""
         self._refuse_elsewhere()
@@ -564,7 +568,7 @@ class Executor:
         if not begun:
             self._begin(sizes, places=places)
         self._agreement.reach(sizes)
-        tell_copies(unrolled)
+        warn_of_copies(unrolled)
         with torch.inference_mode(False):  # what a plan holds is for calls in any mode
             if isinstance(machine, GlooMachine):
                 return machine.plan(unrolled, self.trace)

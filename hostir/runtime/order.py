@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 CALLER = -1  # the caller's stream; the pool's are 0, 1, ...
 NONE = 0  # the register that always holds None
-Clock = Mapping[int, int]  # by stream: how many of its operations are over
+StreamClock = Mapping[int, int]  # by stream: how many of its operations are over
 
 
-class Order:
+class RankOrder:
     """The order of a rank's operations, by vector clocks.
 
     An operation follows those before it on its stream, and what the streams and communications that its stream has
@@ -24,10 +24,10 @@ class Order:
     def __init__(self, ops: Sequence[Op]) -> None:
         self.ops = ops
         self.numbers: list[int] = []  # of each operation: its place on its stream, from 1
-        self.clocks: list[Clock] = []  # of each operation: what it follows on other streams
+        self.clocks: list[StreamClock] = []  # of each operation: what it follows on other streams
         self.issued: dict[int, list[int]] = {CALLER: []}  # of each stream: its operations
-        self.known: dict[int, Clock] = {CALLER: {}}  # of each stream: what its next operation follows on others
-        begun: dict[int, tuple[Clock, int, int]] = {}  # by handle: what a communication follows
+        self.known: dict[int, StreamClock] = {CALLER: {}}  # of each stream: what its next operation follows on others
+        begun: dict[int, tuple[StreamClock, int, int]] = {}  # by handle: what a communication follows
         for position, op in enumerate(ops):
             stream = op.stream
             issued, clock = self.issued.setdefault(stream, []), self.known.setdefault(stream, {})
@@ -51,7 +51,7 @@ class Order:
         """Whether an operation follows the caller's stream as it stood at the beginning of the call."""
         return self.ops[position].stream == CALLER or CALLER in self.clocks[position]
 
-    def clock(self, stream: int, position: int) -> Clock:
+    def clock(self, stream: int, position: int) -> StreamClock:
         """Return what an operation would follow that is issued to a stream right before one at a position."""
         issued = self.issued.get(stream, [])
         count = bisect_left(issued, position)
@@ -64,7 +64,7 @@ class Order:
         return tuple(sorted(s for s, issued in self.issued.items() if s != CALLER and known.get(s, 0) < len(issued)))
 
 
-def _later(clock: Clock, other: Clock, stream: int, count: int) -> Clock:
+def _later(clock: StreamClock, other: StreamClock, stream: int, count: int) -> StreamClock:
     """Return a clock that follows another one as well, and so many operations of a stream."""
     later = {**clock, **{s: n for s, n in other.items() if n >= clock.get(s, 0)}}
     later[stream] = max(count, clock.get(stream, 0))

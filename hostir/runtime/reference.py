@@ -61,7 +61,7 @@ class WholeView:
         self.parent.put(whole)
 
 
-Handle = Whole | WholeView
+WholeHandle = Whole | WholeView
 
 
 class Reference(OptionalMethods):
@@ -81,14 +81,14 @@ class Reference(OptionalMethods):
             raise _no_ranks()
         return Whole(torch.full(shape, float("nan"), dtype=self.dtype or torch_dtype(dtype), device=self.device))
 
-    def free(self, x: Handle) -> None:
+    def free(self, x: WholeHandle) -> None:
         x.put(torch.full_like(x.get(), float("nan")))
 
-    def select(self, x: Handle, axis: int, index: int) -> WholeView:
+    def select(self, x: WholeHandle, axis: int, index: int) -> WholeView:
         shape = tuple(x.get().shape)
         return WholeView(x, lambda t: t.select(axis, index), (*shape[:axis], *shape[axis + 1 :]))
 
-    def chunk(self, x: Handle, axis: int, outer: int, count: int, index: int) -> WholeView:
+    def chunk(self, x: WholeHandle, axis: int, outer: int, count: int, index: int) -> WholeView:
         shape = tuple(x.get().shape)
         inner = shape[axis] // (outer * count)
         pieces = (outer, count, inner)
@@ -98,21 +98,21 @@ class Reference(OptionalMethods):
             (*shape[:axis], outer * inner, *shape[axis + 1 :]),
         )
 
-    def reshape(self, x: Handle, shape: tuple[int, ...]) -> WholeView:
+    def reshape(self, x: WholeHandle, shape: tuple[int, ...]) -> WholeView:
         return WholeView(x, lambda t: t, shape)
 
-    def permute(self, x: Handle, axes: tuple[int, ...]) -> WholeView:
+    def permute(self, x: WholeHandle, axes: tuple[int, ...]) -> WholeView:
         shape = x.get().shape
         return WholeView(x, lambda t: t.permute(axes), tuple(shape[axis] for axis in axes))
 
-    def dense(self, x: Handle) -> Handle:
+    def dense(self, x: WholeHandle) -> WholeHandle:
         return x
 
     def compute(
         self,
         kind: str,
-        out: Handle,
-        operands: Sequence[Handle | None],
+        out: WholeHandle,
+        operands: Sequence[WholeHandle | None],
         options: Mapping[str, Any],
         ready: Ready | None = None,
     ) -> None:
@@ -121,7 +121,7 @@ class Reference(OptionalMethods):
         KERNELS[kind](result, *(None if x is None else x.get() for x in operands), **options)
         out.put(result)
 
-    def communicate(self, exchange: Exchange, x: Handle | None, out: Handle | None) -> None:
+    def communicate(self, exchange: Exchange, x: WholeHandle | None, out: WholeHandle | None) -> None:
         if x is not None and out is not None:  # as they always are: whole tensors lie on every mesh
             out.put(x.get().reshape(out.get().shape))
 
@@ -137,13 +137,13 @@ class Reference(OptionalMethods):
     def synchronize(self, stream: int) -> None:
         """Do nothing: statements have ended when they are issued."""
 
-    def copy(self, x: Handle, out: Handle, source: int, target: int, sms: int = 0) -> None:
+    def copy(self, x: WholeHandle, out: WholeHandle, source: int, target: int, sms: int = 0) -> None:
         raise _no_ranks()
 
-    def signal(self, flags: Handle, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
+    def signal(self, flags: WholeHandle, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
         raise _no_ranks()
 
-    def wait_signal(self, flags: Handle, slot: int, epoch: int) -> None:
+    def wait_signal(self, flags: WholeHandle, slot: int, epoch: int) -> None:
         raise _no_ranks()
 
     def barrier(self, team: tuple[int, ...]) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.constants import default_pg_timeout
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, check_known, error, logger
 from hostir.knobs import KEEPALIVE, TIMEOUT
-from hostir.runtime.symmetric import Exchange, Sharing, SymmetricMemory
+from hostir.runtime.symmetric import ExchangeTexts, Sharing, SymmetricMemory
 from hostir.runtime.unroll import teams_of
 from hostir.runtime.watchdog import Watchdog, headline
 
@@ -304,7 +304,7 @@ class Groups:
 
     rank: int
     device: torch.device
-    exchange: Exchange = _alone
+    exchange: ExchangeTexts = _alone
     made: dict[tuple[int, ...], Any] = field(default_factory=dict)
     memory: SymmetricMemory | None = None
     streams: dict[str, Any] = field(default_factory=dict)
@@ -799,7 +799,7 @@ class Agreement:
         try:
             self.calls.begin(lambda: self.of(sizes, places), planned=planned)
         except HostIRError as refused:
-            self._tell(refused)
+            self._announce(refused)
             raise
 
     def refuse(self, refusal: HostIRError) -> bool:
@@ -808,7 +808,7 @@ class Agreement:
         Returns whether another rank is known to run it already.
         """
         running = self.compare and self.calls.refuse(lambda: replace(self.call, refusal=headline(refusal)))
-        self._tell(refusal)
+        self._announce(refusal)
         return running
 
     def reach(self, sizes: Mapping[str, int]) -> None:
@@ -843,7 +843,7 @@ class Agreement:
         """Return a call of the executor with these sizes."""
         return replace(self.call, sizes=tuple(sorted(sizes.items())), places=places)
 
-    def _tell(self, refusal: HostIRError) -> None:
+    def _announce(self, refusal: HostIRError) -> None:
         if self.session is not None:
             self.session.meetings.refuse(self._counted(replace(self.call, refusal=headline(refusal))), self.compare)
             self.failed = self._made(), self._tries() + 1

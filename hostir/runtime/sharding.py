@@ -90,6 +90,7 @@ def _bytes_of(x: torch.Tensor, offset: int) -> Region:
 # Convert between whole tensors and the parts that ranks hold, and bind symbols to the sizes of a call's tensors.
 
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, FLAG.name: torch.int64}
+Part = torch.Tensor | None  # what a rank holds of a tensor: None if it is no device of its mesh
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -35,11 +35,11 @@ from hostir.runtime.unroll import SymmetricOp, UnrolledProgram
 KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of a program, unless the latest alone takes more
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
 BARRIERS = ""  # in the place of a name: a team's flags, one for each of its barriers and ranks; its round is the team
-Exchange = Callable[[str, str], list[str]]  # a key and this rank's text: the texts of all ranks
-Place = tuple[str, tuple[int, ...]]  # a name and a round
-Use = tuple[str, tuple[int, ...], int]  # a place, and a peer
-Key = tuple[str, tuple[tuple[str, int], ...]]  # a program's digest, and its sizes by name
-Touch = tuple[str, tuple[int, ...], int, int, int]  # the same, and from which element to before which
+ExchangeTexts = Callable[[str, str], list[str]]  # a key and this rank's text: the texts of all ranks
+BufferPlace = tuple[str, tuple[int, ...]]  # a name and a round
+PeerPlace = tuple[str, tuple[int, ...], int]  # a place, and a peer
+ProgramKey = tuple[str, tuple[tuple[str, int], ...]]  # a program's digest, and its sizes by name
+PeerRange = tuple[str, tuple[int, ...], int, int, int]  # the same, and from which element to before which
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class BufferInfo:
     dtype: str
 
     @property
-    def place(self) -> Place:
+    def place(self) -> BufferPlace:
         return self.name, self.rounds
 
     @property
@@ -93,9 +93,9 @@ class Offer:
     name: str = ""
     path: str = ""
     buffers: tuple[BufferInfo, ...] = ()
-    uses: tuple[Use, ...] = ()
-    reads: tuple[Use, ...] = ()
-    touches: tuple[Touch, ...] = ()
+    uses: tuple[PeerPlace, ...] = ()
+    reads: tuple[PeerPlace, ...] = ()
+    touches: tuple[PeerRange, ...] = ()
     notes: str = ""
     drops: tuple[int, ...] = ()
     pinned: tuple[int, ...] = ()
@@ -175,7 +175,7 @@ class SharedMemory:
         self.used, self.calls = 0.0, 0
         self.broken, self.gone = "", False
         self.handle: Any = None
-        self.buffers: dict[tuple[Place, int], torch.Tensor] = {}
+        self.buffers: dict[tuple[BufferPlace, int], torch.Tensor] = {}
         for rank, memory in maps.items():
             at = 0
             for buffer in offers[rank].buffers:
@@ -203,11 +203,11 @@ class SymmetricMemory:
         met: all that there is, with the same keys on every rank.
     """
 
-    def __init__(self, rank: int, exchange: Exchange, sharing: Sharing) -> None:
+    def __init__(self, rank: int, exchange: ExchangeTexts, sharing: Sharing) -> None:
         self.rank = rank
         self.exchange = exchange
         self.sharing = sharing
-        self.met: dict[Key, SharedMemory] = {}
+        self.met: dict[ProgramKey, SharedMemory] = {}
         self.meetings = 0
 
     def of(self, unrolled: UnrolledProgram, plan: object) -> SharedMemory | None:
@@ -295,11 +295,11 @@ class SymmetricMemory:
         return memory, ""
 
 
-def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[Use, ...], tuple[Use, ...]]:
+def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[PeerPlace, ...], tuple[PeerPlace, ...]]:
     """Return the buffers in this rank's memory, the buffers of peers that it names, and those of them that it reads."""
     rank, uses = unrolled.rank, []
     buffers = [BufferInfo(*op.home, op.shape, op.dtype.name) for op in unrolled.symmetric.values() if op.rank == rank]
-    theirs: dict[int, Use] = {x: (*op.home, op.rank) for x, op in unrolled.symmetric.items() if op.rank != rank}
+    theirs: dict[int, PeerPlace] = {x: (*op.home, op.rank) for x, op in unrolled.symmetric.items() if op.rank != rank}
     barriers = Counter(op.of_team for op in unrolled.ops if op.of_team)
     for team, count in barriers.items():
         buffers.append(BufferInfo(BARRIERS, team, (count, len(team)), FLAG.name))
@@ -308,7 +308,7 @@ def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[Use
     return tuple(buffers), (*theirs.values(), *uses), tuple(use for x, use in theirs.items() if x in sources)
 
 
-def _touches(unrolled: UnrolledProgram) -> tuple[Touch, ...]:
+def _touches(unrolled: UnrolledProgram) -> tuple[PeerRange, ...]:
     """Return the ranges of its peers' buffers that a rank copies from or to."""
     theirs = {register: op for register, op in unrolled.symmetric.items() if op.rank != unrolled.rank}
     touched = dict.fromkeys(register for op in unrolled.ops for register in unrolled.tensors(op))
@@ -334,7 +334,7 @@ def judge(offers: Sequence[Offer], program: Program) -> HostIRError | None:
             notes=((None, there),),
         )
     held = {(buffer.place, rank): buffer for rank, offer in enumerate(offers) for buffer in offer.buffers}
-    first: dict[Place, tuple[int, BufferInfo]] = {}
+    first: dict[BufferPlace, tuple[int, BufferInfo]] = {}
     for (place, rank), buffer in held.items():
         other, expected = first.setdefault(place, (rank, buffer))
         if buffer != expected:

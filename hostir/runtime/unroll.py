@@ -17,7 +17,7 @@ from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import dense_strides, is_dense, view_strides
 from hostir.ir.source import HostIRError, error
 from hostir.ir.types import DType
-from hostir.runtime.order import CALLER, NONE, Order
+from hostir.runtime.order import CALLER, NONE, RankOrder
 
 # Operations -----------------------------------------------------------------------------------------------------------
 # A program unrolled for one rank and one set of shapes is a list of operations in issue order.
@@ -45,23 +45,23 @@ class StatementPlace(NamedTuple):
 
 
 # Operations -------------------------------------------------------------------------------------------------------
-Extent = tuple[int, int]  # elements of a buffer, from the first to the one behind the last
+ElementRange = tuple[int, int]  # elements of a buffer, from the first to the one behind the last
 FlagUse = tuple[int, int, int]  # register of flags, slot, epoch
 
 # What an operation does with the register, stream or ranks that a field of this type names.
-Define: TypeAlias = int
-Free: TypeAlias = int
-Read: TypeAlias = int
-Reads: TypeAlias = tuple[int, ...]
-Write: TypeAlias = int
+DefinedRegister: TypeAlias = int
+FreedRegister: TypeAlias = int
+ReadRegister: TypeAlias = int
+ReadRegisters: TypeAlias = tuple[int, ...]
+WrittenRegister: TypeAlias = int
 Start: TypeAlias = int
 Await: TypeAlias = int
 Join: TypeAlias = int
 Group: TypeAlias = tuple[int, ...]
-Team: TypeAlias = tuple[int, ...]
+RanksOfTeam: TypeAlias = tuple[int, ...]
 TRAITS = {
-    **{"Define": "defines", "Free": "frees", "Start": "starts", "Await": "awaits", "Join": "joins"},
-    **{"Reads": "reads", "Group": "by_group", "Team": "of_team"},
+    **{"DefinedRegister": "defines", "FreedRegister": "frees", "Start": "starts", "Await": "awaits", "Join": "joins"},
+    **{"ReadRegisters": "reads", "Group": "by_group", "RanksOfTeam": "of_team"},
 }
 
 
@@ -87,11 +87,11 @@ class Op:
     stream: int
 
     by_group: ClassVar[Group] = ()
-    of_team: ClassVar[Team] = ()
+    of_team: ClassVar[RanksOfTeam] = ()
     in_graph: ClassVar[bool] = True
 
-    defines: ClassVar[Define] = NONE
-    frees: ClassVar[Free] = NONE
+    defines: ClassVar[DefinedRegister] = NONE
+    frees: ClassVar[FreedRegister] = NONE
     starts: ClassVar[Start] = NONE
     awaits: ClassVar[Await] = NONE
     joins: ClassVar[Join | None] = None
@@ -102,16 +102,16 @@ class Op:
         for kind, trait in TRAITS.items():
             if kind in kinds:
                 setattr(cls, trait, property(attrgetter(kinds[kind])))
-        for kind, trait in (("Read", "reads"), ("Write", "writes")):
+        for kind, trait in (("ReadRegister", "reads"), ("WrittenRegister", "writes")):
             if kind in kinds:
                 setattr(cls, trait, property(_tuple_of(kinds[kind])))
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> ReadRegisters:
         return ()
 
     @property
-    def writes(self) -> tuple[Write, ...]:
+    def writes(self) -> tuple[WrittenRegister, ...]:
         return ()
 
     @property
@@ -139,7 +139,7 @@ def _tuple_of(field: str) -> Callable[[Op], tuple[int, ...]]:
 class AllocateOp(Op):
     """`registers[out]` becomes a dense uninitialised tensor, unless the caller's tensor for an output is there."""
 
-    out: Define
+    out: DefinedRegister
     shape: tuple[int, ...]
     dtype: DType
 
@@ -153,7 +153,7 @@ class SymmetricOp(Op):
     It is dense, belongs to the executor, and is the same in every run with these sizes.
     """
 
-    out: Define
+    out: DefinedRegister
     name: str
     rounds: tuple[int, ...]
     shape: tuple[int, ...]
@@ -173,7 +173,7 @@ class ViewOp(Op):
     Where the view is `x[index]`, `index` says so: torch makes such a view in two thirds of the time.
     """
 
-    out: Define
+    out: DefinedRegister
     x: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -187,7 +187,7 @@ class ViewOp(Op):
 class FreeOp(Op):
     """The buffer and all its views are freed."""
 
-    buffer: Free
+    buffer: FreedRegister
 
     in_graph = False
 
@@ -200,8 +200,8 @@ class ComputeOp(Op):
     """
 
     kind: str
-    out: Write
-    operands: Reads
+    out: WrittenRegister
+    operands: ReadRegisters
     options: Mapping[str, Any]
     ready: Ready | None = None
 
@@ -230,8 +230,8 @@ class ComputeOp(Op):
 class CopyOp(Op):
     """`out` becomes `x`: by copy engine if `sms` is 0, else by a kernel on so many SMs. One may be a peer's memory."""
 
-    x: Read
-    out: Write
+    x: ReadRegister
+    out: WrittenRegister
     sms: int = 0
 
     @property
@@ -246,7 +246,7 @@ class SignalOp(Op):
     The stream itself sets it if `sms` is 0, else a kernel on so many SMs.
     """
 
-    flags: Write
+    flags: WrittenRegister
     slot: int
     epoch: int
     peer: int
@@ -265,7 +265,7 @@ class SignalOp(Op):
 class WaitSignalOp(Op):
     """The stream waits until element `slot` of this rank's `flags` has reached an epoch of this call."""
 
-    flags: Read
+    flags: ReadRegister
     slot: int
     epoch: int
 
@@ -278,7 +278,7 @@ class WaitSignalOp(Op):
 class BarrierOp(Op):
     """The stream waits for the ranks of a team at their barriers of this number, counted in every call."""
 
-    team: Team
+    team: RanksOfTeam
     number: int
 
 
@@ -288,8 +288,8 @@ class CollectiveOp(Op):
 
     kind: str
     team: Group
-    x: Read
-    out: Write
+    x: ReadRegister
+    out: WrittenRegister
     handle: Start
 
 
@@ -363,7 +363,7 @@ class RegisterView(NamedTuple):
         return is_dense(self.shape, self.strides)
 
     @property
-    def extent(self) -> Extent:
+    def extent(self) -> ElementRange:
         if 0 in self.shape:
             return self.offset, self.offset
         steps = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
@@ -405,12 +405,12 @@ class UnrolledProgram:
     symmetric: Mapping[int, SymmetricOp]
 
     @cached_property
-    def order(self) -> Order:
+    def order(self) -> RankOrder:
         """Who comes before whom on the rank's streams."""
-        return Order(self.ops)
+        return RankOrder(self.ops)
 
     @cached_property
-    def extents(self) -> Mapping[int, Extent]:
+    def extents(self) -> Mapping[int, ElementRange]:
         """The extents of all tensors within their buffers, from the first element to the last, gaps included."""
         return {register: layout.extent for register, layout in self.layouts.items()}
 
@@ -452,7 +452,7 @@ def _bytes(buffers: Iterable[AllocateOp | SymmetricOp]) -> int:
     return sum(prod(op.shape) * op.dtype.bytes for op in buffers)
 
 
-def overlap(one: Extent, others: Iterable[Extent]) -> bool:
+def overlap(one: ElementRange, others: Iterable[ElementRange]) -> bool:
     """Whether an extent shares an element with one of the others."""
     low, high = one
     return any(low < end and start < high for start, end in others)

@@ -143,7 +143,7 @@ class Links:
                 if ended:
                     self.drop(link, ended)
 
-    def tell(self, what: str, words: str = "") -> RankEvent:
+    def announce(self, what: str, words: str = "") -> RankEvent:
         """Send all ranks an event of this one."""
         event = RankEvent(what, self.rank, words[:LONGEST])
         self.pump()
@@ -156,7 +156,7 @@ class Links:
                 self.unsent.append(event)
         return event
 
-    def hear(self, event: RankEvent) -> None:
+    def await_own(self, event: RankEvent) -> None:
         """Wait briefly until this rank has received its own event, and so all that came before."""
         deadline = time.monotonic() + PATIENCE
         while self.linked and event not in self.events and time.monotonic() < deadline:
@@ -293,7 +293,7 @@ class Watched(Protocol):
     def progress(self) -> object:
         """Return a value that changes whenever the run progresses; None if that cannot be observed."""
 
-    def ailment(self) -> str:
+    def reported_problem(self) -> str:
         """Return what the device has reported that no call has raised yet; empty if nothing."""
 
 
@@ -333,7 +333,7 @@ class Watchdog:
         os.set_blocking(self.signalled, False)
         self.closing = threading.Event()
         self.before = -1  # who else receives signals
-        self.hear_signals()
+        self.install_handler()
         self.thread = threading.Thread(target=self.watch, name="hostir watchdog", daemon=True)
         self.thread.start()
 
@@ -355,7 +355,7 @@ class Watchdog:
 
     def blame(self, failure: HostIRError) -> HostIRError:
         """Report this rank's failure to all ranks; if another failed first, the error that it returns says so."""
-        self.links.hear(self.links.tell("failed", headline(failure)))
+        self.links.await_own(self.links.announce("failed", headline(failure)))
         self.learn()
         theirs = self.first is not None and self.first.rank != self.rank
         cause = self.first.words if theirs and self.first is not None else self.loss()
@@ -369,11 +369,11 @@ class Watchdog:
         """Report to all ranks, if any waits for that, that this one makes another call."""
         self.disturbed, self.raised = False, None
         if self.first is not None:
-            self.links.tell("back")
+            self.links.announce("back")
 
     def leave(self) -> None:
         """Report to all ranks that this one has made its last call: from here on its exit is no failure."""
-        self.links.hear(self.links.tell("done"))
+        self.links.await_own(self.links.announce("done"))
 
     def close(self, done: bool = True) -> None:
         """End the thread and the connections.
@@ -461,14 +461,14 @@ class Watchdog:
             return self.first.words
         what = f"has stood still for {self.clock - self.stood[1]:.0f} s; HOSTIR_TIMEOUT sets how long it may"
         at = "" if plan is None else plan.describe(plan.in_flight()[0])
-        self.links.tell("failed", f"rank {self.rank}, {at}: {what}")
+        self.links.announce("failed", f"rank {self.rank}, {at}: {what}")
         return f"it {what}"
 
     def reported(self) -> str:
         """Return what the device has reported of this rank's run, unless its caller already knows."""
-        found = self.plan.ailment() if self.plan is not None and not self.acknowledged else ""
+        found = self.plan.reported_problem() if self.plan is not None and not self.acknowledged else ""
         if found:
-            self.links.tell("failed", found)
+            self.links.announce("failed", found)
         return found
 
     # Ending -------------------------------------------------------------------------------------------------------
@@ -495,7 +495,7 @@ class Watchdog:
         return Diagnostic(message, ops[0].place.statement.span, notes=notes)
 
     # Signals ------------------------------------------------------------------------------------------------------
-    def hear_signals(self) -> None:
+    def install_handler(self) -> None:
         """Make SIGTERM wake the thread, even while the main thread is stuck outside Python.
 
         A launcher sends it to the remaining ranks when one has ended. A handler of the user's, installed before or
@@ -527,7 +527,7 @@ class Watchdog:
         return heard
 
     def restore_handlers(self, handler: Callable[[int, FrameType | None], object] | int = signal.SIG_DFL) -> None:
-        """Undo `hear_signals`, unless somebody else has replaced it since; SIGTERM gets `handler`."""
+        """Undo `install_handler`, unless somebody else has replaced it since; SIGTERM gets `handler`."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) == self.on_sigterm:

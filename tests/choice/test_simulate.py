@@ -148,7 +148,7 @@ def test_launches_count_only_where_no_graph_replays_them() -> None:
     # The host is ahead of the device at first, and then each launch takes longer than what it launches.
     many = "\n".join(["  delay 1 us"] * 200)
     assert took(f"{BUFFERS}{many}", GRAPH) == pytest.approx(200)
-    assert took(f"{BUFFERS}{many}", EAGER) > 200 * H200.launch["delay"] - H200.ahead
+    assert took(f"{BUFFERS}{many}", EAGER) > 200 * H200.launch["delay"] - H200.host_lead
     few = f"{BUFFERS}  delay 2000 us\n"
     assert took(few, EAGER) == took(few, GRAPH) == pytest.approx(2000)
 

@@ -57,13 +57,13 @@ def until(links: list[Links], true: Callable[[], bool]) -> None:
 
 def test_all_ranks_hear_the_same_in_the_same_order(ranks: list[Links]) -> None:
     for turn in range(20):
-        ranks[turn % 3].tell("failed", str(turn))
+        ranks[turn % 3].announce("failed", str(turn))
     until(ranks, lambda: all(len(each.events) == 20 for each in ranks))
     assert ranks[0].events == ranks[1].events == ranks[2].events
 
 
 def test_a_rank_whose_connection_ends_has_died_unless_it_was_done(ranks: list[Links]) -> None:
-    ranks[1].tell("done")
+    ranks[1].announce("done")
     ranks[1].close()
     ranks[2].close()
     until(ranks[:1], lambda: len(ranks[0].events) == 2)
@@ -72,20 +72,20 @@ def test_a_rank_whose_connection_ends_has_died_unless_it_was_done(ranks: list[Li
 
 def test_the_death_of_rank_0_is_noticed_by_all_and_what_it_told_last_arrives(ranks: list[Links]) -> None:
     ranks[0].pump()
-    ranks[0].tell("failed", "why")
+    ranks[0].announce("failed", "why")
     ranks[0].close()
     until(ranks[1:], lambda: all(len(each.events) == 2 for each in ranks[1:]))
     for each in ranks[1:]:
         assert each.events == [RankEvent("failed", 0, "why"), RankEvent("died", 0, "its process has ended")]
-    ranks[1].tell("back")
+    ranks[1].announce("back")
     assert ranks[1].events[-1] == RankEvent("back", 1), "with rank 0 gone it hears itself"
 
 
 def test_who_connects_later_hears_what_has_happened(store: Store) -> None:
     alarm, end = os.pipe()
     first, last = Links(store, 0, 2, 10.0), Links(store, 1, 2, 10.0)
-    first.tell("failed", "early")
-    last.tell("failed", "before it was linked")
+    first.announce("failed", "early")
+    last.announce("failed", "before it was linked")
     last.serve(0.0, alarm)
     until([first, last], lambda: len(last.events) == 2)
     assert first.events == last.events
@@ -133,5 +133,5 @@ def test_strangers_are_sent_away(said: bytes, store: Store, ranks: list[Links]) 
         while time.monotonic() < deadline:
             ranks[0].pump()
         assert stranger.recv(10) == b""
-    ranks[2].tell("back")
+    ranks[2].announce("back")
     until(ranks, lambda: all(each.events == [RankEvent("back", 2)] for each in ranks))

@@ -8,7 +8,7 @@ import networkx as nx
 import pytest
 
 from hostir.ir import parse
-from hostir.runtime.order import CALLER, Order
+from hostir.runtime.order import CALLER, RankOrder
 from hostir.runtime.unroll import CollectiveOp, DelayOp, MarkOp, Op, StatementPlace, SynchronizeOp, WaitOp
 
 STREAMS = (CALLER, 0, 1, 2)
@@ -57,7 +57,7 @@ def paths(ops: list[Op]) -> nx.DiGraph:
 @pytest.mark.parametrize("seed", range(60))
 def test_an_operation_follows_exactly_those_that_a_path_leads_from(seed: int) -> None:
     ops = drawn(Random(seed))
-    order, graph = Order(ops), paths(ops)
+    order, graph = RankOrder(ops), paths(ops)
     for then in range(len(ops)):
         before = nx.ancestors(graph, then)
         assert {first for first in range(len(ops)) if order.precedes(first, then)} == before - {-1}
@@ -67,11 +67,11 @@ def test_an_operation_follows_exactly_those_that_a_path_leads_from(seed: int) ->
 @pytest.mark.parametrize("seed", range(20))
 def test_what_a_stream_would_wait_for_later_is_known_at_every_position(seed: int) -> None:
     ops = drawn(Random(seed))
-    order = Order(ops)
+    order = RankOrder(ops)
     for position in range(len(ops) + 1):
         for stream in STREAMS:
-            after = Order([*ops[:position], DelayOp(PLACE, stream, 1)])
+            after = RankOrder([*ops[:position], DelayOp(PLACE, stream, 1)])
             known = {s: n for s, n in order.clock(stream, position).items() if n}
             assert known == {s: n for s, n in {**after.clocks[-1], stream: after.numbers[-1] - 1}.items() if n}
-    joined = Order([*ops, *(SynchronizeOp(PLACE, CALLER, s) for s in order.unjoined)])
+    joined = RankOrder([*ops, *(SynchronizeOp(PLACE, CALLER, s) for s in order.unjoined)])
     assert joined.unjoined == ()

@@ -35,7 +35,7 @@ class Plan:
         time.sleep(1e-4)
         return self.number
 
-    def ailment(self) -> str:
+    def reported_problem(self) -> str:
         return ""
 
 

@@ -15,6 +15,7 @@ from hostir.ir.machine import uncollected
 from hostir.ir.source import Diagnostic, HostIRError, error, logger
 from hostir.runtime.cuda.streams import current, own_stream
 from hostir.runtime.kernels.table import Again, Kernel
+from hostir.runtime.sharding import Part
 from hostir.runtime.unroll import UnrolledProgram
 from hostir.runtime.watchdog import headline
 
@@ -95,7 +96,6 @@ class CublasStreams:
 LOG = logger(__name__)
 EAGER_CALLS = 2  # at the same addresses before a capture: the first may compile, tune and connect
 MAX_GRAPHS = 16  # kept by an executor
-Part = torch.Tensor | None
 
 
 class Capturable(Protocol):
@@ -109,7 +109,7 @@ class Capturable(Protocol):
         """Issue one run, into the tensors `given`."""
 
 
-class Call(Protocol):
+class GraphedCall(Protocol):
     """A bound call as `Graphs` uses it."""
 
     graph: torch.cuda.CUDAGraph | None
@@ -145,7 +145,11 @@ class Graphs:
     """
 
     def __init__(
-        self, device: torch.device, name: str, calls: Mapping[Any, Call], first: Callable[[], bool] = lambda: True
+        self,
+        device: torch.device,
+        name: str,
+        calls: Mapping[Any, GraphedCall],
+        first: Callable[[], bool] = lambda: True,
     ) -> None:
         self.device = device
         self.name = name
@@ -164,7 +168,7 @@ class Graphs:
         return torch.cuda.graph_pool_handle()
 
     @property
-    def kept(self) -> list[Call]:
+    def kept(self) -> list[GraphedCall]:
         """The calls that have a graph, the least recently bound first."""
         return [call for call in self.calls.values() if call.graph is not None]
 
@@ -174,7 +178,7 @@ class Graphs:
         except RuntimeError as problem:
             raise error(f"the CUDA graph of @{self.name} could not be launched: {problem}") from problem
 
-    def capture_when_due(self, call: Call, inputs: Sequence[Part], given: Sequence[Part]) -> bool:
+    def capture_when_due(self, call: GraphedCall, inputs: Sequence[Part], given: Sequence[Part]) -> bool:
         """Capture a call and launch its graph if it has been issued often enough; return whether that is so.
 
         A call whose graph was dropped is issued four times as often before the next capture: if more calls take turns

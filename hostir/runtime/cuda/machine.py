@@ -306,7 +306,7 @@ class CudaPlan:
             )
         return self.machine.timeouts.problem()
 
-    def ailment(self) -> str:
+    def reported_problem(self) -> str:
         found = self.problem()
         return headline(found) if found is not None else ""
 

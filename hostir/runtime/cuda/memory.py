@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from hostir.ir.types import FLAG
 from hostir.runtime.order import CALLER
-from hostir.runtime.symmetric import BARRIERS, BufferInfo, Offer, Place, SharedMemory, Touch
-from hostir.runtime.unroll import Extent, Op, UnrolledProgram, overlap
+from hostir.runtime.symmetric import BARRIERS, BufferInfo, BufferPlace, Offer, PeerRange, SharedMemory
+from hostir.runtime.unroll import ElementRange, Op, RanksOfTeam, UnrolledProgram, overlap
 
 # Flag reset and credits -----------------------------------------------------------------------------------------------
 # Resets flags between calls on CUDA, so that a call is the same in every replay of a CUDA graph.
@@ -31,10 +31,11 @@ from hostir.runtime.unroll import Extent, Op, UnrolledProgram, overlap
 # peer before the team's first barrier, the credits of the team replace that barrier. They say nothing about ranks that
 # are reached only through a third rank, so the first barrier of a second team stays.
 
-CREDITS: Place = ("", ())  # one counter; a team's barriers have the same name, and the team as their rounds
-Team = tuple[int, ...]
-Slot = tuple[Place, int]  # a flag of some rank
-FirstBarrier = tuple[Team, list[tuple[Place, Extent]], list[Slot]]  # its team; own rows and flags used before it
+CREDITS: BufferPlace = ("", ())  # one counter; a team's barriers have the same name, and the team as their rounds
+Slot = tuple[BufferPlace, int]  # a flag of some rank
+FirstBarrier = tuple[
+    RanksOfTeam, list[tuple[BufferPlace, ElementRange]], list[Slot]
+]  # its team; own rows and flags used before it
 NO_STREAM = CALLER - 1  # the index of no stream
 ALWAYS_RAISED = 1 << 62  # the value of a flag that nobody has to raise
 
@@ -51,7 +52,7 @@ def notes(unrolled: UnrolledProgram) -> str:
     return json.dumps({"signals": signals, "first_barrier": _first_barrier(unrolled)})
 
 
-def _homes(unrolled: UnrolledProgram) -> dict[int, Place]:
+def _homes(unrolled: UnrolledProgram) -> dict[int, BufferPlace]:
     """Map the register of each symmetric buffer to its name and rounds."""
     return {register: op.home for register, op in unrolled.symmetric.items()}
 
@@ -62,7 +63,7 @@ def _first_barrier(unrolled: UnrolledProgram) -> FirstBarrier | None:
     Only the very first barrier: credits do not cover what ranks in two teams do before the second team's barrier.
     """
     homes, at = _homes(unrolled), unrolled.extents
-    touched: list[tuple[Place, Extent]] = []
+    touched: list[tuple[BufferPlace, ElementRange]] = []
     raised: list[Slot] = []
     for op in unrolled.ops:
         if op.of_team:
@@ -94,7 +95,7 @@ class FlowControl:
     raised: dict[Slot, int] = field(default_factory=dict)
     unawaited: dict[Slot, int] = field(default_factory=dict)
     stream_ordered: frozenset[Slot] = frozenset()
-    implied_barriers: frozenset[Team] = frozenset()
+    implied_barriers: frozenset[RanksOfTeam] = frozenset()
 
     @classmethod
     def of(cls, unrolled: UnrolledProgram, offers: Sequence[Offer]) -> FlowControl:
@@ -127,7 +128,7 @@ class FlowControl:
 
 def _with_barriers(
     signals: set[tuple[int, int]], all_notes: Sequence[dict[str, Any]], offers: Sequence[Offer]
-) -> tuple[set[tuple[int, int]], frozenset[Team]]:
+) -> tuple[set[tuple[int, int]], frozenset[RanksOfTeam]]:
     """Return all pairs (rank, peer whose flags it raises), and the teams whose first barrier needs no flags.
 
     Credits replace a barrier only if every two ranks of its team grant each other credits because of other flags.
@@ -140,7 +141,9 @@ def _with_barriers(
     return certain.union(*(permutations(team, 2) for team in unneeded - implied_barriers)), implied_barriers
 
 
-def _begins_with(all_notes: Sequence[dict[str, Any]], touched: Sequence[Touch], team: Team, rank: int) -> bool:
+def _begins_with(
+    all_notes: Sequence[dict[str, Any]], touched: Sequence[PeerRange], team: RanksOfTeam, rank: int
+) -> bool:
     """Whether the first barrier of a rank is one of `team`, and it does nothing that concerns a peer before it."""
     if all_notes[rank]["first_barrier"] is None:
         return False
@@ -149,7 +152,7 @@ def _begins_with(all_notes: Sequence[dict[str, Any]], touched: Sequence[Touch], 
     rivals = {(name, tuple(rounds), slot) for it in others for peer, name, rounds, slot, _ in it if peer == rank}
     if tuple(first) != team or any((name, tuple(rounds), slot) in rivals for (name, rounds), slot in raised):
         return False
-    theirs: dict[Place, list[Extent]] = {}
+    theirs: dict[BufferPlace, list[ElementRange]] = {}
     for name, rounds, peer, *extent in touched:
         if peer == rank:
             theirs.setdefault((name, rounds), []).append((extent[0], extent[1]))

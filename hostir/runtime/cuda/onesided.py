@@ -19,7 +19,7 @@ from hostir.runtime.kernels.flags import with_all_rows
 from hostir.runtime.kernels.table import Again, Kernel, repeating
 from hostir.runtime.order import CALLER, NONE
 from hostir.runtime.sharding import torch_dtype
-from hostir.runtime.symmetric import BARRIERS, Place, SharedMemory
+from hostir.runtime.symmetric import BARRIERS, BufferPlace, SharedMemory
 from hostir.runtime.unroll import (
     BarrierOp,
     ComputeOp,
@@ -167,7 +167,7 @@ class CudaOneSided:
         self.forked = set[int]()  # streams that wait for the beginning of the call, by an event
         self.start = torch.cuda.Event()  # the beginning of the call
         self.unforked = {id(op) for op in unforked(unrolled)}
-        self.sent: set[tuple[int, Place, int, int]] = set()
+        self.sent: set[tuple[int, BufferPlace, int, int]] = set()
         self.pushes = {id(op): pushes for pushes in Pushes.of(unrolled) for op in pushes.ops}
         self.barriers: list[BarrierOp] = []  # without those that credits replace
 
@@ -361,7 +361,7 @@ class CudaOneSided:
 
     def missing(self) -> list[tuple[Op, str]]:
         """Return the operations whose flags are not raised yet, with the flags' values. Waits for no other stream."""
-        held: dict[Place, list[int]] = {}
+        held: dict[BufferPlace, list[int]] = {}
         with torch.cuda.stream(self.diagnosis):
             for (place, rank), buffer in self.memory.buffers.items():
                 if rank == self.rank and buffer.dtype == torch_dtype(FLAG):
@@ -411,11 +411,11 @@ class CudaOneSided:
     def slot(self, slot: Slot) -> int:
         return self.flag(*slot, self.rank)
 
-    def flag(self, place: Place, slot: int, rank: int) -> int:
+    def flag(self, place: BufferPlace, slot: int, rank: int) -> int:
         """Return the address of a flag."""
         return self.memory.buffers[place, rank].data_ptr() + slot * FLAG_BYTES
 
-    def place(self, register: int) -> Place:
+    def place(self, register: int) -> BufferPlace:
         """Return the symmetric buffer that a register's tensor is in."""
         return self.unrolled.symmetric[self.unrolled.buffers[register]].home
 

@@ -27,7 +27,6 @@ ORDERED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: visible only after all that the st
 DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
 MAX_BATCH = 200  # operations per batch; the driver takes 256
-Step = Callable[[], None]
 
 
 class MemoryOp(ctypes.Structure):
@@ -278,10 +277,10 @@ def own_stream(owner: object, device: torch.device, priority: int, products: boo
     and use the workspace. That it has ended by the time of the reuse is likely, but not checked: who replays a graph is
     not known, and CUDA forbids waiting for the whole device while anyone captures.
     """
-    spare = _free.setdefault((device, priority, products), deque())
+    idle = _free.setdefault((device, priority, products), deque())
     try:
-        stream = spare.popleft() if len(spare) > (RESTING if products else 0) else new_stream(device, priority)
+        stream = idle.popleft() if len(idle) > (RESTING if products else 0) else new_stream(device, priority)
     except IndexError:  # another thread has taken the only one
         stream = new_stream(device, priority)
-    weakref.finalize(owner, spare.append, stream).atexit = False
+    weakref.finalize(owner, idle.append, stream).atexit = False
     return stream

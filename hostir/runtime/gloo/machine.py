@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from hostir.ir.source import error
 from hostir.runtime.arguments import deliver, homes, place
 from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
-from hostir.runtime.gloo.onesided import AbandonedError, GlooOneSided, Key, Lane, SharedFiles, Waits
+from hostir.runtime.gloo.onesided import AbandonedError, GlooOneSided, LaneKey, SharedFiles, ThreadLane, Waits
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.order import CALLER, late_streams
 from hostir.runtime.session import Groups
@@ -150,7 +150,7 @@ class GlooMachine:
         assert isinstance(self.symmetric.sharing, SharedFiles)
         self.sharing = self.symmetric.sharing
         self.messages = groups.messages
-        self.queues: dict[Key, Jobs] = {}
+        self.queues: dict[LaneKey, Jobs] = {}
         self.broken = ""  # the failure of a run in which peers may still wait
         for stream in range(streams):
             self.queue(stream)
@@ -159,7 +159,7 @@ class GlooMachine:
         self.messages.prepare(message_teams_of(unrolled.program))
         return GlooPlan(self, unrolled, trace)
 
-    def queue(self, key: Key) -> Jobs:
+    def queue(self, key: LaneKey) -> Jobs:
         """Return the queue of the thread that runs a lane."""
         if key not in self.queues:
             jobs = self.queues[key] = SimpleQueue()
@@ -192,8 +192,8 @@ class GlooPlan:
         self.state = self.memory if self.memory is not None else machine  # that a failed run leaves broken
         self.runs = 0
         self.one_sided = GlooOneSided(self)
-        self.host = Lane(CALLER, self.fail)
-        self.lanes: dict[Key, Lane] = {CALLER: Lane(CALLER, self.fail)}
+        self.host = ThreadLane(CALLER, self.fail)
+        self.lanes: dict[LaneKey, ThreadLane] = {CALLER: ThreadLane(CALLER, self.fail)}
         late = late_streams(unrolled)
         for op in unrolled.ops:
             if op.frees not in late:  # what may still be in use is dropped with the run
@@ -287,7 +287,7 @@ class GlooPlan:
         notes = [lane.notes.get(i) for lane in self.lanes.values() if (i := lane.position) >= 0 and lane.ops[i] is op]
         return self.unrolled.describe(op) + "".join(f", which waits for {note()}" for note in notes if note)
 
-    def ailment(self) -> str:
+    def reported_problem(self) -> str:
         return ""  # failures are raised to the caller
 
     def progress(self) -> tuple[int, ...] | None:
@@ -298,9 +298,9 @@ class GlooPlan:
         return (self.runs, *at.values())
 
     # Binding ------------------------------------------------------------------------------------------------------
-    def lane(self, key: Key) -> Lane:
+    def lane(self, key: LaneKey) -> ThreadLane:
         if key not in self.lanes:
-            self.lanes[key] = Lane(key, self.fail)
+            self.lanes[key] = ThreadLane(key, self.fail)
         return self.lanes[key]
 
     def event(self) -> threading.Event:
@@ -310,14 +310,14 @@ class GlooPlan:
     def deal(self, op: Op) -> None:
         DEAL[type(op)](self, op, self.lane(op.stream))
 
-    def deal_symmetric(self, op: SymmetricOp, lane: Lane) -> None:
+    def deal_symmetric(self, op: SymmetricOp, lane: ThreadLane) -> None:
         assert self.memory is not None
         self.registers[op.out] = self.memory.buffer(op)
 
-    def deal_allocate(self, op: AllocateOp, lane: Lane) -> None:
+    def deal_allocate(self, op: AllocateOp, lane: ThreadLane) -> None:
         self.host.add(op, bind_allocate(op, self.registers, CPU))
 
-    def deal_view(self, op: ViewOp, lane: Lane) -> None:
+    def deal_view(self, op: ViewOp, lane: ThreadLane) -> None:
         """Make a view: of a symmetric buffer once, else in every run."""
         step = bind_view(op, self.registers)
         if self.registers[op.x] is None:
@@ -325,32 +325,32 @@ class GlooPlan:
         else:
             step()
 
-    def deal_compute(self, op: ComputeOp, lane: Lane) -> None:
+    def deal_compute(self, op: ComputeOp, lane: ThreadLane) -> None:
         kernel = self.machine.kernels[op.kind]
         if op.ready is not None:
             self.one_sided.deal_blocks(op, op.ready, kernel, lane)
         else:
             lane.add(op, self.timed(op, bind_compute(op, self.registers, kernel)))
 
-    def deal_mark(self, op: MarkOp, lane: Lane) -> None:
+    def deal_mark(self, op: MarkOp, lane: ThreadLane) -> None:
         self.arrivals[op.handle] = self.event()
         lane.add(op, self.arrivals[op.handle].set)
 
-    def deal_await(self, op: WaitOp, lane: Lane) -> None:
+    def deal_await(self, op: WaitOp, lane: ThreadLane) -> None:
         lane.add(op, self.waiting(self.arrivals[op.handle]), Waits.LANE)
 
-    def deal_synchronize(self, op: SynchronizeOp, lane: Lane) -> None:
+    def deal_synchronize(self, op: SynchronizeOp, lane: ThreadLane) -> None:
         reached = self.event()
         self.lane(op.other).add(op, reached.set)
         lane.add(op, self.waiting(reached), Waits.LANE)
 
-    def deal_nothing(self, op: Op, lane: Lane) -> None:
+    def deal_nothing(self, op: Op, lane: ThreadLane) -> None:
         """Do nothing for a delay: threads share cores, not SMs, and standing still would help nobody."""
 
-    def deal_one_sided(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: Lane) -> None:
+    def deal_one_sided(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: ThreadLane) -> None:
         self.one_sided.deal(op, lane)
 
-    def deal_free(self, op: FreeOp, lane: Lane) -> None:
+    def deal_free(self, op: FreeOp, lane: ThreadLane) -> None:
         gone = [i for i, buffer in enumerate(self.unrolled.buffers) if buffer == op.buffer]
 
         def step() -> None:
@@ -359,7 +359,7 @@ class GlooPlan:
 
         lane.add(op, step)
 
-    def deal_communication(self, op: CollectiveOp | MessagesOp, lane: Lane) -> None:
+    def deal_communication(self, op: CollectiveOp | MessagesOp, lane: ThreadLane) -> None:
         """Add a communication to its team's thread: it starts when the stream gets there, and signals its end."""
         ready, arrived = self.event(), self.event()
         self.arrivals[op.handle] = arrived
@@ -413,7 +413,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-DEAL: dict[type[Op], Callable[[GlooPlan, Any, Lane], None]] = {
+DEAL: dict[type[Op], Callable[[GlooPlan, Any, ThreadLane], None]] = {
     AllocateOp: GlooPlan.deal_allocate,
     SymmetricOp: GlooPlan.deal_symmetric,
     ViewOp: GlooPlan.deal_view,

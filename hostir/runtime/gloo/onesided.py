@@ -36,7 +36,7 @@ from hostir.runtime.unroll import (
 # Threads --------------------------------------------------------------------------------------------------------------
 # One thread's part of a run on a CPU process, and its position in it.
 
-Key = int | tuple[object, ...]  # of a lane: a stream, or a team
+LaneKey = int | tuple[object, ...]  # of a lane: a stream, or a team
 
 
 class AbandonedError(Exception):
@@ -51,10 +51,10 @@ class Waits(Enum):
     PEER = "another rank"
 
 
-class Lane:
+class ThreadLane:
     """The part of a run for one thread: steps, and the operation of each."""
 
-    def __init__(self, key: Key, fail: Callable[[Op, BaseException], None]) -> None:
+    def __init__(self, key: LaneKey, fail: Callable[[Op, BaseException], None]) -> None:
         self.key = key
         self.fail = fail
         self.steps: list[Step] = []
@@ -220,7 +220,7 @@ class GlooOneSided:
         assert self.plan.memory is not None
         return self.plan.memory.calls
 
-    def deal(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: Lane) -> None:
+    def deal(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: ThreadLane) -> None:
         if isinstance(op, CopyOp):
             lane.add(op, self.plan.timed(op, partial(self.copy, op)))
         elif isinstance(op, SignalOp):
@@ -230,7 +230,7 @@ class GlooOneSided:
         else:
             self.deal_barrier(op, lane)
 
-    def deal_wait(self, op: Op, flags: Flags, slot: int, epoch: int, lane: Lane) -> None:
+    def deal_wait(self, op: Op, flags: Flags, slot: int, epoch: int, lane: ThreadLane) -> None:
         def reached() -> bool:
             return bool(flags[slot] >= flag_value(self.call, epoch))
 
@@ -241,7 +241,7 @@ class GlooOneSided:
 
         lane.add(op, self.until(reached), Waits.PEER, standing)
 
-    def deal_barrier(self, op: BarrierOp, lane: Lane) -> None:
+    def deal_barrier(self, op: BarrierOp, lane: ThreadLane) -> None:
         assert self.plan.memory is not None
         me, team = self.plan.unrolled.rank, op.team
         rows = [self.plan.memory.barriers(team, rank)[op.number].numpy() for rank in team]
@@ -256,7 +256,7 @@ class GlooOneSided:
         lane.add(op, partial(self.arrive, rows, place))
         lane.add(op, self.until(lambda: not missing()), Waits.PEER, standing)
 
-    def deal_blocks(self, op: ComputeOp, ready: Ready, kernel: Kernel, lane: Lane) -> None:
+    def deal_blocks(self, op: ComputeOp, ready: Ready, kernel: Kernel, lane: ThreadLane) -> None:
         """Add a matmul block by block, each after a wait for its flag; in a trace it is one bar."""
         flags, start, end = self.flags(ready.flags), *self.plan.bracket(op)
         lane.add(op, start)

@@ -32,7 +32,7 @@ from hostir.runtime.cuda.onesided import CudaOneSided
 from hostir.runtime.kernels.flags import with_rows
 from hostir.runtime.kernels.table import Kernel, kernel_table
 from hostir.runtime.session import Groups
-from hostir.runtime.symmetric import BufferInfo, Exchange, Offer, SharedMemory
+from hostir.runtime.symmetric import BufferInfo, ExchangeTexts, Offer, SharedMemory
 from hostir.runtime.unroll import ComputeOp, UnrolledProgram, unroll
 
 CPU = torch.device("cpu")
@@ -304,7 +304,7 @@ def layers(
     monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank: Shared(rank, memory))
     made: dict[int, list[CudaPlan]] = {}
 
-    def plan(rank: int, exchange: Exchange) -> None:
+    def plan(rank: int, exchange: ExchangeTexts) -> None:
         groups = Groups(rank, CPU, exchange)
         machines = [CudaMachine(CPU, program, gpus.kernels(), groups) for _ in range(count)]
         made[rank] = [machine.plan(unroll(program, rank, sizes or {}, parts[rank])) for machine in machines]
@@ -313,7 +313,7 @@ def layers(
     return [made[rank] for rank in range(len(parts))]
 
 
-def together(ranks: int, do: Callable[[int, Exchange], None]) -> None:
+def together(ranks: int, do: Callable[[int, ExchangeTexts], None]) -> None:
     """Does it on all ranks at once, each on a thread, with what lets them exchange texts."""
     gate, said = threading.Barrier(ranks), dict[tuple[str, int], dict[int, str]]()
     problems: list[BaseException] = []

@@ -242,7 +242,7 @@ def test_the_watchdog_sees_what_the_device_reports_unless_the_caller_was_told(mo
     e(a, b)
     (plan,) = e.plans.values()
     told: list[str] = []
-    links = types.SimpleNamespace(tell=lambda what, words: told.append(words))
+    links = types.SimpleNamespace(announce=lambda what, words: told.append(words))
     dog = types.SimpleNamespace(plan=plan, acknowledged=False, links=links)
     assert Watchdog.reported(dog) == ""
     monkeypatch.setattr(CudaPlan, "problem", lambda plan: error("a kernel gave up"))
