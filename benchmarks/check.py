@@ -29,7 +29,7 @@ from hostir.check.alike import alike
 from hostir.check.proof import Analysis, analyse, analyse_quickly, findings_of
 from hostir.check.signature import small_sizes
 from hostir.ir import Program
-from hostir.ir.interpret import unrolled_length
+from hostir.ir.machine import unrolled_length
 from hostir.lower import STRATEGIES
 from tests.mutants import Mutant
 from tests.mutation import GATHERED, every_mutant, on_grid, originals, sample, tiny

@@ -7,9 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hostir import ir, knobs
-from hostir.described import described
 from hostir.ir import Diagnostic, HostIRError, Phase, Program
-from hostir.ir.source import error, user_span
+from hostir.ir.source import described, error, user_span
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from hostir.described import described, did_you_mean
-from hostir.ir.source import Span, error, user_span
+from hostir.ir.source import Span, described, did_you_mean, error, user_span
 
 __all__ = [
     "CACHE",

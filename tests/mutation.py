@@ -19,8 +19,7 @@ import hostir as hi
 from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, write_a_pass
 from hostir import knobs
 from hostir.check import check, check_structure
-from hostir.check.findings import Finding
-from hostir.check.proof import analyse_quickly
+from hostir.check.proof import Finding, analyse_quickly
 from hostir.ir.program import Program, format_program
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.tensor_ops import Contraction

@@ -29,7 +29,6 @@ GIVEN = {"Tensor", "LoopAxis", "Session", "Choice", "Program", "HostIRError", "D
 INTERNAL = {  # public to other parts of hostir
     "Choice": {"from_json", "to_json"},
     "DeviceMesh": {"axis_name"},
-    "Executor": {"drop_stale", "leave"},
     "Fusion": {"combine", "size"},
     "Program": {"check_sizes", "check_whole", "divisions", "misfits"},
     "Session": {"asking", "close", "exchange", "first", "wait"},

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import hostir as hi
-from hostir.described import described
-from hostir.ir.source import Diagnostic, Span
+from hostir.ir.source import Diagnostic, Span, described
 
 LONGEST = 1500  # characters of a whole message, with the quoted line
 

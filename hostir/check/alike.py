@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hostir.check.deadlocks import Lanes, together
-from hostir.check.order import Clock, Order, Trouble
+from hostir.check.order import Clock, Lanes, Order, Trouble, together
 from hostir.check.tracer import Access, Event, Flag, Kernel, Tracer
 from hostir.ir.machine import ARITHMETIC, Frame
 from hostir.ir.program import Program
@@ -355,9 +354,10 @@ class _Rotations:
             for axis, step in enumerate(steps):
                 if (access.buffer.name, axis) in self.steps and (id(access), axis) not in self.blocks:
                     self._region(access, axis, _one_place if step else _all_places)
+        if any(_differs(flag.epoch[1]) for flag in (*self.tracer.signals, *self.tracer.waits)):
+            raise UnlikeError
         for flag, steps in going:
-            still = any((flag.flags, axis) in self.steps for axis, step in enumerate(steps) if not step)
-            if _differs(flag.epoch[1]) or still:
+            if any((flag.flags, axis) in self.steps for axis, step in enumerate(steps) if not step):
                 raise UnlikeError
 
     def _moving(self, address: Any) -> tuple[int, ...]:

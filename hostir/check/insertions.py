@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from hostir.check.findings import Finding
 from hostir.check.order import Order
+from hostir.check.proof import Finding
 from hostir.check.tracer import CALLER, Event, Flag
 from hostir.ir.host_ops import CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.machine import Frame

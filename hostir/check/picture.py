@@ -10,9 +10,8 @@ from itertools import pairwise, permutations
 from textwrap import wrap
 from typing import Any, Literal
 
-from hostir.check.findings import Finding
 from hostir.check.order import Order
-from hostir.check.proof import Analysis
+from hostir.check.proof import Analysis, Finding
 from hostir.check.tracer import CALLER, Event
 from hostir.ir.op import Statement, Sync
 from hostir.ir.program import Program, format_statement

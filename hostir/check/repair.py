@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from hostir.check.findings import Finding
 from hostir.check.insertions import (
     REPAIRABLE,
     Block,
@@ -32,7 +31,7 @@ from hostir.check.insertions import (
     without,
 )
 from hostir.check.order import Order
-from hostir.check.proof import analyse
+from hostir.check.proof import Finding, analyse
 from hostir.check.structure import check_structure
 from hostir.check.tracer import Buffer, Event
 from hostir.ir.host_ops import Synchronize

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 from functools import lru_cache
 from math import prod
 
-from hostir.described import described
 from hostir.ir.op import (
     VALUE_CODECS,
     Bin,
@@ -23,7 +22,7 @@ from hostir.ir.op import (
 )
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
-from hostir.ir.source import Diagnostic, HostIRError, did_you_mean
+from hostir.ir.source import Diagnostic, HostIRError, described, did_you_mean
 from hostir.ir.types import DTYPES, FLAG, STREAM, Axis, Factor, Kind, Mesh, TensorType
 
 # What programs are made of --------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, Literal
 
-from hostir.ir.interpret import Observer, interpret
-from hostir.ir.machine import Exchange, Frame, OptionalMethods, Ready
+from hostir.ir.machine import Exchange, Frame, Observer, OptionalMethods, Ready, interpret
 from hostir.ir.op import Codec, Phase, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.regions import Region

@@ -11,9 +11,9 @@ from math import inf, log2, prod
 from typing import Any
 
 from hostir.choice.platforms import Hardware
-from hostir.ir.interpret import uncollected
+from hostir.ir.machine import uncollected
 from hostir.ir.program import Program
-from hostir.runtime.cuda.pushes import Pushes
+from hostir.runtime.binding import Pushes
 from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, Grid, Tile, choose, duration
 from hostir.runtime.order import CALLER, NONE
 from hostir.runtime.unroll import (

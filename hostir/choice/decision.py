@@ -27,11 +27,20 @@ from hostir.choice.cache import (
 )
 from hostir.choice.cost import EAGER, GRAPH, CostTask, estimates, tasks_of
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, here
-from hostir.described import described
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.sizes import binding
-from hostir.ir.source import HostIRError, Span, check_known, did_you_mean, error, logger, user_span, warn_once
+from hostir.ir.source import (
+    HostIRError,
+    Span,
+    check_known,
+    described,
+    did_you_mean,
+    error,
+    logger,
+    user_span,
+    warn_once,
+)
 from hostir.knobs import KERNELS
 from hostir.lower import AUTO, STRATEGIES, STREAMS, HasProgram, lower
 from hostir.lower import lower as lower_by

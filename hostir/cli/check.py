@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hostir.check import check_structure
-from hostir.check.findings import Finding
-from hostir.check.proof import Analysis, analyse, analyse_quickly
+from hostir.check.proof import Analysis, Finding, analyse, analyse_quickly
 from hostir.check.repair import difference, redundant, repair
 from hostir.cli.loading import STANDARD, load_to_lower, lowered, write
 from hostir.ir.op import Phase
@@ -77,7 +76,7 @@ def _known(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _with_witnesses(program: Program, analysis: Analysis, options: Namespace) -> list[Diagnostic]:
     """Return the findings; those about orders get the command of a run that shows them."""
-    if analysis.order is None or all(found.level != "error" for found in analysis.findings):
+    if not any(isinstance(found, Finding) and found.level == "error" for found in analysis.findings):
         return analysis.findings
 
     from hostir.cli.run import witnesses  # loads torch

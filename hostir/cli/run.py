@@ -16,7 +16,7 @@ import torch
 
 from hostir import knobs
 from hostir.check import prove, verify
-from hostir.check.findings import Finding
+from hostir.check.proof import Finding
 from hostir.check.tracer import Event
 from hostir.cli.loading import load_to_lower, lowered
 from hostir.ir.op import Phase

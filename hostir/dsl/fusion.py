@@ -9,14 +9,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from hostir.described import described
 from hostir.dsl.tensor import NAME, SizeLike, Tensor
 from hostir.ir import comm_ops, tensor_ops
 from hostir.ir import tensor_ops as view_ops
 from hostir.ir.op import Phase, Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size, product
-from hostir.ir.source import Span, did_you_mean, error, user_span
+from hostir.ir.source import Span, described, did_you_mean, error, user_span
 from hostir.ir.tensor_ops import TensorOp
 from hostir.ir.types import DTYPES, Axis, DType, Mesh, TensorType
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from hostir.described import described
 from hostir.ir.sizes import Size
-from hostir.ir.source import Span, did_you_mean, error, user_span
+from hostir.ir.source import Span, described, did_you_mean, error, user_span
 from hostir.ir.tensor_ops import Add, Matmul, Mul
 from hostir.ir.types import STREAM, Axis, DType, Factor
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from hostir.ir.layout import Mark, flat_marks, leads
 from hostir.ir.machine import Exchange, Move, meshes_of
 from hostir.ir.onesided_ops import mesh_over, own_rank, peer_of
 from hostir.ir.op import (
@@ -26,7 +25,7 @@ from hostir.ir.op import (
 )
 from hostir.ir.sizes import Size, product
 from hostir.ir.source import did_you_mean
-from hostir.ir.types import Kind, Mesh, TensorType
+from hostir.ir.types import Kind, Mark, Mesh, TensorType, flat_marks, leads
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hostir.ir.layout import refine
 from hostir.ir.op import (
     Body,
     Define,
@@ -27,7 +26,7 @@ from hostir.ir.op import (
 )
 from hostir.ir.sizes import Division, Size, product
 from hostir.ir.tensor_ops import ViewStatement
-from hostir.ir.types import Axis, Kind, TensorType
+from hostir.ir.types import Axis, Kind, TensorType, refine
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame

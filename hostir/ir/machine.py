@@ -1,4 +1,4 @@
-"""Define the interface between statements and the machines that execute them.
+"""Define the interface between statements and the machines that execute them, and walk programs on a machine.
 
 A statement's `evaluate` speaks to a `Frame`: one rank's view of one run of a program. The frame resolves names, indices
 and sizes, and hands them to a `Machine`. Machines that plan first (streams, graphs) record the calls; eager
@@ -7,14 +7,20 @@ machines execute them at once. Both implement the same methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add, floordiv, mod, mul, sub
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from hostir.ir.op import Bin, Expr, Lit, Value
+from hostir.ir.op import Bin, Expr, Lit, Statement, Value
+from hostir.ir.source import HostIRError
 from hostir.ir.types import DType, Kind, Mesh, TensorType, bind_shape
+
+if TYPE_CHECKING:
+    from hostir.ir.program import Program
 
 ARITHMETIC: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv, "%": mod}
 Handle = Any  # a machine's own object for a tensor, a stream or a communication in flight
@@ -207,3 +213,85 @@ class Frame:
 def meshes_of(values: Iterable[Value]) -> tuple[Mesh | None, ...]:
     """Return the meshes of the tensors among these values."""
     return tuple(v.type.mesh for v in values if isinstance(v.type, TensorType))
+
+
+# The interpreter ------------------------------------------------------------------------------------------------------
+# Walks a program on a machine, which executes its statements or proves them right.
+
+MAX_UNROLLED = 1_000_000  # statements with loops unrolled; planning more takes minutes, and much memory
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Disable garbage collection meanwhile: walking a program makes objects by the million and drops few of them.
+
+    Collections that visit all of them again and again take as long as the walk.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class Observer:
+    """Is notified of every statement before it is evaluated, so that traces and errors can name it."""
+
+    def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
+        """Note the statement that runs next, and the indices of the loops around it, outermost first."""
+
+
+def interpret(
+    program: Program,
+    machine: Machine,
+    sizes: Mapping[str, int],
+    inputs: Sequence[Handle | None],
+    observer: Observer | None = None,
+    frames: type[Frame] = Frame,
+) -> tuple[Handle | None, ...]:
+    """Evaluate every statement in program order, loops unrolled; return the outputs' handles.
+
+    `inputs` are this rank's parts (or whole tensors, where the machine's rank is None), None where it holds none.
+    Raises HostIRError at the loop that makes the program longer than `MAX_UNROLLED` statements.
+    """
+    unrolled_length(program.body, sizes)
+    frame = frames(machine, sizes)
+    for value, handle in zip(program.inputs, inputs, strict=True):
+        frame[value] = handle
+    _run(program.body, frame, observer or Observer(), ())
+    return tuple(frame[value] for value in program.outputs)
+
+
+def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> int:
+    """Return the number of statements of a body with its loops unrolled; each round counts as one more."""
+    total = 0
+    for statement in body:
+        if not statement.bodies:
+            total += 1
+            continue
+        total += statement.repeats.bind(sizes) * (1 + sum(unrolled_length(inner, sizes) for inner in statement.bodies))
+        if total > MAX_UNROLLED:
+            raise statement.fail(
+                f"with this loop the program has {total} statements and rounds to go through",
+                expected=f"at most {MAX_UNROLLED}",
+                hint="choose fewer rounds, each with more work",
+            )
+    return total
+
+
+def _run(statements: tuple[Statement, ...], frame: Frame, observer: Observer, rounds: tuple[int, ...]) -> None:
+    for statement in statements:
+        if statement.bodies:
+            for index in statement.rounds(frame):
+                for body in statement.bodies:
+                    _run(body, frame, observer, (*rounds, *index))
+            continue
+        observer.at(statement, rounds)
+        try:
+            statement.evaluate(frame)
+        except HostIRError:
+            raise
+        except Exception as problem:
+            raise statement.fail(f"{type(problem).__name__}: {problem}") from problem

@@ -8,10 +8,9 @@ from functools import cached_property
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from hostir.described import described
 from hostir.ir.op import Codec, FieldPart, OptionalPart, Phase, Statement, Value, codecs_of, defaults_of, template
 from hostir.ir.sizes import DIGITS, Division, Size, binding
-from hostir.ir.source import Diagnostic, HostIRError, did_you_mean, error, user_span
+from hostir.ir.source import Diagnostic, HostIRError, described, did_you_mean, error, user_span
 from hostir.ir.types import Mesh, TensorType
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd
 
-from hostir.described import described
-from hostir.ir.source import HostIRError, Span, did_you_mean, error
+from hostir.ir.source import HostIRError, Span, described, did_you_mean, error
 
 DIGITS = 18  # of the integers in a size: what fits in 64 bits
 MAX_CHARACTERS = 1000  # characters of a size's text

@@ -8,8 +8,6 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hostir.described import described
-from hostir.ir.layout import flat_marks, join, leads
 from hostir.ir.machine import Ready, meshes_of
 from hostir.ir.onesided_ops import epoch_of, flags_of, slot_of
 from hostir.ir.op import (
@@ -38,8 +36,8 @@ from hostir.ir.op import (
     statement,
 )
 from hostir.ir.sizes import Division, Size, product
-from hostir.ir.source import HostIRError, did_you_mean
-from hostir.ir.types import DTYPES, DType, TensorType
+from hostir.ir.source import HostIRError, described, did_you_mean
+from hostir.ir.types import DTYPES, DType, TensorType, flat_marks, join, leads
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame

@@ -1,14 +1,18 @@
-"""Define types of values: dtypes, device meshes, tensor axes and how they are spread over a mesh."""
+"""Define types of values: dtypes, device meshes, tensor axes and how they are sharded, through statements too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
 from hostir.ir.sizes import ONE, Size, product
+
+if TYPE_CHECKING:
+    from hostir.ir.op import Statement, Value
 
 STREAM = "stream"  # the mark of an axis whose slices go to round-robin streams
 
@@ -205,3 +209,128 @@ Type = TensorType | Kind
 def bind_shape(shape: Iterable[Size], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the integers of a shape for these values of the symbols."""
     return tuple(size.bind(sizes) for size in shape)
+
+
+# Sharding through statements ------------------------------------------------------------------------------------------
+# Joins operands' axes, and follows marks through a reshape or a slice.
+
+MEET = "bring both to one sharding: 'reshard' does in a fusion, a communication in a host program"
+Mark = tuple[str, Size, int]  # mesh axis, elements' blocks outside it, number of ranks
+
+
+def join(
+    op: Statement, dtype: DType, shape: tuple[Size, ...], operands: Sequence[Value], maps: Sequence[tuple[int, ...]]
+) -> TensorType:
+    """Return the type of the result that each rank computes from its own parts of the operands.
+
+    An axis of the result lies where the operands' axes lie that map to it; axes summed away leave a partial sum over
+    the mesh axes they lie on. Raises where the parts of two operands do not meet, as they then need a reshard first.
+    """
+    mesh = next((v.tensor.mesh for v in operands if v.tensor.mesh), None)
+    axes: list[Axis | None] = [None] * len(shape)
+    summed: list[tuple[Value, Axis]] = []
+    for value, map in zip(operands, maps, strict=True):
+        if value.tensor.partial:
+            raise op.fail(f"{value} is a partial sum over {', '.join(value.tensor.partial)}", hint="reduce it first")
+        for axis, to in zip(value.tensor.host().axes, map, strict=True):
+            if to == -1:
+                summed.append((value, axis))
+            elif to >= 0 and axes[to] is None:
+                axes[to] = axis
+            elif (to >= 0 and axes[to] != axis) or (to < -1 and axis.marks):
+                raise op.fail(
+                    f"{value} lies over the mesh otherwise than the other operands: {axis} meets {axes[to]}",
+                    hint=MEET,
+                )
+    if any(axis != summed[0][1] for _, axis in summed):
+        raise op.fail(
+            "the contracted axes lie over the mesh differently: " + " and ".join(f"{v} has {a}" for v, a in summed),
+            hint=MEET,
+        )
+    partial = summed[0][1].marks if summed else ()
+    full = tuple(axis or Axis.of(size) for axis, size in zip(axes, shape, strict=True))
+    marks = [*partial, *(m for axis in full for m in axis.marks)]
+    if twice := next((m for m in marks if marks.count(m) > 1), None):
+        raise op.fail(f"two axes lie on {twice} at once", hint="gather one of the operands first")
+    return TensorType(dtype, full, mesh, tuple(sorted(partial)))
+
+
+def flat_marks(type: TensorType) -> tuple[Mark, ...]:
+    """Return each mark of a type with its position in the flattened tensor, outermost first. A reshape keeps them."""
+    found, outer = [], ONE
+    for axis in type.host().axes:
+        for factor in axis.factors:
+            if factor.on and type.mesh:
+                found.append((factor.on, outer, type.mesh.size(factor.on)))
+            outer = outer * factor.extent
+    return tuple(found)
+
+
+def place_marks(shape: tuple[Size, ...], marks: Sequence[Mark]) -> tuple[Axis, ...] | None:
+    """Return axes of this shape with the marks at these flat positions, or None where one falls between two axes."""
+    axes, before, left = [], ONE, list(marks)
+    for extent in shape:
+        factors, rest, done = [], extent, ONE
+        while (
+            left
+            and (left[0][1] / (before * done)).whole
+            and is_multiple(rest, left[0][1] / (before * done) * left[0][2])
+        ):
+            name, outer, count = left.pop(0)
+            skip = outer / (before * done)
+            factors += [Factor(skip), Factor(Size(count), name)]
+            rest, done = rest / (skip * count), done * skip * count
+        axes.append(Axis((*factors, Factor(rest))).normal())
+        before = before * extent
+    return None if left else tuple(axes)
+
+
+def refine(
+    axis: Axis, outer: Size, count: Size, mesh: Mesh | None
+) -> tuple[tuple[Factor, ...], tuple[Factor, ...]] | None:
+    """Split an axis as [outer, count, inner]: the factors before and after, or None where sharding prevents it.
+
+    A factor of E over D ranks is [D over the ranks, E/D on each]; the cut may fall between the two.
+    """
+    pieces: list[Factor] = []
+    for factor in axis.factors:
+        ranks = mesh.size(factor.on) if mesh and factor.on in mesh.axes else None
+        pieces += [Factor(Size(ranks), factor.on), Factor(factor.extent / ranks)] if ranks else [Factor(factor.extent)]
+    before, position = [], ONE
+    while position != outer:
+        if not pieces:
+            return None
+        piece = pieces.pop(0)
+        need = outer / position
+        if piece.on is None and piece.extent != need and is_multiple(piece.extent, need):
+            pieces.insert(0, Factor(piece.extent / need))
+            piece = Factor(need)
+        before.append(piece)
+        position = position * piece.extent
+        if not is_multiple(outer, position):
+            return None
+    while pieces and pieces[0].on is None and pieces[0].extent.is_one:
+        pieces.pop(0)
+    if not pieces or pieces[0].on is not None or not is_multiple(pieces[0].extent, count):
+        return None if not count.is_one else (tuple(before), tuple(pieces))
+    inner = (Factor(pieces[0].extent / count), *pieces[1:])
+    return tuple(before), inner
+
+
+def leads(type: TensorType, mark: str, axes: Iterable[Axis] | None = None) -> bool:
+    """Whether the axis on `mark` is outermost in each rank's part, or in these axes of it."""
+    for axis in type.axes if axes is None else axes:
+        for factor in axis.factors:
+            if factor.on == mark:
+                return True
+            if not type.local_factor(factor).is_one:
+                return False
+    return False
+
+
+def is_multiple(extent: Size, of: Size) -> bool:
+    """Whether an extent is a multiple of another, if that is known: 4 counts as a divisor of `M`, not as a multiple."""
+    quotient = extent / of
+    if quotient.whole or (of / extent).whole:
+        return quotient.whole
+    return bool(quotient.symbols) and all(power > 0 for _, power in quotient.symbols)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from hostir.ir.comm_ops import Communication, Reshard
-from hostir.ir.layout import flat_marks, is_multiple, place_marks, refine
 from hostir.ir.op import Codec, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
@@ -25,7 +24,7 @@ from hostir.ir.tensor_ops import (
     Unary,
     ViewStatement,
 )
-from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
+from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType, flat_marks, is_multiple, place_marks, refine
 from hostir.lower import Pass
 
 # Shardings of one computation -----------------------------------------------------------------------------------------

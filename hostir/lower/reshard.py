@@ -18,11 +18,10 @@ from hostir.ir.comm_ops import (
     Scatter,
     SendRecv,
 )
-from hostir.ir.layout import leads
 from hostir.ir.op import Codec, Statement, Value, codecs_of
 from hostir.ir.program import Names, Program
 from hostir.ir.tensor_ops import Add, DenseCopy, Linear, Reshape, Shard, TensorOp, ViewStatement
-from hostir.ir.types import Axis, Mesh, TensorType
+from hostir.ir.types import Axis, Mesh, TensorType, leads
 from hostir.lower import Pass
 from hostir.lower.host import isolate
 from hostir.lower.propagate import OperandShardings, choose, choose_view, result_of

@@ -12,11 +12,10 @@ from typing import Protocol
 
 from hostir import knobs
 from hostir.check import prove, verify
-from hostir.described import described
 from hostir.ir import parse
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import UNCHECKED, HostIRError, check_known, error, user_span, warn_once
+from hostir.ir.source import UNCHECKED, HostIRError, check_known, described, error, user_span, warn_once
 from hostir.lower import Pass
 from hostir.lower.finish import AssignStreams, FreeBuffers, MakeDense, Stagger, Tidy
 from hostir.lower.fused import Fused, Push

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from hostir.described import described
 from hostir.ir.op import Codec, Phase, Value
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, error, warn_once
+from hostir.ir.source import HostIRError, described, error, warn_once
 from hostir.ir.types import bind_shape
 from hostir.runtime.order import NONE, early_buffers
 from hostir.runtime.sharding import (

@@ -1,8 +1,9 @@
-"""Bind operations of an unrolled program to a machine's registers and kernels: what all machines do alike."""
+"""Bind operations of an unrolled program to a machine's registers, memory and kernels, as all machines do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from hostir.runtime.kernels.table import REPEATABLE, Kernel, repeating
 from hostir.runtime.order import NONE
 from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import SharedMemory
-from hostir.runtime.unroll import AllocateOp, ComputeOp, CopyOp, UnrolledProgram, ViewOp, overlap
+from hostir.runtime.unroll import AllocateOp, ComputeOp, CopyOp, Extent, Op, SignalOp, UnrolledProgram, ViewOp, overlap
 
 Step = Callable[[], object]
 
@@ -82,3 +83,90 @@ def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int,
             alone = sum(home == place and overlap(at[op.out], [extent]) for place, extent in writes) == 1
             found[op.x] = op.out if alone else found[op.x]
     return tuple(found.values())
+
+
+# Copies by one kernel -------------------------------------------------------------------------------------------------
+# The runs of copies by SMs, with the signals between them, that one kernel carries out.
+
+
+@dataclass(frozen=True)
+class Pushes:
+    """Consecutive copies on a stream, of one size and from one buffer, each with the signal directly after it.
+
+    They may run at the same time: none writes what another reads or writes.
+
+    Fields:
+        copies: in order, each with its signal, or None if it has none.
+        ops: all of them, in issue order.
+    """
+
+    copies: tuple[tuple[CopyOp, SignalOp | None], ...]
+    ops: tuple[Op, ...]
+
+    @property
+    def sms(self) -> int:
+        return self.copies[0][0].sms
+
+    @classmethod
+    def of(cls, unrolled: UnrolledProgram) -> list[Pushes]:
+        """Return all such runs of a program, each as long as possible."""
+        runs: list[_Run] = []
+        run: _Run | None = None
+        for op in unrolled.ops:
+            if op.defines:
+                continue
+            if isinstance(op, CopyOp) and op.sms:
+                if run is None or not run.takes(op):
+                    run = _Run(unrolled)
+                    runs.append(run)
+                run.add(op)
+            elif run is not None and isinstance(op, SignalOp) and run.takes_signal(op):
+                run.ops.append(op)
+            else:
+                run = None
+        return [_paired(each.ops) for each in runs]
+
+
+@dataclass
+class _Run:
+    """A run of copies and signals under construction.
+
+    Fields:
+        ops: so far.
+        read, written: by buffer, what the copies touch.
+    """
+
+    unrolled: UnrolledProgram
+    ops: list[Op] = field(default_factory=list)
+    read: dict[int, list[Extent]] = field(default_factory=dict)
+    written: dict[int, list[Extent]] = field(default_factory=dict)
+
+    def takes(self, op: CopyOp) -> bool:
+        """Whether a copy is of the same kind as the first, and may run at the same time as the others."""
+        first, x, out = self.ops[0], self.unrolled.layouts[op.x], self.unrolled.layouts[op.out]
+        assert isinstance(first, CopyOp)
+        same = self.unrolled.layouts[first.x]
+        if (op.stream, op.sms, x.buffer, x.shape) != (first.stream, first.sms, same.buffer, same.shape):
+            return False
+        touched = [*self.read.get(out.buffer, ()), *self.written.get(out.buffer, ())]
+        return not overlap(out.extent, touched) and not overlap(x.extent, self.written.get(x.buffer, ()))
+
+    def add(self, op: CopyOp) -> None:
+        self.ops.append(op)
+        for register, touched in ((op.x, self.read), (op.out, self.written)):
+            layout = self.unrolled.layouts[register]
+            touched.setdefault(layout.buffer, []).append(layout.extent)
+
+    def takes_signal(self, op: SignalOp) -> bool:
+        """Whether a signal is sent by the stream itself, directly after a copy."""
+        return not op.sms and isinstance(self.ops[-1], CopyOp) and self.ops[-1].stream == op.stream
+
+
+def _paired(run: Sequence[Op]) -> Pushes:
+    following = [*run[1:], None]
+    pairs = [
+        (op, after if isinstance(after, SignalOp) else None)
+        for op, after in zip(run, following, strict=True)
+        if isinstance(op, CopyOp)
+    ]
+    return Pushes(tuple(pairs), tuple(run))

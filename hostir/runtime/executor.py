@@ -18,10 +18,9 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._C._dynamo.guards import TensorGuards
 
 from hostir.check import prove, verify
-from hostir.described import described
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, check_known, error, logger, user_span
+from hostir.ir.source import HostIRError, check_known, described, error, logger, user_span
 from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
 from hostir.runtime.arguments import (
     Key,

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from hostir.ir.interpret import interpret
-from hostir.ir.machine import Exchange, OptionalMethods, Ready
+from hostir.ir.machine import Exchange, OptionalMethods, Ready, interpret
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.ir.types import DType

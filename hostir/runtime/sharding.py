@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from hostir.described import counted, described
 from hostir.ir.op import Codec, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.regions import Region
 from hostir.ir.sizes import Size
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import HostIRError, counted, described, error
 from hostir.ir.types import FLAG, DType, Factor, Mesh, TensorType, bind_shape
 from hostir.runtime.simulated.tasks import check_seed
 

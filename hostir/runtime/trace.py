@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from hostir.described import described
 from hostir.ir.op import REGISTRY, Statement
-from hostir.ir.source import error, user_span
+from hostir.ir.source import described, error, user_span
 from hostir.runtime.binding import Step
 from hostir.runtime.order import CALLER
 from hostir.runtime.unroll import Op, UnrolledProgram

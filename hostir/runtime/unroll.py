@@ -11,8 +11,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from hostir.ir.comm_ops import MESSAGES
-from hostir.ir.interpret import Observer, interpret, uncollected
-from hostir.ir.machine import Exchange, Frame, OptionalMethods, Ready
+from hostir.ir.machine import Exchange, Frame, Observer, OptionalMethods, Ready, interpret, uncollected
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import dense_strides, is_dense, view_strides

@@ -49,6 +49,8 @@ UNLIKE = [
     "%m = chunk %all[3 - %r of 4]\nput %x -> %m at %r over didx",
     "signal %there[%r] = 1 at %r over didx\nsignal %there[0] = 1 at (%r + 1) % 4 over didx",
     "signal %there[0] = %r + 1 at %r over didx",
+    "for %i in 0..4 { signal %there[%r] = 9 at (%r + %i) % 4 over didx }\n"
+    "%c: f32[4, 4] = allocate\nmatmul %all, %b -> %c ready %there >= %r + 1 from 0",
     "set_stream %r % 2",
     "%h = send %x to (%r + 1) % 4 over didx\nwait %h",
 ]
@@ -153,6 +155,14 @@ def test_ranks_lie_in_the_grid_of_all_meshes(mesh: str, other: str | None, shape
     program = hi.parse("\n".join(["hostir 1", *lines, f"program @p(%x: f32[8] on @m{more}) -> (%x) {{", "}"]))
     torus = Torus.of(program)
     assert (torus and torus.shape) == shape
+
+
+def test_a_matmul_that_waits_for_another_epoch_on_each_rank_is_checked_on_all() -> None:
+    signals = "for %i in 0..4 { signal %there[%r] = EPOCH at (%r + %i) % 4 over didx }\n"
+    waits = "%c: f32[4, 4] = allocate\nmatmul %all, %b -> %c ready %there >= %r + 1 from 0\n"
+    body = signals.replace("EPOCH", "10") + waits + signals.replace("EPOCH", "9")
+    found = hi.check(hi.parse(HEAD.replace("(%y)", "(%c)") + body + "\n}"))
+    assert any("epoch" in f.message for f in found if f.level == "error"), found
 
 
 def test_an_output_may_be_another_part_on_each_rank() -> None:

@@ -9,7 +9,7 @@ import torch
 
 import hostir as hi
 from hostir.check import check_structure
-from hostir.check.findings import Finding
+from hostir.check.proof import Finding
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.runtime.simulated.machine import run_local
 from tests.runtime.whole import run_whole

@@ -7,8 +7,7 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.check import prove
-from hostir.check.findings import Finding
-from hostir.check.proof import analyse, shared_queues
+from hostir.check.proof import Finding, analyse, shared_queues
 from hostir.check.repair import repair
 from hostir.ir import Diagnostic, HostIRError, Program
 from tests.lower.test_patterns import Pattern, arguments

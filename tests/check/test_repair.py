@@ -10,9 +10,8 @@ import hostir as hi
 from benchmarks.repair import broken, repaired
 from examples import patterns
 from hostir.check import check
-from hostir.check.findings import Finding
 from hostir.check.insertions import without
-from hostir.check.proof import analyse
+from hostir.check.proof import Finding, analyse
 from hostir.check.repair import difference, longest_chain, redundant, repair
 from hostir.ir.host_ops import For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Signal, WaitSignal

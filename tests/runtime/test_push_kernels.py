@@ -7,7 +7,7 @@ import torch
 
 from hostir.ir import parse
 from hostir.ir.source import HostIRError
-from hostir.runtime.cuda.pushes import Pushes
+from hostir.runtime.binding import Pushes
 from hostir.runtime.unroll import ComputeOp, CopyOp, SignalOp, UnrolledProgram, unroll
 
 TO_ALL = """for %i in 0..4 {

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hostir.ir.interpret import uncollected
+from hostir.ir.machine import uncollected
 from hostir.ir.source import Diagnostic, HostIRError, error, logger
 from hostir.runtime.cuda.streams import current, own_stream
 from hostir.runtime.kernels.table import Again, Kernel

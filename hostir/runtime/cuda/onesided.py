@@ -12,9 +12,8 @@ from hostir.ir.machine import Ready
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.types import FLAG
 from hostir.knobs import TIMEOUT
-from hostir.runtime.binding import Step, bind_compute
+from hostir.runtime.binding import Pushes, Step, bind_compute
 from hostir.runtime.cuda.memory import CREDITS, FlowControl, Slot, waits
-from hostir.runtime.cuda.pushes import Pushes
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
 from hostir.runtime.kernels.flags import with_all_rows
 from hostir.runtime.kernels.table import Again, Kernel, repeating

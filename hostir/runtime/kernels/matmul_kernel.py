@@ -49,7 +49,7 @@ def from_float32(x, dtype: tl.constexpr):
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for.
+    """The compile-time constants of the matmul kernel.
 
     Fields:
         BM, BN, BK: the tile: rows, columns, and the step along K.

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from hostir.ir.comm_ops import MESSAGES
-from hostir.ir.interpret import Observer, interpret
-from hostir.ir.machine import Exchange, OptionalMethods, Ready
+from hostir.ir.machine import Exchange, Observer, OptionalMethods, Ready, interpret
 from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import HostIRError, Span, error

@@ -11,9 +11,8 @@ from time import perf_counter
 
 import torch
 
-from hostir.described import described
 from hostir.ir.op import Statement
-from hostir.ir.source import HostIRError, Span, error, user_span
+from hostir.ir.source import HostIRError, Span, described, error, user_span
 
 # Memory ---------------------------------------------------------------------------------------------------------------
 # The memory of simulated ranks: NaN until it is written, and out of bounds once it is freed.

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hostir.described import counted, did_you_mean
+from hostir.ir.source import counted, did_you_mean
 
 
 @pytest.mark.parametrize(
