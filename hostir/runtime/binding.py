@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hostir.ir.regions import dense_strides
 from hostir.runtime.kernels.table import REPEATABLE, Kernel, repeating
 from hostir.runtime.order import NONE
 from hostir.runtime.sharding import torch_dtype
@@ -29,11 +30,12 @@ Step = Callable[[], object]
 
 def bind_allocate(op: AllocateOp, registers: list[Any], device: torch.device) -> Step:
     """Return the closure that allocates a buffer, unless the caller gave a tensor for it: it may be an output."""
-    out, shape, dtype, empty = op.out, op.shape, torch_dtype(op.dtype), torch.empty
+    out, shape, strides, dtype = op.out, op.shape, dense_strides(op.shape), torch_dtype(op.dtype)
+    empty = torch.empty_strided  # which takes two thirds of the time of torch.empty
 
     def step() -> None:
         if registers[out] is None:
-            registers[out] = empty(shape, dtype=dtype, device=device)
+            registers[out] = empty(shape, strides, dtype=dtype, device=device)
 
     return step
 

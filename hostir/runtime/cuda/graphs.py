@@ -105,7 +105,7 @@ class Capturable(Protocol):
     def eager_only(self) -> str:
         """The reason why its runs must not be captured; empty if they may."""
 
-    def run(self, inputs: Sequence[Part], given: Sequence[Part] | None = None) -> tuple[Part, ...]:
+    def run(self, inputs: Sequence[Part], given: Sequence[Part] | None, capturing: bool) -> tuple[Part, ...]:
         """Issue one run, into the tensors `given`."""
 
 
@@ -224,7 +224,7 @@ class Graphs:
             graph = torch.cuda.CUDAGraph()
             try:  # other threads may go on calling what a capture forbids
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                plan.run(inputs, given)
+                plan.run(inputs, given, True)
                 graph.capture_end()
             except BaseException:
                 self.abort_capture(graph)

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
 
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
-from hostir.runtime.arguments import deliver, homes, place
+from hostir.runtime.arguments import homes
 from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.cuda.graphs import CublasStreams, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
@@ -29,7 +29,7 @@ from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts
 from hostir.runtime.cuda.streams import current, join, workers
 from hostir.runtime.kernels.aten import BY_CUBLAS
 from hostir.runtime.kernels.table import Kernel
-from hostir.runtime.order import CALLER, late_streams
+from hostir.runtime.order import CALLER, NONE, late_streams
 from hostir.runtime.session import Groups
 from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline
@@ -221,11 +221,14 @@ class CudaPlan:
         self.registers: list[Any] = [None] * len(unrolled.buffers)
         self.streams = [*machine.streams, torch.cuda.default_stream(machine.device)]  # CALLER indexes the last
         self.steps: list[Step] = []
+        self.in_captures: dict[int, Step] = {}  # by position: the steps that are others during a capture
         self.ops: list[Op] = []  # the operation of each step
         self.cursor: Iterator[Step] = iter(self.steps)
         self.current = CALLER
         self.late = late_streams(unrolled)
-        self.homes = homes(unrolled)
+        outputs = list(enumerate(zip(homes(unrolled), unrolled.outputs, strict=True)))
+        self.placed = [(home, i) for i, (home, _) in outputs if home != NONE]  # outputs in the caller's tensors
+        self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]  # those copied there last
         self.awaited_at_once = awaited_at_once(unrolled)
         self.inlined = set[int]()  # the handles of collectives that run on the caller's stream itself
         self.eager_only = uniform_only(unrolled)  # why its runs must not be captured; empty if they may
@@ -250,9 +253,14 @@ class CudaPlan:
 
     # Running ------------------------------------------------------------------------------------------------------
     def run(
-        self, inputs: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None] | None = None
+        self,
+        inputs: Sequence[torch.Tensor | None],
+        given: Sequence[Any] | None = None,
+        capturing: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
         """Issue one run, with the outputs in the tensors `given` if there are any; return the outputs.
+
+        `capturing`: the current stream is part of a capture.
 
         Raises HostIRError that names the statement whose launch failed.
         """
@@ -260,15 +268,20 @@ class CudaPlan:
         self.streams[CALLER] = current(self.machine.device)
         registers[held.start : held.stop] = inputs
         if given is not None:
-            place(given, self.homes, registers)
+            for home, i in self.placed:
+                registers[home] = given[i]
         # `in_flight` reads the position of this iterator, which costs the run nothing.
         self.cursor = cursor = iter(self.steps)
+        if capturing:
+            self.cursor = cursor = iter([self.in_captures.get(i, step) for i, step in enumerate(self.steps)])
         try:
             for step in cursor:
                 step()
             if given is None:
                 return tuple([registers[i] for i in self.unrolled.outputs])
-            return deliver(given, self.unrolled.outputs, registers)
+            for register, i in self.copied:
+                given[i].copy_(registers[register])
+            return tuple(given)
         except BaseException as problem:
             self.abandon()
             if not isinstance(problem, Exception):
@@ -370,7 +383,10 @@ class CudaPlan:
         if op.ready is not None:
             self.here(op, self.flagged.compute(op, op.ready))
         else:
-            self.here(op, bind_compute(op, self.registers, self.machine.kernel(op)))
+            kernel, captured = self.machine.kernels[op.kind], self.machine.kernel(op)
+            self.here(op, bind_compute(op, self.registers, kernel))
+            if captured is not kernel:
+                self.in_captures[len(self.steps) - 1] = bind_compute(op, self.registers, captured)
 
     def add_copy(self, op: CopyOp) -> None:
         if self.add_push(op):

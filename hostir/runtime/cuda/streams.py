@@ -222,18 +222,20 @@ class CallOrder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream: torch.cuda.Stream | None = None  # of the latest call
+        self.handle: int | None = None  # of that stream
         self.captured: tuple[int, torch.cuda.Stream] | None = (
             None  # the capture with the latest captured call, its stream
         )
 
     def follow(self) -> None:
         """Make the current stream wait for the latest call, if that was on another stream."""
-        now, last = current(self.device), self.stream
-        if now is last:
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if handle == self.handle:
             return
-        if last is not None and now != last:
-            now.wait_stream(last)
-        self.stream = now
+        now = current(self.device)
+        if self.stream is not None:
+            now.wait_stream(self.stream)
+        self.stream, self.handle = now, handle
 
     def follow_in_capture(self) -> None:
         """Make the current stream wait for the latest call in the same capture, if that was on another stream.

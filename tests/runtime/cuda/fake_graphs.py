@@ -120,6 +120,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in cuda.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", cuda["is_current_stream_capturing"])
     monkeypatch.setattr(streams, "_known", {})
     monkeypatch.setattr(streams, "_workers", {})
     monkeypatch.setattr(streams, "_taken", Counter())

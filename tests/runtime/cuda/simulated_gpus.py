@@ -261,6 +261,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(streams, "new_stream", lambda device, priority: Stream())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(these.current), raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(cuda_onesided, "in_batches", these.in_batches)

@@ -130,7 +130,7 @@ def test_an_executor_says_why_it_makes_no_graphs(options: dict[str, Any], reason
 def test_what_goes_through_nccl_is_left_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     body = "%c: f32[2, 4] = allocate\n  %h = allgather %a -> %c over didx\n  wait %h"
     e = executor(program(body, "%a: f32[2@didx, 4]"))
-    monkeypatch.setattr(CudaPlan, "run", lambda self, inputs, given=None: given)
+    monkeypatch.setattr(CudaPlan, "run", lambda self, inputs, given, capturing: given)
     a, c = torch.randn(1, 4), torch.empty(2, 4)
     for _ in range(4):
         e(a, out=c)

@@ -84,6 +84,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: caller)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
     monkeypatch.setattr(streams, "_known", {})
     monkeypatch.setattr(streams, "_workers", {})
     monkeypatch.setattr(streams, "_taken", Counter())
