@@ -300,6 +300,8 @@ class Groups:
         made: the groups by their teams.
         memory: the symmetric memory; None before the first machine.
         streams: worker streams of programs with symmetric memory, by digest: those that share memory share streams.
+        broken: why this rank runs nothing more on CPU, where peers may be within a call that failed or was interrupted
+            here: what they still send and wait for would go to the next call, of any program. Empty if it may.
     """
 
     rank: int
@@ -308,6 +310,7 @@ class Groups:
     made: dict[tuple[int, ...], Any] = field(default_factory=dict)
     memory: SymmetricMemory | None = None
     streams: dict[str, Any] = field(default_factory=dict)
+    broken: str = ""
 
     def symmetric(self, sharing: Callable[[], Sharing]) -> SymmetricMemory:
         """Return the symmetric memory of these ranks, which `sharing` lets them see."""

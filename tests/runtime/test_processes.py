@@ -48,6 +48,19 @@ def test_ranks_fork_fail_alike_and_handle_signals() -> None:
     assert passed(job.stdout) == {(name, rank) for name in HEALTHY for rank in range(2)}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a_failed_statement_ends_the_calls_of_all_executors",
+        "an_interrupt_before_a_call_has_begun_ends_the_calls_of_all_executors",
+    ],
+)
+def test_a_rank_that_has_left_a_call_makes_no_other(name: str) -> None:
+    job = launch(2, str(SCRIPT), name, env=environment(HOSTIR_TIMEOUT="2"), timeout=60)
+    assert (name, 0) in passed(job.stdout), job.stderr
+    assert "AssertionError" not in job.stderr, "rank 1 gets an error or is ended: never rank 0's next numbers"
+
+
 @pytest.fixture(scope="module")
 def stays_away() -> Iterator[Job]:
     """A job of ranks that mostly wait, beside another such."""
