@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -358,6 +359,25 @@ def a_failed_statement_ends_the_calls_of_all_executors() -> None:
 @case
 def an_interrupt_before_a_call_has_begun_ends_the_calls_of_all_executors() -> None:
     stops_in_the_second_call_of_rank_0(KeyboardInterrupt(), "before")
+
+
+@case
+def threads_make_their_first_executors_at_once() -> None:
+    gate, failures = threading.Barrier(4), list[BaseException]()
+
+    def first() -> None:
+        try:
+            gate.wait()
+            call(called())
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=first) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
 
 
 @case

@@ -18,6 +18,7 @@ from tests.runtime.test_torchrun import environment, passed
 
 SCRIPT = Path(__file__).with_name("process_cases.py")
 HEALTHY = [
+    "threads_make_their_first_executors_at_once",  # which must come first
     "pools_come_and_go",
     "a_child_ends_by_sigterm",
     "children_end_by_sigterm_before_they_have_begun",
