@@ -303,8 +303,15 @@ class Executor:
             if me in calls.callers:
                 raise _nested(self.program)
             calls.callers.add(me)
+            number = calls.number
             try:
                 return self._call(inputs, out)
+            except HostIRError:
+                raise
+            except BaseException:
+                if calls.number != number:  # the ranks have agreed on it, and the others may run it
+                    calls.broken = calls.broken or f"rank {self.rank} was interrupted in @{self.program.name}"
+                raise
             finally:
                 calls.callers.discard(me)
 
@@ -466,6 +473,8 @@ class Executor:
             self.bound[name] = call
         if len(self.bound) > MAX_BOUND:
             self.bound.popitem(last=False)
+        if call.plan.memory is not None:
+            call.plan.memory.used = time.monotonic()
         self.latest = call
         return call
 
@@ -504,8 +513,6 @@ class Executor:
         if len(self.plans) > MAX_PLANS:
             oldest = next(iter(self.plans.values()))
             self._drop(lambda plan: plan is oldest)
-        if plan.memory is not None:
-            plan.memory.used = time.monotonic()
         return plan
 
     def _drop(self, gone: Callable[[Plan], bool]) -> None:

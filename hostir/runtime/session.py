@@ -275,6 +275,7 @@ PARTING = 10.0  # seconds that destroying the process groups may take
 _current: Session | None = None
 _parents: Session | None = None  # of the rank that this process was forked from
 _sessions = itertools.count()
+_opening = threading.RLock()  # threads may make their first executors at once
 _forking = threading.local()  # the signal mask of a thread that forks
 begun = False  # whether this process has tried to meet others: errors from then on may be its own
 # Addresses of job stores that the launcher does not provide, by the address where ranks meet; rank 0 has the server.
@@ -300,6 +301,8 @@ class Groups:
         made: the groups by their teams.
         memory: the symmetric memory; None before the first machine.
         streams: worker streams of programs with symmetric memory, by digest: those that share memory share streams.
+        broken: why this rank runs nothing more on CPU, where peers may be within a call that failed or was interrupted
+            here: what they still send and wait for would go to the next call, of any program. Empty if it may.
     """
 
     rank: int
@@ -308,12 +311,14 @@ class Groups:
     made: dict[tuple[int, ...], Any] = field(default_factory=dict)
     memory: SymmetricMemory | None = None
     streams: dict[str, Any] = field(default_factory=dict)
+    broken: str = ""
 
     def symmetric(self, sharing: Callable[[], Sharing]) -> SymmetricMemory:
         """Return the symmetric memory of these ranks, which `sharing` lets them see."""
-        if self.memory is None:
-            self.memory = SymmetricMemory(self.rank, self.exchange, sharing())
-        return self.memory
+        with _opening:
+            if self.memory is None:
+                self.memory = SymmetricMemory(self.rank, self.exchange, sharing())
+            return self.memory
 
     @cached_property
     def messages(self) -> Groups:
@@ -549,11 +554,12 @@ def _session(device: str, timeout: float) -> Iterator[Session | None]:
 
 def joined(device: str | None = None) -> Session:
     """Return this process's session; if there is none, open one until the process ends."""
-    if _current is None:
-        refuse_in_child()
-        _open(_known_device(device), TIMEOUT.get())
-        atexit.register(_leave)
-    here = _current
+    with _opening:
+        if _current is None:
+            refuse_in_child()
+            _open(_known_device(device), TIMEOUT.get())
+            atexit.register(_leave)
+        here = _current
     assert here is not None
     if device is not None and here.device.type != device:
         raise error(f"this process has joined the job with its {here.device}", expected=f"one session, on {device}")
@@ -578,7 +584,8 @@ def _has_forked() -> None:
 
 def _forked() -> None:
     """Detach a forked child from the rank: it does not act for the rank."""
-    global _current, _parents
+    global _current, _parents, _opening
+    _opening = threading.RLock()  # a thread of the parent may have held the old one
     if _current is not None:
         _current.watchdog.forget()
         _current, _parents = None, _current

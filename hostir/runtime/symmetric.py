@@ -159,7 +159,7 @@ class SharedMemory:
         read: the places, with their ranks, that a peer reads.
         plans: those that use it.
         captured: those of them that graphs of the caller's use.
-        used: when a plan of it was last chosen, in seconds of this rank's clock.
+        used: when a call of it was last bound, in seconds of this rank's clock.
         calls: the runs of all plans, where the machine numbers them; the same on every rank.
         broken: why no plan can run again; empty if they can.
         gone: it was released; plans that hold it must be dropped.

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -299,6 +300,84 @@ def a_failure_on_one_rank_is_caught_and_it_stays_away() -> None:
     if RANK == 0:
         call(executor)
     time.sleep(60)
+
+
+def other(name: str) -> Executor:
+    """One of several programs that gather the same shapes, after a computation."""
+    return Executor(
+        parse(f"""hostir 1
+mesh @mesh [didx] = {RANKS}
+program @{name}(%a: f32[{SIZE}@didx, 4]) -> (%g) {{
+  %g: f32[{SIZE}, 4] = allocate
+  %b: f32[{SIZE}@didx, 4] = allocate
+  relu %a -> %b
+  %h = allgather %b -> %g over didx
+  wait %h
+}}
+""")
+    )
+
+
+def gathers(executor: Executor, first: float) -> None:
+    (g,) = executor(torch.full((1, 4), first + RANK))
+    assert torch.equal(g, (first + torch.arange(float(SIZE)))[:, None].expand(SIZE, 4)), g
+
+
+def stops_in_the_second_call_of_rank_0(problem: BaseException, where: str) -> None:
+    """No executor of a rank that has left a call before its communication sends what the others in it wait for."""
+    one, two = other("one"), other("two")
+    gathers(one, 10.0)
+    gathers(two, 20.0)
+
+    def stop(*_: object) -> None:
+        raise problem
+
+    if RANK == 0:
+        plan = next(iter(one.plans.values()))
+        if where == "before":
+            plan.run = stop  # type: ignore[method-assign,assignment]
+        else:
+            plan.lanes[-1].steps[0] = stop
+        try:
+            gathers(one, 30.0)
+        except (KeyboardInterrupt, HostIRError):
+            pass
+        else:
+            raise AssertionError("nothing was raised")
+        for executor in (two, one):
+            text = said_by(lambda executor=executor: gathers(executor, 40.0))
+            assert "start all ranks anew" in text or "makes no call any more" in text, text
+        return
+    said_by(lambda: gathers(one, 30.0))  # rank 0 has ended; what is wrong is that numbers come instead
+
+
+@case
+def a_failed_statement_ends_the_calls_of_all_executors() -> None:
+    stops_in_the_second_call_of_rank_0(RuntimeError("on strike"), "within")
+
+
+@case
+def an_interrupt_before_a_call_has_begun_ends_the_calls_of_all_executors() -> None:
+    stops_in_the_second_call_of_rank_0(KeyboardInterrupt(), "before")
+
+
+@case
+def threads_make_their_first_executors_at_once() -> None:
+    gate, failures = threading.Barrier(4), list[BaseException]()
+
+    def first() -> None:
+        try:
+            gate.wait()
+            call(called())
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=first) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
 
 
 @case

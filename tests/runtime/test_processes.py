@@ -18,6 +18,7 @@ from tests.runtime.test_torchrun import environment, passed
 
 SCRIPT = Path(__file__).with_name("process_cases.py")
 HEALTHY = [
+    "threads_make_their_first_executors_at_once",  # which must come first
     "pools_come_and_go",
     "a_child_ends_by_sigterm",
     "children_end_by_sigterm_before_they_have_begun",
@@ -46,6 +47,19 @@ def test_ranks_fork_fail_alike_and_handle_signals() -> None:
     job = launch(2, str(SCRIPT), *HEALTHY, env=environment(HOSTIR_TIMEOUT="8"), timeout=150)
     assert job.returncode == 0, job.stderr
     assert passed(job.stdout) == {(name, rank) for name in HEALTHY for rank in range(2)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a_failed_statement_ends_the_calls_of_all_executors",
+        "an_interrupt_before_a_call_has_begun_ends_the_calls_of_all_executors",
+    ],
+)
+def test_a_rank_that_has_left_a_call_makes_no_other(name: str) -> None:
+    job = launch(2, str(SCRIPT), name, env=environment(HOSTIR_TIMEOUT="2"), timeout=60)
+    assert (name, 0) in passed(job.stdout), job.stderr
+    assert "AssertionError" not in job.stderr, "rank 1 gets an error or is ended: never rank 0's next numbers"
 
 
 @pytest.fixture(scope="module")

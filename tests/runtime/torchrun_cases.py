@@ -335,6 +335,22 @@ def sizes_leave_room_for_others() -> None:
 
 
 @case
+def sizes_that_were_called_latest_keep_their_memory() -> None:
+    program = parse(str(programs.pulled(dtype="f32")).replace("@pulled", "@recent"))
+    executor, met = Executor(program), joined().groups.memory.met
+    kept = symmetric.KEPT_BYTES
+    for m in (4, 5, 4, 1):
+        if m == 1:
+            held = [memory.offers[RANK].bytes for (digest, _), memory in met.items() if digest == program.digest]
+            symmetric.KEPT_BYTES = sum(held)
+        a, b = random_inputs(program, {"M": m}, seed=SEED + m)
+        (c,) = executor(shard(a, program.inputs[0].tensor, RANK, {"M": m}), b)
+        assert torch.allclose(c, a @ b, atol=1e-4)
+    assert {sizes for digest, sizes in met if digest == program.digest} == {(("M", 4),), (("M", 1),)}
+    symmetric.KEPT_BYTES = kept
+
+
+@case
 def a_symmetric_output_is_the_callers() -> None:
     program = parse(programs.GATHERED)
     executor = Executor(program)

@@ -151,7 +151,6 @@ class GlooMachine:
         self.sharing = self.symmetric.sharing
         self.messages = groups.messages
         self.queues: dict[LaneKey, Jobs] = {}
-        self.broken = ""  # the failure of a run in which peers may still wait
         for stream in range(streams):
             self.queue(stream)
 
@@ -189,7 +188,6 @@ class GlooPlan:
         self.events: list[threading.Event] = []
         self.arrivals: dict[int, threading.Event] = {}  # by handle
         self.memory = machine.symmetric.of(unrolled, self)
-        self.state = self.memory if self.memory is not None else machine  # that a failed run leaves broken
         self.runs = 0
         self.one_sided = GlooOneSided(self)
         self.host = ThreadLane(CALLER, self.fail)
@@ -209,9 +207,8 @@ class GlooPlan:
 
         Raises HostIRError naming the statement that raised, on whichever thread.
         """
-        if self.state.broken:
-            what = f"@{self.unrolled.program.name} cannot run again: {self.state.broken}"
-            raise error(what, hint="start all ranks anew")
+        if broken := self.machine.groups.broken:
+            raise error(f"@{self.unrolled.program.name} cannot run: {broken}", hint="start all ranks anew")
         if self.problem:  # what the run that failed has left
             self.registers[:] = self.blank
         held = self.unrolled.inputs
@@ -226,8 +223,8 @@ class GlooPlan:
             event.clear()
         try:
             self.execute()
-        except KeyboardInterrupt:
-            self.state.broken = "it was interrupted"
+        except BaseException:  # lanes catch what their steps raise, and may still run
+            self.machine.groups.broken = f"a call of @{self.unrolled.program.name} was interrupted"
             raise
         if self.problem:
             self.refuse(*self.problem)
@@ -258,7 +255,7 @@ class GlooPlan:
         """Raise the error that ended the run."""
         shared = self.memory is not None or any(not isinstance(lane.key, int) for lane, _ in self.workers)
         if self.begun and shared:
-            self.state.broken = f"{self.unrolled.describe(op)} failed earlier"
+            self.machine.groups.broken = f"{self.unrolled.describe(op)} failed earlier"
         if not isinstance(problem, Exception):
             raise problem
         raise self.unrolled.failure(op, problem) from problem

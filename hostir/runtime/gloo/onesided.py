@@ -132,7 +132,7 @@ class SharedFiles:
             self.lock = newest
             weakref.finalize(self, os.close, self.lock)
         else:
-            os.dup2(newest, self.lock)
+            os.dup2(newest, self.lock, inheritable=False)
             os.close(newest)
         return {
             rank: torch.from_file(offers[rank].path, shared=True, size=offers[rank].bytes, dtype=torch.uint8)
