@@ -106,7 +106,7 @@ def test_a_refusal_of_what_fits_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_message_with_another_multiple_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "misfits", refusing(2))
-    assert any("names another multiple" in text for text in found_in(40))
+    assert any("names another multiple" in text for text in found_in(120))
 
 
 def test_an_error_of_another_kind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
