@@ -293,6 +293,7 @@ class RankTasks:
         self.issue(op.stream, Pause(float(op.microseconds)), launch="delay")
 
 
+# What each operation costs; a test compares the keys with the operations that there are.
 TASKS: dict[type[Op], Callable[[RankTasks, Any], None]] = {
     AllocateOp: RankTasks.allocate,
     SymmetricOp: RankTasks.nothing,

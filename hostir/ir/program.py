@@ -253,7 +253,7 @@ class Program:
             named |= {n for f, c in codecs_of(type(s)).items() if c is Codec.SIZE for n in getattr(s, f).names}
         return frozenset(named)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A hash of the text without its comments, the same on every rank that runs the same program."""
         import hashlib  # seldom needed, and not quickly loaded

@@ -122,7 +122,7 @@ class Pushes:
         """Return all such runs of a program, each as long as possible."""
         runs: list[_Run] = []
         run: _Run | None = None
-        for op in unrolled.ops:
+        for op in unrolled.ops:  # a pattern of two operations, so it names them
             if op.defines:
                 continue
             if isinstance(op, CopyOp) and op.sms:

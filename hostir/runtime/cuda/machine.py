@@ -465,6 +465,7 @@ class CudaPlan:
             self.append(op, recording(stream))
 
 
+# What each operation is on CUDA; a test compares the keys with the operations that there are.
 BIND: dict[type[Op], Callable[[CudaPlan, Any], None]] = {
     AllocateOp: CudaPlan.add_allocate,
     SymmetricOp: CudaPlan.add_symmetric,

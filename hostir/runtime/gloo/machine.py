@@ -410,6 +410,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
+# What each operation is on a CPU process; a test compares the keys with the operations that there are.
 DEAL: dict[type[Op], Callable[[GlooPlan, Any, ThreadLane], None]] = {
     AllocateOp: GlooPlan.deal_allocate,
     SymmetricOp: GlooPlan.deal_symmetric,

@@ -221,6 +221,7 @@ class GlooOneSided:
         return self.plan.memory.calls
 
     def deal(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: ThreadLane) -> None:
+        """Add a one-sided operation to a lane: the part of DEAL that reaches peers."""
         if isinstance(op, CopyOp):
             lane.add(op, self.plan.timed(op, partial(self.copy, op)))
         elif isinstance(op, SignalOp):
