@@ -210,7 +210,7 @@ def closeness(program: Program, sizes: Mapping[str, int]) -> float:
     for s in program.walk():
         if s.computed is not None:
             rounding = torch.finfo(torch_dtype(s.computed.tensor.dtype)).eps / 2
-            terms = prod(n.bind(sizes) for n in s.summed) if s.summed else 0
+            terms = prod(n.bind(sizes) for n in s.summed) if s.contracts else 0
             summed = torch.finfo(torch.float32).eps * sqrt(terms)
             once += (rounding + summed) ** 2
     return SLACK * 2 * sqrt(once * (1 + reductions(program, ring=True)))

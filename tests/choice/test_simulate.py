@@ -119,7 +119,7 @@ def test_a_matmul_leaves_an_sm_to_signals_by_kernels() -> None:
     gemm, model = Gemm(128 * 11, 256 * 12, 4096, "bf16"), costs("triton")  # 132 tiles, of which each SM takes one
     model.family = replace(H200.kernels["triton"], tiles={"bf16": candidates("bf16")[:1]})
     without, with_one = (model.arriving(waiting(gemm, 1, reserved_sms=n), 0.0, [0.0]) for n in (0, 1))
-    assert with_one > 1.3 * (without - H200.poll)
+    assert with_one > 1.8 * (without - H200.poll)
     fused = {n: hi.lower(patterns.allgather_matmul(ranks=4, S=1), "fused", n) for n in (1, 2)}
     assert {n: {t.reserved_sms for t in tasks_of(p, {}) if t.blocks} for n, p in fused.items()} == {1: {0}, 2: {1}}
 
@@ -214,7 +214,7 @@ def test_splitting_the_first_and_the_last_tiles_pays_where_rows_come_late() -> N
     whole.family = replace(family, rates=replace(family.rates, split=None))
     arrivals = [0.0, *(15 + 13.2 * i for i in range(1, 8))]  # 4 MiB each, from a copy engine
     ends = [c.arriving(CostTask(0, gemm), 0.0, arrivals) for c in (whole, split)]
-    assert 3 < ends[0] - ends[1] < 60
+    assert 5 < ends[0] - ends[1] < 30
 
 
 def test_blocks_smaller_than_a_tile_are_multiplied_together() -> None:
