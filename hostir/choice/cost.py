@@ -435,7 +435,7 @@ class Costs:
         """Return the tile with which a matmul is fastest on all SMs, or on `sms`, split as suits best."""
         return choose(what, sms or self.hardware.sms, self.family.tiles[what.dtype], self.family.rates)
 
-    @lru_cache(maxsize=1 << 10)  # noqa: B019
+    @lru_cache(maxsize=1 << 10)  # noqa: B019  # likewise
     def tiles(self, what: Gemm, tile: Tile, sms: int | None = None) -> float:
         """Return the microseconds of all tiles of a matmul whose rows are ready."""
         return duration(tile, what, sms or self.hardware.sms, self.rates)[1]
