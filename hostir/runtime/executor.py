@@ -328,9 +328,10 @@ class Executor:
             self._begin(call.plan.unrolled.sizes, planned=True)
             if is_stale(call.plan):  # another thread's call, meanwhile, released its memory
                 call = self._bind(inputs, out, begun=True)
-        if gradients := torch.is_grad_enabled():
-            torch._C._set_grad_enabled(False)  # as torch.no_grad() does, which takes 1 us by itself
+        gradients = torch.is_grad_enabled()
         try:
+            if gradients:
+                torch._C._set_grad_enabled(False)  # as torch.no_grad() does, which takes 1 us by itself
             outputs = self._issue(call, inputs, given)
         except HostIRError as failure:
             if self.watchdog is None:
@@ -383,6 +384,8 @@ class Executor:
             return tuple(None for _ in inputs)
         with self._calls.lock:
             plan = self._choose(cache_key(inputs), inputs, places=True)
+            if plan.memory is not None:
+                plan.memory.used = time.monotonic()  # the caller fills it: it is not what goes next to make room
         found = places(plan.unrolled, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
 
