@@ -374,7 +374,7 @@ class MissingFlags:
 
     def _uses(self, flags: Value) -> list[FlagOperand]:
         """Return how statements use flags, those that use these flags first."""
-        found = (use for s in self.outline.program.walk() if (use := s.flag_operand))
+        found = (use for s in self.outline.program.walk() for use in s.flag_operands)
         return sorted(found, key=lambda use: use.flags != flags)
 
     def _peers(self, place: BodyPosition, flags: Value) -> Iterator[tuple[Expr, str]]:
@@ -393,7 +393,7 @@ class MissingFlags:
 
 
 def _names(s: Statement | None, flags: Value) -> bool:
-    return s is not None and s.flag_operand is not None and s.flag_operand.flags == flags
+    return s is not None and any(use.flags == flags for use in s.flag_operands)
 
 
 def _by_name(flags: Iterable[Flag]) -> dict[str, set[Raised]]:
@@ -629,9 +629,9 @@ class Suggestions:
         """Add the missing signal; or replace the wait for it by a barrier, or remove it."""
         yield from MissingFlags(self.outline, self.order).signals(waiting)
         s = waiting.statement
-        if s is None or s.flag_operand is None or not s.orders:
+        if s is None or not s.flag_operands or not s.orders:
             return
-        place, x = self.outline.place(s), s.flag_operand.flags
+        place, x = self.outline.place(s), s.flag_operands[0].flags
         mesh, operand = x.tensor.mesh, self._on_mesh_of(x, place)
         yield (Edit(place, drop=1),)
         for axis in mesh.axes if mesh and operand else ():

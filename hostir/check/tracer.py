@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, Literal
 
-from hostir.ir.machine import Exchange, Frame, Observer, OptionalMethods, Ready, interpret
+from hostir.ir.machine import Done, Exchange, Frame, Observer, OptionalMethods, Ready, interpret
 from hostir.ir.op import Codec, Phase, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.regions import Region
@@ -450,6 +450,7 @@ class Tracer(Observer, OptionalMethods):
         operands: Sequence[View | None],
         options: Mapping[str, Any],
         ready: Ready | None = None,
+        done: Done | None = None,
     ) -> None:
         own = ready.own if ready is not None else None
         self.use(out, *operands, own)

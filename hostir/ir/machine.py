@@ -55,10 +55,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Ready:
-    """The flags that a product waits for while it runs: block `i` of its rows is ready when flag `i` reaches `epoch`.
+    """The flags that a computation waits for while it runs: block `i` of an operand is ready when flag `i` is.
 
-    The rows of its left side are `blocks` equal blocks, which it computes one after another, beginning with `first`,
-    whose rows come from `own`, without a wait, if that is given: the left side's rows there may be overwritten.
+    The operand's rows are `blocks` equal blocks; a flag says that its block is ready when it reaches `epoch`. The
+    result's rows are `results` equal blocks, and block `j` of it needs the operand's blocks `j`, `j + results` and so
+    on: one for a product, one of each source for a sum. The result's block `first` is computed first.
+
+    `own` stands for the operand's blocks in `replaced`, which are not waited for: the operand may be overwritten there.
 
     A machine that plans adds what the kernel leaves of the SMs: `overlapped_sms` are those of the copies directly
     before it on its stream, which may still run when it starts; `reserved_sms` are left to signals that kernels send.
@@ -69,18 +72,42 @@ class Ready:
     first: int
     blocks: int
     own: Handle | None = None
+    results: int = 0
+    replaced: range = range(0)
     overlapped_sms: int = 0
     reserved_sms: int = 0
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Return the blocks in the order in which they are computed."""
-        return *range(self.first, self.blocks), *range(self.first)
+        """Return the blocks of the result in the order in which they are computed."""
+        return *range(self.first, self.results), *range(self.first)
+
+    def needed(self, result: int) -> tuple[int, ...]:
+        """Return the operand's blocks that a block of the result waits for, in the order of sources."""
+        return tuple(block for block in range(result, self.blocks, self.results) if block not in self.replaced)
 
     @cached_property
     def awaited(self) -> tuple[int, ...]:
-        """Return the blocks that it waits for, in the order in which they are computed."""
-        return self.order if self.own is None else self.order[1:]
+        """Return all blocks that it waits for, in the order in which it needs them."""
+        return tuple(block for result in self.order for block in self.needed(result))
+
+
+@dataclass(frozen=True)
+class Done:
+    """The flags of this rank that a computation raises while it runs: one for each of `blocks` equal blocks of rows.
+
+    Flag `i` is set to `epoch` once block `i` of the result has been written. Block `first` is computed first.
+    """
+
+    flags: Handle
+    epoch: int
+    first: int
+    blocks: int
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Return the blocks in the order in which they are computed."""
+        return *range(self.first, self.blocks), *range(self.first)
 
 
 class OptionalMethods(Protocol):
@@ -126,8 +153,12 @@ class Machine(OptionalMethods, Protocol):
         operands: Sequence[Handle | None],
         options: Mapping[str, Any],
         ready: Ready | None = None,
+        done: Done | None = None,
     ) -> None:
-        """Run kernel `kind` on the current stream, writing `out`; with `ready`, block by block as flags rise."""
+        """Run kernel `kind` on the current stream, writing `out`.
+
+        By blocks of rows if flags say when one may begin (`ready`), or are raised behind each (`done`).
+        """
 
     def communicate(self, exchange: Exchange, x: Handle | None, out: Handle | None) -> Handle:
         """Start a communication after the current stream's earlier work; return its handle."""

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from hostir.ir.comm_ops import MESSAGES
-from hostir.ir.machine import Exchange, Frame, Observer, OptionalMethods, Ready, interpret, uncollected
+from hostir.ir.machine import Done, Exchange, Frame, Observer, OptionalMethods, Ready, interpret, uncollected
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import dense_strides, is_dense, view_strides
@@ -635,6 +635,7 @@ class Unroller(Observer, OptionalMethods):
         operands: Sequence[RegisterView | None],
         options: Mapping[str, Any],
         ready: Ready | None = None,
+        done: Done | None = None,
     ) -> None:
         if ready is not None:
             flags, own = self.register(self.at_rank(ready.flags, self.rank)), ready.own
@@ -642,7 +643,8 @@ class Unroller(Observer, OptionalMethods):
             self.check_epoch(ready.epoch)
         registers, target = tuple(map(self.register, operands)), self.register(out)
         if ready is not None:
-            ready = replace(ready, **room(self.ops, self.ordered, self.stream))
+            overlapped, reserved = room(self.ops, self.ordered, self.stream)
+            ready = replace(ready, overlapped_sms=overlapped, reserved_sms=reserved)
         self.ops.append(ComputeOp(self.place, self.stream, kind, target, registers, options, ready))
 
     def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
@@ -856,8 +858,8 @@ class Unroller(Observer, OptionalMethods):
         return taken
 
 
-def room(ops: Sequence[Op], ordered: int, stream: int) -> dict[str, int]:
-    """Return the SMs that a kernel issued to a stream now does not get: the fields of `Ready` by name.
+def room(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, int]:
+    """Return the SMs that a kernel issued to a stream now does not get: `overlapped_sms` and `reserved_sms` of `Ready`.
 
     Args:
         ops: the operations before it in the call.
@@ -865,7 +867,7 @@ def room(ops: Sequence[Op], ordered: int, stream: int) -> dict[str, int]:
         stream: its own.
     """
     reserved = any(isinstance(op, SignalOp) and op.sms for op in ops)
-    return {"overlapped_sms": _copying(ops[ordered:], stream), "reserved_sms": int(reserved)}
+    return _copying(ops[ordered:], stream), int(reserved)
 
 
 def _copying(ops: Sequence[Op], stream: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hostir.ir.comm_ops import MESSAGES
-from hostir.ir.machine import Exchange, Observer, OptionalMethods, Ready, interpret
+from hostir.ir.machine import Done, Exchange, Observer, OptionalMethods, Ready, interpret
 from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import HostIRError, Span, error
@@ -266,6 +266,7 @@ class RankMachine(Observer, OptionalMethods):
         operands: Sequence[torch.Tensor | None],
         options: Mapping[str, Any],
         ready: Ready | None = None,
+        done: Done | None = None,
     ) -> None:
         kernel, reads = self.kernels[kind], tuple(x for x in operands if x is not None)
         self._refuse_overlap(out, reads)
