@@ -384,7 +384,7 @@ class RankMachine(Observer, OptionalMethods):
         if isinstance(stream, IssueQueue):
             return stream
         if not 0 <= stream < len(self.pool):
-            hint = f"write 'streams {stream + 1}' behind the program's outputs" if stream > 0 else ""
+            hint = f"write 'streams {stream + 1}' after the program's outputs" if stream > 0 else ""
             raise self.fail(f"there is no stream {stream}", expected=f"an index below {len(self.pool)}", hint=hint)
         return self.pool[stream]
 
