@@ -1,13 +1,13 @@
-"""Passes `fused` and `push`: each rank sends its shard to all, and one matmul takes each block of rows as it arrives.
+"""Passes `fused` and `push`: each rank sends its shard to all, and one matmul computes each block of rows on arrival.
 
-The schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et al.,
-2024), the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The two passes differ in who moves the bytes:
+The matmul waits for the rows of a gathered operand inside the kernel, as in FLUX (Chang et al., 2024) and the
+all-gather matmuls of Triton-distributed (Zheng et al., 2025). The two passes differ in what moves the bytes:
 
-- `fused` leaves it to copy engines, which cost the matmul no SMs;
-- in `push` a few SMs of the rank that has the rows do it, in one kernel before the matmul. That is for few rows: a
-  kernel begins to write to peers, and sets flags after that, in less time than copy engines take to begin. The matmul
-  starts while it copies. Kernels that store to peers are how low-latency collectives work in NCCL (its LL protocols)
-  and in the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
+- with `fused`, copy engines do, which take no SMs from the matmul;
+- with `push`, a few SMs of the sending rank do, in one kernel before the matmul, which starts while this kernel still
+  copies. That is faster for few rows: a kernel has written them to peers and set the flags before a copy engine would
+  begin. Low-latency collectives store to peers likewise: NCCL's LL protocols, and the one-shot kernels of TensorRT-LLM
+  and of torch's symmetric memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hostir.lower.host import Host
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.transfers import ARRIVED, Blocks, Mover, Transfers
 
-SMS = 16  # that copy in `push`: fewer do not fill the links, more leave too few to the matmul
+SMS = 16  # the SMs that copy in `push`: fewer do not fill the links, more leave too few to the matmul
 
 # The passes -----------------------------------------------------------------------------------------------------------
 
@@ -62,8 +62,8 @@ class Push(Pass):
 
 
 def sent(program: Program, strategy: str, mover: Mover) -> Program:
-    """Return the host program in which each rank sends its shards of rows to all, by this mover."""
-    reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
+    """Return the host program in which the mover sends each rank's shards of rows to all ranks."""
+    reason = "the rows lie over several axes of the mesh, not in equal blocks with a part of every shard in each"
     gathers = Gathers.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
     host = Host(_matmuls_first(gathers))
     arriving: dict[str, SentRows] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
@@ -84,7 +84,7 @@ def sent(program: Program, strategy: str, mover: Mover) -> Program:
 
 
 def _in_blocks(s: AllGather) -> bool:
-    """Whether the rows of a rank are equal blocks one after another, with a piece of each rank's shard in each."""
+    """Whether the gathered rows are equal blocks one after another, each with a part of every rank's shard."""
     outside = [block_axes(s)[0]] if _needs_block_axes(s) else [s.x.tensor.host().axes[j] for j in long_axes(s)]
     return all(len(axis.factors) == 1 for axis in outside)
 
@@ -94,7 +94,7 @@ def _needs_block_axes(s: AllGather) -> bool:
 
 
 def _matmuls_first(gathers: Gathers) -> Program:
-    """Reorder statements so that the first user of gathered rows is a matmul: it can wait block by block."""
+    """Reorder statements so that the first user of gathered rows is a matmul, which can wait block by block."""
     program = gathers.program
     for gather in gathers.rows:
         matmul, body = first_matmul(program, gather), program.body
@@ -113,14 +113,14 @@ def _matmuls_first(gathers: Gathers) -> Program:
 
 
 class SentRows:
-    """Builds one allgather as transfers of the shards to all ranks, and the matmul that waits for their blocks."""
+    """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks."""
 
     def __init__(self, host: Host, gather: AllGather, mover: Mover) -> None:
         self.host, self.gather, self.mover = host, gather, mover
-        self.axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's rows are in several
+        self.axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's shard is several blocks
         self.team = host.team(gather)
         x = host.packed(host.values[gather.x.name], gather)
-        # Rows are copied if anything but matmuls reads them: the next call's transfers overwrite the buffer.
+        # If anything but matmuls reads the rows, they are copied: the next call's transfers overwrite the buffer.
         self.whole = host.destination(gather.out) if wanted_otherwise(host.program, gather.out) else None
         name = host.names.fresh(f"{gather.out.name}_shared") if self.whole else gather.out.name
         buffer = Value(name, gather.out.tensor.host(), gather.span)
@@ -132,7 +132,7 @@ class SentRows:
         self.transfers.send(self.blocks, mover, own, "to the rank that multiplies these rows next")
 
     def blocks_of(self, x: Value, buffer: Value, count: Size) -> Blocks:
-        """Return the blocks of the own shard: all of it, or one for each place of the axis of blocks."""
+        """Return the blocks of this rank's shard: all of it as one, or one for each index of the axis of blocks."""
         views: list[ViewStatement] = []
         index: Ref | None = None
         flag: Expr = self.team.rank
@@ -144,7 +144,7 @@ class SentRows:
         return Blocks(x, mine, (*views, Shard(buffer, mine, span=self.gather.span)), flag, index, count)
 
     def one_of(self, value: Value, index: Ref, count: Size, views: list[ViewStatement]) -> Value:
-        """Return a view of one block of the rows, added to `views`."""
+        """Return a view of one block of the rows; add its statement to `views`."""
         axes, k, span = value.tensor.axes, self.axis, self.gather.span
         assert k is not None
         name = self.host.names.fresh(f"{value.name}_{index.value.name}")
@@ -159,9 +159,11 @@ class SentRows:
 
     @property
     def copies_own(self) -> bool:
-        """Whether this rank's rows are copied to the buffer too; a matmul can read one block of them where they are.
+        """Whether this rank's own rows are copied to the buffer too.
 
-        SMs copy to all. A matmul that reads another gathered tensor waits for all of that before it starts.
+        They need not be if they are one block, a single matmul reads them, and copy engines move the other rows: the
+        matmul then reads them where they are. It must not read another gathered tensor, as it would wait for all of
+        that before it starts.
         """
         users = self.host.users.get(self.gather.out.name, [])
         if self.mover.sms or self.axis is not None or self.whole is not None or len(users) != 1:
@@ -170,7 +172,7 @@ class SentRows:
         return any(isinstance(s, AllGather) and s.out.name in operands for s in self.host.program.body)
 
     def multiply(self, s: Contraction) -> None:
-        """Add the matmul that waits for the blocks. After it all copies have ended, and others may read the rows."""
+        """Add the matmul that waits for the blocks. After it all rows are there, and other statements may read them."""
         self.host.destination(s.out)
         on_buffers = s.rename(self.host.values)
         assert isinstance(on_buffers, Contraction)
@@ -187,13 +189,13 @@ class SentRows:
         self.finish()
 
     def wait(self) -> None:
-        """Make the caller's stream wait for all blocks, if something other than a matmul needs them first."""
+        """Make the caller's stream wait for all blocks: something other than a matmul needs them first."""
         index, count = self.host.index("i"), self.blocks.count * self.team.ranks
         self.host.body.append(For(index.value, count, (self.transfers.wait(index),)))
         self.finish()
 
     def finish(self) -> None:
-        """Join the copies of this rank once all blocks have arrived, and copy the rows if they are needed whole."""
+        """Make the caller's stream wait for this rank's copies, and copy the rows out of the buffer if need be."""
         self.transfers.join()
         if self.whole:
             note = f"copy: {self.whole} is wanted whole"

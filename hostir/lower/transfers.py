@@ -1,18 +1,18 @@
-"""One-sided communication: transfers of blocks between the ranks of a team.
+"""Build one-sided communication: transfers of blocks between the ranks of a team.
 
-Whatever a collective moves, in one-sided form it is a set of transfers, each of one block from one rank to another. A
-transfer says four things:
+In one-sided form a collective is a set of transfers, each of one block from one rank to another. A transfer has four
+parts:
 
-- *which block*: a view of the source, and a view of the symmetric buffer where the block goes;
-- *from which rank to which, in which turn*: in a turn every rank has another peer, so that no two send to the same one;
-- *when it may start*: when the source is ready and the place in the buffer is free. A barrier after the previous call
-  says the latter: every rank has read what that call left there;
-- *what says that it has arrived*: a flag of the receiver, if the sender puts the block there; if the receiver gets it,
-  its own stream.
+- *which block*: a view of the source, and a view of the symmetric buffer to which it is copied;
+- *from which rank to which, in which round*: in each round every rank has a different peer, so no two send to the same;
+- *when it may start*: when the source is ready and its place in the buffer is free. A barrier after the previous call
+  ensures the latter: every rank has read what that call left there;
+- *what shows that it has arrived*: a flag of the receiver, if the sender puts the block; the order of the receiver's
+  own stream, if the receiver gets it.
 
-`Transfers` makes the statements. Who produces a block and who consumes it is up to the strategy: `ring` has ranks get
-blocks, each followed by computations on its rows; `fused` and `push` have ranks put them, and one matmul that waits for
-the flags. Which blocks there are, and how they lie, the communication says: for an allgather `hostir/lower/gathers.py`.
+`Transfers` builds the statements. What produces and consumes a block is up to the strategy: with `ring`, ranks get
+blocks, and computations on its rows follow each; with `fused` and `push`, ranks put blocks, and one matmul waits for
+their flags. Which blocks there are depends on the collective: for an allgather see `hostir/lower/gathers.py`.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from hostir.ir.tensor_ops import ViewStatement
 from hostir.ir.types import FLAG, Axis, TensorType
 from hostir.lower.host import Host
 
-ARRIVED = Lit(1)  # the epoch of a block that has arrived: epochs count anew in every call
-COPY_STREAM = Lit(0)  # the worker stream whose copies the copy engines do
-SIGNAL_STREAM = Lit(1)  # the worker stream whose kernels signal after the copies, if there are two
+ARRIVED = Lit(1)  # the epoch of a block that has arrived: epochs start again in every call
+COPY_STREAM = Lit(0)  # the worker stream of the copies by copy engines
+SIGNAL_STREAM = Lit(1)  # the worker stream of the kernels that signal after these copies, if there are two
 
 
 @dataclass(frozen=True)
 class Mover:
-    """Who moves the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
+    """What moves the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
 
-    Copy engines take two worker streams if they may and more than one copy is made: a kernel on the second sends the
+    For more than one copy, copy engines use two worker streams if they may: a kernel on the second stream sends the
     signal after each copy, since a signal by the copying stream itself would delay the next copy.
     """
 
-    sms: int = 0  # of the kernel; 0 for copy engines
-    streams: int = 0  # the most worker streams for copy engines
+    sms: int = 0  # the number of SMs of the kernel; 0 for copy engines
+    streams: int = 0  # the maximal number of worker streams for copy engines
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks that a rank sends to every peer: of each a view of the source, one of the target, and its flag.
+    """The blocks that a rank sends to every peer: for each a view of the source, one of the target, and its flag.
 
-    If there are several, they are numbered by `index`, and the views are made anew for each.
+    If there are several, a loop over `index` makes the views of one block after another.
     """
 
     source: Value
@@ -62,11 +62,11 @@ class Blocks:
 
 
 class Transfers:
-    """The transfers of one collective into a symmetric buffer, with a row of flags for the blocks that arrive there."""
+    """Builds the transfers of one collective to a symmetric buffer, and a row of flags, one for each block there."""
 
     def __init__(self, host: Host, s: Collective, buffer: Value, flags: Size | None = None) -> None:
         self.host, self.team, self.buffer, self.span = host, host.team(s), buffer, s.span
-        self.workers = 0  # the worker streams that send
+        self.workers = 0  # the number of worker streams that send
         host.body.append(AllocateSymmetric(buffer, span=s.span))
         if flags is not None:
             row = TensorType(FLAG, (Axis.of(flags),), s.mesh)
@@ -74,18 +74,21 @@ class Transfers:
             host.body.append(AllocateSymmetric(self.flags, span=s.span))
 
     def reuse_barrier(self) -> list[Statement]:
-        """Return a barrier after the previous call: its blocks have been read. One serves all transfers of a team."""
+        """Return a barrier that waits until all ranks have read the blocks of the previous call.
+
+        It is needed once for all transfers of a team: later ones get no barrier.
+        """
         if self.team.past_last_call:
             return []
         self.team.past_last_call = True
-        return [self.barrier(f"all ranks are done with what the call before left in {self.buffer}")]
+        return [self.barrier(f"all ranks have read what the previous call left in {self.buffer}")]
 
     def barrier(self, note: str) -> Barrier:
         """Return a barrier of the team."""
         return Barrier(self.buffer, self.team.over, span=self.span, note=note)
 
     def put(self, source: Value, target: Value, to: Expr, *, note: str = "", sms: int = 0) -> Put:
-        """Return the copy of a block to a rank, by so many SMs, or by a copy engine if 0."""
+        """Return the copy of a block to a rank: by `sms` SMs, or by a copy engine if 0."""
         return Put(source, target, to, self.team.over, sms=sms, span=self.span, note=note)
 
     def get(self, source: Value, target: Value, peer: Expr) -> Get:
@@ -108,10 +111,10 @@ class Transfers:
         return [For(blocks.index.value, blocks.count, (*blocks.views, *statements), span=self.span)]
 
     def send(self, blocks: Blocks, mover: Mover, own: str, peers: str) -> None:
-        """Add the transfers of the blocks to all ranks of the team: first to the one before this rank, and so on down.
+        """Add the transfers of the blocks to all ranks of the team, in descending order from the rank before this one.
 
-        So the blocks that a rank receives arrive in the order of their ranks, from its own on. `own` and `peers` are
-        notes for the copies; without `own`, copy engines leave a rank's own blocks out.
+        So each rank receives the blocks of its peers in ascending order of ranks, from the rank after its own. `own`
+        and `peers` are the notes of the copies; if `own` is empty, copy engines leave out the rank's own blocks.
         """
         if mover.sms:
             self._send_by_kernel(blocks, mover.sms, f"to itself, then {peers}")
@@ -143,6 +146,6 @@ class Transfers:
         body.append(SetStream(user))
 
     def join(self) -> None:
-        """Make the caller's stream wait for all that `send` has copied, by the last signal after it."""
+        """Make the caller's stream wait for all copies of `send` and the signals after them."""
         if self.workers:
             self.host.body.append(Synchronize(SIGNAL_STREAM if self.workers > 1 else COPY_STREAM))
