@@ -163,14 +163,14 @@ def _matmuls_first(rows: Rows) -> Program:
 
 
 class SentRows:
-    """Builds one allgather as transfers of the shards to all ranks, and the matmul that waits for their blocks."""
+    """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks."""
 
     def __init__(self, host: Host, gather: AllGather, mover: Mover) -> None:
         self.host, self.gather, self.mover = host, gather, mover
-        self.axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's rows are in several
+        self.axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's shard is several blocks
         self.team = host.team(gather)
         x = host.packed(host.values[gather.x.name], gather)
-        # Rows are copied if anything but matmuls reads them: the next call's transfers overwrite the buffer.
+        # If anything but matmuls reads the rows, they are copied: the next call's transfers overwrite the buffer.
         self.whole = host.destination(gather.out) if wanted_otherwise(host.program, gather.out) else None
         name = host.names.fresh(f"{gather.out.name}_shared") if self.whole else gather.out.name
         buffer = Value(name, gather.out.tensor.host(), gather.span)
@@ -204,7 +204,7 @@ class SentRows:
         transfers.send(self.blocks, turns, self.mover, note)
 
     def blocks_of(self, x: Value, buffer: Value, count: Size) -> Blocks:
-        """Return the blocks of the own shard: all of it, or one for each place of the axis of blocks."""
+        """Return the blocks of this rank's shard: all of it as one, or one for each index of the axis of blocks."""
         views: list[ViewStatement] = []
         index: Ref | None = None
         flag: Expr = self.team.rank
@@ -217,9 +217,11 @@ class SentRows:
 
     @property
     def copies_own(self) -> bool:
-        """Whether this rank's rows are copied to the buffer too; a matmul can read one block of them where they are.
+        """Whether this rank's own rows are copied to the buffer too.
 
-        SMs copy to all. A matmul that reads another gathered tensor waits for all of that before it starts.
+        They need not be if they are one block, a single matmul reads them, and copy engines move the other rows: the
+        matmul then reads them where they are. It must not read another gathered tensor, as it would wait for all of
+        that before it starts.
         """
         users = self.host.users.get(self.gather.out.name, [])
         if self.mover.sms or self.axis is not None or self.whole is not None or len(users) != 1:
@@ -245,13 +247,13 @@ class SentRows:
         self.finish()
 
     def wait(self) -> None:
-        """Make the caller's stream wait for all blocks, if something other than a matmul needs them first."""
+        """Make the caller's stream wait for all blocks: something other than a matmul needs them first."""
         index, count = self.host.index("i"), self.blocks.count * self.team.ranks
         self.host.body.append(For(index.value, count, (self.transfers.wait(index),)))
         self.finish()
 
     def finish(self) -> None:
-        """Join the copies of this rank once all blocks have arrived, and copy the rows if they are needed whole."""
+        """Make the caller's stream wait for this rank's copies, and copy the rows out of the buffer if need be."""
         self.transfers.join()
         if self.whole:
             note = f"copy: {self.whole} is wanted whole"

@@ -1,7 +1,7 @@
-"""One-sided communication: transfers of blocks between the ranks of a team.
+"""Build one-sided communication: transfers of blocks between the ranks of a team.
 
-Whatever a collective moves, in one-sided form it is a set of transfers, each of one block from one rank to another. A
-transfer says four things:
+In one-sided form a collective is a set of transfers, each of one block from one rank to another. A transfer has four
+parts:
 
 - *which block*: a view of the source, and a view of the symmetric buffer where the block goes;
 - *from which rank to which, in which turn*: in a turn every rank has another peer, so that no two send to the same one;
@@ -31,21 +31,21 @@ from hostir.ir.tensor_ops import ViewStatement
 from hostir.ir.types import FLAG, Axis, TensorType
 from hostir.lower.host import Host
 
-ARRIVED = Lit(1)  # the epoch of a block that has arrived: epochs count anew in every call
-COPY_STREAM = Lit(0)  # the worker stream whose copies the copy engines do
-SIGNAL_STREAM = Lit(1)  # the worker stream whose kernels signal after the copies, if there are two
+ARRIVED = Lit(1)  # the epoch of a block that has arrived: epochs start again in every call
+COPY_STREAM = Lit(0)  # the worker stream of the copies by copy engines
+SIGNAL_STREAM = Lit(1)  # the worker stream of the kernels that signal after these copies, if there are two
 
 
 @dataclass(frozen=True)
 class Mover:
-    """Who moves the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
+    """What moves the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
 
-    Copy engines take two worker streams if they may and more than one copy is made: a kernel on the second sends the
+    For more than one copy, copy engines use two worker streams if they may: a kernel on the second stream sends the
     signal after each copy, since a signal by the copying stream itself would delay the next copy.
     """
 
-    sms: int = 0  # of the kernel; 0 for copy engines
-    streams: int = 0  # the most worker streams for copy engines
+    sms: int = 0  # the number of SMs of the kernel; 0 for copy engines
+    streams: int = 0  # the maximal number of worker streams for copy engines
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Blocks:
 
 
 class Transfers:
-    """The transfers of one collective into a symmetric buffer, with a row of flags for the blocks that arrive there."""
+    """Builds the transfers of one collective to a symmetric buffer, and a row of flags, one for each block there."""
 
     def __init__(self, host: Host, s: Collective, buffer: Value, flags: Size | None = None) -> None:
         self.host, self.team, self.buffer, self.span = host, host.team(s), buffer, s.span
@@ -95,18 +95,21 @@ class Transfers:
         return flags
 
     def reuse_barrier(self) -> list[Statement]:
-        """Return a barrier after the previous call: its blocks have been read. One serves all transfers of a team."""
+        """Return a barrier that waits until all ranks have read the blocks of the previous call.
+
+        It is needed once for all transfers of a team: later ones get no barrier.
+        """
         if self.team.past_last_call:
             return []
         self.team.past_last_call = True
-        return [self.barrier(f"all ranks are done with what the call before left in {self.buffer}")]
+        return [self.barrier(f"all ranks have read what the previous call left in {self.buffer}")]
 
     def barrier(self, note: str) -> Barrier:
         """Return a barrier of the team."""
         return Barrier(self.buffer, self.team.over, span=self.span, note=note)
 
     def put(self, source: Value, target: Value, to: Expr, *, note: str = "", sms: int = 0) -> Put:
-        """Return the copy of a block to a rank, by so many SMs, or by a copy engine if 0."""
+        """Return the copy of a block to a rank: by `sms` SMs, or by a copy engine if 0."""
         return Put(source, target, to, self.team.over, sms=sms, span=self.span, note=note)
 
     def get(self, source: Value, target: Value, peer: Expr) -> Get:
@@ -155,6 +158,6 @@ class Transfers:
         self.host.body += [*self.reuse_barrier(), *self.each(blocks, [loop]), SetStream(self.host.user)]
 
     def join(self) -> None:
-        """Make the caller's stream wait for all that `send` has copied, by the last signal after it."""
+        """Make the caller's stream wait for all copies of `send` and the signals after them."""
         if self.workers:
             self.host.body.append(Synchronize(SIGNAL_STREAM if self.workers > 1 else COPY_STREAM))
