@@ -12,7 +12,7 @@ from hostir.ir.machine import Ready
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.types import FLAG
 from hostir.knobs import TIMEOUT
-from hostir.runtime.binding import Pushes, Step, bind_compute
+from hostir.runtime.binding import Pushes, Step, bind_compute, copy_here
 from hostir.runtime.cuda.memory import CREDITS, FlowControl, Slot, waits
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
 from hostir.runtime.kernels.flags import with_all_rows
@@ -226,12 +226,7 @@ class CudaOneSided:
     def copy_here(self, op: CopyOp) -> Step:
         """Return the step of a copy within this GPU, which a kernel makes."""
         registers, x, out, kernel = self.registers, op.x, op.out, self.kernels["copy"]
-
-        def step() -> None:
-            if registers[out].data_ptr() != registers[x].data_ptr():  # else the caller's tensor is in place already
-                kernel(registers[out], registers[x])
-
-        return step
+        return lambda: copy_here(registers[out], registers[x], kernel)
 
     def push(self, pushes: Pushes) -> Step:
         """Return the step that launches one kernel for all of these copies and signals."""
