@@ -302,18 +302,17 @@ class Executor:
         with calls.lock:
             if me in calls.callers:
                 raise _nested(self.program)
-            calls.callers.add(me)
-            number = calls.number
+            calls.callers[me] = False
             try:
                 return self._call(inputs, out)
             except HostIRError:
                 raise
             except BaseException:
-                if calls.number != number:  # the ranks have agreed on it, and the others may run it
+                if calls.callers[me]:  # the others may run it
                     calls.broken = calls.broken or f"rank {self.rank} was interrupted in @{self.program.name}"
                 raise
             finally:
-                calls.callers.discard(me)
+                del calls.callers[me]
 
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Run the program once on this rank's machine; the caller holds the lock of the calls."""

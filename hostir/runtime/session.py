@@ -131,7 +131,8 @@ class Calls:
         self.timeout = timeout
         self.unlock()
         self.number = 0
-        self.callers: set[int] = set()  # threads in a call, one of which runs while the others wait for their turn
+        # Threads in a call, and whether the ranks have agreed on it: it runs, while the others wait for their turn.
+        self.callers: dict[int, bool] = {}
         self.broken = ""  # why this rank's calls are not those of the others any more
         self.slots = [""] * SLOTS
         self.users: dict[str, weakref.WeakSet[threading.Thread]] = defaultdict(weakref.WeakSet)  # by digest
@@ -165,6 +166,8 @@ class Calls:
             mine = str(call)
             first, running, text = self._post(mine, planned)
             if text == mine:
+                if (me := threading.get_ident()) in self.callers:  # else it only asks for places
+                    self.callers[me] = True
                 return self._move()
             theirs = Call.of(text)
             if theirs.refusal and call.is_by(theirs):
