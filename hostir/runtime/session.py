@@ -303,7 +303,8 @@ class Groups:
         exchange: gives a text under a key, and gets those of all ranks.
         made: the groups by their teams.
         memory: the symmetric memory; None before the first machine.
-        streams: worker streams of programs with symmetric memory, by digest: those that share memory share streams.
+        streams, timeouts: worker streams of programs with symmetric memory, and what their kernels report, by digest:
+            executors that share memory share both.
         broken: why this rank runs nothing more on CPU, where peers may be within a call that failed or was interrupted
             here: what they still send and wait for would go to the next call, of any program. Empty if it may.
     """
@@ -314,6 +315,7 @@ class Groups:
     made: dict[tuple[int, ...], Any] = field(default_factory=dict)
     memory: SymmetricMemory | None = None
     streams: dict[str, Any] = field(default_factory=dict)
+    timeouts: dict[str, Any] = field(default_factory=dict)
     broken: str = ""
 
     def symmetric(self, sharing: Callable[[], Sharing]) -> SymmetricMemory:
@@ -332,6 +334,7 @@ class Groups:
         """Drop all groups: they are being destroyed, or belong to the program that made the first."""
         self.made.clear()
         self.streams.clear()
+        self.timeouts.clear()
         self.memory = None
         self.__dict__.pop("messages", None)
 

@@ -77,10 +77,11 @@ Issue = Callable[[int], None]  # issues work to the stream of a given handle
 
 
 class Timeouts:
-    """The timeouts that kernels of an executor report, together in pinned memory, which every call reads.
+    """The timeouts that kernels of a program report, together in pinned memory, which every call reads.
 
-    A kernel that waits has two words for each of its blocks, see `ReadyFlags`. Those of one statement in one round are
-    the same in plans for all sizes, so that they outlive each plan, and are as many as the program needs.
+    Executors that share symmetric memory share them: after a timeout none of them reads what is stale there. A kernel
+    that waits has two words for each of its blocks, see `ReadyFlags`. Those of one statement in one round are the same
+    in plans for all sizes, so that they outlive each plan, and are as many as the program needs.
     """
 
     def __init__(self, rank: int) -> None:
@@ -92,7 +93,8 @@ class Timeouts:
 
     def of(self, unrolled: UnrolledProgram, op: ComputeOp, blocks: int) -> torch.Tensor:
         """Return the words `[blocks, 2]` of an operation's kernel."""
-        key = id(op.place.statement), op.place.rounds, blocks
+        number = next(n for n, s in enumerate(unrolled.program.walk()) if s is op.place.statement)
+        key = number, op.place.rounds, blocks
         if key not in self.words:
             if not self.pages or self.used + blocks > len(self.pages[-1]):
                 self.pages.append(pinned_zeros(max(blocks, TIMEOUTS)))
