@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import NoReturn, TextIO
 
 import hostir
+from hostir import knobs
 from hostir.choice.cache import CALLS
 from hostir.ir.program import VERSION
 from hostir.ir.source import HostIRError, did_you_mean, error
@@ -175,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_command(arguments: Sequence[str] | None) -> int:
     try:
         options = _parse(arguments)
+        knobs.check_environment()
         module, _, function = COMMANDS[options.command].partition(":")
         return int(getattr(import_module(module), function)(options))
     except SystemExit:  # of --help and --version

@@ -21,7 +21,7 @@ from hostir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, check_known, described, error, logger, user_span
-from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
+from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT, check_environment
 from hostir.runtime.arguments import (
     TensorsKey,
     addresses,
@@ -126,6 +126,7 @@ def _never(*tensors: Any) -> bool:
 
 LOG = logger(__name__)
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
+LOWERED = "what hi.lower or hi.parse gives"
 LOWER = "a fusion: lower it first, hi.lower(fusion)"
 
 
@@ -188,12 +189,11 @@ class Executor:
         graphs: bool = True,
         compare_calls: bool | None = None,
     ) -> None:
+        check_environment()
         if not isinstance(program, Program):
-            raise error(
-                f"not a host program: {described(program)}", expected="what hi.lower or hi.parse gives", hint=LOWER
-            )
+            raise error(f"not a host program: {described(program)}", user_span(), expected=LOWERED, hint=LOWER)
         if program.phase is not Phase.HOST:
-            raise error(f"@{program.name} is a fusion", expected="a host program", hint=LOWER)
+            raise error(f"@{program.name} is a fusion", user_span(), expected="a host program", hint=LOWER)
         if machine is not None:
             check_known("machine", machine, ("local", *DEVICES))
         if trace is not None and not isinstance(trace, Trace):
