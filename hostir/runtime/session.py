@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -317,6 +317,7 @@ class Groups:
     streams: dict[str, Any] = field(default_factory=dict)
     timeouts: dict[str, Any] = field(default_factory=dict)
     broken: str = ""
+    _messages: Groups | None = None
 
     def symmetric(self, sharing: Callable[[], Sharing]) -> SymmetricMemory:
         """Return the symmetric memory of these ranks, which `sharing` lets them see."""
@@ -325,10 +326,13 @@ class Groups:
                 self.memory = SymmetricMemory(self.rank, self.exchange, sharing())
             return self.memory
 
-    @cached_property
+    @property
     def messages(self) -> Groups:
         """The groups for a rank's own messages, which are not ordered with collectives."""
-        return Groups(self.rank, self.device)
+        with _opening:
+            if self._messages is None:
+                self._messages = Groups(self.rank, self.device)
+            return self._messages
 
     def forget(self) -> None:
         """Drop all groups: they are being destroyed, or belong to the program that made the first."""
@@ -336,7 +340,7 @@ class Groups:
         self.streams.clear()
         self.timeouts.clear()
         self.memory = None
-        self.__dict__.pop("messages", None)
+        self._messages = None
 
     @property
     def options(self) -> dict[str, Any]:
