@@ -99,7 +99,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     chk = commands.add_parser(
         "check", parents=[source, lowering], help="prove a program free of races, deadlocks and misuse of memory"
     )
-    chk.add_argument("--calls", type=int, help="how many calls follow each other (default: as many as show all)")
+    chk.add_argument("--calls", type=int, help="calls that follow each other, up to 32 (default: as many as show all)")
     chk.add_argument("--format", choices=["text", "json"], default="text")
     chk.add_argument("--graph", metavar="OUT", help="draw what comes before what, and conflicts in red: an .svg")
     repairs = chk.add_mutually_exclusive_group()
