@@ -97,13 +97,13 @@ class Op:
     joins: ClassVar[Join | None] = None
 
     def __init_subclass__(cls) -> None:
-        """Define the traits that the types of fields name."""
+        """Define the traits that the types of fields name, except those that the class itself defines."""
         kinds = {str(kind): name for name, kind in get_annotations(cls).items()}
         for kind, trait in TRAITS.items():
-            if kind in kinds:
+            if kind in kinds and trait not in vars(cls):
                 setattr(cls, trait, property(attrgetter(kinds[kind])))
         for kind, trait in (("ReadRegister", "reads"), ("WrittenRegister", "writes")):
-            if kind in kinds:
+            if kind in kinds and trait not in vars(cls):
                 setattr(cls, trait, property(_tuple_of(kinds[kind])))
 
     @property
@@ -196,7 +196,8 @@ class FreeOp(Op):
 class ComputeOp(Op):
     """Kernel `kind` writes `out`.
 
-    With `ready`, whose flags and own rows are registers, it computes each block of rows once that block's flag is set.
+    With `ready`, whose flags and own rows are registers, it computes each block of rows once that block's flags are
+    set; with `done`, whose flags are a register, it sets a flag behind each block.
     """
 
     kind: str
@@ -204,6 +205,7 @@ class ComputeOp(Op):
     operands: ReadRegisters
     options: Mapping[str, Any]
     ready: Ready | None = None
+    done: Done | None = None
 
     @property
     def needs_sms(self) -> bool:
@@ -219,6 +221,15 @@ class ComputeOp(Op):
             return self.operands
         own = () if self.ready.own is None else (self.ready.own,)
         return *self.operands, self.ready.flags, *own
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,) if self.done is None else (self.out, self.done.flags)
+
+    @property
+    def raised_flags(self) -> tuple[FlagUse, ...]:
+        done = self.done
+        return () if done is None else tuple((done.flags, slot, done.epoch) for slot in done.order)
 
     @property
     def awaited_flags(self) -> tuple[FlagUse, ...]:
@@ -429,6 +440,11 @@ class UnrolledProgram:
         flags = {register for register, *_ in (*op.raised_flags, *op.awaited_flags)}
         return tuple([register for register in (*op.reads, *op.writes) if register not in flags])
 
+    def flag_name(self, flags: int, slot: int) -> str:
+        """Return a flag as a program would name it, for messages; `flags` is a register."""
+        layout = self.layouts[flags]
+        return f"%{self.symmetric[layout.buffer].name}[{layout.offset + slot * layout.strides[0]}]"
+
     def touches_peer(self, op: Op) -> bool:
         """Whether an operation reads or writes a peer's memory directly, flags included."""
         return bool(op.of_team) or any(self.owner(register) != self.rank for register in (*op.reads, *op.writes))
@@ -638,14 +654,15 @@ class Unroller(Observer, OptionalMethods):
         done: Done | None = None,
     ) -> None:
         if ready is not None:
-            flags, own = self.register(self.at_rank(ready.flags, self.rank)), ready.own
+            flags, own = self.flags(ready.flags, ready.epoch), ready.own
             ready = replace(ready, flags=flags, own=None if own is None else self.register(own))
-            self.check_epoch(ready.epoch)
+        if done is not None:
+            done = replace(done, flags=self.flags(done.flags, done.epoch))
         registers, target = tuple(map(self.register, operands)), self.register(out)
         if ready is not None:
             overlapped, reserved = room(self.ops, self.ordered, self.stream)
             ready = replace(ready, overlapped_sms=overlapped, reserved_sms=reserved)
-        self.ops.append(ComputeOp(self.place, self.stream, kind, target, registers, options, ready))
+        self.ops.append(ComputeOp(self.place, self.stream, kind, target, registers, options, ready, done))
 
     def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         for part, what in ((x, "sends"), (out, "fills")):
@@ -687,13 +704,11 @@ class Unroller(Observer, OptionalMethods):
         self.ops.append(CopyOp(self.place, self.stream, self.register(x), self.register(out), sms))
 
     def signal(self, flags: RegisterView, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
-        self.check_epoch(epoch)
-        register = self.register(self.at_rank(flags, peer))
+        register = self.flags(flags, epoch, peer)
         self.ops.append(SignalOp(self.place, self.stream, register, slot, epoch, peer, sms))
 
     def wait_signal(self, flags: RegisterView, slot: int, epoch: int) -> None:
-        self.check_epoch(epoch)
-        register = self.register(self.at_rank(flags, self.rank))
+        register = self.flags(flags, epoch)
         self.ops.append(WaitSignalOp(self.place, self.stream, register, slot, epoch))
 
     def barrier(self, team: tuple[int, ...]) -> None:
@@ -737,9 +752,11 @@ class Unroller(Observer, OptionalMethods):
             expected = f"the strides of a dense {list(x.shape)}, not {list(x.strides)}"
             raise self.fail_layout(x, message, expected)
 
-    def check_epoch(self, epoch: int) -> None:
+    def flags(self, flags: RegisterView, epoch: int, rank: int | None = None) -> int:
+        """Return the register of flags of a rank, by default this one. Raises for an epoch that no flag can hold."""
         if epoch >= EPOCHS:
             raise self.fail(f"epoch {epoch} of a flag", expected=f"at most {EPOCHS - 1}")
+        return self.register(self.at_rank(flags, self.rank if rank is None else rank))
 
     def whole(self, buffer: int, shape: tuple[int, ...], dtype: DType, strides: tuple[int, ...]) -> RegisterView:
         """Note the layout of a new buffer, and return all of it as a tensor."""
