@@ -196,7 +196,8 @@ class FreeOp(Op):
 class ComputeOp(Op):
     """Kernel `kind` writes `out`.
 
-    With `ready`, whose flags and own rows are registers, it computes each block of rows once that block's flag is set.
+    With `ready`, whose flags and own rows are registers, it computes each block of rows once that block's flag is set;
+    with `done`, whose flags are a register of this rank's, it raises a flag behind each block that it has written.
     """
 
     kind: str
@@ -204,6 +205,7 @@ class ComputeOp(Op):
     operands: ReadRegisters
     options: Mapping[str, Any]
     ready: Ready | None = None
+    done: Done | None = None
 
     @property
     def needs_sms(self) -> bool:
@@ -224,6 +226,11 @@ class ComputeOp(Op):
     def awaited_flags(self) -> tuple[FlagUse, ...]:
         ready = self.ready
         return () if ready is None else tuple((ready.flags, slot, ready.epoch) for slot in ready.awaited)
+
+    @property
+    def raised_flags(self) -> tuple[FlagUse, ...]:
+        done = self.done
+        return () if done is None else tuple((done.flags, slot, done.epoch) for slot in done.order)
 
 
 @dataclass(frozen=True)
@@ -641,11 +648,14 @@ class Unroller(Observer, OptionalMethods):
             flags, own = self.register(self.at_rank(ready.flags, self.rank)), ready.own
             ready = replace(ready, flags=flags, own=None if own is None else self.register(own))
             self.check_epoch(ready.epoch)
+        if done is not None:
+            done = replace(done, flags=self.register(self.at_rank(done.flags, self.rank)))
+            self.check_epoch(done.epoch)
         registers, target = tuple(map(self.register, operands)), self.register(out)
         if ready is not None:
             overlapped, reserved = room(self.ops, self.ordered, self.stream)
             ready = replace(ready, overlapped_sms=overlapped, reserved_sms=reserved)
-        self.ops.append(ComputeOp(self.place, self.stream, kind, target, registers, options, ready))
+        self.ops.append(ComputeOp(self.place, self.stream, kind, target, registers, options, ready, done))
 
     def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         for part, what in ((x, "sends"), (out, "fills")):
