@@ -1,4 +1,4 @@
-"""The cost model: estimates how long a host program takes."""
+"""The cost model: estimate how long a call of a host program takes, by simulating the tasks of all ranks."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from hostir.runtime.unroll import (
 # Tasks of each rank ---------------------------------------------------------------------------------------------------
 # The tasks of each rank of a host program: their kind and size, and the tasks that each waits for.
 #
-# Each rank's program is unrolled as for a run, but nothing is bound. So the cost model knows nothing of strategies, and
-# sees the operations that machines run.
+# Each rank's program is unrolled as for a run, and every operation becomes a task. So the cost model sees exactly what
+# machines run, and needs to know nothing of strategies.
 
 
 # Kinds of tasks ---------------------------------------------------------------------------------------------------
@@ -52,10 +52,10 @@ class Nothing:
 
 @dataclass(frozen=True)
 class Pause:
-    """A stream pauses for a fixed time; with `kind`, the time of a signal.
+    """A fixed time on a stream: that of a `delay`, or with `kind` that of a signal.
 
-    A `signal` is the stream's own or a computation's, `kernel` one by a kernel, and one that a kernel `raised` which
-    copies takes no time.
+    Kinds are `signal`, sent by the stream itself or by a computation; `kernel`, sent by a kernel of its own; and
+    `raised`, sent by the kernel of the copies before it, which takes no extra time.
     """
 
     microseconds: float = 0.0
@@ -64,14 +64,14 @@ class Pause:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A computation that is bound by memory: `bytes` read and written."""
+    """A computation that is bound by memory, with the `bytes` that it reads and writes."""
 
     bytes: int
 
 
 @dataclass(frozen=True)
 class CostTransfer:
-    """A communication of a team: `bytes` of the whole tensor that is gathered, summed or exchanged."""
+    """A collective or messages of a team. `bytes` is the size of the whole tensor, gathered, summed or exchanged."""
 
     kind: str
     bytes: int
@@ -80,9 +80,9 @@ class CostTransfer:
 
 @dataclass(frozen=True)
 class CostCopy:
-    """A copy between this rank and `peer`, by a copy engine, or by a kernel on `sms` SMs.
+    """A copy to `peer` if `out`, else from it: by a copy engine if `sms` is 0, else by a kernel on `sms` SMs.
 
-    `first` if it is the first copy of its kernel.
+    `first` is whether it is the first copy of its kernel.
     """
 
     bytes: int
@@ -104,17 +104,18 @@ What = Nothing | Pause | Gemm | Traffic | CostTransfer | CostCopy | CostBarrier
 
 @dataclass(eq=False)
 class CostTask:
-    """An operation that a rank issues to one of its streams.
+    """An operation that a rank issues to a lane: one of its streams, or the sequence of a team's communications.
 
     Fields:
-        after: the task before it on its lane, which ends before it begins.
-        joins: those of other lanes that do.
-        partners: every rank's task of the same collective or barrier, itself among them; they begin together.
-        blocks: of a computation that waits while it runs, for each block of rows in its order the signals it waits for.
-        raises: of one that raises flags, the signals behind equal blocks of its result, in its order.
-        overlapped_sms: on how many SMs the copies run that may not have ended when it starts; 0 for none.
-        reserved_sms: how many SMs it leaves to signals.
-        launches: how often the host issues something up to it, by the kind of what is issued.
+        after: the tasks that end before it begins, on its own lane.
+        joins: the tasks that end before it begins, on other lanes.
+        partners: every rank's task of the same collective or barrier, itself included; they begin together.
+        blocks: for a computation that waits for flags, the signals of each block, in the order in which it computes
+            them.
+        raises: for a computation that raises flags, those signals, in the order in which it computes their blocks.
+        overlapped_sms: the number of SMs of the copies that it overlaps; 0 if there are none.
+        reserved_sms: the number of SMs that it leaves to signals.
+        launches: what the host issues after the previous task, up to and with this one: numbers by kind.
     """
 
     rank: int
@@ -135,37 +136,37 @@ FlagKey = tuple[int, Any, int]  # rank, symmetric buffer, element
 
 @dataclass
 class Shared:
-    """State that all ranks share: flags, waits for them, and tasks that start together."""
+    """What the tasks of all ranks refer to: flags, waits for flags, and tasks that begin together."""
 
-    flags: dict[FlagKey, list[tuple[int, CostTask]]] = field(default_factory=dict)  # epochs with their signals
+    flags: dict[FlagKey, list[tuple[int, CostTask]]] = field(default_factory=dict)  # epochs and their signals
     waits: list[tuple[CostTask, int | None, FlagKey, int]] = field(default_factory=list)  # task, block, flag, epoch
     meetings: dict[tuple[Any, ...], list[CostTask]] = field(default_factory=dict)
 
 
 class RankTasks:
-    """The tasks of one rank, made of its unrolled program."""
+    """Builds the tasks of one rank from its unrolled program."""
 
     def __init__(self, unrolled: UnrolledProgram, shared: Shared) -> None:
         self.unrolled = unrolled
         self.shared = shared
         self.tasks: list[CostTask] = []
-        self.last: dict[Any, CostTask] = {}  # by stream, and by team for communications
+        self.last: dict[Any, CostTask] = {}  # the latest task of each lane
         self.communications: dict[int, CostTask] = {}  # by handle
-        self.counts: Counter[Any] = Counter()  # of what a team does together
+        self.counts: Counter[Any] = Counter()  # the number of collectives and of barriers of each team so far
         self.stream = CALLER
-        self.launched: dict[str, int] = {}
+        self.launched: dict[str, int] = {}  # what the host has issued since the latest task: numbers by kind
         self.bytes = {NONE: 0} | {
             register: prod(x.shape) * unrolled.dtypes[x.buffer].bytes for register, x in unrolled.layouts.items()
         }
         self.pushes = {id(op): run for run in Pushes.of(unrolled) for op in run.ops}
-        self.pushed: dict[int, CostTask] = {}  # by stream: the first task of the kernel of copies issued last
+        self.pushed: dict[int, CostTask] = {}  # by stream: the first task of the latest kernel that copies
         for op in unrolled.ops:
             TASKS[type(op)](self, op)
         if unrolled.symmetric:  # a kernel resets flags at the end of a call
             self.issue(CALLER, Traffic(0), launch="compute")
 
     def issue(self, lane: Any, what: What, *joins: CostTask | None, launch: str = "") -> CostTask:
-        """Add a task after the latest one of its lane, a stream or a team, and after `joins`."""
+        """Add a task after the latest one of its lane, and after `joins`."""
         if isinstance(lane, int) and lane != self.stream:
             self.stream = lane
             self.launch("stream")
@@ -185,14 +186,14 @@ class RankTasks:
         task.partners = partners
 
     def launch(self, kind: str) -> None:
-        """Count host work before the next task."""
+        """Count something that the host issues before the next task, or for it."""
         self.launched[kind] = self.launched.get(kind, 0) + 1
 
     def total(self, registers: Sequence[int]) -> int:
         return sum([self.bytes[register] for register in registers])
 
     def flag(self, flags: int, slot: int) -> FlagKey:
-        """Return a flag by a name that all ranks have for it."""
+        """Return the key of a flag, which is the same on all ranks."""
         row = self.unrolled.layouts[flags]
         home = self.unrolled.symmetric[row.buffer]
         return home.rank, home.home, row.offset + slot * row.strides[0]
@@ -202,7 +203,7 @@ class RankTasks:
         self.launch("allocate")
 
     def view(self, op: ViewOp) -> None:
-        if op.x not in self.unrolled.symmetric:  # else it is made once for all calls
+        if op.x not in self.unrolled.symmetric:  # views of symmetric buffers are made once for all calls
             self.launch("view")
 
     def free(self, op: FreeOp) -> None:
@@ -296,7 +297,7 @@ class RankTasks:
         if op.sms:
             task = self.issue(op.stream, Pause(kind="kernel"), launch="push")
             if task.after and isinstance(task.after[0].what, Nothing):
-                # What it takes is counted from the end of what its stream waits for.
+                # The time of such a signal is measured from the end of the copy that its stream waits for.
                 task.after = [*task.after[0].after, *task.after[0].joins]
         elif id(op) in self.pushes:
             task = self.issue(op.stream, Pause(kind="raised"))
@@ -318,7 +319,7 @@ class RankTasks:
         self.issue(op.stream, Pause(float(op.microseconds)), launch="delay")
 
 
-# What each operation costs; a test compares the keys with the operations that there are.
+# The method that adds the tasks of each kind of operation; a test compares the keys with all kinds.
 TASKS: dict[type[Op], Callable[[RankTasks, Any], None]] = {
     AllocateOp: RankTasks.allocate,
     SymmetricOp: RankTasks.nothing,
@@ -347,7 +348,7 @@ def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[CostTask]:
         sent = [task for number, task in shared.flags.get(flag, ()) if number >= epoch]
         if not sent:
             continue
-        there = sent[0].rank == waiter.rank and not waiter.overlapped_sms  # before it begins
+        there = sent[0].rank == waiter.rank and not waiter.overlapped_sms  # set before the waiter begins
         if turn is None or there:
             waiter.after.append(sent[0])
         else:
@@ -365,27 +366,28 @@ def flops(tasks: Sequence[CostTask]) -> float:
 
 
 # Simulation on a clock ------------------------------------------------------------------------------------------------
-# The time of a host program: all ranks' tasks run on one clock, with the resources that they share.
+# All ranks' tasks run on one clock, and share resources.
 #
-# A fluid model, advanced from one end of a task to the next. Matmuls of one rank share its SMs; a collective takes some
-# of them; copies of one rank share its link in either direction; collectives of a team run one after another; what
-# waits for another stream starts a little later than that. A matmul that waits while it runs, or raises flags, is
-# computed tile by tile: each SM takes every n-th tile in the order of the blocks, and begins it when the SM is free and
-# the block is there. A flag is raised when the tiles of its block have ended.
+# This is a fluid model: every task under way has a rate, and the clock advances from the end of one task to the next.
+# The computations of a rank share its SMs, of which a collective takes some; the copies of a rank share its link, in
+# each direction; the collectives of a team run one after another; a task that waits for another stream starts `edge`
+# later. A matmul that waits for flags or raises them is simulated tile by tile: each of n SMs takes every n-th tile in
+# the order of the blocks, and begins it when the SM is free and the block has arrived; a flag is raised when all tiles
+# of its block have ended.
 
 EPSILON = 1e-9
-COOL = 0.2e12  # floating point operations of a call that power does not limit yet
-SLOWEST = 0.81  # of the peak, however long a call computes
-LEFTOVER = 0.5  # how far SMs that a matmul's last wave leaves help another one, as both want the L2
-SMALL = 3.0  # microseconds of a kernel that moves little
-STARTED = 0.4  # share of `poll` that is left if a kernel has started before the rows arrive
+COOL = 0.2e12  # the most floating point operations of a call that run at the peak: with more, power limits the clock
+SLOWEST = 0.81  # the least share of the peak, however long a call computes
+LEFTOVER = 0.5  # how useful the SMs that a matmul's last wave leaves are to another matmul: both compete for L2
+SMALL = 3.0  # microseconds of a kernel that moves few bytes
+STARTED = 0.4  # the share of `poll` that is left if the kernel has started before the blocks arrive
 GRAPH, EAGER = "graph", "eager"
 
 
 def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Mapping[str, float]:
-    """Return the microseconds of a call: `graph` if replayed from a CUDA graph, `eager` if issued anew.
+    """Return the microseconds of a call: `graph` if it is replayed from a CUDA graph, `eager` if it is issued anew.
 
-    Of calls in a row each takes the time of the device, or of the host if that is longer.
+    In a series of calls, each takes the time of the device, or the host's time to issue it if that is longer.
     """
     costs = Costs(hardware, kernels, flops(tasks))
     device = Simulation(tasks, costs).run()
@@ -393,7 +395,7 @@ def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Ma
 
 
 class Costs:
-    """The time of each task alone, for one program: the clock, and so the peak, depends on its total work."""
+    """The times of one program's tasks. They depend on its total `work` in FLOP, as power limits the GPU's clock."""
 
     def __init__(self, hardware: Hardware, kernels: str, work: float) -> None:
         self.hardware = hardware
@@ -401,7 +403,7 @@ class Costs:
         self.family = hardware.kernels["triton" if self.in_triton else "aten"]
         doublings = max(0.0, log2(work / COOL)) if work else 0.0
         rates = self.family.rates.scaled(max(1 - hardware.throttle * doublings, SLOWEST))
-        self.rates = replace(rates, read=hardware.memory)  # as the matmul stores as well
+        self.rates = replace(rates, read=hardware.memory)  # the rate of reads and writes, as a matmul stores as well
 
     def launch(self, kind: str) -> float:
         """Return the host's microseconds to issue something."""
@@ -423,7 +425,7 @@ class Costs:
         return max(took.values(), default=0.0)
 
     def alone(self, task: CostTask) -> float:
-        """Return the microseconds of a task that has the machine to itself."""
+        """Return the microseconds of a task if nothing else runs."""
         what, h = task.what, self.hardware
         if task.raises:
             return self.by_blocks(task, 0.0, [])[0]
@@ -442,7 +444,7 @@ class Costs:
         return 0.0
 
     def copying(self, what: CostCopy, rank: int) -> float:
-        """Return the microseconds of a copy; a kernel's start counts once, with its first copy."""
+        """Return the microseconds of a copy; the start of a kernel that copies counts with its first copy."""
         h = self.hardware
         if not what.sms:
             return h.copy + what.bytes / h.link / 1e3
@@ -457,13 +459,13 @@ class Costs:
         return min(h.collective + moved / rate / 1e3, h.quick + moved / (rate / 3) / 1e3)
 
     def gemm(self, what: Gemm) -> float:
-        """Return the microseconds of a matmul whose rows are ready, with its fastest tile; at least memory's time."""
+        """Return the microseconds of a matmul whose rows are ready, with its fastest tile; at least `streaming`."""
         what = replace(what, block=None, separate=False, overlapped=False)
         return self.family.start + max(self.tiles(what, self.fastest(what)), self.streaming(what))
 
-    @lru_cache(maxsize=1 << 10)  # noqa: B019  # the matmuls of a program are few, and asked for at every step
+    @lru_cache(maxsize=1 << 10)  # noqa: B019  # a program has few different matmuls, and every step asks for them
     def fastest(self, what: Gemm, sms: int | None = None) -> Tile:
-        """Return the tile with which a matmul is fastest on all SMs, or on `sms`, split as suits best."""
+        """Return the tile, with its best split, with which a matmul is fastest on `sms` SMs, by default all."""
         return choose(what, sms or self.hardware.sms, self.family.tiles[what.dtype], self.family.rates)
 
     @lru_cache(maxsize=1 << 10)  # noqa: B019  # likewise
@@ -477,17 +479,17 @@ class Costs:
         return moved / self.hardware.memory / 1e3
 
     def speed_during(self, task: CostTask, kind: str) -> float:
-        """Return the relative speed of a computation beside a collective; 1 is its speed alone."""
+        """Return the speed of a computation beside a collective of this kind, relative to its speed alone."""
         what, left = task.what, self.hardware.sms - self.family.busy_sms.get(kind, 0)
         if not isinstance(what, Gemm):
             return left / self.hardware.sms
-        tile = replace(self.fastest(what), split=0)  # it was chosen without knowing of this
+        tile = replace(self.fastest(what), split=0)  # the split was chosen for all SMs; choose it again for those left
         tile = choose(what, left, (tile,), self.family.rates)
         fewer = self.family.start + max(self.tiles(what, tile, left), self.streaming(what))
         return self.alone(task) / fewer
 
     def width(self, task: CostTask) -> float:
-        """Return the share of the SMs, or of the memory's rate, that a computation can use."""
+        """Return the share of the SMs, or if that is more of the memory's rate, that a computation can use."""
         what = task.what
         if not isinstance(what, Gemm):
             return 1.0
@@ -497,7 +499,10 @@ class Costs:
         return min(1.0, max(filled, self.streaming(what) / self.alone(task)))
 
     def share(self, task: CostTask, left: float) -> float:
-        """Return a computation's share of the SMs left; a matmul of one wave gains nothing from part of them."""
+        """Return the share of all SMs that a computation gets if `left` is free.
+
+        Where that is less than it can use, a matmul of a single wave gets nothing: it would not end earlier.
+        """
         what, width = task.what, self.width(task)
         if width <= left + EPSILON:
             return width
@@ -505,12 +510,12 @@ class Costs:
         return 0.0 if waits else LEFTOVER * left
 
     def by_blocks(self, task: CostTask, start: float, arrivals: Sequence[float]) -> tuple[float, tuple[float, ...]]:
-        """Return when a computation by blocks ends, and when it raises each of its flags.
+        """Return when a computation ends whose blocks arrive at the times `arrivals`, and when it raises its flags.
 
-        Its blocks of rows arrive at times `arrivals`, in its own order; none if it waits for none. With Triton one
-        kernel waits block by block, a matmul tile by tile, on the SMs that neither the copies that it overlaps use nor
-        signals need. Other kernels run once a block, one after another; behind copies by SMs once in all, when all
-        blocks have arrived.
+        Both are in the order of its computation; without `arrivals` it waits for nothing. With Triton it is one kernel
+        that waits block by block, a matmul tile by tile, on the SMs that overlapped copies and signals leave. Otherwise
+        it is one kernel for each block, one after another; or directly after copies by SMs a single kernel, which
+        starts when all blocks have arrived.
         """
         what, count = task.what, len(task.raises)
         if isinstance(what, Gemm) and self.in_triton:
@@ -552,7 +557,7 @@ class Costs:
 
 
 class Activity:
-    """Running work: one task, or the tasks of a collective on all its ranks."""
+    """Work under way: one task, or the tasks of a collective on all its ranks. `left` is its remaining time alone."""
 
     def __init__(self, tasks: list[CostTask], left: float, since: float) -> None:
         self.tasks, self.left, self.since = tasks, left, since
@@ -587,11 +592,11 @@ class Simulation:
         self.costs = costs
         self.now = 0.0
         self.ended: dict[CostTask, float] = {}
-        self.followers: dict[CostTask, list[tuple[CostTask, float]]] = {}  # each with the time in between
+        self.followers: dict[CostTask, list[tuple[CostTask, float]]] = {}  # what waits for a task, and the time between
         self.missing = {task: len(task.after) + len(task.joins) for task in tasks}
         self.missing |= {flag: 1 for task in tasks for flag in task.raises}
         self.active: list[Activity] = []
-        self.arrived: dict[int, int] = {}  # of a collective: how many ranks have arrived
+        self.arrived: dict[int, int] = {}  # for each collective, by id: the number of ranks that have arrived
         self.earliest = dict.fromkeys(tasks, 0.0)
         for task in tasks:
             for before in task.after:
@@ -604,7 +609,7 @@ class Simulation:
             self._free(task)
 
     def run(self) -> float:
-        """Return the microseconds until the last rank is done. A wait with nothing behind it takes no time."""
+        """Return the microseconds until the last rank has ended. A wait at the end, with nothing behind it, is free."""
         over = 0.0
         while self.active or self.later:
             self._rates()
@@ -627,7 +632,7 @@ class Simulation:
         return over
 
     def _free(self, task: CostTask) -> None:
-        """Begin a task whose dependencies have ended, or schedule it for the time when their results are usable."""
+        """Begin a task whose dependencies have ended, or schedule it if it starts some time after their end."""
         if self.earliest[task] > self.now:
             heapq.heappush(self.later, (self.earliest[task], self.order[task], task))
         else:
@@ -674,15 +679,15 @@ class Simulation:
         times_of = dict(zip(task.raises, times, strict=True))
         a.raises = [(time - a.since, flag) for flag, time in times_of.items() if self.missing[flag]]
 
-    # Who gets how much ---------------------------------------------------------------------------------------------
+    # Sharing of resources ------------------------------------------------------------------------------------------
     def _rates(self) -> None:
-        """Set the rate of all running work, valid until something begins or ends.
+        """Set the rate of all work under way, which is valid until something begins or ends.
 
-        Computations and copies that began first are served first, as the device's own queues do: what is left over
-        goes to the next.
+        Computations and copies are served in the order in which they began, as by the queues of the device: each gets
+        what the earlier ones leave.
         """
-        busy: dict[int, str] = {}  # the collective that runs on a rank
-        free: dict[int, float] = {}  # the share of a rank's SMs that is left
+        busy: dict[int, str] = {}  # the kind of the collective under way, by rank
+        free: dict[int, float] = {}  # the share of the SMs that is left, by rank
         queues: dict[tuple[int, bool], list[Activity]] = {}
         for a in self.active:
             if isinstance(a.task.what, CostTransfer):

@@ -1,4 +1,4 @@
-"""One-sided statements on CPU processes: threads copy, set flags and wait for them in shared memory."""
+"""Run one-sided statements on CPU processes: threads copy, set flags and wait for flags in shared memory."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from hostir.runtime.unroll import (
 )
 
 # Threads --------------------------------------------------------------------------------------------------------------
-# One thread's part of a run on a CPU process, and its position in it.
+# The steps that one thread of a CPU process executes in a run, and its position among them.
 
-LaneKey = int | tuple[object, ...]  # of a lane: a stream, or a team
+LaneKey = int | tuple[object, ...]  # what a lane runs: the operations of a stream, or the communications of a team
 
 
 class AbandonedError(Exception):
@@ -44,7 +44,7 @@ class AbandonedError(Exception):
 
 
 class Waits(Enum):
-    """Kinds of waits of a step."""
+    """What a step waits for."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"
@@ -52,7 +52,7 @@ class Waits(Enum):
 
 
 class ThreadLane:
-    """The part of a run for one thread: steps, and the operation of each."""
+    """The steps of one thread in a run, and the operation that each belongs to."""
 
     def __init__(self, key: LaneKey, fail: Callable[[Op, BaseException], None]) -> None:
         self.key = key
@@ -72,7 +72,7 @@ class ThreadLane:
         self.waits.append(waits)
 
     def run(self) -> None:
-        # The iterator counts the steps, so that others can see the position of the run.
+        # Other threads read the position of the run from the iterator.
         cursor = self.cursor = iter(self.steps)
         try:
             for step in cursor:
@@ -86,7 +86,7 @@ class ThreadLane:
             self.done.set()
 
     def run_in_mode(self, inference: bool) -> None:
-        """Call `run` on its thread, in torch's inference mode if the caller is."""
+        """Do as `run`, in torch's inference mode if the caller is: each thread has a mode of its own."""
         with torch.inference_mode() if inference else contextlib.nullcontext():
             self.run()
 
@@ -98,21 +98,21 @@ class ThreadLane:
 
 
 # Shared memory --------------------------------------------------------------------------------------------------------
-# Memory that CPU processes share, without a name in any file system: peers open it through the process that made it.
+# CPU processes share memory through files without a name (memfd): peers open a file through the process that made it.
 #
-# So nothing is left behind, however a rank ends.
+# So no file remains, however a rank ends.
 
 
 class SharedFiles:
-    """Shares memory between CPU processes through files, and makes them take turns."""
+    """Shares memory between CPU processes through files, and gives them a lock for memory order."""
 
     def __init__(self) -> None:
         self.mutex = threading.Lock()
-        self.lock = -1  # the file by which all ranks take turns
+        self.lock = -1  # the file that all ranks lock to take turns
 
     @contextlib.contextmanager
     def offering(self, size: int) -> Iterator[str]:
-        """Create the file; yields its path, valid while peers need it to map the memory."""
+        """Create a file of `size` bytes and yield its path, by which peers map it until the context ends."""
         if not hasattr(os, "memfd_create"):
             raise RuntimeError("only Linux lets processes open each other's memory")
         file = os.memfd_create("hostir")
@@ -123,11 +123,11 @@ class SharedFiles:
             os.close(file)
 
     def reserve(self, size: int) -> None:
-        """Do nothing: the file exists."""
+        """Do nothing: the file has its size already."""
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
-        """Map the files of these ranks."""
-        newest = os.open(offers[0].path, os.O_RDWR)  # a turn is a lock on rank 0's newest memory, which that keeps
+        """Map the files of these ranks, and make the newest file of rank 0 the lock of all ranks."""
+        newest = os.open(offers[0].path, os.O_RDWR)
         if self.lock < 0:
             self.lock = newest
             weakref.finalize(self, os.close, self.lock)
@@ -155,12 +155,13 @@ class SharedFiles:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Take a turn: what is written before one is visible, on any CPU, to every rank whose turn comes later.
+        """Hold the lock of all ranks: what a rank writes before its turn is visible to every rank with a later turn.
 
-        torch copies with plain stores, and nothing that Python has is a fence: on Arm a flag written after them may be
-        seen before them. So a rank sets a flag in its turn, and one that has seen it set takes a turn before it reads
-        what the flag stands for. Turns are a lock in the kernel, unlocked with release and locked with acquire, and
-        unlocked by the kernel itself if a process dies. The file lock is between processes only; hence the mutex.
+        torch copies with plain stores, and Python has no memory fence: on Arm, a flag that is written after the data
+        may be visible before them. So a rank sets a flag while it holds the lock, and a rank that has seen the flag
+        takes the lock once before it reads the data. It is a file lock of the operating system, which unlocks with
+        release and locks with acquire semantics, and unlocks for a process that dies. It excludes processes, not
+        threads; hence the mutex.
         """
         with self.mutex:
             fcntl.flock(self.lock, fcntl.LOCK_EX)
@@ -171,24 +172,24 @@ class SharedFiles:
 
 
 # Statements -----------------------------------------------------------------------------------------------------------
-# One-sided statements on CPU processes: threads copy, set flags and poll flags in memory that the ranks share.
+# Threads copy, set flags and poll flags in memory that the ranks share.
 #
-# A flag holds the highest epoch of the latest call that was signalled, and rises; see `flag_value`. A barrier is a row
-# of such flags on every rank of the team, one for each of them: a rank sets its own everywhere, and polls its own row.
-# Waiting threads sleep between polls, as there are more threads than cores.
+# A flag holds the latest call and epoch that was signalled, as one number that only rises; see `flag_value`. For each
+# barrier, every rank of the team has a row of such flags, one for each rank: a rank sets its flag in all rows, and
+# polls the flags of its own row. Threads sleep between two polls, as there are more threads than cores.
 
 MIN_PAUSE, MAX_PAUSE = 2e-5, 1e-3  # seconds between two polls of a flag
-Flags = Any  # a row of flags as numpy sees it: an element is one load or store
+Flags = Any  # a row of flags as a numpy array, of which an element is read or written by one load or store
 
 
 class SharedMachine(Protocol):
-    """The machine as one-sided operations need it."""
+    """The part of a machine that one-sided operations use."""
 
     sharing: SharedFiles
 
 
 class LanePlan(Protocol):
-    """The plan as one-sided operations need it."""
+    """The part of a plan that one-sided operations use."""
 
     unrolled: UnrolledProgram
     registers: list[Any]
@@ -197,17 +198,17 @@ class LanePlan(Protocol):
 
     @property
     def machine(self) -> SharedMachine:
-        """The machine it runs on."""
+        """The machine that it runs on."""
 
     def timed(self, op: Op, step: Step) -> Step:
-        """Return the step, recorded in the trace if there is one."""
+        """Return a step that does the same and records an event, if there is a trace."""
 
     def bracket(self, op: Op) -> tuple[Step, Step]:
-        """Return steps that begin and end a bar in the trace."""
+        """Return a step that begins an event of the trace, and one that ends it."""
 
 
 class GlooOneSided:
-    """Distributes the one-sided operations of a plan over the lanes of its streams."""
+    """Adds the one-sided operations of a plan to the lanes of its streams."""
 
     def __init__(self, plan: LanePlan) -> None:
         self.plan = plan
@@ -216,12 +217,12 @@ class GlooOneSided:
 
     @property
     def call(self) -> int:
-        """The number of the run, counted over all plans with the same memory, and so the same on every rank."""
+        """The number of the call, counted over all plans with the same memory, and so the same on every rank."""
         assert self.plan.memory is not None
         return self.plan.memory.calls
 
     def deal(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: ThreadLane) -> None:
-        """Add a one-sided operation to a lane: the part of DEAL that reaches peers."""
+        """Add a one-sided operation to the lane of its stream."""
         if isinstance(op, CopyOp):
             lane.add(op, self.plan.timed(op, partial(self.copy, op)))
         elif isinstance(op, SignalOp):
@@ -258,7 +259,7 @@ class GlooOneSided:
         lane.add(op, self.until(lambda: not missing()), Waits.PEER, standing)
 
     def deal_blocks(self, op: ComputeOp, ready: Ready, kernel: Kernel, lane: ThreadLane) -> None:
-        """Add a matmul block by block, each after a wait for its flag; in a trace it is one bar."""
+        """Add a matmul block by block, each block after a wait for its flag; in a trace it is one event."""
         flags, start, end = self.flags(ready.flags), *self.plan.bracket(op)
         lane.add(op, start)
         for block in ready.order:
@@ -273,7 +274,7 @@ class GlooOneSided:
     # Steps --------------------------------------------------------------------------------------------------------
     def copy(self, op: CopyOp) -> None:
         out, x = self.registers[op.out], self.registers[op.x]
-        if out.data_ptr() != x.data_ptr():  # else the caller made it in its place
+        if out.data_ptr() != x.data_ptr():  # else the caller computed the input in place: see Executor.places
             out.copy_(x)
 
     def set(self, flags: Flags, slot: int, epoch: int) -> None:
@@ -300,6 +301,6 @@ class GlooOneSided:
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
             with self.turn():
-                pass  # what was written before the flag can be read from here on
+                pass  # from here on the data that were written before the flag are visible
 
         return step

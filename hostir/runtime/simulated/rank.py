@@ -217,7 +217,7 @@ class RankMachine(Observer, OptionalMethods):
             return fresh
         buffer = self.symmetric.allocate((name, self.rounds), self.rank, shape, element)
         if buffer is None:
-            raise self.fail(f"%{name} had another shape before", expected="one shape on all ranks, in every call")
+            raise self.fail(f"%{name} was allocated before with another shape or dtype", expected="one shape and dtype")
         return buffer
 
     def _hand_out(self, buffer: torch.Tensor) -> None:
@@ -385,7 +385,7 @@ class RankMachine(Observer, OptionalMethods):
         if isinstance(stream, IssueQueue):
             return stream
         if not 0 <= stream < len(self.pool):
-            hint = f"write 'streams {stream + 1}' behind the program's outputs" if stream > 0 else ""
+            hint = f"write 'streams {stream + 1}' after the program's outputs" if stream > 0 else ""
             raise self.fail(f"there is no stream {stream}", expected=f"an index below {len(self.pool)}", hint=hint)
         return self.pool[stream]
 
@@ -394,7 +394,7 @@ class RankMachine(Observer, OptionalMethods):
         there = self.symmetric.at(view, rank)
         if there is None:
             name = self.memory.owners[storage_of(view)][0]
-            raise self.fail(f"%{name} is not symmetric", expected="a view of what allocate_symmetric gives")
+            raise self.fail(f"%{name} is not symmetric", expected="a view of a buffer from allocate_symmetric")
         return there
 
     def _flag(self, flags: torch.Tensor, slot: int) -> FlagGate:
