@@ -138,6 +138,7 @@ class Transfers:
     def fork(self) -> None:
         """Switch to the copy stream, behind what the caller's stream has been given so far."""
         self.host.body += [SetStream(COPY_STREAM), Synchronize(self.host.user)]
+        self.host.forked = True
 
     def send(self, blocks: Blocks, turns: Turns, mover: Mover, note: str) -> None:
         """Add the transfers of the blocks in these turns: from the copy stream, which is current, unless SMs copy."""
