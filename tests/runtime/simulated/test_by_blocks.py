@@ -150,4 +150,6 @@ def test_a_flag_that_never_rises_is_named(fault: tuple[str, str], flag: str) -> 
         message = said(lambda seed=seed: machine.run(seed))
         assert "deadlock" in message
         for rank in range(3):
-            assert re.search(rf"rank {rank}, '[^'\n]*': no signal sets flag {flag} to epoch \d", message), message
+            assert re.search(rf"rank {rank}, '[^'\n]*'[\w, ]*: no signal sets flag {flag} to epoch \d", message), (
+                message
+            )
