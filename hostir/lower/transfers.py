@@ -38,7 +38,7 @@ SIGNAL_STREAM = Lit(1)  # the worker stream of the kernels that signal after the
 
 @dataclass(frozen=True)
 class Mover:
-    """What moves the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
+    """The mover of the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
 
     For more than one copy, copy engines use two worker streams if they may: a kernel on the second stream sends the
     signal after each copy, since a signal by the copying stream itself would delay the next copy.
