@@ -224,34 +224,36 @@ def choose(
     sizes: Mapping[str, int] | None = None,
     kernels: str | None = None,
     machine: str | None = None,
+    group: Any = None,
     calls: str = "out",
 ) -> Choice:
-    """Choose how to run a fusion here. Under torchrun rank 0 decides, and every rank gets the same.
+    """Choose how to run a fusion here. Under torchrun rank 0 of the group decides, and every rank gets the same.
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
         sizes: of its symbols: what it is chosen for.
         kernels: `aten` or `triton` for these alone; see the knob HOSTIR_KERNELS.
         machine: `local`, `gloo` or `cuda`, as for `Executor`.
+        group: the ranks that run it, as for `Executor`.
         calls: how they are made on CUDA, and so which times count: `out` with `out=`, so that programs of one-sided
             copies are replayed from a CUDA graph; `eager` without; `graph` inside a graph that the caller captures.
 
     Raises HostIRError for sizes that are not bound, and where there are fewer ranks than the fusion's.
     """
-    from hostir.runtime.session import joined, launched
+    from hostir.runtime.guest import session_of
 
     program = fusion_of(fusion)
     check_sizes(program, program.given_sizes(sizes))
     check_known("kind of calls", calls, CALLS)
     policy = KERNELS.get(kernels)
-    name = machine_name(machine)
-    platform = here(name, program.ranks)
+    name = machine_name(machine, group)
+    platform = here(name, program.ranks, group)
     check_ranks(program, platform)
     decided = partial(decide, program, platform, sizes or {}, policy, calls)
-    if name == SIMULATED or not launched():
+    session = session_of(group) if name != SIMULATED else None
+    if session is None:
         choice, speaks = decided(), True
     else:
-        session = joined()
         speaks = session.rank == 0
         key = f"choice {next(_rounds.setdefault(session, itertools.count()))}"
         choice = _decoded(session.exchange(key, _encoded(decided) if speaks else "")[0])
@@ -264,17 +266,18 @@ def choose(
 _rounds: WeakKeyDictionary[object, itertools.count[int]] = WeakKeyDictionary()
 
 
-def machine_name(machine: str | None) -> str:
+def machine_name(machine: str | None, group: object = None) -> str:
     """Return the machine that an `Executor` would take: under torchrun by the device, else simulated ranks."""
     if machine is not None:
         check_known("machine", machine, ("local", "gloo", "cuda"))
-    from hostir.runtime.session import joined, launched
+    from hostir.runtime.guest import session_of
 
     if machine is not None:
         return machine
-    if not launched():
+    session = session_of(group)
+    if session is None:
         return SIMULATED
-    return "cuda" if joined().device.type == "cuda" else "gloo"
+    return "cuda" if session.device.type == "cuda" else "gloo"
 
 
 def decide(
@@ -441,6 +444,7 @@ def compile(
     sizes: Mapping[str, int] | None = None,
     kernels: str | None = None,
     machine: str | None = None,
+    group: Any = None,
     calls: str = "out",
     **options: Any,
 ) -> Executor:
@@ -456,7 +460,7 @@ def compile(
         streams: as for `lower`; `auto` chooses it too.
         sizes: of the fusion's symbols: what the choice is made for. Calls may have others, where they follow from the
             shapes of the inputs.
-        kernels, machine: as for `Executor`; `auto` chooses among kernels as well, unless they are given.
+        kernels, machine, group: as for `Executor`; `auto` chooses among kernels as well, unless they are given.
         calls: how they are made on CUDA, and so which times count: `out` with `out=`, so that programs of one-sided
             copies are replayed from a CUDA graph; `eager` without; `graph` inside a graph that the caller captures.
         options: those of `Executor`: `seed`, `trace`, `check`, `timeout`, `graphs`, `compare_calls`.
@@ -474,16 +478,17 @@ def compile(
     given = program.given_sizes(sizes)
     if strategy == AUTO:
         _refuse_streams(streams)
-        choice = choose(program, sizes=given, kernels=kernels, machine=machine, calls=calls)
+        choice = choose(program, sizes=given, kernels=kernels, machine=machine, group=group, calls=calls)
         host = program_of(program, choice)
     else:
         host = lower_by(program, strategy, STREAMS if streams is None else streams)
         taken = Candidate(strategy, STREAMS if streams is None else streams, KERNELS.get(kernels))
         notes = tuple(left_whole(host).values()) if strategy != SEQUENTIAL else ()
-        choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine), notes=notes)
+        choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine, group), notes=notes)
         log_choice(choice)
         warn_fallbacks(program, choice)
-    executor = Executor(host, sizes=_unknown_to_inputs(host, given), kernels=choice.kernels, machine=machine, **options)
+    known_later = _unknown_to_inputs(host, given)
+    executor = Executor(host, sizes=known_later, kernels=choice.kernels, machine=machine, group=group, **options)
     executor.choice = choice
     return executor
 
