@@ -37,6 +37,7 @@ from hostir.ir.source import (
     described,
     did_you_mean,
     error,
+    is_first_rank,
     logger,
     user_span,
     warn_once,
@@ -252,14 +253,13 @@ def choose(
     decided = partial(decide, program, platform, sizes or {}, policy, calls)
     session = session_of(group) if name != SIMULATED else None
     if session is None:
-        choice, speaks = decided(), True
+        choice, speaks = decided(), is_first_rank()
     else:
         speaks = session.rank == 0
         key = f"choice {next(_rounds.setdefault(session, itertools.count()))}"
         choice = _decoded(session.exchange(key, _encoded(decided) if speaks else "")[0])
     log_choice(choice)
-    if speaks:  # once all have heard, as a warning may be an error
-        warn_fallbacks(program, choice)
+    warn_fallbacks(program, choice, speaks)  # once all have heard, as a warning may be an error
     return choice
 
 
@@ -387,15 +387,15 @@ def log_choice(choice: Choice) -> None:
         LOG.info("@%s: %s", choice.fusion, clause)
 
 
-def warn_fallbacks(program: Program, choice: Choice) -> None:
-    """Warn, once for a fusion and a reason, that a strategy or an overlap is not possible here."""
+def warn_fallbacks(program: Program, choice: Choice, speaks: bool) -> None:
+    """Warn, once for a fusion and a reason, that a strategy or an overlap is not possible here; if this rank speaks."""
     hint = "'hostir explain' lists all ways to run it, with their times and what keeps them from being taken"
     if choice.source == ASKED_FOR:
         hint = "'pipeline' slices any communication along a Stream axis; 'auto' takes what is fastest"
     messages = [f"@{choice.fusion} runs '{choice.taken}', as {why}." for why in choice.fallbacks]
     messages += [f"In @{choice.fusion} {note}." for note in choice.notes if f" is {NOT_OVERLAPPED}: " in note]
     for message in messages:
-        warn_once(program.digest, message, hint)
+        warn_once(program.digest, message, hint, first=speaks)
 
 
 def _encoded(decided: Callable[[], Choice]) -> str:
@@ -468,6 +468,7 @@ def compile(
     Raises HostIRError for sizes that are not bound where there is something to choose.
     """
     from hostir.runtime.executor import Executor
+    from hostir.runtime.guest import session_of
 
     known = [name for name in inspect.signature(Executor).parameters if name != "program"]
     if unknown := next((name for name in options if name not in known), None):
@@ -486,7 +487,8 @@ def compile(
         notes = tuple(left_whole(host).values()) if strategy != SEQUENTIAL else ()
         choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine, group), notes=notes)
         log_choice(choice)
-        warn_fallbacks(program, choice)
+        ranks = None if group is None else session_of(group, "cuda" if choice.machine == "cuda" else "cpu")
+        warn_fallbacks(program, choice, is_first_rank() if ranks is None else ranks.rank == 0)
     known_later = _unknown_to_inputs(host, given)
     executor = Executor(host, sizes=known_later, kernels=choice.kernels, machine=machine, group=group, **options)
     executor.choice = choice
