@@ -268,7 +268,7 @@ def _choices(s: Statement, name: str) -> int:
     elif isinstance(s, Chunk):
         size = s.count
     elif name in ("slot", "first"):
-        size = (s.ready if isinstance(s, Contraction) else s.flags).tensor.shape[0]
+        size = s.flag_operands[0].flags.tensor.shape[0]
     elif name in ("peer", "to", "source"):
         value = s.flags if isinstance(s, Signal) else next(s.values(Codec.READ, Codec.WRITE))
         size = value.tensor.mesh.size(s.over)

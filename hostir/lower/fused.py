@@ -31,7 +31,7 @@ from hostir.lower.host import Host
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.rows import (
     RowCollective,
-    Rows,
+    RowCollectives,
     block_axes,
     first_matmul,
     long_axes,
@@ -82,7 +82,9 @@ class Push(Pass):
 def sent(program: Program, strategy: str, mover: Mover, min_block_bytes: int = MIN_BLOCK_BYTES) -> Program:
     """Return the host program in which each rank sends its blocks of rows to the others, by this mover."""
     reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
-    rows = Rows.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
+    rows = (
+        RowCollectives.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
+    )
     host = Host(_matmuls_first(rows))
     arriving: dict[str, SentRows] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
     leaving = _scatters_of_products(rows)
@@ -118,7 +120,7 @@ def sent(program: Program, strategy: str, mover: Mover, min_block_bytes: int = M
     return host.finished(workers)
 
 
-def _scatters_of_products(rows: Rows) -> dict[str, ReduceScatter]:
+def _scatters_of_products(rows: RowCollectives) -> dict[str, ReduceScatter]:
     """Map the results of products to the reduce_scatters of their rows; of several, to the first."""
     found: dict[str, ReduceScatter] = {}
     for scatter in rows.scatters:
@@ -142,7 +144,7 @@ def _needs_block_axes(s: RowCollective) -> bool:
     return shard_in_pieces(s) or len(long_axes(s)) > 1
 
 
-def _matmuls_first(rows: Rows) -> Program:
+def _matmuls_first(rows: RowCollectives) -> Program:
     """Reorder statements so that the first user of gathered rows is a matmul: it can wait block by block."""
     program = rows.program
     for gather in rows.gathers:
