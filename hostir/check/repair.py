@@ -125,7 +125,7 @@ class Repairer:
         for join in [s for piece in candidate.added for s in piece if s.bodies]:
             candidate = self.narrowed(candidate, join)
         for unit in _units(before.program):
-            if unit[0].flag_operand or (less := self.removed(candidate, unit)).found:
+            if unit[0].flag_operands or (less := self.removed(candidate, unit)).found:
                 continue
             if less.program == candidate.program or not _same_streams(candidate.program, unit):
                 continue
@@ -317,11 +317,11 @@ def _units(program: Program) -> Iterator[Block]:
     """Yield statements that may be removed together, outer before inner. A `wait` may not: every handle needs one."""
     flags: dict[str, list[Statement]] = {}
     for s in program.walk():
-        if s.orders and s.flag_operand:
-            flags.setdefault(s.flag_operand.flags.name, []).append(s)
+        if s.orders and s.flag_operands:
+            flags.setdefault(s.flag_operands[0].flags.name, []).append(s)
     for s in program.walk():
-        if s.orders and s.flag_operand and s.flag_operand.flags.name in flags:
-            yield tuple(flags.pop(s.flag_operand.flags.name))
+        if s.orders and s.flag_operands and s.flag_operands[0].flags.name in flags:
+            yield tuple(flags.pop(s.flag_operands[0].flags.name))
         loop = s.bodies and not s.conditional
         if _orders_alone(s) or (loop and all(_orders_alone(x) or x.sets_stream for b in s.bodies for x in b)):
             yield (s,)

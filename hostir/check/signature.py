@@ -120,8 +120,9 @@ class _Walk:
             self.by_chance |= not all(map(self.is_dense, s.values(Codec.READ, Codec.WRITE)))
         if s.viewed is not None:
             self.view(s, s.viewed)
-        elif s.flag_operand and s.flag_operand.rows:
-            self.in_blocks(s.flag_operand)
+        elif in_blocks := [use for use in s.flag_operands if use.rows]:
+            for use in in_blocks:
+                self.in_blocks(use)
         elif s.buffer is not None:
             name, shape = s.buffer.name, s.buffer.tensor.local_shape
             self.strides[name], self.buffers[name] = _packed(shape), name

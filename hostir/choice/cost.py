@@ -11,10 +11,10 @@ from math import inf, log2, prod
 from typing import Any
 
 from hostir.choice.platforms import Hardware
-from hostir.ir.machine import uncollected
+from hostir.ir.machine import Done, Ready, uncollected
 from hostir.ir.program import Program
 from hostir.runtime.binding import Pushes
-from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, Grid, Tile, choose, duration
+from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, Grid, Tile, block_ends, choose, duration
 from hostir.runtime.order import CALLER, NONE
 from hostir.runtime.unroll import (
     AllocateOp,
@@ -54,8 +54,8 @@ class Nothing:
 class Pause:
     """A fixed time on a stream: that of a `delay`, or with `kind` that of a signal.
 
-    Kinds are `signal`, sent by the stream itself; `kernel`, sent by a kernel of its own; and `raised`, sent by the
-    kernel of the copies before it, which takes no extra time.
+    Kinds are `signal`, sent by the stream itself or by a computation; `kernel`, sent by a kernel of its own; and
+    `raised`, sent by the kernel of the copies before it, which takes no extra time.
     """
 
     microseconds: float = 0.0
@@ -110,7 +110,9 @@ class CostTask:
         after: the tasks that end before it begins, on its own lane.
         joins: the tasks that end before it begins, on other lanes.
         partners: every rank's task of the same collective or barrier, itself included; they begin together.
-        blocks: for a matmul that waits for flags, the signal of each block, in the order in which it computes them.
+        blocks: for a computation that waits for flags, the signals of each block, in the order in which it computes
+            them.
+        raises: for a computation that raises flags, those signals, in the order in which it computes their blocks.
         overlapped_sms: the number of SMs of the copies that it overlaps; 0 if there are none.
         reserved_sms: the number of SMs that it leaves to signals.
         launches: what the host issues after the previous task, up to and with this one: numbers by kind.
@@ -121,7 +123,8 @@ class CostTask:
     after: list[CostTask] = field(default_factory=list)
     joins: list[CostTask] = field(default_factory=list)
     partners: list[CostTask] = field(default_factory=list)
-    blocks: list[CostTask | None] = field(default_factory=list)
+    blocks: list[list[CostTask]] = field(default_factory=list)
+    raises: list[CostTask] = field(default_factory=list)
     overlapped_sms: int = 0
     reserved_sms: int = 0
     launches: Mapping[str, int] = field(default_factory=dict)
@@ -210,28 +213,50 @@ class RankTasks:
         """Do nothing: symmetric buffers are there before a call."""
 
     def compute(self, op: ComputeOp) -> None:
-        if not op.place.statement.contracts:
-            self.issue(op.stream, Traffic(self.total((op.out, *op.operands))), launch="compute")
-            return
+        contracts, ready = op.place.statement.contracts, op.ready
+        mine = NONE if ready is None or ready.own is None else ready.own
+        own = 0 if mine == NONE else prod(self.unrolled.layouts[mine].shape[:-1])
+        if contracts and 0 < own < MIN_OWN_ROWS:  # the kernel copies so few
+            self.issue(op.stream, Traffic(2 * self.bytes[mine]), launch="compute")
+        what = self.gemm(op, own) if contracts else Traffic(self.total((op.out, *op.operands)))
+        task = self.issue(op.stream, what, launch="matmul" if contracts else "compute")
+        if ready is not None:
+            self.by_blocks(task, op, ready)
+        if op.done is not None:
+            self.raising(task, op, op.done)
+
+    def gemm(self, op: ComputeOp, own: int) -> Gemm:
+        """Return the matmul of an operation, whose own rows are `own` in number and apart from the others."""
         out, ready = self.unrolled.layouts[op.out], op.ready
         rows, k = prod(out.shape[:-1]), self.unrolled.layouts[op.operands[0]].shape[-1]
-        dtype = self.unrolled.dtypes[out.buffer].name
+        plain = Gemm(rows, out.shape[-1], k, self.unrolled.dtypes[out.buffer].name)
         if ready is None:
-            self.issue(op.stream, Gemm(rows, out.shape[-1], k, dtype), launch="matmul")
-            return
-        own = MIN_OWN_ROWS if ready.own is None else prod(self.unrolled.layouts[ready.own].shape[:-1])
-        if ready.own is not None and own < MIN_OWN_ROWS:  # so few rows are copied before the matmul
-            self.issue(op.stream, Traffic(2 * self.bytes[ready.own]), launch="compute")
-        separate, overlapped = ready.own is not None and own >= MIN_OWN_ROWS, ready.overlapped_sms > 0
-        gemm = Gemm(rows, out.shape[-1], k, dtype, 1, max(rows // ready.blocks, 1), separate, overlapped)
-        task = self.issue(op.stream, gemm, launch="matmul")
+            return plain
+        block = max(rows // ready.results, 1)
+        return replace(plain, block=block, separate=own >= MIN_OWN_ROWS, overlapped=ready.overlapped_sms > 0)
+
+    def by_blocks(self, task: CostTask, op: ComputeOp, ready: Ready) -> None:
+        """Make a task wait for the flags of its blocks while it runs."""
         task.overlapped_sms, task.reserved_sms = ready.overlapped_sms, ready.reserved_sms
-        if overlapped:
+        if ready.overlapped_sms:
             first = self.pushed[op.stream]
             task.after, task.joins = [*first.after], [*first.joins]
-        task.blocks = [None] * ready.blocks
-        for slot in ready.awaited:
-            self.shared.waits.append((task, ready.order.index(slot), self.flag(ready.flags, slot), ready.epoch))
+        task.blocks = [[] for _ in ready.order]
+        for turn, block in enumerate(ready.order):
+            for slot in ready.needed(block):
+                self.shared.waits.append((task, turn, self.flag(ready.flags, slot), ready.epoch))
+
+    def raising(self, task: CostTask, op: ComputeOp, done: Done) -> None:
+        """Make a task raise its flags, each after a block of its result."""
+        order = done.order
+        if op.ready is not None:  # its order is that of the blocks that it waits for
+            first = -(-op.ready.first * done.blocks // op.ready.results)
+            order = tuple((first + n) % done.blocks for n in range(done.blocks))
+        for slot in order:
+            flag = CostTask(task.rank, Pause(kind="signal"))
+            self.tasks.append(flag)
+            task.raises.append(flag)
+            self.shared.flags.setdefault(self.flag(done.flags, slot), []).append((done.epoch, flag))
 
     def collective(self, op: CollectiveOp) -> None:
         task = self.communicate(op, CostTransfer(op.kind, max(self.bytes[op.x], self.bytes[op.out]), len(op.team)))
@@ -323,10 +348,11 @@ def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[CostTask]:
         sent = [task for number, task in shared.flags.get(flag, ()) if number >= epoch]
         if not sent:
             continue
-        if turn is None or (sent[0].rank == waiter.rank and not waiter.overlapped_sms):  # set before the waiter begins
+        there = sent[0].rank == waiter.rank and not waiter.overlapped_sms  # set before the waiter begins
+        if turn is None or there:
             waiter.after.append(sent[0])
         else:
-            waiter.blocks[turn] = sent[0]
+            waiter.blocks[turn].append(sent[0])
     return tasks
 
 
@@ -345,15 +371,16 @@ def flops(tasks: Sequence[CostTask]) -> float:
 # This is a fluid model: every task under way has a rate, and the clock advances from the end of one task to the next.
 # The computations of a rank share its SMs, of which a collective takes some; the copies of a rank share its link, in
 # each direction; the collectives of a team run one after another; a task that waits for another stream starts `edge`
-# later. A matmul that waits for flags is simulated tile by tile: each of n SMs takes every n-th tile in the order of
-# the blocks, and begins it when the SM is free and the block has arrived.
+# later. A matmul that waits for flags or raises them is simulated tile by tile: each of n SMs takes every n-th tile in
+# the order of the blocks, and begins it when the SM is free and the block has arrived; a flag is raised when all tiles
+# of its block have ended.
 
 EPSILON = 1e-9
 COOL = 0.2e12  # the most floating point operations of a call that run at the peak: with more, power limits the clock
 SLOWEST = 0.81  # the least share of the peak, however long a call computes
 LEFTOVER = 0.5  # how useful the SMs that a matmul's last wave leaves are to another matmul: both compete for L2
 SMALL = 3.0  # microseconds of a kernel that moves few bytes
-STARTED = 0.4  # the share of `poll` that is left if the matmul has started while copies were running
+STARTED = 0.4  # the share of `poll` that is left if the kernel has started before the blocks arrive
 GRAPH, EAGER = "graph", "eager"
 
 
@@ -387,16 +414,21 @@ class Costs:
         took: dict[int, float] = {}
         for task in tasks:
             each = sum(n * self.launch(kind) for kind, n in task.launches.items())
-            if task.blocks and self.in_triton:
-                each += self.launch("flags")
-            elif task.blocks and not task.overlapped_sms:  # one matmul for each block, after a wait for its flag
-                each += (len(task.blocks) - 1) * self.launch("matmul") + len(task.blocks) * self.launch("signal")
+            if self.in_triton:
+                each += self.launch("flags") * (bool(task.blocks) + bool(task.raises))
+            elif parts := 0 if task.overlapped_sms else max(len(task.blocks), len(task.raises)):
+                # A kernel for each block, between stream operations that wait and signal.
+                kind = "matmul" if isinstance(task.what, Gemm) else "compute"
+                flags = sum(map(len, task.blocks)) + len(task.raises)
+                each += (parts - 1) * self.launch(kind) + flags * self.launch("signal")
             took[task.rank] = took.get(task.rank, self.launch("call")) + each
         return max(took.values(), default=0.0)
 
     def alone(self, task: CostTask) -> float:
         """Return the microseconds of a task if nothing else runs."""
         what, h = task.what, self.hardware
+        if task.raises:
+            return self.by_blocks(task, 0.0, [])[0]
         if isinstance(what, Gemm):
             return self.gemm(what)
         if isinstance(what, Traffic):
@@ -422,7 +454,7 @@ class Costs:
     def transfer(self, what: CostTransfer) -> float:
         """Return the microseconds of a collective: the faster of a low-latency and a high-rate protocol."""
         steps = 2 if what.kind == "allreduce" else 1
-        moved = steps * what.bytes * (what.ranks - 0.5) / what.ranks
+        moved = what.bytes * (steps * (what.ranks - 1) + 0.5) / what.ranks
         h, rate = self.hardware, self.hardware.rates.get(what.kind, self.hardware.link)
         return min(h.collective + moved / rate / 1e3, h.quick + moved / (rate / 3) / 1e3)
 
@@ -477,27 +509,51 @@ class Costs:
         waits = isinstance(what, Gemm) and Grid.of(self.fastest(what), what).tiles <= self.hardware.sms
         return 0.0 if waits else LEFTOVER * left
 
-    def arriving(self, task: CostTask, start: float, arrivals: Sequence[float]) -> float:
-        """Return when a matmul ends whose blocks arrive at the times `arrivals`, in the order of its computation.
+    def by_blocks(self, task: CostTask, start: float, arrivals: Sequence[float]) -> tuple[float, tuple[float, ...]]:
+        """Return when a computation ends whose blocks arrive at the times `arrivals`, and when it raises its flags.
 
-        With Triton it is one kernel that waits tile by tile, on the SMs that overlapped copies and signals leave.
-        Otherwise it is one kernel for each block, one after another; or directly after copies by SMs a single kernel,
-        which starts when all blocks have arrived.
+        Both are in the order of its computation; without `arrivals` it waits for nothing. With Triton it is one kernel
+        that waits block by block, a matmul tile by tile, on the SMs that overlapped copies and signals leave. Otherwise
+        it is one kernel for each block, one after another; or directly after copies by SMs a single kernel, which
+        starts when all blocks have arrived.
         """
-        what, h = task.what, self.hardware
-        assert isinstance(what, Gemm)
-        if not self.in_triton and task.overlapped_sms:
-            return max(start, *arrivals) + h.edge + h.turn + self.gemm(what)
-        if not self.in_triton:
-            block = self.gemm(replace(what, m=what.block or what.m))
-            for number, arrival in enumerate(arrivals):
-                start = max(start, arrival) + (h.turn if number else 0.0) + block
-            return start
+        what, count = task.what, len(task.raises)
+        if isinstance(what, Gemm) and self.in_triton:
+            return self.by_tiles(task, what, start, arrivals)
+        if task.overlapped_sms and not self.in_triton:
+            arrivals = [max(start, *arrivals) + self.hardware.edge + self.hardware.turn]
+        parts = len(arrivals) or count or 1
+        if isinstance(what, Gemm):
+            between, each = self.hardware.turn, self.gemm(replace(what, m=-(-what.m // parts)))
+        else:
+            assert isinstance(what, Traffic)
+            between, each = 0.0 if self.in_triton else SMALL, what.bytes / parts / self.hardware.memory / 1e3
+            start += SMALL
+            if self.in_triton:  # one kernel, which has started and polls
+                arrivals = [arrival + STARTED * self.hardware.poll for arrival in arrivals]
+        ends = [start]
+        for number in range(parts):
+            arrival = arrivals[number] if arrivals else start
+            ends.append(max(ends[-1], arrival) + (between if number else 0.0) + each)
+        return ends[-1], tuple(ends[-(-(i + 1) * parts // count)] for i in range(count))
+
+    def by_tiles(
+        self, task: CostTask, what: Gemm, start: float, arrivals: Sequence[float]
+    ) -> tuple[float, tuple[float, ...]]:
+        """Return as `by_blocks` does for a matmul of one kernel."""
+        h, count = self.hardware, len(task.raises)
+        start += self.family.start
+        if not arrivals:
+            tile, streaming = self.fastest(what), self.streaming(what)
+            flags = block_ends(tile, what, h.sms, self.rates, [start], count)
+            end = start + max(self.tiles(what, tile), streaming)
+            return end, tuple(max(t, start + streaming * (i + 1) / count) for i, t in enumerate(flags))
         sms = h.sms - task.overlapped_sms - task.reserved_sms
         rates = self.rates.scaled(h.pushed) if task.overlapped_sms else self.rates
         poll = h.poll * (STARTED if task.overlapped_sms else 1.0)
-        begins = [max(start + self.family.start, arrival) + poll for arrival in arrivals]
-        return duration(self.fastest(what, sms), what, sms, rates, begins)[0]
+        begins, tile = [max(start, arrival) + poll for arrival in arrivals], self.fastest(what, sms)
+        flags = block_ends(tile, what, sms, rates, begins, count) if count else ()
+        return duration(tile, what, sms, rates, begins)[0], flags
 
 
 class Activity:
@@ -505,11 +561,28 @@ class Activity:
 
     def __init__(self, tasks: list[CostTask], left: float, since: float) -> None:
         self.tasks, self.left, self.since = tasks, left, since
-        self.rate = 1.0
+        self.rate, self.worked = 1.0, 0.0
+        self.raises: list[tuple[float, CostTask]] = []  # flags left to raise, with the work before each
 
     @property
     def task(self) -> CostTask:
         return self.tasks[0]
+
+    @property
+    def until(self) -> float:
+        """The work left until it ends or raises a flag."""
+        return min(self.left, self.raises[0][0] - self.worked) if self.raises else self.left
+
+    def work(self, step: float) -> None:
+        if self.rate > 0:
+            self.left -= step * self.rate
+            self.worked += step * self.rate
+
+    def raised(self) -> list[CostTask]:
+        """Return the flags that it raises now; at its end, all that are left."""
+        count = sum(work <= self.worked + EPSILON or self.left <= EPSILON for work, _ in self.raises)
+        now, self.raises = self.raises[:count], self.raises[count:]
+        return [flag for _, flag in now]
 
 
 class Simulation:
@@ -521,6 +594,7 @@ class Simulation:
         self.ended: dict[CostTask, float] = {}
         self.followers: dict[CostTask, list[tuple[CostTask, float]]] = {}  # what waits for a task, and the time between
         self.missing = {task: len(task.after) + len(task.joins) for task in tasks}
+        self.missing |= {flag: 1 for task in tasks for flag in task.raises}
         self.active: list[Activity] = []
         self.arrived: dict[int, int] = {}  # for each collective, by id: the number of ranks that have arrived
         self.earliest = dict.fromkeys(tasks, 0.0)
@@ -535,24 +609,27 @@ class Simulation:
             self._free(task)
 
     def run(self) -> float:
-        """Return the microseconds until the last rank has ended."""
+        """Return the microseconds until the last rank has ended. A wait at the end, with nothing behind it, is free."""
+        over = 0.0
         while self.active or self.later:
             self._rates()
-            step = min((a.left / a.rate for a in self.active if a.rate > 0), default=inf)
+            step = min((a.until / a.rate for a in self.active if a.rate > 0), default=inf)
             if self.later:
                 step = min(step, self.later[0][0] - self.now)
             assert step < inf, "tasks wait for each other"
             self.now += step
             for a in self.active:
-                a.left -= step * a.rate if a.rate > 0 else 0.0
+                a.work(step)
+            for flag in [flag for a in self.active for flag in a.raised()]:
+                self._pass(flag)
             while self.later and self.later[0][0] <= self.now + EPSILON:
                 self._begin(heapq.heappop(self.later)[2])
-            over = [a for a in self.active if a.left <= EPSILON]
+            ending = [a for a in self.active if a.left <= EPSILON]
             self.active = [a for a in self.active if a.left > EPSILON]
-            for a in over:
-                for task in a.tasks:
-                    self._end(task)
-        return self.now
+            over = self.now if ending else over
+            for task in [task for a in ending for task in a.tasks]:
+                self._end(task)
+        return over
 
     def _free(self, task: CostTask) -> None:
         """Begin a task whose dependencies have ended, or schedule it if it starts some time after their end."""
@@ -569,32 +646,38 @@ class Simulation:
         if isinstance(task.what, Nothing):
             self._end(task)
             return
-        waits = [signal for signal in task.blocks if signal is not None]
+        waits = any(task.blocks)
         activity = Activity(list(partners), inf if waits else self.costs.alone(task), self.now)
         self.active.append(activity)
-        if waits:
+        if waits or task.raises:
             self._set_end(activity)
 
     def _end(self, task: CostTask) -> None:
         self.ended[task] = self.now
         for follower, pause in self.followers.get(task, ()):
             self.earliest[follower] = max(self.earliest[follower], self.now + pause)
-            self.missing[follower] -= 1
-            if not self.missing[follower]:
-                self._free(follower)
+            self._pass(follower)
         if isinstance(task.what, Pause) and task.what.kind:
             for a in self.active:
-                if task in a.task.blocks:
+                if any(task in signals for signals in a.task.blocks):
                     self._set_end(a)
 
+    def _pass(self, task: CostTask) -> None:
+        """Count one thing less that a task waits for."""
+        self.missing[task] -= 1
+        if not self.missing[task]:
+            self._free(task)
+
     def _set_end(self, a: Activity) -> None:
-        """Set the end of a matmul that waits for blocks, once the signals of all of them have been sent."""
-        if any(signal is not None and signal not in self.ended for signal in a.task.blocks):
-            return
+        """Set the end of a computation by blocks, and when it raises flags, as far as its blocks have arrived."""
         task = a.task
-        arrivals = [0.0 if signal is None else self.ended[signal] for signal in task.blocks]
-        end = self.costs.arriving(task, a.since, arrivals)
+        arrivals = [max((self.ended.get(signal, inf) for signal in block), default=0.0) for block in task.blocks]
+        if inf in arrivals and not task.raises:
+            return
+        end, times = self.costs.by_blocks(task, a.since, arrivals)
         a.left = max(end - self.now, 0.0)
+        times_of = dict(zip(task.raises, times, strict=True))
+        a.raises = [(time - a.since, flag) for flag, time in times_of.items() if self.missing[flag]]
 
     # Sharing of resources ------------------------------------------------------------------------------------------
     def _rates(self) -> None:
@@ -610,7 +693,7 @@ class Simulation:
             if isinstance(a.task.what, CostTransfer):
                 busy |= {task.rank: a.task.what.kind for task in a.tasks}
         for a in self.active:
-            a.rate = 0.0 if a.left == inf else 1.0
+            a.rate = 1.0
             if isinstance(a.task.what, Gemm | Traffic) and not a.task.blocks:
                 left, width = free.get(a.task.rank, 1.0), self.costs.width(a.task)
                 share = self.costs.share(a.task, left)

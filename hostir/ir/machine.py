@@ -55,11 +55,14 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Ready:
-    """The flags that a matmul waits for while it runs: it may read block `i` of its rows when flag `i` reaches `epoch`.
+    """The flags that a computation waits for while it runs: block `i` of an operand is ready when flag `i` is.
 
-    The rows of its left operand are `blocks` equal blocks, which it computes one after another from block `first` on.
-    If `own` is given, it reads the rows of that block from there, without waiting, and leaves those of the left operand
-    undefined.
+    The operand's rows are `blocks` equal blocks; a flag says that its block is ready when it reaches `epoch`. The
+    result's rows are `results` equal blocks, and its block `j` needs the operand's blocks `j`, `j + results` and so on:
+    one block for a matmul, one of each source for a sum. The result's block `first` is computed first.
+
+    `own` replaces `own_blocks` of the operand's blocks, from `own_first` on: they are read from there, without waiting,
+    and are left undefined in the operand.
 
     A machine that plans also sets the SMs that the kernel does not get: `overlapped_sms` are those of the copies
     directly before it on its stream, which may still run; `reserved_sms` are left to signals sent by kernels.
@@ -70,18 +73,48 @@ class Ready:
     first: int
     blocks: int
     own: Handle | None = None
+    results: int = 0
+    own_first: int = 0
+    own_blocks: int = 0
     overlapped_sms: int = 0
     reserved_sms: int = 0
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Return the blocks in the order in which they are computed."""
-        return *range(self.first, self.blocks), *range(self.first)
+        """Return the blocks of the result in the order in which they are computed."""
+        return *range(self.first, self.results), *range(self.first)
+
+    @cached_property
+    def replaced(self) -> range:
+        """Return the operand's blocks for which `own` stands."""
+        return range(self.own_first, self.own_first + self.own_blocks)
+
+    def needed(self, result: int) -> tuple[int, ...]:
+        """Return the operand's blocks that a block of the result waits for, in the order of sources."""
+        return tuple(block for block in range(result, self.blocks, self.results) if block not in self.replaced)
 
     @cached_property
     def awaited(self) -> tuple[int, ...]:
-        """Return the blocks that it waits for, in the order in which they are computed."""
-        return self.order if self.own is None else self.order[1:]
+        """Return all blocks that it waits for, in the order in which it needs them."""
+        return tuple(block for result in self.order for block in self.needed(result))
+
+
+@dataclass(frozen=True)
+class Done:
+    """The flags of this rank that a computation raises while it runs: one for each of `blocks` equal blocks of rows.
+
+    Flag `i` is set to `epoch` once block `i` of the result has been written. Block `first` is computed first.
+    """
+
+    flags: Handle
+    epoch: int
+    first: int
+    blocks: int
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Return the blocks in the order in which they are computed."""
+        return *range(self.first, self.blocks), *range(self.first)
 
 
 class OptionalMethods(Protocol):
@@ -130,8 +163,12 @@ class Machine(OptionalMethods, Protocol):
         operands: Sequence[Handle | None],
         options: Mapping[str, Any],
         ready: Ready | None = None,
+        done: Done | None = None,
     ) -> None:
-        """Run kernel `kind` on the current stream, which writes `out`; with `ready`, block by block as flags rise."""
+        """Run kernel `kind` on the current stream, which writes `out`.
+
+        It runs by blocks of rows if flags say when a block may begin (`ready`), or are raised after each (`done`).
+        """
 
     def communicate(self, exchange: Exchange, x: Handle | None, out: Handle | None) -> Handle:
         """Start a communication after the current stream's earlier work; return its handle."""

@@ -295,8 +295,8 @@ class Signal(Statement):
         return self.sms > 0
 
     @property
-    def flag_operand(self) -> FlagOperand:
-        return FlagOperand(self.flags, self.slot, self.epoch)
+    def flag_operands(self) -> tuple[FlagOperand, ...]:
+        return (FlagOperand(self.flags, self.slot, self.epoch, raises=True),)
 
     @property
     def peer_place(self) -> tuple[Expr, str]:
@@ -332,8 +332,8 @@ class WaitSignal(Statement):
     epoch: Index
 
     @property
-    def flag_operand(self) -> FlagOperand:
-        return FlagOperand(self.flags, self.slot, self.epoch)
+    def flag_operands(self) -> tuple[FlagOperand, ...]:
+        return (FlagOperand(self.flags, self.slot, self.epoch),)
 
     def verify(self) -> None:
         flags_of(self, self.flags)

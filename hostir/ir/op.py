@@ -182,6 +182,7 @@ class FlagOperand:
         slot, epoch: of the one flag that it uses; the slot is None where it waits for each flag of the row.
         rows: values whose rows are as many equal blocks as there are flags: each waits for the block's flag.
         own: rows that stand in for one of the blocks.
+        raises: it sets the flags, and does not wait for them.
     """
 
     flags: Value
@@ -189,6 +190,7 @@ class FlagOperand:
     epoch: Expr
     rows: tuple[Value, ...] = ()
     own: Value | None = None
+    raises: bool = False
 
 
 class ViewStrides(Protocol):
@@ -228,7 +230,7 @@ class Traits:
     conditional: ClassVar[bool] = False  # a rank may pass over its body
     explicit: ClassVar[bool] = True  # it is left where every change of sharding is explicit
     contracts: ClassVar[bool] = False  # it multiplies matrices
-    whole: ClassVar[bool] = False  # `evaluate` takes tensors whole, but for `flag_operand.rows`
+    whole: ClassVar[bool] = False  # `evaluate` takes tensors whole, but for `rows` of `flag_operands`
 
     @classmethod
     def known_whole(cls) -> bool:
@@ -252,9 +254,9 @@ class Traits:
         return None
 
     @property
-    def flag_operand(self) -> FlagOperand | None:
-        """The flags that it signals or waits for."""
-        return None
+    def flag_operands(self) -> tuple[FlagOperand, ...]:
+        """The rows of flags that it signals or waits for."""
+        return ()
 
     @property
     def peer_place(self) -> tuple[Expr, str] | None:

@@ -205,7 +205,7 @@ def _strongest(of: Sequence[Division]) -> list[Division]:
 class Program:
     """A fusion or a host program. `parse(str(p)) == p`, and equal programs print the same bytes up to comments.
 
-    `str(p)` is the whole text, with the comments that passes left behind statements; reading it back drops them.
+    `str(p)` is the whole text, with the comments that passes have added to statements; reading it back drops them.
 
     `meshes[0]` is the mesh of every tensor that names none. `streams` is the size of the pool of worker streams.
     `aliases` are names of sizes that a foreign text uses, each with the size it equals (`("i5", "i4")`): they may be
@@ -292,7 +292,7 @@ class Program:
         if unknown := next((name for name in sizes if name not in names), None):
             hint = did_you_mean(unknown, names)
             expected = f"one of: {', '.join(sorted(names)) or 'none'}"
-            raise error(f"@{self.name} has no size '{unknown}'", expected=expected, hint=hint)
+            raise error(f"@{self.name} has no size '{unknown}'", user_span(), expected=expected, hint=hint)
 
     def check_sizes(self, sizes: dict[str, int]) -> None:
         """Raise unless exactly the program's symbols are bound, to sizes that it divides, aliases to their equals."""
@@ -311,7 +311,7 @@ class Program:
 
 
 def format_program(program: Program, *, notes: bool = True) -> str:
-    """Return the program's text, with `notes` as comments behind statements."""
+    """Return the program's text, with `notes` as comments after statements."""
     printer = Printer(program.phase, program.meshes, notes=notes)
     lines = [f"hostir {VERSION}", *(f"mesh {mesh}" for mesh in program.meshes)]
     head = f"{program.phase.value} @{program.name}"

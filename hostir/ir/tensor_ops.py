@@ -8,8 +8,8 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hostir.ir.machine import Ready, meshes_of
-from hostir.ir.onesided_ops import epoch_of, flags_of, slot_of
+from hostir.ir.machine import Done, Ready, meshes_of
+from hostir.ir.onesided_ops import epoch_of, flags_of, own_rank, slot_of
 from hostir.ir.op import (
     BOTH,
     VALUE_CODECS,
@@ -125,7 +125,8 @@ class TensorOp(Statement):
             self.pass_over(frame)
             return
         operands = [frame[value] for value in self._operands_or_none]
-        frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(), self.waits_for(frame))
+        flags = self.waits_for(frame), self.raises(frame)
+        frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(), *flags)
 
     def pass_over(self, frame: Frame) -> None:
         """Do what is left to do where the result has no elements."""
@@ -141,6 +142,10 @@ class TensorOp(Statement):
 
     def waits_for(self, frame: Frame) -> Ready | None:
         """Return the flags that the kernel waits for while it runs, if any."""
+        return None
+
+    def raises(self, frame: Frame) -> Done | None:
+        """Return the flags that the kernel raises while it runs, if any."""
         return None
 
     @classmethod
@@ -175,47 +180,60 @@ def _contract(op: Statement, a: Value, b: Value, b_axis: int) -> None:
         )
 
 
-READY = "<? ready {ready} >= {epoch} from {first}?><? own {own}?>"
+BY_BLOCKS = "<? ready {ready} >= {epoch}?><? done {done} = {raised}?><? from {first}?><? own {own}?>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Contraction(TensorOp):
-    """The base class of products that sum over the last axis of `a`, and may wait for its rows (`ready`, `own`)."""
+class ByBlocks(TensorOp):
+    """The base class of computations that may run block by block of rows, by flags of this rank.
 
-    contracts: ClassVar[bool] = True
+    With `ready` a block waits until flags say that the rows that it reads are there; with `done` a flag is raised
+    after each block of the result.
+    """
+
     stand_ins: ClassVar[frozenset[str]] = frozenset({"own"})
 
-    a: Read
     ready: UseIf = field(default=None, kw_only=True)
     epoch: Index = field(default=ZERO, kw_only=True)
+    done: UseIf = field(default=None, kw_only=True)
+    raised: Index = field(default=ZERO, kw_only=True)
     first: Index = field(default=ZERO, kw_only=True)
     own: ReadIf = field(default=None, kw_only=True)
 
     @classmethod
     def form(cls, phase: Phase) -> str:
-        """Return the syntax template; in a fusion nothing waits, so the part about flags is left out."""
+        """Return the syntax template; in a fusion there are no flags, so that part is left out."""
         form = super().form(phase)
-        return form if phase is Phase.HOST else form.removesuffix(READY)
+        return form if phase is Phase.HOST else form.removesuffix(BY_BLOCKS)
+
+    @property
+    def rows(self) -> Value:
+        """The operand whose rows flags are about; the others are read whole."""
+        raise AssertionError(type(self).__name__)
 
     def verify(self) -> None:
         super().verify()
-        if self.ready is not None:
-            flags_of(self, self.ready)
+        for flags in (self.ready, self.done):
+            if flags is not None:
+                flags_of(self, flags)
         if self.own is not None:
             self._stands_in(self.own)
 
     @property
-    def flag_operand(self) -> FlagOperand | None:
-        return (
-            FlagOperand(self.ready, None, self.epoch, (self.a, self.out), self.own) if self.ready is not None else None
-        )
+    def flag_operands(self) -> tuple[FlagOperand, ...]:
+        found: list[FlagOperand] = []
+        if self.ready is not None:
+            found.append(FlagOperand(self.ready, None, self.epoch, self.rows_in_blocks(), self.own))
+        if self.done is not None:
+            found.append(FlagOperand(self.done, None, self.raised, (self.out,), raises=True))
+        return tuple(found)
 
-    @property
-    def right_side(self) -> tuple[Value, int]:
-        return self.operands[1], self.maps()[1].index(CONTRACTED)
+    def rows_in_blocks(self) -> tuple[Value, ...]:
+        """Return the values whose rows are a block for each flag of `ready`."""
+        return self.rows, self.out
 
     def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
-        if self.ready is not None or own == self.a:
+        if self.ready is not None or own == self.rows:
             return None
         changed = replace(self, ready=flags, epoch=epoch, first=first, own=own)
         try:
@@ -227,45 +245,83 @@ class Contraction(TensorOp):
     def _stands_in(self, own: Value) -> None:
         if self.ready is None:
             raise self.fail("own rows are those of one block, and there are no blocks", hint="say ready %flags before")
-        same_dtype(self, [self.a, own])
-        if own.tensor.shape[-1:] != self.a.tensor.shape[-1:]:
-            raise self.fail(f"{own} is {own.type}, {self.a} is {self.a.type}", expected="rows of one length")
+        same_dtype(self, [self.rows, own])
+        if own.tensor.shape[-1:] != self.rows.tensor.shape[-1:]:
+            raise self.fail(f"{own} is {own.type}, {self.rows} is {self.rows.type}", expected="rows of one length")
 
     def verify_layout(self) -> None:
-        self._one_mesh([*self.operands, self.out, *(v for v in (self.ready, self.own) if v)])
+        others = (v for v in (self.ready, self.done, self.own) if v)
+        self._one_mesh([*self.operands, self.out, *others])
 
     def divisions(self) -> Iterator[Division]:
-        if self.ready is not None:
-            blocks = self.ready.tensor.shape[0]
-            why = f"the rows of {self.a} are {blocks} equal blocks, one for each flag of {self.ready}"
-            yield Division(product(self.a.tensor.local_shape[:-1]) / blocks, why, self.span)
+        for flags, x in ((self.ready, self.rows), (self.done, self.out)):
+            if flags is not None:
+                blocks = flags.tensor.shape[0]
+                why = f"the rows of {x} are {blocks} equal blocks, one for each flag of {flags}"
+                yield Division(product(x.tensor.local_shape[:-1]) / blocks, why, self.span)
 
     def pass_over(self, frame: Frame) -> None:
-        """Wait for the flags, which peers signal even where the result has no elements."""
-        if self.ready is None:
-            return
-        blocks = self.ready.tensor.shape[0].bind(frame.sizes)  # 0 where the flags are as many as blocks of no rows
-        first, epoch = frame.index(self.first), epoch_of(self, frame, self.epoch)
-        for block in range(blocks):
-            if self.own is None or block != first:
-                frame.machine.wait_signal(frame[self.ready], block, epoch)
+        """Wait for the flags, which peers signal even where the result has no elements, and raise those of `done`."""
+        # There are 0 flags where they are as many as blocks of no rows.
+        if self.ready is not None and self.ready.tensor.shape[0].bind(frame.sizes):
+            ready = self.waits_for(frame)
+            assert ready is not None
+            for block in ready.awaited:
+                frame.machine.wait_signal(ready.flags, block, ready.epoch)
+        if self.done is not None and self.done.tensor.shape[0].bind(frame.sizes):
+            done = self.raises(frame)
+            assert done is not None
+            for block in done.order:
+                frame.machine.signal(done.flags, block, done.epoch, own_rank(self, frame))
 
     def options(self) -> dict[str, Any]:
-        return {}
+        return {n: x for n, x in super().options().items() if n not in ("epoch", "raised", "first")}
 
     def waits_for(self, frame: Frame) -> Ready | None:
         """Return the flags it waits for, if any. Raise where flags do not divide the rows, or `own` is no block."""
         if self.ready is None:
             return None
-        blocks = self.ready.tensor.shape[0].bind(frame.sizes)
+        blocks = self._blocks(frame, self.ready, self.rows)
         first, epoch = slot_of(self, frame, self.ready, self.first), epoch_of(self, frame, self.epoch)
-        if (rows := prod(frame.shape(self.a.tensor)[:-1])) % blocks:
-            raise self.fail(
-                f"{blocks} flags do not divide the {rows} rows of {self.a}", expected="equal blocks, a flag for each"
-            )
+        rows = prod(frame.shape(self.rows.tensor)[:-1])
         if self.own is not None and (count := prod(frame.shape(self.own.tensor)[:-1])) != rows // blocks:
-            raise self.fail(f"{self.own} has {count} rows", expected=f"{rows // blocks} rows, as a block of {self.a}")
-        return Ready(frame[self.ready], epoch, first, blocks, frame[self.own])
+            raise self.fail(
+                f"{self.own} has {count} rows", expected=f"{rows // blocks} rows, as a block of {self.rows}"
+            )
+        return Ready(frame[self.ready], epoch, first, blocks, frame[self.own], blocks, first, int(self.own is not None))
+
+    def raises(self, frame: Frame) -> Done | None:
+        """Return the flags that it raises, if any. Raise where flags do not divide the rows."""
+        if self.done is None:
+            return None
+        blocks, epoch = self._blocks(frame, self.done, self.out), epoch_of(self, frame, self.raised)
+        first = slot_of(self, frame, self.done, self.first) if self.ready is None else 0
+        return Done(frame[self.done], epoch, first, blocks)
+
+    def _blocks(self, frame: Frame, flags: Value, x: Value) -> int:
+        """Return the number of flags; raise unless they divide the rows of `x`."""
+        blocks, rows = flags.tensor.shape[0].bind(frame.sizes), prod(frame.shape(x.tensor)[:-1])
+        if rows % blocks:
+            expected = "equal blocks, a flag for each"
+            raise self.fail(f"{blocks} flags do not divide the {rows} rows of {x}", expected=expected)
+        return blocks
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Contraction(ByBlocks):
+    """The base class of products that sum over the last axis of `a`."""
+
+    contracts: ClassVar[bool] = True
+
+    a: Read
+
+    @property
+    def rows(self) -> Value:
+        return self.a
+
+    @property
+    def right_side(self) -> tuple[Value, int]:
+        return self.operands[1], self.maps()[1].index(CONTRACTED)
 
 
 @statement
@@ -280,10 +336,14 @@ class Matmul(Contraction):
     With `own %x` as well, the kernel reads the rows of block `first` from `%x` instead of `a`. It does not wait for the
     flag of that block, and leaves its rows of `a` undefined.
 
+    With `done %flags = epoch from first`, the rows of the result are as many equal blocks as there are flags of this
+    rank. The kernel computes block `first` first, then those after it, and sets the flag of each to the epoch once
+    the block has been written. With `ready` too, `from` is about the blocks of `ready`.
+
     Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
     """
 
-    syntax = "matmul {a}, {b} -> {out}" + READY
+    syntax = "matmul {a}, {b} -> {out}" + BY_BLOCKS
     b: Read
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
@@ -306,7 +366,7 @@ class Linear(Contraction):
     Example: %c: f32[16, 32] = linear %a: f32[16, 64], %w: f32[32, 64], %bias: f32[32]
     """
 
-    syntax = "linear {a}, {weight}<?, {bias}?> -> {out}" + READY
+    syntax = "linear {a}, {weight}<?, {bias}?> -> {out}" + BY_BLOCKS
     weight: Read
     bias: ReadIf = None
 
@@ -455,13 +515,19 @@ class Cast(Unary):
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
-class Sum(Unary):
+class Sum(ByBlocks, Unary):
     """The sum over one axis, accumulated in f32; the axis goes away.
+
+    With `ready %flags >= epoch`, it sums over axis 0, the sources: the rows of `x`, all but its last axis taken
+    together, are as many equal blocks as there are flags, and each block of the result waits for that block of every
+    source. Sources are added in their order, whichever comes first. With `from source own %mine`, the part of that
+    source is `%mine`: no flag of that source is waited for, and what `x` holds there is neither read nor kept. `done`
+    raises a flag after each block of the result, as it does in a `matmul`.
 
     Example: %y: f32[32] = sum %x: f32[16, 32] axis 0
     """
 
-    syntax = "sum {x} axis {axis} -> {out}"
+    syntax = "sum {x} axis {axis} -> {out}" + BY_BLOCKS
     axis: Int
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
@@ -473,6 +539,43 @@ class Sum(Unary):
     def maps(self) -> tuple[Map, ...]:
         axes = range(len(self.x.tensor.axes))
         return (tuple(CONTRACTED if i == self.axis else i - (i > self.axis) for i in axes),)
+
+    @property
+    def rows(self) -> Value:
+        return self.x
+
+    def rows_in_blocks(self) -> tuple[Value, ...]:
+        return (self.x,)
+
+    def verify(self) -> None:
+        super().verify()
+        if self.ready is not None and self.axis != 0:
+            raise self.fail(
+                f"it sums over axis {self.axis} of {self.x}, and waits for flags",
+                expected="'axis 0': the sources, each with the blocks of the result",
+            )
+
+    def waits_for(self, frame: Frame) -> Ready | None:
+        """Return the flags it waits for, if any. Raise where they do not divide the rows of each source."""
+        if self.ready is None:
+            return None
+        blocks, epoch = self._blocks(frame, self.ready, self.x), epoch_of(self, frame, self.epoch)
+        shape, source = frame.shape(self.x.tensor), frame.index(self.first)
+        if blocks % shape[0]:
+            raise self.fail(
+                f"{blocks} flags do not divide the {shape[0]} sources of {self.x}",
+                expected="as many flags for each source",
+            )
+        results = blocks // shape[0]
+        if self.own is None:
+            return Ready(frame[self.ready], epoch, 0, blocks, None, results)
+        if not 0 <= source < shape[0]:
+            raise self.fail(f"{self.x} has no source {source}", expected=f"0 to {shape[0] - 1}")
+        if (count := prod(frame.shape(self.own.tensor)[:-1])) != prod(shape[1:-1]):
+            raise self.fail(
+                f"{self.own} has {count} rows", expected=f"{prod(shape[1:-1])} rows, as a source of {self.x}"
+            )
+        return Ready(frame[self.ready], epoch, 0, blocks, frame[self.own], results, source * results, results)
 
 
 # Views ----------------------------------------------------------------------------------------------------------------

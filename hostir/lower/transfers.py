@@ -3,16 +3,18 @@
 In one-sided form a collective is a set of transfers, each of one block from one rank to another. A transfer has four
 parts:
 
-- *which block*: a view of the source, and a view of the symmetric buffer to which it is copied;
-- *from which rank to which, in which round*: in each round every rank has a different peer, so no two send to the same;
-- *when it may start*: when the source is ready and its place in the buffer is free. A barrier after the previous call
-  ensures the latter: every rank has read what that call left there;
-- *what shows that it has arrived*: a flag of the receiver, if the sender puts the block; the order of the receiver's
-  own stream, if the receiver gets it.
+- *which block*: a view of the source, and a view of the symmetric buffer where the block goes;
+- *from which rank to which, in which turn*: in a turn every rank has another peer, so that no two send to the same one;
+- *when it may start*: when the source is ready and the place in the buffer is free. A flag of this rank says the former
+  if a kernel is still writing the source; a barrier after the previous call says the latter: every rank has read what
+  that call left there;
+- *what says that it has arrived*: a flag of the receiver, if the sender puts the block there; if the receiver gets it,
+  its own stream.
 
-`Transfers` builds the statements. What produces and consumes a block is up to the strategy: with `ring`, ranks get
-blocks, and computations on its rows follow each; with `fused` and `push`, ranks put blocks, and one matmul waits for
-their flags. Which blocks there are depends on the collective: for an allgather see `hostir/lower/gathers.py`.
+`Transfers` makes the statements. Who produces a block and who consumes it is up to the strategy: `ring` computes on the
+rows of a block before it puts them or after it got them; `fused` and `push` have one matmul that waits for the blocks
+which ranks put, or raises a flag after each block that they are to put, and one sum that takes the blocks of all
+ranks. Which blocks there are, and how they lie, the communication says: `hostir/lower/rows.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import dataclass, replace
 from hostir.ir.comm_ops import Collective
 from hostir.ir.host_ops import For, SetStream, Synchronize
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal
-from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
+from hostir.ir.op import Expr, Lit, Ref, Statement, Value
 from hostir.ir.sizes import ONE, Size
 from hostir.ir.tensor_ops import ViewStatement
 from hostir.ir.types import FLAG, Axis, TensorType
@@ -47,10 +49,22 @@ class Mover:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """The blocks that a rank sends to every peer: for each a view of the source, one of the target, and its flag.
+class Turns:
+    """The order in which a rank sends blocks: in turn `index` one to the rank at place `to`."""
 
-    If there are several, a loop over `index` makes the views of one block after another.
+    index: Ref
+    count: Size
+    to: Expr
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks that a rank sends: of each a view of the source, one of the target, and its flag.
+
+    Fields:
+        views: made anew for each block if there are several, which `index` numbers; else made once.
+        in_turn: made in each turn.
+        awaited: the flag of this rank that says that the source is ready, if a kernel raises one.
     """
 
     source: Value
@@ -59,6 +73,8 @@ class Blocks:
     flag: Expr
     index: Ref | None = None
     count: Size = ONE
+    in_turn: tuple[ViewStatement, ...] = ()
+    awaited: WaitSignal | None = None
 
 
 class Transfers:
@@ -66,12 +82,17 @@ class Transfers:
 
     def __init__(self, host: Host, s: Collective, buffer: Value, flags: Size | None = None) -> None:
         self.host, self.team, self.buffer, self.span = host, host.team(s), buffer, s.span
-        self.workers = 0  # the number of worker streams that send
+        self.mesh = s.mesh
+        self.workers = 0  # the worker streams that send
         host.body.append(AllocateSymmetric(buffer, span=s.span))
         if flags is not None:
-            row = TensorType(FLAG, (Axis.of(flags),), s.mesh)
-            self.flags = Value(host.names.fresh(f"{s.out.name}_there"), row, s.span)
-            host.body.append(AllocateSymmetric(self.flags, span=s.span))
+            self.flags = self.row(f"{s.out.name}_there", flags)
+
+    def row(self, name: str, count: Size) -> Value:
+        """Allocate a row of flags on every rank of the mesh."""
+        flags = Value(self.host.names.fresh(name), TensorType(FLAG, (Axis.of(count),), self.mesh), self.span)
+        self.host.body.append(AllocateSymmetric(flags, span=self.span))
+        return flags
 
     def reuse_barrier(self) -> list[Statement]:
         """Return a barrier that waits until all ranks have read the blocks of the previous call.
@@ -104,46 +125,37 @@ class Transfers:
         signal = Signal(self.flags, blocks.flag, ARRIVED, to, self.team.over, span=self.span)
         return self.put(blocks.source, blocks.target, to, note=note, sms=sms), signal
 
+    def once(self, blocks: Blocks) -> tuple[ViewStatement, ...]:
+        """Return the views that all turns use, if there is one block only."""
+        return () if blocks.index else blocks.views
+
     def each(self, blocks: Blocks, statements: Iterable[Statement]) -> list[Statement]:
         """Return the statements for each block, in a loop if there are several."""
         if blocks.index is None:
             return [*statements]
         return [For(blocks.index.value, blocks.count, (*blocks.views, *statements), span=self.span)]
 
-    def send(self, blocks: Blocks, mover: Mover, own: str, peers: str) -> None:
-        """Add the transfers of the blocks to all ranks of the team, in descending order from the rank before this one.
+    def fork(self) -> None:
+        """Switch to the copy stream, and make it wait for the work of the caller's stream so far."""
+        self.host.body += [SetStream(COPY_STREAM), Synchronize(self.host.user)]
 
-        So each rank receives the blocks of its peers in ascending order of ranks, from the rank after its own. `own`
-        and `peers` are the notes of the copies; if `own` is empty, copy engines leave out the rank's own blocks.
-        """
+    def send(self, blocks: Blocks, turns: Turns, mover: Mover, note: str) -> None:
+        """Add the transfers of the blocks in these turns: from the copy stream, which is current, unless SMs copy."""
         if mover.sms:
-            self._send_by_kernel(blocks, mover.sms, f"to itself, then {peers}")
-        else:
-            self._send_by_copy_engines(blocks, mover.streams, own, peers)
-
-    def _send_by_kernel(self, blocks: Blocks, sms: int, note: str) -> None:
-        turn, ranks, body = self.host.index("i"), self.team.ranks, self.host.body
-        copies = self.put_and_signal(blocks, self.team.peer(Bin("-", Lit(ranks), turn)), note, sms)
-        body += [*self.reuse_barrier(), *(() if blocks.index else blocks.views)]
-        body += self.each(blocks, [For(turn.value, Size(ranks), copies, span=self.span)])
-
-    def _send_by_copy_engines(self, blocks: Blocks, streams: int, own: str, peers: str) -> None:
-        turn, others, user, body = self.host.index("i"), self.team.ranks - 1, self.host.user, self.host.body
-        copy, signal = self.put_and_signal(blocks, self.team.peer(Bin("-", Lit(others), turn)), peers)
-        copies: tuple[Statement, ...] = copy, signal
+            copies = self.put_and_signal(blocks, turns.to, note, mover.sms)
+            loop = For(turns.index.value, turns.count, (*blocks.in_turn, *copies), span=self.span)
+            self.host.body += [*self.reuse_barrier(), *self.each(blocks, [loop])]
+            return
+        copy, signal = self.put_and_signal(blocks, turns.to, note)
+        before = (*blocks.in_turn, *(() if blocks.awaited is None else (blocks.awaited,)))
+        each: tuple[Statement, ...] = (*before, copy, signal)
         self.workers = 1
-        if streams > 1 and not (blocks.count * others).is_one:
+        if mover.streams > 1 and not (blocks.count * turns.count).is_one:
             self.workers = 2
             by_kernel = replace(signal, sms=1, note="by a kernel: the next copy need not wait for it")
-            copies = SetStream(COPY_STREAM), copy, SetStream(SIGNAL_STREAM), Synchronize(COPY_STREAM), by_kernel
-        body += [SetStream(COPY_STREAM), Synchronize(user), *(() if blocks.index else blocks.views)]
-        if own:
-            # A copy within a GPU needs SMs, so it must come before the matmul that holds them.
-            copied = self.each(blocks, self.put_and_signal(blocks, self.team.rank, own))
-            body += [SetStream(user), *copied, SetStream(COPY_STREAM)]
-        body += self.reuse_barrier()
-        body += self.each(blocks, [For(turn.value, Size(others), copies, span=self.span)])
-        body.append(SetStream(user))
+            each = SetStream(COPY_STREAM), *before, copy, SetStream(SIGNAL_STREAM), Synchronize(COPY_STREAM), by_kernel
+        loop = For(turns.index.value, turns.count, each, span=self.span)
+        self.host.body += [*self.reuse_barrier(), *self.each(blocks, [loop]), SetStream(self.host.user)]
 
     def join(self) -> None:
         """Make the caller's stream wait for all copies of `send` and the signals after them."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hostir.ir.machine import Exchange, OptionalMethods, Ready, interpret
+from hostir.ir.machine import Done, Exchange, OptionalMethods, Ready, interpret
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.ir.types import DType
@@ -115,8 +115,10 @@ class Reference(OptionalMethods):
         operands: Sequence[WholeHandle | None],
         options: Mapping[str, Any],
         ready: Ready | None = None,
+        done: Done | None = None,
     ) -> None:
         result = torch.empty_like(out.get(), memory_format=torch.contiguous_format)
+        assert done is None
         assert ready is None  # whole tensors have no flags: to allocate some is refused
         KERNELS[kind](result, *(None if x is None else x.get() for x in operands), **options)
         out.put(result)

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from hostir.ir.comm_ops import MESSAGES
-from hostir.ir.machine import Exchange, Frame, Observer, OptionalMethods, Ready, interpret, uncollected
+from hostir.ir.machine import Done, Exchange, Frame, Observer, OptionalMethods, Ready, interpret, uncollected
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import dense_strides, is_dense, view_strides
@@ -95,13 +95,13 @@ class Op:
     joins: ClassVar[Join | None] = None
 
     def __init_subclass__(cls) -> None:
-        """Define the traits that follow from the types of fields."""
+        """Define the traits that follow from the types of fields, except those that the class itself defines."""
         kinds = {str(kind): name for name, kind in get_annotations(cls).items()}
         for kind, trait in TRAITS.items():
-            if kind in kinds:
+            if kind in kinds and trait not in vars(cls):
                 setattr(cls, trait, property(attrgetter(kinds[kind])))
         for kind, trait in (("ReadRegister", "reads"), ("WrittenRegister", "writes")):
-            if kind in kinds:
+            if kind in kinds and trait not in vars(cls):
                 setattr(cls, trait, property(_tuple_of(kinds[kind])))
 
     @property
@@ -194,8 +194,8 @@ class FreeOp(Op):
 class ComputeOp(Op):
     """Kernel `kind` writes `out`.
 
-    With `ready`, it computes each block of rows once the flag of the block is set. `ready.flags` and `ready.own` are
-    registers.
+    With `ready`, it computes each block of rows once the flags of the block are set; with `done`, it sets a flag after
+    each block. `ready.flags`, `ready.own` and `done.flags` are registers.
     """
 
     kind: str
@@ -203,6 +203,7 @@ class ComputeOp(Op):
     operands: ReadRegisters
     options: Mapping[str, Any]
     ready: Ready | None = None
+    done: Done | None = None
 
     @property
     def needs_sms(self) -> bool:
@@ -220,9 +221,18 @@ class ComputeOp(Op):
         return *self.operands, self.ready.flags, *own
 
     @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,) if self.done is None else (self.out, self.done.flags)
+
+    @property
     def awaited_flags(self) -> tuple[FlagUse, ...]:
         ready = self.ready
         return () if ready is None else tuple((ready.flags, slot, ready.epoch) for slot in ready.awaited)
+
+    @property
+    def raised_flags(self) -> tuple[FlagUse, ...]:
+        done = self.done
+        return () if done is None else tuple((done.flags, slot, done.epoch) for slot in done.order)
 
 
 @dataclass(frozen=True)
@@ -427,6 +437,11 @@ class UnrolledProgram:
         """Return the registers of the tensors that an operation reads or writes, without flags."""
         flags = {register for register, *_ in (*op.raised_flags, *op.awaited_flags)}
         return tuple([register for register in (*op.reads, *op.writes) if register not in flags])
+
+    def flag_name(self, flags: int, slot: int) -> str:
+        """Return a flag as a program would name it, for messages; `flags` is a register."""
+        layout = self.layouts[flags]
+        return f"%{self.symmetric[layout.buffer].name}[{layout.offset + slot * layout.strides[0]}]"
 
     def touches_peer(self, op: Op) -> bool:
         """Whether an operation reads or writes a peer's memory directly, flags included."""
@@ -633,15 +648,18 @@ class Unroller(Observer, OptionalMethods):
         operands: Sequence[RegisterView | None],
         options: Mapping[str, Any],
         ready: Ready | None = None,
+        done: Done | None = None,
     ) -> None:
         if ready is not None:
-            flags, own = self.register(self.at_rank(ready.flags, self.rank)), ready.own
+            flags, own = self.flags(ready.flags, ready.epoch), ready.own
             ready = replace(ready, flags=flags, own=None if own is None else self.register(own))
-            self.check_epoch(ready.epoch)
+        if done is not None:
+            done = replace(done, flags=self.flags(done.flags, done.epoch))
         registers, target = tuple(map(self.register, operands)), self.register(out)
         if ready is not None:
-            ready = replace(ready, **room(self.ops, self.ordered, self.stream))
-        self.ops.append(ComputeOp(self.place, self.stream, kind, target, registers, options, ready))
+            overlapped, reserved = room(self.ops, self.ordered, self.stream)
+            ready = replace(ready, overlapped_sms=overlapped, reserved_sms=reserved)
+        self.ops.append(ComputeOp(self.place, self.stream, kind, target, registers, options, ready, done))
 
     def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         for part, what in ((x, "sends"), (out, "fills")):
@@ -683,13 +701,11 @@ class Unroller(Observer, OptionalMethods):
         self.ops.append(CopyOp(self.place, self.stream, self.register(x), self.register(out), sms))
 
     def signal(self, flags: RegisterView, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
-        self.check_epoch(epoch)
-        register = self.register(self.at_rank(flags, peer))
+        register = self.flags(flags, epoch, peer)
         self.ops.append(SignalOp(self.place, self.stream, register, slot, epoch, peer, sms))
 
     def wait_signal(self, flags: RegisterView, slot: int, epoch: int) -> None:
-        self.check_epoch(epoch)
-        register = self.register(self.at_rank(flags, self.rank))
+        register = self.flags(flags, epoch)
         self.ops.append(WaitSignalOp(self.place, self.stream, register, slot, epoch))
 
     def barrier(self, team: tuple[int, ...]) -> None:
@@ -733,9 +749,11 @@ class Unroller(Observer, OptionalMethods):
             expected = f"the strides of a dense {list(x.shape)}, not {list(x.strides)}"
             raise self.fail_layout(x, message, expected)
 
-    def check_epoch(self, epoch: int) -> None:
+    def flags(self, flags: RegisterView, epoch: int, rank: int | None = None) -> int:
+        """Return the register of flags of a rank, by default this one. Raises for an epoch that no flag can hold."""
         if epoch >= EPOCHS:
             raise self.fail(f"epoch {epoch} of a flag", expected=f"at most {EPOCHS - 1}")
+        return self.register(self.at_rank(flags, self.rank if rank is None else rank))
 
     def whole(self, buffer: int, shape: tuple[int, ...], dtype: DType, strides: tuple[int, ...]) -> RegisterView:
         """Record the layout and dtype of a new buffer, and return all of it as a tensor."""
@@ -854,8 +872,8 @@ class Unroller(Observer, OptionalMethods):
         return taken
 
 
-def room(ops: Sequence[Op], ordered: int, stream: int) -> dict[str, int]:
-    """Return the SMs that a waiting kernel does not get if it is issued to `stream` now, as fields of `Ready`.
+def room(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, int]:
+    """Return the SMs that a waiting kernel does not get if issued to `stream` now: `overlapped_sms`, `reserved_sms`.
 
     Args:
         ops: the operations before it in the call.
@@ -863,7 +881,7 @@ def room(ops: Sequence[Op], ordered: int, stream: int) -> dict[str, int]:
         stream: its stream.
     """
     reserved = any(isinstance(op, SignalOp) and op.sms for op in ops)
-    return {"overlapped_sms": _copying(ops[ordered:], stream), "reserved_sms": int(reserved)}
+    return _copying(ops[ordered:], stream), int(reserved)
 
 
 def _copying(ops: Sequence[Op], stream: int) -> int:

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from hostir.ir.machine import Ready
-from hostir.runtime.binding import Step
+from hostir.runtime.binding import Step, copy_here
 from hostir.runtime.kernels.flags import with_rows
+from hostir.runtime.kernels.layout import row_pieces
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.symmetric import BufferInfo, Offer, SharedMemory
 from hostir.runtime.unroll import (
@@ -228,18 +229,20 @@ class GlooOneSided:
         elif isinstance(op, SignalOp):
             lane.add(op, partial(self.set, self.flags(op.flags), op.slot, op.epoch))
         elif isinstance(op, WaitSignalOp):
-            self.deal_wait(op, self.flags(op.flags), op.slot, op.epoch, lane)
+            self.deal_wait(op, op.flags, op.slot, op.epoch, lane)
         else:
             self.deal_barrier(op, lane)
 
-    def deal_wait(self, op: Op, flags: Flags, slot: int, epoch: int, lane: ThreadLane) -> None:
+    def deal_wait(self, op: Op, flags: int, slot: int, epoch: int, lane: ThreadLane, what: str = "") -> None:
+        row, name = self.flags(flags), self.plan.unrolled.flag_name(flags, slot)
+
         def reached() -> bool:
-            return bool(flags[slot] >= flag_value(self.call, epoch))
+            return bool(row[slot] >= flag_value(self.call, epoch))
 
         def standing() -> str:
-            call, at = divmod(int(flags[slot]), EPOCHS)
+            call, at = divmod(int(row[slot]), EPOCHS)
             where = f"at epoch {at} of call {call}" if call else "at 0"
-            return f"epoch {epoch} of call {self.call} of flag {slot}: the flag stands {where}"
+            return f"epoch {epoch} of call {self.call} of flag {name}{what}: the flag stands {where}"
 
         lane.add(op, self.until(reached), Waits.PEER, standing)
 
@@ -258,14 +261,25 @@ class GlooOneSided:
         lane.add(op, partial(self.arrive, rows, place))
         lane.add(op, self.until(lambda: not missing()), Waits.PEER, standing)
 
-    def deal_blocks(self, op: ComputeOp, ready: Ready, kernel: Kernel, lane: ThreadLane) -> None:
-        """Add a matmul block by block, each block after a wait for its flag; in a trace it is one event."""
-        flags, start, end = self.flags(ready.flags), *self.plan.bracket(op)
+    def deal_blocks(self, op: ComputeOp, kernel: Kernel, lane: ThreadLane) -> None:
+        """Add a computation block by block, each after waits for its flags and before the flags that it completes.
+
+        In a trace it is one event.
+        """
+        (start, end), ready, done = self.plan.bracket(op), op.ready, op.done
+        order = ready.order if ready is not None else done.order if done is not None else ()
+        compute, blocks, computed = self.sum if op.kind == "sum" else self.multiply, len(order), set[int]()
         lane.add(op, start)
-        for block in ready.order:
-            if block in ready.awaited:
-                self.deal_wait(op, flags, block, ready.epoch, lane)
-            lane.add(op, partial(self.compute, op, ready, kernel, block))
+        for block in order:
+            if ready is not None:
+                for slot in ready.needed(block):
+                    self.deal_wait(op, ready.flags, slot, ready.epoch, lane, _operands_block(ready, slot))
+            lane.add(op, partial(compute, op, kernel, block, blocks))
+            computed.add(block)
+            if done is not None:
+                flags = self.flags(done.flags)
+                for slot in _completed(done.blocks, block, blocks, computed):
+                    lane.add(op, partial(self.set, flags, slot, done.epoch))
         lane.add(op, end)
 
     def flags(self, register: int) -> Flags:
@@ -273,9 +287,7 @@ class GlooOneSided:
 
     # Steps --------------------------------------------------------------------------------------------------------
     def copy(self, op: CopyOp) -> None:
-        out, x = self.registers[op.out], self.registers[op.x]
-        if out.data_ptr() != x.data_ptr():  # else the caller computed the input in place: see Executor.places
-            out.copy_(x)
+        copy_here(self.registers[op.out], self.registers[op.x], torch.Tensor.copy_)
 
     def set(self, flags: Flags, slot: int, epoch: int) -> None:
         with self.turn():
@@ -286,11 +298,33 @@ class GlooOneSided:
             for row in rows:
                 row[place] = flag_value(self.call, 0)
 
-    def compute(self, op: ComputeOp, ready: Ready, kernel: Kernel, block: int) -> None:
+    def multiply(self, op: ComputeOp, kernel: Kernel, block: int, blocks: int) -> None:
+        """Compute one block of the rows of a product."""
         out, a, *others = self.registers[op.out], *(self.registers[x] for x in op.operands)
-        own = self.registers[ready.own] if ready.own is not None and block == ready.first else None
-        for out_part, a_part in with_rows(out, a, block, ready.blocks, own):
+        own = None
+        if op.ready is not None and op.ready.own is not None and block in op.ready.replaced:
+            own = self.registers[op.ready.own]
+        for out_part, a_part in with_rows(out, a, block, blocks, own):
             kernel(out_part, a_part, *others, **op.options)
+
+    def sum(self, op: ComputeOp, kernel: Kernel, block: int, blocks: int) -> None:
+        """Compute one block of the rows of a sum by the kernel that sums whole tensors, which gives the same bits.
+
+        Rows of the rank's own are copied to where they stand for a source: what is there need not be kept.
+        """
+        out, x, ready = self.registers[op.out], self.registers[op.operands[0]].movedim(op.options["axis"], 0), op.ready
+        height = out.shape[:-1].numel() // blocks
+        own = [] if ready is None or ready.own is None else [self.registers[ready.own]]
+        pieces = row_pieces([(part, block * height) for part in (out, *x[:1], *own)], height)
+        for _, (target, *views) in pieces:
+            if not views:
+                target.zero_()
+                continue
+            place = views[0]
+            sources = place.as_strided((len(x), *place.shape), (x.stride(0), *place.stride()), place.storage_offset())
+            if ready is not None and own:
+                sources[ready.replaced[0] // ready.results].copy_(views[1])
+            kernel(target, sources, axis=0)
 
     def until(self, reached: Callable[[], bool]) -> Step:
         def step() -> None:
@@ -304,3 +338,17 @@ class GlooOneSided:
                 pass  # from here on the data that were written before the flag are visible
 
         return step
+
+
+def _operands_block(ready: Ready, slot: int) -> str:
+    """Return which part of an operand a flag is about, for messages."""
+    if ready.blocks == ready.results:
+        return f", for block {slot}"
+    source, block = divmod(slot, ready.results)
+    return f", for block {block} of source {source}"
+
+
+def _completed(flags: int, block: int, blocks: int, computed: Set[int]) -> list[int]:
+    """Return the flags whose rows are all computed with this block; both divide the rows in equal blocks."""
+    rows = {flag: range(flag * blocks // flags, -(-(flag + 1) * blocks // flags)) for flag in range(flags)}
+    return [flag for flag, needed in rows.items() if block in needed and computed >= set(needed)]

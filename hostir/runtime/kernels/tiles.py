@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -285,25 +286,60 @@ def duration(
     """
     grid, whole = Grid.of(tile, gemm), rates.whole(tile, gemm)
     plan = grid.schedule(tile, sms)
-    half, part = (rates.part(tile, n, whole) if n else 0.0 for n in (2 if grid.early else 0, plan.parts))
-    last = grid.tiles + grid.early - plan.whole  # tiles that are split
     if grid.blocks == 1 and not grid.early:
+        part = rates.part(tile, plan.parts, whole) if plan.parts else 0.0
         waves, more = divmod(plan.whole, plan.programs)
-        alone = last * plan.parts <= plan.programs - more  # no program has a part after a tile of the last wave
+        # Whether no program has a part after a tile of the last wave.
+        alone = (grid.tiles - plan.whole) * plan.parts <= plan.programs - more
         end = max(arrivals) + waves * whole + (max(whole * (more > 0), part) if alone else whole + part)
     else:
-        counts = 2 * grid.early, grid.tiles - last - grid.early, last * plan.parts
-        halves, rest = np.arange(counts[0]) // 2, np.arange(grid.early, grid.tiles)
-        tiles = np.concatenate([halves, rest[: counts[1]], np.tile(rest[counts[1] :], plan.parts)])
-        work = np.zeros((2, -(-len(tiles) // plan.programs) * plan.programs))
-        work[0, : len(tiles)] = np.asarray(arrivals)[((tiles + 1) * grid.blocks - 1) // grid.tiles]
-        work[1, : len(tiles)] = np.repeat([half, whole, part], counts)
-        ready, took = work.reshape(2, -1, plan.programs)
+        _, ready, took = _work(tile, gemm, sms, rates, arrivals)
         # A program ends when, from some tile on, it never waits: at that tile's arrival, plus all times from there on.
         end = float((ready + took[::-1].cumsum(0)[::-1]).max())
+    return max(end, min(arrivals) + _loading(grid, tile, gemm, rates)), end
+
+
+def block_ends(
+    tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[float], blocks: int
+) -> tuple[float, ...]:
+    """Return when each of `blocks` equal blocks of the result's rows has been written, in the matmul's own order.
+
+    The other arguments are those of `duration`. A block that waits for rows which arrive at `inf` ends there.
+    """
+    tiles, ready, took = _work(tile, gemm, sms, rates, arrivals)
+    count, sums = int(tiles[-1]) + 1, took.cumsum(0)
+    of_units = (sums + np.maximum.accumulate(ready - sums + took)).ravel()[: len(tiles)]
+    ends = np.zeros(blocks)
+    for block in (tiles * blocks // count, ((tiles + 1) * blocks - 1) // count):  # a tile may belong to several
+        np.maximum.at(ends, block, of_units)
+    loaded = min(arrivals) + _loading(Grid.of(tile, gemm), tile, gemm, rates) * np.arange(1, blocks + 1) / blocks
+    return tuple(np.maximum(np.maximum.accumulate(ends), loaded).tolist())
+
+
+def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[float]) -> tuple[Any, Any, Any]:
+    """Return the tile of each unit of work, and, by round and program, when its rows are there and how long it takes.
+
+    A unit is a tile or a part of one.
+    """
+    grid, whole = Grid.of(tile, gemm), rates.whole(tile, gemm)
+    plan = grid.schedule(tile, sms)
+    half, part = (rates.part(tile, n, whole) if n else 0.0 for n in (2 if grid.early else 0, plan.parts))
+    last = grid.tiles + grid.early - plan.whole  # tiles that are split
+    counts = 2 * grid.early, grid.tiles - last - grid.early, last * plan.parts
+    halves, rest = np.arange(counts[0]) // 2, np.arange(grid.early, grid.tiles)
+    tiles = np.concatenate([halves, rest[: counts[1]], np.tile(rest[counts[1] :], plan.parts)])
+    work = np.zeros((2, -(-len(tiles) // plan.programs) * plan.programs))
+    work[0, : len(tiles)] = np.asarray(arrivals)[((tiles + 1) * grid.blocks - 1) // grid.tiles]
+    work[1, : len(tiles)] = np.repeat([half, whole, part], counts)
+    ready, took = work.reshape(2, -1, plan.programs)
+    return tiles, ready, took
+
+
+def _loading(grid: Grid, tile: Tile, gemm: Gemm, rates: Rates) -> float:
+    """Return how long memory takes to load the right side, as often as the L2 does not keep it between blocks."""
     right = gemm.n * gemm.k * gemm.itemsize
     times = min(grid.blocks, grid.batches * -(-grid.rows // tile.m)) if right > IN_L2 else 0
-    return max(end, min(arrivals) + times * right / rates.read / 1e3), end
+    return times * right / rates.read / 1e3
 
 
 # How fast blocks are assumed to arrive: GB/s; and if copy engines send them one after another, the microseconds before
