@@ -1,7 +1,7 @@
 """Passes `fused` and `push`: each rank sends blocks of rows to all, and one kernel takes each as it arrives.
 
 For an allgather, the blocks are the ranks' shards, and a matmul waits for them. For a reduce_scatter, they are the rows
-that a matmul makes for each other rank: it raises a flag behind each block, its own rank's rows come last, and a sum
+that a matmul makes for each other rank: it raises a flag after each block, its own rank's rows come last, and a sum
 waits for what all ranks have sent.
 
 The first schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et
@@ -47,7 +47,7 @@ from hostir.lower.transfers import ARRIVED, COPY_STREAM, Blocks, Mover, Transfer
 
 SMS = 16  # that copy in `push`: fewer do not fill the links, more leave too few to the matmul
 MIN_BLOCK_BYTES = 2 << 20  # of a block that a copy engine sends: smaller copies do not fill the links
-MIN_BLOCK_ROWS = 256  # of a block that a flag is raised behind: two tiles
+MIN_BLOCK_ROWS = 256  # the fewest rows of a block with a flag of its own: two tiles
 MAX_BLOCKS = 8  # of the rows for one rank
 
 # The passes -----------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class SentRows:
 class ScatteredRows:
     """Builds one reduce_scatter: copies begin while the product runs that makes the rows, if there is one.
 
-    It raises a flag behind each block, the blocks of the next rank first and its own last.
+    It raises a flag after each block, the blocks of the next rank first and its own last.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class ScatteredRows:
                 host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]
 
     def raising(self, s: Statement) -> Statement:
-        """Return a product that raises a flag behind each block of rows, if copies wait for them."""
+        """Return a matmul that raises a flag after each block of rows, if copies wait for them."""
         if self.done is None:
             return s
         assert isinstance(s, Contraction)

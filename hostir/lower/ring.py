@@ -5,7 +5,7 @@ each rank, followed by the copy to it, and one sum. Own rows are multiplied firs
 
 The schedule of the allgather is that of the pipelined all-gather of torch's asynchronous tensor parallelism
 (`torch.distributed._symmetric_memory`): copies over symmetric memory instead of a collective, the own shard first, and
-each rank beginning with another peer. Its reduce-scatter has the peers get what a rank has multiplied, behind barriers;
+each rank beginning with another peer. Its reduce-scatter has the peers get what a rank has multiplied, after barriers;
 here the rank puts it, and a flag says so.
 """
 
