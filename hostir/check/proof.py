@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from hostir.check import MAX_CALLS
 from hostir.check.alike import Alike, alike
 from hostir.check.order import (
     Conflict,
@@ -30,7 +31,6 @@ from hostir.ir.program import Program, format_statement
 from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError, Span
 
 MAX_STATEMENTS = 500_000  # over all ranks and calls: checking so many takes about a minute
-MAX_CALLS = 32
 JOIN = "have the kernel's stream 'synchronize' the others first"
 VALUES = "give values: --set NAME=VALUE"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import lcm, prod
 from typing import Any, ClassVar, Literal
 
 from hostir.ir.machine import Done, Exchange, Frame, Observer, OptionalMethods, Ready, interpret
@@ -101,23 +101,42 @@ def dense(buffer: Buffer, shape: tuple[int, ...]) -> View:
     return View(buffer, 0, shape, packed(shape))
 
 
-def rows_of(x: View, block: int, blocks: int) -> View:
-    """Return one of `blocks` equal blocks of the rows of `x`. Its leading axes must have one stride when flattened."""
-    rows = prod(x.shape[:-1])
-    strides = strides_in(x, (rows, *x.shape[-1:]))
-    assert strides is not None
-    count = rows // blocks
-    return View(x.buffer, x.offset + block * count * strides[0], (count, *x.shape[-1:]), strides)
+def rows_of(x: View, block: int, blocks: int) -> View | None:
+    """Return one of `blocks` equal blocks of the rows of `x`, or None where it is no view.
+
+    Rows are all axes but the last. Blocks cut the first of these, or are pieces of its parts; axes that merge are one.
+    """
+    offset, axes = x.offset, list(_merged(x.shape[:-1], x.strides[:-1]))
+    while blocks > 1 and axes:
+        extent, stride = axes.pop(0)
+        if extent % blocks == 0:
+            offset += block * (extent // blocks) * stride
+            axes.insert(0, (extent // blocks, stride))
+            blocks = 1
+        elif blocks % extent == 0:
+            blocks //= extent
+            offset, block = offset + block // blocks * stride, block % blocks
+        else:
+            return None
+    return View(x.buffer, offset, (*(n for n, _ in axes), *x.shape[-1:]), (*(s for _, s in axes), *x.strides[-1:]))
+
+
+def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return extents and strides of axes, those that merge as one, without those of extent 1."""
+    merged: list[tuple[int, int]] = []
+    for n, s in zip(shape, strides, strict=True):
+        if n != 1 and merged and merged[-1][1] == n * s:
+            merged[-1] = (merged[-1][0] * n, s)
+        elif n != 1:
+            merged.append((n, s))
+    return tuple(merged)
 
 
 def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the strides of a view reshaped to `shape`, or None if that needs a copy."""
     if 0 in x.shape:
         return packed(shape)
-    merged = [[n, s] for n, s in zip(x.shape, x.strides, strict=True) if n != 1]
-    for i in range(len(merged) - 1, 0, -1):
-        if merged[i - 1][1] == merged[i][0] * merged[i][1]:
-            merged[i - 1 : i + 1] = [[merged[i - 1][0] * merged[i][0], merged[i][1]]]
+    merged = [*_merged(x.shape, x.strides)]
     strides: list[int] = []
     for n in reversed(shape):
         if n == 1:
@@ -127,8 +146,9 @@ def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
             merged.pop()
         if not merged or merged[-1][0] % n:
             return None
-        strides.append(merged[-1][1])
-        merged[-1] = [merged[-1][0] // n, merged[-1][1] * n]
+        extent, stride = merged.pop()
+        strides.append(stride)
+        merged.append((extent // n, stride * n))
     return tuple(reversed(strides))
 
 
@@ -221,12 +241,30 @@ class Pushing:
 
 @dataclass(eq=False, slots=True)
 class WaitingKernel:
-    """A matmul that holds SMs while it waits for flags. `overlapped`: the last of the copies that it may overlap."""
+    """A computation that holds SMs while it waits for flags. `overlapped`: the last of the copies it may overlap."""
 
     start: Event
     end: Event
     overlapped: Event | None = None
     waits: list[Flag] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Blocks:
+    """The events of a computation by blocks of rows, cut so that each lies in one block of `ready` and one of `done`.
+
+    Fields:
+        units: those that write the result, in the order of its rows.
+        parts: those that read the operand whose blocks are waited for, source by source; of a product they are `units`.
+        waits, signals: its flags, in the order of parts and of units.
+    """
+
+    ready: Ready | None
+    done: Done | None
+    units: list[Event]
+    parts: list[Event]
+    waits: list[Flag] = field(default_factory=list)
+    signals: list[Flag] = field(default_factory=list)
 
 
 class Tracer(Observer, OptionalMethods):
@@ -258,6 +296,7 @@ class Tracer(Observer, OptionalMethods):
         self.signals: list[Flag] = []
         self.waits: list[Flag] = []
         self.kernels: list[WaitingKernel] = []
+        self.by_blocks: list[Blocks] = []
         self.outputs: list[list[View | None]] = []  # of each call
         self.problems: dict[tuple[int, str], Diagnostic] = {}  # misuse by statement and message, in order of issue
         self.freed: dict[Buffer, Statement] = {}
@@ -461,37 +500,94 @@ class Tracer(Observer, OptionalMethods):
         own = ready.own if ready is not None else None
         self.use(out, *operands, own)
         self.overwrite(out, *operands, own)
-        if ready is not None:
-            self._waiting(out, operands, ready)
+        if ready is None and done is None:
+            reads = [access(x, "reads") for x in operands if x is not None]
+            self.step("runs", [*reads, access(out, "writes")], sms=True)
             return
-        reads = [access(x, "reads") for x in operands if x is not None]
-        self.step("runs", [*reads, access(out, "writes")], sms=True)
-
-    def _waiting(self, out: View, operands: Sequence[View | None], ready: Ready) -> None:
-        pushing = self.pushing.pop(self.current, None)  # the kernel may overlap these copies, and ends after them
+        pushing = self.pushing.pop(self.current, None) if ready else None  # it may overlap these copies
         start = self.step("starts", [], sms=True)
-        kernel = WaitingKernel(start, start, pushing.last if pushing else None)
-        blocks = []
-        a, *others = [x for x in operands if x is not None]
-        for x in (a, out, *([ready.own] if ready.own else [])):
-            if strides_in(x, (prod(x.shape[:-1]), *x.shape[-1:])) is None:
-                layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
-                raise self.fail(f"rows of {layout}", expected="rows with one stride", hint="copy it first")
-        for i in range(ready.blocks):
-            own = ready.own if ready.own is not None and i == ready.first else None
-            rows = rows_of(a, i, ready.blocks)
-            reads = [access(x, "reads") for x in (*others, *([] if own is None else [own]))]
-            left = access(rows, "reads" if own is None else "undefines")
-            accesses = [*reads, left, access(rows_of(out, i, ready.blocks), "writes")]
-            block = self.event(f"runs block {i}", accesses, [start])
-            if own is None:
-                kernel.waits.append(Flag(block, self.rank, ready.flags.buffer.name, i, (self.turn, ready.epoch)))
-            blocks.append(block)
-        kernel.end = self.step("ends", [], after=[*blocks, *([pushing.last] if pushing else [])])
-        for block in blocks:
-            block.ends.append((kernel.end.lane or (), kernel.end.tick))
-        self.waits += kernel.waits
-        self.kernels.append(kernel)
+        blocks = self._blocks(start, out, operands, options.get("axis"), ready, done)
+        last = [flag.event for flag in blocks.signals] or blocks.units
+        end = self.step("ends", [], after=[*last, *([pushing.last] if pushing else [])])
+        for event in last:  # those before share its list
+            event.ends.append((end.lane or (), end.tick))
+        self.waits += blocks.waits
+        self.signals += blocks.signals
+        self.by_blocks.append(blocks)
+        if ready is not None:
+            self.kernels.append(WaitingKernel(start, end, pushing.last if pushing else None, blocks.waits))
+
+    def _blocks(
+        self,
+        start: Event,
+        out: View,
+        operands: Sequence[View | None],
+        axis: int | None,
+        ready: Ready | None,
+        done: Done | None,
+    ) -> Blocks:
+        """Add the events of a computation by blocks: of a product, or of a sum over an axis."""
+        x, *others = [x for x in operands if x is not None]
+        sources = [x] if axis is None else [self.select(x, axis, n) for n in range(x.shape[axis])]
+        count = lcm(ready.results if ready else 1, done.blocks if done else 1)
+        whole = [access(other, "reads") for other in others]
+        writes = [access(self._rows(out, n, count), "writes") for n in range(count)]
+        parts, waits = list[Event](), list[Flag]()
+        for source, rows in enumerate(sources):
+            for n in range(count):
+                block = (source * count + n) * ready.results // count if ready else 0
+                own = self._own(ready, source * count + n, count) if ready and block in ready.replaced else None
+                accesses = [access(self._rows(rows, n, count), "undefines" if own else "reads"), *whole]
+                accesses += writes[n : n + 1] if axis is None else []
+                accesses += [access(own, "reads")] if own else []
+                parts.append(part := self.event("runs", accesses, [start]))
+                if ready and not own:
+                    waits.append(Flag(part, self.rank, ready.flags.buffer.name, block, (self.turn, ready.epoch)))
+        units = parts
+        if axis is not None:
+            units = [self.event("runs", writes[n : n + 1], parts[n::count]) for n in range(count)]
+        blocks = Blocks(ready, done, units, parts, waits)
+        if done is not None:
+            size = count // done.blocks
+            for n in range(done.blocks):
+                signal = self.event("signals", [], units[n * size : (n + 1) * size])
+                place = done.flags.buffer.name, n, (self.turn, done.epoch)
+                blocks.signals.append(Flag(signal, self.rank, *place))
+        for n, unit in enumerate(units):  # whoever sees the signal, or the end, has seen what comes before
+            unit.ends = blocks.signals[n * done.blocks // count].event.ends if done else unit.ends
+            for part in parts[n::count]:
+                part.ends = unit.ends
+        if ready is not None and done is not None:
+            self._one_by_one(blocks, ready)
+        return blocks
+
+    def _one_by_one(self, blocks: Blocks, ready: Ready) -> None:
+        """Let each block of the result wait for the one before: a machine may compute them in order."""
+        count = len(blocks.units)
+        size, before = count // ready.results, list[Event]()
+        for result in ready.order:
+            units = range(result * size, (result + 1) * size)
+            for n in units:
+                for part in blocks.parts[n::count]:
+                    part.held += before
+            before = [blocks.units[n] for n in units]
+
+    def _own(self, ready: Ready, part: int, count: int) -> View:
+        """Return the rows of `own` for a part of the operand, of which each source has `count`."""
+        size = count // ready.results
+        assert isinstance(ready.own, View)
+        return self._rows(ready.own, part - ready.own_first * size, ready.own_blocks * size)
+
+    def _rows(self, x: View, block: int, blocks: int) -> View:
+        rows = rows_of(x, block, blocks)
+        if rows is None:
+            layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
+            raise self.fail(
+                f"{blocks} blocks of the rows of {layout} are no views",
+                expected="rows that are cut along an axis, or pieces of its parts",
+                hint="copy it first",
+            )
+        return rows
 
     def communicate(self, exchange: Exchange, x: View | None, out: View | None) -> Event:
         for does, tensor in (("reads", x), ("writes", out)):

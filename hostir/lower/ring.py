@@ -172,16 +172,17 @@ class Peers:
     def __init__(self, host: Host, group: SlicedGroup) -> None:
         self.host, self.group = host, group
         self.computations = [s for s in group.statements if isinstance(s, TensorOp)]
+        moves: list[RowCollective] = [s for s in group.statements if isinstance(s, RowCollective)]
+        first = moves[0]
+        self.gathered = GatheredShards(host, group, first) if isinstance(first, AllGather) else None
         for computation in self.computations:
             host.destination(computation.out)
-        moves: list[RowCollective] = [s for s in group.statements if isinstance(s, RowCollective)]
-        self.team = host.team(moves[0], host.values.get(moves[0].x.name))
+        self.team = host.team(first, host.values[first.x.name])
         self.scattered: list[tuple[ReduceScatter, ScatteredBlocks]] = []
         for s in moves:
             if isinstance(s, ReduceScatter):
                 full = host.packed(host.values[s.x.name], s)
                 self.scattered.append((s, ScatteredBlocks(host, s, full, axis=None)))
-        self.gathered = GatheredShards(host, group, moves[0]) if isinstance(moves[0], AllGather) else None
         self.pool = 0
 
     def build(self, streams: int) -> None:

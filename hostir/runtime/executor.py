@@ -21,7 +21,7 @@ from hostir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, check_known, described, error, logger, user_span
-from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
+from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT, check_environment
 from hostir.runtime.arguments import (
     TensorsKey,
     addresses,
@@ -125,6 +125,7 @@ def _never(*tensors: Any) -> bool:
 
 LOG = logger(__name__)
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
+LOWERED = "what hi.lower or hi.parse gives"
 LOWER = "a fusion: lower it first, hi.lower(fusion)"
 
 
@@ -187,12 +188,11 @@ class Executor:
         graphs: bool = True,
         compare_calls: bool | None = None,
     ) -> None:
+        check_environment()
         if not isinstance(program, Program):
-            raise error(
-                f"not a host program: {described(program)}", expected="what hi.lower or hi.parse gives", hint=LOWER
-            )
+            raise error(f"not a host program: {described(program)}", user_span(), expected=LOWERED, hint=LOWER)
         if program.phase is not Phase.HOST:
-            raise error(f"@{program.name} is a fusion", expected="a host program", hint=LOWER)
+            raise error(f"@{program.name} is a fusion", user_span(), expected="a host program", hint=LOWER)
         if machine is not None:
             check_known("machine", machine, ("local", *DEVICES))
         if trace is not None and not isinstance(trace, Trace):
@@ -301,18 +301,17 @@ class Executor:
         with calls.lock:
             if me in calls.callers:
                 raise _nested(self.program)
-            calls.callers.add(me)
-            number = calls.number
+            calls.callers[me] = False
             try:
                 return self._call(inputs, out)
             except HostIRError:
                 raise
             except BaseException:
-                if calls.number != number:  # the ranks have agreed on this call, and the others may run it
+                if calls.callers[me]:  # the others may run it
                     calls.broken = calls.broken or f"rank {self.rank} was interrupted in @{self.program.name}"
                 raise
             finally:
-                calls.callers.discard(me)
+                del calls.callers[me]
 
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Run the program once on this rank's machine; the caller holds the lock of the calls."""

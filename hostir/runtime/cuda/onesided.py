@@ -12,7 +12,7 @@ from hostir.ir.machine import Ready
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.types import FLAG
 from hostir.knobs import TIMEOUT
-from hostir.runtime.binding import Pushes, Step, bind_compute
+from hostir.runtime.binding import Pushes, Step, bind_compute, copy_here
 from hostir.runtime.cuda.memory import CREDITS, FlowControl, Slot, waits
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
 from hostir.runtime.kernels.flags import with_all_rows
@@ -74,10 +74,11 @@ Issue = Callable[[int], None]  # issues work to the stream with the given handle
 
 
 class Timeouts:
-    """The words in pinned memory to which the kernels of an executor report timeouts; every call reads them.
+    """The words in pinned memory to which the kernels of a program report timeouts; every call reads them.
 
-    A kernel that waits for flags has two words for each of its blocks, see `ReadyFlags`. They belong to a statement in
-    one round of its loops, and plans for all sizes share them: the words outlive a plan, and their number is bounded.
+    Executors that share symmetric memory share them: after a timeout none of them reads what is stale there. A kernel
+    that waits for flags has two words for each of its blocks, see `ReadyFlags`. They belong to a statement in one round
+    of its loops, and plans for all sizes share them: the words outlive a plan, and their number is bounded.
     """
 
     def __init__(self, rank: int) -> None:
@@ -89,7 +90,8 @@ class Timeouts:
 
     def of(self, unrolled: UnrolledProgram, op: ComputeOp, blocks: int) -> torch.Tensor:
         """Return the words `[blocks, 2]` of an operation's kernel."""
-        key = id(op.place.statement), op.place.rounds, blocks
+        number = next(n for n, s in enumerate(unrolled.program.walk()) if s is op.place.statement)
+        key = number, op.place.rounds, blocks
         if key not in self.words:
             if not self.pages or self.used + blocks > len(self.pages[-1]):
                 self.pages.append(pinned_zeros(max(blocks, TIMEOUTS)))
@@ -223,12 +225,7 @@ class CudaOneSided:
     def copy_here(self, op: CopyOp) -> Step:
         """Return the step of a copy within this GPU, which a kernel makes."""
         registers, x, out, kernel = self.registers, op.x, op.out, self.kernels["copy"]
-
-        def step() -> None:
-            if registers[out].data_ptr() != registers[x].data_ptr():  # else the caller computed the input in place
-                kernel(registers[out], registers[x])
-
-        return step
+        return lambda: copy_here(registers[out], registers[x], kernel)
 
     def push(self, pushes: Pushes) -> Step:
         """Return the step that launches one kernel for all of these copies and signals."""

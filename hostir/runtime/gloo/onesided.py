@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from hostir.ir.machine import Ready
-from hostir.runtime.binding import Step
+from hostir.runtime.binding import Step, copy_here
 from hostir.runtime.kernels.flags import with_rows
 from hostir.runtime.kernels.layout import row_pieces
 from hostir.runtime.kernels.table import Kernel
@@ -287,9 +287,7 @@ class GlooOneSided:
 
     # Steps --------------------------------------------------------------------------------------------------------
     def copy(self, op: CopyOp) -> None:
-        out, x = self.registers[op.out], self.registers[op.x]
-        if out.data_ptr() != x.data_ptr():  # else the caller computed the input in place: see Executor.places
-            out.copy_(x)
+        copy_here(self.registers[op.out], self.registers[op.x], torch.Tensor.copy_)
 
     def set(self, flags: Flags, slot: int, epoch: int) -> None:
         with self.turn():
