@@ -229,11 +229,6 @@ class ComputeOp(Op):
         ready = self.ready
         return () if ready is None else tuple((ready.flags, slot, ready.epoch) for slot in ready.awaited)
 
-    @property
-    def raised_flags(self) -> tuple[FlagUse, ...]:
-        done = self.done
-        return () if done is None else tuple((done.flags, slot, done.epoch) for slot in done.order)
-
 
 @dataclass(frozen=True)
 class CopyOp(Op):
