@@ -12,9 +12,24 @@ from hostir.check.tracer import CALLER, Event, Flag
 from hostir.ir.host_ops import CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.machine import Frame
 from hostir.ir.onesided_ops import Barrier, Signal, WaitSignal
-from hostir.ir.op import Bin, Expr, FlagOperand, Lit, Phase, Ref, Statement, Sync, Value, expr_values, rename_expr
+from hostir.ir.op import (
+    ZERO,
+    Bin,
+    Codec,
+    Expr,
+    FlagOperand,
+    Lit,
+    Phase,
+    Ref,
+    Statement,
+    Sync,
+    Value,
+    expr_values,
+    rename_expr,
+)
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size
+from hostir.ir.sizes import product as size_product
 from hostir.ir.types import FLAG, Kind, TensorType
 
 # Places in a program --------------------------------------------------------------------------------------------------
@@ -283,19 +298,28 @@ class MissingFlags:
         yield from (edits for *_, edits in sorted(found, key=lambda f: f[:2])[:MAX_SUGGESTIONS])
 
     def kernels(self, users: Sequence[Statement]) -> Iterator[Edits]:
-        """Yield edits that make a product wait for flags that nobody waits for; one block of its rows may be `own`."""
-        for s in (s for s in users if s.contracts):
+        """Yield edits that make a computation wait for flags that nobody waits for; a part of its rows may be `own`."""
+        for s in users:
             place = self.outline.place(s)
-            owns = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType)]
             for flags in (f for f in self.flags if f.name in self.unawaited):
+                owns = self._stand_ins(s, place, flags)
                 unawaited = {(rank, epoch) for rank, _, epoch in self.unawaited[flags.name]}
                 frames, slots, epochs = self._operands(place, flags, self.unawaited[flags.name])
                 for epoch, e in epochs.items():
                     awaited = {(_rank(f), which) for f, which in zip(frames, epoch, strict=True)}
                     if len(awaited) == len(frames) and awaited <= unawaited:
-                        for first, own in product(slots.values(), (None, *owns)):
+                        for first, own in ((ZERO, None), *product(slots.values(), owns)):
                             if (changed := s.waiting(flags, e, first, own)) is not None:
                                 yield (Edit(place, (changed,), drop=1),)
+
+    def _stand_ins(self, s: Statement, place: BodyPosition, flags: Value) -> list[Value]:
+        """Return the values that have as many rows as the part of an operand that may be `own`, the last one first."""
+        tensors = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType)]
+        if (plain := s.waiting(flags, Lit(1), ZERO, None)) is None:
+            return []
+        x = plain.flag_operands[0].rows[0]
+        rows = _rows(x) / flags.tensor.shape[0] if s.contracts else _rows(next(s.values(Codec.WRITE)))
+        return [v for v in reversed(tensors) if _rows(v) == rows and v.tensor.dtype == x.tensor.dtype]
 
     # Places -----------------------------------------------------------------------------------------------------------
     def _behind(self) -> Iterator[tuple[BodyPosition, Statement]]:
@@ -357,13 +381,16 @@ class MissingFlags:
     def _slots(self, place: BodyPosition, flags: Value) -> Iterator[Expr]:
         """Yield expressions for a slot of a row of flags: those of the text, each index, blocks of several indices."""
         yield from (use.slot for use in self._uses(flags) if use.slot is not None)
-        count, indices = flags.tensor.shape[0].bind(self.order.ranks[0].sizes), self._indices(place)
+        count = flags.tensor.shape[0].bind(self.order.ranks[0].sizes)
+        peers = (s.peer_place[0] for s in self.outline.program.walk() if s.peer_place is not None)
+        parts: list[Expr] = [*map(Ref, self._indices(place)), *(peer for peer in peers if isinstance(peer, Bin))]
+        parts = list(dict.fromkeys(parts))
         yield from (Lit(n) for n in range(min(count, 2)))
-        for v in indices:
-            yield Ref(v)
+        for v in parts:
+            yield v
             for n in (n for n in range(2, count + 1) if count % n == 0):
-                yield Bin("%", Ref(v), Lit(n))
-                yield from (Bin("+", Bin("*", Ref(v), Lit(n)), Ref(w)) for w in indices if w != v and n < count)
+                yield Bin("%", v, Lit(n))
+                yield from (Bin("+", Bin("*", v, Lit(n)), w) for w in parts if w != v and n < count)
 
     def _epochs(self, flags: Value, missing: set[Raised]) -> Iterator[Expr]:
         """Yield expressions for an epoch of a flag: those of the text, the missing epochs, a loop's round plus one."""
@@ -390,6 +417,11 @@ class MissingFlags:
         for peer, over in dict.fromkeys(candidates):
             if mesh and over in mesh.axes and {v.name for v in expr_values(peer)} <= known:
                 yield peer, over
+
+
+def _rows(x: Value) -> Size:
+    """Return the number of rows of a rank's part of a tensor."""
+    return size_product(x.tensor.local_shape[:-1])
 
 
 def _names(s: Statement | None, flags: Value) -> bool:
@@ -484,8 +516,9 @@ class Suggestions:
             yield from self._joins()
             return
         first, second = found.events[:2]
-        if first.rank != second.rank:
+        if first.rank != second.rank or _raises(first) or _raises(second):
             yield from self._flags(first, second)
+        if first.rank != second.rank:
             yield from self._barriers(first, second)
         elif _issued(first) > _issued(second):
             first, second = second, first
@@ -636,6 +669,11 @@ class Suggestions:
         yield (Edit(place, drop=1),)
         for axis in mesh.axes if mesh and operand else ():
             yield (Edit(place, (Barrier(x=operand or x, over=axis),), drop=1),)
+
+
+def _raises(event: Event) -> bool:
+    """Whether an event belongs to a kernel that sets flags, for which others may wait."""
+    return event.statement is not None and any(use.raises and use.rows for use in event.statement.flag_operands)
 
 
 def _issued(event: Event) -> tuple[int, int]:
