@@ -61,7 +61,8 @@ class Ready:
     result's rows are `results` equal blocks, and block `j` of it needs the operand's blocks `j`, `j + results` and so
     on: one for a product, one of each source for a sum. The result's block `first` is computed first.
 
-    `own` stands for the operand's blocks in `replaced`, which are not waited for: the operand may be overwritten there.
+    `own` stands for `own_blocks` of the operand's blocks, from `own_first` on. They are not waited for, and the operand
+    may be overwritten there.
 
     A machine that plans adds what the kernel leaves of the SMs: `overlapped_sms` are those of the copies directly
     before it on its stream, which may still run when it starts; `reserved_sms` are left to signals that kernels send.
@@ -73,7 +74,8 @@ class Ready:
     blocks: int
     own: Handle | None = None
     results: int = 0
-    replaced: range = range(0)
+    own_first: int = 0
+    own_blocks: int = 0
     overlapped_sms: int = 0
     reserved_sms: int = 0
 
@@ -81,6 +83,11 @@ class Ready:
     def order(self) -> tuple[int, ...]:
         """Return the blocks of the result in the order in which they are computed."""
         return *range(self.first, self.results), *range(self.first)
+
+    @cached_property
+    def replaced(self) -> range:
+        """Return the operand's blocks for which `own` stands."""
+        return range(self.own_first, self.own_first + self.own_blocks)
 
     def needed(self, result: int) -> tuple[int, ...]:
         """Return the operand's blocks that a block of the result waits for, in the order of sources."""

@@ -288,8 +288,7 @@ class ByBlocks(TensorOp):
             raise self.fail(
                 f"{self.own} has {count} rows", expected=f"{rows // blocks} rows, as a block of {self.rows}"
             )
-        replaced = range(0) if self.own is None else range(first, first + 1)
-        return Ready(frame[self.ready], epoch, first, blocks, frame[self.own], blocks, replaced)
+        return Ready(frame[self.ready], epoch, first, blocks, frame[self.own], blocks, first, int(self.own is not None))
 
     def raises(self, frame: Frame) -> Done | None:
         """Return the flags that it raises, if any. Raise where flags do not divide the rows."""
@@ -577,8 +576,7 @@ class Sum(ByBlocks, Unary):
             raise self.fail(
                 f"{self.own} has {count} rows", expected=f"{prod(shape[1:-1])} rows, as a source of {self.x}"
             )
-        replaced = range(source * results, (source + 1) * results)
-        return Ready(frame[self.ready], epoch, 0, blocks, frame[self.own], results, replaced)
+        return Ready(frame[self.ready], epoch, 0, blocks, frame[self.own], results, source * results, results)
 
 
 # Views ----------------------------------------------------------------------------------------------------------------

@@ -314,7 +314,7 @@ def test_own_rows_of_a_matmul_that_waits_are_undefined_behind_it(then: str, read
     (found,) = hi.check(program)
     assert found.message.startswith(reads)
     assert found.message.endswith(f" reads %a, rows of which {MATMUL} leaves undefined")
-    assert found.hint == "write these rows of %a before they are read, or read what they stand for"
+    assert found.hint == "write these rows of %a before they are read, or read the `own` rows instead"
     assert [span.line for span, _ in found.notes if span] == [16, found.span.line if found.span else 0]
     for seed in range(6):
         with pytest.raises(HostIRError, match=r"reads what nobody wrote: %a"):

@@ -122,7 +122,7 @@ def test_a_killed_rank_ends_the_others_each_naming_its_statement() -> None:
 
 KILLED = {
     "a_peer_is_killed_before_its_signal": r"'wait_signal %there\[0\] >= 1', which waits for epoch 1 of call 3 of "
-    r"flag 0: the flag stands at epoch 1 of call 2",
+    r"flag %there\[0\]: the flag stands at epoch 1 of call 2",
     "a_peer_is_killed_before_its_barrier": r"'barrier of %x over didx', which waits for rank 1 in call 3",
 }
 
