@@ -421,6 +421,8 @@ class Bench:
             entry["error"] = max(entry["error"], error)
         best = {part: [raced[part, mode] for mode in self.modes if (part, mode) in parts] for part in of.parts()}
         plain = [{"compiled": {"mode": c.mode, "choice": c.choice}} for c in found if c.choice]
+        if any(what.startswith(COMPILED) for what in self.failed):  # no candidate is taken for it
+            plain.append({"compiled": {"mode": self.modes[-1], "choice": "failed"}})
         done = scored(
             {
                 **{"kind": self.kind, "model": row.model, "M": row.M, "N": row.N, "K": row.K},
@@ -557,6 +559,13 @@ def _strategies(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
+def shrunk(row: Row, by: int, parts: int) -> Row:
+    """A row of smaller extents, and of rows that still fall into so many parts."""
+    if by == 1:
+        return row
+    return Row(row.model, max(row.M // by // parts, 1) * parts, row.N // by, row.K // by)
+
+
 def compare(
     given: argparse.Namespace,
     kind: str,
@@ -574,14 +583,14 @@ def compare(
         finest: the number of slices that rows of each rank have to fall into.
         ranks: how many there have to be, if that matters.
     """
-    by, dtype = given.shrink, DTYPES[given.dtype]
-    wanted = [Row(row.model, row.M // by, row.N // by, row.K // by) for row in given.rows]
+    dtype = DTYPES[given.dtype]
     results: list[Result] = []
     with session(given.device) as joined, torch.no_grad():
         if joined is None:
             sys.exit("start it with torchrun, one process a GPU")
         if ranks and joined.size != ranks:
             sys.exit(f"start it with {ranks} processes, not {joined.size}")
+        wanted = [shrunk(row, given.shrink, joined.size * finest) for row in given.rows]
         if uneven := [row for row in wanted if row.M % (joined.size * finest)]:
             sys.exit(f"{uneven[0]}: rows do not divide by {joined.size * finest}, the ranks times the slices")
         bench = Bench(joined, given, kind, lambda row: subject(row, dtype, joined))

@@ -9,9 +9,9 @@
 Rows are the second weights of the MLPs of Llama 3 8B, 70B and 405B as tensor parallel 8 has them (K of a rank stays the
 same on fewer); with `--shapes odd`, shapes that nothing here was tuned for. floor = max(cuBLAS alone, the best
 reduce-scatter alone), where the reduce-scatter is NCCL's or torch's by copy engines, eager or from a graph; a score is
-floor/time. Ours is what `hi.compile` gives by its estimates, with `out=`: issued by the host where it runs through NCCL,
-else replayed; the peers issued in the same way stand beside it. Slices of a pipeline are an axis of A and of the result,
-outside of the ranks.
+floor/time. Ours is what `hi.compile` gives by its estimates, with `out=`: issued by the host where it runs through
+NCCL, else replayed; the peers issued in the same way stand beside it. Slices of a pipeline are an axis of A and of the
+result, outside of the ranks.
 
 What it is measured against:
 

@@ -82,7 +82,7 @@ class Kind:
 
     Fields:
         title: of its table.
-        collective: what stands beside the GEMM in its floor.
+        collective: what stands beside the computation in its floor.
         shape: what the numbers of a row are.
         models: N and K of a rank, by model.
         sizes: M, by model.
@@ -189,7 +189,7 @@ KINDS = {
         _of_scattered,
     ),
     "departures": Kind(
-        "Matmul + reduce-scatter as a rank of more meets it, on 2 GPUs",
+        "Matmul + reduce-scatter as a rank of more meets it",
         "copies",
         "M,N,K/rank",
         SHARDED,
