@@ -136,7 +136,7 @@ FlagKey = tuple[int, Any, int]  # rank, symmetric buffer, element
 
 @dataclass
 class Shared:
-    """What the tasks of all ranks refer to: flags, waits for flags, and tasks that begin together."""
+    """State that the tasks of all ranks share: flags, waits for flags, and tasks that begin together."""
 
     flags: dict[FlagKey, list[tuple[int, CostTask]]] = field(default_factory=dict)  # epochs and their signals
     waits: list[tuple[CostTask, int | None, FlagKey, int]] = field(default_factory=list)  # task, block, flag, epoch

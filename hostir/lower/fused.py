@@ -169,7 +169,8 @@ class SentRows:
         self.host, self.gather, self.mover = host, gather, mover
         self.axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's shard is several blocks
         self.team = host.team(gather)
-        x = host.packed(host.values[gather.x.name], gather)
+        self.multiplied = first_matmul(host.program, gather) is not None
+        self.x = x = host.packed(host.values[gather.x.name], gather)
         # If anything but matmuls reads the rows, they are copied: the next call's transfers overwrite the buffer.
         self.whole = host.destination(gather.out) if wanted_otherwise(host.program, gather.out) else None
         name = host.names.fresh(f"{gather.out.name}_shared") if self.whole else gather.out.name
@@ -187,19 +188,17 @@ class SentRows:
         the others; it is copied within the rank only if the matmul cannot read it where it is.
         """
         index, ranks, transfers = self.host.index("i"), self.team.ranks, self.transfers
-        note = "to the rank that multiplies these rows next"
+        note = "to the rank that multiplies these rows next" if self.multiplied else ""
         if self.mover.sms:
             turns = Turns(index, Size(ranks), self.team.peer(Bin("-", Lit(ranks), index)))
             self.host.body += transfers.once(self.blocks)
-            transfers.send(self.blocks, turns, self.mover, f"to itself, then {note}")
+            transfers.send(self.blocks, turns, self.mover, f"to itself, then {note or 'to its peers'}")
             return
         transfers.fork()
         self.host.body += transfers.once(self.blocks)
         if self.copies_own:
             # A copy within a GPU needs SMs, so it must come before the matmul that holds them.
-            copies = transfers.put_and_signal(self.blocks, self.team.rank, "the matmul begins with these rows")
-            copied = transfers.each(self.blocks, copies)
-            self.host.body += [SetStream(self.host.user), *copied, SetStream(COPY_STREAM)]
+            self.host.body += [SetStream(self.host.user), *self.copy_own(), SetStream(COPY_STREAM)]
         turns = Turns(index, Size(ranks - 1), self.team.peer(Bin("-", Lit(ranks - 1), index)))
         transfers.send(self.blocks, turns, self.mover, note)
 
@@ -214,6 +213,17 @@ class SentRows:
             x, buffer = (one_of(self.host, value, self.axis, index, count, views) for value in (x, buffer))
         mine = Value(self.host.names.fresh("mine"), x.tensor, self.gather.span)
         return Blocks(x, mine, (*views, Shard(buffer, mine, span=self.gather.span)), flag, index, count)
+
+    def copy_own(self) -> list[Statement]:
+        """Return the copy of this rank's own rows to the buffer, and the signals that they are there."""
+        s, (_, signal) = self.gather, self.transfers.put_and_signal(self.blocks, self.team.rank, "")
+        mine = Value(self.host.names.fresh("mine"), self.x.tensor, s.span)
+        note = "the matmul begins with these rows" if self.multiplied else ""
+        put = self.transfers.put(self.x, mine, self.team.rank, note=note)
+        if self.blocks.index is None:
+            return [Shard(self.transfers.buffer, mine, span=s.span), put, signal]
+        signals = For(self.blocks.index.value, self.blocks.count, (signal,), span=s.span)
+        return [Shard(self.transfers.buffer, mine, span=s.span), put, signals]
 
     @property
     def copies_own(self) -> bool:
@@ -272,7 +282,8 @@ class ScatteredRows:
     def __init__(
         self, host: Host, s: ReduceScatter, mover: Mover, min_block_bytes: int, product: Contraction | None = None
     ) -> None:
-        self.host, self.scatter, self.mover, self.product = host, s, mover, product
+        # By the stream itself: a kernel that signals would find no SM while the product runs.
+        self.host, self.scatter, self.mover, self.product = host, s, replace(mover, streams=1), product
         made = host.values[s.x.name if product is None else product.out.name]
         early = product is not None and not mover.sms
         axis = next(iter(long_axes(s)), None)
@@ -282,8 +293,9 @@ class ScatteredRows:
         self.done: Value | None = None
         if early:
             self.done = self.transfers.row(f"{made.name}_done", Size(self.blocks.each * self.team.ranks))
-            self.transfers.fork()
-            host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]
+            if not (self.team.past_last_call and host.forked):
+                self.transfers.fork()
+                host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]
 
     def raising(self, s: Statement) -> Statement:
         """Return a product that raises a flag behind each block of rows, if copies wait for them."""

@@ -38,7 +38,7 @@ SIGNAL_STREAM = Lit(1)  # the worker stream of the kernels that signal after the
 
 @dataclass(frozen=True)
 class Mover:
-    """What moves the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
+    """The mover of the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
 
     For more than one copy, copy engines use two worker streams if they may: a kernel on the second stream sends the
     signal after each copy, since a signal by the copying stream itself would delay the next copy.
@@ -138,6 +138,7 @@ class Transfers:
     def fork(self) -> None:
         """Switch to the copy stream, behind what the caller's stream has been given so far."""
         self.host.body += [SetStream(COPY_STREAM), Synchronize(self.host.user)]
+        self.host.forked = True
 
     def send(self, blocks: Blocks, turns: Turns, mover: Mover, note: str) -> None:
         """Add the transfers of the blocks in these turns: from the copy stream, which is current, unless SMs copy."""
