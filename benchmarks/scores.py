@@ -324,6 +324,7 @@ def cells(row: Result) -> dict[str, str]:
         **columns,
         "hi.compile": f"{row['compiled']['choice']}, {row['compiled']['mode']}",
         "our score": cell(row["score_ours"], 3),
+        "error": cell(row["times"].get(COMPILED, {}).get("error"), 3),
         "x the best peer issued alike": cell(alike, 2),
         "best candidate": cell(row["best_candidate"]),
         "candidate's score": cell(row["score_candidate"], 3),
@@ -346,8 +347,9 @@ def line(row: Result) -> str:
     name, gemm, collective, floor, peer, peers, ours, score, *more = cells(row).values()
     left = f"{name:<22} GEMM {gemm:>5}  {kind_of(row).collective} {collective:>11}  floor {floor:>5}"
     if "compiled" in row:
-        alike, candidate, best, must, goal, met = more
-        right = f"{score:>5} {ours} ({alike} x)  |  {best:>5} {candidate}  |  must {must:>5}  goal {goal:>5}  met {met}"
+        error, alike, candidate, best, must, goal, met = more
+        right = f"{score:>5} {ours} ({alike} x, error {error})  |  {best:>5} {candidate}  |  "
+        right += f"must {must:>5}  goal {goal:>5}  met {met}"
     else:
         right = "{:>5} {:<41}  |  must {:>5}  met {}".format(score, ours, *more)
     return f"{left}  |  {peers:>5} {peer:<24}  |  {right}"
@@ -366,7 +368,7 @@ def report(results: Iterable[Result]) -> str:
     each = [candidate for row in ordered for candidate in _candidates(row)]
     errors = any(len(candidate) > len(COLUMNS_OF_CANDIDATES) for candidate in each)
     if errors:
-        parts[-1] += " *error* is relative to float64, as a multiple of the error of NCCL + cuBLAS."
+        parts[2] += " *error* is relative to float64, as a multiple of the error of NCCL + cuBLAS."
     parts.append(table([*COLUMNS_OF_CANDIDATES, *(["error"] if errors else [])], each))
     if alone := [[str(c) for c in _alone(row)] for row in ordered if row.get("triton_us")]:
         parts += ["## The matmul alone", table(["row", "cuBLAS us", "Triton us", "Triton/cuBLAS"], alone)]

@@ -180,7 +180,7 @@ def test_small_and_odd_rows_are_held_against_the_best_peer_issued_alike(row: Row
     slower = figures("reduce_scatter", row)
     slower["times"][COMPILED]["graph"] = 128.0
     assert scored(slower)["met"] is False
-    assert "(1.14 x)" in line(replayed)
+    assert "(1.14 x, error 0.800)" in line(replayed)
 
 
 def test_an_mlp_is_held_against_both_peers() -> None:
@@ -225,7 +225,7 @@ def test_each_kind_has_a_score_for_every_large_row() -> None:
 def test_the_report_has_the_choice_and_errors() -> None:
     row = scored(figures("reduce_scatter", Row("8B", 2048, 4096, 1792)))
     scores, every = (part.splitlines() for part in report([row]).split("\n\n") if part.startswith("|"))
-    assert "| fused aten, graph | 0.909 | 1.14 | ring aten, graph | 0.952 | 0.580 | 0.700 | yes |" in scores[2]
+    assert "| fused aten, graph | 0.909 | 0.800 | 1.14 | ring aten, graph | 0.952 | 0.580 | 0.700 | yes |" in scores[2]
     assert every[0].endswith("| hidden | error |")
     assert {line.count("|") for line in every} == {11}
     assert file_name("x_as_rank_of", 8, "bf16") == "x_as_rank_of"
