@@ -237,7 +237,7 @@ def test_a_flag_rises_only_when_every_byte_before_it_is_in_memory(ready, span, d
         assert stored < barrier < counted < flag
 
 
-@pytest.mark.parametrize(("tile", "span"), zip(candidates("bf16"), [1, 8] * 4, strict=True), ids=str)
+@pytest.mark.parametrize(("tile", "span"), [*zip(candidates("bf16"), [1, 8] * 4, strict=True)], ids=str)
 def test_raising_flags_leaves_the_pipeline_as_it_is_and_needs_no_more_memory_than_a_tile_may_take(tile, span, tmp_path):
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False}
     plain, kernel = compiled(tile, **options), compiled(tile, done=span, **options)
