@@ -44,7 +44,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import hostir as hi
 from benchmarks.harness import table, write
-from benchmarks.proofs import Symbol
 from examples import patterns
 from hostir import knobs
 from hostir.ir.host_ops import Chunk
@@ -156,7 +155,7 @@ def fixed(cell: Cell, random: Random) -> Program:
     sizes: dict[str, Any] = {
         "ranks": ranks,
         "S": slices,
-        "M": Symbol("M"),
+        "M": "M",
         "K": ranks * random.choice((1, 3, 4, 8)),
         "H": ranks * random.choice((2, 5, 8)),
         "N": ranks * slices * random.choice((1, 2, 5)),

@@ -31,22 +31,13 @@ from hostir.lower.strategies import STRATEGIES
 RANKS, SLICES, FIRST, MORE = 8, 8, 256, 100
 
 
-class Symbol(str):
-    """A size that is bound at run time, where a pattern reckons with an integer."""
-
-    __slots__ = ()
-
-    def __floordiv__(self, other: int) -> str:
-        return f"{self}/{other}"
-
-
 def programs(only: str | None) -> Iterator[tuple[str, str, Program]]:
     """Each pattern by each strategy that can lower it."""
     for pattern in patterns.PATTERNS:
         if only not in (None, pattern.__name__):
             continue
         known = pattern.__code__.co_varnames[: pattern.__code__.co_argcount]
-        given: dict[str, Any] = {"ranks": RANKS, "S": SLICES, "M": Symbol("M")}
+        given: dict[str, Any] = {"ranks": RANKS, "S": SLICES, "M": "M"}
         fusion = pattern(**{name: value for name, value in given.items() if name in known})
         for strategy in STRATEGIES:
             try:

@@ -14,7 +14,7 @@ import hostir as hi
 
 def ag_matmul(ranks: int = 8, S: int = 4, M: int = 4096, K: int = 1024, N: int = 512, dtype: str = "bf16") -> hi.Fusion:
     with hi.Fusion("ag_matmul") as fusion:
-        a = hi.tensor("a", [S, ranks, M // (S * ranks), K], dtype)
+        a = hi.tensor("a", [S, ranks, f"{M}/{S * ranks}", K], dtype)  # a quotient is refused where it is not whole
         b = hi.tensor("b", [K, N], dtype)
         c = hi.matmul(a, b)  # [S, ranks, M/(S*ranks), N]
         fusion.output(c)

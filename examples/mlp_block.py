@@ -17,7 +17,7 @@ import hostir as hi
 
 def mlp_block(ranks: int = 4, S: int = 4, M: int = 512, K: int = 256, H: int = 1024, dtype: str = "bf16") -> hi.Fusion:
     with hi.Fusion("mlp_block") as fusion:
-        x = hi.tensor("x", [S, ranks, M // (S * ranks), K], dtype)
+        x = hi.tensor("x", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         up = hi.tensor("up", [H, K], dtype)
         up_bias = hi.tensor("up_bias", [H], dtype)
         down = hi.tensor("down", [K, H], dtype)

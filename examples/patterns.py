@@ -19,7 +19,7 @@ def allgather_matmul(
 ) -> hi.Fusion:
     """A sharded on M, gathered slice by slice before the matmul: nvFuser's pull request 3606."""
     with hi.Fusion("allgather_matmul") as fusion:
-        a = hi.tensor("a", [S, ranks, M // (S * ranks), K], dtype)
+        a = hi.tensor("a", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         b = hi.tensor("b", [K, N], dtype)
         c = hi.matmul(a, b)
         fusion.output(c)
@@ -54,7 +54,7 @@ def allgather_matmul_kept(
 ) -> hi.Fusion:
     """The same, and the gathered A is a result too, as a backward pass wants it."""
     with hi.Fusion("allgather_matmul_kept") as fusion:
-        a = hi.tensor("a", [S, ranks, M // (S * ranks), K], dtype)
+        a = hi.tensor("a", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         b = hi.tensor("b", [K, N], dtype)
         a_full = hi.reshard(a)
         c = a_full @ b
@@ -71,7 +71,7 @@ def allgather_matmul_kept(
 def gate_up(ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 64, dtype: str = "f32") -> hi.Fusion:
     """One gathered A for two weights sharded on N: the first half of a gated MLP."""
     with hi.Fusion("gate_up") as fusion:
-        x = hi.tensor("x", [S, ranks, M // (S * ranks), K], dtype)
+        x = hi.tensor("x", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         gate = hi.tensor("gate", [K, N], dtype)
         up = hi.tensor("up", [K, N], dtype)
         y = hi.silu(x @ gate) * (x @ up)
@@ -90,7 +90,7 @@ def matmul_allgather(
 ) -> hi.Fusion:
     """A sharded on M, the result gathered slice by slice after the matmul."""
     with hi.Fusion("matmul_allgather") as fusion:
-        a = hi.tensor("a", [S, ranks, M // (S * ranks), K], dtype)
+        a = hi.tensor("a", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         b = hi.tensor("b", [K, N], dtype)
         part = a @ b
         c = hi.reshard(part)
@@ -107,7 +107,7 @@ def column_parallel(
 ) -> hi.Fusion:
     """Sequence-sharded input, weight and result sharded on N, with bias and activation in the slice."""
     with hi.Fusion("column_parallel") as fusion:
-        x = hi.tensor("x", [S, ranks, M // (S * ranks), K], dtype)
+        x = hi.tensor("x", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         w = hi.tensor("w", [N, K], dtype)
         bias = hi.tensor("bias", [N], dtype)
         y = hi.linear(x, w, bias)
@@ -143,7 +143,7 @@ def row_parallel_scattered(
 ) -> hi.Fusion:
     """The same to a result sharded on M: each slice is reduce-scattered."""
     with hi.Fusion("row_parallel_scattered") as fusion:
-        a = hi.tensor("a", [S, ranks, M // (S * ranks), K], dtype)
+        a = hi.tensor("a", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         b = hi.tensor("b", [K, N], dtype)
         c = a @ b
         fusion.output(c)
@@ -180,7 +180,7 @@ def no_communication(
 ) -> hi.Fusion:
     """A and C sharded on M: every rank works on its own rows, and the pipeline has nothing to hide."""
     with hi.Fusion("no_communication") as fusion:
-        a = hi.tensor("a", [S, ranks, M // (S * ranks), K], dtype)
+        a = hi.tensor("a", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         b = hi.tensor("b", [K, N], dtype)
         c = a @ b
         fusion.output(c)
@@ -229,7 +229,7 @@ def weight_gathered_k(
 def mlp(ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, H: int = 128, dtype: str = "f32") -> hi.Fusion:
     """Two layers: column parallel, gelu, row parallel, with sequence-sharded ends; one loop runs all of it."""
     with hi.Fusion("mlp") as fusion:
-        x = hi.tensor("x", [S, ranks, M // (S * ranks), K], dtype)
+        x = hi.tensor("x", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         w1 = hi.tensor("w1", [K, H], dtype)
         w2 = hi.tensor("w2", [H, K], dtype)
         h = x @ w1
@@ -252,7 +252,7 @@ def mlp_2d(
     dp = dp if ranks % dp == 0 else 1
     tp = ranks // dp
     with hi.Fusion("mlp_2d") as fusion:
-        x = hi.tensor("x", [dp, S, tp, M // (S * ranks), K], dtype)
+        x = hi.tensor("x", [dp, S, tp, f"{M}/{S * ranks}", K], dtype)
         w1 = hi.tensor("w1", [K, H], dtype)
         w2 = hi.tensor("w2", [H, K], dtype)
         h = x @ w1

@@ -134,19 +134,19 @@ def check(
         program: the program to check.
         ranks: the number of ranks that the caller expects; a finding if the program is for another number.
         sizes: values of symbols; those left out get small values that fit.
-        calls: how many consecutive calls to check; by default as many as are needed to represent any number of calls.
+        calls: how many consecutive calls to check, up to 32; by default as many as are needed to represent any number.
 
     Whatever is wrong with the program is a finding, also in a program that was built in Python.
     Raises HostIRError for wrong arguments: not a program, or sizes or calls that are not integers.
     """
     from hostir.check import check as check_program
+    from hostir.check import check_calls
     from hostir.check.structure import check_structure
     from hostir.dsl import Fusion
 
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int)):
         raise error(f"ranks={described(ranks)}", user_span(), expected="an integer")
-    if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
-        raise error(f"calls={described(calls)}", user_span(), expected="an integer of at least 1")
+    check_calls(calls, f"calls={described(calls)}")
     try:
         built = program.program() if isinstance(program, Fusion) else program
     except HostIRError as unfinished:

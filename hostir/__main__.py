@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import NoReturn, TextIO
 
 import hostir
+from hostir import knobs
 from hostir.choice.cache import CALLS
 from hostir.ir.program import VERSION
 from hostir.ir.source import HostIRError, did_you_mean, error
@@ -98,7 +99,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     chk = commands.add_parser(
         "check", parents=[source, lowering], help="prove a program free of races, deadlocks and misuse of memory"
     )
-    chk.add_argument("--calls", type=int, help="how many calls follow each other (default: as many as show all)")
+    chk.add_argument("--calls", type=int, help="calls that follow each other, up to 32 (default: as many as show all)")
     chk.add_argument("--format", choices=["text", "json"], default="text")
     chk.add_argument("--graph", metavar="OUT", help="draw what comes before what, and conflicts in red: an .svg")
     repairs = chk.add_mutually_exclusive_group()
@@ -175,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_command(arguments: Sequence[str] | None) -> int:
     try:
         options = _parse(arguments)
+        knobs.check_environment()
         module, _, function = COMMANDS[options.command].partition(":")
         return int(getattr(import_module(module), function)(options))
     except SystemExit:  # of --help and --version

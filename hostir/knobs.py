@@ -36,12 +36,14 @@ __all__ = [
     "TIMEOUT",
     "Knob",
     "Row",
+    "check_environment",
     "scope",
     "table",
 ]
 
 T = TypeVar("T")
 
+PREFIX = "HOSTIR_"
 _scoped: ContextVar[Mapping[str, object]] = ContextVar("hostir_knobs")
 
 
@@ -66,7 +68,7 @@ class Knob(Generic[T]):
     @property
     def keyword(self) -> str:
         """The knob's keyword in ``scope``: ``HOSTIR_SPEC`` is ``spec``."""
-        return self.name.removeprefix("HOSTIR_").lower()
+        return self.name.removeprefix(PREFIX).lower()
 
     def get(self, argument: T | str | None = None) -> T:
         """The value in force: the argument's unless it is None, else the innermost scope's, else the environment's.
@@ -180,6 +182,20 @@ COMPARE_CALLS: Knob[bool] = Knob(
 KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str] | Knob[bool], ...] = (
     *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, COMPARE_CALLS),
 )
+
+
+def check_environment() -> None:
+    """Raise HostIRError for a variable HOSTIR_... that is no knob, or has a value that its knob does not accept.
+
+    Executors and the command line begin with it, so that a mistake is not found only where a knob is first read.
+    """
+    names = [knob.name for knob in KNOBS]
+    for name in sorted(name for name in os.environ if name.startswith(PREFIX) and name not in names):
+        hint = did_you_mean(name.removeprefix(PREFIX), (known.removeprefix(PREFIX) for known in names))
+        expected = f"one of: {', '.join(names)}"
+        raise error(f"unknown environment variable {name}", expected=expected, hint=hint.replace("'", f"'{PREFIX}", 1))
+    for knob in KNOBS:
+        knob.check(os.environ.get(knob.name), knob.name)
 
 
 def scope(**values: object) -> AbstractContextManager[None]:

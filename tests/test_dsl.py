@@ -13,6 +13,7 @@ import torch
 import hostir as hi
 from hostir.ir import HostIRError, Phase
 from hostir.ir.sizes import Size
+from hostir.ir.source import from_here
 
 DIDx, DIDy, Stream = hi.ParallelType.DIDx, hi.ParallelType.DIDy, hi.ParallelType.Stream
 
@@ -164,6 +165,28 @@ def test_what_is_no_program_is_refused_by_name(call: Callable[[], object], messa
         call()
     assert len(wrong.value.diagnostics) == 1
     assert message in str(wrong.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: hi.lower(ag_matmul(), "fusd"), "unknown strategy 'fusd'"),
+        (lambda: hi.lower(ag_matmul(), streams=0), "streams must be at least 1, not 0"),
+        (lambda: hi.lower(ag_matmul(), "auto", streams=2), "streams=2: 'auto' chooses it too"),
+        (lambda: hi.lower(ag_matmul(), sizes={"Q": 3}), "@ag_matmul has no size 'Q'"),
+        (lambda: hi.compile(ag_matmul(), strategy="fusd"), "unknown strategy 'fusd'"),
+        (lambda: hi.run(ag_matmul(), strategy="fusd"), "unknown strategy 'fusd'"),
+        (lambda: hi.Executor(ag_matmul()), "not a host program"),
+        (lambda: hi.Executor(ag_matmul().program()), "@ag_matmul is a fusion"),
+        (lambda: hi.Executor(hi.lower(ag_matmul()), machine="cloud"), "unknown machine 'cloud'"),
+    ],
+)
+def test_a_mistake_in_an_argument_is_shown_at_the_users_line(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(HostIRError, match=message) as wrong:
+        call()
+    (found,) = wrong.value.diagnostics
+    assert found.span is not None
+    assert (found.span.file, found.span.line) == (from_here(__file__), call.__code__.co_firstlineno)
 
 
 def test_a_fusion_can_be_checked() -> None:

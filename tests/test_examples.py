@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import hostir as hi
+from examples.ag_matmul import ag_matmul
+from examples.mlp_block import mlp_block
+from examples.patterns import PATTERNS
 from hostir.__main__ import main
 from hostir.cli.loading import load
 from tests.cli.commands_on_ranks import Ended, on_ranks
@@ -94,6 +99,19 @@ def test_the_fusion_of_ag_matmul_is_for_eight_ranks_unless_said() -> None:
     assert str(program).splitlines()[2] == (
         "fusion @ag_matmul(%a: bf16[4, 8@didx, 128, 1024], %b: bf16[1024, 512]) -> (%c) {"
     )
+
+
+@pytest.mark.parametrize("fusion", [ag_matmul, mlp_block, *PATTERNS], ids=lambda fusion: fusion.__name__)
+def test_rows_that_do_not_divide_are_refused_and_never_rounded(fusion: Callable[..., hi.Fusion]) -> None:
+    try:
+        built = fusion(ranks=4, M=63).program()
+    except hi.HostIRError as refused:
+        (found,) = refused.diagnostics
+        assert "63" in found.message
+        assert found.span is not None
+        assert found.span.file.startswith("examples")
+    else:
+        assert any("63" in str(value.tensor) for value in built.inputs)
 
 
 def test_a_wait_that_comes_too_late_is_wrong_under_some_schedules() -> None:

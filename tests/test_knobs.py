@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from hostir import knobs
+from hostir.__main__ import main
+from hostir.ir import parse
 from hostir.ir.source import HostIRError
+from hostir.runtime.executor import Executor
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +104,38 @@ def test_a_bad_variable_is_named_with_what_was_expected(
     with pytest.raises(HostIRError) as error:
         knob.get()
     assert str(error.value) == f"error: {message}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("HOSTIR_TIMOUT", "5", r"unknown environment variable HOSTIR_TIMOUT\n[^$]*did you mean 'HOSTIR_TIMEOUT'\?$"),
+        ("HOSTIR_COMPARE", "1", r"unknown environment variable HOSTIR_COMPARE\n[^$]*'HOSTIR_COMPARE_CALLS'\?$"),
+        ("HOSTIR_WATCH", "1", r"variable HOSTIR_WATCH\n  expected: one of: HOSTIR_DUMP, .*HOSTIR_COMPARE_CALLS$"),
+        ("HOSTIR_KEEPALIVE", "soon", r"HOSTIR_KEEPALIVE='soon'\n  expected: a number of seconds greater than 0$"),
+        ("HOSTIR_COMPARE_CALLS", "yes", r"HOSTIR_COMPARE_CALLS='yes'\n  expected: 1 or 0$"),
+    ],
+)
+def test_executors_and_commands_begin_with_a_look_at_every_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, text: str, message: str
+) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(HostIRError, match=message) as refused:
+        Executor(RELU)
+    assert main(["ops"]) == 2
+    assert capsys.readouterr().err == f"{refused.value}\n"
+    monkeypatch.setenv(name, "")
+    if name in {knob.name for knob in knobs.KNOBS}:
+        Executor(RELU)
+
+
+RELU = parse("""hostir 1
+mesh @mesh [didx] = 0
+program @relu(%x: f32[4]) -> (%y) {
+  %y: f32[4] = allocate
+  relu %x -> %y
+}
+""")
 
 
 def test_a_dump_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,16 @@ from hostir.check.signature import Signature, forget_forms
 from hostir.check.structure import check_structure, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
+from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError, error, user_span
+
+MAX_CALLS = 32  # that are checked
+
+
+def check_calls(calls: object, given_as: str) -> None:
+    """Raise unless it is a number of calls that is checked, or None; the message begins with `given_as`."""
+    if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or not 1 <= calls <= MAX_CALLS):
+        hint = "leave it out: then as many are checked as show the errors of any number of calls, mostly 2"
+        raise error(given_as, user_span(), expected=f"an integer from 1 to {MAX_CALLS}", hint=hint)
 
 
 def check(
@@ -86,4 +95,4 @@ def _refused(unchecked: Diagnostic) -> Diagnostic:
     return replace(unchecked, hint=f"{unchecked.hint}; or run it unproved: check=False, --no-check")
 
 
-__all__ = ["check", "check_structure", "forget", "prove", "verify"]
+__all__ = ["MAX_CALLS", "check", "check_calls", "check_structure", "forget", "prove", "verify"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from math import prod
@@ -22,14 +22,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hostir.check.order import Clock, Lanes, Order, Trouble, together
-from hostir.check.tracer import Access, Event, Flag, Tracer, WaitingKernel
-from hostir.ir.machine import ARITHMETIC, Frame
+from hostir.check.tracer import Access, Blocks, Event, Flag, Tracer, View, WaitingKernel
+from hostir.ir.machine import ARITHMETIC, Done, Frame, Ready
 from hostir.ir.program import Program
 from hostir.ir.regions import Dims, Region
 from hostir.ir.source import HostIRError
 from hostir.ir.types import Mesh
 
 T = TypeVar("T")
+Steps = tuple[int, ...]  # for each axis of the grid: the weight of the digit that goes up along it, 0 where none does
 
 
 class UnlikeError(Exception):
@@ -58,6 +59,9 @@ class PerRank:
         raise UnlikeError
 
     def __hash__(self) -> int:
+        raise UnlikeError
+
+    def __index__(self) -> int:
         raise UnlikeError
 
 
@@ -164,6 +168,21 @@ class _Tracer(Tracer):
     def __init__(self, program: Program, sizes: Mapping[str, int], torus: Torus) -> None:
         super().__init__(0, program, sizes)
         self.torus = torus
+
+    def compute(
+        self,
+        kind: str,
+        out: View,
+        operands: Sequence[View | None],
+        options: Mapping[str, Any],
+        ready: Ready | None = None,
+        done: Done | None = None,
+    ) -> None:
+        """Trace a computation of rank 0. What makes its blocks those of other ranks is left to `_Rotations`."""
+        of_rank_0 = ready and replace(ready, first=_at(ready.first, 0), own_first=_at(ready.own_first, 0))
+        super().compute(kind, out, operands, options, of_rank_0, done and replace(done, first=0))
+        if ready is not None or done is not None:
+            self.by_blocks[-1].ready, self.by_blocks[-1].done = ready, done
 
 
 class _Frame(Frame):
@@ -328,39 +347,45 @@ class _Rotations:
     def __init__(self, tracer: _Tracer) -> None:
         self.tracer = tracer
         self.shape = tracer.torus.shape
+        self.places = tracer.torus.places(np.arange(prod(self.shape)))
         self.steps: dict[tuple[str, int], int] = {}  # by buffer and axis; those that are not here do not go round
-        self.blocks: set[tuple[int, int]] = (
-            set()
-        )  # accesses of kernels' blocks, which go round an axis among themselves
 
     def check(self) -> None:
         """Raise UnlikeError unless every address maps to that of the next rank along each axis."""
-        awaited = {id(flag) for kernel in self.tracer.kernels for flag in kernel.waits}
-        accesses = [access for event in self.tracer.events for access in event.accesses]
-        flags = [flag for flag in (*self.tracer.signals, *self.tracer.waits) if id(flag) not in awaited]
-        moving = [(access, self._moving(access.region.offset)) for access in accesses]
-        going = [(flag, self._moving(flag.slot)) for flag in flags]
+        computed = self.tracer.by_blocks
+        in_blocks = {id(event) for blocks in computed for event in (*blocks.parts, *blocks.units)}
+        of_blocks = {id(flag) for blocks in computed for flag in (*blocks.waits, *blocks.signals)}
+        flags = [*self.tracer.signals, *self.tracer.waits]
+        plain = [event for event in self.tracer.events if id(event) not in in_blocks]
+        moving = [(access, self._moving(access.region.offset)) for event in plain for access in event.accesses]
+        going = [(flag, self._moving(flag.slot)) for flag in flags if id(flag) not in of_blocks]
+        self._weigh(moving, going)
+        for blocks in computed:
+            accesses, its_flags = self._by_blocks(blocks)
+            self._weigh(accesses, its_flags)
+            moving += accesses
+            going += its_flags
+        self._apart()
+        for access, steps in moving:
+            for axis, step in enumerate(steps):
+                if (access.buffer.name, axis) in self.steps:
+                    self._region(access, axis, _one_place if step else _all_places)
+        if any(_differs(flag.epoch[1]) for flag in flags):
+            raise UnlikeError
+        for flag, steps in going:
+            if any((flag.flags, axis) in self.steps for axis, step in enumerate(steps) if not step):
+                raise UnlikeError
+
+    def _weigh(self, moving: Sequence[tuple[Access, Steps]], going: Sequence[tuple[Flag, Steps]]) -> None:
+        """Take over the weights of digits in which addresses of accesses and slots of flags go up."""
         weights = [(access.buffer.name, steps) for access, steps in moving]
         weights += [(flag.flags, steps) for flag, steps in going]
         for name, steps in dict.fromkeys(weights):
             for axis, step in enumerate(steps):
                 if step:
                     self._need(name, axis, step)
-        for kernel in self.tracer.kernels:
-            for axis in range(len(self.shape)):
-                self._kernel(kernel, axis)
-        self._apart()
-        for access, steps in moving:
-            for axis, step in enumerate(steps):
-                if (access.buffer.name, axis) in self.steps and (id(access), axis) not in self.blocks:
-                    self._region(access, axis, _one_place if step else _all_places)
-        if any(_differs(flag.epoch[1]) for flag in (*self.tracer.signals, *self.tracer.waits)):
-            raise UnlikeError
-        for flag, steps in going:
-            if any((flag.flags, axis) in self.steps for axis, step in enumerate(steps) if not step):
-                raise UnlikeError
 
-    def _moving(self, address: Any) -> tuple[int, ...]:
+    def _moving(self, address: Any) -> Steps:
         """Return the weights of the digits in which an address goes up along each axis, 0 where it stays the same."""
         return _steps(address.numbers, self.shape) if _differs(address) else (0,) * len(self.shape)
 
@@ -373,55 +398,115 @@ class _Rotations:
         digits: dict[str, list[tuple[int, int]]] = {}
         for (buffer, axis), step in self.steps.items():
             digits.setdefault(buffer, []).append((step, step * self.shape[axis]))
-        for of in digits.values():
-            if any(higher % end for (_, end), (higher, _) in pairwise(sorted(of))):
-                raise UnlikeError
+        if any(map(_overlap, digits.values())):
+            raise UnlikeError
 
     def _region(self, access: Access, axis: int, fits: Callable[[int, Dims, int, int], bool]) -> None:
         region, step = access.region, self.steps[access.buffer.name, axis]
         if not fits(_at(region.offset, 0), region.dims, step, self.shape[axis]):
             raise UnlikeError
 
-    def _kernel(self, kernel: WaitingKernel, axis: int) -> None:
-        """Check that the blocks of a kernel, and the rows they touch, rotate with its flags."""
-        step = self.steps.get((kernel.waits[0].flags, axis)) if kernel.waits else None
-        if step is None:
-            return
-        n, count = len(kernel.waits), self.shape[axis]
-        if n % (step * count) or [flag.slot for flag in kernel.waits] != [*range(n)]:
+    # Computations by blocks: their blocks correspond as their flags do, whatever their numbers ----------------------
+    def _by_blocks(self, blocks: Blocks) -> tuple[list[tuple[Access, Steps]], list[tuple[Flag, Steps]]]:
+        """Return the accesses and flags of a computation, with the weights of digits in which they go up."""
+        turned, count = self._turned(blocks), len(blocks.units)
+        units, ready, done = turned[:count] % count, blocks.ready, blocks.done
+        if (turned % count != np.tile(units, (len(turned) // count, 1))).any():
             raise UnlikeError
-        for same in zip(*(flag.event.accesses for flag in kernel.waits), strict=True):
-            offsets = [access.region.offset for access in same]
-            rows = offsets[1] - offsets[0]
-            if not rows and all(offset is offsets[0] or offset == offsets[0] for offset in offsets):
-                continue  # what every block reads
-            if _differs(rows) or rows <= 0:
+        accesses = self._columns([part.accesses for part in blocks.parts], turned)
+        if blocks.units is not blocks.parts:
+            accesses += self._columns([unit.accesses for unit in blocks.units], units)
+        flags: list[tuple[Flag, Steps]] = []
+        if ready is not None:
+            size = count // ready.results
+            own = range(_at(ready.own_first, 0) * size, (_at(ready.own_first, 0) + ready.own_blocks) * size)
+            inside = turned[own.start : own.stop] - self._of_ranks(ready.own_first) * size
+            if ((inside < 0) | (inside >= len(own))).any():
                 raise UnlikeError
-            self._need(same[0].buffer.name, axis, rows * step)
-            for i, access in enumerate(same):
-                place = offsets[i] // (rows * step) % count
-                if offsets[i] != offsets[0] + i * rows or place != i // step % count:
-                    raise UnlikeError
-                if not _one_place(_at(offsets[i], 0), access.region.dims, rows * step, count):
-                    raise UnlikeError
-                self.blocks.add((id(access), axis))
+            accesses += self._columns([blocks.parts[n].accesses[-1:] for n in own], inside)
+            awaited = [n for n in range(len(turned)) if n not in own]
+            flags += zip(blocks.waits, _steps_of(turned[awaited] // size, self.shape), strict=True)
+        if done is not None:
+            size = count // done.blocks
+            flags += zip(blocks.signals, _steps_of(units[::size] // size, self.shape), strict=True)
+        if ready is not None and done is not None:  # each block may wait for the one before
+            size, turns = count // ready.results, np.arange(ready.results)[:, None]
+            here, there = (
+                (first + turns) % ready.results for first in (_at(ready.first, 0), self._of_ranks(ready.first))
+            )
+            if (units[here[:, 0] * size] // size != there).any():
+                raise UnlikeError
+        return accesses, flags
+
+    def _turned(self, blocks: Blocks) -> Any:
+        """Return, for each part of a computation on rank 0, which part corresponds to it on each rank."""
+        count, ready, done = len(blocks.units), blocks.ready, blocks.done
+        flags = [(ready.flags.buffer.name, ready.results)] if ready else []
+        flags += [(done.flags.buffer.name, done.blocks)] if done else []
+        found = np.tile(np.arange(len(blocks.parts))[:, None], (1, prod(self.shape)))
+        digits: list[tuple[int, int]] = []
+        for axis, extent in enumerate(self.shape):
+            steps = {self.steps[name, axis] * (count // n) for name, n in flags if (name, axis) in self.steps}
+            if not steps:
+                continue
+            step = steps.pop()
+            if steps or len(found) % (step * extent):
+                raise UnlikeError
+            digits.append((step, step * extent))
+            place = found // step % extent
+            found += ((place + self.places[axis]) % extent - place) * step
+        if _overlap(digits):
+            raise UnlikeError
+        return found
+
+    def _columns(self, items: Sequence[Sequence[Access]], turned: Any) -> list[tuple[Access, Steps]]:
+        """Return the accesses of items, with the weights of digits in which they go up.
+
+        Item n of rank 0 corresponds to item `turned[n]` of each rank. Accesses
+        that only some items have are left out.
+        """
+        found: list[tuple[Access, Steps]] = []
+        for column in zip(*items, strict=False):
+            if all(access is column[0] for access in column):
+                found.append((column[0], self._moving(column[0].region.offset)))
+                continue
+            if any(access.region.dims != column[0].region.dims for access in column):
+                raise UnlikeError
+            offsets = np.stack([self._of_ranks(access.region.offset) for access in column])
+            found += zip(column, _steps_of(np.take_along_axis(offsets, turned, 0), self.shape), strict=True)
+        return found
+
+    def _of_ranks(self, number: Any) -> Any:
+        """Return the values of a number on all ranks."""
+        return number.values if isinstance(number, PerRank) else np.full(prod(self.shape), number, dtype=np.int64)
+
+
+def _overlap(digits: Sequence[tuple[int, int]]) -> bool:
+    """Whether digits, each from a weight to another, are not different ones."""
+    return any(higher % end for (_, end), (higher, _) in pairwise(sorted(digits)))
 
 
 @lru_cache(maxsize=1 << 12)
-def _steps(numbers: bytes, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return for each axis the weight of the digit in which ranks' addresses differ along it, 0 where they do not.
+def _steps(numbers: bytes, shape: tuple[int, ...]) -> Steps:
+    """Return for each axis the weight of the digit in which ranks' addresses differ along it, 0 where they do not."""
+    return _steps_of(np.frombuffer(numbers, dtype=np.int64), shape)[0]
+
+
+def _steps_of(values: Any, shape: tuple[int, ...]) -> list[Steps]:
+    """Return the same for each of several addresses, which have a row each.
 
     Raises UnlikeError unless that digit alone rises by one per rank, modulo the ranks along the axis.
     """
-    values = np.frombuffer(numbers, dtype=np.int64).reshape(shape)
+    values = values.reshape(-1, *shape)
     steps = []
-    for axis, count in enumerate(shape):
+    for axis, count in enumerate(shape, 1):
         following = np.roll(values, -1, axis)
-        step = int((following - values).max())
-        if step and (following != values + step - count * step * (values // step % count == count - 1)).any():
+        step = (following - values).max(axis=tuple(range(1, values.ndim)), keepdims=True)
+        last = values // np.maximum(step, 1) % count == count - 1
+        if (following != values + step - count * step * last).any():
             raise UnlikeError
-        steps.append(step)
-    return tuple(steps)
+        steps.append(step.reshape(-1).tolist())
+    return [*zip(*steps, strict=True)]
 
 
 @lru_cache(maxsize=1 << 16)

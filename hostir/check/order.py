@@ -48,7 +48,7 @@ class Order:
     troubles: list[Trouble] = field(default_factory=list)
     sent: dict[tuple[int, str, int], list[Flag]] = field(default_factory=dict)  # the signals of each flag
     needs: dict[Event, Clock] = field(default_factory=dict)  # of signals: `clocks`, and what may hold them up besides
-    partners: dict[Event, Event] = field(default_factory=dict)  # of a wait for a flag: the signal that ends it
+    partners: dict[Flag, Event] = field(default_factory=dict)  # of a wait for a flag: the signal that ends it
 
     def __post_init__(self) -> None:
         self.events = [event for rank in self.ranks for event in rank.events]
@@ -132,8 +132,17 @@ class Order:
             if not enough:
                 self.troubles.append(Trouble("nobody sends", [wait.event], f"{wait.epoch[1]}"))
                 continue
-            self.partners[wait.event] = enough[0].event
+            self.partners[wait] = enough[0].event
             wait.event.after.append(enough[0].event)
+        self._show_signals()
+
+    def _show_signals(self) -> None:
+        """Let whoever has seen a wait for a signal of a kernel, which is on no lane, know that the signal was sent."""
+        more = [(signal.ends, wait.event.ends) for wait, signal in self.partners.items() if signal.lane is None]
+        while more:  # a kernel that waits for one kernel's signals may send others
+            more = [(ends, seen) for ends, seen in more if not {*seen} <= {*ends}]
+            for ends, seen in more:
+                ends += [end for end in seen if end not in ends]
 
     def enough(self, wait: Flag) -> list[Flag]:
         """Return the signals that can end a wait, in the order of their epochs."""
@@ -447,7 +456,7 @@ def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:
     """
     stuck = set(left)
     for wait in (wait for rank in order.ranks for wait in rank.waits if wait.event in stuck):
-        first = order.partners.get(wait.event)
+        first = order.partners.get(wait)
         others = [f.event for f in order.enough(wait) if f.event not in stuck]
         if first in stuck and others:
             yield Trouble("flag shared", [others[0], first], f"from {wait.epoch[1]} on")
@@ -593,7 +602,7 @@ def together(order: Order, a: WaitingKernel, b: WaitingKernel) -> bool:
 
 def _signals(order: Order, kernel: WaitingKernel) -> list[Event]:
     """Return the signals that a kernel waits for."""
-    return [signal for flag in kernel.waits if (signal := order.partners.get(flag.event))]
+    return [signal for flag in kernel.waits if (signal := order.partners.get(flag))]
 
 
 class _Line:

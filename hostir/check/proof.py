@@ -1,9 +1,9 @@
 """Prove a host program free of races, deadlocks and misuse of memory, or report where it is not.
 
-Loops are unrolled for given sizes; symbols that are not bound get small ones. Every rank is traced through as
-many calls as asked; the ranks' events are joined; then one walk with vector clocks checks all accesses to memory. The
-rules are those of docs/memory-model.md. A finding names both statements, their ranks and streams, the order that is
-missing, and what to insert.
+Loops are unrolled for the given sizes; symbols without a value get a small one. Every rank is traced through two calls,
+or more where two do not show everything. The events of all ranks are joined by the rules of docs/memory-model.md, and
+one walk with vector clocks checks all accesses to memory. A finding names both statements, their ranks and streams, the
+order that is missing, and what to insert.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from hostir.check import MAX_CALLS
 from hostir.check.alike import Alike, alike
 from hostir.check.order import (
     Conflict,
@@ -29,15 +30,14 @@ from hostir.ir.machine import uncollected, unrolled_length
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError, Span
 
-MAX_STATEMENTS = 500_000  # statements, over all ranks and calls: about a minute
-MAX_CALLS = 32  # that are checked
+MAX_STATEMENTS = 500_000  # over all ranks and calls: checking so many takes about a minute
 JOIN = "have the kernel's stream 'synchronize' the others first"
 VALUES = "give values: --set NAME=VALUE"
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """The findings of a check, the order of events (None if it got not that far), and the sizes and calls it used."""
+    """The result of a check: findings, the order of events (None if none is kept), and the sizes and calls checked."""
 
     findings: list[Diagnostic]
     order: Order | None = None
@@ -47,13 +47,16 @@ class Analysis:
 
 @uncollected()
 def analyse_quickly(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Analyse rank 0 alone where it stands for all ranks and nothing is wrong; all ranks otherwise. Keep no order."""
+    """Do as `analyse`, by rank 0 alone if it represents all ranks and nothing is wrong. The result holds no order."""
     found = _of_one_rank(program, sizes or {}, calls)
     return found or replace(analyse(program, sizes, calls), order=None)
 
 
 def _of_one_rank(program: Program, sizes: Mapping[str, int], calls: int | None) -> Analysis | None:
-    """Analyse rank 0 alone; return None unless it stands for all ranks and nothing is wrong."""
+    """Analyse rank 0 alone; return None if all ranks have to be traced.
+
+    They have to if rank 0 does not represent them, or if something is wrong and they are few enough to find out what.
+    """
     if misfits := program.misfits(sizes):
         return Analysis(misfits)
     bound, number = small_sizes(program, sizes), calls or 2
@@ -76,38 +79,35 @@ def _of_one_rank(program: Program, sizes: Mapping[str, int], calls: int | None) 
 
 @uncollected()
 def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Trace all ranks of a host program whose structure is sound, and check every order of their events.
+    """Trace all ranks of a host program whose structure is sound, and check the order of their events.
 
-    Unless `calls` is given, enough successive calls are checked to show the errors of any number of calls.
+    Unless `calls` is given, enough consecutive calls are checked to show the errors of any number of calls.
     """
     if misfits := program.misfits(sizes or {}):
         return Analysis(misfits)
     bound, number = small_sizes(program, sizes or {}), calls or 2
     if bound is None:
         names = ", ".join(sorted(program.size_names))
-        return Analysis([_unchecked(program, f"no small values of {names} make all its sizes whole", VALUES)])
+        return Analysis([_unchecked(program, f"no small values of {names} make all its sizes whole numbers", VALUES)])
     while True:
         statements = _statements(program, bound, number)
         if statements > MAX_STATEMENTS:
-            total = f"{statements} statements over all ranks and {number} calls"
-            why = f"it comes to {total}, and {MAX_STATEMENTS} is the most"
+            why = f"{statements} statements over all ranks and {number} calls are more than {MAX_STATEMENTS}"
             return Analysis([_unchecked(program, why, "check fewer rounds, ranks or calls")], sizes=bound, calls=number)
-        analysis = _walked(program, bound, number)
+        analysis = _traced(program, bound, number)
         if calls or analysis.order is None or any(found.level == "error" for found in analysis.findings):
             return analysis
         needed = calls_needed(analysis.order, program.ranks)
         if needed <= number:
             return analysis
         if needed > MAX_CALLS:
-            why = (
-                f"what needs SMs in a call may still wait {number - 1} calls later, beside a kernel that waits as well"
-            )
+            why = f"work that needs SMs may still wait for them {number - 1} calls later, beside a kernel that waits"
             return Analysis([_unchecked(program, why, JOIN)], sizes=bound, calls=number)
         number = needed
 
 
-def _walked(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
-    """Trace this many calls of all ranks, and check their events."""
+def _traced(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
+    """Trace this many calls on all ranks, and check their events."""
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     try:
         for tracer in tracers:
@@ -122,9 +122,9 @@ def _walked(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
 
 
 def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic]:
-    """Return deadlocks of an otherwise sound program on a device whose streams share hardware queues.
+    """Return the deadlocks of an otherwise sound program on a device whose streams share hardware queues.
 
-    A wait in such a queue holds back all that was issued to the queue later, whatever its stream.
+    It is checked as if there were one queue: a wait blocks everything that its rank issues later, to any stream.
     """
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     for tracer in tracers:
@@ -185,29 +185,29 @@ def _leaked(tracers: Sequence[Tracer]) -> list[Buffer]:
 
 
 def _in_program_order(found: Diagnostic) -> tuple[bool, int, int]:
-    """Sort key of findings: errors first, then by position in the text."""
+    """Return the sort key of a finding: errors come first, then the position in the text counts."""
     return found.level != "error", found.span.line if found.span else 0, found.span.column if found.span else 0
 
 
 def _unchecked(program: Program, why: str, hint: str) -> Diagnostic:
-    """Return the error that a program was not proved; `prove` turns it into a refusal."""
+    """Return the error that a program was not checked for races, and why; `prove` refuses such a program."""
     return Diagnostic(f"@{program.name} was not checked for races: {why}", hint=hint, kind=UNCHECKED)
 
 
 # Findings -------------------------------------------------------------------------------------------------------------
-# Diagnostics about an order of events: what is wrong, between which statements, and what to do about it.
+# Diagnostics about the order of events: what is wrong, between which statements, and what to do about it.
 
-MAX_NOTES = 8  # places that one finding lists: of a long cycle the first and the last
+MAX_NOTES = 8  # events that one finding lists; of a longer cycle it lists the first four and the last four
 SAME = "every rank of a team issues the same ones in the same order"
-TROUBLES = {  # what is wrong and what to do, with room for the detail
+TROUBLES = {  # by kind: message and hint; {} is the detail
     "collectives differ": ("ranks {} differ in the collectives of their team", SAME),
     "barriers differ": ("ranks {} differ in the barriers of their team", SAME),
     "messages differ": (
-        "a message is received as something else than was sent",
-        "as many elements of one dtype on both sides",
+        "a message is received with another size or dtype than it was sent with",
+        "the same number of elements and the same dtype on both sides",
     ),
     "message without partner": (
-        "a message has no partner: nobody takes its other end",
+        "a message has no partner: no rank issues its other side",
         "a recv for each send, in the same order, on the rank that the send names",
     ),
     "nobody sends": (
@@ -226,23 +226,23 @@ TROUBLES = {  # what is wrong and what to do, with room for the detail
     ),
     "deadlock": ("deadlock: these wait for each other in a circle", "let one of them come first on every rank"),
     "queues shared": (
-        "these wait for each other in a circle where streams share a hardware queue, as there are more than queues",
-        "use fewer streams, issue what is waited for first, or give CUDA_DEVICE_MAX_CONNECTIONS more than 8, up to 32",
+        "these wait for each other in a circle: streams share a hardware queue, as there are more streams than queues",
+        "use fewer streams, issue what is waited for first, or set CUDA_DEVICE_MAX_CONNECTIONS to more, up to 32",
     ),
     "SMs held": (
         "a kernel holds all SMs while it waits for what needs them",
-        "let what it waits for begin before it, or use copies between ranks, which need no SMs",
+        "have what it waits for start before it, or use copies between ranks, which need no SMs",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Finding(Diagnostic):
-    """A diagnostic about the order of events. `events` are those concerned; the span points at the last of them."""
+    """A diagnostic about the order of `events`."""
 
     buffer: str = ""
     events: tuple[Event, ...] = ()
-    times: int = 1  # in how many places of the unrolled program, over all ranks and calls
+    times: int = 1  # in how many places it was found, over all ranks, rounds and calls
 
 
 class FindingBuilder:
@@ -253,7 +253,7 @@ class FindingBuilder:
 
     # Memory -----------------------------------------------------------------------------------------------------------
     def conflict(self, c: Conflict, times: int) -> Finding:
-        """Return the finding for a conflict that was seen so many times."""
+        """Return the finding for a conflict that occurs this many times."""
         return _often(self._conflict(c), times)
 
     def _conflict(self, c: Conflict) -> Finding:
@@ -262,7 +262,7 @@ class FindingBuilder:
             left = self.what(c.first.event)
             message = f"{self.place(c.second, c.buffer)} reads %{c.buffer.name}, rows of which {left} leaves undefined"
             events = [c.first.event, c.second.event]
-            hint = f"write these rows of %{c.buffer.name} before they are read, or read what they stand for"
+            hint = f"write these rows of %{c.buffer.name} before they are read, or read the `own` rows instead"
             return self.finding("unwritten", message, events, c.buffer, hint=hint)
         if c.first is None:
             message = f"{self.place(c.second, c.buffer)} reads %{c.buffer.name}, parts of which nobody has written"
@@ -287,9 +287,9 @@ class FindingBuilder:
         if first.rank != second.rank:
             if first.call != second.call:
                 return (
-                    "end the program with a barrier, so that no rank begins a call while another is in the one before"
+                    "end the program with a barrier, so that no rank begins a call before all have ended the last one"
                 )
-            return "'signal' behind the first and 'wait_signal' before the second, or a barrier between them"
+            return "'signal' after the first and 'wait_signal' before the second, or a barrier between them"
         handle = getattr(first.statement, "handle", None)
         if handle is not None:
             waited = next((str(lane[1]) for lane, _ in first.ends if len(lane) == 2), None)
@@ -311,7 +311,7 @@ class FindingBuilder:
             yield Finding(
                 f"%{buffer.name} is neither freed nor an output: it takes memory until the call ends",
                 span,
-                hint=f"'free %{buffer.name}' on the caller's stream, behind all that uses it",
+                hint=f"'free %{buffer.name}' on the caller's stream, after all that uses it",
                 level="warning",
                 kind="leak",
                 buffer=buffer.name,
@@ -319,7 +319,7 @@ class FindingBuilder:
 
     # Ranks ------------------------------------------------------------------------------------------------------------
     def troubles(self, troubles: Iterable[Trouble]) -> Iterator[Finding]:
-        """Yield one finding for each set of statements in trouble, with the number of times."""
+        """Yield one finding for each kind of trouble and set of statements, with the number of times it occurs."""
         grouped: dict[tuple[object, ...], list[Trouble]] = {}
         for t in troubles:
             sides = frozenset(id(event.statement) for event in t.events if event is not None)
@@ -378,7 +378,7 @@ class FindingBuilder:
         return {
             "writes": "the caller writes its inputs",
             "reads": "the caller reads the outputs",
-            "overwrites": "the caller goes on, and overwrites what is its own",
+            "overwrites": "the caller goes on, and overwrites its inputs and outputs",
         }[event.verb]
 
     def where(self, event: Event) -> str:
@@ -397,7 +397,7 @@ def _does(touch: Touch) -> str:
 
 def _may(touch: Touch) -> str:
     if touch.event.verb == "allocates":
-        return "may not have given"
+        return "may not yet have allocated"
     return {"reads": "may still read", "frees": "frees"}.get(touch.access.does, "may still write")
 
 
@@ -410,6 +410,6 @@ def _span(event: Event) -> Span | None:
 
 
 def _often(found: Finding, times: int) -> Finding:
-    """Return a finding that says how many places show it."""
+    """Return the finding with a note of how many times it occurs, if more than once."""
     more = ((None, f"{times} places of these calls show it, over all ranks, rounds and calls"),) if times > 1 else ()
     return replace(found, times=times, notes=(*found.notes, *more))

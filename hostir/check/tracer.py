@@ -1,10 +1,10 @@
-"""Trace the events that each rank issues: accesses to strided views of memory, and the edges within the rank."""
+"""Record what each rank issues as events: the memory that they access, and the happens-before edges within the rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import lcm, prod
 from typing import Any, ClassVar, Literal
 
 from hostir.ir.machine import Done, Exchange, Frame, Observer, OptionalMethods, Ready, interpret
@@ -15,12 +15,12 @@ from hostir.ir.source import Diagnostic, HostIRError, Span, error
 from hostir.ir.types import DType, bind_shape
 
 # Memory ---------------------------------------------------------------------------------------------------------------
-# Memory as the checker sees it: buffers of ranks, strided views of them, and what events do to them.
+# Memory as the checker sees it: the buffers of each rank, strided views of them, and accesses to views.
 
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """A buffer of one rank. `persists`: it is the caller's or symmetric, and the program need not free it."""
+    """A buffer of one rank. `persists`: the program need not free it (inputs, symmetric buffers, copies by `dense`)."""
 
     rank: int
     name: str
@@ -44,12 +44,12 @@ class View:
 
     @property
     def dense(self) -> bool:
-        """Whether its elements lie side by side, in order."""
+        """Whether its elements are contiguous, in row-major order."""
         pairs = zip(self.shape, self.strides, packed(self.shape), strict=True)
         return 0 in self.shape or all(n == 1 or s == p for n, s, p in pairs)
 
     def equals(self, other: View) -> bool:
-        """Whether each of its elements is that of the other with the same indices."""
+        """Whether both views have the same elements at the same indices."""
         if self.buffer is not other.buffer or self.offset != other.offset or self.shape != other.shape:
             return False
         return all(n == 1 or s == t for n, s, t in zip(self.shape, self.strides, other.strides, strict=True))
@@ -60,9 +60,9 @@ Does = Literal["reads", "writes", "undefines", "frees"]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One access to memory: to this rank's `buffer`, or to the buffer of the same name on the peer `rank`.
+    """One access to memory: to this rank's `buffer` if `rank` is -1, else to the peer `rank`'s buffer of the same name.
 
-    Undefined elements may not be read until something writes them.
+    An access that `undefines` elements leaves them undefined: nothing may read them before something writes them.
     """
 
     buffer: Buffer
@@ -77,7 +77,7 @@ class Access:
 
 
 def access(view: View, does: Does, rank: int = -1) -> Access:
-    """Return an access to a view; `rank` is its owner, where that may be a peer."""
+    """Return an access to a view. `rank` is the rank whose memory is accessed; -1 is the view's own."""
     peer = rank if rank not in (-1, view.buffer.rank) else -1
     return Access(view.buffer, view.region, does, peer)
 
@@ -101,23 +101,45 @@ def dense(buffer: Buffer, shape: tuple[int, ...]) -> View:
     return View(buffer, 0, shape, packed(shape))
 
 
-def rows_of(x: View, block: int, blocks: int) -> View:
-    """Return one of `blocks` equal blocks of the rows of `x`, whose leading axes flatten to one stride."""
-    rows = prod(x.shape[:-1])
-    strides = strides_in(x, (rows, *x.shape[-1:]))
-    assert strides is not None
-    count = rows // blocks
-    return View(x.buffer, x.offset + block * count * strides[0], (count, *x.shape[-1:]), strides)
+def rows_of(x: View, block: int, blocks: int, inner: int = 1) -> View | None:
+    """Return one of `blocks` equal blocks of the rows of `x`, or None where it is no view.
+
+    Rows are all axes but the `inner` last. Blocks cut the first of these, or are pieces of its parts; axes that merge
+    are one.
+    """
+    last = max(len(x.shape) - inner, 0)
+    offset, axes = x.offset, list(_merged(x.shape[:last], x.strides[:last]))
+    while blocks > 1 and axes:
+        extent, stride = axes.pop(0)
+        if extent % blocks == 0:
+            offset += block * (extent // blocks) * stride
+            axes.insert(0, (extent // blocks, stride))
+            blocks = 1
+        elif blocks % extent == 0:
+            blocks //= extent
+            offset, block = offset + block // blocks * stride, block % blocks
+        else:
+            return None
+    shape, strides = (n for n, _ in axes), (s for _, s in axes)
+    return View(x.buffer, offset, (*shape, *x.shape[last:]), (*strides, *x.strides[last:]))
+
+
+def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return extents and strides of axes, those that merge as one, without those of extent 1."""
+    merged: list[tuple[int, int]] = []
+    for n, s in zip(shape, strides, strict=True):
+        if n != 1 and merged and merged[-1][1] == n * s:
+            merged[-1] = (merged[-1][0] * n, s)
+        elif n != 1:
+            merged.append((n, s))
+    return tuple(merged)
 
 
 def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the strides of a view in another shape, or None where only a copy can have that shape."""
+    """Return the strides of a view reshaped to `shape`, or None if that needs a copy."""
     if 0 in x.shape:
         return packed(shape)
-    merged = [[n, s] for n, s in zip(x.shape, x.strides, strict=True) if n != 1]
-    for i in range(len(merged) - 1, 0, -1):
-        if merged[i - 1][1] == merged[i][0] * merged[i][1]:
-            merged[i - 1 : i + 1] = [[merged[i - 1][0] * merged[i][0], merged[i][1]]]
+    merged = [*_merged(x.shape, x.strides)]
     strides: list[int] = []
     for n in reversed(shape):
         if n == 1:
@@ -127,37 +149,36 @@ def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
             merged.pop()
         if not merged or merged[-1][0] % n:
             return None
-        strides.append(merged[-1][1])
-        merged[-1] = [merged[-1][0] // n, merged[-1][1] * n]
+        extent, stride = merged.pop()
+        strides.append(stride)
+        merged.append((extent // n, stride * n))
     return tuple(reversed(strides))
 
 
 # The tracer -----------------------------------------------------------------------------------------------------------
-# A machine that executes nothing: it records what each rank issues, as events with the edges within the rank.
-#
-# The tracer is a `hostir.ir.machine.Machine`. Statements tell it what they read and write by evaluating themselves on
-# it, as they do on every machine; its tensors are regions of buffers.
+# The tracer is a `hostir.ir.machine.Machine` that executes nothing. A statement is evaluated on it as on every machine,
+# and the tracer records what it reads, writes and waits for. Its tensors are views of buffers.
 
 CALLER = "caller's stream"
-Lane = tuple[object, ...]  # what keeps its events in order: (rank, stream) and the like
-Ends = list[tuple[Lane, int]]  # whoever has seen one of these ticks knows that an event has ended
+Lane = tuple[object, ...]  # a sequence whose events happen in order, such as a stream: (rank, stream)
+Ends = list[tuple[Lane, int]]  # ticks of lanes: once one of them is in a vector clock, the event has ended
 
 
-@dataclass(eq=False, slots=True, repr=False)  # its events all lead to each other
+@dataclass(eq=False, slots=True, repr=False)  # a repr would print all earlier events as well
 class Event:
-    """An event at one moment of one rank.
+    """A moment in the run of one rank, such as the start or the end of a statement.
 
     Fields:
         number: the number of events that its rank issued before it.
-        lane, tick: its lane and its position there; None where only its edges order it.
-        ends: ticks that show that it has ended; by default its own tick.
-        after: the events that happen before it.
-        held: other events that it may wait for, on some machine or at some size. They count for deadlocks, but no
-            program may rely on them.
+        lane, tick: its lane, and its position there from 1; None and 0 where only its edges order it.
+        ends: the ticks that show that it has ended, any one of them; by default its own.
+        after: the events that happen before it, as far as edges are direct.
+        held: other events that it has to wait for on some machines or at some sizes. They can cause a deadlock, but
+            they order nothing.
         verb: what it does, for messages; `statement` is None for what the caller does.
         sms: whether it needs SMs.
         small: whether one SM is enough for it: the one that a waiting kernel leaves to events issued before the kernel.
-        seen: computes its clock, a new array, from that of the event it follows; None where the two are the same.
+        seen: computes its vector clock, a new array, from that of the event it follows; None where the two are equal.
     """
 
     rank: int
@@ -180,7 +201,7 @@ class Event:
 
 @dataclass(eq=False, slots=True)
 class Side:
-    """One rank's side of a communication or message. `take` reads `x`, `give` writes `out`; they may be one event."""
+    """One rank's side of a collective or message. Event `take` reads `x`, `give` writes `out`; they may be the same."""
 
     exchange: Exchange
     x: View | None
@@ -208,11 +229,12 @@ class Flag:
 
 @dataclass(eq=False, slots=True)
 class Pushing:
-    """The copies by SMs issued last on a stream, with the signals right behind them.
+    """The copies by SMs with which a stream ends so far, and their signals: rule 12 lets a waiting kernel overlap them.
 
     Fields:
-        begin: the begin of the first, behind all earlier events of the stream.
+        begin: the start of the first copy, after all earlier events of the stream.
         last: the last copy or signal; they run one after the other.
+        signalled: whether `last` is a signal.
     """
 
     begin: Event
@@ -222,7 +244,7 @@ class Pushing:
 
 @dataclass(eq=False, slots=True)
 class WaitingKernel:
-    """A product that holds SMs while it waits for flags. `overlapped`: the last of the copies that it may overlap."""
+    """A computation that holds SMs while it waits for flags. `overlapped`: the last of the copies it may overlap."""
 
     start: Event
     end: Event
@@ -230,8 +252,29 @@ class WaitingKernel:
     waits: list[Flag] = field(default_factory=list)
 
 
+@dataclass(eq=False, slots=True)
+class Blocks:
+    """The events of a computation by blocks of rows, cut so that each lies in one block of `ready` and one of `done`.
+
+    Fields:
+        units: those that write the result, in the order of its rows.
+        parts: those that read the operand whose blocks are waited for, source by source; of a product they are `units`.
+        waits, signals: its flags, in the order of parts and of units.
+    """
+
+    ready: Ready | None
+    done: Done | None
+    units: list[Event]
+    parts: list[Event]
+    waits: list[Flag] = field(default_factory=list)
+    signals: list[Flag] = field(default_factory=list)
+
+
 class Tracer(Observer, OptionalMethods):
-    """Traces one rank. After each `call`, `events` has what it issued; other fields are matched with other ranks."""
+    """Traces one rank: each `call` adds what the rank issues to `events`.
+
+    `hostir.check.order.Order` matches `collectives`, `messages`, `barriers`, `signals` and `waits` with other ranks'.
+    """
 
     frame: ClassVar[type[Frame]] = Frame
 
@@ -243,23 +286,24 @@ class Tracer(Observer, OptionalMethods):
         self.tails: dict[Lane, Event] = {}
         self.pushing: dict[str, Pushing] = {}  # by stream
         self.current = CALLER
-        self.turn = 0  # which call
+        self.turn = 0  # the number of the call, from 0
         self.statement: Statement | None = None
         self.rounds: tuple[int, ...] = ()
         self.inputs = [self._input(v) for v in program.inputs]
-        self.copies: list[View] = []  # of inputs, that a call has made
-        self.buffers: list[Buffer] = []  # that the program allocated
-        self.kept: dict[str, Buffer] = {}  # symmetric buffers, from the first call on
+        self.copies: list[View] = []  # results of `dense` in this call
+        self.buffers: list[Buffer] = []  # results of `allocate`, over all calls
+        self.kept: dict[str, Buffer] = {}  # symmetric buffers by name, from the first call on
         self.collectives: dict[tuple[int, ...], list[Side]] = {}  # by team
         self.messages: dict[tuple[int, ...], list[Side]] = {}
         self.barriers: dict[tuple[int, ...], list[Event]] = {}
         self.signals: list[Flag] = []
         self.waits: list[Flag] = []
         self.kernels: list[WaitingKernel] = []
+        self.by_blocks: list[Blocks] = []
         self.outputs: list[list[View | None]] = []  # of each call
-        self.problems: dict[tuple[int, str], Diagnostic] = {}  # by statement and message: misuse, in the order issued
+        self.problems: dict[tuple[int, str], Diagnostic] = {}  # misuse by statement and message, in order of issue
         self.freed: dict[Buffer, Statement] = {}
-        self.flying: dict[Event, Statement] = {}  # communications that nobody has waited for so far
+        self.in_flight: dict[Event, Statement] = {}  # communications that nothing has waited for yet, by their end
         self.waited: dict[Event, Statement] = {}
 
     def _input(self, value: Value) -> View | None:
@@ -273,16 +317,19 @@ class Tracer(Observer, OptionalMethods):
         self.statement, self.rounds = statement, rounds
 
     def call(self) -> None:
-        """Trace one call: the caller writes inputs on its stream, at the end reads outputs, then overwrites both."""
+        """Trace one call of the program.
+
+        On its stream the caller first writes the inputs; at the end it reads the outputs, then overwrites both.
+        """
         self.current, self.statement, self.rounds = CALLER, None, ()
         self.step("writes", [access(x, "writes") for x in self.inputs if x])
         handles = interpret(self.program, self, self.sizes, self.inputs, self, self.frame)
         outputs: list[View | None] = [h for h in handles if h is None or isinstance(h, View)]
         self.outputs.append(outputs)
-        for statement in self.flying.values():
+        for statement in self.in_flight.values():
             self.statement, handle = statement, statement.defines(Phase.HOST)
             self.refuse(f"{handle} is never waited for", hint=f"add 'wait {handle}' before its result is used")
-        self.flying.clear()
+        self.in_flight.clear()
         self.statement, self.rounds, self.current = None, (), CALLER
         for value, x in zip(self.program.outputs, outputs, strict=True):
             if x is not None and (freed := self.freed.get(x.buffer)):
@@ -294,14 +341,14 @@ class Tracer(Observer, OptionalMethods):
         self.turn += 1
 
     def lasting(self) -> Iterator[tuple[Event, Event]]:
-        """Yield the begin and the end of all that may hold SMs until other ranks act: kernels, communication."""
+        """Yield start and end of all that may hold SMs until other ranks act: waiting kernels and communications."""
         yield from ((kernel.start, kernel.end) for kernel in self.kernels)
         for sides in (*self.collectives.values(), *self.messages.values()):
             yield from ((side.begin, side.end) for side in sides)
 
     # Events ---------------------------------------------------------------------------------------------------------
     def event(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
-        """Add an event of the current statement that is on no lane."""
+        """Add an event of the current statement, without putting it on a lane."""
         made = Event(self.rank, self.turn, verb, self.statement, self.rounds, self.current, len(self.events))
         made.accesses = [a for a in accesses if not a.region.empty]
         made.after, made.sms = list(after), sms
@@ -309,12 +356,12 @@ class Tracer(Observer, OptionalMethods):
         return made
 
     def tail(self, *lane: object) -> list[Event]:
-        """The last event of a lane, if any."""
+        """Return the last event of a lane, if any."""
         found = self.tails.get((self.rank, *lane))
         return [found] if found else []
 
     def issued(self, stream: str) -> list[Event]:
-        """Return the events that everything issued to a stream happens before."""
+        """Return the last events of a stream: once they have ended, everything issued to it so far has ended."""
         return self.tail(stream) + ([self.pushing[stream].last] if stream in self.pushing else [])
 
     def follow(self, event: Event, *lane: object) -> Event:
@@ -329,13 +376,13 @@ class Tracer(Observer, OptionalMethods):
         return event
 
     def step(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
-        """Add an event on the current stream."""
+        """Add an event on the current stream, after everything issued to it so far."""
         pushing = self.pushing.pop(self.current, None)
-        behind = [*after, pushing.last] if pushing else after
-        return self.follow(self.event(verb, accesses, behind, sms), self.current)
+        earlier = [*after, pushing.last] if pushing else after
+        return self.follow(self.event(verb, accesses, earlier, sms), self.current)
 
     def push(self, verb: str, accesses: list[Access]) -> Event:
-        """Add a copy by SMs, or a signal right behind one: a waiting kernel may overlap it."""
+        """Add a copy by SMs, or the signal that directly follows one: a waiting kernel may overlap it."""
         pushing = self.pushing.get(self.current)
         if pushing is None:
             begin = self.step("begins", [])
@@ -348,7 +395,7 @@ class Tracer(Observer, OptionalMethods):
         span = self.statement.span if self.statement else None
         return error(f"rank {self.rank}: {message}", span, expected=expected, hint=hint)
 
-    # Misuse that the order of issue shows ----------------------------------------------------------------------------
+    # Misuse that shows while one rank is traced ----------------------------------------------------------------------
     def refuse(
         self,
         message: str,
@@ -363,14 +410,14 @@ class Tracer(Observer, OptionalMethods):
         self.problems.setdefault((id(self.statement), message), Diagnostic(message, span, expected, hint, notes))
 
     def use(self, out: View | None, *reads: View | None) -> None:
-        """Report a freed buffer among the views that the current statement reads and writes."""
+        """Report that the current statement reads or writes a buffer that was freed."""
         s, read = self.statement, [x for x in reads if x is not None]
         if s is None or not self.freed:
             return
         for value, x in (*zip(s.values(Codec.READ), read, strict=False), (next(s.values(Codec.WRITE), None), out)):
             if x is not None and value is not None and (freed := self.freed.get(x.buffer)):
                 name = x.buffer.name
-                what = "it was freed" if value.name == name else f"%{name} was freed, of which it is a view"
+                what = "it was freed" if value.name == name else f"%{name}, of which it is a view, was freed"
                 self.refuse(f"{value} is used after {what}", notes=((freed.span, "freed here"),))
 
     def overwrite(self, out: View | None, *reads: View | None) -> None:
@@ -388,19 +435,20 @@ class Tracer(Observer, OptionalMethods):
             both = "" if value == result else f" {value}, and both are memory of %{x.buffer.name}"
             self.refuse(
                 f"{s.keyword()} writes {result} while it reads{both or ' it'}",
-                expected="memory that none of the operands lies in; only elementwise statements and allreduce may "
-                "write the very view that they read",
+                expected="memory that overlaps no operand; only elementwise statements and allreduce may write "
+                "exactly the view that they read",
                 hint="allocate a buffer for the result",
             )
             return
 
-    # What statements ask for: the methods of `hostir.ir.machine.Machine` --------------------------------------------
+    # The methods of `hostir.ir.machine.Machine` ----------------------------------------------------------------------
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> View:
         value = self.statement.buffer if self.statement else None
         name = value.name if value else "buffer"
         if not symmetric:
             self.buffers.append(buffer := Buffer(self.rank, name, prod(shape), value))
-            # On its stream, as whoever had this memory before may still use it there. It leaves copies by SMs alone.
+            # In stream order, as the previous owner of the memory may still use it there. Not by `step`: a waiting
+            # kernel may overlap copies by SMs even if an `allocate` comes between them.
             self.follow(self.event("allocates", [whole(buffer, "undefines")]), self.current)
             return dense(buffer, shape)
         return dense(self.kept.setdefault(name, Buffer(self.rank, name, prod(shape), value, persists=True)), shape)
@@ -435,10 +483,10 @@ class Tracer(Observer, OptionalMethods):
         return View(x.buffer, x.offset, tuple(x.shape[a] for a in axes), tuple(x.strides[a] for a in axes))
 
     def dense(self, x: View) -> View:
-        """Return a copy that, like the input, the caller overwrites at the end."""
+        """Return a copy, which the caller overwrites at the end of the call, like the input."""
         value = self.statement.defines(Phase.HOST) if self.statement else None
         copy = dense(Buffer(self.rank, value.name if value else "copy", prod(x.shape), value, persists=True), x.shape)
-        # Nothing is issued where the input is dense: a kernel behind may start beside copies by SMs in front of it.
+        # Not by `step`: for a dense input nothing is issued, and a waiting kernel may overlap copies by SMs before it.
         self.follow(self.event("copies", [access(x, "reads"), access(copy, "writes")], sms=True), self.current)
         self.copies.append(copy)
         return copy
@@ -455,37 +503,98 @@ class Tracer(Observer, OptionalMethods):
         own = ready.own if ready is not None else None
         self.use(out, *operands, own)
         self.overwrite(out, *operands, own)
-        if ready is not None:
-            self._waiting(out, operands, ready)
+        if ready is None and done is None:
+            reads = [access(x, "reads") for x in operands if x is not None]
+            self.step("runs", [*reads, access(out, "writes")], sms=True)
             return
-        reads = [access(x, "reads") for x in operands if x is not None]
-        self.step("runs", [*reads, access(out, "writes")], sms=True)
-
-    def _waiting(self, out: View, operands: Sequence[View | None], ready: Ready) -> None:
-        pushing = self.pushing.pop(self.current, None)  # it may overlap these copies, and ends after them
+        pushing = self.pushing.pop(self.current, None) if ready else None  # it may overlap these copies
         start = self.step("starts", [], sms=True)
-        kernel = WaitingKernel(start, start, pushing.last if pushing else None)
-        blocks = []
-        a, *others = [x for x in operands if x is not None]
-        for x in (a, out, *([ready.own] if ready.own else [])):
-            if strides_in(x, (prod(x.shape[:-1]), *x.shape[-1:])) is None:
-                layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
-                raise self.fail(f"rows of {layout}", expected="rows with one stride", hint="copy it first")
-        for i in range(ready.blocks):
-            own = ready.own if ready.own is not None and i == ready.first else None
-            rows = rows_of(a, i, ready.blocks)
-            reads = [access(x, "reads") for x in (*others, *([] if own is None else [own]))]
-            left = access(rows, "reads" if own is None else "undefines")
-            accesses = [*reads, left, access(rows_of(out, i, ready.blocks), "writes")]
-            block = self.event(f"runs block {i}", accesses, [start])
-            if own is None:
-                kernel.waits.append(Flag(block, self.rank, ready.flags.buffer.name, i, (self.turn, ready.epoch)))
-            blocks.append(block)
-        kernel.end = self.step("ends", [], after=[*blocks, *([pushing.last] if pushing else [])])
-        for block in blocks:
-            block.ends.append((kernel.end.lane or (), kernel.end.tick))
-        self.waits += kernel.waits
-        self.kernels.append(kernel)
+        blocks = self._blocks(start, out, operands, options.get("axis"), ready, done)
+        last = [flag.event for flag in blocks.signals] or blocks.units
+        end = self.step("ends", [], after=[*last, *([pushing.last] if pushing else [])])
+        for event in last:  # those before share its list
+            event.ends.append((end.lane or (), end.tick))
+        self.waits += blocks.waits
+        self.signals += blocks.signals
+        self.by_blocks.append(blocks)
+        if ready is not None:
+            self.kernels.append(WaitingKernel(start, end, pushing.last if pushing else None, blocks.waits))
+
+    def _blocks(
+        self,
+        start: Event,
+        out: View,
+        operands: Sequence[View | None],
+        axis: int | None,
+        ready: Ready | None,
+        done: Done | None,
+    ) -> Blocks:
+        """Add the events of a computation by blocks: of a product, or of a sum over an axis."""
+        x, *others = [x for x in operands if x is not None]
+        sources, inner = [x], 1
+        if axis is not None and ready is not None:
+            sources = [self.select(x, axis, n) for n in range(x.shape[axis])]
+        elif axis is not None:  # nobody asks for one source
+            sources, inner = [self.permute(x, (*(n for n in range(len(x.shape)) if n != axis), axis))], 2
+        count = lcm(ready.results if ready else 1, done.blocks if done else 1)
+        whole = [access(other, "reads") for other in others]
+        writes = [access(self._rows(out, n, count), "writes") for n in range(count)]
+        parts, waits = list[Event](), list[Flag]()
+        for source, rows in enumerate(sources):
+            for n in range(count):
+                block = (source * count + n) * ready.results // count if ready else 0
+                own = self._own(ready, source * count + n, count) if ready and block in ready.replaced else None
+                accesses = [access(self._rows(rows, n, count, inner), "undefines" if own else "reads"), *whole]
+                accesses += writes[n : n + 1] if axis is None else []
+                accesses += [access(own, "reads")] if own else []
+                parts.append(part := self.event("runs", accesses, [start]))
+                if ready and not own:
+                    waits.append(Flag(part, self.rank, ready.flags.buffer.name, block, (self.turn, ready.epoch)))
+        units = parts
+        if axis is not None:
+            units = [self.event("runs", writes[n : n + 1], parts[n::count]) for n in range(count)]
+        blocks = Blocks(ready, done, units, parts, waits)
+        if done is not None:
+            size = count // done.blocks
+            for n in range(done.blocks):
+                signal = self.event("signals", [], units[n * size : (n + 1) * size])
+                place = done.flags.buffer.name, n, (self.turn, done.epoch)
+                blocks.signals.append(Flag(signal, self.rank, *place))
+        for n, unit in enumerate(units):  # whoever sees the signal, or the end, has seen what comes before
+            unit.ends = blocks.signals[n * done.blocks // count].event.ends if done else unit.ends
+            for part in parts[n::count]:
+                part.ends = unit.ends
+        if ready is not None and done is not None:
+            self._one_by_one(blocks, ready)
+        return blocks
+
+    def _one_by_one(self, blocks: Blocks, ready: Ready) -> None:
+        """Let each block of the result wait for the one before: a machine may compute them in order."""
+        count = len(blocks.units)
+        size, before = count // ready.results, list[Event]()
+        for result in ready.order:
+            units = range(result * size, (result + 1) * size)
+            for n in units:
+                for part in blocks.parts[n::count]:
+                    part.held += before
+            before = [blocks.units[n] for n in units]
+
+    def _own(self, ready: Ready, part: int, count: int) -> View:
+        """Return the rows of `own` for a part of the operand, of which each source has `count`."""
+        size = count // ready.results
+        assert isinstance(ready.own, View)
+        return self._rows(ready.own, part - ready.own_first * size, ready.own_blocks * size)
+
+    def _rows(self, x: View, block: int, blocks: int, inner: int = 1) -> View:
+        rows = rows_of(x, block, blocks, inner)
+        if rows is None:
+            layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
+            raise self.fail(
+                f"{blocks} blocks of the rows of {layout} are no views",
+                expected="rows that are cut along an axis, or pieces of its parts",
+                hint="copy it first",
+            )
+        return rows
 
     def communicate(self, exchange: Exchange, x: View | None, out: View | None) -> Event:
         for does, tensor in (("reads", x), ("writes", out)):
@@ -500,13 +609,13 @@ class Tracer(Observer, OptionalMethods):
         message = exchange.kind in ("send", "recv", "exchange")
         end = (self._message if message else self._collective)(exchange, x, out, reads, writes)
         assert self.statement is not None
-        self.flying[end] = self.statement
+        self.in_flight[end] = self.statement
         return end
 
     def _collective(
         self, exchange: Exchange, x: View | None, out: View | None, reads: list[Access], writes: list[Access]
     ) -> Event:
-        """Add the events of a collective. Its memory is used once the stream gets there, whoever else has come."""
+        """Add the events of a collective, which may use its memory once this rank's stream reaches it (rule 3)."""
         team = tuple(sorted(exchange.team))
         sides = self.collectives.setdefault(team, [])
         moves = self.event("moves", [*reads, *writes], self.issued(self.current))
@@ -535,10 +644,10 @@ class Tracer(Observer, OptionalMethods):
             first = ((self.waited[handle].span, "first here"),)
             self.refuse(f"{name} is waited for twice", hint="wait for it once", notes=first)
             return
-        self.flying.pop(handle)
+        self.in_flight.pop(handle)
         self.waited[handle] = self.statement
         known = self.step("waits", [], after=[handle])
-        if handle.lane is None:  # nothing but those who wait for it sees it end
+        if handle.lane is None:  # only a wait for it shows that it has ended
             handle.ends.append((known.lane or (), known.tick))
 
     def current_stream(self) -> str:
@@ -552,10 +661,14 @@ class Tracer(Observer, OptionalMethods):
 
     def copy(self, x: View, out: View, source: int, target: int, sms: int = 0) -> None:
         if source == target and x.buffer is out.buffer and not x.equals(out) and x.region.meets(out.region):
-            message = f"it copies a part of %{x.buffer.name} to another that overlaps it, on one rank"
-            raise self.fail(message, expected="parts of one rank that have nothing in common, or are one view")
+            message = f"it copies a part of %{x.buffer.name} to another part that overlaps it, on the same rank"
+            raise self.fail(message, expected="parts that do not overlap, or the same view twice")
         if sms and not (x.dense and out.dense):
-            raise self.fail("SMs copy between dense tensors", hint="copy to a buffer first, or leave out 'by ... sms'")
+            raise self.fail(
+                "a copy by SMs, of a tensor that is not dense",
+                expected="two dense tensors",
+                hint="copy to a buffer first, or leave out 'by ... sms'",
+            )
         self.use(out, x)
         accesses = [access(x, "reads", source), access(out, "writes", target)]
         if sms:
@@ -581,7 +694,7 @@ class Tracer(Observer, OptionalMethods):
         if isinstance(stream, str):
             return stream
         if not 0 <= stream < self.program.streams:
-            hint = f"write 'streams {stream + 1}' behind the program's outputs" if stream > 0 else ""
+            hint = f"write 'streams {stream + 1}' after the program's outputs" if stream > 0 else ""
             raise self.fail(
                 f"there is no stream {stream}", expected=f"an index below {self.program.streams}", hint=hint
             )

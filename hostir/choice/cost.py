@@ -1,4 +1,4 @@
-"""The cost model: estimates how long a host program takes."""
+"""The cost model: estimate how long a call of a host program takes, by simulating the tasks of all ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from math import inf, log2, prod
 from typing import Any
 
 from hostir.choice.platforms import Hardware
-from hostir.ir.machine import uncollected
+from hostir.ir.machine import Done, Ready, uncollected
 from hostir.ir.program import Program
 from hostir.runtime.binding import Pushes
-from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, Grid, Tile, choose, duration
+from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, Grid, Tile, block_ends, choose, duration
 from hostir.runtime.order import CALLER, NONE
 from hostir.runtime.unroll import (
     AllocateOp,
@@ -40,8 +40,8 @@ from hostir.runtime.unroll import (
 # Tasks of each rank ---------------------------------------------------------------------------------------------------
 # The tasks of each rank of a host program: their kind and size, and the tasks that each waits for.
 #
-# Each rank's program is unrolled as for a run, but nothing is bound. So the cost model knows nothing of strategies, and
-# sees the operations that machines run.
+# Each rank's program is unrolled as for a run, and every operation becomes a task. So the cost model sees exactly what
+# machines run, and needs to know nothing of strategies.
 
 
 # Kinds of tasks ---------------------------------------------------------------------------------------------------
@@ -52,9 +52,10 @@ class Nothing:
 
 @dataclass(frozen=True)
 class Pause:
-    """A stream pauses for a fixed time; with `kind`, the time of a signal.
+    """A fixed time on a stream: that of a `delay`, or with `kind` that of a signal.
 
-    A `signal` is the stream's own, `kernel` one by a kernel, and one that a kernel `raised` which copies takes no time.
+    Kinds are `signal`, sent by the stream itself or by a computation; `kernel`, sent by a kernel of its own; and
+    `raised`, sent by the kernel of the copies before it, which takes no extra time.
     """
 
     microseconds: float = 0.0
@@ -63,14 +64,14 @@ class Pause:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A computation that is bound by memory: `bytes` read and written."""
+    """A computation that is bound by memory, with the `bytes` that it reads and writes."""
 
     bytes: int
 
 
 @dataclass(frozen=True)
 class CostTransfer:
-    """A communication of a team: `bytes` of the whole tensor that is gathered, summed or exchanged."""
+    """A collective or messages of a team. `bytes` is the size of the whole tensor, gathered, summed or exchanged."""
 
     kind: str
     bytes: int
@@ -79,9 +80,9 @@ class CostTransfer:
 
 @dataclass(frozen=True)
 class CostCopy:
-    """A copy between this rank and `peer`, by a copy engine, or by a kernel on `sms` SMs.
+    """A copy to `peer` if `out`, else from it: by a copy engine if `sms` is 0, else by a kernel on `sms` SMs.
 
-    `first` if it is the first copy of its kernel.
+    `first` is whether it is the first copy of its kernel.
     """
 
     bytes: int
@@ -103,16 +104,18 @@ What = Nothing | Pause | Gemm | Traffic | CostTransfer | CostCopy | CostBarrier
 
 @dataclass(eq=False)
 class CostTask:
-    """An operation that a rank issues to one of its streams.
+    """An operation that a rank issues to a lane: one of its streams, or the sequence of a team's communications.
 
     Fields:
-        after: the task before it on its lane, which ends before it begins.
-        joins: those of other lanes that do.
-        partners: every rank's task of the same collective or barrier, itself among them; they begin together.
-        blocks: of a matmul that waits while it runs, for each block of rows in its order the signal it waits for.
-        overlapped_sms: on how many SMs the copies run that may not have ended when it starts; 0 for none.
-        reserved_sms: how many SMs it leaves to signals.
-        launches: how often the host issues something up to it, by the kind of what is issued.
+        after: the tasks that end before it begins, on its own lane.
+        joins: the tasks that end before it begins, on other lanes.
+        partners: every rank's task of the same collective or barrier, itself included; they begin together.
+        blocks: for a computation that waits for flags, the signals of each block, in the order in which it computes
+            them.
+        raises: for a computation that raises flags, those signals, in the order in which it computes their blocks.
+        overlapped_sms: the number of SMs of the copies that it overlaps; 0 if there are none.
+        reserved_sms: the number of SMs that it leaves to signals.
+        launches: what the host issues after the previous task, up to and with this one: numbers by kind.
     """
 
     rank: int
@@ -120,7 +123,8 @@ class CostTask:
     after: list[CostTask] = field(default_factory=list)
     joins: list[CostTask] = field(default_factory=list)
     partners: list[CostTask] = field(default_factory=list)
-    blocks: list[CostTask | None] = field(default_factory=list)
+    blocks: list[list[CostTask]] = field(default_factory=list)
+    raises: list[CostTask] = field(default_factory=list)
     overlapped_sms: int = 0
     reserved_sms: int = 0
     launches: Mapping[str, int] = field(default_factory=dict)
@@ -132,37 +136,37 @@ FlagKey = tuple[int, Any, int]  # rank, symmetric buffer, element
 
 @dataclass
 class Shared:
-    """State that all ranks share: flags, waits for them, and tasks that start together."""
+    """State that the tasks of all ranks share: flags, waits for flags, and tasks that begin together."""
 
-    flags: dict[FlagKey, list[tuple[int, CostTask]]] = field(default_factory=dict)  # epochs with their signals
+    flags: dict[FlagKey, list[tuple[int, CostTask]]] = field(default_factory=dict)  # epochs and their signals
     waits: list[tuple[CostTask, int | None, FlagKey, int]] = field(default_factory=list)  # task, block, flag, epoch
     meetings: dict[tuple[Any, ...], list[CostTask]] = field(default_factory=dict)
 
 
 class RankTasks:
-    """The tasks of one rank, made of its unrolled program."""
+    """Builds the tasks of one rank from its unrolled program."""
 
     def __init__(self, unrolled: UnrolledProgram, shared: Shared) -> None:
         self.unrolled = unrolled
         self.shared = shared
         self.tasks: list[CostTask] = []
-        self.last: dict[Any, CostTask] = {}  # by stream, and by team for communications
+        self.last: dict[Any, CostTask] = {}  # the latest task of each lane
         self.communications: dict[int, CostTask] = {}  # by handle
-        self.counts: Counter[Any] = Counter()  # of what a team does together
+        self.counts: Counter[Any] = Counter()  # the number of collectives and of barriers of each team so far
         self.stream = CALLER
-        self.launched: dict[str, int] = {}
+        self.launched: dict[str, int] = {}  # what the host has issued since the latest task: numbers by kind
         self.bytes = {NONE: 0} | {
             register: prod(x.shape) * unrolled.dtypes[x.buffer].bytes for register, x in unrolled.layouts.items()
         }
         self.pushes = {id(op): run for run in Pushes.of(unrolled) for op in run.ops}
-        self.pushed: dict[int, CostTask] = {}  # by stream: the first task of the kernel of copies issued last
+        self.pushed: dict[int, CostTask] = {}  # by stream: the first task of the latest kernel that copies
         for op in unrolled.ops:
             TASKS[type(op)](self, op)
         if unrolled.symmetric:  # a kernel resets flags at the end of a call
             self.issue(CALLER, Traffic(0), launch="compute")
 
     def issue(self, lane: Any, what: What, *joins: CostTask | None, launch: str = "") -> CostTask:
-        """Add a task after the latest one of its lane, a stream or a team, and after `joins`."""
+        """Add a task after the latest one of its lane, and after `joins`."""
         if isinstance(lane, int) and lane != self.stream:
             self.stream = lane
             self.launch("stream")
@@ -182,14 +186,14 @@ class RankTasks:
         task.partners = partners
 
     def launch(self, kind: str) -> None:
-        """Count host work before the next task."""
+        """Count something that the host issues before the next task, or for it."""
         self.launched[kind] = self.launched.get(kind, 0) + 1
 
     def total(self, registers: Sequence[int]) -> int:
         return sum([self.bytes[register] for register in registers])
 
     def flag(self, flags: int, slot: int) -> FlagKey:
-        """Return a flag by a name that all ranks have for it."""
+        """Return the key of a flag, which is the same on all ranks."""
         row = self.unrolled.layouts[flags]
         home = self.unrolled.symmetric[row.buffer]
         return home.rank, home.home, row.offset + slot * row.strides[0]
@@ -199,7 +203,7 @@ class RankTasks:
         self.launch("allocate")
 
     def view(self, op: ViewOp) -> None:
-        if op.x not in self.unrolled.symmetric:  # else it is made once for all calls
+        if op.x not in self.unrolled.symmetric:  # views of symmetric buffers are made once for all calls
             self.launch("view")
 
     def free(self, op: FreeOp) -> None:
@@ -209,28 +213,50 @@ class RankTasks:
         """Do nothing: symmetric buffers are there before a call."""
 
     def compute(self, op: ComputeOp) -> None:
-        if not op.place.statement.contracts:
-            self.issue(op.stream, Traffic(self.total((op.out, *op.operands))), launch="compute")
-            return
+        contracts, ready = op.place.statement.contracts, op.ready
+        mine = NONE if ready is None or ready.own is None else ready.own
+        own = 0 if mine == NONE else prod(self.unrolled.layouts[mine].shape[:-1])
+        if contracts and 0 < own < MIN_OWN_ROWS:  # the kernel copies so few
+            self.issue(op.stream, Traffic(2 * self.bytes[mine]), launch="compute")
+        what = self.gemm(op, own) if contracts else Traffic(self.total((op.out, *op.operands)))
+        task = self.issue(op.stream, what, launch="matmul" if contracts else "compute")
+        if ready is not None:
+            self.by_blocks(task, op, ready)
+        if op.done is not None:
+            self.raising(task, op, op.done)
+
+    def gemm(self, op: ComputeOp, own: int) -> Gemm:
+        """Return the matmul of an operation, whose own rows are `own` in number and apart from the others."""
         out, ready = self.unrolled.layouts[op.out], op.ready
         rows, k = prod(out.shape[:-1]), self.unrolled.layouts[op.operands[0]].shape[-1]
-        dtype = self.unrolled.dtypes[out.buffer].name
+        plain = Gemm(rows, out.shape[-1], k, self.unrolled.dtypes[out.buffer].name)
         if ready is None:
-            self.issue(op.stream, Gemm(rows, out.shape[-1], k, dtype), launch="matmul")
-            return
-        own = MIN_OWN_ROWS if ready.own is None else prod(self.unrolled.layouts[ready.own].shape[:-1])
-        if ready.own is not None and own < MIN_OWN_ROWS:  # the kernel copies so few
-            self.issue(op.stream, Traffic(2 * self.bytes[ready.own]), launch="compute")
-        separate, overlapped = ready.own is not None and own >= MIN_OWN_ROWS, ready.overlapped_sms > 0
-        gemm = Gemm(rows, out.shape[-1], k, dtype, 1, max(rows // ready.blocks, 1), separate, overlapped)
-        task = self.issue(op.stream, gemm, launch="matmul")
+            return plain
+        block = max(rows // ready.results, 1)
+        return replace(plain, block=block, separate=own >= MIN_OWN_ROWS, overlapped=ready.overlapped_sms > 0)
+
+    def by_blocks(self, task: CostTask, op: ComputeOp, ready: Ready) -> None:
+        """Make a task wait for the flags of its blocks while it runs."""
         task.overlapped_sms, task.reserved_sms = ready.overlapped_sms, ready.reserved_sms
-        if overlapped:
+        if ready.overlapped_sms:
             first = self.pushed[op.stream]
             task.after, task.joins = [*first.after], [*first.joins]
-        task.blocks = [None] * ready.blocks
-        for slot in ready.awaited:
-            self.shared.waits.append((task, ready.order.index(slot), self.flag(ready.flags, slot), ready.epoch))
+        task.blocks = [[] for _ in ready.order]
+        for turn, block in enumerate(ready.order):
+            for slot in ready.needed(block):
+                self.shared.waits.append((task, turn, self.flag(ready.flags, slot), ready.epoch))
+
+    def raising(self, task: CostTask, op: ComputeOp, done: Done) -> None:
+        """Make a task raise its flags, each behind a block of its result."""
+        order = done.order
+        if op.ready is not None:  # its order is that of the blocks that it waits for
+            first = -(-op.ready.first * done.blocks // op.ready.results)
+            order = tuple((first + n) % done.blocks for n in range(done.blocks))
+        for slot in order:
+            flag = CostTask(task.rank, Pause(kind="signal"))
+            self.tasks.append(flag)
+            task.raises.append(flag)
+            self.shared.flags.setdefault(self.flag(done.flags, slot), []).append((done.epoch, flag))
 
     def collective(self, op: CollectiveOp) -> None:
         task = self.communicate(op, CostTransfer(op.kind, max(self.bytes[op.x], self.bytes[op.out]), len(op.team)))
@@ -271,7 +297,7 @@ class RankTasks:
         if op.sms:
             task = self.issue(op.stream, Pause(kind="kernel"), launch="push")
             if task.after and isinstance(task.after[0].what, Nothing):
-                # What it takes is counted from the end of what its stream waits for.
+                # The time of such a signal is measured from the end of the copy that its stream waits for.
                 task.after = [*task.after[0].after, *task.after[0].joins]
         elif id(op) in self.pushes:
             task = self.issue(op.stream, Pause(kind="raised"))
@@ -293,7 +319,7 @@ class RankTasks:
         self.issue(op.stream, Pause(float(op.microseconds)), launch="delay")
 
 
-# What each operation costs; a test compares the keys with the operations that there are.
+# The method that adds the tasks of each kind of operation; a test compares the keys with all kinds.
 TASKS: dict[type[Op], Callable[[RankTasks, Any], None]] = {
     AllocateOp: RankTasks.allocate,
     SymmetricOp: RankTasks.nothing,
@@ -322,10 +348,11 @@ def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[CostTask]:
         sent = [task for number, task in shared.flags.get(flag, ()) if number >= epoch]
         if not sent:
             continue
-        if turn is None or (sent[0].rank == waiter.rank and not waiter.overlapped_sms):  # there before it begins
+        there = sent[0].rank == waiter.rank and not waiter.overlapped_sms  # set before the waiter begins
+        if turn is None or there:
             waiter.after.append(sent[0])
         else:
-            waiter.blocks[turn] = sent[0]
+            waiter.blocks[turn].append(sent[0])
     return tasks
 
 
@@ -339,27 +366,28 @@ def flops(tasks: Sequence[CostTask]) -> float:
 
 
 # Simulation on a clock ------------------------------------------------------------------------------------------------
-# The time of a host program: all ranks' tasks run on one clock, with the resources that they share.
+# All ranks' tasks run on one clock, and share resources.
 #
-# A fluid model, advanced from one end of a task to the next. Matmuls of one rank share its SMs; a collective takes some
-# of them; copies of one rank share its link in either direction; collectives of a team run one after another; what
-# waits for another stream starts a little later than that. A matmul that waits while it runs is computed tile by
-# tile: each SM takes every n-th tile in the order of the blocks, and begins it when the SM is free and the block is
-# there.
+# This is a fluid model: every task under way has a rate, and the clock advances from the end of one task to the next.
+# The computations of a rank share its SMs, of which a collective takes some; the copies of a rank share its link, in
+# each direction; the collectives of a team run one after another; a task that waits for another stream starts `edge`
+# later. A matmul that waits for flags or raises them is simulated tile by tile: each of n SMs takes every n-th tile in
+# the order of the blocks, and begins it when the SM is free and the block has arrived; a flag is raised when all tiles
+# of its block have ended.
 
 EPSILON = 1e-9
-COOL = 0.2e12  # floating point operations of a call that power does not limit yet
-SLOWEST = 0.81  # of the peak, however long a call computes
-LEFTOVER = 0.5  # how far SMs that a matmul's last wave leaves help another one, as both want the L2
-SMALL = 3.0  # microseconds of a kernel that moves little
-STARTED = 0.4  # share of `poll` that is left if a matmul has started beside the copies
+COOL = 0.2e12  # the most floating point operations of a call that run at the peak: with more, power limits the clock
+SLOWEST = 0.81  # the least share of the peak, however long a call computes
+LEFTOVER = 0.5  # how useful the SMs that a matmul's last wave leaves are to another matmul: both compete for L2
+SMALL = 3.0  # microseconds of a kernel that moves few bytes
+STARTED = 0.4  # the share of `poll` that is left if the kernel has started before the blocks arrive
 GRAPH, EAGER = "graph", "eager"
 
 
 def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Mapping[str, float]:
-    """Return the microseconds of a call: `graph` if replayed from a CUDA graph, `eager` if issued anew.
+    """Return the microseconds of a call: `graph` if it is replayed from a CUDA graph, `eager` if it is issued anew.
 
-    Of calls in a row each takes the time of the device, or of the host if that is longer.
+    In a series of calls, each takes the time of the device, or the host's time to issue it if that is longer.
     """
     costs = Costs(hardware, kernels, flops(tasks))
     device = Simulation(tasks, costs).run()
@@ -367,7 +395,7 @@ def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Ma
 
 
 class Costs:
-    """The time of each task alone, for one program: the clock, and so the peak, depends on its total work."""
+    """The times of one program's tasks. They depend on its total `work` in FLOP, as power limits the GPU's clock."""
 
     def __init__(self, hardware: Hardware, kernels: str, work: float) -> None:
         self.hardware = hardware
@@ -375,7 +403,7 @@ class Costs:
         self.family = hardware.kernels["triton" if self.in_triton else "aten"]
         doublings = max(0.0, log2(work / COOL)) if work else 0.0
         rates = self.family.rates.scaled(max(1 - hardware.throttle * doublings, SLOWEST))
-        self.rates = replace(rates, read=hardware.memory)  # as the matmul stores as well
+        self.rates = replace(rates, read=hardware.memory)  # the rate of reads and writes, as a matmul stores as well
 
     def launch(self, kind: str) -> float:
         """Return the host's microseconds to issue something."""
@@ -386,16 +414,21 @@ class Costs:
         took: dict[int, float] = {}
         for task in tasks:
             each = sum(n * self.launch(kind) for kind, n in task.launches.items())
-            if task.blocks and self.in_triton:
-                each += self.launch("flags")
-            elif task.blocks and not task.overlapped_sms:  # one matmul a block, behind a wait
-                each += (len(task.blocks) - 1) * self.launch("matmul") + len(task.blocks) * self.launch("signal")
+            if self.in_triton:
+                each += self.launch("flags") * (bool(task.blocks) + bool(task.raises))
+            elif parts := 0 if task.overlapped_sms else max(len(task.blocks), len(task.raises)):
+                # A kernel for each block, between stream operations that wait and signal.
+                kind = "matmul" if isinstance(task.what, Gemm) else "compute"
+                flags = sum(map(len, task.blocks)) + len(task.raises)
+                each += (parts - 1) * self.launch(kind) + flags * self.launch("signal")
             took[task.rank] = took.get(task.rank, self.launch("call")) + each
         return max(took.values(), default=0.0)
 
     def alone(self, task: CostTask) -> float:
-        """Return the microseconds of a task that has the machine to itself."""
+        """Return the microseconds of a task if nothing else runs."""
         what, h = task.what, self.hardware
+        if task.raises:
+            return self.by_blocks(task, 0.0, [])[0]
         if isinstance(what, Gemm):
             return self.gemm(what)
         if isinstance(what, Traffic):
@@ -411,7 +444,7 @@ class Costs:
         return 0.0
 
     def copying(self, what: CostCopy, rank: int) -> float:
-        """Return the microseconds of a copy; a kernel's start counts once, with its first copy."""
+        """Return the microseconds of a copy; the start of a kernel that copies counts with its first copy."""
         h = self.hardware
         if not what.sms:
             return h.copy + what.bytes / h.link / 1e3
@@ -421,18 +454,18 @@ class Costs:
     def transfer(self, what: CostTransfer) -> float:
         """Return the microseconds of a collective: the faster of a low-latency and a high-rate protocol."""
         steps = 2 if what.kind == "allreduce" else 1
-        moved = steps * what.bytes * (what.ranks - 0.5) / what.ranks
+        moved = what.bytes * (steps * (what.ranks - 1) + 0.5) / what.ranks
         h, rate = self.hardware, self.hardware.rates.get(what.kind, self.hardware.link)
         return min(h.collective + moved / rate / 1e3, h.quick + moved / (rate / 3) / 1e3)
 
     def gemm(self, what: Gemm) -> float:
-        """Return the microseconds of a matmul whose rows are ready, with its fastest tile; at least memory's time."""
+        """Return the microseconds of a matmul whose rows are ready, with its fastest tile; at least `streaming`."""
         what = replace(what, block=None, separate=False, overlapped=False)
         return self.family.start + max(self.tiles(what, self.fastest(what)), self.streaming(what))
 
-    @lru_cache(maxsize=1 << 10)  # noqa: B019  # the matmuls of a program are few, and asked for at every step
+    @lru_cache(maxsize=1 << 10)  # noqa: B019  # a program has few different matmuls, and every step asks for them
     def fastest(self, what: Gemm, sms: int | None = None) -> Tile:
-        """Return the tile with which a matmul is fastest on all SMs, or on `sms`, split as suits best."""
+        """Return the tile, with its best split, with which a matmul is fastest on `sms` SMs, by default all."""
         return choose(what, sms or self.hardware.sms, self.family.tiles[what.dtype], self.family.rates)
 
     @lru_cache(maxsize=1 << 10)  # noqa: B019  # likewise
@@ -446,17 +479,17 @@ class Costs:
         return moved / self.hardware.memory / 1e3
 
     def speed_during(self, task: CostTask, kind: str) -> float:
-        """Return the relative speed of a computation beside a collective; 1 is its speed alone."""
+        """Return the speed of a computation beside a collective of this kind, relative to its speed alone."""
         what, left = task.what, self.hardware.sms - self.family.busy_sms.get(kind, 0)
         if not isinstance(what, Gemm):
             return left / self.hardware.sms
-        tile = replace(self.fastest(what), split=0)  # it was chosen without knowing of this
+        tile = replace(self.fastest(what), split=0)  # the split was chosen for all SMs; choose it again for those left
         tile = choose(what, left, (tile,), self.family.rates)
         fewer = self.family.start + max(self.tiles(what, tile, left), self.streaming(what))
         return self.alone(task) / fewer
 
     def width(self, task: CostTask) -> float:
-        """Return the share of the SMs, or of the memory's rate, that a computation can use."""
+        """Return the share of the SMs, or if that is more of the memory's rate, that a computation can use."""
         what = task.what
         if not isinstance(what, Gemm):
             return 1.0
@@ -466,46 +499,90 @@ class Costs:
         return min(1.0, max(filled, self.streaming(what) / self.alone(task)))
 
     def share(self, task: CostTask, left: float) -> float:
-        """Return a computation's share of the SMs left; a matmul of one wave gains nothing from part of them."""
+        """Return the share of all SMs that a computation gets if `left` is free.
+
+        Where that is less than it can use, a matmul of a single wave gets nothing: it would not end earlier.
+        """
         what, width = task.what, self.width(task)
         if width <= left + EPSILON:
             return width
         waits = isinstance(what, Gemm) and Grid.of(self.fastest(what), what).tiles <= self.hardware.sms
         return 0.0 if waits else LEFTOVER * left
 
-    def arriving(self, task: CostTask, start: float, arrivals: Sequence[float]) -> float:
-        """Return when a matmul ends whose blocks of rows arrive at times `arrivals`, in its own order.
+    def by_blocks(self, task: CostTask, start: float, arrivals: Sequence[float]) -> tuple[float, tuple[float, ...]]:
+        """Return when a computation ends whose blocks arrive at the times `arrivals`, and when it raises its flags.
 
-        With Triton one kernel waits tile by tile, on the SMs that neither the copies that it overlaps use nor signals
-        need. Other kernels run once a block, one after another; behind copies by SMs once in all, when all blocks have
-        arrived.
+        Both are in the order of its computation; without `arrivals` it waits for nothing. With Triton it is one kernel
+        that waits block by block, a matmul tile by tile, on the SMs that overlapped copies and signals leave. Otherwise
+        it is one kernel for each block, one after another; or directly after copies by SMs a single kernel, which
+        starts when all blocks have arrived.
         """
-        what, h = task.what, self.hardware
-        assert isinstance(what, Gemm)
-        if not self.in_triton and task.overlapped_sms:
-            return max(start, *arrivals) + h.edge + h.turn + self.gemm(what)
-        if not self.in_triton:
-            block = self.gemm(replace(what, m=what.block or what.m))
-            for number, arrival in enumerate(arrivals):
-                start = max(start, arrival) + (h.turn if number else 0.0) + block
-            return start
+        what, count = task.what, len(task.raises)
+        if isinstance(what, Gemm) and self.in_triton:
+            return self.by_tiles(task, what, start, arrivals)
+        if task.overlapped_sms and not self.in_triton:
+            arrivals = [max(start, *arrivals) + self.hardware.edge + self.hardware.turn]
+        parts = len(arrivals) or count or 1
+        if isinstance(what, Gemm):
+            between, each = self.hardware.turn, self.gemm(replace(what, m=-(-what.m // parts)))
+        else:
+            assert isinstance(what, Traffic)
+            between, each = 0.0 if self.in_triton else SMALL, what.bytes / parts / self.hardware.memory / 1e3
+            start += SMALL
+            if self.in_triton:  # one kernel, which has started and polls
+                arrivals = [arrival + STARTED * self.hardware.poll for arrival in arrivals]
+        ends = [start]
+        for number in range(parts):
+            arrival = arrivals[number] if arrivals else start
+            ends.append(max(ends[-1], arrival) + (between if number else 0.0) + each)
+        return ends[-1], tuple(ends[-(-(i + 1) * parts // count)] for i in range(count))
+
+    def by_tiles(
+        self, task: CostTask, what: Gemm, start: float, arrivals: Sequence[float]
+    ) -> tuple[float, tuple[float, ...]]:
+        """Return as `by_blocks` does for a matmul of one kernel."""
+        h, count = self.hardware, len(task.raises)
+        start += self.family.start
+        if not arrivals:
+            tile, streaming = self.fastest(what), self.streaming(what)
+            flags = block_ends(tile, what, h.sms, self.rates, [start], count)
+            end = start + max(self.tiles(what, tile), streaming)
+            return end, tuple(max(t, start + streaming * (i + 1) / count) for i, t in enumerate(flags))
         sms = h.sms - task.overlapped_sms - task.reserved_sms
         rates = self.rates.scaled(h.pushed) if task.overlapped_sms else self.rates
         poll = h.poll * (STARTED if task.overlapped_sms else 1.0)
-        begins = [max(start + self.family.start, arrival) + poll for arrival in arrivals]
-        return duration(self.fastest(what, sms), what, sms, rates, begins)[0]
+        begins, tile = [max(start, arrival) + poll for arrival in arrivals], self.fastest(what, sms)
+        flags = block_ends(tile, what, sms, rates, begins, count) if count else ()
+        return duration(tile, what, sms, rates, begins)[0], flags
 
 
 class Activity:
-    """Running work: one task, or the tasks of a collective on all its ranks."""
+    """Work under way: one task, or the tasks of a collective on all its ranks. `left` is its remaining time alone."""
 
     def __init__(self, tasks: list[CostTask], left: float, since: float) -> None:
         self.tasks, self.left, self.since = tasks, left, since
-        self.rate = 1.0
+        self.rate, self.worked = 1.0, 0.0
+        self.raises: list[tuple[float, CostTask]] = []  # flags left to raise, with the work before each
 
     @property
     def task(self) -> CostTask:
         return self.tasks[0]
+
+    @property
+    def until(self) -> float:
+        """The work left until it ends or raises a flag."""
+        return min(self.left, self.raises[0][0] - self.worked) if self.raises else self.left
+
+    def work(self, step: float) -> None:
+        if self.rate > 0:
+            self.left -= step * self.rate
+            self.worked += step * self.rate
+
+    def raised(self) -> list[CostTask]:
+        """Return the flags that it raises now; at its end, all that are left."""
+        count = sum(work <= self.worked + EPSILON or self.left <= EPSILON for work, _ in self.raises)
+        now, self.raises = self.raises[:count], self.raises[count:]
+        return [flag for _, flag in now]
 
 
 class Simulation:
@@ -515,10 +592,11 @@ class Simulation:
         self.costs = costs
         self.now = 0.0
         self.ended: dict[CostTask, float] = {}
-        self.followers: dict[CostTask, list[tuple[CostTask, float]]] = {}  # each with the time in between
+        self.followers: dict[CostTask, list[tuple[CostTask, float]]] = {}  # what waits for a task, and the time between
         self.missing = {task: len(task.after) + len(task.joins) for task in tasks}
+        self.missing |= {flag: 1 for task in tasks for flag in task.raises}
         self.active: list[Activity] = []
-        self.arrived: dict[int, int] = {}  # of a collective: how many ranks have arrived
+        self.arrived: dict[int, int] = {}  # for each collective, by id: the number of ranks that have arrived
         self.earliest = dict.fromkeys(tasks, 0.0)
         for task in tasks:
             for before in task.after:
@@ -531,27 +609,30 @@ class Simulation:
             self._free(task)
 
     def run(self) -> float:
-        """Return the microseconds until the last rank is done."""
+        """Return the microseconds until the last rank has ended. A wait at the end, with nothing behind it, is free."""
+        over = 0.0
         while self.active or self.later:
             self._rates()
-            step = min((a.left / a.rate for a in self.active if a.rate > 0), default=inf)
+            step = min((a.until / a.rate for a in self.active if a.rate > 0), default=inf)
             if self.later:
                 step = min(step, self.later[0][0] - self.now)
             assert step < inf, "tasks wait for each other"
             self.now += step
             for a in self.active:
-                a.left -= step * a.rate if a.rate > 0 else 0.0
+                a.work(step)
+            for flag in [flag for a in self.active for flag in a.raised()]:
+                self._pass(flag)
             while self.later and self.later[0][0] <= self.now + EPSILON:
                 self._begin(heapq.heappop(self.later)[2])
-            over = [a for a in self.active if a.left <= EPSILON]
+            ending = [a for a in self.active if a.left <= EPSILON]
             self.active = [a for a in self.active if a.left > EPSILON]
-            for a in over:
-                for task in a.tasks:
-                    self._end(task)
-        return self.now
+            over = self.now if ending else over
+            for task in [task for a in ending for task in a.tasks]:
+                self._end(task)
+        return over
 
     def _free(self, task: CostTask) -> None:
-        """Begin a task whose dependencies have ended, or schedule it for the time when their results are usable."""
+        """Begin a task whose dependencies have ended, or schedule it if it starts some time after their end."""
         if self.earliest[task] > self.now:
             heapq.heappush(self.later, (self.earliest[task], self.order[task], task))
         else:
@@ -565,48 +646,54 @@ class Simulation:
         if isinstance(task.what, Nothing):
             self._end(task)
             return
-        waits = [signal for signal in task.blocks if signal is not None]
+        waits = any(task.blocks)
         activity = Activity(list(partners), inf if waits else self.costs.alone(task), self.now)
         self.active.append(activity)
-        if waits:
+        if waits or task.raises:
             self._set_end(activity)
 
     def _end(self, task: CostTask) -> None:
         self.ended[task] = self.now
         for follower, pause in self.followers.get(task, ()):
             self.earliest[follower] = max(self.earliest[follower], self.now + pause)
-            self.missing[follower] -= 1
-            if not self.missing[follower]:
-                self._free(follower)
+            self._pass(follower)
         if isinstance(task.what, Pause) and task.what.kind:
             for a in self.active:
-                if task in a.task.blocks:
+                if any(task in signals for signals in a.task.blocks):
                     self._set_end(a)
 
+    def _pass(self, task: CostTask) -> None:
+        """Count one thing less that a task waits for."""
+        self.missing[task] -= 1
+        if not self.missing[task]:
+            self._free(task)
+
     def _set_end(self, a: Activity) -> None:
-        """Set the end of a matmul that waits for blocks, once the signals of all of them have been sent."""
-        if any(signal is not None and signal not in self.ended for signal in a.task.blocks):
-            return
+        """Set the end of a computation by blocks, and when it raises flags, as far as its blocks have arrived."""
         task = a.task
-        arrivals = [0.0 if signal is None else self.ended[signal] for signal in task.blocks]
-        end = self.costs.arriving(task, a.since, arrivals)
+        arrivals = [max((self.ended.get(signal, inf) for signal in block), default=0.0) for block in task.blocks]
+        if inf in arrivals and not task.raises:
+            return
+        end, times = self.costs.by_blocks(task, a.since, arrivals)
         a.left = max(end - self.now, 0.0)
+        times_of = dict(zip(task.raises, times, strict=True))
+        a.raises = [(time - a.since, flag) for flag, time in times_of.items() if self.missing[flag]]
 
-    # Who gets how much ---------------------------------------------------------------------------------------------
+    # Sharing of resources ------------------------------------------------------------------------------------------
     def _rates(self) -> None:
-        """Set the rate of all running work, valid until something begins or ends.
+        """Set the rate of all work under way, which is valid until something begins or ends.
 
-        Computations and copies that began first are served first, as the device's own queues do: what is left over
-        goes to the next.
+        Computations and copies are served in the order in which they began, as by the queues of the device: each gets
+        what the earlier ones leave.
         """
-        busy: dict[int, str] = {}  # the collective that runs on a rank
-        free: dict[int, float] = {}  # the share of a rank's SMs that is left
+        busy: dict[int, str] = {}  # the kind of the collective under way, by rank
+        free: dict[int, float] = {}  # the share of the SMs that is left, by rank
         queues: dict[tuple[int, bool], list[Activity]] = {}
         for a in self.active:
             if isinstance(a.task.what, CostTransfer):
                 busy |= {task.rank: a.task.what.kind for task in a.tasks}
         for a in self.active:
-            a.rate = 0.0 if a.left == inf else 1.0
+            a.rate = 1.0
             if isinstance(a.task.what, Gemm | Traffic) and not a.task.blocks:
                 left, width = free.get(a.task.rank, 1.0), self.costs.width(a.task)
                 share = self.costs.share(a.task, left)

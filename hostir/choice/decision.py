@@ -509,7 +509,7 @@ def chosen_for(
 
 def _refuse_streams(streams: int | None) -> None:
     if streams is not None:
-        raise error(f"streams={streams}: 'auto' chooses it too", hint="leave it out, or name a strategy")
+        raise error(f"streams={streams}: 'auto' chooses it too", user_span(), hint="leave it out, or name a strategy")
 
 
 def _unknown_to_inputs(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:

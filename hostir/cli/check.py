@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hostir.check import check_structure
+from hostir.check import check_calls, check_structure
 from hostir.check.proof import Analysis, Finding, analyse, analyse_quickly
 from hostir.check.repair import difference, redundant, repair
 from hostir.cli.loading import STANDARD, load_to_lower, lowered, write
@@ -53,8 +53,7 @@ def check_command(
 
 def _check_options(options: Namespace) -> None:
     """Refuse options that do not go together, before anything takes time."""
-    if options.calls is not None and options.calls < 1:
-        raise error(f"--calls {options.calls}", expected="at least 1")
+    check_calls(options.calls, f"--calls {options.calls}")
     if options.out is not None and not options.fix:
         raise error("-o is for the repaired program", hint="--fix")
     if options.fix and (options.format != "text" or options.graph is not None):

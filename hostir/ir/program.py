@@ -292,7 +292,7 @@ class Program:
         if unknown := next((name for name in sizes if name not in names), None):
             hint = did_you_mean(unknown, names)
             expected = f"one of: {', '.join(sorted(names)) or 'none'}"
-            raise error(f"@{self.name} has no size '{unknown}'", expected=expected, hint=hint)
+            raise error(f"@{self.name} has no size '{unknown}'", user_span(), expected=expected, hint=hint)
 
     def check_sizes(self, sizes: dict[str, int]) -> None:
         """Raise unless exactly the program's symbols are bound, to sizes that it divides, aliases to their equals."""

@@ -244,11 +244,11 @@ def error(
 
 
 def check_known(what: str, value: object, known: Iterable[str]) -> None:
-    """Raise unless the value is one of the known words; `what` says what they name."""
+    """Raise, at the user's line, unless the value is one of the known words; `what` says what they name."""
     words = list(known)
     if not isinstance(value, str) or value not in words:
-        expected = f"one of: {', '.join(words)}"
-        raise error(f"unknown {what} {described(value)}", expected=expected, hint=did_you_mean(value, words))
+        message, expected = f"unknown {what} {described(value)}", f"one of: {', '.join(words)}"
+        raise error(message, user_span(), expected=expected, hint=did_you_mean(value, words))
 
 
 # Logging --------------------------------------------------------------------------------------------------------------

@@ -288,8 +288,7 @@ class ByBlocks(TensorOp):
             raise self.fail(
                 f"{self.own} has {count} rows", expected=f"{rows // blocks} rows, as a block of {self.rows}"
             )
-        replaced = range(0) if self.own is None else range(first, first + 1)
-        return Ready(frame[self.ready], epoch, first, blocks, frame[self.own], blocks, replaced)
+        return Ready(frame[self.ready], epoch, first, blocks, frame[self.own], blocks, first, int(self.own is not None))
 
     def raises(self, frame: Frame) -> Done | None:
         """Return the flags that it raises, if any. Raise where flags do not divide the rows."""
@@ -330,13 +329,12 @@ class Contraction(ByBlocks):
 class Matmul(Contraction):
     """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32.
 
-    With `ready %flags >= epoch from first`, the rows of `a`, its leading axes taken together, are as many equal blocks
-    as there are flags. One kernel computes them all, beginning with block `first`, and each waits until its flag has
-    reached the epoch. The kernel holds the SMs from its start to its end, but for one if a `signal ... by 1 sms` comes
-    before it.
+    With `ready %flags >= epoch from first`, the rows of `a` (its leading axes flattened) are equal blocks, one for each
+    flag. One kernel computes all blocks, from block `first` on, each after its flag has reached the epoch. The kernel
+    holds all SMs from its start to its end, except one if a `signal ... by 1 sms` comes before it.
 
-    With `own %x` as well, the rows of block `first` are those of `%x`, where they lie: the kernel does not wait for the
-    flag of that block, and what `a` holds there is neither read nor kept.
+    With `own %x` as well, the kernel reads the rows of block `first` from `%x` instead of `a`. It does not wait for the
+    flag of that block, and leaves its rows of `a` undefined.
 
     With `done %flags = epoch from first`, the rows of the result are as many equal blocks as there are flags of this
     rank. The kernel computes block `first` first, then those behind it, and sets the flag of each to the epoch once
@@ -363,7 +361,7 @@ class Matmul(Contraction):
 class Linear(Contraction):
     """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, accumulated in f32; the bias may be left out.
 
-    With `ready %flags >= epoch from first` it computes block of rows by block of rows, as `matmul` does.
+    With `ready %flags >= epoch from first` it computes one block of rows after another, as `matmul` does.
 
     Example: %c: f32[16, 32] = linear %a: f32[16, 64], %w: f32[32, 64], %bias: f32[32]
     """
@@ -577,8 +575,7 @@ class Sum(ByBlocks, Unary):
             raise self.fail(
                 f"{self.own} has {count} rows", expected=f"{prod(shape[1:-1])} rows, as a source of {self.x}"
             )
-        replaced = range(source * results, (source + 1) * results)
-        return Ready(frame[self.ready], epoch, 0, blocks, frame[self.own], results, replaced)
+        return Ready(frame[self.ready], epoch, 0, blocks, frame[self.own], results, source * results, results)
 
 
 # Views ----------------------------------------------------------------------------------------------------------------

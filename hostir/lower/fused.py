@@ -1,59 +1,77 @@
-"""Passes `fused` and `push`: each rank sends its shard to all, and one matmul takes each block of rows as it arrives.
+"""Passes `fused` and `push`: each rank sends blocks of rows to all, and one kernel takes each as it arrives.
 
-The schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et al.,
-2024), the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The two passes differ in who moves the bytes:
+For an allgather, the blocks are the ranks' shards, and a matmul waits for them. For a reduce_scatter, they are the rows
+that a matmul makes for each other rank: it raises a flag behind each block, its own rank's rows come last, and a sum
+waits for what all ranks have sent.
+
+The first schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et
+al., 2024), the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The second is that of the reduce-scatter
+by copy engines in Triton-distributed: a matmul that counts the tiles of each block, copies that wait for the count, a
+separate reduction. The two passes differ in who moves the bytes:
 
 - `fused` leaves it to copy engines, which cost the matmul no SMs;
-- in `push` a few SMs of the rank that has the rows do it, in one kernel before the matmul. That is for few rows: a
-  kernel begins to write to peers, and sets flags after that, in less time than copy engines take to begin. The matmul
-  starts while it copies. Kernels that store to peers are how low-latency collectives work in NCCL (its LL protocols)
-  and in the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
+- in `push` a few SMs of the rank that has the rows do it, in one kernel before the one that waits. That is for few
+  rows: a kernel begins to write to peers, and sets flags after that, in less time than copy engines take to begin. The
+  kernel that waits starts while it copies. Kernels that store to peers are how low-latency collectives work in NCCL
+  (its LL protocols) and in the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import AllGather
-from hostir.ir.host_ops import Chunk, For, Select
-from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Value
+from hostir.ir.comm_ops import AllGather, ReduceScatter
+from hostir.ir.host_ops import For, SetStream
+from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Value
 from hostir.ir.program import Program
-from hostir.ir.sizes import ONE, Size
+from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.tensor_ops import Contraction, DenseCopy, Shard, ViewStatement
-from hostir.ir.types import Axis
 from hostir.lower import Pass
-from hostir.lower.gathers import (
-    Gathers,
+from hostir.lower.host import Host
+from hostir.lower.propagate import operands_of, result_of
+from hostir.lower.rows import (
+    RowCollective,
+    Rows,
     block_axes,
     first_matmul,
     long_axes,
+    product_of_rows,
     reads_rows,
     shard_in_pieces,
+    shard_of,
+    shard_place,
     wanted_otherwise,
 )
-from hostir.lower.host import Host
-from hostir.lower.propagate import operands_of, result_of
-from hostir.lower.transfers import ARRIVED, Blocks, Mover, Transfers
+from hostir.lower.scatters import ScatteredBlocks, one_of
+from hostir.lower.transfers import ARRIVED, COPY_STREAM, Blocks, Mover, Transfers, Turns
 
 SMS = 16  # that copy in `push`: fewer do not fill the links, more leave too few to the matmul
+MIN_BLOCK_BYTES = 2 << 20  # of a block that a copy engine sends: smaller copies do not fill the links
+MIN_BLOCK_ROWS = 256  # of a block that a flag is raised behind: two tiles
+MAX_BLOCKS = 8  # of the rows for one rank
 
 # The passes -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Fused(Pass):
-    """Replaces an allgather of rows by copies to all peers, and a matmul that waits for each block of rows."""
+    """Replaces collectives of rows by copies to all peers, and a kernel that waits for each block of rows.
+
+    The rows that a matmul makes for a rank are sent in up to `MAX_BLOCKS` blocks of at least `min_block_bytes`, if
+    their sizes are known.
+    """
 
     name = "fused"
     streams: int = 4
+    min_block_bytes: int = MIN_BLOCK_BYTES
 
     def run(self, program: Program) -> Program:
-        return sent(program, self.name, Mover(streams=self.streams))
+        return sent(program, self.name, Mover(streams=self.streams), self.min_block_bytes)
 
 
 @dataclass(frozen=True)
 class Push(Pass):
-    """Replaces an allgather of rows by a kernel that copies to all ranks, and a matmul that starts while it runs."""
+    """Replaces collectives of rows by a kernel that copies to all ranks, and one that starts while it runs."""
 
     name = "push"
 
@@ -61,44 +79,76 @@ class Push(Pass):
         return sent(program, self.name, Mover(sms=SMS))
 
 
-def sent(program: Program, strategy: str, mover: Mover) -> Program:
-    """Return the host program in which each rank sends its shards of rows to all, by this mover."""
+def sent(program: Program, strategy: str, mover: Mover, min_block_bytes: int = MIN_BLOCK_BYTES) -> Program:
+    """Return the host program in which each rank sends its blocks of rows to the others, by this mover."""
     reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
-    gathers = Gathers.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
-    host = Host(_matmuls_first(gathers))
+    rows = Rows.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
+    host = Host(_matmuls_first(rows))
     arriving: dict[str, SentRows] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
+    leaving = _scatters_of_products(rows)
+    scattered: dict[ReduceScatter, ScatteredRows] = {}
     workers = 0
     for s in host.program.body:
-        if isinstance(s, AllGather) and s in gathers.rows:
+        if isinstance(s, AllGather) and s in rows.moves:
             arriving[s.out.name] = SentRows(host, s, mover)
             workers = max(workers, arriving[s.out.name].transfers.workers)
             continue
+        if isinstance(s, ReduceScatter) and s in rows.moves:
+            scatter = scattered.get(s) or ScatteredRows(host, s, mover, min_block_bytes)
+            scatter.send()
+            scatter.receive()
+            workers = max(workers, scatter.transfers.workers)
+            continue
+        scatter_of = leaving.get(result_of(s).name)
+        if isinstance(s, Contraction) and scatter_of is not None:
+            host.destination(s.out)
+            scattered[scatter_of] = ScatteredRows(host, scatter_of, mover, min_block_bytes, s)
         needed = [arriving.pop(v.name) for v in operands_of(s) if v.name in arriving]
         if len(needed) == 1 and isinstance(s, Contraction) and reads_rows(s, needed[0].gather.out):
-            needed[0].multiply(s)
+            needed[0].multiply(s, scattered.get(scatter_of) if scatter_of else None)
             continue
         for each in needed:
             each.wait()
+        if isinstance(s, Contraction) and scatter_of is not None:
+            host.add(scattered[scatter_of].raising(s.rename(host.values)))
+            continue
         host.whole(s)
+    for each in arriving.values():  # rows that are an output, and that nothing here reads
+        each.wait()
     return host.finished(workers)
 
 
-def _in_blocks(s: AllGather) -> bool:
-    """Whether the rows of a rank are equal blocks one after another, with a piece of each rank's shard in each."""
-    outside = [block_axes(s)[0]] if _needs_block_axes(s) else [s.x.tensor.host().axes[j] for j in long_axes(s)]
-    return all(len(axis.factors) == 1 for axis in outside)
+def _scatters_of_products(rows: Rows) -> dict[str, ReduceScatter]:
+    """Map the results of products to the reduce_scatters of their rows; of several, to the first."""
+    found: dict[str, ReduceScatter] = {}
+    for scatter in rows.scatters:
+        if (product := product_of_rows(rows.program, scatter)) is not None:
+            found.setdefault(product.out.name, scatter)
+    return found
 
 
-def _needs_block_axes(s: AllGather) -> bool:
+def _in_blocks(s: RowCollective) -> bool:
+    """Whether the rows of a rank are equal blocks one after another, with a piece of each rank's shard in each.
+
+    Of those that a rank sends to be summed up, the number must be known.
+    """
+    axes = shard_of(s).tensor.host().axes
+    outside = [block_axes(s)[0]] if _needs_block_axes(s) else [axes[j] for j in long_axes(s)]
+    known = isinstance(s, AllGather) or all(axis.extent.value is not None for axis in outside)
+    return known and all(len(axis.factors) == 1 for axis in outside)
+
+
+def _needs_block_axes(s: RowCollective) -> bool:
     return shard_in_pieces(s) or len(long_axes(s)) > 1
 
 
-def _matmuls_first(gathers: Gathers) -> Program:
+def _matmuls_first(rows: Rows) -> Program:
     """Reorder statements so that the first user of gathered rows is a matmul: it can wait block by block."""
-    program = gathers.program
-    for gather in gathers.rows:
+    program = rows.program
+    for gather in rows.gathers:
         matmul, body = first_matmul(program, gather), program.body
-        assert matmul
+        if matmul is None:  # nothing reads them
+            continue
         start, end = body.index(gather) + 1, body.index(matmul)
         needed = {v.name for v in matmul.values(Codec.READ)}
         for s in reversed(body[start:end]):
@@ -113,14 +163,15 @@ def _matmuls_first(gathers: Gathers) -> Program:
 
 
 class SentRows:
-    """Builds one allgather as transfers of the shards to all ranks, and the matmul that waits for their blocks."""
+    """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks."""
 
     def __init__(self, host: Host, gather: AllGather, mover: Mover) -> None:
         self.host, self.gather, self.mover = host, gather, mover
-        self.axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's rows are in several
+        self.axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's shard is several blocks
         self.team = host.team(gather)
-        x = host.packed(host.values[gather.x.name], gather)
-        # Rows are copied if anything but matmuls reads them: the next call's transfers overwrite the buffer.
+        self.multiplied = first_matmul(host.program, gather) is not None
+        self.x = x = host.packed(host.values[gather.x.name], gather)
+        # If anything but matmuls reads the rows, they are copied: the next call's transfers overwrite the buffer.
         self.whole = host.destination(gather.out) if wanted_otherwise(host.program, gather.out) else None
         name = host.names.fresh(f"{gather.out.name}_shared") if self.whole else gather.out.name
         buffer = Value(name, gather.out.tensor.host(), gather.span)
@@ -128,40 +179,59 @@ class SentRows:
         count = ONE if self.axis is None else gather.x.tensor.local_shape[self.axis]
         self.transfers = Transfers(host, gather, buffer, flags=count * self.team.ranks)
         self.blocks = self.blocks_of(x, buffer, count)
-        own = "the matmul begins with these rows" if self.copies_own else ""
-        self.transfers.send(self.blocks, mover, own, "to the rank that multiplies these rows next")
+        self.send()
+
+    def send(self) -> None:
+        """Send the shard to all ranks: first to the one before this rank, and so on down.
+
+        So the blocks that a rank receives arrive in the order of their ranks, from its own on. Copy engines send it to
+        the others; it is copied within the rank only if the matmul cannot read it where it is.
+        """
+        index, ranks, transfers = self.host.index("i"), self.team.ranks, self.transfers
+        note = "to the rank that multiplies these rows next" if self.multiplied else ""
+        if self.mover.sms:
+            turns = Turns(index, Size(ranks), self.team.peer(Bin("-", Lit(ranks), index)))
+            self.host.body += transfers.once(self.blocks)
+            transfers.send(self.blocks, turns, self.mover, f"to itself, then {note or 'to its peers'}")
+            return
+        transfers.fork()
+        self.host.body += transfers.once(self.blocks)
+        if self.copies_own:
+            # A copy within a GPU needs SMs, so it must come before the matmul that holds them.
+            self.host.body += [SetStream(self.host.user), *self.copy_own(), SetStream(COPY_STREAM)]
+        turns = Turns(index, Size(ranks - 1), self.team.peer(Bin("-", Lit(ranks - 1), index)))
+        transfers.send(self.blocks, turns, self.mover, note)
 
     def blocks_of(self, x: Value, buffer: Value, count: Size) -> Blocks:
-        """Return the blocks of the own shard: all of it, or one for each place of the axis of blocks."""
+        """Return the blocks of this rank's shard: all of it as one, or one for each index of the axis of blocks."""
         views: list[ViewStatement] = []
         index: Ref | None = None
         flag: Expr = self.team.rank
         if self.axis is not None:
             index = self.host.index("s")
             flag = Bin("+", Bin("*", index, Lit(self.team.ranks)), self.team.rank)
-            x, buffer = (self.one_of(value, index, count, views) for value in (x, buffer))
+            x, buffer = (one_of(self.host, value, self.axis, index, count, views) for value in (x, buffer))
         mine = Value(self.host.names.fresh("mine"), x.tensor, self.gather.span)
         return Blocks(x, mine, (*views, Shard(buffer, mine, span=self.gather.span)), flag, index, count)
 
-    def one_of(self, value: Value, index: Ref, count: Size, views: list[ViewStatement]) -> Value:
-        """Return a view of one block of the rows, added to `views`."""
-        axes, k, span = value.tensor.axes, self.axis, self.gather.span
-        assert k is not None
-        name = self.host.names.fresh(f"{value.name}_{index.value.name}")
-        if axes[k].marks:
-            rest = Axis(tuple(replace(f, extent=f.extent / count) for f in axes[k].factors))
-            out = Value(name, value.tensor.with_axes(rest if i == k else a for i, a in enumerate(axes)), value.span)
-            views.append(Chunk(value, out, index, count, k, span=span))
-        else:
-            out = Value(name, value.tensor.with_axes(a for i, a in enumerate(axes) if i != k), value.span)
-            views.append(Select(value, out, index, k, span=span))
-        return out
+    def copy_own(self) -> list[Statement]:
+        """Return the copy of this rank's own rows to the buffer, and the signals that they are there."""
+        s, (_, signal) = self.gather, self.transfers.put_and_signal(self.blocks, self.team.rank, "")
+        mine = Value(self.host.names.fresh("mine"), self.x.tensor, s.span)
+        note = "the matmul begins with these rows" if self.multiplied else ""
+        put = self.transfers.put(self.x, mine, self.team.rank, note=note)
+        if self.blocks.index is None:
+            return [Shard(self.transfers.buffer, mine, span=s.span), put, signal]
+        signals = For(self.blocks.index.value, self.blocks.count, (signal,), span=s.span)
+        return [Shard(self.transfers.buffer, mine, span=s.span), put, signals]
 
     @property
     def copies_own(self) -> bool:
-        """Whether this rank's rows are copied to the buffer too; a matmul can read one block of them where they are.
+        """Whether this rank's own rows are copied to the buffer too.
 
-        SMs copy to all. A matmul that reads another gathered tensor waits for all of that before it starts.
+        They need not be if they are one block, a single matmul reads them, and copy engines move the other rows: the
+        matmul then reads them where they are. It must not read another gathered tensor, as it would wait for all of
+        that before it starts.
         """
         users = self.host.users.get(self.gather.out.name, [])
         if self.mover.sms or self.axis is not None or self.whole is not None or len(users) != 1:
@@ -169,7 +239,7 @@ class SentRows:
         operands = {v.name for v in users[0].values(Codec.READ)} - {self.gather.out.name}
         return any(isinstance(s, AllGather) and s.out.name in operands for s in self.host.program.body)
 
-    def multiply(self, s: Contraction) -> None:
+    def multiply(self, s: Contraction, scatter: ScatteredRows | None) -> None:
         """Add the matmul that waits for the blocks. After it all copies have ended, and others may read the rows."""
         self.host.destination(s.out)
         on_buffers = s.rename(self.host.values)
@@ -183,18 +253,89 @@ class SentRows:
             own=None if self.copies_own else self.blocks.source,
             note="own rows first, each other block when it is there",
         )
-        self.host.body.append(waiting)
+        self.host.body.append(waiting if scatter is None else scatter.raising(waiting))
         self.finish()
 
     def wait(self) -> None:
-        """Make the caller's stream wait for all blocks, if something other than a matmul needs them first."""
+        """Make the caller's stream wait for all blocks: something other than a matmul needs them first."""
         index, count = self.host.index("i"), self.blocks.count * self.team.ranks
         self.host.body.append(For(index.value, count, (self.transfers.wait(index),)))
         self.finish()
 
     def finish(self) -> None:
-        """Join the copies of this rank once all blocks have arrived, and copy the rows if they are needed whole."""
+        """Make the caller's stream wait for this rank's copies, and copy the rows out of the buffer if need be."""
         self.transfers.join()
         if self.whole:
             note = f"copy: {self.whole} is wanted whole"
             self.host.body.append(DenseCopy(out=self.whole, x=self.transfers.buffer, span=self.gather.span, note=note))
+
+
+# One reduce_scatter ---------------------------------------------------------------------------------------------------
+
+
+class ScatteredRows:
+    """Builds one reduce_scatter: copies begin while the product runs that makes the rows, if there is one.
+
+    It raises a flag behind each block, the blocks of the next rank first and its own last.
+    """
+
+    def __init__(
+        self, host: Host, s: ReduceScatter, mover: Mover, min_block_bytes: int, product: Contraction | None = None
+    ) -> None:
+        # By the stream itself: a kernel that signals would find no SM while the product runs.
+        self.host, self.scatter, self.mover, self.product = host, s, replace(mover, streams=1), product
+        made = host.values[s.x.name if product is None else product.out.name]
+        early = product is not None and not mover.sms
+        axis = next(iter(long_axes(s)), None)
+        pieces = _pieces(s, min_block_bytes) if early and axis is None else 1
+        self.blocks = ScatteredBlocks(host, s, made, axis, pieces)
+        self.transfers, self.team = self.blocks.transfers, self.blocks.team
+        self.done: Value | None = None
+        if early:
+            self.done = self.transfers.row(f"{made.name}_done", Size(self.blocks.each * self.team.ranks))
+            if not (self.team.past_last_call and host.forked):
+                self.transfers.fork()
+                host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]
+
+    def raising(self, s: Statement) -> Statement:
+        """Return a product that raises a flag behind each block of rows, if copies wait for them."""
+        if self.done is None:
+            return s
+        assert isinstance(s, Contraction)
+        note = "the rows for each rank are sent when they are done, its own come last"
+        raising = replace(s, done=self.done, raised=ARRIVED, note=f"{s.note}; {note}" if s.note else note)
+        return raising if s.ready is not None else replace(raising, first=self.blocks.first_of(self.team.peer(Lit(1))))
+
+    def send(self) -> None:
+        """Send each rank its rows: first to the one after this rank, and so on up."""
+        host, s, blocks = self.host, self.scatter, self.blocks
+        full = host.packed(host.values[s.x.name], s)
+        turns, sent = blocks.in_turns(full, self.done)
+        if self.done is not None:
+            host.body.append(SetStream(COPY_STREAM))
+        elif not self.mover.sms:
+            self.transfers.fork()
+        host.body += self.transfers.once(sent)
+        self.transfers.send(sent, turns, self.mover, "to the rank that sums up these rows")
+
+    def receive(self) -> None:
+        """Add the sum of what all ranks have sent.
+
+        It takes each block when it is there. Without a product before it, it starts only when all are: while bytes
+        travel, no SM is held.
+        """
+        if self.product is None and not self.mover.sms:
+            self.blocks.wait_for_all()
+        self.blocks.add_up()
+        self.transfers.join()
+
+
+def _pieces(s: ReduceScatter, min_bytes: int) -> int:
+    """Return the number of blocks in which the rows for one rank are sent: the most that are large enough."""
+    shard = s.out.tensor
+    rows, size = shard.local_shape[shard_place(s).axis].value, product(shard.local_shape).value
+    if rows is None or size is None:
+        return 1
+    size *= shard.dtype.bytes
+    fits = (n for n in range(MAX_BLOCKS, 1, -1) if rows % n == 0 and rows >= n * MIN_BLOCK_ROWS)
+    return next((n for n in fits if size >= n * min_bytes), 1)

@@ -106,11 +106,11 @@ def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
 class Team:
     """The ranks among which a collective communicates: this rank's place among them, and its peers'."""
 
-    def __init__(self, host: Host, s: Collective) -> None:
+    def __init__(self, host: Host, s: Collective, of: Value) -> None:
         self.over, self.ranks = s.over, s.mesh.size(s.over)
         self.rank = Ref(Value(host.names.fresh("r"), Kind.INDEX))
         self.past_last_call = False  # whether a barrier after the previous call has been added
-        host.body.append(Rank(self.rank.value, host.values[s.x.name], s.over, span=s.span))
+        host.body.append(Rank(self.rank.value, of, s.over, span=s.span))
 
     def peer(self, offset: Expr) -> Expr:
         """Return the place of the rank that comes so many places after this one, counted round robin."""
@@ -207,6 +207,7 @@ class Host(Scope):
         self.users = users_of(program)
         self.outputs = {v.name for v in program.outputs}
         self.teams: dict[tuple[str, str], Team] = {}
+        self.forked = False  # whether a copy stream has begun, behind the beginning of the call
 
     @cached_property
     def user(self) -> Ref:
@@ -215,11 +216,11 @@ class Host(Scope):
         self.body.insert(0, CurrentStream(stream))
         return Ref(stream)
 
-    def team(self, s: Collective) -> Team:
-        """Return the ranks among which a collective communicates."""
+    def team(self, s: Collective, of: Value | None = None) -> Team:
+        """Return the ranks among which a collective communicates; `of` is a tensor on its mesh, by default its own."""
         key = s.mesh.name, s.over
         if key not in self.teams:
-            self.teams[key] = Team(self, s)
+            self.teams[key] = Team(self, s, of or self.values[s.x.name])
         return self.teams[key]
 
     def index(self, name: str) -> Ref:

@@ -1,27 +1,33 @@
-"""Pass `ring`: each rank pulls its peers' shards one after another, and multiplies each while the next is copied.
+"""Pass `ring`: each rank takes its peers in turn, and computes for one while the rows of another travel.
 
-The schedule is that of the pipelined all-gather of torch's asynchronous tensor parallelism
+An allgather becomes copies of the peers' shards, each followed by its matmuls; a reduce_scatter becomes a product for
+each rank, followed by the copy to it, and one sum. Own rows are multiplied first if rows are gathered, else last.
+
+The schedule of the allgather is that of the pipelined all-gather of torch's asynchronous tensor parallelism
 (`torch.distributed._symmetric_memory`): copies over symmetric memory instead of a collective, the own shard first, and
-each rank beginning with another peer.
+each rank beginning with another peer. Its reduce-scatter has the peers get what a rank has multiplied, behind barriers;
+here the rank puts it, and a flag says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from hostir.ir.comm_ops import AllGather
+from hostir.ir.comm_ops import AllGather, ReduceScatter
 from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
-from hostir.ir.op import Bin, Expr, Lit, Statement, Value
+from hostir.ir.onesided_ops import Get
+from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import DenseCopy, TensorOp
 from hostir.ir.types import Axis
 from hostir.lower import Pass
-from hostir.lower.gathers import Gathers, reads_rows, shard_in_pieces, shard_place
 from hostir.lower.host import Host, modulo
 from hostir.lower.propagate import operands_of, result_of
-from hostir.lower.slices import SlicedGroup, Slices, operand_places, result_place, schedule, why_not
+from hostir.lower.rows import RowCollective, Rows, reads_rows, shard_in_pieces, shard_place, users
+from hostir.lower.scatters import ScatteredBlocks
+from hostir.lower.slices import SlicedGroup, SlicePlace, Slices, operand_places, result_place, schedule, why_not
 from hostir.lower.transfers import Transfers
 
 FIRST = Lit(0)  # the worker on which the shards are made ready, before it takes its turns
@@ -29,27 +35,27 @@ FIRST = Lit(0)  # the worker on which the shards are made ready, before it takes
 
 @dataclass(frozen=True)
 class Ring(Pass):
-    """Replaces an allgather of rows by copies from one peer after another, each followed by its matmuls."""
+    """Replaces collectives of rows by copies from or to one peer after another, each with what computes its rows."""
 
     name = "ring"
     streams: int = 4
 
     def run(self, program: Program) -> Program:
-        gathers = Gathers.of(program, self.name)
-        after = _after(gathers)
+        rows = Rows.of(program, self.name)
+        after = _after(rows)
         reason = "every matmul of these rows also needs what a later allgather brings"
-        gathers = gathers.only(lambda s: _in_turn(s, program, after), reason)
-        gathers = gathers.noted(self.name).with_block_axes(shard_in_pieces)
-        host = Host(gathers.program)
-        for step in schedule(host.program.body, _groups(gathers)):
+        rows = rows.only(lambda s: isinstance(s, ReduceScatter) or _in_turn(s, program, after), reason)
+        rows = rows.noted(self.name).with_block_axes(shard_in_pieces)
+        host = Host(rows.program)
+        for step in schedule(host.program.body, _groups(rows)):
             if isinstance(step, SlicedGroup):
-                Turns(host, step).build(self.streams)
+                Peers(host, step).build(self.streams)
             else:
                 host.whole(step)
-        return host.finished(max((_pool(s, self.streams) for s in gathers.rows), default=0))
+        return host.finished(max((_pool(s, self.streams) for s in rows.moves), default=0))
 
 
-def _pool(s: AllGather, streams: int) -> int:
+def _pool(s: RowCollective, streams: int) -> int:
     """Return the number of worker streams: as asked for, but not more than peers."""
     return min(streams, s.mesh.size(s.over) - 1)
 
@@ -57,36 +63,71 @@ def _pool(s: AllGather, streams: int) -> int:
 # Computations of a turn -----------------------------------------------------------------------------------------------
 
 
-def _groups(gathers: Gathers) -> list[SlicedGroup]:
-    """Return, for each allgather, the computations that can run on the rows of one shard."""
-    after = _after(gathers)
+def _groups(rows: Rows) -> list[SlicedGroup]:
+    """Return, for each collective, the computations that can run on the rows of one rank.
+
+    A reduce_scatter joins the group that computes its rows from those of an allgather, if both cut them alike.
+    """
+    after = _after(rows)
     groups: list[SlicedGroup] = []
     taken: set[str] = set()
-    for n, gather in enumerate(gathers.rows):
+    for n, gather in enumerate(rows.gathers):
         group = SlicedGroup([gather], {gather.out.name: shard_place(gather)})
         made = {gather.out.name}
         late = {name for name, latest in after.items() if latest >= n}
-        for s in gathers.program.body:
+        for s in rows.program.body:
             name = result_of(s).name
             if isinstance(s, TensorOp) and name not in taken and _joins(s, group, made, late - made):
                 made.add(name)
         taken |= made
-        group.keep_axes()
         groups.append(group)
+    for scatter in rows.scatters:
+        place = shard_place(scatter)
+        group = next((g for g in groups if g.places.get(scatter.x.name) == place and _alike(g, scatter)), SlicedGroup())
+        if not group.statements:
+            groups.append(_computed_for(scatter, rows, taken))
+        else:
+            group.add(scatter, place, {})
+    for group in groups:
+        group.keep_axes()
     return groups
 
 
-def _in_turn(s: AllGather, program: Program, after: dict[str, int]) -> bool:
-    """Whether some matmul of the rows does not depend on a later allgather."""
-    users = (user for user in program.body if reads_rows(user, s.out))
-    return any(all(after.get(v.name, -1) < after[s.out.name] for v in operands_of(u) if v != s.out) for u in users)
+def _alike(group: SlicedGroup, scatter: ReduceScatter) -> bool:
+    """Whether a group runs in turns over the ranks to which a reduce_scatter sends."""
+    first = group.statements[0]
+    return isinstance(first, RowCollective) and (first.mesh, first.over) == (scatter.mesh, scatter.over)
 
 
-def _after(gathers: Gathers) -> dict[str, int]:
+def _computed_for(scatter: ReduceScatter, rows: Rows, taken: set[str]) -> SlicedGroup:
+    """Return a reduce_scatter with the computations of partial sums that can run on the rows for one rank."""
+    group = SlicedGroup([], {scatter.x.name: shard_place(scatter)})
+    for s in reversed(rows.program.body):
+        name = result_of(s).name
+        place = group.places.get(name)
+        if not isinstance(s, TensorOp) or place is None or name in taken or scatter.over not in s.out.tensor.partial:
+            continue
+        places = operand_places(s, place)
+        if why_not(s, place, places) or group.conflicts(places) or not _in_one_piece(s, place, places):
+            continue
+        group.statements.insert(0, s)
+        group.places |= places
+    group.add(scatter, shard_place(scatter), {})
+    return group
+
+
+def _in_turn(s: RowCollective, program: Program, after: dict[str, int]) -> bool:
+    """Whether some matmul of the rows does not depend on a later allgather, or nothing reads them."""
+    readers = [user for user in program.body if reads_rows(user, s.out)]
+    early = (all(after.get(v.name, -1) < after[s.out.name] for v in operands_of(u) if v != s.out) for u in readers)
+    return any(early) or not users(program, s.out)
+
+
+def _after(rows: Rows) -> dict[str, int]:
     """Return, for each value, the number of the last allgather that it depends on; -1 if there is none."""
     after: dict[str, int] = {}
-    number = {s.out.name: n for n, s in enumerate(gathers.rows)}
-    for s in gathers.program.body:
+    number = {s.out.name: n for n, s in enumerate(rows.gathers)}
+    for s in rows.program.body:
         name = result_of(s).name
         reads = (after.get(v.name, -1) for v in operands_of(s))
         after[name] = max([number.get(name, -1), *reads])
@@ -106,80 +147,150 @@ def _joins(s: TensorOp, group: SlicedGroup, made: Collection[str], late: Collect
     whole = any(v.name in made and v.name not in places for v in s.operands)
     if whole or why_not(s, place, places) or group.conflicts(places):
         return False
-    sliced = [(s.out, place), *((v, places[v.name]) for v in s.operands if v.name in places)]
-    if not all(at.blocks_outside(v.tensor).is_one for v, at in sliced):
+    if not _in_one_piece(s, place, places):
         return False
     group.add(s, place, places)
     return True
 
 
-# One allgather --------------------------------------------------------------------------------------------------------
+def _in_one_piece(s: TensorOp, place: SlicePlace, places: dict[str, SlicePlace]) -> bool:
+    """Whether each slice that a computation reads or writes is one piece of its axis on every rank."""
+    sliced = [(s.out, place), *((v, places[v.name]) for v in s.operands if v.name in places)]
+    return all(at.blocks_outside(v.tensor).is_one for v, at in sliced)
 
 
-class Turns:
-    """Builds one allgather and what is computed from it: in each turn the rows of one shard, the own ones first.
+# One group ------------------------------------------------------------------------------------------------------------
+
+
+class Peers:
+    """Builds a group: in each turn the computations on the rows of one rank, behind or before the copy of these rows.
 
     A shard has the same place and layout on every rank, its owner included: so kernels run alike on every rank, and
     what they compute from a shard has the same bits everywhere.
     """
 
     def __init__(self, host: Host, group: SlicedGroup) -> None:
-        gather = group.statements[0]
-        assert isinstance(gather, AllGather)
-        self.host, self.group, self.gather, self.team = host, group, gather, host.team(gather)
-        self.computations = group.statements[1:]
-        self.kept = host.used_outside(gather.out, {result_of(s).name for s in self.computations})
-        self.piece = group.places[gather.out.name].slice(gather.out.tensor)
-        for each in group.statements if self.kept else self.computations:
-            host.destination(result_of(each))
+        self.host, self.group = host, group
+        self.computations = [s for s in group.statements if isinstance(s, TensorOp)]
+        moves: list[RowCollective] = [s for s in group.statements if isinstance(s, RowCollective)]
+        first = moves[0]
+        self.gathered = GatheredShards(host, group, first) if isinstance(first, AllGather) else None
+        for computation in self.computations:
+            host.destination(computation.out)
+        self.team = host.team(first, host.values[first.x.name])
+        self.scattered: list[tuple[ReduceScatter, ScatteredBlocks]] = []
+        for s in moves:
+            if isinstance(s, ReduceScatter):
+                full = host.packed(host.values[s.x.name], s)
+                self.scattered.append((s, ScatteredBlocks(host, s, full, axis=None)))
+        self.pool = 0
 
     def build(self, streams: int) -> None:
-        """Add all statements: share the own shard, compute on it, then get each peer's shard and compute on that."""
-        s, body, user = self.gather, self.host.body, self.host.user
-        transfers, own = self.share()
-        shared, pool, worker = transfers.buffer, _pool(s, streams), self.host.index("s")
-        body += [SetStream(FIRST), Synchronize(user), transfers.barrier(f"all ranks have their shards in {shared}")]
-        if pool > 1:
+        """Add all statements."""
+        host, body, worker = self.host, self.host.body, self.host.index("s")
+        self.pool = min(streams, self.team.ranks - 1)
+        if self.gathered:
+            shared = self.gathered.share()
+            begin: list[Statement] = [self.gathered.transfers.barrier(f"all ranks have their shards in {shared}")]
+        else:
+            begin = self.scattered[0][1].transfers.reuse_barrier()
+        body += [SetStream(FIRST), Synchronize(host.user), *begin]
+        if self.pool > 1:
             fork = (SetStream(Bin("+", worker, Lit(1))), Synchronize(FIRST))
-            body.append(For(worker.value, Size(pool - 1), fork))
-        body.append(SetStream(user))
-        if self.kept:
-            body.append(DenseCopy(out=own, x=shared, span=s.span, note=f"copy: {s.out} is wanted whole"))
-        body += self.computed(own, self.team.rank, "own")
-        turn = self.host.index("i")
-        peer = self.team.peer(Bin("+", turn, Lit(1)))  # each rank gets from another one
-        rows = self.rows(shared, peer, "i")
-        get = transfers.get(shared if self.kept else rows.out, rows.out, peer)
-        theirs = (SetStream(modulo(turn, pool)), rows, get, *self.computed(rows.out, peer, "i"))
-        body.append(For(turn.value, Size(self.team.ranks - 1), theirs, span=s.span))
-        body += [SetStream(user), For(worker.value, Size(pool), (Synchronize(worker),))]
+            body.append(For(worker.value, Size(self.pool - 1), fork))
+        body.append(SetStream(host.user))
+        if self.gathered:
+            body += [*self.gathered.kept_whole(), *self.computed(self.team.rank, "own", self.gathered.own)]
+        turn = host.index("i")
+        statements = self.turn(turn, self.team.peer(Bin("+", turn, Lit(1))))  # each rank has another peer
+        body += [For(turn.value, Size(self.team.ranks - 1), statements), SetStream(host.user)]
+        if not self.gathered:
+            body += self.computed(self.team.rank, "own")
+            self.add_up()
+        body.append(For(worker.value, Size(self.pool), (Synchronize(worker),)))
+        if self.gathered:
+            self.add_up()
 
-    def share(self) -> tuple[Transfers, Value]:
-        """Copy the own shard to a symmetric buffer, for peers to get; return also the own rows for this rank's matmuls.
+    def turn(self, turn: Ref, peer: Expr) -> tuple[Statement, ...]:
+        """Return what a rank does in the turn of a peer.
+
+        Rows that it gets are multiplied on the worker stream that got them. Products for a peer alone run one after
+        another on the caller's stream, and a worker stream sends each.
+        """
+        worker, user = SetStream(modulo(turn, self.pool)), self.host.user
+        if self.gathered:
+            rows, get = self.gathered.get(peer)
+            return worker, rows, get, *self.computed(peer, "i", rows.out), *self.sent(peer)
+        computed = self.computed(peer, "i")
+        before = (SetStream(user), *computed, worker, Synchronize(user)) if computed else (worker,)
+        return *before, *self.sent(peer)
+
+    def computed(self, index: Expr, suffix: str, rows: Value | None = None) -> list[Statement]:
+        """Return the computations on the rows of the rank at a place, of which `rows` are those that were gathered."""
+        slices = Slices(self.host, self.group, index, suffix)
+        if self.gathered and rows is not None:
+            slices.slices[self.gathered.gather.out.name] = rows
+        for s in self.computations:
+            slices.statement(s)
+        return slices.body
+
+    def sent(self, peer: Expr) -> Iterator[Statement]:
+        """Yield the copies of the rows that a peer is to have, with their signals."""
+        for s, scattered in self.scattered:
+            blocks = scattered.blocks(self.host.values[s.x.name], peer)
+            note = "to the rank that sums up these rows"
+            yield from (*blocks.views, *blocks.in_turn, *scattered.transfers.put_and_signal(blocks, peer, note))
+
+    def add_up(self) -> None:
+        """Add the sums of what all ranks have sent."""
+        for _, scattered in self.scattered:
+            if not self.computations:
+                scattered.wait_for_all()
+            scattered.add_up()
+
+
+class GatheredShards:
+    """Builds the copies of an allgather: the own shard to a symmetric buffer, from which peers get it."""
+
+    def __init__(self, host: Host, group: SlicedGroup, gather: AllGather) -> None:
+        self.host, self.gather, self.team = host, gather, host.team(gather)
+        self.kept = host.used_outside(gather.out, {result_of(s).name for s in group.statements[1:]})
+        self.place = group.places[gather.out.name]
+        self.piece = self.place.slice(gather.out.tensor)
+        if self.kept:
+            host.destination(gather.out)
+
+    def kept_whole(self) -> list[Statement]:
+        """Return the copy of the own shard to the gathered tensor, if that is wanted whole."""
+        note = f"copy: {self.gather.out} is wanted whole"
+        copy = DenseCopy(out=self.own, x=self.transfers.buffer, span=self.gather.span, note=note)
+        return [copy] if self.kept else []
+
+    def get(self, peer: Expr) -> tuple[Chunk | Select, Get]:
+        """Return the rows of a peer, and the copy of them from there."""
+        shared = self.transfers.buffer
+        rows = self.rows(shared, peer, "i")
+        return rows, self.transfers.get(shared if self.kept else rows.out, rows.out, peer)
+
+    def share(self) -> Value:
+        """Copy the own shard to a symmetric buffer; return the buffer. `own` are then this rank's rows for its matmuls.
 
         The buffer has room for the shards of all, unless these are wanted whole and go to a tensor of their own.
         """
         s, host, rank = self.gather, self.host, self.team.rank
         x = host.packed(host.values[s.x.name], s)
         room = self.piece if self.kept else self.piece.with_axes([Axis.of(self.team.ranks), *self.piece.axes])
-        transfers = Transfers(host, s, Value(host.names.fresh(f"{s.x.name}_shared"), room, s.span))
-        host.body += transfers.reuse_barrier()
-        rows = self.rows(transfers.buffer, rank, "own")
-        host.body += [rows, transfers.put(x, transfers.buffer if self.kept else rows.out, rank)]
-        return transfers, rows.out
+        self.transfers = Transfers(host, s, Value(host.names.fresh(f"{s.x.name}_shared"), room, s.span))
+        host.body += self.transfers.reuse_barrier()
+        rows = self.rows(self.transfers.buffer, rank, "own")
+        self.own = rows.out
+        host.body += [rows, self.transfers.put(x, self.transfers.buffer if self.kept else rows.out, rank)]
+        return self.transfers.buffer
 
     def rows(self, shared: Value, index: Expr, suffix: str) -> Chunk | Select:
         """Return a view of the rows of the shard at a place, in the memory where this rank computes on them."""
-        full, place = self.gather.out, self.group.places[self.gather.out.name]
+        full = self.gather.out
         out = Value(self.host.names.fresh(f"{full.name}_{suffix}"), self.piece, full.span)
         if self.kept:
-            return Chunk(self.host.values[full.name], out, index, place.count, place.axis, span=full.span)
+            return Chunk(self.host.values[full.name], out, index, self.place.count, self.place.axis, span=full.span)
         return Select(shared, out, index, span=full.span)
-
-    def computed(self, rows: Value, index: Expr, suffix: str) -> list[Statement]:
-        """Return the computations on the rows of the shard at a place."""
-        slices = Slices(self.host, self.group, index, suffix)
-        slices.slices[self.gather.out.name] = rows
-        for s in self.computations:
-            slices.statement(s)
-        return slices.body

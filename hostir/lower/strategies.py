@@ -60,9 +60,10 @@ def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
     check_strategy(strategy)
     if strategy == AUTO:
         hint = "hi.lower and hi.compile choose one for a fusion"
-        raise error(f"'{AUTO}' has no passes of its own", expected=f"one of: {', '.join(STRATEGIES)}", hint=hint)
+        expected = f"one of: {', '.join(STRATEGIES)}"
+        raise error(f"'{AUTO}' has no passes of its own", user_span(), expected=expected, hint=hint)
     if isinstance(streams, bool) or not isinstance(streams, int) or streams < 1:
-        raise error(f"streams must be at least 1, not {described(streams)}")
+        raise error(f"streams must be at least 1, not {described(streams)}", user_span())
     return [*STRATEGIES[strategy].passes(streams)]
 
 

@@ -1,18 +1,20 @@
-"""One-sided communication: transfers of blocks between the ranks of a team.
+"""Build one-sided communication: transfers of blocks between the ranks of a team.
 
-Whatever a collective moves, in one-sided form it is a set of transfers, each of one block from one rank to another. A
-transfer says four things:
+In one-sided form a collective is a set of transfers, each of one block from one rank to another. A transfer has four
+parts:
 
 - *which block*: a view of the source, and a view of the symmetric buffer where the block goes;
 - *from which rank to which, in which turn*: in a turn every rank has another peer, so that no two send to the same one;
-- *when it may start*: when the source is ready and the place in the buffer is free. A barrier after the previous call
-  says the latter: every rank has read what that call left there;
+- *when it may start*: when the source is ready and the place in the buffer is free. A flag of this rank says the former
+  if a kernel is still writing the source; a barrier after the previous call says the latter: every rank has read what
+  that call left there;
 - *what says that it has arrived*: a flag of the receiver, if the sender puts the block there; if the receiver gets it,
   its own stream.
 
-`Transfers` makes the statements. Who produces a block and who consumes it is up to the strategy: `ring` has ranks get
-blocks, each followed by computations on its rows; `fused` and `push` have ranks put them, and one matmul that waits for
-the flags. Which blocks there are, and how they lie, the communication says: for an allgather `hostir/lower/gathers.py`.
+`Transfers` makes the statements. Who produces a block and who consumes it is up to the strategy: `ring` computes on the
+rows of a block before it puts them or after it got them; `fused` and `push` have one matmul that waits for the blocks
+which ranks put, or raises a flag behind each block that they are to put, and one sum that takes the blocks of all
+ranks. Which blocks there are, and how they lie, the communication says: `hostir/lower/rows.py`.
 """
 
 from __future__ import annotations
@@ -23,34 +25,46 @@ from dataclasses import dataclass, replace
 from hostir.ir.comm_ops import Collective
 from hostir.ir.host_ops import For, SetStream, Synchronize
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal
-from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
+from hostir.ir.op import Expr, Lit, Ref, Statement, Value
 from hostir.ir.sizes import ONE, Size
 from hostir.ir.tensor_ops import ViewStatement
 from hostir.ir.types import FLAG, Axis, TensorType
 from hostir.lower.host import Host
 
-ARRIVED = Lit(1)  # the epoch of a block that has arrived: epochs count anew in every call
-COPY_STREAM = Lit(0)  # the worker stream whose copies the copy engines do
-SIGNAL_STREAM = Lit(1)  # the worker stream whose kernels signal after the copies, if there are two
+ARRIVED = Lit(1)  # the epoch of a block that has arrived: epochs start again in every call
+COPY_STREAM = Lit(0)  # the worker stream of the copies by copy engines
+SIGNAL_STREAM = Lit(1)  # the worker stream of the kernels that signal after these copies, if there are two
 
 
 @dataclass(frozen=True)
 class Mover:
-    """Who moves the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
+    """The mover of the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
 
-    Copy engines take two worker streams if they may and more than one copy is made: a kernel on the second sends the
+    For more than one copy, copy engines use two worker streams if they may: a kernel on the second stream sends the
     signal after each copy, since a signal by the copying stream itself would delay the next copy.
     """
 
-    sms: int = 0  # of the kernel; 0 for copy engines
-    streams: int = 0  # the most worker streams for copy engines
+    sms: int = 0  # the number of SMs of the kernel; 0 for copy engines
+    streams: int = 0  # the maximal number of worker streams for copy engines
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The order in which a rank sends blocks: in turn `index` one to the rank at place `to`."""
+
+    index: Ref
+    count: Size
+    to: Expr
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks that a rank sends to every peer: of each a view of the source, one of the target, and its flag.
+    """The blocks that a rank sends: of each a view of the source, one of the target, and its flag.
 
-    If there are several, they are numbered by `index`, and the views are made anew for each.
+    Fields:
+        views: made anew for each block if there are several, which `index` numbers; else made once.
+        in_turn: made in each turn.
+        awaited: the flag of this rank that says that the source is ready, if a kernel raises one.
     """
 
     source: Value
@@ -59,33 +73,43 @@ class Blocks:
     flag: Expr
     index: Ref | None = None
     count: Size = ONE
+    in_turn: tuple[ViewStatement, ...] = ()
+    awaited: WaitSignal | None = None
 
 
 class Transfers:
-    """The transfers of one collective into a symmetric buffer, with a row of flags for the blocks that arrive there."""
+    """Builds the transfers of one collective to a symmetric buffer, and a row of flags, one for each block there."""
 
     def __init__(self, host: Host, s: Collective, buffer: Value, flags: Size | None = None) -> None:
         self.host, self.team, self.buffer, self.span = host, host.team(s), buffer, s.span
+        self.mesh = s.mesh
         self.workers = 0  # the worker streams that send
         host.body.append(AllocateSymmetric(buffer, span=s.span))
         if flags is not None:
-            row = TensorType(FLAG, (Axis.of(flags),), s.mesh)
-            self.flags = Value(host.names.fresh(f"{s.out.name}_there"), row, s.span)
-            host.body.append(AllocateSymmetric(self.flags, span=s.span))
+            self.flags = self.row(f"{s.out.name}_there", flags)
+
+    def row(self, name: str, count: Size) -> Value:
+        """Allocate a row of flags on every rank of the mesh."""
+        flags = Value(self.host.names.fresh(name), TensorType(FLAG, (Axis.of(count),), self.mesh), self.span)
+        self.host.body.append(AllocateSymmetric(flags, span=self.span))
+        return flags
 
     def reuse_barrier(self) -> list[Statement]:
-        """Return a barrier after the previous call: its blocks have been read. One serves all transfers of a team."""
+        """Return a barrier that waits until all ranks have read the blocks of the previous call.
+
+        It is needed once for all transfers of a team: later ones get no barrier.
+        """
         if self.team.past_last_call:
             return []
         self.team.past_last_call = True
-        return [self.barrier(f"all ranks are done with what the call before left in {self.buffer}")]
+        return [self.barrier(f"all ranks have read what the previous call left in {self.buffer}")]
 
     def barrier(self, note: str) -> Barrier:
         """Return a barrier of the team."""
         return Barrier(self.buffer, self.team.over, span=self.span, note=note)
 
     def put(self, source: Value, target: Value, to: Expr, *, note: str = "", sms: int = 0) -> Put:
-        """Return the copy of a block to a rank, by so many SMs, or by a copy engine if 0."""
+        """Return the copy of a block to a rank: by `sms` SMs, or by a copy engine if 0."""
         return Put(source, target, to, self.team.over, sms=sms, span=self.span, note=note)
 
     def get(self, source: Value, target: Value, peer: Expr) -> Get:
@@ -101,48 +125,40 @@ class Transfers:
         signal = Signal(self.flags, blocks.flag, ARRIVED, to, self.team.over, span=self.span)
         return self.put(blocks.source, blocks.target, to, note=note, sms=sms), signal
 
+    def once(self, blocks: Blocks) -> tuple[ViewStatement, ...]:
+        """Return the views that all turns use, if there is one block only."""
+        return () if blocks.index else blocks.views
+
     def each(self, blocks: Blocks, statements: Iterable[Statement]) -> list[Statement]:
         """Return the statements for each block, in a loop if there are several."""
         if blocks.index is None:
             return [*statements]
         return [For(blocks.index.value, blocks.count, (*blocks.views, *statements), span=self.span)]
 
-    def send(self, blocks: Blocks, mover: Mover, own: str, peers: str) -> None:
-        """Add the transfers of the blocks to all ranks of the team: first to the one before this rank, and so on down.
+    def fork(self) -> None:
+        """Switch to the copy stream, behind what the caller's stream has been given so far."""
+        self.host.body += [SetStream(COPY_STREAM), Synchronize(self.host.user)]
+        self.host.forked = True
 
-        So the blocks that a rank receives arrive in the order of their ranks, from its own on. `own` and `peers` are
-        notes for the copies; without `own`, copy engines leave a rank's own blocks out.
-        """
+    def send(self, blocks: Blocks, turns: Turns, mover: Mover, note: str) -> None:
+        """Add the transfers of the blocks in these turns: from the copy stream, which is current, unless SMs copy."""
         if mover.sms:
-            self._send_by_kernel(blocks, mover.sms, f"to itself, then {peers}")
-        else:
-            self._send_by_copy_engines(blocks, mover.streams, own, peers)
-
-    def _send_by_kernel(self, blocks: Blocks, sms: int, note: str) -> None:
-        turn, ranks, body = self.host.index("i"), self.team.ranks, self.host.body
-        copies = self.put_and_signal(blocks, self.team.peer(Bin("-", Lit(ranks), turn)), note, sms)
-        body += [*self.reuse_barrier(), *(() if blocks.index else blocks.views)]
-        body += self.each(blocks, [For(turn.value, Size(ranks), copies, span=self.span)])
-
-    def _send_by_copy_engines(self, blocks: Blocks, streams: int, own: str, peers: str) -> None:
-        turn, others, user, body = self.host.index("i"), self.team.ranks - 1, self.host.user, self.host.body
-        copy, signal = self.put_and_signal(blocks, self.team.peer(Bin("-", Lit(others), turn)), peers)
-        copies: tuple[Statement, ...] = copy, signal
+            copies = self.put_and_signal(blocks, turns.to, note, mover.sms)
+            loop = For(turns.index.value, turns.count, (*blocks.in_turn, *copies), span=self.span)
+            self.host.body += [*self.reuse_barrier(), *self.each(blocks, [loop])]
+            return
+        copy, signal = self.put_and_signal(blocks, turns.to, note)
+        before = (*blocks.in_turn, *(() if blocks.awaited is None else (blocks.awaited,)))
+        each: tuple[Statement, ...] = (*before, copy, signal)
         self.workers = 1
-        if streams > 1 and not (blocks.count * others).is_one:
+        if mover.streams > 1 and not (blocks.count * turns.count).is_one:
             self.workers = 2
             by_kernel = replace(signal, sms=1, note="by a kernel: the next copy need not wait for it")
-            copies = SetStream(COPY_STREAM), copy, SetStream(SIGNAL_STREAM), Synchronize(COPY_STREAM), by_kernel
-        body += [SetStream(COPY_STREAM), Synchronize(user), *(() if blocks.index else blocks.views)]
-        if own:
-            # A copy within a GPU needs SMs, so it must come before the matmul that holds them.
-            copied = self.each(blocks, self.put_and_signal(blocks, self.team.rank, own))
-            body += [SetStream(user), *copied, SetStream(COPY_STREAM)]
-        body += self.reuse_barrier()
-        body += self.each(blocks, [For(turn.value, Size(others), copies, span=self.span)])
-        body.append(SetStream(user))
+            each = SetStream(COPY_STREAM), *before, copy, SetStream(SIGNAL_STREAM), Synchronize(COPY_STREAM), by_kernel
+        loop = For(turns.index.value, turns.count, each, span=self.span)
+        self.host.body += [*self.reuse_barrier(), *self.each(blocks, [loop]), SetStream(self.host.user)]
 
     def join(self) -> None:
-        """Make the caller's stream wait for all that `send` has copied, by the last signal after it."""
+        """Make the caller's stream wait for all copies of `send` and the signals after them."""
         if self.workers:
             self.host.body.append(Synchronize(SIGNAL_STREAM if self.workers > 1 else COPY_STREAM))

@@ -95,6 +95,17 @@ def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int,
     return tuple(found.values())
 
 
+def copy_here(out: torch.Tensor, x: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+    """Copy `x` to `out` within this rank's memory, by `copy`; do nothing where the caller has made `x` in its place.
+
+    In place is one address and one layout. At that address with other strides, `x` is read before `out` is written.
+    """
+    if x.data_ptr() != out.data_ptr():
+        copy(out, x)
+    elif x.stride() != out.stride():
+        copy(out, x.clone())
+
+
 # Copies by one kernel -------------------------------------------------------------------------------------------------
 # The runs of copies by SMs, with the signals between them, that one kernel carries out.
 

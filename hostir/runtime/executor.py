@@ -1,4 +1,4 @@
-"""Execute host programs: under torchrun on this rank's real machine, elsewhere on simulated ranks."""
+"""Execute host programs: under torchrun on this process's rank, elsewhere on simulated ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hostir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, check_known, described, error, logger, user_span
-from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT
+from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT, check_environment
 from hostir.runtime.arguments import (
     TensorsKey,
     addresses,
@@ -53,43 +53,43 @@ from hostir.runtime.unroll import UnrolledProgram, unroll
 from hostir.runtime.watchdog import Watchdog
 
 # torch.compile --------------------------------------------------------------------------------------------------------
-# Keeps Dynamo, the tracer of torch.compile, out of executors: they run what hostir has compiled already.
+# Keep Dynamo, the tracer of torch.compile, out of executors: they run what hostir has compiled already.
 #
-# `torch.compiler.disable` does so too, with a wrapper that costs each call some 2 us, and by importing all of
-# torch.compile. Here the code itself is marked, which costs calls nothing.
+# `torch.compiler.disable` does so too, but it imports all of torch.compile, and its wrapper costs each call some 2 us.
+# Here the code object itself is marked, which costs a call nothing.
 
 F = TypeVar("F", bound=Callable[..., Any])
 WHY = "an executor runs a program that hostir has compiled"
 
 
 def untraced(function: F) -> F:
-    """Mark a function so that Dynamo breaks its graph there, and compiles neither it nor what it calls."""
+    """Mark a function so that Dynamo breaks its graph at a call of it, and compiles neither it nor what it calls."""
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=True, _torchdynamo_disable_msg=WHY)
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
 
 
 # Bound calls ----------------------------------------------------------------------------------------------------------
-# What is known of a call with tensors like those of an earlier one, so that it need not be worked out again.
+# Remember what is known of a call, for later calls with the same kinds of tensors.
 
 Plan = CudaPlan | GlooPlan
-MAX_PLANS = 128  # of an executor: where shapes never repeat, they must not pile up
-MAX_BOUND = 256  # calls of an executor that are remembered
+MAX_PLANS = 128  # plans that an executor keeps, the latest used ones: shapes may never repeat
+MAX_BOUND = 256  # bound calls that an executor keeps, the latest used ones
 
 
 class BoundCall:
-    """A call with tensors of certain layouts, at certain addresses if that matters: it is checked, and has its plan.
+    """A call that has been checked and has a plan: it fits tensors of its layouts, if need be at its addresses only.
 
     Args:
-        plan: what it runs.
+        plan: the plan that it runs.
         tensors: its inputs, and the tensors of `out=`.
-        where: their addresses; None if the call is the same at any.
+        where: their addresses; None if it fits any addresses.
 
     Fields:
         graph: its CUDA graph, if it has one.
-        eager: how often it was issued statement by statement since the latest capture.
-        captures: how often it was captured.
-        without_gradients: whether a tensor requires gradients, so that the call is right under `torch.no_grad()` alone.
+        eager: the number of times it was issued statement by statement since it was last captured.
+        captures: the number of times it was captured.
+        without_gradients: whether it is allowed only under `torch.no_grad()`, as a tensor requires gradients.
     """
 
     def __init__(self, plan: Plan, tensors: Sequence[Part], where: list[int] | None) -> None:
@@ -99,15 +99,15 @@ class BoundCall:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager = self.captures = 0
         self.without_gradients = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
-        # torch.compile's guards hold types, layouts, dtypes, devices and modes against those of a call, in C++.
+        # torch.compile's guards compare types, layouts, dtypes, devices and modes with those of a call, in C++.
         here = all(isinstance(x, torch.Tensor) for x in tensors)
         self.guards = TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check if here else _never
 
     def fits(self, tensors: Sequence[Any]) -> bool:
-        """Whether a call with these tensors is this one; it may be even if not. Anything may be passed."""
-        try:  # of nested tensors the guards would die
+        """Whether this is the bound call for these arguments, of any type. If it returns False, `_bind` decides."""
+        try:  # the guards would crash on nested tensors
             where = [x.is_nested or x.data_ptr() for x in tensors]
-        except Exception:  # no tensor, or one without memory
+        except Exception:  # not a tensor, or one without memory
             return False
         if True in where if self.where is None else where != self.where:
             return False
@@ -117,15 +117,15 @@ class BoundCall:
 
 
 def _never(*tensors: Any) -> bool:
-    """Fit no call: a rank that holds no part of a tensor looks its calls up."""
+    """Fit no call: guards need tensors, and a rank that holds no part of one passes None."""
     return False
 
 
 # Executors ------------------------------------------------------------------------------------------------------------
-# Execute host programs: under torchrun on this rank's real machine, elsewhere on simulated ranks.
 
 LOG = logger(__name__)
 DEVICES = {"gloo": "cpu", "cuda": "cuda"}
+LOWERED = "what hi.lower or hi.parse gives"
 LOWER = "a fusion: lower it first, hi.lower(fusion)"
 
 
@@ -135,42 +135,42 @@ class Executor:
         executor = Executor(program)
         outputs = executor(a, b)
 
-    Under torchrun, `a` and `b` are this rank's parts of the inputs, `outputs` its parts of the outputs, and None stands
-    where it holds none. On the local machine each is a list of parts, one for each simulated rank. On CUDA a call
-    returns when everything is issued, and may be captured into a CUDA graph after a first call with tensors of the same
-    shapes; on CPU it returns when all is done. Calls of a process take turns.
+    Under torchrun, `a` and `b` are this rank's parts of the inputs, and `outputs` its parts of the outputs; a part is
+    None if the rank holds none. On the local machine each is a list of parts, one for each simulated rank. On CUDA a
+    call returns when everything is issued, and may be captured into a CUDA graph after a first call with tensors of the
+    same shapes; on CPU it returns when everything is done. The calls of a process run one at a time.
 
-    The caller owns the outputs. With `out=` they are the caller's own tensors, one or a sequence: contiguous, and apart
-    from the inputs and from each other in memory. On CUDA such calls are replayed from a CUDA graph from the third at
-    the same addresses on; docs/calls.md has the details.
+    The caller owns the outputs. With `out=` they are the caller's own tensors, one or a sequence: contiguous, and they
+    share no memory with the inputs or each other. On CUDA, the third and later such calls with the same addresses are
+    replayed from a CUDA graph; docs/calls.md has the details.
 
     Symmetric buffers and flags last from call to call, and each set of sizes has its own. Executors of equal programs
-    share them, and their calls run one after another, on whatever streams they are made.
+    share them, and their calls run one after another, whatever streams they are made on.
 
     Gradients do not pass through: inputs that require them are refused, unless the call is under `torch.no_grad()`. An
-    input may have any strides where the program computes with it, and is contiguous where it communicates it.
+    input that the program only computes with may have any strides; one that it communicates must be contiguous.
 
     Args:
-        program: a host program; it says how many ranks there must be. Ranks beyond hold None.
-        sizes: of symbols that do not follow from the shapes of the inputs.
-        kernels: what computes: `auto`, `triton` or `aten`; see the knob HOSTIR_KERNELS.
-        machine: `local`, `gloo` or `cuda`. Left out: under torchrun what the session's device calls for, else `local`.
+        program: a host program, which says how many ranks it runs on. Further ranks of the job hold None.
+        sizes: values for symbols that do not follow from the shapes of the inputs.
+        kernels: the kernels that compute: `auto`, `triton` or `aten`; see the knob HOSTIR_KERNELS.
+        machine: `local`, `gloo` or `cuda`. By default, under torchrun the one for the session's device, else `local`.
             Outside torchrun `gloo` and `cuda` run programs of one rank.
-        seed: of the order in which the local machine runs what may run in any order; 0 is program order.
-        trace: gets an event for each statement of each run. On CUDA each call then waits for the device.
-        check: whether to refuse a program that is not proved free of races, deadlocks and misuse of memory, for the
-            sizes of each call; one whose sizes all are known at once.
+        seed: selects one of the orders that the rules allow, on the local machine; 0 is program order.
+        trace: receives an event for each statement of each run. On CUDA each call then waits for the device.
+        check: whether to refuse a program that is not proved free of races, deadlocks and misuse of memory. It is
+            proved for the sizes of each new call; at once if all sizes are known.
         timeout: seconds that `synchronize` waits; see the knob HOSTIR_TIMEOUT.
-        graphs: whether calls with `out=` may be replayed from CUDA graphs. A traced executor makes none.
-        compare_calls: whether ranks compare each call before it runs, and threads take turns in one order on all; on
-            gloo they always do. See the knob HOSTIR_COMPARE_CALLS.
+        graphs: whether calls with `out=` may be replayed from CUDA graphs. An executor with a trace captures none.
+        compare_calls: whether ranks compare each call before it runs, and threads take turns in the same order on all
+            ranks; on gloo they always do. See the knob HOSTIR_COMPARE_CALLS.
 
     Fields:
         machine: the name of the machine.
-        plans: the plans of the latest 128 kinds of inputs, by their shapes, strides and dtypes.
-        choice: what chose this program, and why; None where nothing did.
+        plans: the latest 128 plans, by the shapes, strides and dtypes of their inputs.
+        choice: what chose this program, and why; None if nothing did.
 
-    Raises HostIRError, on every rank, where ranks run different programs or there are fewer ranks than the program's.
+    Raises HostIRError, on every rank, if ranks run different programs, or if the job has too few ranks.
     """
 
     @untraced
@@ -188,12 +188,11 @@ class Executor:
         graphs: bool = True,
         compare_calls: bool | None = None,
     ) -> None:
+        check_environment()
         if not isinstance(program, Program):
-            raise error(
-                f"not a host program: {described(program)}", expected="what hi.lower or hi.parse gives", hint=LOWER
-            )
+            raise error(f"not a host program: {described(program)}", user_span(), expected=LOWERED, hint=LOWER)
         if program.phase is not Phase.HOST:
-            raise error(f"@{program.name} is a fusion", expected="a host program", hint=LOWER)
+            raise error(f"@{program.name} is a fusion", user_span(), expected="a host program", hint=LOWER)
         if machine is not None:
             check_known("machine", machine, ("local", *DEVICES))
         if trace is not None and not isinstance(trace, Trace):
@@ -212,14 +211,14 @@ class Executor:
         self.latest: BoundCall | None = None
         self.session: Session | None = None
         self.watchdog: Watchdog | None = None
-        self.choice: Any = None  # a hostir.choice.Choice: a layer above, which sets it
+        self.choice: Any = None  # a hostir.choice.Choice, set by that layer, which this one must not import
         self.compare_calls = COMPARE_CALLS.get(compare_calls)
         self.rank = 0
         self._graphs: Graphs | None = None
-        self._order: CallOrder | None = None  # that its calls keep, on whatever streams they are made
-        self._captured: set[Plan] = set()  # used by graphs that the caller captured, which read their tables
-        self._ended = ""  # why it runs no more
-        self._agreement = Agreement(None, program, self.kernels, False)  # with nobody, unless it joins a job
+        self._order: CallOrder | None = None  # orders its calls, whatever streams they are made on
+        self._captured: set[Plan] = set()  # kept alive: graphs that the caller captured use the plans' memory
+        self._ended = ""  # the reason why it makes no more calls
+        self._agreement = Agreement(None, program, self.kernels, False)  # with no other rank, unless it joins a job
         self._written = written_inputs(program)
         if machine == "local" or (machine is None and not launched()):
             self.machine = "local"
@@ -237,7 +236,7 @@ class Executor:
                 self._graphs = self._make_graphs()
 
     def _join(self, machine: str | None) -> CudaMachine | GlooMachine:
-        """Create this rank's machine, in a program of as many ranks as there are."""
+        """Join the job, if there is one, and create this rank's machine; raise if the job has too few ranks."""
         size = 1
         device = torch.device("cpu" if machine == "gloo" else "cuda")
         if launched():
@@ -247,7 +246,7 @@ class Executor:
             device = self.session.device
         elif device.type == "cuda":
             if not torch.cuda.is_available():
-                hint = "machine='gloo' or 'local' needs none"
+                hint = "machine='gloo' and machine='local' need none"
                 raise error(
                     "machine='cuda', and there is no CUDA GPU here", expected="a GPU that torch sees", hint=hint
                 )
@@ -259,7 +258,8 @@ class Executor:
             )
         table = kernel_table(self.kernels, device.type)
         groups = self.session.groups if self.session else Groups(0, device)
-        # Knows no executor: that goes with its last reference then, and with it graphs that no capture may meet dying.
+        # The agreement refers to no executor. So an executor is destroyed with its last reference, without the garbage
+        # collector: its graphs must not be destroyed at some point within a capture.
         compare = self.compare_calls or device.type == "cpu"
         self._agreement = Agreement(self.session, self.program, self.kernels, compare)
         if device.type == "cuda":
@@ -277,13 +277,12 @@ class Executor:
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
         """Run the program once.
 
-        Raises HostIRError for tensors that do not fit, before anything runs; and for a statement that failed, which it
-        names.
+        Raises HostIRError for tensors that do not fit, before anything runs, and for a statement that fails.
 
         Args:
             inputs: this rank's part of each input, in order, None where it holds none; on the local machine a list of
                 parts for each.
-            out: one tensor, or one for each output, to write into; fresh ones unless given.
+            out: the tensor to write to, or one for each output; by default new ones are allocated.
 
         Returns:
             this rank's part of each output; on the local machine a list of parts for each.
@@ -296,24 +295,23 @@ class Executor:
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
             return tuple(parts)
-        # A warm call on CUDA: __call__, _call, BoundCall.fits, _issue; there the machine's error words are read, the
-        # call is ordered behind the last one, and Graphs.launch or CudaPlan.run launches.
+        # The path of a warm call on CUDA is __call__, _call, BoundCall.fits, _issue. The last one reads the words to
+        # which kernels report timeouts, orders the call after the last one, and calls Graphs.launch or CudaPlan.run.
         calls, me = self._calls, threading.get_ident()
         with calls.lock:
             if me in calls.callers:
                 raise _nested(self.program)
-            calls.callers.add(me)
-            number = calls.number
+            calls.callers[me] = False
             try:
                 return self._call(inputs, out)
             except HostIRError:
                 raise
             except BaseException:
-                if calls.number != number:  # the ranks have agreed on it, and the others may run it
+                if calls.callers[me]:  # the others may run it
                     calls.broken = calls.broken or f"rank {self.rank} was interrupted in @{self.program.name}"
                 raise
             finally:
-                calls.callers.discard(me)
+                del calls.callers[me]
 
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Run the program once on this rank's machine; the caller holds the lock of the calls."""
@@ -326,12 +324,12 @@ class Executor:
             call = self._bind(inputs, out)
         elif self._compare:
             self._begin(call.plan.unrolled.sizes, planned=True)
-            if is_stale(call.plan):  # another thread's call, meanwhile, released its memory
+            if is_stale(call.plan):  # meanwhile another thread's call released its memory
                 call = self._bind(inputs, out, begun=True)
         gradients = torch.is_grad_enabled()
         try:
             if gradients:
-                torch._C._set_grad_enabled(False)  # as torch.no_grad() does, which takes 1 us by itself
+                torch._C._set_grad_enabled(False)  # torch.no_grad() would take 1 us longer
             outputs = self._issue(call, inputs, given)
         except HostIRError as failure:
             if self.watchdog is None:
@@ -344,7 +342,7 @@ class Executor:
         return outputs
 
     def _issue(self, call: BoundCall, inputs: tuple[Part, ...], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
-        """Run a call on CPU; on CUDA issue it as one graph, or statement by statement, as in a caller's capture."""
+        """Run a call on CPU; on CUDA issue it: as one graph, or statement by statement, always so in a capture."""
         plan, watchdog = call.plan, self.watchdog
         if isinstance(plan, GlooPlan):
             if watchdog is not None:
@@ -375,23 +373,23 @@ class Executor:
 
     @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:
-        """Return for each input the symmetric memory that the program copies it to, None where there is none.
+        """Return for each input the symmetric memory that the program copies it to, or None if there is none.
 
-        An input that a caller computes right there, with the strides that it has there, is not copied. The memory is
-        the executor's, and stays as the caller leaves it until the program writes there. All ranks must call this.
+        An input that is this very tensor is not copied: compute it in place. The memory belongs to the executor, and
+        keeps what the caller writes to it until the program writes there. All ranks must call this.
         """
         if self.machine == "local":
             return tuple(None for _ in inputs)
         with self._calls.lock:
             plan = self._choose(cache_key(inputs), inputs, places=True)
             if plan.memory is not None:
-                plan.memory.used = time.monotonic()  # the caller fills it: it is not what goes next to make room
+                plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
         found = places(plan.unrolled, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
 
     @property
     def graph_refusal(self) -> str | None:
-        """The reason why calls with `out=` like the latest are not replayed from CUDA graphs; None if they are."""
+        """The reason why calls with `out=` like the latest call are not replayed from CUDA graphs; None if they are."""
         if self._graphs is not None:
             plan = self.latest.plan if self.latest is not None else None
             return self._graphs.refusal or (isinstance(plan, CudaPlan) and plan.eager_only) or None
@@ -403,7 +401,7 @@ class Executor:
     def synchronize(self) -> None:
         """Wait for everything issued so far; on CUDA at most `timeout` seconds.
 
-        Raises HostIRError naming the communications that the device has not finished by then, or what it reports.
+        Raises HostIRError if a kernel reports a problem, or with the communications that are not finished in time.
         """
         if self.machine != "cuda":
             return
@@ -411,7 +409,7 @@ class Executor:
         reached.record(torch.cuda.current_stream(self._machine.device))
         deadline = time.monotonic() + self.timeout
         while not reached.query():
-            self._raise_problem()  # a kernel may have timed out, and work after it wait forever
+            self._raise_problem()  # a kernel may have timed out, and work after it may wait for ever
             if time.monotonic() > deadline:
                 raise self._blamed(self._stuck())
             time.sleep(1e-4)
@@ -429,7 +427,7 @@ class Executor:
     def _stuck(self) -> HostIRError:
         plan = next(reversed(self.plans.values()), None)
         late = f"the device has not finished @{self.program.name} after {self.timeout:g} s"
-        hint = "HOSTIR_TIMEOUT sets how long it may take"
+        hint = "HOSTIR_TIMEOUT sets how many seconds it may take"
         busy = []
         if isinstance(plan, CudaPlan):
             busy = [(op.place.statement.span, f"{plan.unrolled.describe(op)}: {what}") for op, what in plan.busy()]
@@ -440,20 +438,20 @@ class Executor:
 
     # Planning -----------------------------------------------------------------------------------------------------
     def _refused(self, refusal: HostIRError) -> HostIRError:
-        """Tell the other ranks that this one does not run the call; return what to raise."""
+        """Tell the other ranks that this one does not run the call; return the error to raise."""
         return self._blamed(refusal) if self._compare and self._agreement.refuse(refusal) else refusal
 
     def _begin(self, sizes: Mapping[str, int], *, planned: bool | None = None, places: bool = False) -> None:
-        """Raise if other ranks make another call; a rank that may already run its call is told as well."""
+        """Begin a call: raise if other ranks make another one, and tell a rank that may already run it."""
         try:
             self._agreement.begin(sizes, planned=planned, places=places)
         except CallRunsError as refused:
             raise self._blamed(refused) from refused.__cause__
 
     def _bind(self, inputs: tuple[Any, ...], out: Any, begun: bool = False) -> BoundCall:
-        """Return the bound call for these tensors, which has begun on this rank; make it if there is none.
+        """Begin the call on this rank, and return the bound call for these tensors; make one if there is none.
 
-        `begun`: it began with a plan whose memory another thread's call released while this one waited for its turn.
+        `begun`: the call has begun before, but while it waited for its turn another thread released its plan's memory.
         """
         given = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
         tensors, kind, outs = (*inputs, *given), cache_key(inputs), cache_key(given)
@@ -489,7 +487,7 @@ class Executor:
         places: bool = False,
         begun: bool = False,
     ) -> Plan:
-        """Return the plan for inputs of this kind, with the call begun on this rank; make it if there is none."""
+        """Begin the call on this rank, and return the plan for inputs of this kind; make one if there is none."""
         self._refuse_elsewhere()
         plan = self.plans.get(kind) if kind is not None else None
         if plan is None:
@@ -519,7 +517,7 @@ class Executor:
         return plan
 
     def _drop(self, gone: Callable[[Plan], bool]) -> None:
-        """Drop the plans for which this is true, and the calls that are bound to them."""
+        """Drop the plans for which `gone` is true, and the calls that are bound to them."""
         if self.latest is not None and gone(self.latest.plan):
             self.latest = None
         for kind in [kind for kind, plan in self.plans.items() if gone(plan)]:
@@ -534,7 +532,7 @@ class Executor:
         self._drop(is_stale)
 
     def _leave(self, reason: str) -> None:
-        """Run no more: what this rank shares with others goes."""
+        """Make no more calls: drop what the end of the session destroys, and refuse later calls for this reason."""
         self.latest, self._ended = None, reason
         if self._graphs is not None:
             self._graphs.release(reason)
@@ -547,7 +545,7 @@ class Executor:
             raise error(
                 f"@{self.program.name} is called after the end of its session",
                 expected="calls within the session in which its executor was made",
-                hint="make another executor: it opens a session, or belongs to the one that is open",
+                hint="make another executor: it joins the open session, or opens a new one",
             )
 
     def _refuse_in_capture(self) -> None:
@@ -558,7 +556,7 @@ class Executor:
             )
 
     def _check(self, unrolled: UnrolledProgram, inputs: Sequence[Part], out: Any) -> None:
-        """Raise for tensors of a call that share memory, or that cannot take the outputs, before ranks begin it."""
+        """Raise if tensors of a call share memory, or cannot hold the outputs. No rank has begun the call by then."""
         check_apart(self.program, self._written, inputs)
         if out is not None:
             check_out(unrolled, sequence_of(out), inputs, self._machine.device)
@@ -581,13 +579,13 @@ class Executor:
             self._begin(sizes, places=places)
         self._agreement.reach(sizes)
         warn_of_copies(unrolled)
-        with torch.inference_mode(False):  # what a plan holds is for calls in any mode
+        with torch.inference_mode(False):  # tensors that a plan holds are used by calls in any mode
             if isinstance(machine, GlooMachine):
                 return machine.plan(unrolled, self.trace)
             return machine.plan(unrolled, Timeline(unrolled, self.trace) if self.trace is not None else None)
 
     def _log(self, plan: Plan, seconds: float) -> None:
-        """Log a new plan, and why no graph is captured of it."""
+        """Log a new plan, and why no CUDA graph of it is captured if that is so."""
         if not LOG.isEnabledFor(logging.INFO):
             return
         unrolled, name = plan.unrolled, self.program.name
@@ -616,15 +614,15 @@ def _nested(program: Program) -> HostIRError:
     return error(
         f"@{program.name} is called while this thread runs another call",
         expected="one call after another",
-        hint="in a signal handler, only note what is to be done, and call when the call that it interrupts is over",
+        hint="in a signal handler, only record what to do, and make the call after the interrupted one has returned",
     )
 
 
-_with_threads: weakref.WeakSet[Executor] = weakref.WeakSet()  # or connections, or a GPU: no child of a fork has them
+_with_threads: weakref.WeakSet[Executor] = weakref.WeakSet()  # or with connections or a GPU: a forked child has none
 
 
 def _forked() -> None:
-    """Make the next call of each executor in a forked child look itself up, which finds that the process changed."""
+    """Make the next call of each executor in a forked child take the slow path, which refuses it there."""
     for executor in _with_threads:
         executor.latest = None
     for calls in {executor._calls for executor in _with_threads}:
@@ -641,8 +639,8 @@ os.register_at_fork(after_in_child=_forked)
 def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
     """Run a host program once on whole tensors, on any machine, and return whole tensors.
 
-    Under torchrun every rank gives the same inputs and gets the same outputs: each takes its parts, and at the end the
-    ranks send each other theirs. For tests and small runs. `options` are those of Executor.
+    Under torchrun every rank passes the same inputs and gets the same outputs: it takes its own parts of the inputs,
+    and at the end all ranks exchange their outputs. Meant for tests and small runs. `options` are those of Executor.
     """
     executor = Executor(program, **options)
     sizes = bind_sizes(program, inputs, executor.sizes)
@@ -650,7 +648,7 @@ def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
     if executor.machine == "local":
         outputs = executor(*inputs)
     else:
-        check_apart(program, written_inputs(program), inputs)  # of which the parts are copies
+        check_apart(program, written_inputs(program), inputs)  # here, as the parts are copies and never overlap
         parts = executor(
             *[shard(x, v.tensor, executor.rank, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
         )

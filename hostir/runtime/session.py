@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -131,7 +131,8 @@ class Calls:
         self.timeout = timeout
         self.unlock()
         self.number = 0
-        self.callers: set[int] = set()  # threads in a call, one of which runs while the others wait for their turn
+        # Threads in a call, and whether the ranks have agreed on it: it runs, while the others wait for their turn.
+        self.callers: dict[int, bool] = {}
         self.broken = ""  # why this rank's calls are not those of the others any more
         self.slots = [""] * SLOTS
         self.users: dict[str, weakref.WeakSet[threading.Thread]] = defaultdict(weakref.WeakSet)  # by digest
@@ -165,6 +166,8 @@ class Calls:
             mine = str(call)
             first, running, text = self._post(mine, planned)
             if text == mine:
+                if (me := threading.get_ident()) in self.callers:  # else it only asks for places
+                    self.callers[me] = True
                 return self._move()
             theirs = Call.of(text)
             if theirs.refusal and call.is_by(theirs):
@@ -300,7 +303,8 @@ class Groups:
         exchange: gives a text under a key, and gets those of all ranks.
         made: the groups by their teams.
         memory: the symmetric memory; None before the first machine.
-        streams: worker streams of programs with symmetric memory, by digest: those that share memory share streams.
+        streams, timeouts: worker streams of programs with symmetric memory, and what their kernels report, by digest:
+            executors that share memory share both.
         broken: why this rank runs nothing more on CPU, where peers may be within a call that failed or was interrupted
             here: what they still send and wait for would go to the next call, of any program. Empty if it may.
     """
@@ -311,7 +315,9 @@ class Groups:
     made: dict[tuple[int, ...], Any] = field(default_factory=dict)
     memory: SymmetricMemory | None = None
     streams: dict[str, Any] = field(default_factory=dict)
+    timeouts: dict[str, Any] = field(default_factory=dict)
     broken: str = ""
+    _messages: Groups | None = None
 
     def symmetric(self, sharing: Callable[[], Sharing]) -> SymmetricMemory:
         """Return the symmetric memory of these ranks, which `sharing` lets them see."""
@@ -320,17 +326,21 @@ class Groups:
                 self.memory = SymmetricMemory(self.rank, self.exchange, sharing())
             return self.memory
 
-    @cached_property
+    @property
     def messages(self) -> Groups:
         """The groups for a rank's own messages, which are not ordered with collectives."""
-        return Groups(self.rank, self.device)
+        with _opening:
+            if self._messages is None:
+                self._messages = Groups(self.rank, self.device)
+            return self._messages
 
     def forget(self) -> None:
         """Drop all groups: they are being destroyed, or belong to the program that made the first."""
         self.made.clear()
         self.streams.clear()
+        self.timeouts.clear()
         self.memory = None
-        self.__dict__.pop("messages", None)
+        self._messages = None
 
     @property
     def options(self) -> dict[str, Any]:

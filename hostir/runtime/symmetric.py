@@ -223,6 +223,15 @@ class SymmetricMemory:
         self.met[key].plans.add(plan)
         return self.met[key]
 
+    def give_up(self, digest: str, why: str) -> None:
+        """Let no plan of a program run again in memory that peers signal: what comes late would count for later calls.
+
+        A rank alone has no such peer: its calls go on.
+        """
+        for (program, _), memory in list(self.met.items()):  # the watchdog's thread may ask, too
+            if program == digest and len(memory.offers) > 1:
+                memory.broken = memory.broken or why
+
     def meet(self, unrolled: UnrolledProgram) -> SharedMemory:
         """Allocate this rank's memory, and map that of the ranks that it exchanges data with."""
         self.meetings += 1

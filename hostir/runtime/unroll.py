@@ -22,13 +22,12 @@ from hostir.runtime.order import CALLER, NONE, RankOrder
 # Operations -----------------------------------------------------------------------------------------------------------
 # A program unrolled for one rank and one set of shapes is a list of operations in issue order.
 #
-# Names, loops, indices and sizes are gone: operations on numbered registers are left, each knowing the statement it
-# came from. `unroll` makes them. The machines bind them to closures over one list of registers, and a run is
-# those closures called one after another.
+# It has no names, loops, indices or symbols: only operations on numbered registers, each of which knows its statement.
+# `unroll` makes them. A machine binds each to a closure over one list of registers, and a run calls these closures.
 
-# A flag is one integer, so that setting and waiting are single operations: the number of the call, from 1, in the
-# upper half, and the epoch of that call in the lower. It rises from epoch to epoch and from call to call, whichever of
-# an executor's plans they run; 2^31 calls of 2^32 epochs are more than anyone will make.
+# A flag of a CPU process is one integer, so that setting it and waiting for it are single operations: the number of the
+# call, from 1, in the upper half, and the epoch of that call in the lower half. It rises from epoch to epoch and from
+# call to call, over all plans that share it; 2^31 calls of 2^32 epochs are more than anyone will make.
 EPOCHS = 1 << 32
 
 
@@ -44,11 +43,10 @@ class StatementPlace(NamedTuple):
     rounds: tuple[int, ...]
 
 
-# Operations -------------------------------------------------------------------------------------------------------
-ElementRange = tuple[int, int]  # elements of a buffer, from the first to the one behind the last
+ElementRange = tuple[int, int]  # elements of a buffer: the first, and the one after the last
 FlagUse = tuple[int, int, int]  # register of flags, slot, epoch
 
-# What an operation does with the register, stream or ranks that a field of this type names.
+# Types of fields: what an operation does with the register, handle, stream or ranks in the field.
 DefinedRegister: TypeAlias = int
 FreedRegister: TypeAlias = int
 ReadRegister: TypeAlias = int
@@ -67,20 +65,20 @@ TRAITS = {
 
 @dataclass(frozen=True)
 class Op:
-    """One operation. `stream` is the stream that is current where it is issued.
+    """One operation, issued to `stream`. `place` is the statement that it comes from.
 
-    Analyses name no class of operations; they ask for these traits. The types of a class's fields set most of them.
-        defines: the register that it sets to a tensor; the device does nothing for such an operation.
+    Analyses ask for these traits instead of naming classes of operations. Most follow from the types of the fields.
+        defines: the register that it sets to a tensor; such an operation runs on the host only.
         frees: the register of the buffer that it frees.
-        reads, writes: the registers whose memory it reads and writes; of a communication, until something waits for it.
+        reads, writes: the registers whose memory it reads and writes; a communication, until something waits for it.
         joins: the stream whose work it waits for, or None.
         starts, awaits: the handle of the communication that it starts, or waits for.
         raised_flags, awaited_flags: the flags that it sets, and those that its stream or its kernel waits for.
-        by_group: the ranks that carry it out together, through a process group.
-        of_team: the ranks that it signals and waits for, by flags of the machine's own.
-        in_graph: it leaves a node in a CUDA graph.
-        needs_sms: it runs on SMs, at least on some machines.
-        starts_early: it may start before the operation right before it on its stream has ended.
+        by_group: the ranks that run it together, through a process group.
+        of_team: the ranks that it signals and waits for, by flags that the machine adds for it.
+        in_graph: whether it becomes a node of a CUDA graph.
+        needs_sms: whether it runs on SMs, at least on some machines.
+        starts_early: whether it may start before the operation directly before it on its stream has ended.
     """
 
     place: StatementPlace
@@ -97,13 +95,13 @@ class Op:
     joins: ClassVar[Join | None] = None
 
     def __init_subclass__(cls) -> None:
-        """Define the traits that the types of fields name."""
+        """Define the traits that follow from the types of fields, except those that the class itself defines."""
         kinds = {str(kind): name for name, kind in get_annotations(cls).items()}
         for kind, trait in TRAITS.items():
-            if kind in kinds:
+            if kind in kinds and trait not in vars(cls):
                 setattr(cls, trait, property(attrgetter(kinds[kind])))
         for kind, trait in (("ReadRegister", "reads"), ("WrittenRegister", "writes")):
-            if kind in kinds:
+            if kind in kinds and trait not in vars(cls):
                 setattr(cls, trait, property(_tuple_of(kinds[kind])))
 
     @property
@@ -137,7 +135,7 @@ def _tuple_of(field: str) -> Callable[[Op], tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class AllocateOp(Op):
-    """`registers[out]` becomes a dense uninitialised tensor, unless the caller's tensor for an output is there."""
+    """`registers[out]` becomes a dense uninitialised tensor, unless the caller passed a tensor for this output."""
 
     out: DefinedRegister
     shape: tuple[int, ...]
@@ -148,9 +146,9 @@ class AllocateOp(Op):
 
 @dataclass(frozen=True)
 class SymmetricOp(Op):
-    """`registers[out]` becomes `rank`'s buffer of those that ranks allocate under one name in one round.
+    """`registers[out]` becomes a symmetric buffer of `rank`: this rank's own, or the one of the same name on a peer.
 
-    It is dense, belongs to the executor, and is the same in every run with these sizes.
+    It is dense, and the same in every run with these sizes. In a loop each round has a buffer of its own.
     """
 
     out: DefinedRegister
@@ -162,15 +160,15 @@ class SymmetricOp(Op):
 
     @property
     def home(self) -> tuple[str, tuple[int, ...]]:
-        """The name and round that the buffers of all ranks have in common."""
+        """The name and the round, which identify the buffer on every rank."""
         return self.name, self.rounds
 
 
 @dataclass(frozen=True)
 class ViewOp(Op):
-    """`registers[out]` becomes a view of the buffer `x`; `offset` counts elements from the buffer's first.
+    """`registers[out]` becomes a view of the buffer `x`, beginning at its element `offset`.
 
-    Where the view is `x[index]`, `index` says so: torch makes such a view in two thirds of the time.
+    If the view is `x[i]`, `index` is i, else None: torch makes such a view in two thirds of the time.
     """
 
     out: DefinedRegister
@@ -196,7 +194,8 @@ class FreeOp(Op):
 class ComputeOp(Op):
     """Kernel `kind` writes `out`.
 
-    With `ready`, whose flags and own rows are registers, it computes each block of rows once that block's flag is set.
+    With `ready`, it computes each block of rows once the flags of the block are set; with `done`, it sets a flag behind
+    each block. `ready.flags`, `ready.own` and `done.flags` are registers.
     """
 
     kind: str
@@ -204,6 +203,7 @@ class ComputeOp(Op):
     operands: ReadRegisters
     options: Mapping[str, Any]
     ready: Ready | None = None
+    done: Done | None = None
 
     @property
     def needs_sms(self) -> bool:
@@ -221,14 +221,23 @@ class ComputeOp(Op):
         return *self.operands, self.ready.flags, *own
 
     @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,) if self.done is None else (self.out, self.done.flags)
+
+    @property
     def awaited_flags(self) -> tuple[FlagUse, ...]:
         ready = self.ready
         return () if ready is None else tuple((ready.flags, slot, ready.epoch) for slot in ready.awaited)
 
+    @property
+    def raised_flags(self) -> tuple[FlagUse, ...]:
+        done = self.done
+        return () if done is None else tuple((done.flags, slot, done.epoch) for slot in done.order)
+
 
 @dataclass(frozen=True)
 class CopyOp(Op):
-    """`out` becomes `x`: by copy engine if `sms` is 0, else by a kernel on so many SMs. One may be a peer's memory."""
+    """Copies `x` to `out`: by a copy engine if `sms` is 0, else by a kernel on `sms` SMs. One may be on a peer."""
 
     x: ReadRegister
     out: WrittenRegister
@@ -236,14 +245,14 @@ class CopyOp(Op):
 
     @property
     def needs_sms(self) -> bool:
-        return True  # within a GPU a kernel makes it
+        return True  # a copy within a GPU is a kernel
 
 
 @dataclass(frozen=True)
 class SignalOp(Op):
-    """Element `slot` of `flags`, which are those of `peer`, is set to an epoch of this call.
+    """Sets element `slot` of the peer's `flags` to an epoch of this call.
 
-    The stream itself sets it if `sms` is 0, else a kernel on so many SMs.
+    The stream itself sets it if `sms` is 0, else a kernel on `sms` SMs.
     """
 
     flags: WrittenRegister
@@ -276,7 +285,7 @@ class WaitSignalOp(Op):
 
 @dataclass(frozen=True)
 class BarrierOp(Op):
-    """The stream waits for the ranks of a team at their barriers of this number, counted in every call."""
+    """The stream waits until all ranks of the team have reached their barrier of this number, from 0 in every call."""
 
     team: RanksOfTeam
     number: int
@@ -284,7 +293,7 @@ class BarrierOp(Op):
 
 @dataclass(frozen=True)
 class CollectiveOp(Op):
-    """A communication of the whole team. `x` and `out` are dense, and the same memory for an allreduce."""
+    """A communication of the whole team. `x` and `out` are dense; for an allreduce they are one tensor."""
 
     kind: str
     team: Group
@@ -295,10 +304,10 @@ class CollectiveOp(Op):
 
 @dataclass(frozen=True)
 class MessagesOp(Op):
-    """Sends and receives of pieces: pairs of a register and a rank.
+    """Sends and receives: pairs of the register of a tensor and the rank to which it goes or from which it comes.
 
-    If `collective`, it is one rank's side of a transfer between meshes, ordered with the collectives of the team. Else
-    it is ordered with this rank's other messages only, and collectives and messages do not wait for each other.
+    If `collective`, it is this rank's side of a transfer between meshes, ordered with the collectives of the team. Else
+    it is ordered with this rank's other messages only: collectives and messages do not wait for each other.
     """
 
     team: Group
@@ -318,7 +327,7 @@ class MessagesOp(Op):
 
 @dataclass(frozen=True)
 class MarkOp(Op):
-    """The end of a communication that stayed within the rank, on its own stream: other streams wait for it."""
+    """Marks the end of a communication within this rank alone, which ran on `stream`, for other streams to wait for."""
 
     handle: Start
 
@@ -382,14 +391,14 @@ class UnrolledProgram:
     """A rank's flat program: operations in issue order, and the registers of a call's tensors.
 
     Fields:
-        sizes: the values of its symbols.
-        inputs: the registers of the program's inputs, consecutive.
+        sizes: the values of the program's symbols.
+        inputs: the registers of its inputs, consecutive.
         outputs: the registers of its outputs, NONE where this rank holds none.
-        buffers: for each register the register of the buffer behind it, NONE for a handle.
-        layouts: by register, the tensors, but for inputs that this rank does not hold.
-        dtypes: by the register of a buffer.
-        allocated: by register, the operations that allocate buffers in every run.
-        symmetric: by register, those that provide symmetric buffers, this rank's and its peers'.
+        buffers: for each register, the register of the buffer that it is a view of; NONE for a handle.
+        layouts: the layout of each register that holds a tensor, except inputs that this rank does not hold.
+        dtypes: the dtype of each buffer, by its register.
+        allocated: the operations that allocate a buffer in every run, by its register.
+        symmetric: the operations that provide symmetric buffers, this rank's and its peers', by register.
     """
 
     program: Program
@@ -411,12 +420,12 @@ class UnrolledProgram:
 
     @cached_property
     def extents(self) -> Mapping[int, ElementRange]:
-        """The extents of all tensors within their buffers, from the first element to the last, gaps included."""
+        """The extent of each tensor within its buffer, from its first element to its last, gaps included."""
         return {register: layout.extent for register, layout in self.layouts.items()}
 
     @property
     def memory(self) -> tuple[int, int]:
-        """The bytes that a run allocates, over all its buffers, and the bytes of this rank's symmetric memory."""
+        """The bytes of all buffers that a run allocates, and the bytes of this rank's symmetric buffers."""
         return _bytes(self.allocated.values()), _bytes(op for op in self.symmetric.values() if op.rank == self.rank)
 
     def owner(self, register: int) -> int:
@@ -425,9 +434,14 @@ class UnrolledProgram:
         return self.rank if op is None else op.rank
 
     def tensors(self, op: Op) -> tuple[int, ...]:
-        """Return the registers of the tensors that an operation reads or writes, flags left out."""
+        """Return the registers of the tensors that an operation reads or writes, without flags."""
         flags = {register for register, *_ in (*op.raised_flags, *op.awaited_flags)}
         return tuple([register for register in (*op.reads, *op.writes) if register not in flags])
+
+    def flag_name(self, flags: int, slot: int) -> str:
+        """Return a flag as a program would name it, for messages; `flags` is a register."""
+        layout = self.layouts[flags]
+        return f"%{self.symmetric[layout.buffer].name}[{layout.offset + slot * layout.strides[0]}]"
 
     def touches_peer(self, op: Op) -> bool:
         """Whether an operation reads or writes a peer's memory directly, flags included."""
@@ -462,29 +476,29 @@ def overlap(one: ElementRange, others: Iterable[ElementRange]) -> bool:
 def teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
     """Return the members, ascending, of every team of two or more ranks that communicates, in program order.
 
-    The order is the same on every rank: process groups and the like are made in this order everywhere.
+    The order is the same on every rank, as all ranks must make their process groups in one order.
     """
     teams = (team for statement in program.walk() if statement.collective for team in statement.teams)
     return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
 
 
 def message_teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Do as `teams_of`, for the teams whose ranks send each other messages."""
+    """Return the teams of two or more ranks whose ranks send each other messages, as `teams_of` does."""
     teams = (team for statement in program.walk() if not statement.collective for team in statement.teams)
     return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
 
 
 # Unrolling ------------------------------------------------------------------------------------------------------------
-# The interpreter's machine that records operations, for one rank and one set of shapes, instead of running them.
+# The machine that records operations instead of running them, for one rank and one set of shapes.
 #
-# Views cost nothing until something uses them: a chain of select, chunk and reshape becomes one strided view of its
-# buffer, and the same view is made once a run.
+# A view becomes an operation only when another operation uses it: a chain of select, chunk and reshape is one strided
+# view of its buffer, made once in a run.
 
 COLLECTIVES = ("allgather", "allreduce", "reduce_scatter", "alltoall")
 
 
 class Strided(Protocol):
-    """A tensor of any library, as far as unrolling looks at it: its shape, and its strides in elements."""
+    """A tensor of any library: unrolling needs only its shape, and its strides in elements."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -498,11 +512,10 @@ class Strided(Protocol):
 def unroll(
     program: Program, rank: int, sizes: Mapping[str, int], inputs: Sequence[Strided | None] | None = None
 ) -> UnrolledProgram:
-    """Unroll a program for one rank and for inputs like these, by default dense ones.
+    """Unroll a program for one rank, and for inputs with the shapes and strides of `inputs`, by default dense ones.
 
-    Only the inputs' shapes and strides count. Raises HostIRError if the program asks for what no machine can
-    do: a stream outside the pool, a view that needs a copy, a communication of memory that is not dense or that nothing
-    waits for, a use after free, a peer's memory that is not symmetric.
+    Raises HostIRError for what no machine can do: a stream outside the pool, a view that needs a copy, a communication
+    of a tensor that is not dense, or that nothing waits for, a use after free, a peer's memory that is not symmetric.
     """
     unroller = Unroller(program, rank, sizes)
     given = unroller.take_dense() if inputs is None else unroller.take(inputs)
@@ -518,7 +531,7 @@ class StreamValue:
 
 @dataclass
 class Flight:
-    """A communication while unrolling."""
+    """The handle of a communication while unrolling: the operation that starts it."""
 
     op: Op
     waited: bool = False
@@ -538,16 +551,16 @@ class Unroller(Observer, OptionalMethods):
     stream: int = CALLER
 
     def __post_init__(self) -> None:
-        self.wholes: dict[int, RegisterView] = {}  # by buffer
+        self.wholes: dict[int, RegisterView] = {}  # by buffer: all of it as a tensor
         self.dtypes: dict[int, DType] = {}  # of buffers
         self.names: dict[int, str] = {}  # of buffers
         self.allocated: dict[int, AllocateOp] = {}  # by buffer
         self.symmetric: dict[int, SymmetricOp] = {}
-        self.homes: dict[tuple[str, tuple[int, ...], int], int] = {}  # by name, round and rank: a symmetric buffer
-        self.barriers: dict[tuple[int, ...], int] = {}  # of each team: how many there were
+        self.homes: dict[tuple[str, tuple[int, ...], int], int] = {}  # symmetric buffers, by name, round and rank
+        self.barriers: dict[tuple[int, ...], int] = {}  # by team: the number of its barriers so far
         self.views: dict[RegisterView, int] = {}
-        self.marked: set[int] = set()  # handles of Marks that another stream waits for
-        self.ordered = 0  # how many operations there were when a statement last ordered a stream, perhaps without one
+        self.marked: set[int] = set()  # handles of MarkOps that another stream waits for
+        self.ordered = 0  # the number of operations before the latest statement that orders streams
         self.alone: Flight | None = None  # the latest message of this rank to itself, in a team of one
 
     def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
@@ -557,7 +570,7 @@ class Unroller(Observer, OptionalMethods):
         return self.place.statement.fail(message, expected=expected, hint=hint)
 
     def fail_layout(self, x: RegisterView, message: str, expected: str) -> HostIRError:
-        """Return an error for a tensor's layout; it names the input if the tensor is a view of one not dense."""
+        """Return the error for a tensor's layout; it names the input if the tensor is a view of a strided one."""
         whole = self.wholes[x.buffer]
         if x.buffer > len(self.program.inputs) or whole.dense:
             return self.fail(message, expected=expected, hint="copy it to a buffer of its own first")
@@ -570,7 +583,7 @@ class Unroller(Observer, OptionalMethods):
         )
 
     def take(self, inputs: Sequence[Strided | None]) -> list[RegisterView | None]:
-        """Return a tensor for each input of a call."""
+        """Return a tensor with the layout of each input, None for those that this rank does not hold."""
         layouts = [None if x is None else (tuple(x.shape), tuple(x.stride())) for x in inputs]
         return [self.input(value, layout) for value, layout in zip(self.program.inputs, layouts, strict=True)]
 
@@ -596,7 +609,7 @@ class Unroller(Observer, OptionalMethods):
             return part
         part = self.home(name, self.place.rounds, self.rank, shape, dtype)
         if part.shape != shape or self.dtypes[part.buffer] != dtype:
-            raise self.fail(f"%{name} had another shape before", expected="one shape on all ranks, in every call")
+            raise self.fail(f"%{name} was allocated before with another shape or dtype", expected="one shape and dtype")
         return part
 
     def free(self, x: RegisterView) -> None:
@@ -638,14 +651,15 @@ class Unroller(Observer, OptionalMethods):
         done: Done | None = None,
     ) -> None:
         if ready is not None:
-            flags, own = self.register(self.at_rank(ready.flags, self.rank)), ready.own
+            flags, own = self.flags(ready.flags, ready.epoch), ready.own
             ready = replace(ready, flags=flags, own=None if own is None else self.register(own))
-            self.check_epoch(ready.epoch)
+        if done is not None:
+            done = replace(done, flags=self.flags(done.flags, done.epoch))
         registers, target = tuple(map(self.register, operands)), self.register(out)
         if ready is not None:
             overlapped, reserved = room(self.ops, self.ordered, self.stream)
             ready = replace(ready, overlapped_sms=overlapped, reserved_sms=reserved)
-        self.ops.append(ComputeOp(self.place, self.stream, kind, target, registers, options, ready))
+        self.ops.append(ComputeOp(self.place, self.stream, kind, target, registers, options, ready, done))
 
     def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         for part, what in ((x, "sends"), (out, "fills")):
@@ -681,19 +695,17 @@ class Unroller(Observer, OptionalMethods):
 
     def copy(self, x: RegisterView, out: RegisterView, source: int, target: int, sms: int = 0) -> None:
         for part in (x, out) if sms else ():
-            self.check_dense(part, "SMs copy between dense tensors")
+            self.check_dense(part, "a copy by SMs, of a tensor that is not dense")
         x = x if source == self.rank else self.at_rank(x, source)
         out = out if target == self.rank and not sms else self.at_rank(out, target)
         self.ops.append(CopyOp(self.place, self.stream, self.register(x), self.register(out), sms))
 
     def signal(self, flags: RegisterView, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
-        self.check_epoch(epoch)
-        register = self.register(self.at_rank(flags, peer))
+        register = self.flags(flags, epoch, peer)
         self.ops.append(SignalOp(self.place, self.stream, register, slot, epoch, peer, sms))
 
     def wait_signal(self, flags: RegisterView, slot: int, epoch: int) -> None:
-        self.check_epoch(epoch)
-        register = self.register(self.at_rank(flags, self.rank))
+        register = self.flags(flags, epoch)
         self.ops.append(WaitSignalOp(self.place, self.stream, register, slot, epoch))
 
     def barrier(self, team: tuple[int, ...]) -> None:
@@ -714,7 +726,7 @@ class Unroller(Observer, OptionalMethods):
         return self.whole(buffer, shape, dtype, dense_strides(shape))
 
     def home(self, name: str, rounds: tuple[int, ...], rank: int, shape: tuple[int, ...], dtype: DType) -> RegisterView:
-        """Return a rank's symmetric buffer; its first use adds an operation that provides it."""
+        """Return a rank's symmetric buffer as a tensor; its first use adds the operation that provides it."""
         place = name, rounds, rank
         if place in self.homes:
             return self.wholes[self.homes[place]]
@@ -729,7 +741,7 @@ class Unroller(Observer, OptionalMethods):
         """Return the same view of a rank's buffer. Raises for a view of memory that is not symmetric."""
         own, name = self.symmetric.get(x.buffer), self.names[x.buffer]
         if own is None:
-            raise self.fail(f"%{name} is not symmetric", expected="a view of what allocate_symmetric gives")
+            raise self.fail(f"%{name} is not symmetric", expected="a view of a buffer from allocate_symmetric")
         return x._replace(buffer=self.home(own.name, own.rounds, rank, own.shape, own.dtype).buffer)
 
     def check_dense(self, x: RegisterView, message: str) -> None:
@@ -737,12 +749,14 @@ class Unroller(Observer, OptionalMethods):
             expected = f"the strides of a dense {list(x.shape)}, not {list(x.strides)}"
             raise self.fail_layout(x, message, expected)
 
-    def check_epoch(self, epoch: int) -> None:
+    def flags(self, flags: RegisterView, epoch: int, rank: int | None = None) -> int:
+        """Return the register of flags of a rank, by default this one. Raises for an epoch that no flag can hold."""
         if epoch >= EPOCHS:
             raise self.fail(f"epoch {epoch} of a flag", expected=f"at most {EPOCHS - 1}")
+        return self.register(self.at_rank(flags, self.rank if rank is None else rank))
 
     def whole(self, buffer: int, shape: tuple[int, ...], dtype: DType, strides: tuple[int, ...]) -> RegisterView:
-        """Note the layout of a new buffer, and return all of it as a tensor."""
+        """Record the layout and dtype of a new buffer, and return all of it as a tensor."""
         whole = self.wholes[buffer] = RegisterView(buffer, shape, strides)
         self.buffers[buffer] = self.views[whole] = buffer
         self.dtypes[buffer] = dtype
@@ -830,7 +844,7 @@ class Unroller(Observer, OptionalMethods):
         assert x is not None
         size, rest = divmod(prod(x.shape), count)
         if rest:
-            raise self.fail(f"{prod(x.shape)} elements do not divide in {count} blocks")
+            raise self.fail(f"{prod(x.shape)} elements do not divide into {count} blocks")
         return RegisterView(x.buffer, (size,), (1,), x.offset + index * size)
 
     def finish(self, outputs: Sequence[RegisterView | None]) -> UnrolledProgram:
@@ -849,7 +863,7 @@ class Unroller(Observer, OptionalMethods):
         )
 
     def callers(self, x: RegisterView | None) -> RegisterView | None:
-        """Return an output that the caller may own: a copy if it is symmetric, as the next call reuses that."""
+        """Return an output that the caller may keep: a copy if it is symmetric, as the next call reuses such memory."""
         if x is None or x.buffer not in self.symmetric:
             return x
         self.place = self.symmetric[x.buffer].place
@@ -859,19 +873,19 @@ class Unroller(Observer, OptionalMethods):
 
 
 def room(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, int]:
-    """Return the SMs that a kernel issued to a stream now does not get: `overlapped_sms` and `reserved_sms` of `Ready`.
+    """Return the SMs that a waiting kernel does not get if issued to `stream` now: `overlapped_sms`, `reserved_sms`.
 
     Args:
         ops: the operations before it in the call.
-        ordered: how many of them there were when a statement last ordered a stream.
-        stream: its own.
+        ordered: how many of them precede the latest statement that orders streams.
+        stream: its stream.
     """
     reserved = any(isinstance(op, SignalOp) and op.sms for op in ops)
     return _copying(ops[ordered:], stream), int(reserved)
 
 
 def _copying(ops: Sequence[Op], stream: int) -> int:
-    """Return the number of SMs of the copies that may still run when the next operation starts on the stream, or 0."""
+    """Return the number of SMs of the copies that a waiting kernel issued next may overlap; 0 if there are none."""
     latest = (op for op in reversed(ops) if not op.defines)
     last = next(latest, None)
     if isinstance(last, SignalOp) and not last.sms and last.stream == stream:

@@ -52,7 +52,7 @@ def findings(body: str, outputs: str = "") -> list[Diagnostic]:
 def test_a_result_on_top_of_an_operand_is_a_finding(body: str) -> None:
     (found,) = findings(body)
     assert re.search(r"^\w+ writes %\w+ while it reads (it|%\w+, and both are memory of %c)$", found.message)
-    assert found.expected.startswith("memory that none of the operands lies in")
+    assert found.expected.startswith("memory that overlaps no operand")
     assert found.hint == "allocate a buffer for the result"
     assert found.span is not None
     assert found.span.file == "p.hir"
@@ -97,10 +97,10 @@ def test_the_same_view_elementwise_and_memory_apart_are_sound(body: str) -> None
         (
             "%v = select %c[0]\nfree %c\n%w = select %a[1]\nrelu %v -> %w",
             (7, 5),
-            "%v is used after %c was freed, of which it is a view",
+            "%v is used after %c, of which it is a view, was freed",
         ),
         ("%v = select %c[0]\nfree %v\nrelu %c -> %c", (6, 5), "%c is used after it was freed"),
-        ("free %c\n%v = select %c[0]\nrelu %v -> %v", (6, 4), "%v is used after %c was freed, of which it is a view"),
+        ("free %c\n%v = select %c[0]\nrelu %v -> %v", (6, 4), "%v is used after %c, of which it is a view, was freed"),
         ("free %c\nmatmul %c, %b -> %a", (5, 4), "%c is used after it was freed"),
         ("free %c\n%h = allgather %s -> %c over didx\nwait %h", (5, 4), "%c is used after it was freed"),
         ("free %c\n%h = send %c to 1 - %me over didx\nwait %h", (5, 4), "%c is used after it was freed"),

@@ -64,7 +64,8 @@ def test_memory_is_the_streams_that_allocated_it_until_others_have_waited_for_th
     """Whoever had it before may still use it there."""
     (found,) = hi.check(hi.parse(REUSED.replace("ORDER", ""), "reused.hir"))
     assert (
-        found.message == "race on %t: 'gelu %x -> %t' writes it, while '%t: f32[4, 4] = allocate' may not have given it"
+        found.message
+        == "race on %t: 'gelu %x -> %t' writes it, while '%t: f32[4, 4] = allocate' may not yet have allocated it"
     )
     assert found.hint.startswith("on stream 0, 'synchronize %user' before it")
     assert found.expected == "an order between the caller's stream of rank 0 and stream 0 of rank 0"
@@ -213,7 +214,7 @@ def test_proving_raises_all_errors() -> None:
 @pytest.mark.parametrize(
     ("unseen", "why"),
     [
-        (program("  for %i in 0..200000 { relu %x -> %y }\n"), "it comes to 1600012 statements"),
+        (program("  for %i in 0..200000 { relu %x -> %y }\n"), "1600012 statements over all ranks"),
         (program("  relu %x -> %y\n", "%x: f32[35/M], %z: f32[M/5]", result="f32[35/M]"), "no small values of M"),
     ],
     ids=["too long", "no small sizes"],
@@ -270,7 +271,7 @@ def test_a_copy_on_one_rank_between_parts_that_overlap_is_refused_and_one_of_a_p
     )
     assert kinds(program(copies.format(copy="put %columns -> %columns at %r over didx"))) == []
     (found,) = hi.check(program(copies.format(copy="put %turned -> %columns at %r over didx")))
-    assert found.message == "rank 0: it copies a part of %s to another that overlaps it, on one rank"
+    assert found.message == "rank 0: it copies a part of %s to another part that overlaps it, on the same rank"
     assert found.span
     assert found.span.line == 12
 

@@ -62,7 +62,7 @@ def findings(body: str, inputs: str = INPUTS, outputs: str = "") -> list[Diagnos
             "put cannot reach %v, a view",
         ),
         ("get %s from 0 over tp -> %c", 8, "the mesh of %s has no axis 'tp'"),
-        ("get %s from 0 over didx -> %b", 8, "get copies what one rank holds: f32[2, 8] of %s to f32[4, 8] of %b"),
+        ("get %s from 0 over didx -> %b", 8, "get copies one rank's part: f32[2, 8] of %s to f32[4, 8] of %b"),
         ("%o: f32[4@didx, 8] on @other = allocate\nget %s from 0 over didx -> %o", 9, "lie on different meshes"),
         # how long it lasts
         ("free %s", 8, "%s is a symmetric buffer: it lasts from call to call"),
@@ -71,20 +71,20 @@ def findings(body: str, inputs: str = INPUTS, outputs: str = "") -> list[Diagnos
         ("if 0 == 0 {\n%t: f32[4] = allocate_symmetric\n}", 9, "%t lasts from call to call"),
         # flags
         ("%g: flag[2] = allocate", 8, "no peer can signal %g"),
-        ("%g: flag[2@didx] = allocate_symmetric", 8, "%g lies over the mesh"),
-        ("%g: flag[2] partial(didx) = allocate_symmetric", 8, "%g lies over the mesh"),
-        ("%g: flag[2, 2] = allocate_symmetric", 8, "%g is no row of flags"),
+        ("%g: flag[2@didx] = allocate_symmetric", 8, "%g is not replicated"),
+        ("%g: flag[2] partial(didx) = allocate_symmetric", 8, "%g is not replicated"),
+        ("%g: flag[2, 2] = allocate_symmetric", 8, "%g is not a row of flags"),
         ("%v = select %f[0]", 8, "%f holds flags, which select cannot use"),
         ("copy %f -> %f", 8, "%f holds flags, which copy cannot use"),
         ("get %f from 0 over didx -> %f", 8, "%f holds flags, which get cannot use"),
         ("%h = send %f to 1 over didx\nwait %h", 8, "%f holds flags, which send cannot use"),
         ("%h = allgather %f -> %f over didx\nwait %h", 8, "%f holds flags, which allgather cannot use"),
         ("free %f", 8, "%f is a symmetric buffer: it lasts from call to call"),
-        ("signal %s[0] = 1 at 0 over didx", 8, "%s is no row of flags"),
+        ("signal %s[0] = 1 at 0 over didx", 8, "%s is not a row of flags"),
         ("signal %f[0] = 1 at 0 over tp", 8, "the mesh of %f has no axis 'tp'"),
-        ("wait_signal %a[0] >= 1", 8, "%a is no row of flags"),
-        ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %b >= 1 from 0", 9, "%b is no row of flags"),
-        ("%m: f32[4, 8] = allocate\nlinear %b, %n -> %m ready %b >= 1 from 0", 9, "%b is no row of flags"),
+        ("wait_signal %a[0] >= 1", 8, "%a is not a row of flags"),
+        ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %b >= 1 from 0", 9, "%b is not a row of flags"),
+        ("%m: f32[4, 8] = allocate\nlinear %b, %n -> %m ready %b >= 1 from 0", 9, "%b is not a row of flags"),
         ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m own %b", 9, "own rows are those of one block"),
         (
             "%m: f32[4, 8] = allocate\n%o: bf16[2, 8] = allocate\nmatmul %b, %n -> %m ready %f >= 1 from 0 own %o",
@@ -162,8 +162,8 @@ def test_inputs_and_outputs_hold_no_flags() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("get %s from 2 over didx -> %c", "there is no place 2 along didx"),
-        ("put %a -> %s at 0 - 1 over didx", "there is no place -1 along didx"),
+        ("get %s from 2 over didx -> %c", "there is no position 2 along didx"),
+        ("put %a -> %s at 0 - 1 over didx", "there is no position -1 along didx"),
         ("signal %f[2] = 1 at 0 over didx", "%f has no flag 2"),
         ("wait_signal %f[0] >= 0", "epoch 0 of a flag"),
         ("%r = rank of %a over didx\n%h = send %a to %r over didx\nwait %h", "rank 0 would wait for itself"),
@@ -314,7 +314,7 @@ def test_own_rows_of_a_matmul_that_waits_are_undefined_behind_it(then: str, read
     (found,) = hi.check(program)
     assert found.message.startswith(reads)
     assert found.message.endswith(f" reads %a, rows of which {MATMUL} leaves undefined")
-    assert found.hint == "write these rows of %a before they are read, or read what they stand for"
+    assert found.hint == "write these rows of %a before they are read, or read the `own` rows instead"
     assert [span.line for span, _ in found.notes if span] == [16, found.span.line if found.span else 0]
     for seed in range(6):
         with pytest.raises(HostIRError, match=r"reads what nobody wrote: %a"):

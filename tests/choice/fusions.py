@@ -16,3 +16,43 @@ def weight_gathered_whole() -> hi.Fusion:
     b.shard(1, mesh)
     c.set_device_mesh(mesh)
     return fusion
+
+
+def scattered_rows(ranks: int, m: int, n: int, k: int, pieces: int = 1) -> hi.Program:
+    """A row-parallel matmul, `k` a rank, whose blocks of rows are sent in pieces as they are done, and added there."""
+    flags, team, to = ranks * pieces, " ".join(map(str, range(ranks))), f"(%r + (%i + 1)) % {ranks}"
+    text = f"""hostir 1
+mesh @mesh [didx] = {team}
+program @rs(%a: bf16[{m}, {k * ranks}@didx], %b: bf16[{k * ranks}@didx, {n}]) -> (%c) streams 1 {{
+  %user = current_stream
+  %r = rank of %a over didx
+  %c_part: bf16[{m}, {n}] partial(didx) = allocate
+  %c_part_done: flag[{flags}] = allocate_symmetric
+  %c_sent: bf16[{ranks}, {m}@didx, {n}] = allocate_symmetric
+  %c_sent_there: flag[{flags}] = allocate_symmetric
+  set_stream 0
+  synchronize %user
+  barrier of %c_sent over didx
+  set_stream %user
+  matmul %a, %b -> %c_part done %c_part_done = 1 from ((%r + 1) % {ranks}) * {pieces}
+  set_stream 0
+  %slot = select %c_sent[%r]
+  for %i in 0..{ranks - 1} {{
+    %to = chunk %c_part[{to} of {ranks}]
+    for %p in 0..{pieces} {{
+      %piece = chunk %to[%p of {pieces}]
+      %place = chunk %slot[%p of {pieces}] axis 0
+      wait_signal %c_part_done[({to}) * {pieces} + %p] >= 1
+      put %piece -> %place at {to} over didx
+      signal %c_sent_there[%r * {pieces} + %p] = 1 at {to} over didx
+    }}
+  }}
+  set_stream %user
+  %mine = chunk %c_part[%r of {ranks}]
+  %c: bf16[{m}@didx, {n}] = allocate
+  sum %c_sent axis 0 -> %c ready %c_sent_there >= 1 from %r own %mine
+  synchronize 0
+  free %c_part
+}}
+"""
+    return hi.parse(text)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from tests.choice.recorded import Recorded, Way, read, recorded
+from hostir.choice import cost
+from hostir.choice.platforms import H200
+from tests.choice.fusions import scattered_rows
+from tests.choice.recorded import Recorded, Way, estimates, lowered, read, recorded
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -62,6 +66,35 @@ def test_estimates_of_the_peers_are_near_what_they_took() -> None:
     ]
     assert len(ratios) >= 30
     assert sum(0.85 < ratio < 1.18 for ratio in ratios) >= OFTEN * len(ratios), sorted(ratios)
+
+
+SCATTERS = json.loads(Path(__file__).with_name("peers_reduce_scatter.json").read_text())["rows"]
+
+
+def test_estimates_of_a_matmul_and_a_reduction_by_nccl_are_near_what_they_took() -> None:
+    ratios = {}
+    for row in [row for row in SCATTERS if "sequential_us" in row]:
+        shape = row["M"], row["N"], row["K"]
+        program = lowered(row["kind"], shape, row["ranks"], row["dtype"], "sequential", 1, 1)
+        ratios[row["kind"], *shape] = estimates(program, {}, H200)["graph"] / row["sequential_us"]
+    assert len(ratios) >= 20
+    assert sum(0.95 < ratio < 1.06 for ratio in ratios.values()) >= OFTEN * len(ratios) - 1, ratios
+    assert all(0.9 < ratio < 1.1 for (_, m, *_), ratio in ratios.items() if m >= 128), ratios
+
+
+def test_estimates_of_blocks_sent_as_they_are_done_are_near_what_they_took() -> None:
+    ratios = {}
+    for row in [row for row in SCATTERS if "scatter_us" in row]:
+        shape = row["M"], row["N"], row["K"]
+        program = scattered_rows(row["ranks"], *shape)
+        tasks = cost.tasks_of(program, {})
+        # Its matmul is another kernel. What its two barriers and memsets take, the program does not do.
+        alone = cost.Costs(H200, "triton", cost.flops(tasks)).gemm(cost.Gemm(*shape, "bf16"))
+        beside = row["scatter_us"] - row["scatter_gemm_us"] - 2 * (H200.barrier + cost.SMALL)
+        ratios[row["ranks"], shape] = cost.estimates(tasks, H200, "triton")["graph"] / (alone + beside)
+    assert len(ratios) == 18
+    # Rows in which the whole took less than its matmul alone say how exact such a difference is.
+    assert sum(0.92 < ratio < 1.08 for ratio in ratios.values()) >= OFTEN * len(ratios), list(ratios.items())
 
 
 def test_estimates_are_of_the_hardware_that_was_measured() -> None:

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 import hostir as hi
 from examples import patterns
-from hostir.choice.cost import EAGER, GRAPH, SMALL, Costs, CostTask, Simulation, Traffic, tasks_of
+from hostir.choice.cost import (
+    EAGER,
+    GRAPH,
+    SMALL,
+    CostCopy,
+    Costs,
+    CostTask,
+    CostTransfer,
+    Nothing,
+    Pause,
+    Simulation,
+    Traffic,
+    flops,
+    tasks_of,
+)
 from hostir.choice.decision import decide
 from hostir.choice.platforms import H200, named, reference
 from hostir.ir.source import HostIRError
-from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, candidates, choose, duration
+from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, block_ends, candidates, choose, duration
+from tests.choice.fusions import scattered_rows
 from tests.choice.recorded import estimates
 from tests.counting import calls_of
 
@@ -42,7 +58,7 @@ def test_what_one_stream_does_takes_the_sum() -> None:
     gather, matmul = alone(f"{GATHER}\n  wait %h"), alone(MATMUL)
     both = alone(f"{GATHER}\n  wait %h\n{MATMUL}")
     assert gather > H200.collective
-    assert both == pytest.approx(gather + matmul)
+    assert both == pytest.approx(gather + H200.edge + matmul)
 
 
 def test_what_two_streams_do_overlaps_but_not_for_free() -> None:
@@ -67,7 +83,7 @@ def test_collectives_of_one_team_run_one_after_another() -> None:
     other = "  %more: bf16[2, 1024, 4096] = allocate\n  set_stream 0\n  %g = allgather %a -> %more over didx"
     one = alone(f"{GATHER}\n  wait %h")
     two = alone(f"{GATHER}\n{other}\n  wait %h\n  wait %g")
-    assert two == pytest.approx(2 * one - H200.edge)  # one wait after the other: the first passes meanwhile
+    assert two == pytest.approx(2 * one)
 
 
 def test_copies_in_one_direction_do_not_overlap() -> None:
@@ -118,7 +134,7 @@ def test_a_signal_by_a_kernel_keeps_no_copy_waiting_and_comes_soon_behind_its_ow
 def test_a_matmul_leaves_an_sm_to_signals_by_kernels() -> None:
     gemm, model = Gemm(128 * 11, 256 * 12, 4096, "bf16"), costs("triton")  # 132 tiles, of which each SM takes one
     model.family = replace(H200.kernels["triton"], tiles={"bf16": candidates("bf16")[:1]})
-    without, with_one = (model.arriving(waiting(gemm, 1, reserved_sms=n), 0.0, [0.0]) for n in (0, 1))
+    without, with_one = (model.by_blocks(waiting(gemm, 1, reserved_sms=n), 0.0, [0.0])[0] for n in (0, 1))
     assert with_one > 1.8 * (without - H200.poll)
     fused = {n: hi.lower(patterns.allgather_matmul(ranks=4, S=1), "fused", n) for n in (1, 2)}
     assert {n: {t.reserved_sms for t in tasks_of(p, {}) if t.blocks} for n, p in fused.items()} == {1: {0}, 2: {1}}
@@ -184,9 +200,9 @@ def test_a_matmul_that_waits_for_blocks_ends_after_the_last_of_them(kernels: str
     gemm, c = Gemm(8192, 3584, 8192, "bf16"), costs(kernels)
     whole = c.gemm(gemm)
     task = waiting(gemm, 8)
-    at_once = c.arriving(task, 0.0, [0.0] * 8)
-    late = c.arriving(task, 0.0, [50.0 * i for i in range(8)])
-    very_late = c.arriving(task, 0.0, [0.0] * 7 + [5000.0])
+    at_once = c.by_blocks(task, 0.0, [0.0] * 8)[0]
+    late = c.by_blocks(task, 0.0, [50.0 * i for i in range(8)])[0]
+    very_late = c.by_blocks(task, 0.0, [0.0] * 7 + [5000.0])[0]
     assert whole * 0.95 < at_once < whole * 1.4
     assert at_once <= late
     assert 5000 < very_late < 5000 + whole / 2
@@ -203,7 +219,7 @@ def test_the_cost_model_takes_the_tile_that_the_kernel_takes_and_the_time_of_its
     tile = choose(coming, 132, candidates("bf16"))
     assert tile.early_blocks
     end = duration(tile, coming, 132, model.rates, [start + H200.poll] * 8)[0]
-    assert model.arriving(CostTask(0, coming), 0.0, [0.0] * 8) == end
+    assert model.by_blocks(CostTask(0, coming), 0.0, [0.0] * 8)[0] == end
     assert not costs("aten").fastest(thin).split, "cuBLAS splits none in the model"
 
 
@@ -213,14 +229,14 @@ def test_splitting_the_first_and_the_last_tiles_pays_where_rows_come_late() -> N
     family = H200.kernels["triton"]
     whole.family = replace(family, rates=replace(family.rates, split=None))
     arrivals = [0.0, *(15 + 13.2 * i for i in range(1, 8))]  # 4 MiB each, from a copy engine
-    ends = [c.arriving(CostTask(0, gemm), 0.0, arrivals) for c in (whole, split)]
+    ends = [c.by_blocks(CostTask(0, gemm), 0.0, arrivals)[0] for c in (whole, split)]
     assert 5 < ends[0] - ends[1] < 30
 
 
 def test_blocks_smaller_than_a_tile_are_multiplied_together() -> None:
     gemm, c = Gemm(64, 3584, 8192, "bf16"), costs("triton")
-    together = c.arriving(waiting(gemm, 8), 0.0, [100.0] * 8)
-    assert together == c.arriving(waiting(gemm, 8), 0.0, [0.0] * 7 + [100.0])
+    together = c.by_blocks(waiting(gemm, 8), 0.0, [100.0] * 8)[0]
+    assert together == c.by_blocks(waiting(gemm, 8), 0.0, [0.0] * 7 + [100.0])[0]
     assert together < 100 + H200.poll + 2 * c.gemm(gemm)
 
 
@@ -267,7 +283,6 @@ def test_machines_are_named_with_or_without_ranks() -> None:
 
 
 def test_own_rows_that_the_kernel_copies_are_copied_in_the_model() -> None:
-    assert MIN_OWN_ROWS == 64
     text = """hostir 1
 mesh @mesh [didx] = 0 1
 fusion @rows(%a: bf16[M@didx, 4096], %b: bf16[4096, 1792]) -> (%c) {
@@ -280,7 +295,9 @@ fusion @rows(%a: bf16[M@didx, 4096], %b: bf16[4096, 1792]) -> (%c) {
     def copies(rows: int) -> int:
         return sum(isinstance(task.what, Traffic) for task in tasks_of(program, {"M": 2 * rows}))
 
-    assert [copies(rows) - copies(4096) for rows in (1, 63, 64)] == [2, 2, 0]  # one a rank
+    few, many = (1, MIN_OWN_ROWS - 1), (MIN_OWN_ROWS, 8 * MIN_OWN_ROWS)
+    assert {copies(rows) - copies(4096) for rows in few} == {2}  # one a rank
+    assert {copies(rows) - copies(4096) for rows in many} == {0}
 
 
 def test_tiles_are_reckoned_by_waves_not_one_by_one() -> None:
@@ -296,3 +313,104 @@ def test_a_candidate_is_looked_at_once_for_all_ways_of_calling_it(monkeypatch: p
     monkeypatch.setattr(Simulation, "run", lambda each: runs.append(each) or run(each))
     choice = decide(patterns.allgather_matmul().program(), reference(H200, 4), {})
     assert len(runs) == len(choice.timings)
+
+
+# Blocks that raise flags, and sums of what arrives ----------------------------------------------------------------
+PRODUCT = Gemm(8192, 4096, 4096, "bf16")
+
+
+def raising(count: int, what: Gemm | Traffic = PRODUCT, **how: object) -> CostTask:
+    """A computation that raises flags behind so many blocks of its result."""
+    return CostTask(0, what, raises=[CostTask(0, Pause(kind="signal")) for _ in range(count)], **how)
+
+
+@pytest.mark.parametrize("kernels", ["aten", "triton"])
+@pytest.mark.parametrize("what", [PRODUCT, Traffic(1 << 28)], ids=["matmul", "sum"])
+def test_flags_rise_one_after_another_while_a_computation_runs_the_last_at_its_end(
+    kernels: str, what: Gemm | Traffic
+) -> None:
+    c = costs(kernels)
+    end, flags = c.by_blocks(raising(8, what), 100.0, [])
+    assert list(flags) == sorted(flags)
+    assert flags[-1] == pytest.approx(end, abs=SMALL)
+    took = [(flag - 100) / (end - 100) for flag in flags]
+    assert took == pytest.approx([(i + 1) / 8 for i in range(8)], abs=0.15)
+    assert c.alone(raising(8, what)) == pytest.approx(end - 100)
+
+
+def test_flags_of_triton_cost_the_matmul_nothing_and_torch_runs_a_product_for_each() -> None:
+    triton, torch = costs("triton"), costs("aten")
+    assert triton.alone(raising(8)) == triton.gemm(PRODUCT)
+    assert torch.alone(raising(8)) > torch.gemm(PRODUCT) + 7 * H200.turn
+    of_block = replace(PRODUCT, m=1024)
+    assert torch.alone(raising(8)) == pytest.approx(8 * torch.gemm(of_block) + 7 * H200.turn)
+
+
+def test_blocks_that_no_tile_divides_end_with_the_last_tile_that_holds_rows_of_them() -> None:
+    tile, gemm = replace(candidates("bf16")[0], split=0), Gemm(1000, 256, 4096, "bf16")  # 8 tiles of 128 rows
+    model = costs("triton")
+    ends = block_ends(tile, gemm, 1, model.rates, [0.0], 5)  # of 200 rows each
+    one = model.rates.whole(tile, gemm)
+    assert [round(end / one) for end in ends] == [2, 4, 5, 7, 8]
+    more = block_ends(tile, gemm, 1, model.rates, [0.0], 16)
+    assert [round(end / one) for end in more] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8]
+
+
+def test_a_matmul_may_wait_for_some_blocks_and_raise_flags_behind_others() -> None:
+    c, gemm = costs("triton"), replace(PRODUCT, block=2048)
+    arrivals = [0.0, 100.0, 5000.0, inf]
+    end, flags = c.by_blocks(raising(8, gemm), 0.0, arrivals)
+    assert end == inf
+    assert flags[3] < 5000 < flags[4] <= flags[5] < inf == flags[6] == flags[7]
+
+
+@pytest.mark.parametrize("kernels", ["aten", "triton"])
+def test_a_sum_adds_each_block_when_it_has_come_from_all_sources(kernels: str) -> None:
+    c, what = costs(kernels), Traffic(9 * (8 << 20))
+    whole = c.alone(CostTask(0, what))
+    early, _ = c.by_blocks(CostTask(0, what), 0.0, [0.0] * 4)
+    late, _ = c.by_blocks(CostTask(0, what), 0.0, [0.0, 0.0, 0.0, 1000.0])
+    assert whole <= early < whole + 4 * SMALL + H200.poll
+    assert 1000 < late < 1000 + whole / 2
+
+
+SCATTERED = scattered_rows(4, 4096, 8192, 3584, pieces=2)
+
+
+@pytest.mark.parametrize("kernels", ["aten", "triton"])
+def test_blocks_travel_while_the_others_are_computed(kernels: str) -> None:
+    tasks = tasks_of(SCATTERED, {})
+    model, all_copies = Costs(H200, kernels, flops(tasks)), 4096 * 8192 * 2 * 3 // 4 / H200.link / 1e3
+    run = Simulation(tasks, model)
+    took = run.run()
+    matmul = next(t for t in tasks if t.raises and t.rank == 0)
+    assert model.alone(matmul) < took < model.alone(matmul) + all_copies / 3
+    raised = [run.ended[flag] for flag in matmul.raises]
+    assert raised == sorted(raised)
+    copies = [t for t in tasks if isinstance(t.what, CostCopy) and t.rank == 0]
+    assert [raised[i] < run.ended[copy] for i, copy in enumerate(copies)] == [True] * 6
+    assert run.ended[copies[0]] < raised[2]
+
+
+def test_own_blocks_come_last_and_a_sum_waits_for_all_sources_but_its_own() -> None:
+    tasks = [t for t in tasks_of(SCATTERED, {}) if t.rank == 1]
+    (matmul,), (added,) = [t for t in tasks if t.raises], [t for t in tasks if t.blocks]
+    assert len(matmul.raises) == 8
+    waited = [t.after[-1] for t in tasks if isinstance(t.what, Nothing) and t.after and t.after[-1] in matmul.raises]
+    assert waited == matmul.raises[:6]
+    assert [[signal.rank for signal in block] for block in added.blocks] == [[0, 2, 3]] * 2
+    assert isinstance(added.what, Traffic)
+    assert added.what.bytes == (4 + 1) * 1024 * 8192 * 2
+
+
+def test_flags_rise_later_where_a_collective_takes_sms_from_the_matmul() -> None:
+    def last(team: list[CostTask]) -> float:
+        matmul = raising(4)
+        run = Simulation([matmul, *matmul.raises, *team], costs("aten"))
+        run.run()
+        return run.ended[matmul.raises[-1]]
+
+    beside = [CostTask(rank, CostTransfer("reduce_scatter", 1 << 28, 2)) for rank in (0, 1)]
+    for task in beside:
+        task.partners = beside
+    assert last(beside) > 1.1 * last([])

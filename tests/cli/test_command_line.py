@@ -308,6 +308,7 @@ def test_repeated_runs_show_progress_to_a_terminal_only(
     ("options", "said"),
     [
         (["--calls", "0"], "--calls 0"),
+        (["--calls", "99999"], "--calls 99999\n  expected: an integer from 1 to 32\n  hint: leave it out"),
         (["--ranks", "3"], "@racy is for 2 ranks, not 3"),
         (["-o", "fixed.hir"], "-o is for the repaired program"),
         (["--graph", "picture.png"], "a file ending in .svg"),

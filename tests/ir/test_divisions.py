@@ -33,13 +33,6 @@ MESSAGE = (
 )
 
 
-class Named(str):
-    """A size by name that a pattern divides as it does its integers."""
-
-    def __floordiv__(self, by: int) -> str:
-        return f"{self}/{by}"
-
-
 def test_it_is_said_which_multiple_and_why_and_where() -> None:
     (found,) = check(hi.parse(CUT), sizes={"M": 5})
     assert found.message == MESSAGE
@@ -123,7 +116,7 @@ program @p(%x: f32[M, K]) -> (%y) {
 
 
 def test_a_choice_is_called_with_other_sizes_than_it_was_made_for() -> None:
-    executor = hi.compile(patterns.row_parallel(S=2, ranks=2, M=Named("M")), "pipeline", sizes={"M": 8})
+    executor = hi.compile(patterns.row_parallel(S=2, ranks=2, M="M"), "pipeline", sizes={"M": 8})
     executor(torch.ones(4, 64), torch.ones(64, 48))
     with pytest.raises(hi.HostIRError, match="M=7 does not fit @row_parallel: M must be a multiple of 2, because %a"):
         executor(torch.ones(7, 64), torch.ones(64, 48))
@@ -143,7 +136,7 @@ def test_patterns_compute_or_say_what_divides(pattern: Callable[..., hi.Fusion],
     mesh = [{"ranks": 1}, {"ranks": 2}, {"ranks": 4}] if "ranks" in parameters else [{"dp": 2, "tp": 2}]
     for ranks in mesh:
         small = {name: n for name, n in (("S", 2), ("K", 8), ("N", 8), ("H", 8)) if name in parameters}
-        fusion = pattern(M=Named("M"), **ranks, **small)
+        fusion = pattern(M="M", **ranks, **small)
         try:
             program = hi.lower(fusion, strategy)
         except hi.HostIRError:

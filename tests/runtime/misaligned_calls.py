@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -262,6 +263,34 @@ def refused_in_one_of_two_threads() -> None:
         right()
 
     side_by_side([refused_and_right, expecting(add, 8, torch.ones(4, 8))])
+
+
+def interrupted_while_it_waits_for_its_turn() -> None:
+    """On rank 1 another thread makes the call that is next, and then an interrupt ends the wait: no call has begun."""
+    gather, add = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(SUM))
+    gathers, adds = expecting(gather, 8, gathered(8)), expecting(add, 8, torch.ones(4, 8))
+    gathers()
+    adds()
+    if RANK == 0:
+        gathers()
+    else:
+        time.sleep(1)  # rank 0 is first
+        moved = gather._calls.moved
+        waits = moved.wait_for
+
+        def interrupted(*given: Any) -> bool:
+            waits(*given)
+            raise KeyboardInterrupt
+
+        moved.wait_for = interrupted  # type: ignore[method-assign]
+        other = threading.Timer(0.5, gathers)
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            adds()
+        moved.wait_for = waits  # type: ignore[method-assign]
+        other.join()
+    adds()
+    gathers()
 
 
 def many_calls() -> None:

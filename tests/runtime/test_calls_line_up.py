@@ -55,6 +55,7 @@ def test_calls_that_do_not_line_up_are_named_at_once(case: str, said: str) -> No
         "one_executor_in_two_threads",
         "memory_goes_while_a_thread_waits_for_its_turn",
         "refused_in_one_of_two_threads",
+        "interrupted_while_it_waits_for_its_turn",
         "many_calls",
         "refused_alone_and_made_again",
         "refused_by_one_and_by_all",

@@ -8,9 +8,11 @@ import torch
 from hostir.ir.program import Program
 from hostir.runtime import arguments as inputs
 from hostir.runtime import executor as executors
+from hostir.runtime.cuda import machine as cuda
 from hostir.runtime.executor import Executor, run
 from hostir.runtime.sharding import share_memory
 from tests.runtime.cuda import fake_graphs
+from tests.runtime.cuda.simulated_gpus import Shared
 from tests.runtime.small_programs import alone, program, said
 
 TWO = "%a: f32[4, 8], %b: f32[4, 8]"
@@ -141,3 +143,22 @@ def test_only_tensors_with_a_common_byte_share_memory(x: object, y: object, shar
     assert callable(y)
     assert share_memory(x(memory), y(memory)) is shared
     assert share_memory(y(memory), x(memory)) is shared
+
+
+BOXED = """%box: f32[4, 4] = allocate_symmetric
+  %c: f32[4, 4] = allocate
+  put %a -> %box at 0 over didx
+  copy %box -> %c"""
+
+
+@pytest.mark.parametrize("machine", ["gloo", "cuda"], indirect=True)
+def test_an_input_that_lies_where_it_is_copied_to_is_in_place_only_with_the_strides_there(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank: Shared(rank, {}))
+    executor = made(alone(BOXED, "%a: f32[4, 4]"), machine)
+    (home,) = executor.places(torch.empty(4, 4))
+    for turn in (lambda x: x, torch.t, lambda x: x, torch.t):
+        x = torch.randn(4, 4)
+        home.copy_(x)
+        assert torch.equal(call(executor, machine, turn(home)), turn(x))

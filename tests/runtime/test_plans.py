@@ -10,6 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from hostir.ir import parse
+from hostir.ir.program import Program
 from hostir.runtime import executor as executors
 from hostir.runtime.cuda import onesided
 from hostir.runtime.cuda.machine import CudaPlan
@@ -43,9 +45,9 @@ def executor() -> Executor:
     return fake_graphs.executor(RELU)
 
 
-def waiting(size: int) -> tuple[UnrolledProgram, list[ComputeOp]]:
+def waiting(size: int, program: Program = WAITS) -> tuple[UnrolledProgram, list[ComputeOp]]:
     """A program in which two kernels wait, one a round."""
-    unrolled = unroll(WAITS, 0, {"M": size}, [torch.empty(size, BLOCKS, 8), torch.empty(8, 5)])
+    unrolled = unroll(program, 0, {"M": size}, [torch.empty(size, BLOCKS, 8), torch.empty(8, 5)])
     return unrolled, [op for op in unrolled.ops if isinstance(op, ComputeOp)]
 
 
@@ -72,7 +74,7 @@ def test_a_timeout_is_reported_once_with_its_statement_and_its_round() -> None:
     words(timeouts, round_=1)[1] = torch.tensor([4, 2])
     message = said(raising(timeouts))
     assert GAVE_UP in message
-    assert "'matmul %rows, %b -> %c ready %f >= 4 from 0' in round 1" in message
+    assert "'matmul %rows, %b -> %c ready %f >= 4' in round 1" in message
     assert timeouts.problem() is None
 
 
@@ -92,6 +94,12 @@ def test_plans_for_all_sizes_report_in_the_same_words() -> None:
     assert said(raising(timeouts)).count("did not reach epoch 4") == 2
     assert not first.any()
     assert not other.any()
+
+
+def test_plans_of_equal_programs_report_in_the_same_words() -> None:
+    timeouts, (unrolled, ops) = Timeouts(0), waiting(1, parse(str(WAITS)))
+    for round_, op in enumerate(ops):
+        assert timeouts.of(unrolled, op, BLOCKS).data_ptr() == words(timeouts, round_=round_).data_ptr()
 
 
 def test_a_program_has_as_many_words_as_it_needs() -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hostir.ir.source import HostIRError
-from hostir.runtime.session import Session, session
+from hostir.runtime import session as sessions
+from hostir.runtime.session import Groups, Session, session
 from tests.launch import Job, begin, free_port, launch
 from tests.runtime.test_torchrun import ROOT, SCRIPT, environment
 
@@ -36,6 +40,26 @@ BEGIN = "import os, socket, sys, time\nfrom hostir.runtime.session import sessio
 def test_what_a_session_is_given_is_looked_at_without_a_job_too(given: dict[str, Any], said: str) -> None:
     with pytest.raises(HostIRError, match=said), session(**given):
         pytest.fail("it began")
+
+
+def test_threads_that_ask_for_the_groups_of_messages_at_once_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, gate = Groups(0, torch.device("cpu")), threading.Barrier(4)
+
+    def slowly(*given: Any) -> Groups:
+        time.sleep(0.1)
+        return Groups(*given)
+
+    def ask(_: int) -> Groups:
+        gate.wait()
+        return groups.messages
+
+    monkeypatch.setattr(sessions, "Groups", slowly)
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(ask, range(4))
+    assert all(other is first for other in others)
+    assert groups.messages is first is not groups
+    groups.forget()
+    assert groups.messages is not first
 
 
 @contextmanager

@@ -25,6 +25,7 @@ TWO = [
     "many_calls_back_to_back",
     "one_sided_programs",
     "copies_and_a_matmul_that_waits",
+    "blocks_with_flags_behind_them",
     "shapes_and_executors_alternate",
     "sizes_leave_room_for_others",
     "sizes_that_were_called_latest_keep_their_memory",
@@ -53,6 +54,7 @@ FOUR = [
     "messages",
     "one_sided_programs",
     "copies_and_a_matmul_that_waits",
+    "blocks_with_flags_behind_them",
     "shapes_and_executors_alternate",
     "sizes_leave_room_for_others",
     "sizes_that_were_called_latest_keep_their_memory",
@@ -122,7 +124,7 @@ def test_a_killed_rank_ends_the_others_each_naming_its_statement() -> None:
 
 KILLED = {
     "a_peer_is_killed_before_its_signal": r"'wait_signal %there\[0\] >= 1', which waits for epoch 1 of call 3 of "
-    r"flag 0: the flag stands at epoch 1 of call 2",
+    r"flag %there\[0\]: the flag stands at epoch 1 of call 2",
     "a_peer_is_killed_before_its_barrier": r"'barrier of %x over didx', which waits for rank 1 in call 3",
 }
 

@@ -256,7 +256,7 @@ def test_a_symmetric_buffer_that_is_an_output_is_copied_for_the_caller() -> None
         ),
         (
             "if 1 == 1 { %s: f32[2] = allocate_symmetric }\n  if 1 == 1 { %s: f32[3] = allocate_symmetric }",
-            "%s had another shape before",
+            "%s was allocated before with another shape or dtype",
         ),
     ],
 )

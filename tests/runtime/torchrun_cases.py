@@ -32,6 +32,7 @@ from hostir.runtime.sharding import TORCH, random_inputs, shard
 from hostir.runtime.simulated.machine import rehearse
 from hostir.runtime.trace import Trace
 from tests import symbolic
+from tests.runtime import programs as by_blocks
 from tests.runtime import torchrun_programs as programs
 from tests.runtime.torchrun_programs import RANKS, SIZE
 
@@ -261,6 +262,30 @@ def copies_and_a_matmul_that_waits() -> None:
     for dtype in DTYPES:
         check(programs.pulled(dtype=dtype), product, calls=10, M=5)
     check(programs.pulled(" ".join(reversed(RANKS.split()))), product, M=2)
+
+
+@case
+def blocks_with_flags_behind_them() -> None:
+    """As simulated ranks compute them, bit for bit, call after call."""
+    for dtype in DTYPES:
+        as_simulated(by_blocks.scattered(RANKS, dtype, pieces=3), product)
+    as_simulated(by_blocks.scattered(" ".join(reversed(RANKS.split())), "bf16", pieces=1), product)
+    as_simulated(by_blocks.scattered_slices(RANKS, "bf16"), product)
+    as_simulated(by_blocks.summed_everywhere(RANKS, "f16"), product)
+    for flags in ({2: 3, 4: 6}[SIZE], 1):
+        as_simulated(by_blocks.passed_on(RANKS, "bf16", flags), lambda a, b: ((a @ b).clamp_min(0),))
+
+
+def as_simulated(text: str, reference: Reference) -> None:
+    program, sizes = parse(text), {"M": 5} if "M" in text else {}
+    executor, calls = Executor(program), [random_inputs(program, sizes, seed=SEED + call) for call in range(6)]
+    for inputs, (right,) in zip(calls, rehearse(program, calls, sizes).run(), strict=True):
+        (found,) = executor(*[shard(x, v.tensor, RANK, sizes) for x, v in zip(inputs, program.inputs, strict=True)])
+        mine = shard(reference(*[x.double() for x in inputs])[0], program.outputs[0].tensor, RANK, sizes)
+        assert found is not None
+        assert mine is not None
+        assert torch.equal(found, right[RANK]), program.name
+        assert error_of(found, mine) <= 8 * torch.finfo(found.dtype).eps * float(mine.abs().max()), program.name
 
 
 @case

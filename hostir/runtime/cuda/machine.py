@@ -184,6 +184,7 @@ class CudaMachine:
         self.streams = workers(device, program.streams)
         if shares_memory(program):  # a stream of a call follows the same stream of the call before
             self.streams = groups.streams.setdefault(program.digest, self.streams)
+            self.timeouts = groups.timeouts.setdefault(program.digest, self.timeouts)
         self.cublas_streams: dict[int, CublasStreams] = {}
 
     def kernel(self, op: ComputeOp) -> Kernel:
@@ -317,7 +318,11 @@ class CudaPlan:
             return error(
                 f"@{self.unrolled.program.name} cannot run again: {self.memory.broken}", hint="start all ranks anew"
             )
-        return self.machine.timeouts.problem()
+        found = self.machine.timeouts.problem()
+        if found is not None:
+            why = "a kernel gave up waiting, and what its peers signal late would count for this call"
+            self.machine.symmetric.give_up(self.unrolled.program.digest, why)
+        return found
 
     def reported_problem(self) -> str:
         found = self.problem()

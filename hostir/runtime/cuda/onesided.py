@@ -1,4 +1,4 @@
-"""One-sided statements on CUDA: copy engines move rows, streams set flags and wait for flags."""
+"""Run one-sided statements on CUDA: copy engines or SMs copy, streams or kernels set flags and wait for flags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hostir.ir.machine import Ready
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.types import FLAG
 from hostir.knobs import TIMEOUT
-from hostir.runtime.binding import Pushes, Step, bind_compute
+from hostir.runtime.binding import Pushes, Step, bind_compute, copy_here
 from hostir.runtime.cuda.memory import CREDITS, FlowControl, Slot, waits
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
 from hostir.runtime.kernels.flags import with_all_rows
@@ -31,11 +31,11 @@ from hostir.runtime.unroll import (
 )
 
 # The beginning of a call ----------------------------------------------------------------------------------------------
-# Orders the streams of a call behind the previous call: none may poll a flag, or raise one, before that has ended.
+# No stream may poll or raise a flag of a call before the previous call has ended.
 
 
 def unforked(unrolled: UnrolledProgram) -> list[Op]:
-    """Return the operations that use flags on a stream that has not waited for the caller's before."""
+    """Return the operations that use flags on a stream that has not yet waited for the caller's stream."""
     forked = unrolled.order.forked
     return [op for at, op in enumerate(unrolled.ops) if uses_flags(unrolled, op) and not forked(at)]
 
@@ -43,15 +43,14 @@ def unforked(unrolled: UnrolledProgram) -> list[Op]:
 def takes_credits_first(unrolled: UnrolledProgram) -> bool:
     """Whether the caller's stream takes the credits at the beginning of the call.
 
-    Credits are taken by the first stream that touches a peer, and other streams that touch one wait for it. But if that
-    stream may be blocked by then, by a flag or for lack of a free SM, others would wait for something that the program
-    does not make them wait for.
+    Otherwise the first stream that accesses a peer takes them, and other streams wait for it before they access one. If
+    a flag, or the lack of a free SM, may block that stream first, the others would wait for more than the program asks.
     """
     ops, precedes = unrolled.ops, unrolled.order.precedes
     touching = [at for at, op in enumerate(ops) if unrolled.touches_peer(op)]
     if all(precedes(touching[0], at) for at in touching[1:]):
         return False
-    waits_on_sms = any(op.needs_sms and op.awaited_flags for op in ops)  # a kernel that waits for flags may hold all
+    waits_on_sms = any(op.needs_sms and op.awaited_flags for op in ops)  # such a kernel may hold all SMs while it waits
     return any(
         precedes(at, touching[0])
         for at, op in enumerate(ops[: touching[0]])
@@ -60,39 +59,39 @@ def takes_credits_first(unrolled: UnrolledProgram) -> bool:
 
 
 def uses_flags(unrolled: UnrolledProgram, op: Op) -> bool:
-    """Whether an operation raises flags or waits for flags, of this rank or a peer, or needs credits."""
+    """Whether an operation raises or waits for flags, of this rank or a peer, or needs credits to access a peer."""
     return bool(op.raised_flags or op.awaited_flags) or unrolled.touches_peer(op)
 
 
 # Statements -----------------------------------------------------------------------------------------------------------
-# One-sided statements on CUDA: copy engines move rows, streams set flags and wait for flags, kernels poll them.
-#
-# The host only issues work. A flag holds an epoch; hostir.runtime.cuda.memory describes how it is reset to 0. All work
-# can be captured into a CUDA graph as it is, and every replay is correct.
+# The host only issues work, and waits for nothing. A flag holds an epoch; hostir.runtime.cuda.memory describes how it
+# is reset to 0 at the end of a call. So all work can be captured into a CUDA graph, and every replay is correct.
 
 FLAG_BYTES = 8
-TIMEOUTS = 256  # blocks whose words lie together
-SECONDS_PER_POLL = 1e-6  # in a kernel: a round trip to the L2 cache
-Issue = Callable[[int], None]  # issues work to the stream of a given handle
+TIMEOUTS = 256  # the number of blocks whose words share one allocation, at least
+SECONDS_PER_POLL = 1e-6  # of a kernel: a round trip to the L2 cache
+Issue = Callable[[int], None]  # issues work to the stream with the given handle
 
 
 class Timeouts:
-    """The timeouts that kernels of an executor report, together in pinned memory, which every call reads.
+    """The words in pinned memory to which the kernels of a program report timeouts; every call reads them.
 
-    A kernel that waits has two words for each of its blocks, see `ReadyFlags`. Those of one statement in one round are
-    the same in plans for all sizes, so that they outlive each plan, and are as many as the program needs.
+    Executors that share symmetric memory share them: after a timeout none of them reads what is stale there. A kernel
+    that waits for flags has two words for each of its blocks, see `ReadyFlags`. They belong to a statement in one round
+    of its loops, and plans for all sizes share them: the words outlive a plan, and their number is bounded.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.words: dict[tuple[object, ...], tuple[UnrolledProgram, ComputeOp, torch.Tensor]] = {}
         self.pages: list[torch.Tensor] = []  # [TIMEOUTS, 2] each
-        self.used = 0  # rows of the latest
-        self.read: list[tuple[memoryview, bytes]] = []  # what is used of each, and as many zeros
+        self.used = 0  # the number of rows in use of the latest page
+        self.read: list[tuple[memoryview, bytes]] = []  # for each page the bytes in use, and as many zeros
 
     def of(self, unrolled: UnrolledProgram, op: ComputeOp, blocks: int) -> torch.Tensor:
         """Return the words `[blocks, 2]` of an operation's kernel."""
-        key = id(op.place.statement), op.place.rounds, blocks
+        number = next(n for n, s in enumerate(unrolled.program.walk()) if s is op.place.statement)
+        key = number, op.place.rounds, blocks
         if key not in self.words:
             if not self.pages or self.used + blocks > len(self.pages[-1]):
                 self.pages.append(pinned_zeros(max(blocks, TIMEOUTS)))
@@ -104,7 +103,7 @@ class Timeouts:
         return self.words[key][2]
 
     def problem(self) -> HostIRError | None:
-        """Return the timeouts reported since the last time, and clear them."""
+        """Return the timeouts that were reported since they were last read, as one error, and clear them."""
         for words, zeros in self.read:
             if words.tobytes() != zeros:
                 return self._taken()
@@ -122,16 +121,16 @@ class Timeouts:
                 seen, self.rank, f"%{unrolled.symmetric[unrolled.buffers[op.ready.flags]].home[0]}"
             )
             found += () if timed_out is None else unrolled.failure(op, timed_out).diagnostics
-        return HostIRError(*found) if found else None  # another thread may just have taken them
+        return HostIRError(*found) if found else None  # None if another thread has just read and cleared them
 
 
 def pinned_zeros(rows: int) -> torch.Tensor:
-    """Return `[rows, 2]` of int64 zeros in memory that kernels write and the host reads without waiting."""
+    """Return `[rows, 2]` of int64 zeros in pinned memory: kernels write to it, and the host reads without waiting."""
     return torch.zeros(rows, 2, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
 class CudaOneSided:
-    """The one-sided operations of a plan.
+    """Makes the steps of a plan's one-sided operations.
 
     Args:
         unrolled: the plan's unrolled program.
@@ -140,7 +139,7 @@ class CudaOneSided:
         registers, streams: the plan's own lists, whose elements change with every call.
         kernels: the kernels by kind of computation.
         kernel: returns the kernel of one computation, for its stream.
-        timeouts: where kernels that wait report that they gave up.
+        timeouts: receives the timeouts of kernels that wait for flags.
     """
 
     def __init__(
@@ -163,17 +162,17 @@ class CudaOneSided:
         self.rank = unrolled.rank
         self.flow_control = FlowControl.of(unrolled, memory.offers)
         self.credits_taken: torch.cuda.Event | None = None  # recorded by the stream that takes the credits
-        self.after_credits: set[int] = set()  # the streams ordered behind that event
-        self.forked = set[int]()  # streams that wait for the beginning of the call, by an event
-        self.start = torch.cuda.Event()  # the beginning of the call
+        self.after_credits: set[int] = set()  # the streams that wait for that event
+        self.forked = set[int]()  # the streams that wait for `start`
+        self.start = torch.cuda.Event()  # recorded at the beginning of the call
         self.unforked = {id(op) for op in unforked(unrolled)}
         self.sent: set[tuple[int, BufferPlace, int, int]] = set()
         self.pushes = {id(op): pushes for pushes in Pushes.of(unrolled) for op in pushes.ops}
-        self.barriers: list[BarrierOp] = []  # without those that credits replace
+        self.barriers: list[BarrierOp] = []  # all but those that credits replace
 
     @cached_property
     def diagnosis(self) -> torch.cuda.Stream:
-        """A stream to read flags on while all others may be blocked."""
+        """The stream on which flags are read while all others may be blocked."""
         return own_stream(self, self.device, priority=0)
 
     # Operations ---------------------------------------------------------------------------------------------------
@@ -188,12 +187,12 @@ class CudaOneSided:
         return [*marks, take, partial(_record, self.streams, CALLER, self.credits_taken)]
 
     def before(self, op: Op) -> list[Step]:
-        """Return the steps needed before an operation: wait for the beginning of the call, and take or await credits.
+        """Return the steps before an operation: wait for the beginning of the call, and take credits or wait for them.
 
-        Credits are taken once per call, by the first stream that touches a peer; other streams that do so wait for it.
+        Credits are taken once in a call; `takes_credits_first` says by which stream.
         """
         streams, fork = self.streams, list[Step]()
-        if id(op) in self.unforked and op.stream not in self.forked:  # else it might precede the last call's end
+        if id(op) in self.unforked and op.stream not in self.forked:  # or it might run before the last call has ended
             self.forked.add(op.stream)
             fork = [partial(_after, streams, op.stream, self.start)]
         if not self.unrolled.touches_peer(op) or op.stream in self.after_credits:
@@ -207,7 +206,7 @@ class CudaOneSided:
         return [*fork, self.on(op.stream, self.take_credits()), *mark]
 
     def is_sent(self, op: SignalOp) -> bool:
-        """Whether this call has sent the same signal before: a second one might arrive after the flag is reset."""
+        """Whether the call sends the same signal earlier; a second one might arrive after the reset of the flag."""
         signal = op.peer, self.place(op.flags), op.slot, op.epoch
         again = signal in self.sent
         self.sent.add(signal)
@@ -226,12 +225,7 @@ class CudaOneSided:
     def copy_here(self, op: CopyOp) -> Step:
         """Return the step of a copy within this GPU, which a kernel makes."""
         registers, x, out, kernel = self.registers, op.x, op.out, self.kernels["copy"]
-
-        def step() -> None:
-            if registers[out].data_ptr() != registers[x].data_ptr():  # else the caller's tensor is in place already
-                kernel(registers[out], registers[x])
-
-        return step
+        return lambda: copy_here(registers[out], registers[x], kernel)
 
     def push(self, pushes: Pushes) -> Step:
         """Return the step that launches one kernel for all of these copies and signals."""
@@ -243,7 +237,7 @@ class CudaOneSided:
             flag, epoch = (0, 0) if signal is None or self.is_sent(signal) else (self.raised(signal), signal.epoch)
             offset = self.unrolled.layouts[copy.x].offset * to.element_size()
             pieces.append((offset, registers[copy.out].data_ptr(), flag, epoch))
-        # Its flags rise in any order, so each is raised once: an earlier epoch might arrive after the reset to 0.
+        # The kernel raises its flags in any order, so each only once: a lower epoch might arrive after the reset to 0.
         last = {flag: number for number, (*_, flag, _) in enumerate(pieces)}
         pieces = [
             (offset, target, flag if last[flag] == number else 0, epoch)
@@ -258,7 +252,7 @@ class CudaOneSided:
         return PushKernel(self.device, [Piece(*each) for each in pieces], size, sms)
 
     def signal(self, op: SignalOp) -> Step | None:
-        """Return the step that raises a flag; None if this call has raised it, or the order of a stream replaces it."""
+        """Return the step that raises a flag; None if the call raises it earlier, or stream order makes it needless."""
         flag = self.raised(op)
         if not flag or self.is_sent(op):
             return None
@@ -273,13 +267,13 @@ class CudaOneSided:
         return SignalKernel(self.device, flag, epoch)
 
     def raised(self, op: SignalOp) -> int:
-        """Return the address of the flag that a signal raises; 0 if the order of a stream replaces it."""
+        """Return the address of the flag that a signal raises; 0 if stream order makes the flag needless."""
         place = self.place(op.flags)
         ordered = op.peer == self.rank and (place, op.slot) in self.flow_control.stream_ordered
         return 0 if ordered else self.flag(place, op.slot, op.peer)
 
     def wait_signal(self, op: WaitSignalOp) -> Step | None:
-        """Return the step that makes the stream wait for a flag; None if the order of the stream replaces it."""
+        """Return the step that makes the stream wait for a flag; None if stream order makes the flag needless."""
         if (self.place(op.flags), op.slot) in self.flow_control.stream_ordered:
             return None
         return self.on(op.stream, self.wait(op.flags, op.slot, op.epoch))
@@ -288,7 +282,7 @@ class CudaOneSided:
         return in_batches([wait_at_least(self.flag(self.place(flags), slot, self.rank), epoch)])
 
     def barrier(self, op: BarrierOp) -> Step | None:
-        """Return the step that signals this rank's arrival to the team, and waits for theirs; None if credits do."""
+        """Return the step that signals this rank's arrival to its team and waits for theirs; None if credits do."""
         if op.number == 0 and op.team in self.flow_control.implied_barriers:
             return None
         self.barriers.append(op)
@@ -303,23 +297,23 @@ class CudaOneSided:
 
     # A matmul that waits ------------------------------------------------------------------------------------------
     def compute(self, op: ComputeOp, ready: Ready) -> Step:
-        """Return the step of a matmul that waits: one kernel that polls the flags if there is one, else block by block.
+        """Return the step of a matmul that waits for flags: one kernel that polls them, or else one for each block.
 
-        Without such a kernel, a matmul behind all of this rank's copies and without own rows waits for all blocks at
-        once: it could not start much earlier.
+        Without a kernel that polls, a matmul directly after this rank's copies by SMs and without own rows waits for
+        all blocks at once, and is one kernel: it could not start much earlier.
         """
         kernel = self.kernels.get(f"{op.kind}_ready")
         if kernel is not None:
             return self.in_one_kernel(op, ready, kernel)
-        behind = ready.overlapped_sms and ready.own is None
-        return self.after_all_blocks(op, ready) if behind else self.by_blocks(op, ready)
+        after_copies = ready.overlapped_sms and ready.own is None
+        return self.after_all_blocks(op, ready) if after_copies else self.by_blocks(op, ready)
 
     def in_one_kernel(self, op: ComputeOp, ready: Ready, kernel: Kernel) -> Step:
         from hostir.runtime.kernels.flags import ReadyFlags  # which needs Triton
 
         timeouts = self.timeouts.of(self.unrolled, op, ready.blocks)
         registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
-        polls = int(TIMEOUT.get() / 2 / SECONDS_PER_POLL)  # it reports first: others time out later
+        polls = int(TIMEOUT.get() / 2 / SECONDS_PER_POLL)  # half the timeout, so that the kernel reports before others
         sms = {"overlapped_sms": ready.overlapped_sms, "reserved_sms": ready.reserved_sms}
         flags = ReadyFlags(registers[ready.flags], ready.epoch, timeouts, ready.first, polls, **sms)
         own = NONE if ready.own is None else ready.own
@@ -360,7 +354,10 @@ class CudaOneSided:
         return step
 
     def missing(self) -> list[tuple[Op, str]]:
-        """Return the operations whose flags are not raised yet, with the flags' values. Waits for no other stream."""
+        """Return the operations that wait for flags not raised so far, and the flags' values; wait for no other stream.
+
+        This is for messages about a call that does not end.
+        """
         held: dict[BufferPlace, list[int]] = {}
         with torch.cuda.stream(self.diagnosis):
             for (place, rank), buffer in self.memory.buffers.items():
@@ -378,7 +375,7 @@ class CudaOneSided:
 
     # From call to call --------------------------------------------------------------------------------------------
     def take_credits(self) -> Issue:
-        """Return what waits for a credit from each peer whose flags this rank raises, and consumes them."""
+        """Return the work that waits for one credit from each peer whose flags this rank raises, and consumes them."""
         count = self.flag(CREDITS, 0, self.rank)
         needed = len(self.flow_control.signaled)
         return in_batches([wait_at_least(count, needed), write(count, 0)] if needed else [])

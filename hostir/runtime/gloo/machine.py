@@ -17,6 +17,7 @@ from hostir.ir.source import error
 from hostir.runtime.arguments import deliver, homes, place
 from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.gloo.onesided import AbandonedError, GlooOneSided, LaneKey, SharedFiles, ThreadLane, Waits
+from hostir.runtime.kernels.aten import add_up
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.order import CALLER, late_streams
 from hostir.runtime.session import Groups
@@ -78,13 +79,6 @@ def _swap(x: torch.Tensor, places: list[int], group: Any) -> torch.Tensor:
     return ordered
 
 
-def _sum(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    total = blocks[0].float()
-    for block in blocks[1:]:
-        total += block
-    out.view(-1).copy_(total)
-
-
 def allgather(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
     """Give every rank all parts."""
     out = registers[op.out]
@@ -96,12 +90,12 @@ def allreduce(op: CollectiveOp, registers: list[Any], group: Any, members: Membe
     x = registers[op.out]
     parts = x.new_empty(len(members), x.numel())
     _gather(x, parts.unbind(0), _places(op, members), group)
-    _sum(parts, x)
+    add_up(x.view(-1), parts.unbind(0))
 
 
 def reduce_scatter(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
     """Give each rank its block of the sum."""
-    _sum(_swap(registers[op.x], _places(op, members), group), registers[op.out])
+    add_up(registers[op.out].view(-1), _swap(registers[op.x], _places(op, members), group).unbind(0))
 
 
 def alltoall(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
@@ -324,8 +318,8 @@ class GlooPlan:
 
     def deal_compute(self, op: ComputeOp, lane: ThreadLane) -> None:
         kernel = self.machine.kernels[op.kind]
-        if op.ready is not None:
-            self.one_sided.deal_blocks(op, op.ready, kernel, lane)
+        if op.ready is not None or op.done is not None:
+            self.one_sided.deal_blocks(op, kernel, lane)
         else:
             lane.add(op, self.timed(op, bind_compute(op, self.registers, kernel)))
 

@@ -1,4 +1,4 @@
-"""One-sided statements on CPU processes: threads copy, set flags and wait for them in shared memory."""
+"""Run one-sided statements on CPU processes: threads copy, set flags and wait for flags in shared memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from hostir.ir.machine import Ready
-from hostir.runtime.binding import Step
+from hostir.runtime.binding import Step, copy_here
 from hostir.runtime.kernels.flags import with_rows
+from hostir.runtime.kernels.layout import row_pieces
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.symmetric import BufferInfo, Offer, SharedMemory
 from hostir.runtime.unroll import (
@@ -34,9 +35,9 @@ from hostir.runtime.unroll import (
 )
 
 # Threads --------------------------------------------------------------------------------------------------------------
-# One thread's part of a run on a CPU process, and its position in it.
+# The steps that one thread of a CPU process executes in a run, and its position among them.
 
-LaneKey = int | tuple[object, ...]  # of a lane: a stream, or a team
+LaneKey = int | tuple[object, ...]  # what a lane runs: the operations of a stream, or the communications of a team
 
 
 class AbandonedError(Exception):
@@ -44,7 +45,7 @@ class AbandonedError(Exception):
 
 
 class Waits(Enum):
-    """Kinds of waits of a step."""
+    """The kinds of waits of a step."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"
@@ -52,7 +53,7 @@ class Waits(Enum):
 
 
 class ThreadLane:
-    """The part of a run for one thread: steps, and the operation of each."""
+    """The steps of one thread in a run, and the operation that each belongs to."""
 
     def __init__(self, key: LaneKey, fail: Callable[[Op, BaseException], None]) -> None:
         self.key = key
@@ -72,7 +73,7 @@ class ThreadLane:
         self.waits.append(waits)
 
     def run(self) -> None:
-        # The iterator counts the steps, so that others can see the position of the run.
+        # Other threads read the position of the run from the iterator.
         cursor = self.cursor = iter(self.steps)
         try:
             for step in cursor:
@@ -86,7 +87,7 @@ class ThreadLane:
             self.done.set()
 
     def run_in_mode(self, inference: bool) -> None:
-        """Call `run` on its thread, in torch's inference mode if the caller is."""
+        """Do as `run`, in torch's inference mode if the caller is: each thread has a mode of its own."""
         with torch.inference_mode() if inference else contextlib.nullcontext():
             self.run()
 
@@ -98,21 +99,21 @@ class ThreadLane:
 
 
 # Shared memory --------------------------------------------------------------------------------------------------------
-# Memory that CPU processes share, without a name in any file system: peers open it through the process that made it.
+# CPU processes share memory through files without a name (memfd): peers open a file through the process that made it.
 #
-# So nothing is left behind, however a rank ends.
+# So no file remains, however a rank ends.
 
 
 class SharedFiles:
-    """Shares memory between CPU processes through files, and makes them take turns."""
+    """Shares memory between CPU processes through files, and gives them a lock for memory order."""
 
     def __init__(self) -> None:
         self.mutex = threading.Lock()
-        self.lock = -1  # the file by which all ranks take turns
+        self.lock = -1  # the file that all ranks lock to take turns
 
     @contextlib.contextmanager
     def offering(self, size: int) -> Iterator[str]:
-        """Create the file; yields its path, valid while peers need it to map the memory."""
+        """Create a file of `size` bytes and yield its path, by which peers map it until the context ends."""
         if not hasattr(os, "memfd_create"):
             raise RuntimeError("only Linux lets processes open each other's memory")
         file = os.memfd_create("hostir")
@@ -123,11 +124,11 @@ class SharedFiles:
             os.close(file)
 
     def reserve(self, size: int) -> None:
-        """Do nothing: the file exists."""
+        """Do nothing: the file has its size already."""
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
-        """Map the files of these ranks."""
-        newest = os.open(offers[0].path, os.O_RDWR)  # a turn is a lock on rank 0's newest memory, which that keeps
+        """Map the files of these ranks, and make the newest file of rank 0 the lock of all ranks."""
+        newest = os.open(offers[0].path, os.O_RDWR)
         if self.lock < 0:
             self.lock = newest
             weakref.finalize(self, os.close, self.lock)
@@ -155,12 +156,13 @@ class SharedFiles:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Take a turn: what is written before one is visible, on any CPU, to every rank whose turn comes later.
+        """Hold the lock of all ranks: what a rank writes before its turn is visible to every rank with a later turn.
 
-        torch copies with plain stores, and nothing that Python has is a fence: on Arm a flag written after them may be
-        seen before them. So a rank sets a flag in its turn, and one that has seen it set takes a turn before it reads
-        what the flag stands for. Turns are a lock in the kernel, unlocked with release and locked with acquire, and
-        unlocked by the kernel itself if a process dies. The file lock is between processes only; hence the mutex.
+        torch copies with plain stores, and Python has no memory fence: on Arm, a flag that is written after the data
+        may be visible before them. So a rank sets a flag while it holds the lock, and a rank that has seen the flag
+        takes the lock once before it reads the data. It is a file lock of the operating system, which unlocks with
+        release and locks with acquire semantics, and unlocks for a process that dies. It excludes processes, not
+        threads; hence the mutex.
         """
         with self.mutex:
             fcntl.flock(self.lock, fcntl.LOCK_EX)
@@ -171,24 +173,24 @@ class SharedFiles:
 
 
 # Statements -----------------------------------------------------------------------------------------------------------
-# One-sided statements on CPU processes: threads copy, set flags and poll flags in memory that the ranks share.
+# Threads copy, set flags and poll flags in memory that the ranks share.
 #
-# A flag holds the highest epoch of the latest call that was signalled, and rises; see `flag_value`. A barrier is a row
-# of such flags on every rank of the team, one for each of them: a rank sets its own everywhere, and polls its own row.
-# Waiting threads sleep between polls, as there are more threads than cores.
+# A flag holds the latest call and epoch that was signalled, as one number that only rises; see `flag_value`. For each
+# barrier, every rank of the team has a row of such flags, one for each rank: a rank sets its flag in all rows, and
+# polls the flags of its own row. Threads sleep between two polls, as there are more threads than cores.
 
 MIN_PAUSE, MAX_PAUSE = 2e-5, 1e-3  # seconds between two polls of a flag
-Flags = Any  # a row of flags as numpy sees it: an element is one load or store
+Flags = Any  # a row of flags as a numpy array, of which an element is read or written by one load or store
 
 
 class SharedMachine(Protocol):
-    """The machine as one-sided operations need it."""
+    """The part of a machine that one-sided operations use."""
 
     sharing: SharedFiles
 
 
 class LanePlan(Protocol):
-    """The plan as one-sided operations need it."""
+    """The part of a plan that one-sided operations use."""
 
     unrolled: UnrolledProgram
     registers: list[Any]
@@ -197,17 +199,17 @@ class LanePlan(Protocol):
 
     @property
     def machine(self) -> SharedMachine:
-        """The machine it runs on."""
+        """The machine that it runs on."""
 
     def timed(self, op: Op, step: Step) -> Step:
-        """Return the step, recorded in the trace if there is one."""
+        """Return a step that does the same and records an event, if there is a trace."""
 
     def bracket(self, op: Op) -> tuple[Step, Step]:
-        """Return steps that begin and end a bar in the trace."""
+        """Return a step that begins an event of the trace, and one that ends it."""
 
 
 class GlooOneSided:
-    """Distributes the one-sided operations of a plan over the lanes of its streams."""
+    """Adds the one-sided operations of a plan to the lanes of its streams."""
 
     def __init__(self, plan: LanePlan) -> None:
         self.plan = plan
@@ -216,29 +218,31 @@ class GlooOneSided:
 
     @property
     def call(self) -> int:
-        """The number of the run, counted over all plans with the same memory, and so the same on every rank."""
+        """The number of the call, counted over all plans with the same memory, and so the same on every rank."""
         assert self.plan.memory is not None
         return self.plan.memory.calls
 
     def deal(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: ThreadLane) -> None:
-        """Add a one-sided operation to a lane: the part of DEAL that reaches peers."""
+        """Add a one-sided operation to the lane of its stream."""
         if isinstance(op, CopyOp):
             lane.add(op, self.plan.timed(op, partial(self.copy, op)))
         elif isinstance(op, SignalOp):
             lane.add(op, partial(self.set, self.flags(op.flags), op.slot, op.epoch))
         elif isinstance(op, WaitSignalOp):
-            self.deal_wait(op, self.flags(op.flags), op.slot, op.epoch, lane)
+            self.deal_wait(op, op.flags, op.slot, op.epoch, lane)
         else:
             self.deal_barrier(op, lane)
 
-    def deal_wait(self, op: Op, flags: Flags, slot: int, epoch: int, lane: ThreadLane) -> None:
+    def deal_wait(self, op: Op, flags: int, slot: int, epoch: int, lane: ThreadLane, what: str = "") -> None:
+        row, name = self.flags(flags), self.plan.unrolled.flag_name(flags, slot)
+
         def reached() -> bool:
-            return bool(flags[slot] >= flag_value(self.call, epoch))
+            return bool(row[slot] >= flag_value(self.call, epoch))
 
         def standing() -> str:
-            call, at = divmod(int(flags[slot]), EPOCHS)
+            call, at = divmod(int(row[slot]), EPOCHS)
             where = f"at epoch {at} of call {call}" if call else "at 0"
-            return f"epoch {epoch} of call {self.call} of flag {slot}: the flag stands {where}"
+            return f"epoch {epoch} of call {self.call} of flag {name}{what}: the flag stands {where}"
 
         lane.add(op, self.until(reached), Waits.PEER, standing)
 
@@ -257,14 +261,25 @@ class GlooOneSided:
         lane.add(op, partial(self.arrive, rows, place))
         lane.add(op, self.until(lambda: not missing()), Waits.PEER, standing)
 
-    def deal_blocks(self, op: ComputeOp, ready: Ready, kernel: Kernel, lane: ThreadLane) -> None:
-        """Add a matmul block by block, each after a wait for its flag; in a trace it is one bar."""
-        flags, start, end = self.flags(ready.flags), *self.plan.bracket(op)
+    def deal_blocks(self, op: ComputeOp, kernel: Kernel, lane: ThreadLane) -> None:
+        """Add a computation block by block, each after waits for its flags and before the flags that it completes.
+
+        In a trace it is one event.
+        """
+        (start, end), ready, done = self.plan.bracket(op), op.ready, op.done
+        order = ready.order if ready is not None else done.order if done is not None else ()
+        compute, blocks, computed = self.sum if op.kind == "sum" else self.multiply, len(order), set[int]()
         lane.add(op, start)
-        for block in ready.order:
-            if block in ready.awaited:
-                self.deal_wait(op, flags, block, ready.epoch, lane)
-            lane.add(op, partial(self.compute, op, ready, kernel, block))
+        for block in order:
+            if ready is not None:
+                for slot in ready.needed(block):
+                    self.deal_wait(op, ready.flags, slot, ready.epoch, lane, _operands_block(ready, slot))
+            lane.add(op, partial(compute, op, kernel, block, blocks))
+            computed.add(block)
+            if done is not None:
+                flags = self.flags(done.flags)
+                for slot in _completed(done.blocks, block, blocks, computed):
+                    lane.add(op, partial(self.set, flags, slot, done.epoch))
         lane.add(op, end)
 
     def flags(self, register: int) -> Flags:
@@ -272,9 +287,7 @@ class GlooOneSided:
 
     # Steps --------------------------------------------------------------------------------------------------------
     def copy(self, op: CopyOp) -> None:
-        out, x = self.registers[op.out], self.registers[op.x]
-        if out.data_ptr() != x.data_ptr():  # else the caller made it in its place
-            out.copy_(x)
+        copy_here(self.registers[op.out], self.registers[op.x], torch.Tensor.copy_)
 
     def set(self, flags: Flags, slot: int, epoch: int) -> None:
         with self.turn():
@@ -285,11 +298,33 @@ class GlooOneSided:
             for row in rows:
                 row[place] = flag_value(self.call, 0)
 
-    def compute(self, op: ComputeOp, ready: Ready, kernel: Kernel, block: int) -> None:
+    def multiply(self, op: ComputeOp, kernel: Kernel, block: int, blocks: int) -> None:
+        """Compute one block of the rows of a product."""
         out, a, *others = self.registers[op.out], *(self.registers[x] for x in op.operands)
-        own = self.registers[ready.own] if ready.own is not None and block == ready.first else None
-        for out_part, a_part in with_rows(out, a, block, ready.blocks, own):
+        own = None
+        if op.ready is not None and op.ready.own is not None and block in op.ready.replaced:
+            own = self.registers[op.ready.own]
+        for out_part, a_part in with_rows(out, a, block, blocks, own):
             kernel(out_part, a_part, *others, **op.options)
+
+    def sum(self, op: ComputeOp, kernel: Kernel, block: int, blocks: int) -> None:
+        """Compute one block of the rows of a sum by the kernel that sums whole tensors, which gives the same bits.
+
+        Rows of the rank's own are copied to where they stand for a source: what is there need not be kept.
+        """
+        out, x, ready = self.registers[op.out], self.registers[op.operands[0]].movedim(op.options["axis"], 0), op.ready
+        height = out.shape[:-1].numel() // blocks
+        own = [] if ready is None or ready.own is None else [self.registers[ready.own]]
+        pieces = row_pieces([(part, block * height) for part in (out, *x[:1], *own)], height)
+        for _, (target, *views) in pieces:
+            if not views:
+                target.zero_()
+                continue
+            place = views[0]
+            sources = place.as_strided((len(x), *place.shape), (x.stride(0), *place.stride()), place.storage_offset())
+            if ready is not None and own:
+                sources[ready.replaced[0] // ready.results].copy_(views[1])
+            kernel(target, sources, axis=0)
 
     def until(self, reached: Callable[[], bool]) -> Step:
         def step() -> None:
@@ -300,6 +335,20 @@ class GlooOneSided:
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
             with self.turn():
-                pass  # what was written before the flag can be read from here on
+                pass  # from here on the data that were written before the flag are visible
 
         return step
+
+
+def _operands_block(ready: Ready, slot: int) -> str:
+    """Return which part of an operand a flag is about, for messages."""
+    if ready.blocks == ready.results:
+        return f", for block {slot}"
+    source, block = divmod(slot, ready.results)
+    return f", for block {block} of source {source}"
+
+
+def _completed(flags: int, block: int, blocks: int, computed: Set[int]) -> list[int]:
+    """Return the flags whose rows are all computed with this block; both divide the rows in equal blocks."""
+    rows = {flag: range(flag * blocks // flags, -(-(flag + 1) * blocks // flags)) for flag in range(flags)}
+    return [flag for flag, needed in rows.items() if block in needed and computed >= set(needed)]

@@ -6,8 +6,9 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +169,36 @@ def rows_or_copy(t: torch.Tensor) -> torch.Tensor:
     """Return `t[..., K]` as `[M, K]`: a view if a single row stride fits, else a dense copy."""
     flat = rows(t)
     return t.reshape(-1, t.shape[-1]) if flat is None else flat
+
+
+def row_pieces(
+    parts: Sequence[tuple[torch.Tensor, int]], count: int, cuts: Iterable[int] = ()
+) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
+    """Cut `count` rows of several tensors alike, at `cuts` and wherever the rows of one do not go on with one stride.
+
+    Rows are the leading axes flattened. Of each tensor, with the first row to take, the rows may lie in any way.
+    Returns, for each piece, its first row, counted from 0, and its rows of each tensor as views `[rows, K]`.
+    """
+    merged = [collapse(t.shape[:-1], t.stride()[:-1]) or [(1, t.shape[-1])] for t, _ in parts]
+    turns = {
+        row - first
+        for (_, first), ((run, _), *_) in zip(parts, (levels[::-1] for levels in merged), strict=True)
+        for row in range(first // run * run, first + count, run)
+    }
+    chosen = sorted(row for row in {0, count, *turns, *cuts} if 0 <= row <= count)
+    return [
+        (start, tuple(_rows_at(t, s, first + start, stop - start) for (t, first), s in zip(parts, merged, strict=True)))
+        for start, stop in itertools.pairwise(chosen)
+    ]
+
+
+def _rows_at(t: torch.Tensor, levels: Sequence[tuple[int, ...]], start: int, count: int) -> torch.Tensor:
+    """Return rows that have one stride; `levels` are the merged leading axes."""
+    left, offset = start, int(t.storage_offset())
+    for size, stride in reversed(levels):
+        left, index = divmod(left, size)
+        offset += index * stride
+    return t.as_strided((count, t.shape[-1]), (levels[-1][1], t.stride(-1)), offset)
 
 
 def descriptor_strides(t: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> list[int] | str:

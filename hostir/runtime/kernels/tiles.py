@@ -1,6 +1,7 @@
-"""Tiles of a matmul: which there are, how programs share them, and how long they take.
+"""Choose the tile of a matmul: the candidates, how the programs of a launch share the tiles, and how long they take.
 
-The kernel chooses its tile by the estimate that the cost model uses as well. Needs neither torch nor Triton.
+A program is an instance of the Triton kernel: one thread block on one SM. The kernel and the cost model use the same
+estimate. Needs neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +18,9 @@ from hostir.ir.types import DTYPES
 # Tiles ----------------------------------------------------------------------------------------------------------------
 # A matmul, and the tiles that it can run with.
 
-MIN_STEPS = 4  # of a part, along K: fewer do not pay for the sum in memory
-MAX_PARTS = 8  # of a tile: the last program reads the sums of all
-MIN_OWN_ROWS = 64  # fewer own rows get no tiles of their own: reading B once more would cost more than a copy
+MIN_STEPS = 4  # the fewest steps along K of a part of a split tile: fewer do not pay for summing the parts
+MAX_PARTS = 8  # the most parts of a split tile: the last program reads the partial sums of all others
+MIN_OWN_ROWS = 64  # fewer own rows are copied to their block: with tiles of their own, B would be read once more
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,9 @@ class Gemm:
 
     Fields:
         dtype: `bf16`, `f16`, `f32`, or `tf32` for f32 on tensor cores.
-        block: rows of each block, if they arrive block by block while the kernel runs; None: all are ready.
-        separate: no tile may span two blocks, as the rows of one are elsewhere in memory.
-        overlapped: the blocks come from the kernel right before, which this one overlaps; else from copy engines.
+        block: the number of rows of a block, if they arrive block by block while the kernel runs; None: all are ready.
+        separate: whether no tile may span two blocks, as the rows of one block are elsewhere in memory.
+        overlapped: whether a kernel directly before this one copies the blocks, and overlaps it; else copy engines do.
     """
 
     m: int
@@ -43,26 +45,26 @@ class Gemm:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """The bytes of an element."""
         return DTYPES[self.dtype.removeprefix("t")].bytes
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of the output and how the kernel computes it.
+    """The shape of an output tile, and how the kernel computes the tiles.
 
     Fields:
         m, n, k: rows and columns of the output tile, and the step along K.
         stages: depth of the software pipeline.
         warps: warps per program.
         rate: throughput of the K loop, relative to the fastest tile of the same table.
-        rate_waiting: the same if rows arrive while the kernel runs; None: as `rate`.
-        halves: store the tile in two halves, which needs half the shared memory and so leaves room for a stage.
+        rate_waiting: the same if rows arrive while the kernel runs; None if it is equal to `rate`.
+        halves: store the tile in two halves, which takes half the shared memory and so leaves room for a stage.
         group: rows of tiles that are computed together, so that they find each other's operands in L2.
-        split: number of tiles, the last ones, whose K loop is split among several programs each.
-        parts: maximal number of programs for each of these.
-        early_blocks: number of blocks of rows, the first ones, whose tiles are split in two, if no tile spans two
-            blocks: so more SMs are busy while few rows have arrived.
+        split: how many tiles, the last ones, are split along K among several programs each (split-K).
+        parts: the maximal number of programs for each of these.
+        early_blocks: for how many blocks of rows, the first ones, each tile is split in two along K, so that more SMs
+            are busy while few rows have arrived. 0 if tiles span two blocks.
     """
 
     m: int
@@ -79,10 +81,10 @@ class Tile:
     early_blocks: int = 0
 
     def shared_memory(self, itemsize: int, *, descriptors: bool, biased_batch: bool = False) -> int:
-        """Return the bytes of shared memory for elements of `itemsize` bytes.
+        """Return the bytes of shared memory that it takes for elements of `itemsize` bytes.
 
-        Counts the pipeline, the tile that a TMA store sends out, and room for barriers and layout changes: more of it
-        if a bias is added to whole tiles of a batch.
+        They are those of the pipeline, of the tile that a TMA store reads, and of barriers and layout conversions; the
+        latter take more if a bias is added to whole tiles of a batch.
         """
         pipeline = self.stages * (self.m + self.n) * self.k * itemsize
         outgoing = self.m * self.n * itemsize // (2 if self.halves else 1)
@@ -90,7 +92,7 @@ class Tile:
         return pipeline + (outgoing if descriptors else 0) + _SCRATCH + changes
 
     def fitting(self, itemsize: int, shared_memory: int, *, descriptors: bool, biased_batch: bool) -> Tile:
-        """Return the tile with as many stages as fit into `shared_memory` bytes."""
+        """Return the same tile with as many of its stages as fit into `shared_memory` bytes, at least one."""
         tile = self
         while tile.stages > 1 and shared_memory < tile.shared_memory(
             itemsize, descriptors=descriptors, biased_batch=biased_batch
@@ -99,7 +101,7 @@ class Tile:
         return tile
 
 
-# Bytes that the compiler takes for barriers and layout changes, rounded up: 1 KiB was the most seen.
+# Bytes that the compiler takes for barriers and layout conversions, rounded up: at most 1 KiB was seen.
 _SCRATCH = 2 << 10
 _BIASED_BATCH = 8 << 10
 
@@ -125,18 +127,18 @@ _TF32 = (
     Tile(64, 128, 32, stages=3, warps=4, rate=0.8),
     Tile(64, 64, 32, stages=3, warps=4, rate=0.6),
 )
-# Without tensor cores arithmetic is the bottleneck whatever the tile; a small one keeps all of it in registers.
+# Without tensor cores arithmetic is the bottleneck with any tile; a small one fits into registers.
 _IEEE_32_BIT = (
     Tile(64, 64, 16, stages=4, warps=4),
     Tile(32, 32, 32, stages=3, warps=4, rate=0.6),
 )
 
-# The interpreter pays per operation, not per element; with small tiles, small tensors have incomplete ones too.
+# In Triton's interpreter an operation costs the same for any size; a small tile lets small tests have partial tiles.
 INTERPRETER = Tile(32, 32, 32, stages=1, warps=1, group=2)
 
 
 def candidates(dtype: str, *, descriptors: bool = True, shared_memory: int = 227 << 10) -> tuple[Tile, ...]:
-    """Return the tiles worth trying for operands of a dtype, as `Gemm` names it, with so many bytes of shared memory.
+    """Return the tiles worth trying for a dtype, as `Gemm` names it, that fit into `shared_memory` bytes.
 
     Raises ValueError if none fits.
     """
@@ -150,7 +152,8 @@ def candidates(dtype: str, *, descriptors: bool = True, shared_memory: int = 227
 
 
 # The schedule ---------------------------------------------------------------------------------------------------------
-# The tiles of a matmul, and which program computes which, or parts of them: see hostir.runtime.kernels.matmul_kernel.
+# The tiles of a matmul, and which program computes which tile or part of one. The kernel that does so is in
+# hostir.runtime.kernels.matmul_kernel.
 
 
 @dataclass(frozen=True)
@@ -159,8 +162,8 @@ class Schedule:
 
     Fields:
         programs: the number of programs.
-        whole: the number of tiles, the first ones, that one program each computes. Each part of an early tile counts.
-        parts: the parts of each of the other tiles; a program has at most one. 0: there are no other tiles.
+        whole: how many tiles, the first ones, are computed by one program each. Each half of an early tile counts.
+        parts: the number of parts of each of the other tiles; a program has at most one part. 0 if there are none.
     """
 
     programs: int
@@ -169,9 +172,9 @@ class Schedule:
 
 
 def schedule(tiles: int, steps: int, sms: int, split: int, max_parts: int = MAX_PARTS) -> Schedule:
-    """Assign `tiles` of `steps` along K to `sms` programs, and split the last `split` in up to `max_parts` parts each.
+    """Assign `tiles` of `steps` along K to `sms` programs, the last `split` of them in up to `max_parts` parts each.
 
-    Fewer parts if there are not as many programs or parts would be too short; no split if that leaves fewer than two.
+    There are fewer parts if programs do not suffice, or parts would be too short; nothing is split in fewer than two.
     """
     split = min(split, tiles)
     parts = min(sms // split, steps // MIN_STEPS, max_parts) if split else 0
@@ -185,13 +188,14 @@ class Grid:
     """The tiles that cover an output, in the order in which programs take them: batch by batch, block by block.
 
     Fields:
-        batches, rows: of the output, and of each batch. No tile spans two batches. A block is a batch of its own where
-            tiles must not span two, or are no higher than blocks; smaller blocks would fill tiles badly.
-        tiles: number of tiles.
-        steps: of each, along K.
-        blocks: number of blocks that arrive one after another; 1 if all rows are ready.
-        early_blocks, early: number of early blocks, and of their tiles, of two parts each; 0 if tiles span two blocks.
-        first: number of tiles that are early, or of own rows: never among those of `Tile.split`.
+        batches: the number of batches. No tile spans two. Each block is a batch if it is at least as high as a tile, or
+            if no tile may span two blocks; lower blocks would leave tiles partly empty.
+        rows: the number of rows of a batch.
+        tiles: the number of tiles.
+        steps: the number of steps along K of each tile.
+        blocks: the number of blocks that arrive one after another; 1 if all rows are ready.
+        early_blocks, early: the number of early blocks, and of their tiles, each split in two; 0 if tiles span blocks.
+        first: the number of tiles that are early, or hold own rows: these are never among the last ones that are split.
     """
 
     batches: int
@@ -232,7 +236,7 @@ class Grid:
 
 
 # The estimate ---------------------------------------------------------------------------------------------------------
-# How long a matmul takes with a tile, and the tile with which it takes least.
+# How long a matmul takes with a tile, and with which tile it is fastest.
 
 
 PEAK = {"bf16": 820.0, "f16": 820.0, "f32": 14.0, "tf32": 410.0}  # TFLOP/s of an H200 before power limits it
@@ -244,10 +248,10 @@ class Rates:
 
     Fields:
         peak: TFLOP/s of one SM in the K loop of a tile whose rate is 1, by dtype.
-        tile: time of a tile besides its K loop: filling the pipeline, storing.
-        split: time that a part of a split tile takes besides: to start and synchronize, to read a sum of another part,
-            and to store a sum, for each element of a warp; None if the family never splits.
-        read: GB/s at which all SMs together read a right side that is not in L2.
+        tile: time of a tile outside its K loop: filling the pipeline, storing.
+        split: three times that a part of a split tile adds: to start and synchronize; to read the partial sum of
+            another part; to store a partial sum, per element and warp. None if the family never splits.
+        read: GB/s at which all SMs together read a right operand that is not in L2.
     """
 
     peak: Mapping[str, float] = field(hash=False)
@@ -256,7 +260,7 @@ class Rates:
     read: float = np.inf
 
     def scaled(self, factor: float) -> Rates:
-        """Return the rates if the K loop is `factor` times as fast."""
+        """Return the same rates with a K loop that is `factor` times as fast."""
         return replace(self, peak={dtype: factor * peak for dtype, peak in self.peak.items()})
 
     def whole(self, tile: Tile, gemm: Gemm) -> float:
@@ -266,65 +270,100 @@ class Rates:
         return self.tile + 2e-6 * steps * tile.m * tile.n * tile.k / (self.peak[gemm.dtype] * rate)
 
     def part(self, tile: Tile, parts: int, whole: float) -> float:
-        """Return the time of the last of the `parts` parts of a tile that takes `whole` if it is not split."""
+        """Return the time of the last of the `parts` parts of a tile that takes `whole` without a split."""
         assert self.split is not None
         start, read, store = self.split
         return whole / parts + start + read * (1 if parts == 2 else parts) + store * tile.m * tile.n / tile.warps
 
 
-# Of the Triton kernel, as measured on an H200 of 132 SMs, and used on every GPU.
+# The rates of the Triton kernel, measured on an H200 with 132 SMs, and used for every GPU.
 TRITON = Rates({d: peak / 132 for d, peak in PEAK.items()}, tile=2.8, split=(3.0, 2.0, 3.0 / 4096), read=4300.0)
-IN_L2 = 32 << 20  # bytes of a right side that stay in an L2 of 50 MiB, beside rows and results
+IN_L2 = 32 << 20  # bytes of a right operand that stay in an L2 cache of 50 MiB, beside rows and results
 
 
 def duration(
     tile: Tile, gemm: Gemm, sms: int, rates: Rates = TRITON, arrivals: Sequence[float] = (0.0,)
 ) -> tuple[float, float]:
-    """Return when a matmul ends on `sms` SMs, in microseconds, and when it would if memory were infinitely fast.
+    """Return when a matmul ends on `sms` SMs, in microseconds, and when it would end if memory were infinitely fast.
 
-    Its blocks of rows arrive at times `arrivals`, in its own order. Programs take tiles, and parts of tiles, in turn: a
-    program begins one when it is free and the rows are there. The tiles of each block read all of the right side again,
-    if the L2 does not keep it from one block to the next.
+    Its blocks of rows arrive at the times `arrivals`, in the order in which it computes them. Programs take tiles, and
+    parts of tiles, in turn; a program begins one when it is free and the rows are there. The tiles of each block read
+    the right operand again if it does not fit into L2.
+    """
+    grid, whole = Grid.of(tile, gemm), rates.whole(tile, gemm)
+    plan = grid.schedule(tile, sms)
+    if grid.blocks == 1 and not grid.early:
+        part = rates.part(tile, plan.parts, whole) if plan.parts else 0.0
+        waves, more = divmod(plan.whole, plan.programs)
+        # Whether no program has a part after a tile of the last wave.
+        alone = (grid.tiles - plan.whole) * plan.parts <= plan.programs - more
+        end = max(arrivals) + waves * whole + (max(whole * (more > 0), part) if alone else whole + part)
+    else:
+        _, ready, took = _work(tile, gemm, sms, rates, arrivals)
+        # A program ends when, from some tile on, it never waits: at that tile's arrival, plus all times from there on.
+        end = float((ready + took[::-1].cumsum(0)[::-1]).max())
+    return max(end, min(arrivals) + _loading(grid, tile, gemm, rates)), end
+
+
+def block_ends(
+    tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[float], blocks: int
+) -> tuple[float, ...]:
+    """Return when each of `blocks` equal blocks of the result's rows has been written, in the matmul's own order.
+
+    The other arguments are those of `duration`. A block that waits for rows which arrive at `inf` ends there.
+    """
+    tiles, ready, took = _work(tile, gemm, sms, rates, arrivals)
+    count, sums = int(tiles[-1]) + 1, took.cumsum(0)
+    of_units = (sums + np.maximum.accumulate(ready - sums + took)).ravel()[: len(tiles)]
+    ends = np.zeros(blocks)
+    for block in (tiles * blocks // count, ((tiles + 1) * blocks - 1) // count):  # a tile may belong to several
+        np.maximum.at(ends, block, of_units)
+    loaded = min(arrivals) + _loading(Grid.of(tile, gemm), tile, gemm, rates) * np.arange(1, blocks + 1) / blocks
+    return tuple(np.maximum(np.maximum.accumulate(ends), loaded).tolist())
+
+
+def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[float]) -> tuple[Any, Any, Any]:
+    """Return the tile of each unit of work, and, by round and program, when its rows are there and how long it takes.
+
+    A unit is a tile or a part of one.
     """
     grid, whole = Grid.of(tile, gemm), rates.whole(tile, gemm)
     plan = grid.schedule(tile, sms)
     half, part = (rates.part(tile, n, whole) if n else 0.0 for n in (2 if grid.early else 0, plan.parts))
     last = grid.tiles + grid.early - plan.whole  # tiles that are split
-    if grid.blocks == 1 and not grid.early:
-        waves, more = divmod(plan.whole, plan.programs)
-        alone = last * plan.parts <= plan.programs - more  # no program has a part behind a tile of the last wave
-        end = max(arrivals) + waves * whole + (max(whole * (more > 0), part) if alone else whole + part)
-    else:
-        counts = 2 * grid.early, grid.tiles - last - grid.early, last * plan.parts
-        halves, rest = np.arange(counts[0]) // 2, np.arange(grid.early, grid.tiles)
-        tiles = np.concatenate([halves, rest[: counts[1]], np.tile(rest[counts[1] :], plan.parts)])
-        work = np.zeros((2, -(-len(tiles) // plan.programs) * plan.programs))
-        work[0, : len(tiles)] = np.asarray(arrivals)[((tiles + 1) * grid.blocks - 1) // grid.tiles]
-        work[1, : len(tiles)] = np.repeat([half, whole, part], counts)
-        ready, took = work.reshape(2, -1, plan.programs)
-        # A program ends as late as the one of its tiles that it had to wait for longest, and all behind it, take.
-        end = float((ready + took[::-1].cumsum(0)[::-1]).max())
+    counts = 2 * grid.early, grid.tiles - last - grid.early, last * plan.parts
+    halves, rest = np.arange(counts[0]) // 2, np.arange(grid.early, grid.tiles)
+    tiles = np.concatenate([halves, rest[: counts[1]], np.tile(rest[counts[1] :], plan.parts)])
+    work = np.zeros((2, -(-len(tiles) // plan.programs) * plan.programs))
+    work[0, : len(tiles)] = np.asarray(arrivals)[((tiles + 1) * grid.blocks - 1) // grid.tiles]
+    work[1, : len(tiles)] = np.repeat([half, whole, part], counts)
+    ready, took = work.reshape(2, -1, plan.programs)
+    return tiles, ready, took
+
+
+def _loading(grid: Grid, tile: Tile, gemm: Gemm, rates: Rates) -> float:
+    """Return how long memory takes to load the right side, as often as the L2 does not keep it between blocks."""
     right = gemm.n * gemm.k * gemm.itemsize
     times = min(grid.blocks, grid.batches * -(-grid.rows // tile.m)) if right > IN_L2 else 0
-    return max(end, min(arrivals) + times * right / rates.read / 1e3), end
+    return times * right / rates.read / 1e3
 
 
-# Arrival of blocks that the kernel expects: GB/s, and if copy engines send them one after another, the microseconds
-# before the first and between two.
+# How fast blocks are assumed to arrive: GB/s; and if copy engines send them one after another, the microseconds before
+# the first of them and between two.
 _LINK, _FIRST, _PAUSE = 390.0, 15.0, 2.5
-EARLY_WAVES = 2  # of parts of early tiles, at most: with more, all SMs are busy anyway
-FINE_WAVES = 8  # with more waves it matters little how many of the last tiles are split
-_SUSTAINED = 0.95  # of the peak, as power limits the clock in long calls
-_WORTH = 1.01  # a simpler tile is preferred if its estimate is at most this many times as long
-SPLIT_STEP = 9  # between the numbers of split tiles that are tried
+EARLY_WAVES = 2  # the most waves that halves of early tiles fill: with more, all SMs are busy without a split
+FINE_WAVES = 8  # with more waves than this, it matters little how many of the last tiles are split
+_SUSTAINED = 0.95  # the share of the peak that is left when power limits the clock in long calls
+_WORTH = 1.01  # a tile that is not split is preferred if its estimate is at most this many times as long
+SPLIT_STEP = 9  # the step between the numbers of split tiles that are tried
 
 
 @functools.lru_cache(maxsize=1024)
 def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON) -> Tile:
-    """Return the one of `tiles`, split as suits best, with which a matmul on `sms` SMs takes least.
+    """Return the one of `tiles`, with its best split, with which a matmul on `sms` SMs is fastest.
 
-    If rows arrive in blocks, the first is there and the others come one by one, as over NVLink. Among equals, the tile
-    with more early blocks was faster on H200s.
+    If rows arrive in blocks, the first block is there, and the others are assumed to come one by one over NVLink. Of
+    tiles with equal estimates the one with most early blocks is taken: it was faster on H200s.
     """
     rates, (first, pause) = rates.scaled(_SUSTAINED), (0.0, 0.0) if gemm.overlapped else (_FIRST, _PAUSE)
     blocks = 1 if gemm.block is None else max(1, gemm.batches * gemm.m // gemm.block)
@@ -340,10 +379,10 @@ def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON)
 
 
 def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
-    """Yield the tile as it is, and with early and last tiles split in all ways that may pay and leave no SM idle.
+    """Yield the tile without a split, and with early and last tiles split in all ways that may be faster.
 
     If all rows are ready, only the tiles of a last wave that fills at most half of the SMs are split. Tiles of a single
-    wave are never split: that never paid.
+    wave are never split, as that was never faster.
     """
     yield tile
     grid = Grid.of(tile, gemm)
@@ -354,10 +393,11 @@ def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
         yield replace(tile, split=last)
     if grid.blocks == 1:
         return
+    # With 32-bit elements there are no early tiles: the kernel would need registers for two loops.
     for early in range(grid.blocks if gemm.itemsize < 4 and grid.steps >= 2 * MIN_STEPS else 1):
         walk = replace(tile, early_blocks=early)
         grid = Grid.of(walk, gemm)
-        if early and not 0 < 2 * grid.early <= EARLY_WAVES * sms:  # registers do not hold two loops of 32 bits
+        if early and not 0 < 2 * grid.early <= EARLY_WAVES * sms:
             return
         if early:
             yield walk
@@ -365,12 +405,12 @@ def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
 
 
 def _last_splits(tile: Tile, grid: Grid, sms: int) -> Iterator[Tile]:
-    """Yield the tile with numbers of the last tiles split, in numbers of parts, with a program for each part."""
+    """Yield the tile with various numbers of last tiles split, and of their parts; each part has its own program."""
     units = grid.tiles + grid.early
     if grid.tiles <= sms:
         return
     last = units % sms
-    for parts in (2,) if grid.early else (2, 4, MAX_PARTS):  # registers do not hold early tiles and sums of more
+    for parts in (2,) if grid.early else (2, 4, MAX_PARTS):  # with early tiles, registers suffice for two parts only
         most = min(sms // parts, grid.tiles - grid.first)
         steps = range(SPLIT_STEP, most + 1, SPLIT_STEP) if units <= FINE_WAVES * sms else ()
         for split in sorted({*steps, last, sms - last, grid.tiles // grid.blocks}):

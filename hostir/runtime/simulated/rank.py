@@ -14,7 +14,7 @@ from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import HostIRError, Span, error
 from hostir.ir.types import FLAG, DType
-from hostir.runtime.kernels.layout import rows
+from hostir.runtime.kernels.layout import row_pieces
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.simulated.collectives import BarrierSide, CollectiveSide, MessageSide, SymmetricBuffers
@@ -217,7 +217,7 @@ class RankMachine(Observer, OptionalMethods):
             return fresh
         buffer = self.symmetric.allocate((name, self.rounds), self.rank, shape, element)
         if buffer is None:
-            raise self.fail(f"%{name} had another shape before", expected="one shape on all ranks, in every call")
+            raise self.fail(f"%{name} was allocated before with another shape or dtype", expected="one shape and dtype")
         return buffer
 
     def _hand_out(self, buffer: torch.Tensor) -> None:
@@ -270,8 +270,8 @@ class RankMachine(Observer, OptionalMethods):
     ) -> None:
         kernel, reads = self.kernels[kind], tuple(x for x in operands if x is not None)
         self._refuse_overlap(out, reads)
-        if ready is not None:
-            self._by_blocks(kernel, out, operands, ready)
+        if ready is not None or done is not None:
+            self._by_blocks(kind, out, operands, options, ready, done)
             return
         task = self.issue(partial(kernel, out, *operands, **options), reads, (out,), timed=True)
         task.gate = self.sms
@@ -284,41 +284,91 @@ class RankMachine(Observer, OptionalMethods):
                 raise self.fail("it writes memory that it reads", hint="allocate a buffer for the result")
 
     def _by_blocks(
-        self, kernel: Kernel, out: torch.Tensor, operands: Sequence[torch.Tensor | None], ready: Ready
+        self,
+        kind: str,
+        out: torch.Tensor,
+        operands: Sequence[torch.Tensor | None],
+        options: Mapping[str, Any],
+        ready: Ready | None,
+        done: Done | None,
     ) -> None:
-        """Add a kernel that takes all SMs when it starts, and computes each block of rows once its flag is set."""
-        a, *others = operands
-        assert a is not None
-        whole = tuple(x for x in others if x is not None)
-        a_blocks, out_blocks = self._blocks(a, "reads", ready.blocks), self._blocks(out, "writes", ready.blocks)
-        copies = self.current.pushing
-        if copies:  # it overlaps these, and ends after them
-            self.current.tail = copies[:1]
-        start = self.issue(None)
-        start.run, start.gate, start.may_block = partial(self.sms.take, start, copies), self.sms, True
-        blocks = []
-        for j in ready.order:
-            lane, own = f"block {j} of task {start.order}", ready.own if j == ready.first else None
-            if own is None:
-                run: Callable[[], object] = partial(kernel, out_blocks[j], a_blocks[j], *others)
-                block = self.task(run, (a_blocks[j], *whole), (out_blocks[j],), lane=lane, timed=True).follow([start])
-                block.gate, block.epoch = self._flag(ready.flags, j), self._epoch(ready.epoch)
-            else:
-                (rows,) = self._blocks(own, "reads", 1)
-                run = partial(_instead, kernel, out_blocks[j], rows, others, a_blocks[j])
-                block = self.task(run, (rows, *whole), (out_blocks[j],), (a_blocks[j],), lane=lane, timed=True)
-                block.follow([start])
-            blocks.append(block)
-        end = self.issue(partial(self.sms.take, None)).follow([*blocks, *copies[-1:]])
-        end.changes, end.since = self.sms, start
+        """Add a kernel that computes blocks of rows in any order, each once its flags are set, and sets flags behind.
 
-    def _blocks(self, x: torch.Tensor, does: str, count: int) -> list[torch.Tensor]:
-        """Return equal blocks of the rows of `x`, its leading axes flattened."""
-        flat = rows(x)
-        if flat is None:
-            raise self.fail(f"it {does} {_layout(x)}", expected="rows with one stride", hint="copy it first")
-        height = len(flat) // count
-        return [flat[i * height : (i + 1) * height] for i in range(count)]
+        One that waits for flags takes all SMs when it starts, overlaps the copies by SMs before it, and ends after
+        them. Its tasks are as small as the rules allow: rows are cut at the blocks that it waits for, at those that it
+        sets flags behind, and wherever a stride ends.
+        """
+        copies = self.current.pushing if ready is not None else []
+        if copies:
+            self.current.tail = copies[:1]
+        start = self.issue(_nothing)
+        start.gate = self.sms
+        if ready is not None:
+            start.run, start.may_block = partial(self.sms.take, start, copies), True
+        pieces = self._pieces(start, kind, out, operands, options, ready, done)
+        signals = [] if done is None else self._signals(pieces, out.shape[:-1].numel() // done.blocks, done)
+        end = self.issue(None if ready is None else partial(self.sms.take, None))
+        end.follow([start, *(task for _, task in pieces), *signals, *copies[-1:]])
+        end.changes, end.since = None if ready is None else self.sms, start
+
+    def _pieces(
+        self,
+        start: Task,
+        kind: str,
+        out: torch.Tensor,
+        operands: Sequence[torch.Tensor | None],
+        options: Mapping[str, Any],
+        ready: Ready | None,
+        done: Done | None,
+    ) -> list[tuple[int, Task]]:
+        """Add the tasks that compute the result of a kernel by blocks; return them with the first row of each."""
+        kernel, (x, *others) = self.kernels[kind], operands
+        assert x is not None
+        sources: Views = (x,)
+        if kind == "sum":
+            sources, kernel, options = x.unbind(options["axis"]), partial(_sum_of, kernel), {}
+        whole, rows = tuple(y for y in others if y is not None), out.shape[:-1].numel()
+        height = rows if ready is None else rows // ready.results
+        cuts = range(0) if done is None else range(0, rows, rows // done.blocks)
+        found, before = [], list[Task]()
+        for block in (0,) if ready is None else ready.order:
+            first = block * height
+            parts, left = [(each, first) for each in sources], list[tuple[torch.Tensor, int]]()
+            needed, now = list[Task](), list[Task]()
+            if ready is not None:
+                needed = [self._arrival(start, ready, n) for n in ready.needed(block)]
+                for own in (n for n in ready.replaced if n % ready.results == block):
+                    assert ready.own is not None
+                    left.append(parts[own // ready.results])
+                    parts[own // ready.results] = ready.own, ready.replaced.index(own) * height
+            cut = row_pieces([(out, first), *parts, *left], height, [row - first for row in cuts])
+            for row, (target, *views) in cut:
+                reads, undefined = views[: len(parts)], tuple(views[len(parts) :])
+                run, lane = partial(_compute, kernel, target, reads, others, options, undefined), f"row {first + row}"
+                task = self.task(
+                    run, (*reads, *whole), (target,), undefined, lane=f"{lane} of task {start.order}", timed=True
+                )
+                found.append((first + row, task.follow([start, *needed])))
+                now.append(task.held_by(before))
+            before = now if ready is not None and done is not None else []  # a machine may compute one after another
+        return found
+
+    def _arrival(self, start: Task, ready: Ready, block: int) -> Task:
+        """Add the wait of a kernel for the flag of one block."""
+        task = self.task(_nothing, lane=f"wait {block} of task {start.order}").follow([start])
+        task.gate, task.epoch = self._flag(ready.flags, block), self._epoch(ready.epoch)
+        return task
+
+    def _signals(self, pieces: Sequence[tuple[int, Task]], height: int, done: Done) -> list[Task]:
+        """Add the signals of a kernel, each behind the pieces of one block of so many rows."""
+        signals = []
+        for block in done.order:
+            behind = [task for row, task in pieces if row // height == block]
+            task = self.task(None, lane=f"flag {block} of task {behind[0].order}").follow(behind)
+            flag = self._flag(done.flags, block)
+            task.run, task.changes, task.epoch = partial(flag.set, task), flag, self._epoch(done.epoch)
+            signals.append(task)
+        return signals
 
     def communicate(self, exchange: Exchange, x: torch.Tensor | None, out: torch.Tensor | None) -> list[Task]:
         for does, tensor in (("reads", x), ("writes", out)):
@@ -385,7 +435,7 @@ class RankMachine(Observer, OptionalMethods):
         if isinstance(stream, IssueQueue):
             return stream
         if not 0 <= stream < len(self.pool):
-            hint = f"write 'streams {stream + 1}' behind the program's outputs" if stream > 0 else ""
+            hint = f"write 'streams {stream + 1}' after the program's outputs" if stream > 0 else ""
             raise self.fail(f"there is no stream {stream}", expected=f"an index below {len(self.pool)}", hint=hint)
         return self.pool[stream]
 
@@ -394,7 +444,7 @@ class RankMachine(Observer, OptionalMethods):
         there = self.symmetric.at(view, rank)
         if there is None:
             name = self.memory.owners[storage_of(view)][0]
-            raise self.fail(f"%{name} is not symmetric", expected="a view of what allocate_symmetric gives")
+            raise self.fail(f"%{name} is not symmetric", expected="a view of a buffer from allocate_symmetric")
         return there
 
     def _flag(self, flags: torch.Tensor, slot: int) -> FlagGate:
@@ -404,12 +454,23 @@ class RankMachine(Observer, OptionalMethods):
         return self.call, epoch
 
 
-def _instead(
-    kernel: Kernel, out: torch.Tensor, own: torch.Tensor, others: Sequence[torch.Tensor | None], rows: torch.Tensor
+def _compute(
+    kernel: Kernel,
+    out: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor | None],
+    options: Mapping[str, Any],
+    undefined: Views,
 ) -> None:
-    """Compute a block from the rank's own rows, and make the same rows of the gathered tensor undefined."""
-    kernel(out, own, *others)
-    rows.fill_(float("nan"))
+    """Compute some rows, and make undefined what the rank's own rows stood for."""
+    kernel(out, *parts, *others, **options)
+    for x in undefined:
+        make_undefined(x)
+
+
+def _sum_of(kernel: Kernel, out: torch.Tensor, *parts: torch.Tensor) -> None:
+    """Sum over sources, which are tensors of their own."""
+    kernel(out, torch.stack(parts) if parts else out.new_empty(0, *out.shape), axis=0)
 
 
 def _nothing() -> None:

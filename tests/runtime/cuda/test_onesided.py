@@ -17,10 +17,12 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import Linear
 from hostir.runtime.binding import places
+from hostir.runtime.cuda import onesided
 from hostir.runtime.cuda.streams import CallOrder
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.simulated.machine import rehearse
+from hostir.runtime.unroll import ComputeOp
 from tests import symbolic
 from tests.lower.gathered import gathered
 from tests.runtime.cuda.simulated_gpus import CPU, Gpus, Stream, gpus, layers, plans
@@ -298,3 +300,34 @@ def test_after_a_call_that_failed_midway_no_other_begins(gpus: Gpus, monkeypatch
     with pytest.raises(HostIRError, match="out of luck"):
         plan.run(inputs[0])
     assert "@ag cannot run again: a call failed" in str(plan.problem())
+
+
+NEVER = """hostir 1
+mesh @mesh [didx] = 0
+program @never(%a: f32[2, 4, 8], %b: f32[8, 5]) -> (%c) {
+  %full: f32[2, 4, 8] = allocate_symmetric
+  %there: flag[2] = allocate_symmetric
+  copy %a -> %full
+  %c: f32[2, 4, 5] = allocate
+  matmul %full, %b -> %c ready %there >= 1 from 0
+}
+"""
+
+
+@pytest.mark.parametrize(("program", "again"), [(lowered("fused", 2), False), (hi.parse(NEVER), True)])
+def test_a_timeout_is_reported_by_the_next_call_of_any_executor_that_shares_the_memory(
+    program: Program, again: bool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With peers none of them runs again: what a peer signals late would count for the next call."""
+    monkeypatch.setattr(onesided, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
+    inputs = [
+        [shard(x, v.tensor, rank, {}) for x, v in zip(random_inputs(program, {}, seed=0), program.inputs, strict=True)]
+        for rank in range(program.ranks)
+    ]
+    for one, other in layers(gpus, program, inputs, monkeypatch, None, 2):
+        op = next(op for op in one.unrolled.ops if isinstance(op, ComputeOp) and op.ready is not None)
+        one.machine.timeouts.of(one.unrolled, op, op.ready.blocks)[1] = torch.tensor([1, 0])
+        assert "[1] did not reach epoch 1 (stands at 0)" in str(other.problem())
+        for plan in (one, other):
+            assert (plan.problem() is None) is again
+            assert again or f"@{program.name} cannot run again: a kernel gave up" in str(plan.problem())

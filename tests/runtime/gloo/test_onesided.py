@@ -126,8 +126,8 @@ def test_a_stream_that_waits_for_a_flag_stands_still_and_says_for_what() -> None
         time.sleep(0.001)
     plan = call.plan
     (op,) = plan.in_flight()
-    text = "'wait_signal %f[2] >= 5', which waits for epoch 5 of call 1 of flag 2: the flag stands at epoch 4 of call 1"
-    assert plan.describe(op) == text
+    where = "epoch 5 of call 1 of flag %f[2]: the flag stands at epoch 4 of call 1"
+    assert plan.describe(op) == f"'wait_signal %f[2] >= 5', which waits for {where}"
     stands = plan.progress()
     time.sleep(0.01)
     assert plan.progress() == stands

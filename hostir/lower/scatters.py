@@ -1,0 +1,121 @@
+"""A reduce_scatter of rows in one-sided form: where each rank puts its part of a sum, and the sum; for all who send.
+
+Every rank has a buffer with room for one shard from each rank. A rank puts the rows that another rank is to have in its
+own place there, and that rank adds up its places in the order of ranks. So sums have the same bits in every run, and
+each is rounded once. A rank's own rows are added where they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostir.ir.comm_ops import ReduceScatter
+from hostir.ir.host_ops import Chunk, For, Select
+from hostir.ir.onesided_ops import WaitSignal
+from hostir.ir.op import Bin, Expr, Lit, Ref, Value
+from hostir.ir.sizes import ONE, Size
+from hostir.ir.tensor_ops import Sum, ViewStatement
+from hostir.ir.types import Axis
+from hostir.lower.host import Host, modulo
+from hostir.lower.rows import shard_place
+from hostir.lower.transfers import ARRIVED, Blocks, Transfers, Turns
+
+
+class ScatteredBlocks:
+    """The blocks of one reduce_scatter.
+
+    Args:
+        like: a tensor on the mesh.
+        axis: an axis of blocks outside the scattered one: the rows for a rank are sent in one block for each of its
+            elements. None if they are sent together, or in `pieces`.
+        pieces: the number of blocks in which the scattered axis is sent to each rank.
+    """
+
+    def __init__(self, host: Host, s: ReduceScatter, like: Value, axis: int | None, pieces: int = 1) -> None:
+        self.host, self.scatter, self.axis, self.pieces = host, s, axis, pieces
+        self.team = host.team(s, like)
+        shard = s.out.tensor.host()
+        self.count = ONE if axis is None else shard.local_shape[axis]
+        assert self.count.value is not None
+        self.each = self.count.value * pieces  # blocks for each rank
+        room = shard.with_axes([Axis.of(self.team.ranks), *shard.axes])
+        buffer = Value(host.names.fresh(f"{s.out.name}_sent"), room, s.span)
+        self.transfers = Transfers(host, s, buffer, flags=Size(self.each * self.team.ranks))
+
+    def first_of(self, place: Expr) -> Expr:
+        """Return the first of the blocks for the rank at a place, or from it: those of a rank follow one another."""
+        return _times(place, self.pieces)
+
+    def in_turns(self, full: Value, done: Value | None = None) -> tuple[Turns, Blocks]:
+        """Return the turns in which the blocks of `full` are sent, beginning with those of the next rank.
+
+        `done`: flags of this rank, one for each block of `full`, that say that it is ready.
+        """
+        index, pieces, ranks = self.host.index("i"), self.pieces, self.team.ranks
+        block = self.team.peer(Bin("+", index, Lit(1)))  # counted through the rows of all ranks
+        if pieces > 1:
+            block = modulo(Bin("+", _times(self.team.rank, pieces), Bin("+", index, Lit(pieces))), ranks * pieces)
+        to = block if pieces == 1 else Bin("/", block, Lit(pieces))
+        return Turns(index, Size((ranks - 1) * pieces), to), self.blocks(full, block, done)
+
+    def blocks(self, full: Value, block: Expr, done: Value | None = None) -> Blocks:
+        """Return block number `block` of `full`: all rows for a rank, a piece of them, or those in each outer block."""
+        host, s, team, pieces = self.host, self.scatter, self.team, self.pieces
+        views: list[ViewStatement] = []
+        in_turn: list[ViewStatement] = []
+        k, index, flag, awaited = shard_place(s).axis, None, _times(team.rank, self.each), block
+        slot = Select(self.transfers.buffer, self.named("slot"), team.rank, span=s.span)
+        target, source = made(slot, views), full
+        if self.axis is not None:
+            index = host.index("s")
+            source, target = (one_of(host, v, self.axis, index, self.count, views) for v in (full, target))
+            k -= len(full.tensor.axes) - len(source.tensor.axes)
+            flag, awaited = Bin("+", flag, index), Bin("+", Bin("*", index, Lit(team.ranks)), block)
+        cut = Chunk(source, self.named("block"), block, Size(team.ranks * pieces), k, span=s.span)
+        source = made(cut, in_turn)
+        if pieces > 1:
+            piece = modulo(block, pieces)
+            target = made(Chunk(target, self.named("place"), piece, Size(pieces), k, span=s.span), in_turn)
+            flag = Bin("+", flag, piece)
+        wait = None if done is None else WaitSignal(done, awaited, ARRIVED, span=s.span)
+        return Blocks(source, target, tuple(views), flag, index, self.count, tuple(in_turn), wait)
+
+    def wait_for_all(self) -> None:
+        """Make the caller's stream wait for what all other ranks send."""
+        index, others = self.host.index("i"), self.team.ranks - 1
+        flag = modulo(Bin("+", _times(self.team.peer(Lit(1)), self.each), index), self.each * self.team.ranks)
+        waits = (self.transfers.wait(flag),)
+        self.host.body.append(For(index.value, Size(others * self.each), waits, span=self.scatter.span))
+
+    def add_up(self) -> None:
+        """Add the sum over all ranks, each block of it when they have sent theirs."""
+        host, s, rank = self.host, self.scatter, self.team.rank
+        out, full, place = host.destination(s.out), host.values[s.x.name], shard_place(s)
+        own: list[ViewStatement] = []
+        mine = made(Chunk(full, self.named("mine"), rank, place.count, place.axis, span=s.span), own)
+        total = Sum(
+            out=out, x=self.transfers.buffer, axis=0, span=s.span, note="each block when all ranks have sent it"
+        )
+        host.body += [*own, replace(total, ready=self.transfers.flags, epoch=ARRIVED, first=rank, own=mine)]
+
+    def named(self, name: str) -> Value:
+        """Return a new value for a view, whose type follows from the statement that makes it."""
+        return Value(self.host.names.fresh(name), self.scatter.out.type, self.scatter.span)
+
+
+def one_of(host: Host, value: Value, axis: int, index: Ref, count: Size, views: list[ViewStatement]) -> Value:
+    """Return a view of one of `count` blocks of an axis, added to `views`."""
+    name = Value(host.names.fresh(f"{value.name}_{index.value.name}"), value.type, value.span)
+    if value.tensor.axes[axis].marks:
+        return made(Chunk(value, name, index, count, axis, span=value.span), views)
+    return made(Select(value, name, index, axis, span=value.span), views)
+
+
+def made(view: Select | Chunk, views: list[ViewStatement]) -> Value:
+    """Add a view, with the type that follows from its operand; return its result."""
+    views.append(replace(view, out=replace(view.out, type=view.infer())))
+    return views[-1].out
+
+
+def _times(expr: Expr, count: int) -> Expr:
+    return expr if count == 1 else Bin("*", expr, Lit(count))
