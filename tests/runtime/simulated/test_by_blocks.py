@@ -153,3 +153,37 @@ def test_a_flag_that_never_rises_is_named(fault: tuple[str, str], flag: str) -> 
             assert re.search(rf"rank {rank}, '[^'\n]*'[\w, ]*: no signal sets flag {flag} to epoch \d", message), (
                 message
             )
+
+
+TWICE = """hostir 1
+mesh @mesh [didx] = 0 1
+program @twice(%a: f32[2@didx, 4], %b: f32[2@didx, 4]) -> (%c) streams 1 {
+  %user = current_stream
+  %r = rank of %a over didx
+  %sent: f32[2, 1, 4] = allocate_symmetric
+  %there: flag[2] = allocate_symmetric
+  %c: f32[1, 4] = allocate
+  set_stream 0
+  synchronize %user
+  barrier of %a over didx
+  %first = select %sent[0]
+  %second = select %sent[1]
+  put %a -> %first at 1 - %r over didx
+  signal %there[0] = 1 at 1 - %r over didx
+  put %b -> %first at 1 - %r over didx
+  put %b -> %second at 1 - %r over didx
+  signal %there[1] = 1 at 1 - %r over didx
+  set_stream %user
+  sum %sent axis 0 -> %c ready %there >= 1
+  synchronize 0
+}
+"""
+
+
+def test_a_source_may_be_read_as_soon_as_its_own_flag_rises() -> None:
+    program = parse(TWICE)
+    machine = rehearse(program, [random_inputs(program, {})])
+    sums = {tuple(flat(machine.run(seed))[0].flatten().tolist()) for seed in range(30)}
+    assert len(sums) == 2
+    with pytest.raises(HostIRError, match=r"race: .*(put %b -> %first.*sum|sum.*put %b -> %first)"):
+        machine.run(0, watch=True)
