@@ -52,6 +52,7 @@ from benchmarks.harness import synchronize
 from benchmarks.scores import BY_HAND, KINDS, LARGE, ODD, TORCH, Row
 from examples import patterns
 from hostir.choice.platforms import Platform
+from hostir.lower.fused import SMS
 from hostir.runtime.kernels.matmul import matmul as triton_matmul
 from hostir.runtime.session import Session
 
@@ -172,26 +173,24 @@ class Way:
     """How one of two ranks that stand for more makes its blocks of rows and sends them.
 
     Fields:
+        strategy: `ring`, a matmul for each block, issued by the host; `fused`, one that raises a flag behind each; or
+            `push`, one after which SMs copy.
         kernels: what multiplies and adds.
         pieces: that a block is sent in.
-        by_host: a matmul for each block, issued by the host, instead of one that raises flags.
     """
 
+    strategy: str
     kernels: str
     pieces: int = 1
-    by_host: bool = False
 
     def __str__(self) -> str:
         return f"{self.strategy}{f' {self.pieces} pieces' if self.pieces > 1 else ''} {self.kernels}"
 
-    @property
-    def strategy(self) -> str:
-        return "ring" if self.by_host else "fused"
 
-
-WAYS = (
-    *(Way(kernels, by_host=True) for kernels in ("aten", "triton")),
-    *(Way(kernels, pieces) for kernels in ("aten", "triton") for pieces in (1, 2)),
+WAYS = tuple(
+    Way(strategy, kernels, pieces)
+    for strategy, pieces in (("ring", 1), ("fused", 1), ("fused", 2), ("push", 1))
+    for kernels in ("aten", "triton")
 )
 
 
@@ -203,42 +202,47 @@ def text(row: Row, ranks: int, way: Way, dtype: str) -> str:
     """
     m, n, pieces = row.M // ranks, row.N, way.pieces
     block, slot = f"(%r + %i + 1) % {ranks}", f"((%r + 1) % 2 + {ranks - 1} - %i) % {ranks}"
-    head = [
-        *("hostir 1", "mesh @mesh [didx] = 0 1"),
-        f"program @departures(%a: {dtype}[{row.M}, {2 * row.K}@didx], %b: {dtype}[{2 * row.K}@didx, {n}]) -> (%c) "
-        "streams 1 {",
-        *("%user = current_stream", "%r = rank of %a over didx"),
-        f"%part: {dtype}[{row.M}, {n}] partial(didx) = allocate",
-        f"%sent: {dtype}[{ranks}, {2 * m}@didx, {n}] = allocate_symmetric",
-        f"%there: flag[{ranks * pieces}] = allocate_symmetric",
-    ]
+    by = f" by {SMS} sms" if way.strategy == "push" else ""
     put = [
-        f"%piece = chunk %block[%p of {pieces}] axis 0",
-        f"%place = chunk %slot[%p of {pieces}] axis 0",
-        "put %piece -> %place at (%r + 1) % 2 over didx",
+        *(f"%piece = chunk %block[%p of {pieces}] axis 0", f"%place = chunk %slot[%p of {pieces}] axis 0"),
+        f"put %piece -> %place at (%r + 1) % 2 over didx{by}",
         f"signal %there[({slot}) * {pieces} + %p] = 1 at (%r + 1) % 2 over didx",
     ]
     views = [f"%block = chunk %part[{block} of {ranks}] axis 0", f"%slot = select %sent[{slot}]"]
     rounds, each = f"for %i in 0..{ranks - 1} {{", f"for %p in 0..{pieces} {{"
-    fork = ["set_stream 0", "synchronize %user", "barrier of %sent over didx"]
-    if way.by_host:
-        multiply = f"%a_block = chunk %a[{block} of {ranks}] axis 0"
-        send = [multiply, *views, "set_stream %user", "matmul %a_block, %b -> %block"]
-        body = [*fork, rounds, *send, "set_stream 0", "synchronize %user", each, *put, "}", "}"]
+    barrier = "barrier of %sent over didx"
+    fork, own, streams = ["set_stream 0", "synchronize %user", barrier], [], 1
+    if way.strategy == "ring":
+        streams = 2
+        multiply = [f"%a_block = chunk %a[{block} of {ranks}] axis 0", "matmul %a_block, %b -> %block"]
+        send = ["set_stream %i % 2", "synchronize %user", each, *put, "}"]
+        body = [*fork, "set_stream 1", "synchronize 0", rounds, "set_stream %user", *views, *multiply, *send, "}"]
         own = [f"%a_mine = chunk %a[%r of {ranks}] axis 0", "matmul %a_mine, %b -> %mine"]
-    else:
-        done = f"%part_done: flag[{ranks * pieces}] = allocate_symmetric"
-        multiply = f"matmul %a, %b -> %part done %part_done = 1 from (%r + 1) % {ranks} * {pieces}"
+    elif way.strategy == "fused":
+        flags = f"%part_done: flag[{ranks * pieces}] = allocate_symmetric"
+        multiply = [f"matmul %a, %b -> %part done %part_done = 1 from (%r + 1) % {ranks} * {pieces}"]
         wait = f"wait_signal %part_done[({block}) * {pieces} + %p] >= 1"
-        body = [done, *fork, "set_stream %user", multiply, "set_stream 0", rounds, *views, each, wait, *put, "}", "}"]
-        own = []
-    tail = [
-        *("set_stream %user", f"%mine = chunk %part[%r of {ranks}] axis 0", *own),
-        f"%c: {dtype}[{2 * m}@didx, {n}] = allocate",
-        "sum %sent axis 0 -> %c ready %there >= 1 from %r own %mine",
-        *("synchronize 0", "free %part", "}"),
-    ]
-    return "\n".join([*head, *body, *tail])
+        body = [flags, *fork, "set_stream %user", *multiply, "set_stream 0", rounds, *views, each, wait, *put, "}", "}"]
+    else:
+        streams = 0
+        body = ["matmul %a, %b -> %part", barrier, rounds, *views, each, *put, "}", "}"]
+    operands = f"%a: {dtype}[{row.M}, {2 * row.K}@didx], %b: {dtype}[{2 * row.K}@didx, {n}]"
+    return "\n".join(
+        [
+            *("hostir 1", "mesh @mesh [didx] = 0 1"),
+            f"program @departures({operands}) -> (%c) {f'streams {streams} ' if streams else ''}{{",
+            *("%user = current_stream", "%r = rank of %a over didx"),
+            f"%part: {dtype}[{row.M}, {n}] partial(didx) = allocate",
+            f"%sent: {dtype}[{ranks}, {2 * m}@didx, {n}] = allocate_symmetric",
+            f"%there: flag[{ranks * pieces}] = allocate_symmetric",
+            *body,
+            *("set_stream %user", f"%mine = chunk %part[%r of {ranks}] axis 0", *own),
+            f"%c: {dtype}[{2 * m}@didx, {n}] = allocate",
+            "sum %sent axis 0 -> %c ready %there >= 1 from %r own %mine",
+            *(f"synchronize {stream}" for stream in range(streams)),
+            *("free %part", "}"),
+        ]
+    )
 
 
 class AsRankOf(Operands):

@@ -247,7 +247,7 @@ def _placed(body: Block, outside: BodyPosition) -> Iterator[tuple[BodyPosition, 
 # for, exactly those over all ranks and rounds. Its expressions are tried from the program's text and the indices in
 # scope, and those that fit are kept.
 
-Raised = tuple[int, int, int]  # rank, slot, epoch
+RaisedSlot = tuple[int, int, int]  # rank, slot, epoch
 Numbers = tuple[int, ...]
 MAX_SUGGESTIONS = 40  # suggestions of one kind
 
@@ -354,7 +354,7 @@ class MissingFlags:
 
     # Expressions ------------------------------------------------------------------------------------------------------
     def _operands(
-        self, place: BodyPosition, flags: Value, missing: set[Raised]
+        self, place: BodyPosition, flags: Value, missing: set[RaisedSlot]
     ) -> tuple[list[Frame], dict[Numbers, Expr], dict[Numbers, Expr]]:
         """Return the frames of a place, and the values that expressions for a slot and for an epoch have in them."""
         frames = self._frames(place, flags)
@@ -392,7 +392,7 @@ class MissingFlags:
                 yield Bin("%", v, Lit(n))
                 yield from (Bin("+", Bin("*", v, Lit(n)), w) for w in parts if w != v and n < count)
 
-    def _epochs(self, flags: Value, missing: set[Raised]) -> Iterator[Expr]:
+    def _epochs(self, flags: Value, missing: set[RaisedSlot]) -> Iterator[Expr]:
         """Yield expressions for an epoch of a flag: those of the text, the missing epochs, a loop's round plus one."""
         yield from (use.epoch for use in self._uses(flags))
         yield from (Lit(epoch) for epoch in sorted({epoch for _, _, epoch in missing}))
@@ -428,9 +428,9 @@ def _names(s: Statement | None, flags: Value) -> bool:
     return s is not None and any(use.flags == flags for use in s.flag_operands)
 
 
-def _by_name(flags: Iterable[Flag]) -> dict[str, set[Raised]]:
+def _by_name(flags: Iterable[Flag]) -> dict[str, set[RaisedSlot]]:
     """Group flags by name: the (rank, slot, epoch) of each in the first call."""
-    found: dict[str, set[Raised]] = {}
+    found: dict[str, set[RaisedSlot]] = {}
     for flag in flags:
         if flag.epoch[0] == 0:
             found.setdefault(flag.flags, set()).add((flag.rank, flag.slot, flag.epoch[1]))

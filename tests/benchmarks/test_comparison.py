@@ -74,7 +74,7 @@ def test_a_few_ranks_stand_for_more(tmp_path: Path) -> None:
     arguments = ("--rows", "8B:2048", "--as-rank-of", "8")
     rows, _ = measured(tmp_path, "matmul_reduce_scatter", *arguments, ending="_as_rank_of")
     assert set(rows[0]["times"]) == {str(way) for way in WAYS if way.kernels == "aten"}
-    assert right(rows[0]) == {"ring", "fused"}
+    assert right(rows[0]) == {"ring", "fused", "push"}
     assert rows[0]["floor_us"] == max(rows[0]["gemm_us"], rows[0]["copies_us"])
 
 
