@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hostir.check.order import Clock, Lanes, Order, Trouble, together
+from hostir.check.order import SIGNAL, Clock, Lanes, Order, Trouble, together
 from hostir.check.tracer import Access, Blocks, Event, Flag, Tracer, View, WaitingKernel
 from hostir.ir.machine import ARITHMETIC, Done, Frame, Ready
 from hostir.ir.program import Program
@@ -253,6 +253,8 @@ class Alike(Order):
         for flag in tracer.waits:
             flag.slot = _at(flag.slot, 0)
         super().__init__([tracer])
+        if any(lane[1] == SIGNAL for lane in self.lanes):  # such lanes say nothing about other ranks
+            raise UnlikeError
         self.lanes = {
             (rank, *kind): rank * self.width + n for rank in range(self.count) for n, kind in enumerate(kinds)
         }

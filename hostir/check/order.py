@@ -24,6 +24,7 @@ from hostir.ir.regions import Near, Region, covered
 # B is one look-up (Mattern 1989), and no closure of the relation is ever made. Events never reached wait in a cycle.
 
 Clock = Any  # an array, by lane
+SIGNAL = "signal"  # the lane of one signal
 T = TypeVar("T")
 
 
@@ -137,12 +138,14 @@ class Order:
         self._show_signals()
 
     def _show_signals(self) -> None:
-        """Let whoever has seen a wait for a signal of a kernel, which is on no lane, know that the signal was sent."""
-        more = [(signal.ends, wait.event.ends) for wait, signal in self.partners.items() if signal.lane is None]
-        while more:  # a kernel that waits for one kernel's signals may send others
-            more = [(ends, seen) for ends, seen in more if not {*seen} <= {*ends}]
-            for ends, seen in more:
-                ends += [end for end in seen if end not in ends]
+        """Let whoever has seen a wait for a kernel's signal, which is on no lane, know that the signal was sent."""
+        for wait, signal in self.partners.items():
+            if signal.lane is None and wait.event.lane is not None:
+                signal.ends += wait.event.ends
+            elif signal.lane is None:  # another kernel waits, block by block
+                signal.lane, signal.tick = (signal.rank, SIGNAL, len(self.lanes)), 1
+                self.lanes[signal.lane] = len(self.lanes)
+                signal.ends.append((signal.lane, 1))
 
     def enough(self, wait: Flag) -> list[Flag]:
         """Return the signals that can end a wait, in the order of their epochs."""
