@@ -45,7 +45,7 @@ def issues(s: Statement) -> bool:
 
 
 def moves_on(s: Statement) -> bool:
-    """Whether another stream may be current behind a statement."""
+    """Whether another stream may be current after a statement."""
     return s.sets_stream is not None or bool(s.bodies)
 
 
@@ -117,7 +117,7 @@ class Outline:
         return body
 
     def end(self, place: BodyPosition) -> BodyPosition:
-        """Return the place behind the last statement of the block that a place is in."""
+        """Return the place after the last statement of the block that a place is in."""
         return (*place[:-1], len(self.block(place)))
 
     def set_above(self, place: BodyPosition) -> Expr | None:
@@ -247,7 +247,7 @@ def _placed(body: Block, outside: BodyPosition) -> Iterator[tuple[BodyPosition, 
 # for, exactly those over all ranks and rounds. Its expressions are tried from the program's text and the indices in
 # scope, and those that fit are kept.
 
-Raised = tuple[int, int, int]  # rank, slot, epoch
+RaisedSlot = tuple[int, int, int]  # rank, slot, epoch
 Numbers = tuple[int, ...]
 MAX_SUGGESTIONS = 40  # suggestions of one kind
 
@@ -266,7 +266,7 @@ class MissingFlags:
         self.unawaited = _by_name(f for rank in order.ranks for f in rank.signals if id(f.event) not in awaited)
 
     def signals(self, waiting: Event) -> Iterator[Edits]:
-        """Yield edits that add one signal for all that is missing of a flag; first those behind copies to the peer."""
+        """Yield edits that add one signal for all that is missing of a flag; first those after copies to the peer."""
         flags = next((f for f in self.flags if f.name in self.unsent and _names(waiting.statement, f)), None)
         if flags is None:
             return
@@ -323,7 +323,7 @@ class MissingFlags:
 
     # Places -----------------------------------------------------------------------------------------------------------
     def _behind(self) -> Iterator[tuple[BodyPosition, Statement]]:
-        """Yield the places behind each statement that is issued to a stream, with that statement."""
+        """Yield the places after each statement that is issued to a stream, with that statement."""
         for at, s in self.outline.statements:
             if issues(s):
                 yield (*at[:-1], at[-1] + 1), s
@@ -354,7 +354,7 @@ class MissingFlags:
 
     # Expressions ------------------------------------------------------------------------------------------------------
     def _operands(
-        self, place: BodyPosition, flags: Value, missing: set[Raised]
+        self, place: BodyPosition, flags: Value, missing: set[RaisedSlot]
     ) -> tuple[list[Frame], dict[Numbers, Expr], dict[Numbers, Expr]]:
         """Return the frames of a place, and the values that expressions for a slot and for an epoch have in them."""
         frames = self._frames(place, flags)
@@ -392,7 +392,7 @@ class MissingFlags:
                 yield Bin("%", v, Lit(n))
                 yield from (Bin("+", Bin("*", v, Lit(n)), w) for w in parts if w != v and n < count)
 
-    def _epochs(self, flags: Value, missing: set[Raised]) -> Iterator[Expr]:
+    def _epochs(self, flags: Value, missing: set[RaisedSlot]) -> Iterator[Expr]:
         """Yield expressions for an epoch of a flag: those of the text, the missing epochs, a loop's round plus one."""
         yield from (use.epoch for use in self._uses(flags))
         yield from (Lit(epoch) for epoch in sorted({epoch for _, _, epoch in missing}))
@@ -428,9 +428,9 @@ def _names(s: Statement | None, flags: Value) -> bool:
     return s is not None and any(use.flags == flags for use in s.flag_operands)
 
 
-def _by_name(flags: Iterable[Flag]) -> dict[str, set[Raised]]:
+def _by_name(flags: Iterable[Flag]) -> dict[str, set[RaisedSlot]]:
     """Group flags by name: the (rank, slot, epoch) of each in the first call."""
-    found: dict[str, set[Raised]] = {}
+    found: dict[str, set[RaisedSlot]] = {}
     for flag in flags:
         if flag.epoch[0] == 0:
             found.setdefault(flag.flags, set()).add((flag.rank, flag.slot, flag.epoch[1]))
@@ -473,7 +473,7 @@ REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
 
 
 def for_handles(outline: Outline) -> Iterator[Edits]:
-    """Yield waits for the first handle that nobody waits for: at each place of its block behind it."""
+    """Yield waits for the first handle that nobody waits for: at each place of its block after it."""
     for place, s in outline.statements:
         handle = s.started
         if handle is None:
@@ -539,7 +539,7 @@ class Suggestions:
             yield (Edit(place, self.outline.join(place)),)
 
     def _spots(self, second: Event) -> list[BodyPosition]:
-        """Return places where an event's stream may wait: before the event, and behind each `set_stream` above it.
+        """Return places where an event's stream may wait: before the event, and after each `set_stream` above it.
 
         Also before barriers and signals, which pass on what their stream waited for, and at the end of the program.
         """
@@ -552,7 +552,7 @@ class Suggestions:
         return list(dict.fromkeys([here, *set_here, *passing]))
 
     def _streams(self, event: Event, place: BodyPosition) -> list[Expr]:
-        """Return expressions, in scope at a place, for the streams that are ordered behind an event's end."""
+        """Return expressions, in scope at a place, for the streams that are ordered after an event's end."""
         outline = self.outline
         lanes = {event.stream, *(str(lane[1]) for lane, _ in event.ends if len(lane) == 2)}
         found: list[Expr] = [Ref(outline.user)] if outline.user and (CALLER in lanes or lanes == {event.stream}) else []
@@ -591,7 +591,7 @@ class Suggestions:
 
     # Handles and frees ------------------------------------------------------------------------------------------------
     def _handles(self, first: Event, second: Event) -> Iterator[Edits]:
-        """Move the wait for a communication before what uses its memory, or right behind the communication."""
+        """Move the wait for a communication before what uses its memory, or directly after the communication."""
         s, outline = first.statement, self.outline
         handle = s.started if s is not None else None
         if s is None or handle is None:

@@ -188,7 +188,7 @@ class ByBlocks(TensorOp):
     """The base class of computations that may run block by block of rows, by flags of this rank.
 
     With `ready` a block waits until flags say that the rows that it reads are there; with `done` a flag is raised
-    behind each block of the result.
+    after each block of the result.
     """
 
     stand_ins: ClassVar[frozenset[str]] = frozenset({"own"})
@@ -337,7 +337,7 @@ class Matmul(Contraction):
     flag of that block, and leaves its rows of `a` undefined.
 
     With `done %flags = epoch from first`, the rows of the result are as many equal blocks as there are flags of this
-    rank. The kernel computes block `first` first, then those behind it, and sets the flag of each to the epoch once
+    rank. The kernel computes block `first` first, then those after it, and sets the flag of each to the epoch once
     the block has been written. With `ready` too, `from` is about the blocks of `ready`.
 
     Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
@@ -522,7 +522,7 @@ class Sum(ByBlocks, Unary):
     together, are as many equal blocks as there are flags, and each block of the result waits for that block of every
     source. Sources are added in their order, whichever comes first. With `from source own %mine`, the part of that
     source is `%mine`: no flag of that source is waited for, and what `x` holds there is neither read nor kept. `done`
-    raises a flag behind each block of the result, as it does in a `matmul`.
+    raises a flag after each block of the result, as it does in a `matmul`.
 
     Example: %y: f32[32] = sum %x: f32[16, 32] axis 0
     """

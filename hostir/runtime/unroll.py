@@ -194,7 +194,7 @@ class FreeOp(Op):
 class ComputeOp(Op):
     """Kernel `kind` writes `out`.
 
-    With `ready`, it computes each block of rows once the flags of the block are set; with `done`, it sets a flag behind
+    With `ready`, it computes each block of rows once the flags of the block are set; with `done`, it sets a flag after
     each block. `ready.flags`, `ready.own` and `done.flags` are registers.
     """
 
@@ -228,11 +228,6 @@ class ComputeOp(Op):
     def awaited_flags(self) -> tuple[FlagUse, ...]:
         ready = self.ready
         return () if ready is None else tuple((ready.flags, slot, ready.epoch) for slot in ready.awaited)
-
-    @property
-    def raised_flags(self) -> tuple[FlagUse, ...]:
-        done = self.done
-        return () if done is None else tuple((done.flags, slot, done.epoch) for slot in done.order)
 
 
 @dataclass(frozen=True)

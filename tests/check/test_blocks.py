@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from random import Random
 
 import pytest
 
 import hostir as hi
+from examples import patterns
+from hostir import knobs
 from hostir.check.alike import alike
+from hostir.check.picture import boxes_of, stage
 from hostir.check.proof import analyse, findings_of
 from hostir.check.repair import repair
 from hostir.check.tracer import Buffer, View, dense, rows_of
 from hostir.ir import Program
 from tests.check.test_alike import touches
-from tests.mutation import convicted
+from tests.mutation import convicted, tiny
 from tests.reduce_scatters import FORMS, IN_PIECES, reduce_scatter
 
 EACH_FORM = pytest.mark.parametrize("form", FORMS, ids=["pieces", "slices"])
@@ -141,27 +145,13 @@ def test_a_flag_says_nothing_about_another_block(ready: int, done: int) -> None:
     assert convicted(program, 20)
 
 
-def test_whoever_waits_for_a_block_has_seen_what_the_block_waited_for() -> None:
-    """The flag of a block passes on the copies into the rows that the block read: they may be overwritten."""
-    again = "    put %sent -> %got at 1 - %r over didx\n    %old = chunk %a[%i of DONE]\n    copy %got -> %old\n"
-    text = RELAY.replace("    put %sent -> %got at 1 - %r over didx\n", again)
-
-    def of(ready: int, done: int) -> set[str]:
-        wide = text.replace("READY", str(ready)).replace("DONE", str(done)).replace("HALF", str(ready // 2))
-        wide = wide.replace("    wait_signal", "    wait_signal %done[0] >= 1\n    wait_signal") if done < 2 else wide
-        return {f.buffer for f in hi.check(hi.parse(wide)) if f.kind == "race"}  # type: ignore[attr-defined]
-
-    assert "a" not in of(2, 2)
-    assert "a" in {f.buffer for f in hi.check(hi.parse(moved_up(text)))}  # type: ignore[attr-defined]
-
-
-def moved_up(text: str) -> str:
-    """The text with the overwriting copy before the wait for its block."""
-    copy = "    %old = chunk %a[%i of DONE]\n    copy %got -> %old\n"
-    text = text.replace(copy, "").replace("    wait_signal %done[%i] >= 1\n", "HERE", 1)
-    text = text.replace("    %got = chunk %y[%i of DONE]\n", "")
-    text = text.replace("HERE", "    %got = chunk %y[%i of DONE]\n" + copy + "    wait_signal %done[%i] >= 1\n")
-    return text.replace("READY", "2").replace("DONE", "2").replace("HALF", "1")
+@pytest.mark.parametrize("early", [False, True])
+def test_whoever_waits_for_a_block_may_overwrite_the_rows_that_it_read(early: bool) -> None:
+    wait = "    wait_signal %done[%i] >= 1\n"
+    over = "    %old = chunk %a[%i of DONE]\n    copy %old -> %old\n"
+    text = RELAY.replace(wait, over + wait if early else wait + over)
+    program = hi.parse(text.replace("READY", "4").replace("DONE", "2").replace("HALF", "2"))
+    assert ("a" in {found.buffer for found in hi.check(program)}) is early  # type: ignore[attr-defined]
 
 
 CHAIN = """hostir 1
@@ -289,3 +279,36 @@ def test_rows_that_cannot_be_cut_are_refused_with_what_to_do() -> None:
 
 def test_a_program_in_pieces_gives_the_same_in_every_order() -> None:
     assert convicted(hi.parse(reduce_scatter(IN_PIECES, 3)), 10) == ""
+
+
+def test_an_arrow_leads_from_a_matmul_to_each_wait_for_one_of_its_blocks() -> None:
+    program = hi.parse(reduce_scatter(IN_PIECES, 2))
+    order = analyse(program).order
+    assert order is not None
+    scene = stage(order, boxes_of(program, order, [0], 1, set()), {})
+    arrows = {(a.source.word, a.target.word, tuple(a.target.rounds)) for a in scene.arrows}
+    assert {("matmul", "wait_signal", ((0, p),)) for p in range(2)} <= arrows
+
+
+ALONE = {
+    "matmul": ("%x: f32[4, 3], %v: f32[3, 3], %own: f32[4, 3]", 1, "matmul %x, %v -> %y ready %there >= 1 own %own"),
+    "sum": ("%x: f32[1, 4, 3], %own: f32[4, 3]", 2, "sum %x axis 0 -> %y ready %there >= 1 from 0 own %own"),
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_a_computation_of_own_rows_alone_waits_for_nothing(kind: str) -> None:
+    inputs, flags, line = ALONE[kind]
+    made = f"  %there: flag[{flags}] = allocate_symmetric\n  %y: f32[4, 3] = allocate\n"
+    text = f"hostir 1\nmesh @mesh [didx] = 0\nprogram @p({inputs}) -> (%y) {{\n{made}  {line}\n}}\n"
+    assert hi.check(hi.parse(text)) == []
+
+
+@pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
+@pytest.mark.parametrize("pattern", [patterns.row_parallel_scattered, patterns.mlp], ids=lambda p: p.__name__)
+def test_one_rank_stands_for_all_of_what_lowering_makes(pattern: Callable[..., hi.Fusion], strategy: str) -> None:
+    with knobs.scope(spec=0):
+        program = hi.lower(tiny(pattern, 8, 1), strategy)
+    order = alike(program, {}, 2)
+    assert order is not None
+    assert findings_of(program, order) == []
