@@ -16,9 +16,10 @@ import torch
 
 from hostir.choice import cache
 from hostir.choice.cache import Choice, Timing
-from hostir.choice.decision import SEQUENTIAL, candidates, check_ranks, check_sizes, choose, decide
+from hostir.choice.decision import SEQUENTIAL, Decider, candidates, check_ranks, check_sizes, choose, decide
 from hostir.choice.measure import PATIENCE, Progress, measure, steps
 from hostir.choice.platforms import REFERENCE, Platform, here, named, reference
+from hostir.choice.ranges import Range, Ranges, free_sizes
 from hostir.cli.loading import load_named
 from hostir.ir.program import Program
 from hostir.ir.source import FallbackWarning, HostIRError, error, is_first_rank
@@ -58,6 +59,25 @@ def describe(choice: Choice) -> str:
     return "\n".join(parts)
 
 
+def describe_ranges(ranges: Ranges) -> str:
+    """Return in full which candidate runs at which sizes, and how long it takes at one of them."""
+    if len(ranges.free) > 1:
+        return f"{ranges}\n\nbind all of them but one to see its ranges: --set {ranges.free[0]}=..."
+    (name,) = ranges.free
+    rows = [[str(it.first), "-" if it.last is None else str(it.last), *_of_range(ranges, it)] for it in ranges.ranges]
+    headers = [f"{name} from", "to", "strategy", "streams", "kernels", "times", f"us at {name}=", "us"]
+    notes = dict.fromkeys(note for it in ranges.ranges for note in (*it.choice.fallbacks, *it.choice.notes))
+    said = "".join(f"\nnote: {note}" for note in notes)
+    return f"{str(ranges).splitlines()[0]}\n\n{table(headers, rows)}" + (f"\n{said}" if said else "")
+
+
+def _of_range(ranges: Ranges, it: Range) -> list[str]:
+    choice, (name,) = it.choice, ranges.free
+    streams = str(choice.streams) if choice.taken.on_streams else "-"
+    at = ranges.representative({name: it.first})[name]
+    return [choice.strategy, streams, choice.kernels, choice.source, str(at), _us(choice.timings[0].us)]
+
+
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     return [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
@@ -86,14 +106,23 @@ def _us(time: float | None) -> str:
 def explain_command(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
     """Print the choice for a fusion; return the exit code."""
     fusion = fusion_of(program)
-    check_sizes(fusion, dict(sizes))
+    free = free_sizes(fusion, sizes)
+    if not free:
+        check_sizes(fusion, dict(sizes))
     if options.machine is not None and options.device is not None:
         raise error("--machine names another machine, and --device this one's", hint="leave one of them out")
     platform = platform_of(fusion, options.device, options.machine)
     check_ranks(fusion, platform)
-    choice = decide(fusion, platform, sizes, KERNELS.get(options.kernels), options.calls)
-    if is_first_rank():
-        print(json.dumps(choice.to_json(), indent=1) if options.json else describe(choice))
+    decider = Decider(fusion, platform, KERNELS.get(options.kernels), options.calls)
+    if not is_first_rank():
+        return 0
+    if free:
+        ranges = Ranges(decider, sizes)
+        check_sizes(fusion, ranges.representative(dict.fromkeys(free, 1)))
+        print(json.dumps(ranges.to_json(), indent=1) if options.json else describe_ranges(ranges))
+        return 0
+    choice = decider.choice(sizes)
+    print(json.dumps(choice.to_json(), indent=1) if options.json else describe(choice))
     return 0
 
 
@@ -155,15 +184,31 @@ def tune_command(cases: Sequence[Case], options: Namespace) -> int:
     if options.runs is not None and options.runs < 1:
         raise error(f"--runs {options.runs}", expected="at least 1")
     for case in cases:
-        check_sizes(fusion_of(case.fusion), dict(case.sizes))
+        if len(free_sizes(fusion_of(case.fusion), case.sizes)) != 1:
+            check_sizes(fusion_of(case.fusion), dict(case.sizes))
     with session(options.device) as job:
         assert job is not None
+        cases = [each for case in cases for each in _bound(case, job, options)]
         with _progress(job) as begin:
             rows = [_tune(case, job, options, begin) for case in cases]
         if job.rank == 0:
             print(table(["sizes", "strategy", "streams", "kernels", "us", "sequential us", "times"], rows))
             print(f"kept in {cache.folder()}")
     return 0
+
+
+def _bound(case: Case, job: Session, options: Namespace) -> list[Case]:
+    """Return the case for each of the sizes that `hi.compile` chooses for, if a size is free."""
+    if not free_sizes(case.fusion, case.sizes):
+        return [case]
+    platform = here("cuda" if job.device.type == "cuda" else "gloo", job.size)
+    check_ranks(case.fusion, platform)
+    ranges = Ranges(Decider(case.fusion, platform, KERNELS.get(options.kernels)), case.sizes)
+    every = ranges.representatives
+    for sizes in every:
+        check_sizes(case.fusion, sizes)
+    (name,) = ranges.free
+    return [Case(f"{case.label} {name}={sizes[name]}".strip(), case.fusion, sizes) for sizes in every]
 
 
 def _tune(case: Case, job: Session, options: Namespace, begin: Begin) -> list[str]:

@@ -24,6 +24,8 @@ CASES = [
     "too_few_ranks_are_refused_on_all",
     "what_no_strategy_lowers_is_refused_on_all_with_the_reason",
     "what_rank_0_cannot_do_is_told_to_all",
+    "each_call_takes_the_program_of_its_range_alike_on_all_ranks",
+    "a_rank_that_alone_refuses_a_call_ends_it_on_all",
 ]
 FUSION = ("examples/patterns.py:allgather_matmul", "--set", "S=2", "--set", "K=32", "--set", "N=16", "--device", "cpu")
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
