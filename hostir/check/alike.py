@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hostir.check.order import Clock, Lanes, Order, Trouble, together
-from hostir.check.tracer import Access, Blocks, Event, Flag, Tracer, View, WaitingKernel
+from hostir.check.tracer import Access, BlockEvents, Event, Flag, Tracer, View, WaitingKernel
 from hostir.ir.machine import ARITHMETIC, Done, Frame, Ready
 from hostir.ir.program import Program
 from hostir.ir.regions import Dims, Region
@@ -407,7 +407,7 @@ class _Rotations:
             raise UnlikeError
 
     # Computations by blocks: their blocks correspond as their flags do, whatever their numbers ----------------------
-    def _by_blocks(self, blocks: Blocks) -> tuple[list[tuple[Access, Steps]], list[tuple[Flag, Steps]]]:
+    def _by_blocks(self, blocks: BlockEvents) -> tuple[list[tuple[Access, Steps]], list[tuple[Flag, Steps]]]:
         """Return the accesses and flags of a computation, with the weights of digits in which they go up."""
         turned, count = self._turned(blocks), len(blocks.units)
         units, ready, done = turned[:count] % count, blocks.ready, blocks.done
@@ -438,7 +438,7 @@ class _Rotations:
                 raise UnlikeError
         return accesses, flags
 
-    def _turned(self, blocks: Blocks) -> Any:
+    def _turned(self, blocks: BlockEvents) -> Any:
         """Return, for each part of a computation on rank 0, which part corresponds to it on each rank."""
         count, ready, done = len(blocks.units), blocks.ready, blocks.done
         flags = [(ready.flags.buffer.name, ready.results)] if ready else []

@@ -82,7 +82,7 @@ class Order:
                 self._join_sides(sides)
 
     def _join_sides(self, sides: Sequence[Side]) -> None:
-        """Order each side's end behind the begin of those that it receives from; its receivers may hold it up."""
+        """Order each side's end after the begin of those that it receives from; its receivers may hold it up."""
         if sides[0].exchange.moves is None:
             meeting = self._moment([side.begin for side in sides], sides[0].exchange.team)
             for side in sides:
@@ -329,7 +329,7 @@ class History:
         return group
 
     def add(self, touch: Touch, clean: bool) -> None:
-        """Record an access; `clean` if it is ordered behind all others that it could race with."""
+        """Record an access; `clean` if it is ordered after all others that it could race with."""
         group, access = self.groups[touch.access.region], touch.access
         if access.writes:
             if clean:
@@ -431,9 +431,9 @@ class RaceDetector:
 
 
 def _implied_by_writer(a: Touch, b: Touch) -> bool:
-    """Whether a conflict is a read that is not ordered behind an allocation, which needs no finding of its own.
+    """Whether a conflict is a read that is not ordered after an allocation, which needs no finding of its own.
 
-    Either the writer of what it reads is not behind the allocation, or the read is not behind the writer, or nobody
+    Either the writer of what it reads is not after the allocation, or the read is not after the writer, or nobody
     wrote it: each of these is a finding.
     """
     return any(one.event.verb == "allocates" and not other.access.writes for one, other in ((a, b), (b, a)))

@@ -10,7 +10,7 @@ from itertools import product as product_of
 from math import lcm
 from typing import Any
 
-from hostir.ir.op import Codec, FlagOperand, Phase, Shape, Statement, Value, codecs_of
+from hostir.ir.op import Codec, Phase, Shape, Statement, Value, codecs_of
 from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.source import HostIRError
@@ -25,7 +25,7 @@ from hostir.ir.types import FLAG, TensorType
 # cell of that cube: by its position, whatever the extents.
 #
 # - `select` takes the i-th of n equal slabs of an axis, `chunk` the i-th of n pieces: n has to be the same.
-# - A reshape, and the rows of a product that waits, take axes with extents e1, .., ek for one axis, at the position
+# - A reshape, and the rows of a computation by blocks, take axes with extents e1, .., ek for one axis, at the position
 #   (i1 + (i2 + .. (ik-1 + u) / ek-1 ..) / e2) / e1, u being that in the innermost; and split one so. All extents
 #   but the innermost have to be the same: the innermost only says how fine the cells are. A reshape falls apart into
 #   groups of axes between which products of the old and of the new extents are equal as formulas.
@@ -120,9 +120,8 @@ class _Walk:
             self.by_chance |= not all(map(self.is_dense, s.values(Codec.READ, Codec.WRITE)))
         if s.viewed is not None:
             self.view(s, s.viewed)
-        elif in_blocks := [use for use in s.flag_operands if use.rows]:
-            for use in in_blocks:
-                self.in_blocks(use)
+        elif any(use.rows for use in s.flag_operands):
+            self.in_blocks(s)
         elif s.buffer is not None:
             name, shape = s.buffer.name, s.buffer.tensor.local_shape
             self.strides[name], self.buffers[name] = _packed(shape), name
@@ -163,17 +162,15 @@ class _Walk:
         self.fits &= product(old) == product(new)
         return tuple(found)
 
-    def in_blocks(self, use: FlagOperand) -> None:
-        """Record the rows of a product that waits: its leading axes merged, then cut into a block for each flag."""
-        blocks = use.flags.tensor.shape[0]
-        rows = [product(x.tensor.local_shape[:-1]) / blocks for x in use.rows]
-        if use.own is not None:
-            rows.append(product(use.own.tensor.local_shape[:-1]))
-        for x in (*use.rows, *([use.own] if use.own else [])):
+    def in_blocks(self, s: Statement) -> None:
+        """Record the rows of a computation by blocks: leading axes, which are cut as far as they merge."""
+        for x in s.values(Codec.READ, Codec.WRITE):
             leading = x.tensor.local_shape[:-1]
             self.exact += leading[:-1]
             self.by_chance |= not _nested(leading, self.strides[x.name][:-1])
-        self.fits &= len(set(rows)) == 1
+        for use in s.flag_operands:
+            if use.own is not None:
+                self.exact.append(_rows(use.own) * use.flags.tensor.shape[0] / _rows(use.rows[0]))  # blocks of it
 
 
 @dataclass(frozen=True)
@@ -204,6 +201,10 @@ class _Strides:
 def _packed(shape: Shape) -> Shape:
     """Return the strides of a dense tensor."""
     return tuple(product(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _rows(x: Value) -> Size:
+    return product(x.tensor.local_shape[:-1])
 
 
 def _nested(shape: Shape, strides: Shape) -> bool:

@@ -409,7 +409,7 @@ class _Checker:
                 yield Diagnostic(
                     f"{value} holds flags, which {s.keyword()} cannot use",
                     s.span,
-                    expected="numbers: flags are for signal, wait_signal and the 'ready' of a matmul or linear",
+                    expected="numbers: flags are for signal, wait_signal, and 'ready' and 'done' of computations",
                 )
 
     def typed(self, s: Statement) -> Iterator[Diagnostic]:

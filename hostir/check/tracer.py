@@ -101,12 +101,14 @@ def dense(buffer: Buffer, shape: tuple[int, ...]) -> View:
     return View(buffer, 0, shape, packed(shape))
 
 
-def rows_of(x: View, block: int, blocks: int) -> View | None:
+def rows_of(x: View, block: int, blocks: int, inner: int = 1) -> View | None:
     """Return one of `blocks` equal blocks of the rows of `x`, or None where it is no view.
 
-    Rows are all axes but the last. Blocks cut the first of these, or are pieces of its parts; axes that merge are one.
+    Rows are all axes but the `inner` last. Blocks cut the first of these, or are pieces of its parts; axes that merge
+    are one.
     """
-    offset, axes = x.offset, list(_merged(x.shape[:-1], x.strides[:-1]))
+    last = max(len(x.shape) - inner, 0)
+    offset, axes = x.offset, list(_merged(x.shape[:last], x.strides[:last]))
     while blocks > 1 and axes:
         extent, stride = axes.pop(0)
         if extent % blocks == 0:
@@ -118,7 +120,8 @@ def rows_of(x: View, block: int, blocks: int) -> View | None:
             offset, block = offset + block // blocks * stride, block % blocks
         else:
             return None
-    return View(x.buffer, offset, (*(n for n, _ in axes), *x.shape[-1:]), (*(s for _, s in axes), *x.strides[-1:]))
+    shape, strides = (n for n, _ in axes), (s for _, s in axes)
+    return View(x.buffer, offset, (*shape, *x.shape[last:]), (*strides, *x.strides[last:]))
 
 
 def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -250,7 +253,7 @@ class WaitingKernel:
 
 
 @dataclass(eq=False, slots=True)
-class Blocks:
+class BlockEvents:
     """The events of a computation by blocks of rows, cut so that each lies in one block of `ready` and one of `done`.
 
     Fields:
@@ -296,7 +299,7 @@ class Tracer(Observer, OptionalMethods):
         self.signals: list[Flag] = []
         self.waits: list[Flag] = []
         self.kernels: list[WaitingKernel] = []
-        self.by_blocks: list[Blocks] = []
+        self.by_blocks: list[BlockEvents] = []
         self.outputs: list[list[View | None]] = []  # of each call
         self.problems: dict[tuple[int, str], Diagnostic] = {}  # misuse by statement and message, in order of issue
         self.freed: dict[Buffer, Statement] = {}
@@ -525,10 +528,14 @@ class Tracer(Observer, OptionalMethods):
         axis: int | None,
         ready: Ready | None,
         done: Done | None,
-    ) -> Blocks:
+    ) -> BlockEvents:
         """Add the events of a computation by blocks: of a product, or of a sum over an axis."""
         x, *others = [x for x in operands if x is not None]
-        sources = [x] if axis is None else [self.select(x, axis, n) for n in range(x.shape[axis])]
+        sources, inner = [x], 1
+        if axis is not None and ready is not None:
+            sources = [self.select(x, axis, n) for n in range(x.shape[axis])]
+        elif axis is not None:  # nobody asks for one source
+            sources, inner = [self.permute(x, (*(n for n in range(len(x.shape)) if n != axis), axis))], 2
         count = lcm(ready.results if ready else 1, done.blocks if done else 1)
         whole = [access(other, "reads") for other in others]
         writes = [access(self._rows(out, n, count), "writes") for n in range(count)]
@@ -537,7 +544,7 @@ class Tracer(Observer, OptionalMethods):
             for n in range(count):
                 block = (source * count + n) * ready.results // count if ready else 0
                 own = self._own(ready, source * count + n, count) if ready and block in ready.replaced else None
-                accesses = [access(self._rows(rows, n, count), "undefines" if own else "reads"), *whole]
+                accesses = [access(self._rows(rows, n, count, inner), "undefines" if own else "reads"), *whole]
                 accesses += writes[n : n + 1] if axis is None else []
                 accesses += [access(own, "reads")] if own else []
                 parts.append(part := self.event("runs", accesses, [start]))
@@ -546,7 +553,7 @@ class Tracer(Observer, OptionalMethods):
         units = parts
         if axis is not None:
             units = [self.event("runs", writes[n : n + 1], parts[n::count]) for n in range(count)]
-        blocks = Blocks(ready, done, units, parts, waits)
+        blocks = BlockEvents(ready, done, units, parts, waits)
         if done is not None:
             size = count // done.blocks
             for n in range(done.blocks):
@@ -561,7 +568,7 @@ class Tracer(Observer, OptionalMethods):
             self._one_by_one(blocks, ready)
         return blocks
 
-    def _one_by_one(self, blocks: Blocks, ready: Ready) -> None:
+    def _one_by_one(self, blocks: BlockEvents, ready: Ready) -> None:
         """Let each block of the result wait for the one before: a machine may compute them in order."""
         count = len(blocks.units)
         size, before = count // ready.results, list[Event]()
@@ -578,8 +585,8 @@ class Tracer(Observer, OptionalMethods):
         assert isinstance(ready.own, View)
         return self._rows(ready.own, part - ready.own_first * size, ready.own_blocks * size)
 
-    def _rows(self, x: View, block: int, blocks: int) -> View:
-        rows = rows_of(x, block, blocks)
+    def _rows(self, x: View, block: int, blocks: int, inner: int = 1) -> View:
+        rows = rows_of(x, block, blocks, inner)
         if rows is None:
             layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
             raise self.fail(

@@ -136,7 +136,7 @@ FlagKey = tuple[int, Any, int]  # rank, symmetric buffer, element
 
 @dataclass
 class Shared:
-    """What the tasks of all ranks refer to: flags, waits for flags, and tasks that begin together."""
+    """State that the tasks of all ranks share: flags, waits for flags, and tasks that begin together."""
 
     flags: dict[FlagKey, list[tuple[int, CostTask]]] = field(default_factory=dict)  # epochs and their signals
     waits: list[tuple[CostTask, int | None, FlagKey, int]] = field(default_factory=list)  # task, block, flag, epoch
@@ -247,7 +247,7 @@ class RankTasks:
                 self.shared.waits.append((task, turn, self.flag(ready.flags, slot), ready.epoch))
 
     def raising(self, task: CostTask, op: ComputeOp, done: Done) -> None:
-        """Make a task raise its flags, each behind a block of its result."""
+        """Make a task raise its flags, each after a block of its result."""
         order = done.order
         if op.ready is not None:  # its order is that of the blocks that it waits for
             first = -(-op.ready.first * done.blocks // op.ready.results)

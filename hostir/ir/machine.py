@@ -1,8 +1,8 @@
-"""Define the interface between statements and the machines that execute them, and walk programs on a machine.
+"""Define the interface between statements and the machines that execute them, and evaluate programs on a machine.
 
-A statement's `evaluate` speaks to a `Frame`: one rank's view of one run of a program. The frame resolves names, indices
-and sizes, and hands them to a `Machine`. Machines that plan first (streams, graphs) record the calls; eager
-machines execute them at once. Both implement the same methods.
+A statement's `evaluate` gets a `Frame`, the state of one rank's run of a program. It looks up names, indices and sizes
+there, and calls methods of the frame's `Machine`. Some machines execute a call at once; others record it, to prove the
+program or to plan its run. All implement the same methods.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Handle = Any  # a machine's own object for a tensor, a stream or a communication
 
 @dataclass(frozen=True)
 class Move:
-    """One message: block `take[0]` of `take[1]` equal blocks at the source becomes block `put[0]` of `put[1]` there."""
+    """One message: block `take[0]` of `take[1]` equal blocks at the source is copied to block `put[0]` of `put[1]`."""
 
     source: int
     target: int
@@ -38,18 +38,18 @@ class Move:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A communication as one rank sees it: its kind, its team in order, and between meshes the messages."""
+    """A communication: its kind, its team in order, and its messages if it is not a collective of the whole team."""
 
     kind: str
     team: tuple[int, ...]
     moves: tuple[Move, ...] | None = None
 
     def takes(self, rank: int) -> bool:
-        """Whether a rank's memory is read."""
+        """Whether the communication reads memory of a rank."""
         return self.moves is None or any(move.source == rank for move in self.moves)
 
     def gives(self, rank: int) -> bool:
-        """Whether a rank's memory is written."""
+        """Whether the communication writes memory of a rank."""
         return self.moves is None or any(move.target == rank for move in self.moves)
 
 
@@ -58,14 +58,14 @@ class Ready:
     """The flags that a computation waits for while it runs: block `i` of an operand is ready when flag `i` is.
 
     The operand's rows are `blocks` equal blocks; a flag says that its block is ready when it reaches `epoch`. The
-    result's rows are `results` equal blocks, and block `j` of it needs the operand's blocks `j`, `j + results` and so
-    on: one for a product, one of each source for a sum. The result's block `first` is computed first.
+    result's rows are `results` equal blocks, and its block `j` needs the operand's blocks `j`, `j + results` and so on:
+    one block for a matmul, one of each source for a sum. The result's block `first` is computed first.
 
-    `own` stands for `own_blocks` of the operand's blocks, from `own_first` on. They are not waited for, and the operand
-    may be overwritten there.
+    `own` replaces `own_blocks` of the operand's blocks, from `own_first` on: they are read from there, without waiting,
+    and are left undefined in the operand.
 
-    A machine that plans adds what the kernel leaves of the SMs: `overlapped_sms` are those of the copies directly
-    before it on its stream, which may still run when it starts; `reserved_sms` are left to signals that kernels send.
+    A machine that plans also sets the SMs that the kernel does not get: `overlapped_sms` are those of the copies
+    directly before it on its stream, which may still run; `reserved_sms` are left to signals sent by kernels.
     """
 
     flags: Handle
@@ -118,7 +118,7 @@ class Done:
 
 
 class OptionalMethods(Protocol):
-    """The methods that a machine may leave out: what they do touches no memory and orders nothing."""
+    """The methods that a machine need not define: they access no memory and order nothing."""
 
     def delay(self, microseconds: int) -> None:
         """Delay the current stream for about this long, if that helps on this machine."""
@@ -126,23 +126,26 @@ class OptionalMethods(Protocol):
 
 
 class Machine(OptionalMethods, Protocol):
-    """The interface that executes statements. `rank` is None on a machine that holds whole, unsharded tensors."""
+    """The interface by which statements are executed. `rank` is None on a machine that holds whole, unsharded tensors.
+
+    A handle is the machine's own object for a tensor, a stream or a communication.
+    """
 
     @property
     def rank(self) -> int | None:
         """The rank that this machine runs as."""
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Handle:
-        """Allocate a dense uninitialised tensor. A symmetric one is the same in every call; flags are 0 at first."""
+        """Allocate a dense uninitialised tensor. A symmetric one is the same in every call, with flags 0 at first."""
 
     def free(self, x: Handle) -> None:
         """Free a tensor: nothing issued later may touch it."""
 
     def select(self, x: Handle, axis: int, index: int) -> Handle:
-        """Return the view of `x` at one index of an axis, which goes away."""
+        """Return the view of `x` at one index of an axis, without that axis."""
 
     def chunk(self, x: Handle, axis: int, outer: int, count: int, index: int) -> Handle:
-        """View the axis as [outer, count, inner], take `index` of `count`, and merge outer and inner again."""
+        """Return the view of `x` whose axis, seen as [outer, count, inner], is cut to `index` of `count` and merged."""
 
     def reshape(self, x: Handle, shape: tuple[int, ...]) -> Handle:
         """Return the view of `x` in another shape."""
@@ -151,7 +154,7 @@ class Machine(OptionalMethods, Protocol):
         """Return the view of `x` with its axes in another order."""
 
     def dense(self, x: Handle) -> Handle:
-        """Return `x` if it is dense, else a dense copy, made on the current stream; it lasts as long as the call."""
+        """Return `x` if it is dense, else a dense copy, made on the current stream and freed at the end of the call."""
 
     def compute(
         self,
@@ -162,9 +165,9 @@ class Machine(OptionalMethods, Protocol):
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        """Run kernel `kind` on the current stream, writing `out`.
+        """Run kernel `kind` on the current stream, which writes `out`.
 
-        By blocks of rows if flags say when one may begin (`ready`), or are raised behind each (`done`).
+        It runs by blocks of rows if flags say when a block may begin (`ready`), or are raised after each (`done`).
         """
 
     def communicate(self, exchange: Exchange, x: Handle | None, out: Handle | None) -> Handle:
@@ -174,33 +177,33 @@ class Machine(OptionalMethods, Protocol):
         """Let the current stream wait for a communication."""
 
     def copy(self, x: Handle, out: Handle, source: int, target: int, sms: int = 0) -> None:
-        """Copy `x` of rank `source` to `out` of rank `target` on the current stream: by this many SMs, if not 0.
+        """Copy `x` of rank `source` to `out` of rank `target` on the current stream: by `sms` SMs, if not 0.
 
-        This rank is one of the two. The other's tensor is symmetric, and named by this rank's own view of it.
+        This rank is one of the two. The tensor on the other is symmetric, and given as the same view of this rank's.
         """
 
     def signal(self, flags: Handle, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
-        """Set a flag of a peer to an epoch of this call once the current stream gets there; an SM does if `sms` > 0."""
+        """Set a flag of a peer to an epoch of this call, in stream order; by a kernel if `sms` is not 0."""
 
     def wait_signal(self, flags: Handle, slot: int, epoch: int) -> None:
         """Let the current stream wait until a flag of this rank has reached an epoch of this call."""
 
     def barrier(self, team: tuple[int, ...]) -> None:
-        """Let the current stream wait until every rank of the team has reached its barrier of the same number."""
+        """Let the current stream wait until every rank of the team has reached its n-th barrier, as this rank has."""
 
     def current_stream(self) -> Handle:
-        """Return the stream that statements are issued to now."""
+        """Return the current stream, to which statements are issued."""
 
     def set_stream(self, stream: Handle | int) -> None:
-        """Issue what follows to a stream, or to a member of the pool."""
+        """Make a stream, or the worker stream of this number, the current one."""
 
     def synchronize(self, stream: Handle | int) -> None:
-        """Let the current stream wait for all that was issued on another so far; the host does not wait."""
+        """Let the current stream wait for everything issued to another one so far; the host does not wait."""
 
 
 @dataclass
 class Frame:
-    """One rank's run of a program: its machine, the sizes, and the handle of each name so far."""
+    """The state of one rank's run of a program: its machine, the sizes, and the handle of each name defined so far."""
 
     machine: Machine
     sizes: Mapping[str, int]
@@ -222,7 +225,7 @@ class Frame:
         return bind_shape(type.shape if self.machine.rank is None else type.local_shape, self.sizes)
 
     def empty(self, value: Value) -> bool:
-        """Whether a tensor has no elements, on all ranks alike; statements that only make or move such are skipped."""
+        """Whether a tensor has no elements, on any rank; statements that only compute or move such are skipped."""
         return 0 in self.sizes.values() and 0 in self.shape(value.tensor)  # only symbols can be 0
 
     def index(self, expr: Expr) -> int:
@@ -238,7 +241,7 @@ class Frame:
         return mesh.coordinate(self.machine.rank, over)
 
     def member(self, team: tuple[int, ...], place: int) -> int:
-        """Return the rank at a position in a team of this rank's."""
+        """Return the rank at a position in a team to which this rank belongs."""
         return team[place]
 
     def stream(self, expr: Expr) -> Handle | int:
@@ -254,16 +257,16 @@ def meshes_of(values: Iterable[Value]) -> tuple[Mesh | None, ...]:
 
 
 # The interpreter ------------------------------------------------------------------------------------------------------
-# Walks a program on a machine, which executes its statements or proves them right.
+# Evaluates the statements of a program on a machine, in program order.
 
-MAX_UNROLLED = 1_000_000  # statements with loops unrolled; planning more takes minutes, and much memory
+MAX_UNROLLED = 1_000_000  # statements, with loops unrolled: planning more takes minutes, and much memory
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection meanwhile: walking a program makes objects by the million and drops few of them.
+    """Disable garbage collection within a context: unrolling a program makes millions of objects and drops few of them.
 
-    Collections that visit all of them again and again take as long as the walk.
+    Collections, which visit all of them again and again, would take as long as the unrolling itself.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -275,10 +278,10 @@ def uncollected() -> Iterator[None]:
 
 
 class Observer:
-    """Is notified of every statement before it is evaluated, so that traces and errors can name it."""
+    """Is told each statement before it is evaluated, so that traces and errors can name it."""
 
     def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
-        """Note the statement that runs next, and the indices of the loops around it, outermost first."""
+        """Record the statement that is evaluated next, and the indices of the loops around it, outermost first."""
 
 
 def interpret(
@@ -289,10 +292,10 @@ def interpret(
     observer: Observer | None = None,
     frames: type[Frame] = Frame,
 ) -> tuple[Handle | None, ...]:
-    """Evaluate every statement in program order, loops unrolled; return the outputs' handles.
+    """Evaluate every statement on a machine in program order, with loops unrolled; return the outputs' handles.
 
-    `inputs` are this rank's parts (or whole tensors, where the machine's rank is None), None where it holds none.
-    Raises HostIRError at the loop that makes the program longer than `MAX_UNROLLED` statements.
+    `inputs` are the handles of this rank's parts (of whole tensors if the machine's rank is None), None where it holds
+    none. Raises HostIRError at the loop that makes the program longer than `MAX_UNROLLED` statements.
     """
     unrolled_length(program.body, sizes)
     frame = frames(machine, sizes)
@@ -312,7 +315,7 @@ def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> in
         total += statement.repeats.bind(sizes) * (1 + sum(unrolled_length(inner, sizes) for inner in statement.bodies))
         if total > MAX_UNROLLED:
             raise statement.fail(
-                f"with this loop the program has {total} statements and rounds to go through",
+                f"with this loop the program has {total} statements and rounds when unrolled",
                 expected=f"at most {MAX_UNROLLED}",
                 hint="choose fewer rounds, each with more work",
             )

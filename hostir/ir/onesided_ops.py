@@ -1,14 +1,14 @@
 """Define one-sided statements: ranks, conditions, symmetric buffers, copies between ranks, signals and barriers.
 
-Every rank of its mesh has a symmetric buffer, and a view of this rank's buffer names the same bytes on a peer. Only
-signals and barriers order the ranks:
+A symmetric buffer exists on every rank of its mesh, and a view of this rank's buffer also names the same part of a
+peer's. Only signals and barriers order the ranks:
 
     put %mine -> %theirs at %next over didx
     signal %arrived[0] = 1 at %next over didx
     wait_signal %arrived[0] >= 1
 
-Copies, signals and barriers run in order on the current stream and need no SMs, unless a `put` or a `signal` asks for
-some: copy engines and the stream itself do them. The model is that of CUDA's stream memory operations and of torch's
+Copies, signals and barriers run in order on the current stream, by copy engines and the stream itself: they need no
+SMs, unless a `put` or a `signal` asks for some. The model is that of CUDA's stream memory operations and of torch's
 symmetric memory.
 """
 
@@ -37,7 +37,7 @@ from hostir.ir.op import (
 from hostir.ir.source import did_you_mean
 from hostir.ir.types import FLAG, Kind, Mesh, TensorType
 
-OUTSIDE = -1  # the place of a rank on a mesh to which it does not belong
+OUTSIDE = -1  # the position of a rank on a mesh to which it does not belong
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
@@ -57,7 +57,7 @@ def own_rank(op: Statement, frame: Frame) -> int:
     """Return the rank that runs the statement; raise on a machine that holds whole tensors, which has no ranks."""
     if frame.machine.rank is None:
         raise op.fail(
-            f"whole tensors have no ranks, so '{op.keyword()}' means nothing to them",
+            f"'{op.keyword()}' needs ranks, and there are none where tensors are whole",
             hint="run the program on simulated or real ranks",
         )
     return frame.machine.rank
@@ -68,7 +68,7 @@ def peer_of(op: Statement, frame: Frame, x: Value, over: str, place: Expr) -> in
     team = mesh_over(op, x, over).team(own_rank(op, frame), over)
     index = frame.index(place)
     if not 0 <= index < len(team):
-        raise op.fail(f"there is no place {index} along {over}", expected=f"0 to {len(team) - 1}")
+        raise op.fail(f"there is no position {index} along {over}", expected=f"0 to {len(team) - 1}")
     return frame.member(team, index)
 
 
@@ -77,8 +77,8 @@ def peer_of(op: Statement, frame: Frame, x: Value, over: str, place: Expr) -> in
 class AllocateSymmetric(Statement):
     """A symmetric buffer: every rank of its mesh has one, and peers may read it with `get` and write it with `put`.
 
-    It lasts from call to call and keeps what it holds; the first call finds it uninitialised. One of dtype `flag` is a
-    row of flags, which signals set and streams wait for: all 0 at first, and their epochs count anew in every call.
+    It persists from call to call with its contents; in the first call it is uninitialised. With dtype `flag` it is a
+    row of flags, which signals set and streams wait for: all are 0 at first, and epochs start again in every call.
 
     Example: %x: bf16[4, 32] = allocate_symmetric
     """
@@ -106,7 +106,7 @@ class AllocateSymmetric(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Rank(Statement):
-    """This rank's place along an axis of the mesh of `x`, from 0: an index that differs from rank to rank.
+    """This rank's position along an axis of the mesh of `x`, from 0: an index that differs from rank to rank.
 
     A rank outside that mesh gets -1.
 
@@ -139,9 +139,9 @@ class Rank(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class If(Statement):
-    """Runs the body where two indices are equal. Where they depend on the rank, ranks do different things.
+    """Runs the body if two indices are equal. If they depend on the rank, ranks do different things.
 
-    What the body defines ends with it.
+    Names that the body defines are known only within it.
 
     Example: if %i == 0 { set_stream 1 }
     """
@@ -200,7 +200,7 @@ class PeerCopy(Statement):
             raise self.fail(f"{self.x} and {self.out} lie on different meshes", expected="one mesh")
         if x.dtype != out.dtype or x.local_shape != out.local_shape:
             raise self.fail(
-                f"{self.keyword()} copies what one rank holds: {_held(self.x)} to {_held(self.out)}",
+                f"{self.keyword()} copies one rank's part: {_held(self.x)} to {_held(self.out)}",
                 expected="equal dtypes and shapes",
             )
 
@@ -210,7 +210,7 @@ class PeerCopy(Statement):
         me, peer = own_rank(self, frame), peer_of(self, frame, self.remote, self.over, self.peer)
         if frame.empty(self.out):
             return
-        # `put %x -> %x at ...` names one view twice: which of the two is the peer's is the class's to say.
+        # In `put %x -> %x at ...` both operands are one view, so the class decides which of them is on the peer.
         source, target = (peer, me) if isinstance(self, Get) else (me, peer)
         frame.machine.copy(frame[self.x], frame[self.out], source=source, target=target, sms=self.multiprocessors)
 
@@ -218,9 +218,9 @@ class PeerCopy(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Get(PeerCopy):
-    """Copies a peer's part of a symmetric buffer into memory of this rank, on the current stream.
+    """Copies from a peer's symmetric buffer to memory of this rank, on the current stream.
 
-    `peer` is a place along the mesh axis `over`; `x` names the view there.
+    `peer` is a position along the mesh axis `over`; `x` is the view to copy, on that rank.
 
     Example: get %x: f32[8@didx, 32] from 3 over didx -> %y: f32[1, 32]
     """
@@ -235,14 +235,14 @@ class Get(PeerCopy):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Put(PeerCopy):
-    """Copies memory of this rank into a peer's part of a symmetric buffer, on the current stream.
+    """Copies memory of this rank to a peer's symmetric buffer, on the current stream.
 
-    `peer` is a place along the mesh axis `over`; `out` names the view there. The peer may read it behind a signal or a
-    barrier that follows the copy.
+    `peer` is a position along the mesh axis `over`; `out` is the view to write, on that rank. The peer may read it
+    after a signal or a barrier that follows the copy.
 
-    `by N sms` has a kernel on so many SMs copy, instead of a copy engine: it begins sooner, and moves large blocks more
-    slowly. Both views must be dense. Such puts and the signals between them, one after another on a stream, are one
-    kernel on CUDA; a `matmul` that waits for blocks may start right behind it while it runs, on the other SMs.
+    With `by N sms` a kernel on N SMs copies, instead of a copy engine: it begins sooner, and moves large blocks more
+    slowly. Both views must be dense. On CUDA, consecutive puts of this kind on a stream are one kernel, together with
+    the signals between them; a `matmul` that waits for blocks and comes next may start while this kernel still runs.
 
     Example: put %x: f32[8@didx, 32] -> %y: f32[8@didx, 32] at (%r + 1) % 8 over didx by 16 sms
     """
@@ -261,7 +261,7 @@ class Put(PeerCopy):
     def verify(self) -> None:
         super().verify()
         if self.sms < 0:
-            raise self.fail(f"{self.keyword()} by {self.sms} sms", expected="at least 1, or none at all")
+            raise self.fail(f"{self.keyword()} by {self.sms} sms", expected="at least 1 sms, or no 'by ... sms'")
 
 
 @statement
@@ -269,12 +269,12 @@ class Put(PeerCopy):
 class Signal(Statement):
     """Sets a flag of a peer to an epoch, once the current stream gets here.
 
-    Epochs count from 1 in every call. Those of one flag rise: each is sent once, and after those below it.
+    Epochs count from 1 in every call. The epochs of one flag rise: each is sent once, after all lower ones.
 
-    `by 1 sms` has a kernel set the flag, instead of the stream itself. A GPU sets the flag of a stream's signal only
-    when all has arrived that it has under way to peers, on any stream, and then begins the next copy: that costs time
-    between copies. A kernel sets the flag while the copies of another stream go on. A `matmul` that waits for blocks
-    leaves an SM to such signals that come before it; a collective, or another such `matmul`, may take it from them.
+    With `by 1 sms` a kernel sets the flag, instead of the stream itself. If the stream does, the GPU first waits until
+    all its writes to peers have arrived, those of other streams too, and starts no other copy until then: that leaves
+    gaps between copies. A kernel sets the flag while copies of other streams continue. A `matmul` that waits for blocks
+    leaves an SM to such signals before it; but a collective, or another such `matmul`, may take this SM.
 
     Example: signal %flags: flag[8][0] = 1 at (%r + 1) % 8 over didx by 1 sms
     """
@@ -306,7 +306,7 @@ class Signal(Statement):
         flags_of(self, self.flags)
         mesh_over(self, self.flags, self.over)
         if self.sms not in (0, 1):
-            raise self.fail(f"{self.keyword()} by {self.sms} sms", expected="1, or none at all")
+            raise self.fail(f"{self.keyword()} by {self.sms} sms", expected="1 sms, or no 'by ... sms'")
 
     def evaluate(self, frame: Frame) -> None:
         if frame.here(self.flags.tensor.mesh):
@@ -347,10 +347,10 @@ class WaitSignal(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Barrier(Statement):
-    """The current stream waits until every rank along `over` has got to its barrier of the same number.
+    """The current stream waits until every rank along `over` has reached its barrier of the same number.
 
-    What those ranks' streams did before their barriers comes before what this stream does behind its own. `x` is not
-    touched: its mesh says who takes part.
+    Everything that those ranks' streams ran before their barriers happens before everything that this stream runs after
+    its own. The mesh of `x` says which ranks take part; its memory is not accessed.
 
     Example: barrier of %x: f32[8@didx, 32] over didx
     """
@@ -376,11 +376,11 @@ class Barrier(Statement):
 
 
 def flags_of(op: Statement, flags: Value) -> None:
-    """Raise unless a value is a row of flags, one row on every rank."""
+    """Raise unless a value is a row of flags, of which every rank has a whole one."""
     if not isinstance(flags.type, TensorType) or flags.type.dtype != FLAG or len(flags.type.axes) != 1:
-        raise op.fail(f"{flags} is no row of flags", expected="such as %flags: flag[8] = allocate_symmetric")
+        raise op.fail(f"{flags} is not a row of flags", expected="one such as %flags: flag[8] = allocate_symmetric")
     if flags.type.axes[0].marks or flags.type.partial:
-        raise op.fail(f"{flags} lies over the mesh", expected="flags of which every rank has all, such as flag[8]")
+        raise op.fail(f"{flags} is not replicated", expected="a whole row of flags on every rank, such as flag[8]")
 
 
 def slot_of(op: Statement, frame: Frame, flags: Value, slot: Expr) -> int:
@@ -392,7 +392,7 @@ def slot_of(op: Statement, frame: Frame, flags: Value, slot: Expr) -> int:
 
 
 def epoch_of(op: Statement, frame: Frame, epoch: Expr) -> int:
-    """Return an epoch of this call; raise below 1, which every flag has reached when the call begins."""
+    """Return an epoch of this call; raise if it is below 1, as a call begins with all flags at epoch 0."""
     number = frame.index(epoch)
     if number < 1:
         raise op.fail(f"epoch {number} of a flag", expected="at least 1: a call begins at epoch 0")

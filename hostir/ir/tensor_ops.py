@@ -188,7 +188,7 @@ class ByBlocks(TensorOp):
     """The base class of computations that may run block by block of rows, by flags of this rank.
 
     With `ready` a block waits until flags say that the rows that it reads are there; with `done` a flag is raised
-    behind each block of the result.
+    after each block of the result.
     """
 
     stand_ins: ClassVar[frozenset[str]] = frozenset({"own"})
@@ -329,16 +329,15 @@ class Contraction(ByBlocks):
 class Matmul(Contraction):
     """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32.
 
-    With `ready %flags >= epoch from first`, the rows of `a`, its leading axes taken together, are as many equal blocks
-    as there are flags. One kernel computes them all, beginning with block `first`, and each waits until its flag has
-    reached the epoch. The kernel holds the SMs from its start to its end, but for one if a `signal ... by 1 sms` comes
-    before it.
+    With `ready %flags >= epoch from first`, the rows of `a` (its leading axes flattened) are equal blocks, one for each
+    flag. One kernel computes all blocks, from block `first` on, each after its flag has reached the epoch. The kernel
+    holds all SMs from its start to its end, except one if a `signal ... by 1 sms` comes before it.
 
-    With `own %x` as well, the rows of block `first` are those of `%x`, where they lie: the kernel does not wait for the
-    flag of that block, and what `a` holds there is neither read nor kept.
+    With `own %x` as well, the kernel reads the rows of block `first` from `%x` instead of `a`. It does not wait for the
+    flag of that block, and leaves its rows of `a` undefined.
 
     With `done %flags = epoch from first`, the rows of the result are as many equal blocks as there are flags of this
-    rank. The kernel computes block `first` first, then those behind it, and sets the flag of each to the epoch once
+    rank. The kernel computes block `first` first, then those after it, and sets the flag of each to the epoch once
     the block has been written. With `ready` too, `from` is about the blocks of `ready`.
 
     Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
@@ -362,7 +361,7 @@ class Matmul(Contraction):
 class Linear(Contraction):
     """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, accumulated in f32; the bias may be left out.
 
-    With `ready %flags >= epoch from first` it computes block of rows by block of rows, as `matmul` does.
+    With `ready %flags >= epoch from first` it computes one block of rows after another, as `matmul` does.
 
     Example: %c: f32[16, 32] = linear %a: f32[16, 64], %w: f32[32, 64], %bias: f32[32]
     """
@@ -523,7 +522,7 @@ class Sum(ByBlocks, Unary):
     together, are as many equal blocks as there are flags, and each block of the result waits for that block of every
     source. Sources are added in their order, whichever comes first. With `from source own %mine`, the part of that
     source is `%mine`: no flag of that source is waited for, and what `x` holds there is neither read nor kept. `done`
-    raises a flag behind each block of the result, as it does in a `matmul`.
+    raises a flag after each block of the result, as it does in a `matmul`.
 
     Example: %y: f32[32] = sum %x: f32[16, 32] axis 0
     """

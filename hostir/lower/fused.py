@@ -1,7 +1,7 @@
 """Passes `fused` and `push`: each rank sends blocks of rows to all, and one kernel takes each as it arrives.
 
 For an allgather, the blocks are the ranks' shards, and a matmul waits for them. For a reduce_scatter, they are the rows
-that a matmul makes for each other rank: it raises a flag behind each block, its own rank's rows come last, and a sum
+that a matmul makes for each other rank: it raises a flag after each block, its own rank's rows come last, and a sum
 waits for what all ranks have sent.
 
 The first schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et
@@ -31,7 +31,7 @@ from hostir.lower.host import Host
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.rows import (
     RowCollective,
-    Rows,
+    RowCollectives,
     block_axes,
     first_matmul,
     long_axes,
@@ -47,7 +47,7 @@ from hostir.lower.transfers import ARRIVED, COPY_STREAM, Blocks, Mover, Transfer
 
 SMS = 16  # that copy in `push`: fewer do not fill the links, more leave too few to the matmul
 MIN_BLOCK_BYTES = 2 << 20  # of a block that a copy engine sends: smaller copies do not fill the links
-MIN_BLOCK_ROWS = 256  # of a block that a flag is raised behind: two tiles
+MIN_BLOCK_ROWS = 256  # the fewest rows of a block with a flag of its own: two tiles
 MAX_BLOCKS = 8  # of the rows for one rank
 
 # The passes -----------------------------------------------------------------------------------------------------------
@@ -82,7 +82,9 @@ class Push(Pass):
 def sent(program: Program, strategy: str, mover: Mover, min_block_bytes: int = MIN_BLOCK_BYTES) -> Program:
     """Return the host program in which each rank sends its blocks of rows to the others, by this mover."""
     reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
-    rows = Rows.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
+    rows = (
+        RowCollectives.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
+    )
     host = Host(_matmuls_first(rows))
     arriving: dict[str, SentRows] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
     leaving = _scatters_of_products(rows)
@@ -118,7 +120,7 @@ def sent(program: Program, strategy: str, mover: Mover, min_block_bytes: int = M
     return host.finished(workers)
 
 
-def _scatters_of_products(rows: Rows) -> dict[str, ReduceScatter]:
+def _scatters_of_products(rows: RowCollectives) -> dict[str, ReduceScatter]:
     """Map the results of products to the reduce_scatters of their rows; of several, to the first."""
     found: dict[str, ReduceScatter] = {}
     for scatter in rows.scatters:
@@ -142,7 +144,7 @@ def _needs_block_axes(s: RowCollective) -> bool:
     return shard_in_pieces(s) or len(long_axes(s)) > 1
 
 
-def _matmuls_first(rows: Rows) -> Program:
+def _matmuls_first(rows: RowCollectives) -> Program:
     """Reorder statements so that the first user of gathered rows is a matmul: it can wait block by block."""
     program = rows.program
     for gather in rows.gathers:
@@ -169,7 +171,8 @@ class SentRows:
         self.host, self.gather, self.mover = host, gather, mover
         self.axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's shard is several blocks
         self.team = host.team(gather)
-        x = host.packed(host.values[gather.x.name], gather)
+        self.multiplied = first_matmul(host.program, gather) is not None
+        self.x = x = host.packed(host.values[gather.x.name], gather)
         # If anything but matmuls reads the rows, they are copied: the next call's transfers overwrite the buffer.
         self.whole = host.destination(gather.out) if wanted_otherwise(host.program, gather.out) else None
         name = host.names.fresh(f"{gather.out.name}_shared") if self.whole else gather.out.name
@@ -187,19 +190,17 @@ class SentRows:
         the others; it is copied within the rank only if the matmul cannot read it where it is.
         """
         index, ranks, transfers = self.host.index("i"), self.team.ranks, self.transfers
-        note = "to the rank that multiplies these rows next"
+        note = "to the rank that multiplies these rows next" if self.multiplied else ""
         if self.mover.sms:
             turns = Turns(index, Size(ranks), self.team.peer(Bin("-", Lit(ranks), index)))
             self.host.body += transfers.once(self.blocks)
-            transfers.send(self.blocks, turns, self.mover, f"to itself, then {note}")
+            transfers.send(self.blocks, turns, self.mover, f"to itself, then {note or 'to its peers'}")
             return
         transfers.fork()
         self.host.body += transfers.once(self.blocks)
         if self.copies_own:
             # A copy within a GPU needs SMs, so it must come before the matmul that holds them.
-            copies = transfers.put_and_signal(self.blocks, self.team.rank, "the matmul begins with these rows")
-            copied = transfers.each(self.blocks, copies)
-            self.host.body += [SetStream(self.host.user), *copied, SetStream(COPY_STREAM)]
+            self.host.body += [SetStream(self.host.user), *self.copy_own(), SetStream(COPY_STREAM)]
         turns = Turns(index, Size(ranks - 1), self.team.peer(Bin("-", Lit(ranks - 1), index)))
         transfers.send(self.blocks, turns, self.mover, note)
 
@@ -214,6 +215,17 @@ class SentRows:
             x, buffer = (one_of(self.host, value, self.axis, index, count, views) for value in (x, buffer))
         mine = Value(self.host.names.fresh("mine"), x.tensor, self.gather.span)
         return Blocks(x, mine, (*views, Shard(buffer, mine, span=self.gather.span)), flag, index, count)
+
+    def copy_own(self) -> list[Statement]:
+        """Return the copy of this rank's own rows to the buffer, and the signals that they are there."""
+        s, (_, signal) = self.gather, self.transfers.put_and_signal(self.blocks, self.team.rank, "")
+        mine = Value(self.host.names.fresh("mine"), self.x.tensor, s.span)
+        note = "the matmul begins with these rows" if self.multiplied else ""
+        put = self.transfers.put(self.x, mine, self.team.rank, note=note)
+        if self.blocks.index is None:
+            return [Shard(self.transfers.buffer, mine, span=s.span), put, signal]
+        signals = For(self.blocks.index.value, self.blocks.count, (signal,), span=s.span)
+        return [Shard(self.transfers.buffer, mine, span=s.span), put, signals]
 
     @property
     def copies_own(self) -> bool:
@@ -266,13 +278,14 @@ class SentRows:
 class ScatteredRows:
     """Builds one reduce_scatter: copies begin while the product runs that makes the rows, if there is one.
 
-    It raises a flag behind each block, the blocks of the next rank first and its own last.
+    It raises a flag after each block, the blocks of the next rank first and its own last.
     """
 
     def __init__(
         self, host: Host, s: ReduceScatter, mover: Mover, min_block_bytes: int, product: Contraction | None = None
     ) -> None:
-        self.host, self.scatter, self.mover, self.product = host, s, mover, product
+        # By the stream itself: a kernel that signals would find no SM while the product runs.
+        self.host, self.scatter, self.mover, self.product = host, s, replace(mover, streams=1), product
         made = host.values[s.x.name if product is None else product.out.name]
         early = product is not None and not mover.sms
         axis = next(iter(long_axes(s)), None)
@@ -282,11 +295,12 @@ class ScatteredRows:
         self.done: Value | None = None
         if early:
             self.done = self.transfers.row(f"{made.name}_done", Size(self.blocks.each * self.team.ranks))
-            self.transfers.fork()
-            host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]
+            if not (self.team.past_last_call and host.forked):
+                self.transfers.fork()
+                host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]
 
     def raising(self, s: Statement) -> Statement:
-        """Return a product that raises a flag behind each block of rows, if copies wait for them."""
+        """Return a matmul that raises a flag after each block of rows, if copies wait for them."""
         if self.done is None:
             return s
         assert isinstance(s, Contraction)

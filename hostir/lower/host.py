@@ -207,6 +207,7 @@ class Host(Scope):
         self.users = users_of(program)
         self.outputs = {v.name for v in program.outputs}
         self.teams: dict[tuple[str, str], Team] = {}
+        self.forked = False  # whether a copy stream has begun, behind the beginning of the call
 
     @cached_property
     def user(self) -> Ref:

@@ -13,7 +13,7 @@ parts:
 
 `Transfers` makes the statements. Who produces a block and who consumes it is up to the strategy: `ring` computes on the
 rows of a block before it puts them or after it got them; `fused` and `push` have one matmul that waits for the blocks
-which ranks put, or raises a flag behind each block that they are to put, and one sum that takes the blocks of all
+which ranks put, or raises a flag after each block that they are to put, and one sum that takes the blocks of all
 ranks. Which blocks there are, and how they lie, the communication says: `hostir/lower/rows.py`.
 """
 
@@ -38,7 +38,7 @@ SIGNAL_STREAM = Lit(1)  # the worker stream of the kernels that signal after the
 
 @dataclass(frozen=True)
 class Mover:
-    """What moves the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
+    """The mover of the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
 
     For more than one copy, copy engines use two worker streams if they may: a kernel on the second stream sends the
     signal after each copy, since a signal by the copying stream itself would delay the next copy.
@@ -136,8 +136,9 @@ class Transfers:
         return [For(blocks.index.value, blocks.count, (*blocks.views, *statements), span=self.span)]
 
     def fork(self) -> None:
-        """Switch to the copy stream, behind what the caller's stream has been given so far."""
+        """Switch to the copy stream, and make it wait for the work of the caller's stream so far."""
         self.host.body += [SetStream(COPY_STREAM), Synchronize(self.host.user)]
+        self.host.forked = True
 
     def send(self, blocks: Blocks, turns: Turns, mover: Mover, note: str) -> None:
         """Add the transfers of the blocks in these turns: from the copy stream, which is current, unless SMs copy."""

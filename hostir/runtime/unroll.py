@@ -194,7 +194,7 @@ class FreeOp(Op):
 class ComputeOp(Op):
     """Kernel `kind` writes `out`.
 
-    With `ready`, it computes each block of rows once the flags of the block are set; with `done`, it sets a flag behind
+    With `ready`, it computes each block of rows once the flags of the block are set; with `done`, it sets a flag after
     each block. `ready.flags`, `ready.own` and `done.flags` are registers.
     """
 

@@ -110,3 +110,172 @@ program @grid(%x: bf16[6@tp, 4@dp, K], %w: bf16[K, 9@tp], %s: bf16[K]) -> (%y, %
   synchronize 0
 }
 """
+
+
+# Blocks of rows, with a flag behind each ------------------------------------------------------------------------------
+def scattered(mesh: str = "0 1 2 3", dtype: str = "f32", pieces: int = 2, m: int | str = "M") -> str:
+    """A product whose blocks go to their ranks as they are done, each in pieces; every rank sums what it gets."""
+    n = len(mesh.split())
+    return f"""hostir 1
+mesh @mesh [didx] = {mesh}
+program @scattered(%a: {dtype}[{n}, {pieces}, {m}, {16 * n}@didx], %b: {dtype}[{16 * n}@didx, 24]) -> (%c) streams 1 {{
+  %user = current_stream
+  %r = rank of %a over didx
+  %part: {dtype}[{n}, {pieces}, {m}, 24] partial(didx) = allocate
+  %done: flag[{n * pieces}] = allocate_symmetric
+  %sent: {dtype}[{n}, {n}@didx, {pieces}, {m}, 24] = allocate_symmetric
+  %there: flag[{n * pieces}] = allocate_symmetric
+  set_stream 0
+  synchronize %user
+  barrier of %sent over didx
+  set_stream %user
+  matmul %a, %b -> %part done %done = 1 from ((%r + 1) % {n}) * {pieces}
+  set_stream 0
+  %slot = select %sent[%r]
+  for %i in 0..{n - 1} {{
+    %to = chunk %part[(%r + %i + 1) % {n} of {n}] axis 0
+    for %p in 0..{pieces} {{
+      %piece = chunk %to[%p of {pieces}] axis 1
+      %place = chunk %slot[%p of {pieces}] axis 1
+      wait_signal %done[((%r + %i + 1) % {n}) * {pieces} + %p] >= 1
+      put %piece -> %place at (%r + %i + 1) % {n} over didx
+      signal %there[%r * {pieces} + %p] = 1 at (%r + %i + 1) % {n} over didx
+    }}
+  }}
+  set_stream %user
+  %mine = chunk %part[%r of {n}] axis 0
+  %c: {dtype}[{n}@didx, {pieces}, {m}, 24] = allocate
+  sum %sent axis 0 -> %c ready %there >= 1 from %r own %mine
+  synchronize 0
+  free %part
+}}
+"""
+
+
+def scattered_slices(mesh: str = "0 1 2 3", dtype: str = "f32", m: int | str = "M") -> str:
+    """Slices, of which each rank gets a part: a rank's own rows have no single stride."""
+    n = len(mesh.split())
+    return f"""hostir 1
+mesh @mesh [didx] = {mesh}
+program @slices(%a: {dtype}[2, {n}, {m}, {16 * n}@didx], %b: {dtype}[{16 * n}@didx, 24]) -> (%c) streams 1 {{
+  %user = current_stream
+  %r = rank of %a over didx
+  %part: {dtype}[2, {n}, {m}, 24] partial(didx) = allocate
+  %done: flag[{2 * n}] = allocate_symmetric
+  %sent: {dtype}[{n}, 2, {n}@didx, {m}, 24] = allocate_symmetric
+  %there: flag[{2 * n}] = allocate_symmetric
+  set_stream 0
+  synchronize %user
+  barrier of %sent over didx
+  set_stream %user
+  matmul %a, %b -> %part done %done = 1 from (%r + 1) % {n}
+  set_stream 0
+  %slot = select %sent[%r]
+  for %s in 0..2 {{
+    %part_s = select %part[%s]
+    %slot_s = select %slot[%s]
+    for %i in 0..{n - 1} {{
+      %piece = chunk %part_s[(%r + %i + 1) % {n} of {n}] axis 0
+      wait_signal %done[%s * {n} + (%r + %i + 1) % {n}] >= 1
+      put %piece -> %slot_s at (%r + %i + 1) % {n} over didx
+      signal %there[%r * 2 + %s] = 1 at (%r + %i + 1) % {n} over didx
+    }}
+  }}
+  set_stream %user
+  %mine = chunk %part[%r of {n}] axis 1
+  %c: {dtype}[2, {n}@didx, {m}, 24] = allocate
+  sum %sent axis 0 -> %c ready %there >= 1 from %r own %mine
+  synchronize 0
+  free %part
+}}
+"""
+
+
+def summed_everywhere(mesh: str = "0 1 2 3", dtype: str = "f32", m: int | str = "M") -> str:
+    """Every rank gets its part of a sum over ranks, in two blocks, and sends each to all others when it is done."""
+    n = len(mesh.split())
+    return f"""hostir 1
+mesh @mesh [didx] = {mesh}
+program @everywhere(%a: {dtype}[{n}, 2, {m}, {16 * n}@didx], %b: {dtype}[{16 * n}@didx, 24]) -> (%all) streams 1 {{
+  %user = current_stream
+  %r = rank of %a over didx
+  %part: {dtype}[{n}, 2, {m}, 24] partial(didx) = allocate
+  %c: {dtype}[{n}@didx, 2, {m}, 24] = allocate
+  %sent: {dtype}[{n}, {n}@didx, 2, {m}, 24] = allocate_symmetric
+  %there: flag[{2 * n}] = allocate_symmetric
+  %summed: flag[2] = allocate_symmetric
+  %all: {dtype}[{n}, 2, {m}, 24] = allocate_symmetric
+  %came: flag[{2 * n}] = allocate_symmetric
+  matmul %a, %b -> %part
+  barrier of %sent over didx
+  set_stream 0
+  synchronize %user
+  %slot = select %sent[%r]
+  for %i in 0..{n - 1} {{
+    %to = chunk %part[(%r + %i + 1) % {n} of {n}] axis 0
+    put %to -> %slot at (%r + %i + 1) % {n} over didx
+    for %p in 0..2 {{ signal %there[%r * 2 + %p] = 1 at (%r + %i + 1) % {n} over didx }}
+  }}
+  set_stream %user
+  %mine = chunk %part[%r of {n}] axis 0
+  sum %sent axis 0 -> %c ready %there >= 1 done %summed = 1 from %r own %mine
+  set_stream 0
+  %place = chunk %all[%r of {n}] axis 0
+  for %p in 0..2 {{
+    %c_p = chunk %c[%p of 2] axis 1
+    %place_p = chunk %place[%p of 2] axis 1
+    wait_signal %summed[%p] >= 1
+    for %i in 0..{n} {{
+      put %c_p -> %place_p at (%r + %i) % {n} over didx
+      signal %came[%r * 2 + %p] = 1 at (%r + %i) % {n} over didx
+    }}
+  }}
+  set_stream %user
+  for %i in 0..{2 * n} {{ wait_signal %came[%i] >= 1 }}
+  synchronize 0
+  free %part
+  free %c
+}}
+"""
+
+
+def passed_on(mesh: str = "0 1 2 3", dtype: str = "f32", flags: int = 6, m: int = 12) -> str:
+    """A product that begins with the rows that are there, and whose blocks, divided otherwise, go to the next rank."""
+    n = len(mesh.split())
+    return f"""hostir 1
+mesh @mesh [didx] = {mesh}
+program @passed_on(%a: {dtype}[{m * n}@didx, 32], %b: {dtype}[32, 24]) -> (%c) streams 1 {{
+  %user = current_stream
+  %r = rank of %a over didx
+  %full: {dtype}[{m * n}, 32] = allocate_symmetric
+  %there: flag[{n}] = allocate_symmetric
+  %h: {dtype}[{m * n}, 24] = allocate
+  %done: flag[{flags}] = allocate_symmetric
+  %box: {dtype}[{m * n}, 24] = allocate_symmetric
+  %came: flag[{flags}] = allocate_symmetric
+  %c: {dtype}[{m * n}, 24] = allocate
+  set_stream 0
+  synchronize %user
+  barrier of %a over didx
+  %slot = chunk %full[%r of {n}] axis 0
+  for %i in 0..{n - 1} {{
+    put %a -> %slot at (%r + %i + 1) % {n} over didx
+    signal %there[%r] = 1 at (%r + %i + 1) % {n} over didx
+  }}
+  set_stream %user
+  matmul %full, %b -> %h ready %there >= 1 done %done = 1 from %r own %a
+  set_stream 0
+  for %i in 0..{flags} {{
+    %h_i = chunk %h[%i of {flags}] axis 0
+    %box_i = chunk %box[%i of {flags}] axis 0
+    wait_signal %done[%i] >= 1
+    put %h_i -> %box_i at (%r + 1) % {n} over didx
+    signal %came[%i] = 1 at (%r + 1) % {n} over didx
+  }}
+  set_stream %user
+  for %i in 0..{flags} {{ wait_signal %came[%i] >= 1 }}
+  relu %box -> %c
+  synchronize 0
+  free %h
+}}
+"""

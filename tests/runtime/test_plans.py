@@ -74,7 +74,7 @@ def test_a_timeout_is_reported_once_with_its_statement_and_its_round() -> None:
     words(timeouts, round_=1)[1] = torch.tensor([4, 2])
     message = said(raising(timeouts))
     assert GAVE_UP in message
-    assert "'matmul %rows, %b -> %c ready %f >= 4 from 0' in round 1" in message
+    assert "'matmul %rows, %b -> %c ready %f >= 4' in round 1" in message
     assert timeouts.problem() is None
 
 

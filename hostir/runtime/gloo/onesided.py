@@ -45,7 +45,7 @@ class AbandonedError(Exception):
 
 
 class Waits(Enum):
-    """What a step waits for."""
+    """The kinds of waits of a step."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"

@@ -29,6 +29,9 @@ _SETTINGS = {
 }
 _setting = threading.Lock()  # held while a setting differs from the user's
 
+# So many numbers are added in their order: torch's order depends on layouts. It adds more with a smaller error.
+IN_ORDER = 16
+
 
 def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """`out[..., N] = a[..., K] @ b[K, N]`."""
@@ -101,8 +104,6 @@ def add_up(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 KERNELS: dict[str, Callable[..., None]] = {
     f.__name__: f for f in (matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum)
 }
-# So many numbers are added in their order: torch's order depends on layouts. It adds more with a smaller error.
-IN_ORDER = 16
 BY_CUBLAS = (matmul, linear)
 
 

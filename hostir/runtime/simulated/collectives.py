@@ -338,7 +338,9 @@ class SymmetricBuffers:
 
     def flag(self, flags: torch.Tensor, slot: int) -> FlagGate:
         """Return the flag at a slot of a view."""
-        return self.flags.setdefault((storage_of(flags), int(flags[slot].storage_offset())), FlagGate())
+        storage, element = storage_of(flags), int(flags[slot].storage_offset())
+        name = self.places[storage][0][0]
+        return self.flags.setdefault((storage, element), FlagGate(f"%{name}[{element}]"))
 
     def touch(self, view: torch.Tensor, rank: int, task: Task) -> None:
         """Record that a task of another rank touches this view of a rank's buffer."""

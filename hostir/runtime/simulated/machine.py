@@ -173,7 +173,7 @@ class LocalMachine:
         if task.blockers:
             return span, where
         if isinstance(task.gate, FlagGate):
-            return span, f"{where}: no signal reaches epoch {task.epoch[1]}"
+            return span, f"{where}: no signal sets flag {task.gate.name} to epoch {task.epoch[1]}"
         holder = self.ranks[task.rank].sms.holder
         assert holder is not None
         return span, f"{where}: the SMs are held by {self.where(holder)[1]}"

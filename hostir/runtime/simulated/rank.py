@@ -330,11 +330,11 @@ class RankMachine(Observer, OptionalMethods):
         whole, rows = tuple(y for y in others if y is not None), out.shape[:-1].numel()
         height = rows if ready is None else rows // ready.results
         cuts = range(0) if done is None else range(0, rows, rows // done.blocks)
-        found = []
+        found, before = [], list[Task]()
         for block in (0,) if ready is None else ready.order:
             first = block * height
             parts, left = [(each, first) for each in sources], list[tuple[torch.Tensor, int]]()
-            needed: list[Task] = []
+            needed, now = list[Task](), list[Task]()
             if ready is not None:
                 needed = [self._arrival(start, ready, n) for n in ready.needed(block)]
                 for own in (n for n in ready.replaced if n % ready.results == block):
@@ -349,6 +349,8 @@ class RankMachine(Observer, OptionalMethods):
                     run, (*reads, *whole), (target,), undefined, lane=f"{lane} of task {start.order}", timed=True
                 )
                 found.append((first + row, task.follow([start, *needed])))
+                now.append(task.held_by(before))
+            before = now if ready is not None and done is not None else []  # a machine may compute one after another
         return found
 
     def _arrival(self, start: Task, ready: Ready, block: int) -> Task:

@@ -180,8 +180,9 @@ class Gate:
 class FlagGate(Gate):
     """A flag that signals set. It is open to tasks whose epoch it has reached."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
         super().__init__()
+        self.name = name
         self.signals: list[Task] = []  # of this run, in order
 
     def open(self, task: Task) -> bool:
