@@ -301,7 +301,7 @@ class ByBlocks(TensorOp):
     def _blocks(self, frame: Frame, flags: Value, x: Value) -> int:
         """Return the number of flags; raise unless they divide the rows of `x`."""
         blocks, rows = flags.tensor.shape[0].bind(frame.sizes), prod(frame.shape(x.tensor)[:-1])
-        if rows % blocks:
+        if not blocks or rows % blocks:
             expected = "equal blocks, a flag for each"
             raise self.fail(f"{blocks} flags do not divide the {rows} rows of {x}", expected=expected)
         return blocks
@@ -561,7 +561,7 @@ class Sum(ByBlocks, Unary):
             return None
         blocks, epoch = self._blocks(frame, self.ready, self.x), epoch_of(self, frame, self.epoch)
         shape, source = frame.shape(self.x.tensor), frame.index(self.first)
-        if blocks % shape[0]:
+        if not shape[0] or blocks % shape[0]:
             raise self.fail(
                 f"{blocks} flags do not divide the {shape[0]} sources of {self.x}",
                 expected="as many flags for each source",
