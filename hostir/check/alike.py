@@ -464,7 +464,7 @@ class _Rotations:
     def _columns(self, items: Sequence[Sequence[Access]], turned: Any) -> list[tuple[Access, Steps]]:
         """Return the accesses of items, with the weights of digits in which they go up.
 
-        Item n of rank 0 corresponds to item `turned[n]` of each rank. What only some items access first is left out.
+        Item n of rank 0 corresponds to item `turned[n]` of each rank. What only some items access, first, is left out.
         """
         found: list[tuple[Access, Steps]] = []
         common = min(map(len, items), default=0)

@@ -313,21 +313,25 @@ class GlooOneSided:
         out, x, ready = self.registers[op.out], self.registers[op.operands[0]].movedim(op.options["axis"], 0), op.ready
         height = out.shape[:-1].numel() // blocks
         own = [] if ready is None or ready.own is None else [self.registers[ready.own]]
-        for _, (target, *views) in row_pieces([(part, block * height) for part in (out, *x[:1], *own)], height):
+        addends = [y.expand_as(out) for y in map(self.registers.__getitem__, op.operands[1:]) if y is not None]
+        then = {**op.options, "axis": 0}
+        rows = [(part, block * height) for part in (out, *addends, *x[:1], *own)]
+        for _, (target, *views) in row_pieces(rows, height):
+            added, views = views[: len(addends)], views[len(addends) :]
             if not len(x):
-                target.zero_()
+                kernel(target, x.new_empty(0, *target.shape), *added, **then)
                 continue
             first = views[0]
             sources = first.as_strided((len(x), *first.shape), (x.stride(0), *first.stride()), first.storage_offset())
             if ready is None or not own:
-                kernel(target, sources, axis=0)
+                kernel(target, sources, *added, **then)
                 continue
             parts = list(sources)
             parts[ready.replaced[0] // ready.results] = views[1]
             if kernel is aten.sum:
-                aten.add_up(target, parts)
+                aten.add_up(target, [*parts, *added], activation=then.get("activation", ""))
             else:
-                kernel(target, torch.stack(parts), axis=0)
+                kernel(target, torch.stack(parts), *added, **then)
 
     def until(self, reached: Callable[[], bool]) -> Step:
         def step() -> None:

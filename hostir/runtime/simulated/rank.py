@@ -326,7 +326,9 @@ class RankMachine(Observer, OptionalMethods):
         assert x is not None
         sources: Views = (x,)
         if kind == "sum":
-            sources, kernel, options = x.unbind(options["axis"]), partial(_sum_of, kernel), {}
+            added = [y.expand_as(out) for y in others if y is not None]  # read as one more source
+            sources, kernel = (*x.unbind(options["axis"]), *added), partial(_sum_of, kernel, len(added))
+            others, options = [], {**options, "axis": 0}
         whole, rows = tuple(y for y in others if y is not None), out.shape[:-1].numel()
         height = rows if ready is None else rows // ready.results
         cuts = range(0) if done is None else range(0, rows, rows // done.blocks)
@@ -484,9 +486,10 @@ def _compute(
     kernel(out, *(taken[source] for source in sorted(taken)), *others, **options)
 
 
-def _sum_of(kernel: Kernel, out: torch.Tensor, *parts: torch.Tensor) -> None:
-    """Sum over sources, which are tensors of their own."""
-    kernel(out, torch.stack(parts) if parts else out.new_empty(0, *out.shape), axis=0)
+def _sum_of(kernel: Kernel, added: int, out: torch.Tensor, *parts: torch.Tensor, **options: Any) -> None:
+    """Sum over sources, which are tensors of their own; the last `added` are no sources."""
+    sources, addends = parts[: len(parts) - added], parts[len(parts) - added :]
+    kernel(out, torch.stack(sources) if sources else out.new_empty(0, *out.shape), *addends, **options)
 
 
 def _nothing() -> None:
