@@ -236,8 +236,8 @@ def choose(
     program = fusion_of(fusion)
     check_sizes(program, program.given_sizes(sizes))
     decider = decider_for(program, kernels, machine, calls, symmetric_limit)
-    told, speaks = from_rank_0(machine, lambda: decider.choice(sizes or {}).to_json())
-    choice = Choice.from_json(told)
+    agreed, speaks = from_rank_0(machine, lambda: decider.choice(sizes or {}).to_json())
+    choice = Choice.from_json(agreed)
     log_choice(choice)
     if speaks:  # once all have heard, as a warning may be an error
         warn_fallbacks(program, choice)

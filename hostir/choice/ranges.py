@@ -152,8 +152,8 @@ def agreed_ranges(
     ranges = Ranges(decider, given)
     largest = dict.fromkeys(ranges.free, 1 << LARGEST)
     check_sizes(program, ranges.representative(largest))
-    told, speaks = from_rank_0(machine, lambda: _encoded(ranges))
-    ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in entries} for name, entries in told.items()}
+    agreed, speaks = from_rank_0(machine, lambda: _encoded(ranges))
+    ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in entries} for name, entries in agreed.items()}
     choice = ranges.choice(largest)
     if speaks:
         warn_fallbacks(program, choice)
