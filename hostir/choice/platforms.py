@@ -298,19 +298,20 @@ def simulated(ranks: int) -> Platform:
     return Platform(SIMULATED, REFERENCE.name, ranks, "nvlink", (), REFERENCE)
 
 
-def here(machine: str, ranks: int) -> Platform:
+def here(machine: str, ranks: int, group: object = None) -> Platform:
     """Return this process's platform, for a program of `ranks` ranks.
 
-    Under torchrun all ranks come here together, and `ranks` is how many there are; `machine` is as for an `Executor`.
+    Under torchrun all ranks of the group come here together, and `ranks` is how many there are; `machine` and `group`
+    are as for an `Executor`.
     Outside torchrun the GPUs of this host stand for the ranks' (`cuda`), or its CPU (`gloo`).
     """
     if machine == SIMULATED:
         return simulated(ranks)
-    from hostir.runtime.session import joined, launched
+    from hostir.runtime.guest import session_of
 
-    if not launched():
+    session = session_of(group, "cuda" if machine == CUDA else "cpu")
+    if session is None:
         return _platform([_facts(machine, rank) for rank in range(ranks)])
-    session = joined("cuda" if machine == CUDA else "cpu")
     number = next(_rounds.setdefault(session, itertools.count()))
     mine = json.dumps(_facts(machine, session.device.index or 0))
     return _platform([json.loads(text) for text in session.exchange(f"platform {number}", mine)])

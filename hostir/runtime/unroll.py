@@ -459,7 +459,8 @@ class UnrolledProgram:
 
     def failure(self, op: Op, problem: BaseException) -> HostIRError:
         """Return the error for an operation that raised: rank, statement, source line and cause."""
-        what = str(problem) if isinstance(problem, HostIRError) else f"{type(problem).__name__}: {problem}"
+        known = isinstance(problem, HostIRError)
+        what = str(problem).removeprefix("error: ") if known else f"{type(problem).__name__}: {problem}"
         return op.place.statement.fail(f"rank {self.rank}, {self.describe(op)}: {what}")
 
 
