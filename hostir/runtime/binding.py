@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from hostir.ir.machine import Done
 from hostir.ir.regions import dense_strides
+from hostir.runtime.kernels.flags import with_rows
+from hostir.runtime.kernels.layout import row_pieces
 from hostir.runtime.kernels.table import REPEATABLE, Kernel, repeating
 from hostir.runtime.order import NONE
 from hostir.runtime.sharding import torch_dtype
@@ -26,6 +29,7 @@ from hostir.runtime.unroll import (
 )
 
 Step = Callable[[], object]
+Copy = Callable[[torch.Tensor, torch.Tensor], object]  # of the second to the first
 
 
 def bind_allocate(op: AllocateOp, registers: list[Any], device: torch.device) -> Step:
@@ -69,6 +73,51 @@ def bind_compute(op: ComputeOp, registers: list[Any], kernel: Kernel) -> Step:
     return lambda: kernel(registers[out], registers[x])
 
 
+# Blocks of rows -------------------------------------------------------------------------------------------------------
+# Computations block by block, for machines without a kernel that waits for flags or raises them.
+
+
+def compute_block(
+    op: ComputeOp, registers: Sequence[Any], kernel: Kernel, block: int, blocks: int, copy: Copy = torch.Tensor.copy_
+) -> None:
+    """Compute one of `blocks` equal blocks of the rows of a product or a sum; `copy` is for own rows of a sum."""
+    if op.kind == "sum":
+        _sum_block(op, registers, kernel, block, blocks, copy)
+        return
+    out, a, *others = registers[op.out], *(registers[x] for x in op.operands)
+    ready = op.ready
+    own = registers[ready.own] if ready is not None and ready.own is not None and block in ready.replaced else None
+    for out_part, a_part in with_rows(out, a, block, blocks, own):
+        kernel(out_part, a_part, *others, **op.options)
+
+
+def _sum_block(op: ComputeOp, registers: Sequence[Any], kernel: Kernel, block: int, blocks: int, copy: Copy) -> None:
+    """Compute a block of a sum by the kernel that sums whole tensors.
+
+    Rows of the rank's own are copied to where they stand for a source: what is there need not be kept.
+    """
+    out, x, ready = registers[op.out], registers[op.operands[0]].movedim(op.options["axis"], 0), op.ready
+    height = out.shape[:-1].numel() // blocks
+    own = [] if ready is None or ready.own is None else [registers[ready.own]]
+    pieces = row_pieces([(part, block * height) for part in (out, *x[:1], *own)], height)
+    for _, (target, *views) in pieces:
+        if not views:
+            target.zero_()
+            continue
+        place = views[0]
+        sources = place.as_strided((len(x), *place.shape), (x.stride(0), *place.stride()), place.storage_offset())
+        if ready is not None and own:
+            copy(sources[ready.replaced[0] // ready.results], views[1])
+        kernel(target, sources, axis=0)
+
+
+def completed(done: Done, block: int, blocks: int, computed: Set[int]) -> list[int]:
+    """Return the flags whose rows are all computed now that a block is, which is in `computed`."""
+    flags = range(done.blocks)
+    rows = {i: range(i * blocks // done.blocks, -(-(i + 1) * blocks // done.blocks)) for i in flags}
+    return [flag for flag, needed in rows.items() if block in needed and computed >= set(needed)]
+
+
 # Inputs in place ------------------------------------------------------------------------------------------------------
 # Inputs that need no copy: the caller can write them where a program would copy them, in symmetric memory.
 
@@ -95,7 +144,7 @@ def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int,
     return tuple(found.values())
 
 
-def copy_here(out: torch.Tensor, x: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+def copy_here(out: torch.Tensor, x: torch.Tensor, copy: Copy) -> None:
     """Copy `x` to `out` within this rank's memory, by `copy`; do nothing where the caller has made `x` in its place.
 
     In place is one address and one layout. At that address with other strides, `x` is read before `out` is written.

@@ -385,8 +385,8 @@ class CudaPlan:
             view()
 
     def add_compute(self, op: ComputeOp) -> None:
-        if op.ready is not None:
-            self.here(op, self.flagged.compute(op, op.ready))
+        if op.ready is not None or op.done is not None:
+            self.here(op, self.flagged.compute(op))
         else:
             kernel, captured = self.machine.kernels[op.kind], self.machine.kernel(op)
             self.here(op, bind_compute(op, self.registers, kernel))

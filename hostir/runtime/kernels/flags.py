@@ -343,6 +343,25 @@ def stores_ended(x, wanted, TMA: tl.constexpr):
         )
 
 
+@triton.jit(do_not_specialize=["epoch", "blocks", "words"])
+def _raise(flags, epoch, timeouts, blocks, words, FLAGS: tl.constexpr, WORDS: tl.constexpr):
+    """Raise all flags of a row, unless there are timeouts."""
+    missing = 0
+    if timeouts is not None:
+        number = tl.arange(0, WORDS)
+        missing = tl.sum((tl.load(timeouts + number, mask=number < words, other=0) != 0).to(tl.int32), 0)
+    number = tl.arange(0, FLAGS)
+    tl.atomic_xchg(flags + number, epoch, mask=(number < blocks) & (missing == 0), sem="release", scope="sys")
+
+
+def raise_flags(done: DoneFlags, timeouts: torch.Tensor | None) -> None:
+    """Raise all flags behind the earlier work of the current stream, unless a kernel has reported timeouts."""
+    blocks, words = len(done.flags), 0 if timeouts is None else timeouts.numel()
+    sizes = triton.next_power_of_2(blocks), triton.next_power_of_2(max(1, words))
+    with launching(done.flags.device):
+        _raise[(1,)](done.flags, done.epoch, timeouts, blocks, words, *sizes, num_warps=1)
+
+
 # Signals by kernels ---------------------------------------------------------------------------------------------------
 # A small kernel that raises one flag of a peer.
 #

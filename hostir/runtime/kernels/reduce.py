@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +24,12 @@ from hostir.runtime.kernels.flags import (
     count,
     done_rows,
     poll,
+    raise_flags,
     stores_ended,
 )
 from hostir.runtime.kernels.layout import (
     INTERPRETED,
     Compiled,
-    Limits,
     bind_thread,
     check_device,
     collapse,
@@ -37,6 +38,7 @@ from hostir.runtime.kernels.layout import (
 )
 from hostir.runtime.kernels.matmul import workspace
 from hostir.runtime.kernels.matmul_kernel import from_float32, to_float32
+from hostir.runtime.kernels.table import Again
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -197,6 +199,7 @@ def sum_kernel(
     step,  # stride of the sources
     segments,  # of a block; a segment lies in one run of the last axis
     length,  # elements of a segment
+    first,  # the block to begin with
     flags,  # flags, timeouts, epoch, polls: as in ReadyFlags, with READY only; waits: number of flags of a source
     timeouts,
     epoch,
@@ -206,7 +209,6 @@ def sum_kernel(
     raised_epoch,
     raises,
     counts,
-    first,  # the block to begin with
     blocks,  # of the result; each is one with a flag, or an equal part of one
     C: tl.constexpr,  # SumConstants
 ):
@@ -262,53 +264,60 @@ class SumLaunch:
     options: Mapping[str, Any]
     compiled: Compiled | None = field(default=None, init=False)
 
-    def __call__(self, tensors: Sequence[torch.Tensor], ready: ReadyFlags | None, done: DoneFlags | None) -> None:
-        """Launch for x, own rows and the result, on the current stream."""
-        if INTERPRETED or torch.cuda.current_device() == self.device.index:
-            self._launch(tensors, ready, done)
-            return
-        with torch.cuda.device(self.device):
-            self._launch(tensors, ready, done)
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], ready: ReadyFlags | None, done: DoneFlags | None
+    ) -> Again | None:
+        """Launch for x, own rows and the result, on the current stream.
 
-    def _launch(self, tensors: Sequence[torch.Tensor], ready: ReadyFlags | None, done: DoneFlags | None) -> None:
-        """Launch; the first time through Triton, which compiles if needed; the interpreter has no other way."""
-        if not INTERPRETED:
-            bind_thread(self.device)
-        stream = self.compiled.stream(self.device.index) if self.compiled else 0
-        if not INTERPRETED and self.compiled is None:
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-        counts = None
-        if done is not None:  # kept alive until the kernel is launched
-            _, tickets = workspace(self.device, stream, 0, 2 * len(done.flags))
-            counts = tickets[: 2 * len(done.flags)].view(torch.int64)
+        Returns a function that launches it again for the same addresses, on the stream that is then current; None if
+        the kernel had to be compiled.
+        """
         if self.compiled is not None:
-            self.compiled.launch(self.programs, stream, self._arguments(tensors, ready, done, counts, _address))
-            return
+            again = partial(self._start, self.compiled, self._arguments(tensors, ready, done, _address))
+            again()
+            return again
         with launching(self.device):
-            kernel = sum_kernel[(self.programs,)](
-                *self._arguments(tensors, ready, done, counts, _itself), **self.options
-            )
+            given, last = self._arguments(tensors, ready, done, _itself), (self.blocks, self.constants)
+            stream = 0 if INTERPRETED else torch.cuda.current_stream(self.device).cuda_stream
+            kernel = sum_kernel[(self.programs,)](*given, self._counts(stream), *last, **self.options)
         if not INTERPRETED:
             self.compiled = Compiled(kernel)
+        return None
+
+    def _start(self, compiled: Compiled, given: Sequence[Any]) -> None:
+        if torch.cuda.current_device() != self.device.index:
+            with launching(self.device):
+                self._start(compiled, given)
+            return
+        bind_thread(self.device)
+        stream = compiled.stream(self.device.index)
+        counts = self._counts(stream)  # kept alive until the kernel is launched
+        compiled.launch(self.programs, stream, (*given, _address(counts), self.blocks, self.constants))
+
+    def _counts(self, stream: int) -> torch.Tensor | None:
+        """Return the counts of blocks with flags, all 0, for one launch on a stream."""
+        if self.raises is None:
+            return None
+        _, tickets = workspace(self.device, stream, 0, 2 * self.raises)
+        return tickets[: 2 * self.raises].view(torch.int64)
 
     def _arguments(
         self,
         tensors: Sequence[torch.Tensor],
         ready: ReadyFlags | None,
         done: DoneFlags | None,
-        counts: torch.Tensor | None,
-        given: Callable[[torch.Tensor | None], Any],
+        given: Callable[[torch.Tensor], Any],
     ) -> tuple[Any, ...]:
-        """Return the arguments of the kernel, tensors as `given` makes them."""
+        """Return the arguments of the kernel before `counts`, tensors as `given` makes them."""
         parts = [Part(given(t), strides) for t, strides in zip(tensors, self.strides, strict=True)]
         waits: tuple[Any, ...] = (None,) * 5
         if ready is not None:
             waits = (given(ready.flags), given(ready.timeouts), ready.epoch, self.waits, ready.polls)
-        raised: tuple[Any, ...] = (None,) * 4
+        raised: tuple[Any, ...] = (None,) * 3
         if done is not None:
-            raised = (given(done.flags), done.epoch, self.raises, given(counts))
+            raised = (given(done.flags), done.epoch, self.raises)
         first = 0 if done is None or ready is not None else done.first * (self.blocks // len(done.flags))
-        return (*parts, self.sizes, *self.numbers, *waits, *raised, first, self.blocks, self.constants)
+        return (*parts, self.sizes, *self.numbers, first, *waits, *raised)
 
 
 def _address(x: torch.Tensor | None) -> int | None:
@@ -334,7 +343,7 @@ def _sum_sources(
     ready: ReadyFlags | None,
     done: DoneFlags | None,
     own: torch.Tensor | None,
-) -> None:
+) -> Again | None:
     """Compute `out = x.sum(0)`, the sources in their order; see `reduce_sum`."""
     kind: tuple[object, ...] = (_layout(x), _layout(out), _layout(own))
     if ready is not None:
@@ -348,7 +357,7 @@ def _sum_sources(
         if len(_sums) >= _MAX_SUMS:
             _sums.clear()
         call = _sums[kind] = _prepare(x, out, ready, done, own)
-    call((x, x if own is None else own, out), ready, done)
+    return call((x, x if own is None else own, out), ready, done)
 
 
 def _prepare(
@@ -439,6 +448,23 @@ def reduce_sum(
     depends on shapes and strides alone, so results repeat bit for bit.
     Raises TypeError for a dtype, ValueError for a shape, an axis, a device or flags that do not fit.
     """
+    add_up(x, out, axis, ready=ready, done=done, own=own)
+    return out
+
+
+def add_up(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    axis: int,
+    *,
+    ready: ReadyFlags | None = None,
+    done: DoneFlags | None = None,
+    own: torch.Tensor | None = None,
+) -> Again | None:
+    """Compute as `reduce_sum`. Returns a function that repeats the call for the same layouts and addresses.
+
+    None if it took more than one launch, or the kernel was compiled.
+    """
     device = check_device(x=x, out=out, own=own)
     if x.dtype not in DTYPES or out.dtype not in DTYPES:
         raise TypeError(f"reduce_sum expects {', '.join(map(str, DTYPES))}; got x {x.dtype}, out {out.dtype}")
@@ -453,17 +479,18 @@ def reduce_sum(
     if ready is not None or done is not None or own is not None:
         _check_blocks(x, out, axis, ready, done, own)
     if out.numel() == 0:
-        return out
+        return None
     if not x.shape[axis]:
         out.zero_()
         if done is not None:
-            done.flags.fill_(done.epoch)
-        return out
-    if ready is not None or done is not None or _adds_in_order(x, out, axis):
-        if own is not None and own.shape != out.shape:
+            raise_flags(done, None)
+        return None
+    if ready is not None or done is not None or adds_in_order(x, out, axis):
+        moved = own is not None and own.shape != out.shape
+        if own is not None and moved:
             own = own.reshape(out.shape)  # a view, if there is one
-        _sum_sources(x.movedim(axis, 0), out, ready, done, own)
-        return out
+        again = _sum_sources(x.movedim(axis, 0), out, ready, done, own)
+        return None if moved else again
 
     R, x_r = x.shape[axis], x.stride(axis)
     levels = collapse(kept, [*x.stride()[:axis], *x.stride()[axis + 1 :]], out.stride())
@@ -485,7 +512,7 @@ def reduce_sum(
                 BR=BR,
                 WIDE=x.dtype == torch.float32,
             )
-    return out
+    return None
 
 
 def _check_blocks(
@@ -517,7 +544,7 @@ def _check_blocks(
         raise ValueError(f"there is no source {ready.source}: expected 0 to {len(x) - 1}")
 
 
-def _adds_in_order(x: torch.Tensor, out: torch.Tensor, axis: int) -> bool:
+def adds_in_order(x: torch.Tensor, out: torch.Tensor, axis: int) -> bool:
     """Whether the sources are few, and further apart in memory than the elements of each."""
     kept = [i for i in range(x.ndim) if i != axis]
     levels = collapse(out.shape, [x.stride(i) for i in kept], out.stride())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hostir.runtime.kernels import matmul as matmul_module
 from hostir.runtime.kernels import reduce as module
 from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, no_timeouts, timeout_error
+from hostir.runtime.kernels.layout import Limits
 from hostir.runtime.kernels.reduce import DTYPES, reduce_sum
 from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled
 from tests.runtime.kernels.interpreted.test_done import Watched
@@ -96,7 +97,7 @@ def test_a_source_that_stays_away_is_named_and_its_block_is_neither_written_nor_
 
 
 def test_blocks_are_done_from_the_first_on(monkeypatch):
-    monkeypatch.setattr(module, "limits", lambda device: module.Limits(1, 1 << 20, True))
+    monkeypatch.setattr(module, "limits", lambda device: Limits(1, 1 << 20, True))
     x, out = filled([2, 8, 24], torch.float32), torch.empty(8, 24)
     raised = torch.zeros(4, dtype=torch.int64)
     watched = Watched(monkeypatch, raised, out)

@@ -45,8 +45,8 @@ def test_leading_axes_that_do_not_merge_are_walked(dtype):
     + [("aten", device, False) for device in ("cpu", "cuda")],
 )
 def test_a_product_that_waits_is_there_where_triton_suits_the_device(policy, device, present):
-    assert {"matmul_ready", "linear_ready"} & kernel_table(policy, device).keys() == (
-        {"matmul_ready", "linear_ready"} if present else set()
+    assert {"matmul_by_blocks", "linear_by_blocks"} & kernel_table(policy, device).keys() == (
+        {"matmul_by_blocks", "linear_by_blocks"} if present else set()
     )
 
 
@@ -62,7 +62,7 @@ def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, block
     ready = ReadyFlags(
         torch.ones(blocks, dtype=torch.int32), 1, no_timeouts(blocks, "cpu"), first=first % blocks, polls=3
     )
-    kernel = kernel_table("triton", "cpu")["matmul_ready" if kind == "matmul" else "linear_ready"]
+    kernel = kernel_table("triton", "cpu")["matmul_by_blocks" if kind == "matmul" else "linear_by_blocks"]
     bias = filled((6,), torch.float32, integers=True) if "bias" in kind else torch.zeros(6)
     right = (b,) if kind == "matmul" else (b.t().contiguous(), *((bias,) if "bias" in kind else (None,)))
     kernel(out, a, *right, ready=ready)
@@ -92,7 +92,7 @@ def test_own_rows_are_used_whatever_the_layout(order, blocks, first, few, monkey
     flags = torch.ones(blocks, dtype=torch.int32)
     flags[first] = 0
     ready = ReadyFlags(flags, 1, no_timeouts(blocks, "cpu"), first=first, polls=3)
-    kernel_table("triton", "cpu")["linear_ready"](out, a, b.t().contiguous(), bias, ready=ready, own=own)
+    kernel_table("triton", "cpu")["linear_by_blocks"](out, a, b.t().contiguous(), bias, ready=ready, own=own)
     assert_only_view_written(out, buffer)
     rows = a.reshape(60, 8).clone()
     rows.chunk(blocks)[first].copy_(own)
@@ -107,7 +107,7 @@ def test_a_linear_that_waits_rounds_once(dtype):
     a, weight = torch.cat([ones * big, ones], 1), torch.tensor([[big, 1.0]], dtype=dtype)
     bias, out = torch.ones(1, dtype=dtype), torch.full((4, 1), math.nan, dtype=dtype)
     ready = ReadyFlags(torch.ones(2, dtype=torch.int32), 1, no_timeouts(2, "cpu"))
-    kernel_table("triton", "cpu")["linear_ready"](out, a, weight, bias, ready=ready)
+    kernel_table("triton", "cpu")["linear_by_blocks"](out, a, weight, bias, ready=ready)
     exact = a.double() @ weight.double().t() + bias.double()
     assert torch.equal(out, exact.to(dtype))
     assert not torch.equal(out, (a @ weight.t()) + bias), "an example that cannot tell"
@@ -117,7 +117,7 @@ def test_blocks_that_do_not_fit_the_slices_are_said():
     a, b, out = torch.zeros(4, 3, 10, 8)[:, :, ::2].transpose(0, 1), torch.zeros(8, 6), torch.zeros(3, 4, 5, 6)
     ready = ReadyFlags(torch.ones(5, dtype=torch.int32), 1, no_timeouts(5, "cpu"))
     with pytest.raises(HostIRError, match=r"cannot wait for 5 blocks of rows in 3 slices"):
-        kernel_table("triton", "cpu")["matmul_ready"](out, a, b, ready=ready)
+        kernel_table("triton", "cpu")["matmul_by_blocks"](out, a, b, ready=ready)
 
 
 def test_timeouts_may_lie_in_pinned_memory_of_the_host_and_in_no_other(monkeypatch):
