@@ -7,7 +7,7 @@ import torch
 
 import hostir.ir as text
 from hostir.ir.source import HostIRError
-from hostir.runtime.kernels.flags import ReadyFlags, block_rows, no_timeouts
+from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, block_rows, no_timeouts
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs
@@ -98,6 +98,22 @@ def test_own_rows_are_used_whatever_the_layout(order, blocks, first, few, monkey
     rows.chunk(blocks)[first].copy_(own)
     assert torch.equal(out.reshape(60, 6), rows @ b + bias)
     assert not ready.timeouts.any()
+
+
+@pytest.mark.parametrize("missing", [None, 2])
+@pytest.mark.parametrize("waits", [True, False])
+def test_flags_rise_together_behind_rows_that_do_not_merge_unless_some_were_missed(waits, missing):
+    a = filled((4, 3, 5, 8), torch.float32, order=(1, 0, 2, 3), pad=(0, 1, 1, 0), integers=True)
+    b, out = filled((8, 6), torch.float32, integers=True), torch.full((4, 3, 5, 6), math.nan)
+    raised, ready = torch.zeros(6, dtype=torch.int64), None
+    if waits:
+        ready = ReadyFlags(torch.ones(4, dtype=torch.int32), 1, no_timeouts(4, "cpu"), polls=3)
+        if missing is not None:
+            ready.flags[missing] = 0
+    kernel_table("triton", "cpu")["matmul_by_blocks"](out, a, b, ready=ready, done=DoneFlags(raised, 2))
+    gave_up = waits and missing is not None
+    assert raised.tolist() == [0 if gave_up else 2] * 6
+    assert gave_up or torch.equal(out, a @ b)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
