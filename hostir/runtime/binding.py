@@ -30,6 +30,7 @@ from hostir.runtime.unroll import (
 
 Step = Callable[[], object]
 Copy = Callable[[torch.Tensor, torch.Tensor], object]  # of the second to the first
+AddUp = Callable[..., object]  # as aten.add_up
 
 
 def bind_allocate(op: AllocateOp, registers: list[Any], device: torch.device) -> Step:
@@ -78,11 +79,14 @@ def bind_compute(op: ComputeOp, registers: list[Any], kernel: Kernel) -> Step:
 
 
 def compute_block(
-    op: ComputeOp, registers: Sequence[Any], kernel: Kernel, block: int, blocks: int, copy: Copy = torch.Tensor.copy_
+    op: ComputeOp, registers: Sequence[Any], kernel: Kernel, block: int, blocks: int, add_up: AddUp | None = None
 ) -> None:
-    """Compute one of `blocks` equal blocks of the rows of a product or a sum; `copy` is for own rows of a sum."""
+    """Compute one of `blocks` equal blocks of the rows of a product or a sum.
+
+    `add_up` adds sources of which one is elsewhere, with the bits of a sum of whole tensors; else they are copied.
+    """
     if op.kind == "sum":
-        _sum_block(op, registers, kernel, block, blocks, copy)
+        _sum_block(op, registers, kernel, block, blocks, add_up)
         return
     out, a, *others = registers[op.out], *(registers[x] for x in op.operands)
     ready = op.ready
@@ -91,24 +95,32 @@ def compute_block(
         kernel(out_part, a_part, *others, **op.options)
 
 
-def _sum_block(op: ComputeOp, registers: Sequence[Any], kernel: Kernel, block: int, blocks: int, copy: Copy) -> None:
-    """Compute a block of a sum by the kernel that sums whole tensors.
-
-    Rows of the rank's own are copied to where they stand for a source: what is there need not be kept.
-    """
+def _sum_block(
+    op: ComputeOp, registers: Sequence[Any], kernel: Kernel, block: int, blocks: int, add_up: AddUp | None
+) -> None:
+    """Compute one block of the rows of a sum; the bits are those of a sum of whole tensors."""
     out, x, ready = registers[op.out], registers[op.operands[0]].movedim(op.options["axis"], 0), op.ready
     height = out.shape[:-1].numel() // blocks
     own = [] if ready is None or ready.own is None else [registers[ready.own]]
-    pieces = row_pieces([(part, block * height) for part in (out, *x[:1], *own)], height)
-    for _, (target, *views) in pieces:
-        if not views:
-            target.zero_()
+    addends = [y.expand_as(out) for y in (registers[register] for register in op.operands[1:]) if y is not None]
+    then = {**op.options, "axis": 0}
+    rows = [(part, block * height) for part in (out, *addends, *x[:1], *own)]
+    for _, (target, *views) in row_pieces(rows, height):
+        added, views = views[: len(addends)], views[len(addends) :]
+        if not len(x):
+            kernel(target, x.new_empty(0, *target.shape), *added, **then)
             continue
-        place = views[0]
-        sources = place.as_strided((len(x), *place.shape), (x.stride(0), *place.stride()), place.storage_offset())
-        if ready is not None and own:
-            copy(sources[ready.replaced[0] // ready.results], views[1])
-        kernel(target, sources, axis=0)
+        first = views[0]
+        sources = first.as_strided((len(x), *first.shape), (x.stride(0), *first.stride()), first.storage_offset())
+        if ready is None or not own:
+            kernel(target, sources, *added, **then)
+            continue
+        parts = list(sources)
+        parts[ready.replaced[0] // ready.results] = views[1]
+        if add_up is not None:
+            add_up(target, [*parts, *added], activation=then.get("activation", ""))
+        else:
+            kernel(target, torch.stack(parts), *added, **then)
 
 
 def completed(done: Done, block: int, blocks: int, computed: Set[int]) -> list[int]:

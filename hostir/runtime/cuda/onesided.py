@@ -15,6 +15,7 @@ from hostir.knobs import TIMEOUT
 from hostir.runtime.binding import Pushes, Step, bind_compute, completed, compute_block, copy_here
 from hostir.runtime.cuda.memory import CREDITS, FlowControl, Slot, waits
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
+from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.table import Again, Kernel, repeating
 from hostir.runtime.order import CALLER, NONE
 from hostir.runtime.sharding import torch_dtype
@@ -369,7 +370,7 @@ class CudaOneSided:
             slots = [] if ready is None else self.needed(ready, block)
             if ready is not None and slots:
                 steps.append(self.on(op.stream, self.wait_all(ready.flags, slots, ready.epoch)))
-            steps.append(partial(compute_block, op, registers, kernel, block, blocks, self.kernels["copy"]))
+            steps.append(partial(compute_block, op, registers, kernel, block, blocks, self.add_up))
             computed.add(block)
             if done is not None and (raised := completed(done, block, blocks, computed)):
                 place = self.place(done.flags)
@@ -381,6 +382,9 @@ class CudaOneSided:
                 each()
 
         return step
+
+    def add_up(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, activation: str) -> None:
+        aten.add_up(out, parts, activation=activation)
 
     def needed(self, ready: Ready, block: int) -> list[int]:
         """Return the flags that a block of the result waits for, but for those that the order of a stream replaces."""

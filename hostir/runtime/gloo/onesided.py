@@ -18,6 +18,7 @@ import torch
 
 from hostir.ir.machine import Ready
 from hostir.runtime.binding import Step, completed, compute_block, copy_here
+from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.symmetric import BufferInfo, Offer, SharedMemory
 from hostir.runtime.unroll import (
@@ -267,12 +268,13 @@ class GlooOneSided:
         (start, end), ready, done = self.plan.bracket(op), op.ready, op.done
         order = ready.order if ready is not None else done.order if done is not None else ()
         blocks, computed = len(order), set[int]()
+        add_up = aten.add_up if kernel is aten.sum else None
         lane.add(op, start)
         for block in order:
             if ready is not None:
                 for slot in ready.needed(block):
                     self.deal_wait(op, ready.flags, slot, ready.epoch, lane, _operands_block(ready, slot))
-            lane.add(op, partial(compute_block, op, self.registers, kernel, block, blocks))
+            lane.add(op, partial(compute_block, op, self.registers, kernel, block, blocks, add_up))
             computed.add(block)
             if done is not None:
                 flags = self.flags(done.flags)

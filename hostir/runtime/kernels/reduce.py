@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.flags import (
     MISSED,
     Awaited,
@@ -101,6 +102,7 @@ class SumConstants(NamedTuple):
         DONE: flags rise behind blocks.
         OVERLAPS: it may have started before the previous kernel of the stream has ended.
         WIDE: accumulate in float64.
+        ACTIVATION: the function that is applied at the end; empty for none.
     """
 
     SOURCES: int
@@ -113,6 +115,7 @@ class SumConstants(NamedTuple):
     DONE: bool
     OVERLAPS: bool
     WIDE: bool
+    ACTIVATION: str
 
 
 @triton.jit
@@ -143,7 +146,20 @@ def _load(part, at, number, mask, C: tl.constexpr):
 
 
 @triton.jit
-def _add_sources(x, own, out, sizes, place, size, step, C: tl.constexpr):
+def _activate(x, C: tl.constexpr):
+    """Apply a function to float32 elements."""
+    if C.ACTIVATION == "relu":
+        return tl.where(x < 0, 0.0, x)  # NaN stays NaN
+    elif C.ACTIVATION == "gelu":
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif C.ACTIVATION == "silu":
+        return x / (1 + tl.exp(-x))
+    else:
+        return x
+
+
+@triton.jit
+def _add_sources(x, own, addend, out, sizes, place, size, step, C: tl.constexpr):
     """Sum up `size` elements from number `place` on; `step` is the stride of the sources."""
     SOURCES: tl.constexpr = C.SOURCES
     number = tl.arange(0, C.BLOCK)
@@ -167,7 +183,9 @@ def _add_sources(x, own, out, sizes, place, size, step, C: tl.constexpr):
                 total += _load(own, at_own, number, mask, C)
             else:
                 total += _load(x, at, number, mask, C)
-    total = from_float32(total.to(tl.float32), out.base.dtype.element_ty)
+    if addend is not None:
+        total += _load(addend, _offset(addend, sizes, place, C), number, mask, C)
+    total = from_float32(_activate(total.to(tl.float32), C), out.base.dtype.element_ty)
     tl.store(_pointers(out, _offset(out, sizes, place, C), number, C), total, mask=mask)
 
 
@@ -192,8 +210,9 @@ _VARYING = ["epoch", "waits", "polls", "raised_epoch", "raises", "first", "block
 
 @triton.jit(do_not_specialize=_VARYING)
 def sum_kernel(
-    x,  # Part, Part of own rows, and of the result
+    x,  # Part, Part of own rows, of what is added behind the sources, or None, and of the result
     own,
+    addend,
     out,
     sizes,  # of the axes that the result was merged into, outermost first
     step,  # stride of the sources
@@ -230,7 +249,7 @@ def sum_kernel(
             within = piece + i * programs - number * of_block
             place = (block * segments + within // of_segment).to(tl.int64) * length
             begin = within % of_segment * C.BLOCK
-            _add_sources(x, own, out, sizes, place + begin, min(length - begin, C.BLOCK), step, C)
+            _add_sources(x, own, addend, out, sizes, place + begin, min(length - begin, C.BLOCK), step, C)
         if C.DONE:
             parts = blocks // raises
             more = mine + tl.where(left > 0, 0, MISSED)
@@ -246,7 +265,7 @@ class SumLaunch:
 
     Fields:
         programs: size of the grid.
-        sizes: of the axes; strides: of each of x, own rows and the result.
+        sizes: of the axes; strides: of each of x, own rows, an addend and the result; None if there is no addend.
         numbers: the arguments of the kernel from `step` to `length`.
         waits, raises, blocks: the arguments of these names; None without flags.
         constants, options: what the kernel is compiled for, and how.
@@ -255,7 +274,7 @@ class SumLaunch:
     device: torch.device
     programs: int
     sizes: tuple[int, ...]
-    strides: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...] | None, ...]
     numbers: tuple[int, ...]
     waits: int | None
     raises: int | None
@@ -265,9 +284,9 @@ class SumLaunch:
     compiled: Compiled | None = field(default=None, init=False)
 
     def __call__(
-        self, tensors: Sequence[torch.Tensor], ready: ReadyFlags | None, done: DoneFlags | None
+        self, tensors: Sequence[torch.Tensor | None], ready: ReadyFlags | None, done: DoneFlags | None
     ) -> Again | None:
-        """Launch for x, own rows and the result, on the current stream.
+        """Launch for x, own rows, an addend and the result, on the current stream.
 
         Returns a function that launches it again for the same addresses, on the stream that is then current; None if
         the kernel had to be compiled.
@@ -303,13 +322,14 @@ class SumLaunch:
 
     def _arguments(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor | None],
         ready: ReadyFlags | None,
         done: DoneFlags | None,
         given: Callable[[torch.Tensor], Any],
     ) -> tuple[Any, ...]:
         """Return the arguments of the kernel before `counts`, tensors as `given` makes them."""
-        parts = [Part(given(t), strides) for t, strides in zip(tensors, self.strides, strict=True)]
+        pairs = zip(tensors, self.strides, strict=True)
+        parts = [None if t is None else Part(given(t), strides) for t, strides in pairs]
         waits: tuple[Any, ...] = (None,) * 5
         if ready is not None:
             waits = (given(ready.flags), given(ready.timeouts), ready.epoch, self.waits, ready.polls)
@@ -340,12 +360,14 @@ def _layout(t: torch.Tensor | None) -> tuple[object, ...] | None:
 def _sum_sources(
     x: torch.Tensor,
     out: torch.Tensor,
+    addend: torch.Tensor | None,
+    activation: str,
     ready: ReadyFlags | None,
     done: DoneFlags | None,
     own: torch.Tensor | None,
 ) -> Again | None:
-    """Compute `out = x.sum(0)`, the sources in their order; see `reduce_sum`."""
-    kind: tuple[object, ...] = (_layout(x), _layout(out), _layout(own))
+    """Compute `out = activation(x.sum(0) + addend)`, the sources in their order; see `reduce_sum`."""
+    kind: tuple[object, ...] = (*map(_layout, (x, out, addend, own)), activation)
     if ready is not None:
         narrow = -(1 << 31) <= ready.epoch < 1 << 31
         kind += (_layout(ready.flags), _layout(ready.timeouts), narrow, ready.source, ready.overlapped_sms)
@@ -356,13 +378,15 @@ def _sum_sources(
     if call is None:
         if len(_sums) >= _MAX_SUMS:
             _sums.clear()
-        call = _sums[kind] = _prepare(x, out, ready, done, own)
-    return call((x, x if own is None else own, out), ready, done)
+        call = _sums[kind] = _prepare(x, out, addend, activation, ready, done, own)
+    return call((x, x if own is None else own, addend, out), ready, done)
 
 
 def _prepare(
     x: torch.Tensor,
     out: torch.Tensor,
+    addend: torch.Tensor | None,
+    activation: str,
     ready: ReadyFlags | None,
     done: DoneFlags | None,
     own: torch.Tensor | None,
@@ -371,8 +395,8 @@ def _prepare(
     waits = None if ready is None else len(ready.flags) // len(x)
     raises = None if done is None else len(done.flags)
     blocks = math.lcm(waits or 1, raises or 1)
-    mine = x[0] if own is None else own
-    levels = collapse(out.shape, x.stride()[1:], mine.stride(), out.stride()) or [(1, 1, 1, 1)]
+    tensors = x[0], x[0] if own is None else own, out if addend is None else addend, out
+    levels = collapse(out.shape, *(t.stride() for t in tensors)) or [(1,) * 5]
     sizes, *strides = zip(*levels, strict=True)
     length = math.gcd(sizes[-1], out.numel() // blocks)
     vector = 16 // x.element_size()
@@ -380,7 +404,7 @@ def _prepare(
     aligned = (
         all(n % vector == 0 for n in numbers)
         and all(steps[-1] == 1 for steps in strides)
-        and all(t.data_ptr() % 16 == 0 for t in (x, mine, out))
+        and all(t.data_ptr() % 16 == 0 for t in tensors)
     )
     bounds = limits(device)
     overlapped = ready.overlapped_sms if ready is not None and bounds.tma else 0
@@ -393,7 +417,7 @@ def _prepare(
         device=device,
         programs=min(sms, pieces),
         sizes=sizes,
-        strides=tuple(strides),
+        strides=(*strides[:2], None if addend is None else strides[2], strides[3]),
         numbers=(x.stride(0), out.numel() // blocks // length, length),
         waits=waits,
         raises=raises,
@@ -409,6 +433,7 @@ def _prepare(
             DONE=raises is not None,
             OVERLAPS=overlapped > 0,
             WIDE=x.dtype == torch.float32,
+            ACTIVATION=activation,
         ),
         options={"num_warps": warps, **({"launch_pdl": True} if overlapped else {})},
     )
@@ -422,11 +447,13 @@ def reduce_sum(
     out: torch.Tensor,
     axis: int,
     *,
+    addend: torch.Tensor | None = None,
+    activation: str = "",
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
     own: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `out = x.sum(axis)` on the current stream; return `out`.
+    """Compute `out = activation(x.sum(axis) + addend)` on the current stream; return `out`.
 
     Accumulates in float32, and float32 inputs in float64: a plain loop in float32 would be less accurate than torch's
     cascade. The sum is bound by memory bandwidth, so this costs no time.
@@ -436,6 +463,8 @@ def reduce_sum(
         out: the shape of `x` without `axis`, any strides, overwritten; bfloat16, float16 or float32, not necessarily
             the dtype of `x`. It must overlap neither itself nor `x`.
         axis: the axis summed over, counted from the end when negative. An axis of size 0 gives zeros.
+        addend: of the dtype of `x`, in a shape that is spread over that of `out`; added before rounding.
+        activation: `relu`, `gelu` or `silu`, applied in float32 before rounding; empty for none.
         ready: flags for equal blocks of the flattened rows of `x`, as many for each source, which is an index of axis
             0. They may still arrive: a block of `out` waits for that block of every source. The bits are those of the
             sum without flags. If a block does not arrive, that is in `ready.timeouts` in the end, and blocks of `out`
@@ -448,7 +477,7 @@ def reduce_sum(
     depends on shapes and strides alone, so results repeat bit for bit.
     Raises TypeError for a dtype, ValueError for a shape, an axis, a device or flags that do not fit.
     """
-    add_up(x, out, axis, ready=ready, done=done, own=own)
+    add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own=own)
     return out
 
 
@@ -457,6 +486,8 @@ def add_up(
     out: torch.Tensor,
     axis: int,
     *,
+    addend: torch.Tensor | None = None,
+    activation: str = "",
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
     own: torch.Tensor | None = None,
@@ -465,7 +496,7 @@ def add_up(
 
     None if it took more than one launch, or the kernel was compiled.
     """
-    device = check_device(x=x, out=out, own=own)
+    device = check_device(x=x, out=out, own=own, addend=addend)
     if x.dtype not in DTYPES or out.dtype not in DTYPES:
         raise TypeError(f"reduce_sum expects {', '.join(map(str, DTYPES))}; got x {x.dtype}, out {out.dtype}")
     if not -x.ndim <= axis < x.ndim:
@@ -481,16 +512,23 @@ def add_up(
     if out.numel() == 0:
         return None
     if not x.shape[axis]:
-        out.zero_()
+        aten.sum(out, x, addend, axis=axis, activation=activation)
         if done is not None:
             raise_flags(done, None)
         return None
+    if addend is not None:
+        addend = addend.expand_as(out)
     if ready is not None or done is not None or adds_in_order(x, out, axis):
         moved = own is not None and own.shape != out.shape
         if own is not None and moved:
             own = own.reshape(out.shape)  # a view, if there is one
-        again = _sum_sources(x.movedim(axis, 0), out, ready, done, own)
+        again = _sum_sources(x.movedim(axis, 0), out, addend, activation, ready, done, own)
         return None if moved else again
+    if addend is not None or activation:
+        total = torch.empty_like(out, dtype=torch.float32)
+        add_up(x, total, axis)
+        aten.add_up(out, (total,), addend, activation)
+        return None
 
     R, x_r = x.shape[axis], x.stride(axis)
     levels = collapse(kept, [*x.stride()[:axis], *x.stride()[axis + 1 :]], out.stride())

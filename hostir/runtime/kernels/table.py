@@ -111,16 +111,18 @@ def linear_by_blocks(
 def sum_by_blocks(
     out: torch.Tensor,
     x: torch.Tensor,
+    addend: torch.Tensor | None = None,
     *,
     axis: int,
+    activation: str = "",
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
     own: torch.Tensor | None = None,
 ) -> Again | None:
-    """Compute `out = x.sum(axis)` in Triton, each block of rows once those of all sources are there."""
+    """Compute `out = activation(x.sum(axis) + addend)` in Triton, each block of rows once all sources have theirs."""
     from hostir.runtime.kernels.reduce import add_up  # loads Triton: only where it is used
 
-    return add_up(x, out, axis, ready=ready, done=done, own=own)
+    return add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own=own)
 
 
 BY_BLOCKS: Mapping[str, Kernel] = {f.__name__: f for f in (matmul_by_blocks, linear_by_blocks, sum_by_blocks)}
@@ -240,17 +242,21 @@ def _linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torc
 ATEN = "use ATen: kernels='aten' in Python, --kernels aten on the command line"
 
 
-def _sum(out: torch.Tensor, x: torch.Tensor, *, axis: int) -> Again | None:
-    return sum_by_blocks(out, x, axis=axis)
+def _sum(
+    out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
+) -> Again | None:
+    return sum_by_blocks(out, x, addend, axis=axis, activation=activation)
 
 
-def _sum_of_few(out: torch.Tensor, x: torch.Tensor, *, axis: int) -> Again | None:
-    """Compute `out = x.sum(axis)`, in Triton if `x` is a few tensors one after another: torch is slow at that."""
+def _sum_of_few(
+    out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
+) -> Again | None:
+    """Compute as `_sum` if `x` is a few tensors one after another, which torch sums slowly; else by torch."""
     from hostir.runtime.kernels.reduce import adds_in_order
 
     if adds_in_order(x, out, axis):
-        return _sum(out, x, axis=axis)
-    aten.sum(out, x, axis=axis)
+        return _sum(out, x, addend, axis=axis, activation=activation)
+    aten.sum(out, x, addend, axis=axis, activation=activation)
     return None
 
 

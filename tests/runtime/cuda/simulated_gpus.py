@@ -29,6 +29,7 @@ from hostir.runtime.cuda import streams
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
 from hostir.runtime.cuda.memory import CREDITS, notes, prepare
 from hostir.runtime.cuda.onesided import CudaOneSided
+from hostir.runtime.kernels.aten import add_up
 from hostir.runtime.kernels.table import Kernel, kernel_table
 from hostir.runtime.session import Groups
 from hostir.runtime.symmetric import BufferInfo, ExchangeTexts, Offer, SharedMemory
@@ -120,15 +121,15 @@ class Gpus:
     def kernels(self) -> Mapping[str, Kernel]:
         """Kernels that run when their stream gets there."""
 
-        def later(kernel: Kernel) -> Kernel:
-            def issue(out: torch.Tensor, *operands: torch.Tensor, **options: Any) -> None:
-                self.current.add(lambda: kernel(out, *operands, **options))
-
-            return issue
-
         table = kernel_table("aten", "cpu")
         waiting = {f"{name}_by_blocks": table[name] for name in ("matmul", "linear", "sum")} if self.waiting else {}
-        return {name: later(kernel) for name, kernel in table.items()} | waiting
+        return {name: self.later(kernel) for name, kernel in table.items()} | waiting
+
+    def later(self, kernel: Callable[..., object]) -> Callable[..., None]:
+        def issue(*operands: Any, **options: Any) -> None:
+            self.current.add(lambda: kernel(*operands, **options))
+
+        return issue
 
     def run(self, random: Random) -> None:
         """Runs what is in the queues. Fails where nothing can go on."""
@@ -201,7 +202,7 @@ class Gpus:
 
         def tasks(block: int, registers: Sequence[Any], computed: set[int]) -> Iterator[Task]:
             def compute() -> None:
-                compute_block(op, registers, kernel, block, blocks)
+                compute_block(op, registers, kernel, block, blocks, add_up)
 
             def raise_flags() -> None:
                 computed.add(block)
@@ -285,6 +286,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
         cuda_onesided.CudaOneSided, "signal_kernel", lambda _, flag, epoch: these.signal_kernel(flag, epoch)
     )
     monkeypatch.setattr(cuda_onesided.CudaOneSided, "in_one_kernel", lambda *given: these.in_one_kernel(*given))
+    monkeypatch.setattr(cuda_onesided.CudaOneSided, "add_up", lambda _, *given, **o: these.later(add_up)(*given, **o))
     monkeypatch.setattr(cuda_onesided, "StridedCopy", these.strided_copy)
     monkeypatch.setattr(cuda_onesided, "wait_at_least", _wait)
     monkeypatch.setattr(cuda_onesided, "write", _write)

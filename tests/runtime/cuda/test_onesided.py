@@ -273,6 +273,22 @@ def test_flags_of_another_number_of_blocks_rise_behind_those_that_were_waited_fo
     check_calls(program, gpus, seed, monkeypatch, calls=4)
 
 
+SCATTERED = (patterns.row_parallel_scattered, patterns.row_parallel_bias, patterns.mlp)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("pattern", SCATTERED, ids=lambda p: p.__name__)
+def test_reduce_scatters_as_they_are_lowered_are_right_in_every_order(
+    pattern: Callable[..., hi.Fusion], ranks: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = [p for _, p in symbolic.lowered(pattern, ranks) if not needs_nccl(p)]
+    assert programs or pattern is patterns.row_parallel_bias
+    for seed, program in enumerate(programs):
+        check_calls(program, gpus, seed, monkeypatch, sizes={"M": 0})
+        for layout in (torch.clone, *symbolic.LAYOUTS[:-1]):
+            check_calls(program, gpus, seed, monkeypatch, sizes={"M": 12 * ranks}, layout=layout)
+
+
 def test_flags_that_a_kernel_raises_while_it_runs_are_no_order_of_a_stream(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

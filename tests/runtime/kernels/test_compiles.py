@@ -87,18 +87,27 @@ def compiled(
     return triton.compile(source, target=HOPPER, options=options)
 
 
-def compiled_sum(sources: int, *, dtype: str, block: int, warps: int, own: int = -1, axes: int = 1, flags: bool = True):
-    """The kernel that adds sources. `flags`: it waits for them, and raises others."""
-    vector = 4 if dtype == "fp32" else 8
+def compiled_sum(
+    sources: int,
+    *,
+    dtype: str,
+    block: int,
+    warps: int,
+    own: int = -1,
+    axes: int = 1,
+    flags: bool = True,
+    activation: str = "",
+):
+    """The kernel that adds sources, and with an activation an addend. `flags`: it waits for them, and raises others."""
+    vector, wide = 4 if dtype == "fp32" else 8, dtype == "fp32"
     waits = triton.next_power_of_2(sources) if flags else 0
-    kind = SumConstants(sources, sources <= 16, own, block, vector, axes, waits, flags, False, dtype == "fp32")
-    waiting, raising = (
-        ("flags", "timeouts", "epoch", "waits", "polls"),
-        ("raised_flags", "raised_epoch", "raises", "counts"),
-    )
-    constants = {"C": kind, **dict.fromkeys(() if flags else (*waiting, *raising))}
+    kind = SumConstants(sources, sources <= 16, own, block, vector, axes, waits, flags, False, wide, activation)
+    absent = [] if flags else ["flags", "timeouts", "epoch", "waits", "polls"]
+    absent += [] if flags else ["raised_flags", "raised_epoch", "raises", "counts"]
+    constants = {"C": kind, **dict.fromkeys(absent if activation else [*absent, "addend"])}
     signature = {name: "constexpr" if name in constants else "i32" for name in sum_kernel.arg_names}
     part = Part(f"*{dtype}", (*["i32"] * (axes - 1), "constexpr"))
+    signature |= {"addend": part} if activation else {}
     signature |= {"x": part, "own": part, "out": part, "sizes": ("i32",) * axes}
     signature |= {name: "*i64" for name in ("flags", "timeouts", "raised_flags", "counts") if flags}
     varying = {
@@ -307,6 +316,14 @@ def test_a_sum_moves_16_bytes_at_a_time_and_spills_nothing(sources, dtype, block
     assert len(re.findall(r"ld\.global", ptx)) == sources * each
     assert len(re.findall(r"st\.global\.(v4\.b32|v2\.b64)", ptx)) == each
     assert spilled(ptx, tmp_path) == 0
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+def test_a_sum_with_an_addend_and_an_activation_moves_16_bytes_at_a_time(activation, tmp_path):
+    ptx = compiled_sum(8, dtype="bf16", block=4096, warps=16, own=1, axes=2, activation=activation).asm["ptx"]
+    assert len(re.findall(r"ld\.global\.cg\.v4\.b32", ptx)) == len(re.findall(r"ld\.global", ptx)) == 9
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 1
+    assert spilled(ptx, tmp_path) <= 32, "numbers that change from block to block"
 
 
 def test_a_sum_reads_behind_the_flags_and_raises_others_behind_its_stores():

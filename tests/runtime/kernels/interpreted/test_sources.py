@@ -106,6 +106,30 @@ def test_blocks_are_done_from_the_first_on(monkeypatch):
     assert torch.equal(out, in_order(x))
 
 
+@pytest.mark.parametrize("activation", ["", "relu", "gelu", "silu"])
+@pytest.mark.parametrize("shape", [(8, 48), (48,), (8, 1), (1, 48)])
+@pytest.mark.parametrize(("dtype", "sources"), [(torch.bfloat16, 3), (torch.float32, 3), (torch.float16, 70)])
+def test_an_addend_and_an_activation_come_before_the_one_rounding(dtype, sources, shape, activation):
+    x, addend = filled([sources, 8, 48], dtype), filled(shape, dtype)
+    exact = x.double().sum(0) + addend.double()
+    if activation:
+        exact = {"silu": torch.nn.functional.silu, "relu": torch.relu, "gelu": torch.nn.functional.gelu}[activation](
+            exact
+        )
+    ready = ReadyFlags(torch.ones(sources * 2, dtype=torch.int64), 1, no_timeouts(sources * 2, "cpu"))
+    for flags in (None, ready):
+        out = torch.full((8, 48), math.nan, dtype=dtype)
+        reduce_sum(x, out, 0, addend=addend, activation=activation, ready=flags)
+        torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=2e-6 * sources)
+
+
+def test_an_activation_of_no_sources_and_of_nan():
+    bias = torch.tensor([-1.0, math.nan, 2.0])
+    for sources in (0, 2):
+        out = reduce_sum(torch.zeros(sources, 3), torch.empty(3), 0, addend=bias, activation="relu")
+        torch.testing.assert_close(out, torch.relu(bias), equal_nan=True)
+
+
 def test_flags_behind_a_sum_over_any_axis_and_of_no_sources():
     x, raised = filled([6, 5, 8], torch.float32), torch.zeros(3, dtype=torch.int64)
     assert torch.equal(reduce_sum(x, torch.empty(6, 8), 1, done=DoneFlags(raised, 2)), in_order(x.transpose(0, 1)))
