@@ -1,7 +1,7 @@
 """Passes `fused` and `push`: each rank sends blocks of rows to all, and one kernel takes each as it arrives.
 
 For an allgather, the blocks are the ranks' shards, and a matmul waits for them. For a reduce_scatter, they are the rows
-that a matmul makes for each other rank: it raises a flag behind each block, its own rank's rows come last, and a sum
+that a matmul makes for each other rank: it raises a flag after each block, its own rank's rows come last, and a sum
 waits for what all ranks have sent.
 
 The first schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et
@@ -32,7 +32,7 @@ from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.rows import (
     RowCollective,
-    Rows,
+    RowCollectives,
     block_axes,
     first_matmul,
     long_axes,
@@ -49,7 +49,7 @@ from hostir.lower.transfers import ARRIVED, COPY_STREAM, Blocks, Mover, Transfer
 
 SMS = 16  # that copy in `push`: fewer do not fill the links, more leave too few to the matmul
 MIN_BLOCK_BYTES = 2 << 20  # of a block that a copy engine sends: smaller copies do not fill the links
-MIN_BLOCK_ROWS = 256  # of a block that a flag is raised behind: two tiles
+MIN_BLOCK_ROWS = 256  # the fewest rows of a block with a flag of its own: two tiles
 MAX_BLOCKS = 8  # of the rows for one rank
 
 # The passes -----------------------------------------------------------------------------------------------------------
@@ -84,7 +84,9 @@ class Push(Pass):
 def sent(program: Program, strategy: str, mover: Mover, min_block_bytes: int = MIN_BLOCK_BYTES) -> Program:
     """Return the host program in which each rank sends its blocks of rows to the others, by this mover."""
     reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
-    rows = Rows.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
+    rows = (
+        RowCollectives.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
+    )
     host = Host(_matmuls_first(rows))
     arriving: dict[str, SentRows] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
     leaving = _scatters_of_products(rows)
@@ -120,7 +122,7 @@ def sent(program: Program, strategy: str, mover: Mover, min_block_bytes: int = M
     return host.finished(workers)
 
 
-def _scatters_of_products(rows: Rows) -> dict[str, ReduceScatter]:
+def _scatters_of_products(rows: RowCollectives) -> dict[str, ReduceScatter]:
     """Map the results of products to the reduce_scatters of their rows; of several, to the first."""
     found: dict[str, ReduceScatter] = {}
     for scatter in rows.scatters:
@@ -144,7 +146,7 @@ def _needs_block_axes(s: RowCollective) -> bool:
     return shard_in_pieces(s) or len(long_axes(s)) > 1
 
 
-def _matmuls_first(rows: Rows) -> Program:
+def _matmuls_first(rows: RowCollectives) -> Program:
     """Reorder statements so that the first user of gathered rows is a matmul: it can wait block by block."""
     program = rows.program
     for gather in rows.gathers:
@@ -278,7 +280,7 @@ class SentRows:
 class ScatteredRows:
     """Builds one reduce_scatter: copies begin while the product runs that makes the rows, if there is one.
 
-    It raises a flag behind each block, and ends with a block of its own rank.
+    It raises a flag after each block, and ends with a block of its own rank.
     """
 
     def __init__(
@@ -300,7 +302,7 @@ class ScatteredRows:
                 host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]
 
     def raising(self, s: Statement) -> Statement:
-        """Return a product that raises a flag behind each block of rows, if copies wait for them."""
+        """Return a matmul that raises a flag after each block of rows, if copies wait for them."""
         if self.done is None:
             return s
         assert isinstance(s, Contraction)

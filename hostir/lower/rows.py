@@ -22,7 +22,7 @@ RowCollective = AllGather | ReduceScatter
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowCollectives:
     """The collectives of a program that move whole rows, and reasons why its other communications are not overlapped.
 
     Matmuls read the rows of an allgather; those of a reduce_scatter are sums of products.
@@ -33,11 +33,11 @@ class Rows:
     reasons: Mapping[str, str]  # by the result of a communication
 
     @staticmethod
-    def of(program: Program, strategy: str) -> Rows:
+    def of(program: Program, strategy: str) -> RowCollectives:
         moves = [s for s in program.body if isinstance(s, Communication) and not _of_one_rank(s)]
         reasons = {s.out.name: why for s in moves if (why := _why_whole(s, program, strategy))}
         rows = [s for s in moves if isinstance(s, RowCollective) and s.out.name not in reasons]
-        return Rows(program, tuple(rows), reasons)
+        return RowCollectives(program, tuple(rows), reasons)
 
     @property
     def gathers(self) -> list[AllGather]:
@@ -47,13 +47,13 @@ class Rows:
     def scatters(self) -> list[ReduceScatter]:
         return [s for s in self.moves if isinstance(s, ReduceScatter)]
 
-    def only(self, fits: Callable[[RowCollective], bool], why_not: str) -> Rows:
+    def only(self, fits: Callable[[RowCollective], bool], why_not: str) -> RowCollectives:
         """Keep the collectives that fit; the others get `why_not` as their reason."""
         out = {s.out.name: why_not for s in self.moves if not fits(s)}
         moves = tuple(s for s in self.moves if s.out.name not in out)
-        return Rows(self.program, moves, {**self.reasons, **out})
+        return RowCollectives(self.program, moves, {**self.reasons, **out})
 
-    def noted(self, strategy: str) -> Rows:
+    def noted(self, strategy: str) -> RowCollectives:
         """Write the reasons into the program; raise if it communicates but moves no rows."""
         if self.moves or not self.reasons:
             return replace(self, program=with_reasons(self.program, self.reasons))
@@ -64,7 +64,7 @@ class Rows:
             hint="use 'pipeline', which slices any communication along a Stream axis, or 'sequential'",
         )
 
-    def with_block_axes(self, wanted: Callable[[RowCollective], bool]) -> Rows:
+    def with_block_axes(self, wanted: Callable[[RowCollective], bool]) -> RowCollectives:
         """Rewrite the collectives that want block axes, and the matmuls of gathered rows, to tensors that have them."""
         names = Names.of(self.program)
         full: dict[str, Value] = {}  # by what was gathered: the same with block axes

@@ -194,7 +194,7 @@ class FreeOp(Op):
 class ComputeOp(Op):
     """Kernel `kind` writes `out`.
 
-    With `ready`, it computes each block of rows once the flags of the block are set; with `done`, it sets a flag behind
+    With `ready`, it computes each block of rows once the flags of the block are set; with `done`, it sets a flag after
     each block. `ready.flags`, `ready.own` and `done.flags` are registers.
     """
 
@@ -225,14 +225,14 @@ class ComputeOp(Op):
         return (self.out,) if self.done is None else (self.out, self.done.flags)
 
     @property
-    def awaited_flags(self) -> tuple[FlagUse, ...]:
-        ready = self.ready
-        return () if ready is None else tuple((ready.flags, slot, ready.epoch) for slot in ready.awaited)
-
-    @property
     def raised_flags(self) -> tuple[FlagUse, ...]:
         done = self.done
         return () if done is None else tuple((done.flags, slot, done.epoch) for slot in done.order)
+
+    @property
+    def awaited_flags(self) -> tuple[FlagUse, ...]:
+        ready = self.ready
+        return () if ready is None else tuple((ready.flags, slot, ready.epoch) for slot in ready.awaited)
 
 
 @dataclass(frozen=True)

@@ -141,22 +141,38 @@ def timeout_error(timeouts: torch.Tensor, rank: int, name: str) -> HostIRError |
 
 def block_rows(ready: ReadyFlags, out: torch.Tensor) -> int:
     """Return the rows per block of `out`. Raises TypeError or ValueError if `ready` does not fit `out`."""
-    flags, timeouts = ready.flags, ready.timeouts
+    timeouts = ready.timeouts
     pinned = timeouts.device.type == "cpu" and timeouts.is_pinned()
-    check_device(out=out, flags=flags, timeouts=None if pinned else timeouts)
-    if flags.dtype not in (torch.int32, torch.int64) or timeouts.dtype != torch.int64:
-        dtypes = f"{flags.dtype} and {timeouts.dtype}"
-        raise TypeError(f"expected flags of int32 or int64 and timeouts of int64, got {dtypes}")
-    if flags.ndim != 1 or not flags.numel() or not flags.is_contiguous():
-        raise ValueError(f"expected a row of flags, got shape {list(flags.shape)}, strides {list(flags.stride())}")
-    blocks = flags.numel()
+    check_device(out=out, flags=ready.flags, timeouts=None if pinned else timeouts)
+    _check_flags(ready.flags, ready.first)
+    blocks = ready.flags.numel()
+    if timeouts.dtype != torch.int64:
+        raise TypeError(f"expected timeouts of int64, got {timeouts.dtype}")
     if timeouts.shape != (blocks, 2) or not timeouts.is_contiguous():
         raise ValueError(f"expected contiguous timeouts of shape {[blocks, 2]}, got shape {list(timeouts.shape)}")
-    if not 0 <= ready.first < blocks:
-        raise ValueError(f"there is no block {ready.first} to begin with: expected 0 to {blocks - 1}")
     if ready.polls < 1:
         raise ValueError(f"expected at least one poll of a flag, got {ready.polls}")
-    rows = math.prod(out.shape[:-1])
+    return _height(out, blocks)
+
+
+def done_rows(done: DoneFlags, out: torch.Tensor) -> int:
+    """Return the rows per block of `out`. Raises TypeError or ValueError if `done` does not fit `out`."""
+    check_device(out=out, flags=done.flags)
+    _check_flags(done.flags, done.first)
+    return _height(out, done.flags.numel())
+
+
+def _check_flags(flags: torch.Tensor, first: int) -> None:
+    if flags.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"expected flags of int32 or int64, got {flags.dtype}")
+    if flags.ndim != 1 or not flags.numel() or not flags.is_contiguous():
+        raise ValueError(f"expected a row of flags, got shape {list(flags.shape)}, strides {list(flags.stride())}")
+    if not 0 <= first < flags.numel():
+        raise ValueError(f"there is no block {first} to begin with: expected 0 to {flags.numel() - 1}")
+
+
+def _height(x: torch.Tensor, blocks: int) -> int:
+    rows = math.prod(x.shape[:-1])
     if rows % blocks:
         raise ValueError(f"{rows} rows do not make {blocks} equal blocks")
     return rows // blocks
@@ -225,6 +241,88 @@ def _fence_async_proxy(x):
     return tl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+# Blocks that are done -------------------------------------------------------------------------------------------------
+# Rows that a kernel has written while it goes on: it raises a flag behind each block of them.
+#
+# Programs count the pieces of a block that they have stored. The one that completes a block releases its flag: what the
+# others wrote before they counted happens before that, as each of them counts by a release, and the last one acquires.
+
+MISSED = tl.constexpr(1 << 32)  # what a count is increased by for a piece that lacks its operands: no flag will rise
+
+
+@dataclass(frozen=True)
+class DoneFlags:
+    """The flags that a kernel raises behind its result's rows, which are as many equal blocks as there are flags.
+
+    Fields:
+        flags: `[blocks]` of int32 or int64, contiguous; others may read them while the kernel runs.
+        epoch: `flags[i]` is set to it once block i is in memory, for whoever acquires the flag, anywhere in the system.
+            If the kernel gives up on rows that block i needs, it leaves `flags[i]` as it is.
+        first: the block to begin with, unless the kernel also waits for flags; the others follow in a circle.
+    """
+
+    flags: torch.Tensor
+    epoch: int
+    first: int = 0
+
+
+class Raised(NamedTuple):
+    """The flags that a kernel raises: the fields of `DoneFlags` on the device.
+
+    `flags` is a pointer, `height` the rows of a block, `counts` points to `[blocks]` of int64, all 0 before and after.
+    """
+
+    flags: Any
+    epoch: Any
+    height: Any
+    counts: Any
+
+
+@triton.jit
+def count(raised, block, exists, needed, more):
+    """Count `more` pieces of blocks of which `needed` are all, or MISSED for a piece that will be wrong.
+
+    They must be in memory: call `stores_ended` before. Where that completes a block, its count becomes 0 again, for the
+    next launch, and its flag rises, unless a piece was missed.
+    """
+    before = tl.atomic_add(raised.counts + block, more, mask=exists, sem="acq_rel", scope="gpu")
+    now = before + more
+    complete = exists & (now % MISSED == needed)
+    tl.store(raised.counts + block, 0, mask=complete)
+    tl.atomic_xchg(raised.flags + block, raised.epoch, mask=complete & (now < MISSED), sem="release", scope="sys")
+
+
+@triton.jit
+def stores_ended(x, wanted, TMA: tl.constexpr):
+    """Return `x`; if `wanted`, once what all threads of the program have stored is ordered before what each does next.
+
+    A store by TMA only waits until shared memory has been read. The thread that issued it must wait, and the compiler
+    chooses that thread, so all threads do; then the bytes are in memory. The barrier is `tl.debug_barrier`, but Triton
+    pipelines no loop that contains that.
+    """
+    if _INTERPRETED:
+        return x
+    elif TMA:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred wanted;
+            setp.ne.b32 wanted, $2, 0;
+            @wanted cp.async.bulk.wait_group 0;
+            bar.sync 0;
+            mov.b32 $0, $1;
+            }""",
+            "=r,r,r",
+            [x, wanted],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "bar.sync 0; mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 # Signals by kernels ---------------------------------------------------------------------------------------------------
