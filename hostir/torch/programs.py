@@ -161,7 +161,7 @@ class Ran:
 
 
 class Report(tuple[Ran, ...]):
-    """What operators ran on this rank, by which strategy, and why; `print` shows it, a paragraph for each."""
+    """The operators that ran on this rank, with their strategies and the reasons; `print` shows a paragraph for each."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "no operator has been called"
