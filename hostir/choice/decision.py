@@ -33,16 +33,18 @@ from hostir.ir.sizes import binding
 from hostir.ir.source import (
     HostIRError,
     Span,
+    amount,
     check_known,
     described,
     error,
     logger,
     warn_once,
 )
-from hostir.knobs import KERNELS
+from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
 from hostir.lower import STRATEGIES, HasProgram, lower
 from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.lower.strategies import fusion_of
+from hostir.runtime.unroll import unroll
 
 # Candidates -----------------------------------------------------------------------------------------------------------
 # The ways to run a fusion on a platform, each with its host program or the reason why it is impossible.
@@ -215,46 +217,57 @@ def choose(
     sizes: Mapping[str, int] | None = None,
     kernels: str | None = None,
     machine: str | None = None,
+    group: Any = None,
     calls: str = "out",
+    symmetric_limit: int | None = None,
 ) -> Choice:
-    """Choose how to run a fusion here. Under torchrun rank 0 decides, and every rank gets the same.
+    """Choose how to run a fusion here. Under torchrun rank 0 of the group decides, and every rank gets the same.
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
         sizes: of its symbols: what it is chosen for.
         kernels: `aten` or `triton` for these alone; see the knob HOSTIR_KERNELS.
         machine: `local`, `gloo` or `cuda`, as for `Executor`.
+        group: the ranks that run it, as for `Executor`.
         calls: how they are made on CUDA, and so which times count: `out` with `out=`, so that programs of one-sided
             copies are replayed from a CUDA graph; `eager` without; `graph` inside a graph that the caller captures.
+        symmetric_limit: the most bytes of symmetric memory on a rank; see the knob HOSTIR_SYMMETRIC_LIMIT.
 
     Raises HostIRError for sizes that are not bound, and where there are fewer ranks than the fusion's.
     """
     program = fusion_of(fusion)
     check_sizes(program, program.given_sizes(sizes))
-    decider = decider_for(program, kernels, machine, calls)
-    told, speaks = from_rank_0(machine, lambda: decider.choice(sizes or {}).to_json())
-    choice = Choice.from_json(told)
+    decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
+    agreed, speaks = from_rank_0(machine, group, lambda: decider.choice(sizes or {}).to_json())
+    choice = Choice.from_json(agreed)
     log_choice(choice)
     if speaks:  # once all have heard, as a warning may be an error
         warn_fallbacks(program, choice)
     return choice
 
 
-def decider_for(program: Program, kernels: str | None, machine: str | None, calls: str) -> Decider:
+def decider_for(
+    program: Program,
+    kernels: str | None,
+    machine: str | None,
+    calls: str,
+    symmetric_limit: int | None,
+    group: Any = None,
+) -> Decider:
     """Return what chooses for a fusion on this machine; the arguments are as for `choose`. All ranks call it."""
     check_known("kind of calls", calls, CALLS)
-    platform = here(machine_name(machine), program.ranks)
+    platform = here(machine_name(machine, group), program.ranks, group)
     check_ranks(program, platform)
-    return Decider(program, platform, KERNELS.get(kernels), calls)
+    return Decider(program, platform, KERNELS.get(kernels), calls, SYMMETRIC_LIMIT.get(symmetric_limit))
 
 
-def from_rank_0(machine: str | None, decided: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Return what rank 0 decides, on every rank, and whether this one speaks for all. Without ranks, decide here."""
-    from hostir.runtime.session import joined, launched
+def from_rank_0(machine: str | None, group: Any, decided: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """Return what rank 0 of the group decides, and whether this one speaks for all. Without ranks, decide here."""
+    from hostir.runtime.guest import session_of
 
-    if machine_name(machine) == SIMULATED or not launched():
+    session = session_of(group) if machine_name(machine, group) != SIMULATED else None
+    if session is None:
         return decided(), True
-    session = joined()
     key = f"choice {next(_rounds.setdefault(session, itertools.count()))}"
     return _decoded(session.exchange(key, _encoded(decided) if session.rank == 0 else "")[0]), session.rank == 0
 
@@ -262,17 +275,28 @@ def from_rank_0(machine: str | None, decided: Callable[[], dict[str, Any]]) -> t
 _rounds: WeakKeyDictionary[object, itertools.count[int]] = WeakKeyDictionary()
 
 
-def machine_name(machine: str | None) -> str:
+def machine_name(machine: str | None, group: object = None) -> str:
     """Return the machine that an `Executor` would take: under torchrun by the device, else simulated ranks."""
     if machine is not None:
         check_known("machine", machine, ("local", "gloo", "cuda"))
-    from hostir.runtime.session import joined, launched
+    from hostir.runtime.guest import session_of
 
     if machine is not None:
         return machine
-    if not launched():
+    session = session_of(group)
+    if session is None:
         return SIMULATED
-    return "cuda" if joined().device.type == "cuda" else "gloo"
+    return "cuda" if session.device.type == "cuda" else "gloo"
+
+
+def rank_here(machine: str | None, group: Any = None) -> int | None:
+    """Return this process's rank in the group; None if ranks are simulated."""
+    from hostir.runtime.guest import session_of
+
+    if machine_name(machine, group) == SIMULATED:
+        return None
+    session = session_of(group)
+    return 0 if session is None else session.rank
 
 
 def decide(
@@ -289,13 +313,22 @@ class Decider:
         program: the fusion.
         platform: where it will run.
         kernels, calls: as for `choose`.
+        limit: the most bytes of symmetric memory that may be taken on a rank; None: any number.
     """
 
-    def __init__(self, program: Program, platform: Platform, kernels: str = "auto", calls: str = "out") -> None:
+    def __init__(
+        self,
+        program: Program,
+        platform: Platform,
+        kernels: str = "auto",
+        calls: str = "out",
+        limit: int | None = None,
+    ) -> None:
         self.program = program
         self.platform = platform
         self.kernels = kernels
         self.calls = calls
+        self.limit = limit
 
     @cached_property
     def found(self) -> Candidates:
@@ -320,17 +353,25 @@ class Decider:
         """Choose for sizes, by measurements in `entries` or the cache, or else by estimates."""
         found = self.found
         notes = list(found.whole)
-        measured = self._measured(self.measurements(sizes) if entries is None else entries)
+        measured = self._measured(sizes, self.measurements(sizes) if entries is None else entries)
         if measured is not None:
             return self._taken(MEASURED, *measured, notes)
-        timings, impossible = _estimated(found, self.platform, sizes, self.calls)
+        timings, impossible = _estimated(found, self.platform, sizes, self.calls, self.limit)
         if self.platform.note:
             notes.append(self.platform.note)
         only = {timing.candidate.strategy for timing in timings} == {SEQUENTIAL}
         source = FALLBACK if only and _communicates(found.programs.values()) else ESTIMATED
         return self._taken(source, timings, impossible, notes)
 
-    def _measured(self, entries: Entries) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]] | None:
+    def fits(self, program: Program, sizes: Mapping[str, int]) -> bool:
+        """Whether a candidate's program runs at these sizes, within the limit."""
+        if program.misfits(sizes):
+            return False
+        return self.limit is None or symmetric_bytes(program, sizes) <= self.limit
+
+    def _measured(
+        self, sizes: Mapping[str, int], entries: Entries
+    ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]] | None:
         """Return the times of the current programs, and what cannot be taken; None if nothing was measured."""
         if not entries:
             return None
@@ -342,8 +383,10 @@ class Decider:
                 impossible.append(Impossible(candidate, UNMEASURED))
             elif entry.failure:
                 impossible.append(Impossible(candidate, entry.failure, warn=True))
+            elif refused := _too_large(needed := symmetric_bytes(lowered, sizes), self.limit):
+                impossible.append(Impossible(candidate, refused, warn=True))
             else:
-                timings.append(_timing(candidate, lowered, entry.eager, entry.graph, self.calls))
+                timings.append(_timing(candidate, lowered, entry.eager, entry.graph, self.calls, needed))
         return (tuple(timings), tuple(impossible)) if timings else None
 
     def _taken(
@@ -359,19 +402,38 @@ def _communicates(programs: Iterable[Program]) -> bool:
     return any(s.collective for program in programs for s in program.walk())
 
 
+def symmetric_bytes(program: Program, sizes: Mapping[str, int]) -> int:
+    """Return the most bytes of symmetric memory that a program takes on a rank, without gaps between buffers."""
+    if not uses_peers(program):
+        return 0
+    ranks = {mesh.devices[0] for mesh in program.meshes}  # those of a mesh take as much
+    return max(unroll(program, rank, sizes).memory[1] for rank in ranks)
+
+
+def _too_large(needed: int, limit: int | None) -> str:
+    """Return why a candidate may not be taken that takes so many bytes of symmetric memory; empty if it may."""
+    if limit is None or needed <= limit:
+        return ""
+    return f"it takes {amount(needed)} of symmetric memory on a rank, and the limit is {amount(limit)}"
+
+
 def _estimated(
-    found: Candidates, platform: Platform, sizes: Mapping[str, int], calls: str
+    found: Candidates, platform: Platform, sizes: Mapping[str, int], calls: str, limit: int | None = None
 ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]]:
     """Choose by estimated times; candidates that the sizes do not fit are impossible. Raises if they fit none."""
     timings: list[Timing] = []
     impossible = list(found.impossible)
-    tasks: dict[int, Sequence[CostTask]] = {}  # candidates with other kernels share a program
+    made: dict[int, tuple[Sequence[CostTask], int]] = {}  # candidates with other kernels share a program
     for candidate, program in found.programs.items():
         try:
             program.check_whole(sizes)
-            if id(program) not in tasks:
-                tasks[id(program)] = tasks_of(program, sizes)
-            timings.append(_estimate(candidate, program, tasks[id(program)], platform, calls))
+            if id(program) not in made:
+                made[id(program)] = tasks_of(program, sizes), symmetric_bytes(program, sizes)
+            tasks, needed = made[id(program)]
+            if refused := _too_large(needed, limit):
+                impossible.append(Impossible(candidate, refused, warn=True))
+                continue
+            timings.append(_estimate(candidate, program, tasks, platform, calls, needed))
         except HostIRError as misfit:
             if candidate.strategy == SEQUENTIAL:
                 raise
@@ -380,20 +442,22 @@ def _estimated(
 
 
 def _estimate(
-    candidate: Candidate, program: Program, tasks: Sequence[CostTask], platform: Platform, calls: str
+    candidate: Candidate, program: Program, tasks: Sequence[CostTask], platform: Platform, calls: str, needed: int
 ) -> Timing:
     # Simulated ranks compute in one way, and the machine that they stand for in the best.
     kernels = ("aten", "triton") if platform.machine == SIMULATED else (candidate.kernels,)
     ways = [estimates(tasks, platform.hardware, k) for k in kernels]
     eager, graph = (round(min(times[mode] for times in ways), 1) for mode in (EAGER, GRAPH))
     replays = platform.computes != "cpu" or platform.machine == SIMULATED
-    return _timing(candidate, program, eager, graph if replays else None, calls)
+    return _timing(candidate, program, eager, graph if replays else None, calls, needed)
 
 
-def _timing(candidate: Candidate, program: Program, eager: float | None, graph: float | None, calls: str) -> Timing:
+def _timing(
+    candidate: Candidate, program: Program, eager: float | None, graph: float | None, calls: str, needed: int
+) -> Timing:
     us = ranked_by(calls, eager, graph, captured_by_caller=_communicates([program]))
     assert us is not None
-    return Timing(candidate, us, eager, graph)
+    return Timing(candidate, us, eager, graph, needed)
 
 
 # Logs and warnings ----------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Ranges:
     def candidate(self, sizes: Mapping[str, int]) -> Candidate:
         """Return the fastest candidate whose program these sizes fit; if none does, the one that says why."""
         ranked = [timing.candidate for timing in self.choice(sizes).timings]
-        fitting = (c for c in ranked if not self.program(c).misfits(sizes))
+        fitting = (c for c in ranked if self.decider.fits(self.program(c), sizes))
         plain = (c for c in ranked if c.strategy == SEQUENTIAL)
         return next(fitting, None) or next(plain, ranked[0])
 
@@ -137,18 +137,24 @@ def free_sizes(program: Program, given: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def agreed_ranges(
-    program: Program, given: Mapping[str, int], kernels: str | None, machine: str | None, calls: str
+    program: Program,
+    given: Mapping[str, int],
+    kernels: str | None = None,
+    machine: str | None = None,
+    calls: str = "out",
+    symmetric_limit: int | None = None,
+    group: Any = None,
 ) -> Ranges:
     """Return the ranges of a fusion, alike on all ranks, which call it together: rank 0 says what was measured.
 
     Log and warn as `choose` does, of what is chosen for the largest sizes.
     """
-    decider = decider_for(program, kernels, machine, calls)
+    decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
     ranges = Ranges(decider, given)
     largest = dict.fromkeys(ranges.free, 1 << LARGEST)
     check_sizes(program, ranges.representative(largest))
-    told, speaks = from_rank_0(machine, lambda: _encoded(ranges))
-    ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in entries} for name, entries in told.items()}
+    agreed, speaks = from_rank_0(machine, group, lambda: _encoded(ranges))
+    ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in entries} for name, entries in agreed.items()}
     choice = ranges.choice(largest)
     if speaks:
         warn_fallbacks(program, choice)

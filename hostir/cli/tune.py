@@ -22,8 +22,8 @@ from hostir.choice.platforms import REFERENCE, Platform, here, named, reference
 from hostir.choice.ranges import Range, Ranges, free_sizes
 from hostir.cli.loading import load_named
 from hostir.ir.program import Program
-from hostir.ir.source import FallbackWarning, HostIRError, error, is_first_rank
-from hostir.knobs import KERNELS
+from hostir.ir.source import FallbackWarning, HostIRError, amount, error, is_first_rank
+from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
 from hostir.lower.strategies import fusion_of
 from hostir.runtime.session import Session, joined, launched, session
 
@@ -43,7 +43,11 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _number(cell: str) -> bool:
-    return cell.replace(".", "").isdecimal() or cell == "-" or cell.endswith(("us", "%", " by", "streams"))
+    return (
+        cell.replace(".", "").isdecimal()
+        or cell == "-"
+        or cell.endswith(("us", "%", " by", "streams", "bytes", "iB", "symmetric"))
+    )
 
 
 def describe(choice: Choice) -> str:
@@ -65,7 +69,7 @@ def describe_ranges(ranges: Ranges) -> str:
         return f"{ranges}\n\nbind all of them but one to see its ranges: --set {ranges.free[0]}=..."
     (name,) = ranges.free
     rows = [[str(it.first), "-" if it.last is None else str(it.last), *_of_range(ranges, it)] for it in ranges.ranges]
-    headers = [f"{name} from", "to", "strategy", "streams", "kernels", "times", f"us at {name}=", "us"]
+    headers = [f"{name} from", "to", "strategy", "streams", "kernels", "times", f"at {name}=", "us", "symmetric"]
     notes = dict.fromkeys(note for it in ranges.ranges for note in (*it.choice.fallbacks, *it.choice.notes))
     said = "".join(f"\nnote: {note}" for note in notes)
     return f"{str(ranges).splitlines()[0]}\n\n{table(headers, rows)}" + (f"\n{said}" if said else "")
@@ -75,7 +79,9 @@ def _of_range(ranges: Ranges, it: Range) -> list[str]:
     choice, (name,) = it.choice, ranges.free
     streams = str(choice.streams) if choice.taken.on_streams else "-"
     at = ranges.representative({name: it.first})[name]
-    return [choice.strategy, streams, choice.kernels, choice.source, str(at), _us(choice.timings[0].us)]
+    best = choice.timings[0]
+    symmetric = amount(best.symmetric) if best.symmetric else "-"
+    return [choice.strategy, streams, choice.kernels, choice.source, str(at), _us(best.us), symmetric]
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
@@ -84,7 +90,7 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 def _times(choice: Choice) -> str:
     best = choice.timings[0].us
-    headers = ["strategy", "streams", "kernels", "us", "slower by", "graph us", "eager us"]
+    headers = ["strategy", "streams", "kernels", "us", "slower by", "graph us", "eager us", "symmetric"]
     return table(headers, [_row(timing, best) for timing in choice.timings])
 
 
@@ -92,7 +98,8 @@ def _row(timing: Timing, best: float) -> list[str]:
     c = timing.candidate
     streams = str(c.streams) if c.on_streams else "-"
     slower = f"{timing.us / best - 1:.0%}" if timing.us > best > 0 else "-"
-    return [c.strategy, streams, c.kernels, _us(timing.us), slower, _us(timing.graph), _us(timing.eager)]
+    times = [_us(timing.us), slower, _us(timing.graph), _us(timing.eager)]
+    return [c.strategy, streams, c.kernels, *times, amount(timing.symmetric) if timing.symmetric else "-"]
 
 
 def _us(time: float | None) -> str:
@@ -113,7 +120,7 @@ def explain_command(program: Program, sizes: Mapping[str, int], options: Namespa
         raise error("--machine names another machine, and --device this one's", hint="leave one of them out")
     platform = platform_of(fusion, options.device, options.machine)
     check_ranks(fusion, platform)
-    decider = Decider(fusion, platform, KERNELS.get(options.kernels), options.calls)
+    decider = Decider(fusion, platform, KERNELS.get(options.kernels), options.calls, SYMMETRIC_LIMIT.get())
     if not is_first_rank():
         return 0
     if free:
@@ -139,7 +146,7 @@ def chosen(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Cho
     check_sizes(fusion, dict(sizes))
     platform = platform_of(fusion)
     check_ranks(fusion, platform)
-    return decide(fusion, platform, sizes, KERNELS.get())
+    return Decider(fusion, platform, KERNELS.get(), limit=SYMMETRIC_LIMIT.get()).choice(sizes)
 
 
 def platform_of(fusion: Program, device: str | None = None, machine: str | None = None) -> Platform:

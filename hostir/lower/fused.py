@@ -46,9 +46,9 @@ from hostir.lower.scatters import ScatteredBlocks, one_of
 from hostir.lower.transfers import ARRIVED, COPY_STREAM, Blocks, Mover, Transfers, Turns
 
 SMS = 16  # that copy in `push`: fewer do not fill the links, more leave too few to the matmul
-MIN_BLOCK_BYTES = 2 << 20  # of a block that a copy engine sends: smaller copies do not fill the links
+MIN_BLOCK_BYTES = 8 << 20  # of a block that a copy engine sends, if the rows for a rank are sent in several
 MIN_BLOCK_ROWS = 256  # the fewest rows of a block with a flag of its own: two tiles
-MAX_BLOCKS = 8  # of the rows for one rank
+MAX_BLOCKS = 2  # of the rows for one rank: every copy takes its time to begin, and to signal after it
 
 # The passes -----------------------------------------------------------------------------------------------------------
 
@@ -85,7 +85,8 @@ def sent(program: Program, strategy: str, mover: Mover, min_block_bytes: int = M
     rows = (
         RowCollectives.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
     )
-    host = Host(_matmuls_first(rows))
+    ordered = _matmuls_first(rows)
+    host = Host(ordered, rows.ordered(ordered))
     arriving: dict[str, SentRows] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
     leaving = _scatters_of_products(rows)
     scattered: dict[ReduceScatter, ScatteredRows] = {}

@@ -10,18 +10,19 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._dynamo.guards import TensorGuards
+from torch.distributed import ProcessGroup
 
 from hostir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, check_known, described, error, logger, user_span
-from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT, check_environment
+from hostir.ir.source import HostIRError, amount, check_known, described, error, logger, user_span
+from hostir.knobs import COMPARE_CALLS, KERNELS, SYMMETRIC_LIMIT, TIMEOUT, check_environment
 from hostir.runtime.arguments import (
     TensorsKey,
     addresses,
@@ -41,16 +42,21 @@ from hostir.runtime.cuda.graphs import Graphs
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
 from hostir.runtime.cuda.streams import CallOrder, queues, symmetric_order
 from hostir.runtime.gloo.machine import GlooMachine, GlooPlan
+from hostir.runtime.groups import Groups
+from hostir.runtime.guest import session_of
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.order import NONE
-from hostir.runtime.session import Agreement, CallRunsError, Groups, Session, forked_from, joined, launched
+from hostir.runtime.session import Agreement, CallRunsError, Session, forked_from, launched
 from hostir.runtime.sharding import Part, assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
 from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline, Trace
 from hostir.runtime.unroll import UnrolledProgram, unroll
-from hostir.runtime.watchdog import Watchdog
+from hostir.runtime.watchdog import LAST_WORDS, Watchdog
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # torch.compile --------------------------------------------------------------------------------------------------------
 # Keep Dynamo, the tracer of torch.compile, out of executors: they run what hostir has compiled already.
@@ -156,21 +162,25 @@ class Executor:
         kernels: the kernels that compute: `auto`, `triton` or `aten`; see the knob HOSTIR_KERNELS.
         machine: `local`, `gloo` or `cuda`. By default, under torchrun the one for the session's device, else `local`.
             Outside torchrun `gloo` and `cuda` run programs of one rank.
+        group: the ranks that run it, numbered as in the group: a process group of torch's, its name, or a DeviceMesh of
+            one dimension. By default those of the job. Only its members make the executor and its calls.
         seed: selects one of the orders that the rules allow, on the local machine; 0 is program order.
         trace: receives an event for each statement of each run. On CUDA each call then waits for the device.
         check: whether to refuse a program that is not proved free of races, deadlocks and misuse of memory. It is
             proved for the sizes of each new call; at once if all sizes are known.
-        timeout: seconds that `synchronize` waits; see the knob HOSTIR_TIMEOUT.
+        timeout: seconds that `synchronize` waits; by default the group's, or else the knob HOSTIR_TIMEOUT.
         graphs: whether calls with `out=` may be replayed from CUDA graphs. An executor with a trace captures none.
         compare_calls: whether ranks compare each call before it runs, and threads take turns in the same order on all
             ranks; on gloo they always do. See the knob HOSTIR_COMPARE_CALLS.
+        symmetric_limit: the most bytes of symmetric memory that the program may take on a rank; see the knob
+            HOSTIR_SYMMETRIC_LIMIT.
 
     Fields:
         machine: the name of the machine.
         plans: the latest 128 plans, by the shapes, strides and dtypes of their inputs.
         choice: what chose this program, and why; None if nothing did.
 
-    Raises HostIRError, on every rank, if ranks run different programs, or if the job has too few ranks.
+    Raises HostIRError, on every rank, if ranks run different programs, or if the job or the group has too few ranks.
     """
 
     @untraced
@@ -181,12 +191,14 @@ class Executor:
         sizes: Mapping[str, int] | None = None,
         kernels: str | None = None,
         machine: str | None = None,
+        group: ProcessGroup | DeviceMesh | str | None = None,
         seed: int = 0,
         trace: Trace | None = None,
         check: bool = True,
         timeout: float | None = None,
         graphs: bool = True,
         compare_calls: bool | None = None,
+        symmetric_limit: int | None = None,
     ) -> None:
         check_environment()
         if not isinstance(program, Program):
@@ -199,31 +211,36 @@ class Executor:
             raise error(f"trace is {described(trace)}", user_span(), expected="a hostir.Trace, or None")
         self.program = program
         self.check = check
+        self.rank = 0
+        self.latest: BoundCall | None = None
         self.sizes = program.given_sizes(sizes)
         if check and verify(program).size_names <= self.sizes.keys():
             prove(program, self.sizes)
+        self.symmetric_limit = SYMMETRIC_LIMIT.get(symmetric_limit)
+        if self.symmetric_limit is not None and (needed := self.symmetric_bytes) is not None:
+            self._check_limit(needed, self.sizes)
         self.kernels = KERNELS.get(kernels)
         self.seed = check_seed(seed)
         self.trace = trace
         self.timeout = TIMEOUT.get(timeout)
         self.plans: dict[tuple[Any, ...], Plan] = {}  # the latest used last
         self.bound: OrderedDict[tuple[Any, ...], BoundCall] = OrderedDict()  # likewise
-        self.latest: BoundCall | None = None
         self.session: Session | None = None
         self.watchdog: Watchdog | None = None
         self.choice: Any = None  # a hostir.choice.Choice, set by that layer, which this one must not import
         self.compare_calls = COMPARE_CALLS.get(compare_calls)
-        self.rank = 0
         self._graphs: Graphs | None = None
         self._order: CallOrder | None = None  # orders its calls, whatever streams they are made on
         self._captured: set[Plan] = set()  # kept alive: graphs that the caller captured use the plans' memory
         self._ended = ""  # the reason why it makes no more calls
         self._agreement = Agreement(None, program, self.kernels, False)  # with no other rank, unless it joins a job
         self._written = written_inputs(program)
-        if machine == "local" or (machine is None and not launched()):
+        if machine == "local" and group is not None:
+            raise error("machine='local' simulates all ranks, and has no group", user_span(), expected="one of the two")
+        if machine == "local" or (machine is None and group is None and not launched()):
             self.machine = "local"
             return
-        self._machine = self._join(machine)
+        self._machine = self._join(machine, group, timeout)
         self._calls = self._agreement.calls
         self._compare = self._agreement.compare
         self.machine = self._machine.name
@@ -235,13 +252,15 @@ class Executor:
             if graphs and trace is None:
                 self._graphs = self._make_graphs()
 
-    def _join(self, machine: str | None) -> CudaMachine | GlooMachine:
-        """Join the job, if there is one, and create this rank's machine; raise if the job has too few ranks."""
+    def _join(self, machine: str | None, group: object, timeout: float | None) -> CudaMachine | GlooMachine:
+        """Join the group or the job, if there is one, and create this rank's machine; raise if it has too few ranks."""
         size = 1
         device = torch.device("cpu" if machine == "gloo" else "cuda")
-        if launched():
-            self.session = joined(DEVICES[machine] if machine else None)
+        self.session = session_of(group, DEVICES[machine] if machine else None)
+        if self.session is not None:
             self.session.members.add(self)
+            if group is not None and timeout is None:
+                self.timeout = self.session.timeout
             self.watchdog, self.rank, size = self.session.watchdog, self.session.rank, self.session.size
             device = self.session.device
         elif device.type == "cuda":
@@ -252,9 +271,10 @@ class Executor:
                 )
             device = torch.device("cuda", torch.cuda.current_device())
         if size < self.program.ranks:
+            hint = f"torchrun --nproc-per-node {self.program.ranks} starts as many; without it ranks are simulated"
             raise error(
                 f"rank {self.rank}: @{self.program.name} runs on {self.program.ranks} ranks, and there are {size}",
-                hint=f"torchrun --nproc-per-node {self.program.ranks} starts as many; without it ranks are simulated",
+                hint=hint if group is None else "the ranks of a program are those of its group",
             )
         table = kernel_table(self.kernels, device.type)
         groups = self.session.groups if self.session else Groups(0, device)
@@ -289,8 +309,9 @@ class Executor:
         """
         if self.machine == "local":
             check_local(self.program, self._written, inputs, self.sizes)
-            if self.check and (bound := sizes_of(self.program, inputs, self.sizes)) is not None:
-                prove(self.program, bound)
+            checked = self.check or self.symmetric_limit is not None
+            if checked and (bound := sizes_of(self.program, inputs, self.sizes)) is not None:
+                self._check_local(bound)
             parts = run_local(
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
@@ -388,6 +409,18 @@ class Executor:
         return tuple(None if register == NONE else plan.registers[register] for register in found)
 
     @property
+    def symmetric_bytes(self) -> int | None:
+        """The bytes of symmetric memory that the program takes on this rank, for the sizes of the latest call.
+
+        Before a call, and on simulated ranks, for the sizes that are known; None unless all are.
+        """
+        if self.latest is not None:
+            return self.latest.plan.unrolled.memory[1]
+        if not self.program.size_names <= self.sizes.keys():
+            return None
+        return unroll(self.program, self.rank, self.sizes).memory[1]
+
+    @property
     def graph_refusal(self) -> str | None:
         """The reason why calls with `out=` like the latest call are not replayed from CUDA graphs; None if they are."""
         if self._graphs is not None:
@@ -410,6 +443,8 @@ class Executor:
         deadline = time.monotonic() + self.timeout
         while not reached.query():
             self._raise_problem()  # a kernel may have timed out, and work after it may wait for ever
+            if self.watchdog is not None and self.watchdog.died is not None:  # what needs no more of it ends soon
+                deadline = min(deadline, time.monotonic() + LAST_WORDS)
             if time.monotonic() > deadline:
                 raise self._blamed(self._stuck())
             time.sleep(1e-4)
@@ -570,6 +605,7 @@ class Executor:
                 self._refuse_shared_queues(sizes)
             refuse_gradients(self.program, inputs)
             unrolled = unroll(self.program, self.rank, sizes, inputs)
+            self._check_limit(unrolled.memory[1], sizes)
             self._check(unrolled, inputs, out)
         except HostIRError as refusal:
             if self._agreement.refuse(refusal):
@@ -583,6 +619,25 @@ class Executor:
             if isinstance(machine, GlooMachine):
                 return machine.plan(unrolled, self.trace)
             return machine.plan(unrolled, Timeline(unrolled, self.trace) if self.trace is not None else None)
+
+    def _check_local(self, sizes: Mapping[str, int]) -> None:
+        """Raise for sizes of a call on simulated ranks for which the program is not proved, or takes too much."""
+        if self.check:
+            prove(self.program, sizes)
+        if self.symmetric_limit is not None:
+            self._check_limit(unroll(self.program, self.rank, sizes).memory[1], sizes)
+
+    def _check_limit(self, needed: int, sizes: Mapping[str, int]) -> None:
+        """Raise if the program takes more symmetric memory than it may."""
+        if self.symmetric_limit is None or needed <= self.symmetric_limit:
+            return
+        bound = "".join(f", {name}={size}" for name, size in sorted(sizes.items()))
+        raise error(
+            f"@{self.program.name} takes {amount(needed)} ({needed} bytes) of symmetric memory on a rank{bound}",
+            expected=f"at most {self.symmetric_limit} bytes: the limit that symmetric_limit= or HOSTIR_SYMMETRIC_LIMIT "
+            "sets",
+            hint="hi.compile with the strategy 'auto' takes one that fits; 'sequential' takes none",
+        )
 
     def _log(self, plan: Plan, seconds: float) -> None:
         """Log a new plan, and why no CUDA graph of it is captured if that is so."""
@@ -661,5 +716,5 @@ def everyones(parts: Sequence[Part], joined: Session | None) -> list[Sequence[Pa
     if joined is None:
         return [parts]
     gathered: list[Any] = [None] * joined.size
-    dist.all_gather_object(gathered, [None if x is None else x.cpu() for x in parts])
+    dist.all_gather_object(gathered, [None if x is None else x.cpu() for x in parts], joined.groups.whole())
     return [[None if x is None else x.to(joined.device) for x in theirs] for theirs in gathered]

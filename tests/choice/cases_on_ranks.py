@@ -207,6 +207,19 @@ def a_rank_that_alone_refuses_a_call_ends_it_on_all() -> None:
         rows_are_right(executor, 64)
 
 
+@case
+def a_program_that_takes_too_much_symmetric_memory_is_refused_on_all() -> None:
+    executor = hi.compile(rows(), "fused", symmetric_limit=10_000)
+    rows_are_right(executor, 64)
+    assert executor.symmetric_bytes is not None
+    assert 64 * 32 * 4 <= executor.symmetric_bytes <= 10_000
+    with pytest.raises(HostIRError, match=r"of symmetric memory on a rank, M=1024"):
+        rows_are_right(executor, 1024)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows_are_right(hi.compile(rows(), symmetric_limit=10_000), 1024)
+
+
 def main() -> None:
     with session("cpu"):
         for name in sys.argv[1:]:

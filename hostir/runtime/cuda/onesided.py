@@ -16,7 +16,7 @@ from hostir.runtime.binding import Pushes, Step, bind_compute, copy_here
 from hostir.runtime.cuda.memory import CREDITS, FlowControl, Slot, waits
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
 from hostir.runtime.kernels.flags import with_all_rows
-from hostir.runtime.kernels.table import Again, Kernel, repeating
+from hostir.runtime.kernels.table import Again, Kernel, kernels_for, repeating
 from hostir.runtime.order import CALLER, NONE
 from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import BARRIERS, BufferPlace, SharedMemory
@@ -302,7 +302,7 @@ class CudaOneSided:
         Without a kernel that polls, a matmul directly after this rank's copies by SMs and without own rows waits for
         all blocks at once, and is one kernel: it could not start much earlier.
         """
-        kernel = self.kernels.get(f"{op.kind}_ready")
+        kernel = kernels_for(self.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_ready")
         if kernel is not None:
             return self.in_one_kernel(op, ready, kernel)
         after_copies = ready.overlapped_sms and ready.own is None

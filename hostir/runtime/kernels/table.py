@@ -60,7 +60,8 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     `policy` is `aten`, `triton` (contractions and sums in Triton, the rest in ATen) or `auto`: what suits the device,
     `cpu` or `cuda`. Raises HostIRError for an unknown policy, and if Triton cannot run on the device.
 
-    Kernels in `REPEATABLE` may return a function that repeats the call, see `repeating`.
+    Results in f64 need those of `kernels_for`. Kernels in `REPEATABLE` may return a function that repeats the call, see
+    `repeating`.
 
     With `triton`, and with `auto` on `cuda` if Triton is installed, there are also two kernels that wait for blocks of
     their rows by themselves: `matmul_ready`, `f(out, a, b, *, ready, own=None)`, and `linear_ready`, `f(out, a, weight,
@@ -75,6 +76,11 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     if policy == "auto" and device_type == "cuda" and importlib.util.find_spec("triton") is not None:
         return {**aten.KERNELS, **WAITING}
     return aten.KERNELS
+
+
+def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str, Kernel]:
+    """Return the kernels for results of a dtype: those of the table, but ATen's for f64, which Triton's do not take."""
+    return aten.KERNELS if result == torch.float64 else table
 
 
 def matmul_ready(
@@ -210,7 +216,13 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint=f"set it, or {ATEN}",
         )
 
-    def sum(out: torch.Tensor, x: torch.Tensor, *, axis: int) -> None:
-        reduce_sum(x, out, axis)
+    def sum(
+        out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
+    ) -> None:
+        if addend is None and not activation:
+            reduce_sum(x, out, axis)
+            return
+        total = torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
+        aten.add_up(out, (reduce_sum(x, total, axis),), addend, activation)
 
     return {"matmul": _matmul, "linear": _linear, "sum": sum}
