@@ -23,15 +23,14 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import hostir as hi
+from benchmarks.allgather_matmul import Judge
+from benchmarks.comparison import PATIENCE, WARM_CALLS, Candidate
 from benchmarks.harness import Clock, graphed, table, write
-from benchmarks.peers import Candidate, Judge
 from benchmarks.scores import GRAPH, LARGE, MODELS, MUST, Row, rows
 from hostir.lower.fused import SMS
 from hostir.runtime.session import session
 
 TITLE = "All-gather + matmul as ranks of more GPUs meet it, on 2"
-WARM_CALLS = 4  # an executor replays its graph from the third on
-PATIENCE = 20  # seconds
 
 
 @dataclass(frozen=True)

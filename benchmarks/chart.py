@@ -1,4 +1,4 @@
-"""A picture of the scores that `benchmarks/allgather_matmul.py` wrote: ours and the best peer's, row by row, as SVG.
+"""A picture of the scores that a benchmark wrote, such as `allgather_matmul`: ours and the best peer's, as SVG.
 
     python -m benchmarks.chart benchmarks/results/allgather_matmul.json docs/images/allgather_matmul.svg
 
@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scores import EAGER, GRAPH, Result, in_order
+from benchmarks.scores import EAGER, GRAPH, Result, in_order, kind_of
 
 # In pixels.
 BAR, SPACE, BETWEEN = 23, 12, 30  # of a row: each of its two bars; between rows; between models
@@ -94,9 +94,15 @@ def _bars(panels: Sequence[tuple[str, list[Result]]]) -> tuple[list[str], int]:
         middle, first = x + room / 2, rows[0]
         x += room + BETWEEN
         parts.append(f'<text class="model" x="{middle:g}" y="{TOP + HEIGHT + 36}">{escape(model)}</text>')
-        size = f"N={first['N']}/rank K={first['K']}"
-        parts.append(f'<text class="quiet middle" x="{middle:g}" y="{TOP + HEIGHT + 51}">{size}</text>')
+        parts.append(f'<text class="quiet middle" x="{middle:g}" y="{TOP + HEIGHT + 51}">{_size(first)}</text>')
     return parts, round(x - BETWEEN + RIGHT)
+
+
+def _size(row: Result) -> str:
+    """The extents of a model, such as `N=1792/rank K=4096`."""
+    _, *names = kind_of(row).shape.split(",")
+    said = zip(names, (row["N"], row["K"]), strict=True)
+    return " ".join("=".join([name[0], f"{extent}{name[1:]}"]) for name, extent in said if name != "-")
 
 
 def _row(row: Result, x: float) -> Iterator[str]:
@@ -138,17 +144,18 @@ def _others(row: Result, ours: bool, best: float) -> list[float]:
 def _heading(environment: dict[str, Any], rows: Sequence[Result]) -> Iterator[str]:
     first = rows[0]
     gpu = environment.get("gpu", "GPU")
-    title = f"All-gather + matmul on {first['ranks']} x {gpu}, {first['dtype']}: floor / time"
+    kind, where = kind_of(first), f"{first.get('emulated_on', first['ranks'])} x {gpu}"
+    title = f"{kind.title} on {where}, {first['dtype']}: floor / time"
     yield f'<text class="title" x="16" y="28">{escape(title)}</text>'
     known = [f"{key} {environment[key]}" for key in ("torch", "nccl", "triton", "date", "commit") if key in environment]
-    told = "1.0: as fast as the slower of the two alone, cuBLAS's matmul and the best all-gather"
+    told = f"1.0: as fast as the slower of the two alone, cuBLAS and {kind.collective}"
     yield f'<text class="quiet" x="16" y="47">{told}</text>'
     yield f'<text class="quiet" x="16" y="62">{escape(", ".join(known))}</text>'
     x = 16.0
-    for kind, words in (*LEGEND, ("goal", "goal")):
-        if kind in ("must", "goal") and all(row[kind] is None for row in rows):
+    for mark, words in (*LEGEND, ("goal", "goal")):
+        if mark in ("must", "goal") and all(row[mark] is None for row in rows):
             continue
-        yield _sign(kind, x)
+        yield _sign(mark, x)
         yield f'<text x="{x + 20:g}" y="87">{words}</text>'
         x += 20 + len(words) * CHARACTER + LEGEND_GAP
 

@@ -1,4 +1,4 @@
-"""Timing on several GPUs, fair to everyone: ours and the peers in one process, lined up, L2 flushed, random data."""
+"""Timing on several ranks, fair to everyone: ours and the peers in one process, lined up, L2 flushed, random data."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import triton
 
+from hostir.choice.measure import WallClock
+
 L2_FLUSH = 256 << 20  # bytes written before each run: more than the L2 holds
 WARM = 4
 CALLS = 20  # of which the median is a call's host time
@@ -31,13 +33,15 @@ Name = TypeVar("Name")
 class Clock:
     """Times work on all ranks: every run starts behind a barrier on the device, so that ranks start together.
 
-    The figure is the maximum over ranks of each rank's median, in microseconds.
+    The figure is the maximum over ranks of each rank's median, in microseconds; of CPU processes, by wall clock.
     """
 
     device: torch.device
     runs: int = 30
 
     def __post_init__(self) -> None:
+        if self.device.type == "cpu":
+            return
         self.flush = torch.empty(L2_FLUSH, dtype=torch.uint8, device=self.device)
         space = symm_mem.empty(16, dtype=torch.float32, device=self.device)
         self.line = symm_mem.rendezvous(space, dist.group.WORLD)
@@ -54,33 +58,38 @@ class Clock:
         for work in works.values():
             for _ in range(WARM):
                 work()
-        torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         dist.barrier()
-        marks: dict[Name, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
+        took: dict[Name, list[Callable[[], float]]] = {name: [] for name in works}
         order = Random(0)
         for _ in range(self.runs):
             for name in order.sample(list(works), len(works)):
-                work = works[name]
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                self.flush.zero_()
-                self.line.barrier(channel=7)
-                start.record()
-                work()
-                end.record()
-                marks[name].append((start, end))
-        torch.cuda.synchronize(self.device)
-        return self.slowest({name: [start.elapsed_time(end) * 1e3 for start, end in marks[name]] for name in works})
+                took[name].append(self.run(works[name]))
+        synchronize(self.device)
+        return self.slowest({name: [each() for each in took[name]] for name in works})
+
+    def run(self, work: Callable[[], Any]) -> Callable[[], float]:
+        """One run; its microseconds are asked for once the device is done."""
+        if self.device.type == "cpu":
+            return WallClock().run(work)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.flush.zero_()
+        self.line.barrier(channel=7)
+        start.record()
+        work()
+        end.record()
+        return lambda: start.elapsed_time(end) * 1e3
 
     def host(self, works: Mapping[Name, Callable[[], Any]]) -> dict[Name, float]:
         """The time that each work takes of the host, where the device has nothing else to do."""
         spans: dict[Name, list[float]] = {name: [] for name in works}
         for name, work in works.items():
             for _ in range(CALLS):
-                torch.cuda.synchronize(self.device)
+                synchronize(self.device)
                 begun = time.perf_counter()
                 work()
                 spans[name].append((time.perf_counter() - begun) * 1e6)
-        torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return self.slowest(spans)
 
     def slowest(self, times: Mapping[Name, list[float]]) -> dict[Name, float]:
@@ -88,6 +97,12 @@ class Clock:
         worst = torch.tensor([statistics.median(each) for each in times.values()], device=self.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return {name: round(t, 1) for name, t in zip(times, worst.tolist(), strict=True)}
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all that it was given; a CPU has when the calls return."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def graphed(work: Callable[[], Any]) -> Callable[[], None]:

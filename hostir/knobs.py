@@ -33,6 +33,7 @@ __all__ = [
     "KERNELS",
     "KNOBS",
     "SPEC",
+    "SYMMETRIC_LIMIT",
     "TIMEOUT",
     "Knob",
     "Row",
@@ -118,6 +119,12 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _bytes(text: str) -> int | None:
+    if (count := int(text)) < 0:
+        raise ValueError(text)
+    return count
+
+
 def _directory(text: str) -> Path:
     path = Path(text)
     if path.exists() and not path.is_dir():
@@ -160,7 +167,7 @@ KERNELS: Knob[str] = Knob(
     "auto",
     "auto, triton or aten",
     _one_of("auto", "triton", "aten"),
-    "Which kernels compute: Triton, ATen, or (auto) the ones for the device: ATen on a CPU.",
+    "Which kernels compute: Triton, ATen, or (auto) the ones for the device: ATen on a CPU. f64 is always ATen's.",
 )
 CACHE: Knob[Path | None] = Knob(
     "HOSTIR_CACHE",
@@ -170,6 +177,16 @@ CACHE: Knob[Path | None] = Knob(
     "Directory for measurements that are kept, such as those of `hostir tune`; "
     "if unset, the folder `hostir` in $XDG_CACHE_HOME or ~/.cache.",
 )
+SYMMETRIC_LIMIT: Knob[int | None] = Knob(
+    "HOSTIR_SYMMETRIC_LIMIT",
+    None,
+    "a number of bytes",
+    _bytes,
+    "The most bytes of symmetric memory that the programs of the job, or of a process group, may take on a rank "
+    "together: what was not used longest makes room. A program that alone takes more is refused; the strategy `auto` "
+    "takes the fastest that takes no more. If unset, there is no limit, and each program keeps up to 4 GiB.",
+)
+
 COMPARE_CALLS: Knob[bool] = Knob(
     "HOSTIR_COMPARE_CALLS",
     False,
@@ -179,8 +196,8 @@ COMPARE_CALLS: Knob[bool] = Knob(
     "turns calls that do not line up into errors instead of wrong results.",
 )
 
-KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str] | Knob[bool], ...] = (
-    *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, COMPARE_CALLS),
+KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Knob[str] | Knob[bool], ...] = (
+    *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, SYMMETRIC_LIMIT, COMPARE_CALLS),
 )
 
 

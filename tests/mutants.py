@@ -27,7 +27,7 @@ from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, If, PeerCopy, Ran
 from hostir.ir.op import ZERO, Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value, codecs_of, expr_values
 from hostir.ir.program import Names, Printer, Program, format_program, rewrite
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import Contraction, TensorOp, ViewStatement
+from hostir.ir.tensor_ops import ByBlocks, Sum, TensorOp, ViewStatement
 from hostir.ir.types import FLAG, Kind, TensorType
 
 Block = tuple[Statement, ...]
@@ -163,11 +163,19 @@ def condition(place: Place) -> Iterator[Edit]:
 @edit
 def unready(place: Place) -> Iterator[Edit]:
     s = place.statement
-    if isinstance(s, Contraction) and s.ready is not None:
-        plain = replace(s, ready=None, epoch=ZERO, first=ZERO, own=None)
+    if isinstance(s, ByBlocks) and s.ready is not None:
+        plain = replace(s, ready=None, epoch=ZERO, first=s.first if s.done else ZERO, own=None)
         yield "delete ready", f"'{_told(s)}' waits for nothing", place.become(plain)
         if s.own is not None:
             yield "delete own", f"'{_told(s)}' waits for its own rows", place.become(replace(s, own=None))
+
+
+@edit
+def undone(place: Place) -> Iterator[Edit]:
+    s = place.statement
+    if isinstance(s, ByBlocks) and s.done is not None:
+        plain = replace(s, done=None, raised=ZERO, first=s.first if s.ready else ZERO)
+        yield "delete done", f"'{_told(s)}' sets no flags", place.become(plain)
 
 
 @edit
@@ -246,10 +254,10 @@ def streams(place: Place) -> Iterator[Edit]:
 def indices(place: Place) -> Iterator[Edit]:
     """Slices, flags, peers and sides of conditions: another literal, the next one, a loop's index gone or another's."""
     s = place.statement
-    if isinstance(s, Contraction) and s.ready is None:
+    if isinstance(s, ByBlocks) and s.ready is None and s.done is None:
         return
     for name, codec in codecs_of(type(s)).items():
-        if codec is not Codec.INDEX or name == "epoch":
+        if codec is not Codec.INDEX or name in ("epoch", "raised"):
             continue
         old: Expr = getattr(s, name)
         count = _choices(s, name)
@@ -267,8 +275,10 @@ def _choices(s: Statement, name: str) -> int:
         size: Size | int = s.x.tensor.shape[s.axis]
     elif isinstance(s, Chunk):
         size = s.count
+    elif isinstance(s, Sum) and s.ready is not None:
+        size = s.x.tensor.shape[0]
     elif name in ("slot", "first"):
-        size = (s.ready if isinstance(s, Contraction) else s.flags).tensor.shape[0]
+        size = ((s.ready or s.done) if isinstance(s, ByBlocks) else s.flags).tensor.shape[0]
     elif name in ("peer", "to", "source"):
         value = s.flags if isinstance(s, Signal) else next(s.values(Codec.READ, Codec.WRITE))
         size = value.tensor.mesh.size(s.over)
@@ -284,14 +294,17 @@ def _shares(s: Statement, old: Expr, new: Expr) -> bool:
 @edit
 def epochs(place: Place) -> Iterator[Edit]:
     s = place.statement
-    if not isinstance(s, (Signal, WaitSignal)) and not (isinstance(s, Contraction) and s.ready is not None):
-        return
-    old = s.epoch
-    new: list[Expr] = [Bin("+", old, Lit(1)), Bin("-", old, Lit(1))]
-    new += [Ref(v) for v in place.scope if v.type is Kind.INDEX]
-    new += [Lit(old.value + 1), Lit(old.value - 1)] if isinstance(old, Lit) else [Lit(1)]
-    for epoch in new:
-        yield f"epoch of {s.keyword()}", f"epoch {epoch} in '{_told(s)}'", place.become(replace(s, epoch=epoch))
+    names = ["epoch"] if isinstance(s, (Signal, WaitSignal)) else []
+    if isinstance(s, ByBlocks):
+        names = [name for name, flags in (("epoch", s.ready), ("raised", s.done)) if flags is not None]
+    for name in names:
+        old: Expr = getattr(s, name)
+        new: list[Expr] = [Bin("+", old, Lit(1)), Bin("-", old, Lit(1))]
+        new += [Ref(v) for v in place.scope if v.type is Kind.INDEX]
+        new += [Lit(old.value + 1), Lit(old.value - 1)] if isinstance(old, Lit) else [Lit(1)]
+        for epoch in new:
+            kind, what = f"{name} of {s.keyword()}", f"{name} {epoch} in '{_told(s)}'"
+            yield kind, what, place.become(replace(s, **{name: epoch}))
 
 
 @edit

@@ -22,19 +22,21 @@ from hostir.check import check, check_structure
 from hostir.check.proof import Finding, analyse_quickly
 from hostir.ir.program import Program, format_program
 from hostir.ir.source import Diagnostic, HostIRError
-from hostir.ir.tensor_ops import Contraction
+from hostir.ir.tensor_ops import ByBlocks
 from hostir.lower import STRATEGIES, passes_of, run_passes
 from hostir.runtime.sharding import random_inputs
 from hostir.runtime.simulated.machine import LocalMachine, rehearse
 from tests.mutants import Mutant, mutants
+from tests.reduce_scatters import FORMS, reduce_scatter
 
 ONESIDED = Path(__file__).parent / "cases" / "onesided"
-GATHERED = (  # rows that peers send one another by copies
+SENT = (  # rows that peers send one another by copies
     patterns.allgather_matmul,
     patterns.allgather_matmul_kept,
     patterns.column_parallel,
     patterns.gate_up,
     patterns.mlp,
+    patterns.row_parallel_scattered,
 )
 
 
@@ -43,6 +45,7 @@ GATHERED = (  # rows that peers send one another by copies
 def originals() -> tuple[Program, ...]:
     """What the compiler makes of every pattern and example on tiny tensors, and one-sided programs by hand."""
     programs = [*_lowered(), *_examples(), *(hi.parse(p.read_text(), p.name) for p in sorted(ONESIDED.glob("*.hir")))]
+    programs += [hi.parse(reduce_scatter(form, *sizes)) for form in FORMS for sizes in ((2, 2), (3, 1), (4, 1))]
     return tuple({p.digest: p for p in programs}.values())
 
 
@@ -53,7 +56,7 @@ def _lowered() -> Iterator[Program]:
             yield hi.lower(fusion, "sequential")
             yield from (hi.lower(fusion, "pipeline", streams) for streams in range(1, slices + 1))
     yield from (hi.lower(tiny(patterns.mlp, 2, 4), "pipeline", streams) for streams in (3, 4))
-    for pattern in GATHERED:
+    for pattern in SENT:
         for ranks, slices in ((2, 1), (2, 2), (4, 1)):
             yield from (hi.lower(tiny(pattern, ranks, slices), strategy) for strategy in ("ring", "fused", "push"))
 
@@ -264,7 +267,7 @@ def convicted(program: Program, seeds: int) -> str:
 
 def calls_of(program: Program) -> int:
     """As many calls as the proof looks at; where kernels wait, at least one for each rank."""
-    waits = any(isinstance(s, Contraction) and s.ready is not None for s in program.walk())
+    waits = any(isinstance(s, ByBlocks) and s.ready is not None for s in program.walk())
     return max(analyse_quickly(program).calls, program.ranks if waits else 2)
 
 

@@ -12,9 +12,24 @@ from hostir.check.tracer import CALLER, Event, Flag
 from hostir.ir.host_ops import CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.machine import Frame
 from hostir.ir.onesided_ops import Barrier, Signal, WaitSignal
-from hostir.ir.op import Bin, Expr, FlagOperand, Lit, Phase, Ref, Statement, Sync, Value, expr_values, rename_expr
+from hostir.ir.op import (
+    ZERO,
+    Bin,
+    Codec,
+    Expr,
+    FlagOperand,
+    Lit,
+    Phase,
+    Ref,
+    Statement,
+    Sync,
+    Value,
+    expr_values,
+    rename_expr,
+)
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size
+from hostir.ir.sizes import product as size_product
 from hostir.ir.types import FLAG, Kind, TensorType
 
 # Places in a program --------------------------------------------------------------------------------------------------
@@ -30,7 +45,7 @@ def issues(s: Statement) -> bool:
 
 
 def moves_on(s: Statement) -> bool:
-    """Whether another stream may be current behind a statement."""
+    """Whether another stream may be current after a statement."""
     return s.sets_stream is not None or bool(s.bodies)
 
 
@@ -102,7 +117,7 @@ class Outline:
         return body
 
     def end(self, place: BodyPosition) -> BodyPosition:
-        """Return the place behind the last statement of the block that a place is in."""
+        """Return the place after the last statement of the block that a place is in."""
         return (*place[:-1], len(self.block(place)))
 
     def set_above(self, place: BodyPosition) -> Expr | None:
@@ -232,7 +247,7 @@ def _placed(body: Block, outside: BodyPosition) -> Iterator[tuple[BodyPosition, 
 # for, exactly those over all ranks and rounds. Its expressions are tried from the program's text and the indices in
 # scope, and those that fit are kept.
 
-Raised = tuple[int, int, int]  # rank, slot, epoch
+RaisedSlot = tuple[int, int, int]  # rank, slot, epoch
 Numbers = tuple[int, ...]
 MAX_SUGGESTIONS = 40  # suggestions of one kind
 
@@ -251,7 +266,7 @@ class MissingFlags:
         self.unawaited = _by_name(f for rank in order.ranks for f in rank.signals if id(f.event) not in awaited)
 
     def signals(self, waiting: Event) -> Iterator[Edits]:
-        """Yield edits that add one signal for all that is missing of a flag; first those behind copies to the peer."""
+        """Yield edits that add one signal for all that is missing of a flag; first those after copies to the peer."""
         flags = next((f for f in self.flags if f.name in self.unsent and _names(waiting.statement, f)), None)
         if flags is None:
             return
@@ -283,23 +298,32 @@ class MissingFlags:
         yield from (edits for *_, edits in sorted(found, key=lambda f: f[:2])[:MAX_SUGGESTIONS])
 
     def kernels(self, users: Sequence[Statement]) -> Iterator[Edits]:
-        """Yield edits that make a product wait for flags that nobody waits for; one block of its rows may be `own`."""
-        for s in (s for s in users if s.contracts):
+        """Yield edits that make a computation wait for flags that nobody waits for; a part of its rows may be `own`."""
+        for s in users:
             place = self.outline.place(s)
-            owns = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType)]
             for flags in (f for f in self.flags if f.name in self.unawaited):
+                owns = self._stand_ins(s, place, flags)
                 unawaited = {(rank, epoch) for rank, _, epoch in self.unawaited[flags.name]}
                 frames, slots, epochs = self._operands(place, flags, self.unawaited[flags.name])
                 for epoch, e in epochs.items():
                     awaited = {(_rank(f), which) for f, which in zip(frames, epoch, strict=True)}
                     if len(awaited) == len(frames) and awaited <= unawaited:
-                        for first, own in product(slots.values(), (None, *owns)):
+                        for first, own in ((ZERO, None), *product(slots.values(), owns)):
                             if (changed := s.waiting(flags, e, first, own)) is not None:
                                 yield (Edit(place, (changed,), drop=1),)
 
+    def _stand_ins(self, s: Statement, place: BodyPosition, flags: Value) -> list[Value]:
+        """Return the values that have as many rows as the part of an operand that may be `own`, the last one first."""
+        tensors = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType)]
+        if (plain := s.waiting(flags, Lit(1), ZERO, None)) is None:
+            return []
+        x = plain.flag_operands[0].rows[0]
+        rows = _rows(x) / flags.tensor.shape[0] if s.contracts else _rows(next(s.values(Codec.WRITE)))
+        return [v for v in reversed(tensors) if _rows(v) == rows and v.tensor.dtype == x.tensor.dtype]
+
     # Places -----------------------------------------------------------------------------------------------------------
     def _behind(self) -> Iterator[tuple[BodyPosition, Statement]]:
-        """Yield the places behind each statement that is issued to a stream, with that statement."""
+        """Yield the places after each statement that is issued to a stream, with that statement."""
         for at, s in self.outline.statements:
             if issues(s):
                 yield (*at[:-1], at[-1] + 1), s
@@ -330,7 +354,7 @@ class MissingFlags:
 
     # Expressions ------------------------------------------------------------------------------------------------------
     def _operands(
-        self, place: BodyPosition, flags: Value, missing: set[Raised]
+        self, place: BodyPosition, flags: Value, missing: set[RaisedSlot]
     ) -> tuple[list[Frame], dict[Numbers, Expr], dict[Numbers, Expr]]:
         """Return the frames of a place, and the values that expressions for a slot and for an epoch have in them."""
         frames = self._frames(place, flags)
@@ -357,15 +381,18 @@ class MissingFlags:
     def _slots(self, place: BodyPosition, flags: Value) -> Iterator[Expr]:
         """Yield expressions for a slot of a row of flags: those of the text, each index, blocks of several indices."""
         yield from (use.slot for use in self._uses(flags) if use.slot is not None)
-        count, indices = flags.tensor.shape[0].bind(self.order.ranks[0].sizes), self._indices(place)
+        count = flags.tensor.shape[0].bind(self.order.ranks[0].sizes)
+        peers = (s.peer_place[0] for s in self.outline.program.walk() if s.peer_place is not None)
+        parts: list[Expr] = [*map(Ref, self._indices(place)), *(peer for peer in peers if isinstance(peer, Bin))]
+        parts = list(dict.fromkeys(parts))
         yield from (Lit(n) for n in range(min(count, 2)))
-        for v in indices:
-            yield Ref(v)
+        for v in parts:
+            yield v
             for n in (n for n in range(2, count + 1) if count % n == 0):
-                yield Bin("%", Ref(v), Lit(n))
-                yield from (Bin("+", Bin("*", Ref(v), Lit(n)), Ref(w)) for w in indices if w != v and n < count)
+                yield Bin("%", v, Lit(n))
+                yield from (Bin("+", Bin("*", v, Lit(n)), w) for w in parts if w != v and n < count)
 
-    def _epochs(self, flags: Value, missing: set[Raised]) -> Iterator[Expr]:
+    def _epochs(self, flags: Value, missing: set[RaisedSlot]) -> Iterator[Expr]:
         """Yield expressions for an epoch of a flag: those of the text, the missing epochs, a loop's round plus one."""
         yield from (use.epoch for use in self._uses(flags))
         yield from (Lit(epoch) for epoch in sorted({epoch for _, _, epoch in missing}))
@@ -392,13 +419,18 @@ class MissingFlags:
                 yield peer, over
 
 
+def _rows(x: Value) -> Size:
+    """Return the number of rows of a rank's part of a tensor."""
+    return size_product(x.tensor.local_shape[:-1])
+
+
 def _names(s: Statement | None, flags: Value) -> bool:
     return s is not None and any(use.flags == flags for use in s.flag_operands)
 
 
-def _by_name(flags: Iterable[Flag]) -> dict[str, set[Raised]]:
+def _by_name(flags: Iterable[Flag]) -> dict[str, set[RaisedSlot]]:
     """Group flags by name: the (rank, slot, epoch) of each in the first call."""
-    found: dict[str, set[Raised]] = {}
+    found: dict[str, set[RaisedSlot]] = {}
     for flag in flags:
         if flag.epoch[0] == 0:
             found.setdefault(flag.flags, set()).add((flag.rank, flag.slot, flag.epoch[1]))
@@ -441,7 +473,7 @@ REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
 
 
 def for_handles(outline: Outline) -> Iterator[Edits]:
-    """Yield waits for the first handle that nobody waits for: at each place of its block behind it."""
+    """Yield waits for the first handle that nobody waits for: at each place of its block after it."""
     for place, s in outline.statements:
         handle = s.started
         if handle is None:
@@ -484,8 +516,9 @@ class Suggestions:
             yield from self._joins()
             return
         first, second = found.events[:2]
-        if first.rank != second.rank:
+        if first.rank != second.rank or _raises(first) or _raises(second):
             yield from self._flags(first, second)
+        if first.rank != second.rank:
             yield from self._barriers(first, second)
         elif _issued(first) > _issued(second):
             first, second = second, first
@@ -506,7 +539,7 @@ class Suggestions:
             yield (Edit(place, self.outline.join(place)),)
 
     def _spots(self, second: Event) -> list[BodyPosition]:
-        """Return places where an event's stream may wait: before the event, and behind each `set_stream` above it.
+        """Return places where an event's stream may wait: before the event, and after each `set_stream` above it.
 
         Also before barriers and signals, which pass on what their stream waited for, and at the end of the program.
         """
@@ -519,7 +552,7 @@ class Suggestions:
         return list(dict.fromkeys([here, *set_here, *passing]))
 
     def _streams(self, event: Event, place: BodyPosition) -> list[Expr]:
-        """Return expressions, in scope at a place, for the streams that are ordered behind an event's end."""
+        """Return expressions, in scope at a place, for the streams that are ordered after an event's end."""
         outline = self.outline
         lanes = {event.stream, *(str(lane[1]) for lane, _ in event.ends if len(lane) == 2)}
         found: list[Expr] = [Ref(outline.user)] if outline.user and (CALLER in lanes or lanes == {event.stream}) else []
@@ -558,7 +591,7 @@ class Suggestions:
 
     # Handles and frees ------------------------------------------------------------------------------------------------
     def _handles(self, first: Event, second: Event) -> Iterator[Edits]:
-        """Move the wait for a communication before what uses its memory, or right behind the communication."""
+        """Move the wait for a communication before what uses its memory, or directly after the communication."""
         s, outline = first.statement, self.outline
         handle = s.started if s is not None else None
         if s is None or handle is None:
@@ -636,6 +669,11 @@ class Suggestions:
         yield (Edit(place, drop=1),)
         for axis in mesh.axes if mesh and operand else ():
             yield (Edit(place, (Barrier(x=operand or x, over=axis),), drop=1),)
+
+
+def _raises(event: Event) -> bool:
+    """Whether an event belongs to a kernel that sets flags, for which others may wait."""
+    return event.statement is not None and any(use.raises and use.rows for use in event.statement.flag_operands)
 
 
 def _issued(event: Event) -> tuple[int, int]:

@@ -262,8 +262,11 @@ def _in_order(order: Order) -> Iterator[Event]:
 
 
 def _work(event: Event) -> bool:
-    """Whether an event is the one in which its statement writes its result."""
-    return event.statement is not None and any(a.does == "writes" for a in event.accesses)
+    """Whether an event is the one in which its statement has its result; one by blocks has that in the end."""
+    s = event.statement
+    if s is not None and any(use.rows for use in s.flag_operands):
+        return event.verb == "ends"
+    return s is not None and any(a.does == "writes" for a in event.accesses)
 
 
 # What is wrong with it ------------------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ class WaitingKernel:
 
 
 @dataclass(eq=False, slots=True)
-class Blocks:
+class BlockEvents:
     """The events of a computation by blocks of rows, cut so that each lies in one block of `ready` and one of `done`.
 
     Fields:
@@ -299,7 +299,7 @@ class Tracer(Observer, OptionalMethods):
         self.signals: list[Flag] = []
         self.waits: list[Flag] = []
         self.kernels: list[WaitingKernel] = []
-        self.by_blocks: list[Blocks] = []
+        self.by_blocks: list[BlockEvents] = []
         self.outputs: list[list[View | None]] = []  # of each call
         self.problems: dict[tuple[int, str], Diagnostic] = {}  # misuse by statement and message, in order of issue
         self.freed: dict[Buffer, Statement] = {}
@@ -528,7 +528,7 @@ class Tracer(Observer, OptionalMethods):
         axis: int | None,
         ready: Ready | None,
         done: Done | None,
-    ) -> Blocks:
+    ) -> BlockEvents:
         """Add the events of a computation by blocks: of a product, or of a sum over an axis."""
         x, *others = [x for x in operands if x is not None]
         sources, inner = [x], 1
@@ -544,16 +544,16 @@ class Tracer(Observer, OptionalMethods):
             for n in range(count):
                 block = (source * count + n) * ready.results // count if ready else 0
                 own = self._own(ready, source * count + n, count) if ready and block in ready.replaced else None
-                accesses = [access(self._rows(rows, n, count, inner), "undefines" if own else "reads"), *whole]
+                accesses = [access(own, "reads")] if own else []
+                accesses += [access(self._rows(rows, n, count, inner), "undefines" if own else "reads"), *whole]
                 accesses += writes[n : n + 1] if axis is None else []
-                accesses += [access(own, "reads")] if own else []
                 parts.append(part := self.event("runs", accesses, [start]))
                 if ready and not own:
                     waits.append(Flag(part, self.rank, ready.flags.buffer.name, block, (self.turn, ready.epoch)))
         units = parts
         if axis is not None:
             units = [self.event("runs", writes[n : n + 1], parts[n::count]) for n in range(count)]
-        blocks = Blocks(ready, done, units, parts, waits)
+        blocks = BlockEvents(ready, done, units, parts, waits)
         if done is not None:
             size = count // done.blocks
             for n in range(done.blocks):
@@ -568,7 +568,7 @@ class Tracer(Observer, OptionalMethods):
             self._one_by_one(blocks, ready)
         return blocks
 
-    def _one_by_one(self, blocks: Blocks, ready: Ready) -> None:
+    def _one_by_one(self, blocks: BlockEvents, ready: Ready) -> None:
         """Let each block of the result wait for the one before: a machine may compute them in order."""
         count = len(blocks.units)
         size, before = count // ready.results, list[Event]()

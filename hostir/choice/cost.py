@@ -247,7 +247,7 @@ class RankTasks:
                 self.shared.waits.append((task, turn, self.flag(ready.flags, slot), ready.epoch))
 
     def raising(self, task: CostTask, op: ComputeOp, done: Done) -> None:
-        """Make a task raise its flags, each behind a block of its result."""
+        """Make a task raise its flags, each after a block of its result."""
         order = done.order
         if op.ready is not None:  # its order is that of the blocks that it waits for
             first = -(-op.ready.first * done.blocks // op.ready.results)

@@ -49,7 +49,7 @@ class Allocate(Statement):
 
     def verify(self) -> None:
         if not isinstance(self.out.type, TensorType):
-            raise self.fail(f"allocate gives a tensor, not a {self.out.type}", expected="a tensor type behind the name")
+            raise self.fail(f"allocate gives a tensor, not a {self.out.type}", expected="a tensor type after the name")
 
     def evaluate(self, frame: Frame) -> None:
         if frame.here(self.out.tensor.mesh):

@@ -55,11 +55,14 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Ready:
-    """The flags that a matmul waits for while it runs: it may read block `i` of its rows when flag `i` reaches `epoch`.
+    """The flags that a computation waits for while it runs: block `i` of an operand is ready when flag `i` is.
 
-    The rows of its left operand are `blocks` equal blocks, which it computes one after another from block `first` on.
-    If `own` is given, it reads the rows of that block from there, without waiting, and leaves those of the left operand
-    undefined.
+    The operand's rows are `blocks` equal blocks; a flag says that its block is ready when it reaches `epoch`. The
+    result's rows are `results` equal blocks, and its block `j` needs the operand's blocks `j`, `j + results` and so on:
+    one block for a matmul, one of each source for a sum. The result's block `first` is computed first.
+
+    `own` replaces `own_blocks` of the operand's blocks, from `own_first` on: they are read from there, without waiting,
+    and are left undefined in the operand.
 
     A machine that plans also sets the SMs that the kernel does not get: `overlapped_sms` are those of the copies
     directly before it on its stream, which may still run; `reserved_sms` are left to signals sent by kernels.
@@ -162,7 +165,10 @@ class Machine(OptionalMethods, Protocol):
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        """Run kernel `kind` on the current stream, which writes `out`; with `ready`, block by block as flags rise."""
+        """Run kernel `kind` on the current stream, which writes `out`.
+
+        It runs by blocks of rows if flags say when a block may begin (`ready`), or are raised after each (`done`).
+        """
 
     def communicate(self, exchange: Exchange, x: Handle | None, out: Handle | None) -> Handle:
         """Start a communication after the current stream's earlier work; return its handle."""

@@ -205,7 +205,7 @@ def _strongest(of: Sequence[Division]) -> list[Division]:
 class Program:
     """A fusion or a host program. `parse(str(p)) == p`, and equal programs print the same bytes up to comments.
 
-    `str(p)` is the whole text, with the comments that passes left behind statements; reading it back drops them.
+    `str(p)` is the whole text, with the comments that passes have added to statements; reading it back drops them.
 
     `meshes[0]` is the mesh of every tensor that names none. `streams` is the size of the pool of worker streams.
     `aliases` are names of sizes that a foreign text uses, each with the size it equals (`("i5", "i4")`): they may be
@@ -311,7 +311,7 @@ class Program:
 
 
 def format_program(program: Program, *, notes: bool = True) -> str:
-    """Return the program's text, with `notes` as comments behind statements."""
+    """Return the program's text, with `notes` as comments after statements."""
     printer = Printer(program.phase, program.meshes, notes=notes)
     lines = [f"hostir {VERSION}", *(f"mesh {mesh}" for mesh in program.meshes)]
     head = f"{program.phase.value} @{program.name}"

@@ -163,7 +163,7 @@ def dense_strides(shape: Extents) -> Extents:
 
 @lru_cache(maxsize=1 << 12)
 def is_dense(shape: Extents, strides: Extents) -> bool:
-    """Whether elements lie one behind another in row-major order. Strides of axes of one element do not matter."""
+    """Whether elements are contiguous in row-major order. Strides of axes of one element do not matter."""
     return 0 in shape or all(n == 1 or s == t for n, s, t in zip(shape, strides, dense_strides(shape), strict=True))
 
 

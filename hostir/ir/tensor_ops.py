@@ -188,7 +188,7 @@ class ByBlocks(TensorOp):
     """The base class of computations that may run block by block of rows, by flags of this rank.
 
     With `ready` a block waits until flags say that the rows that it reads are there; with `done` a flag is raised
-    behind each block of the result.
+    after each block of the result.
     """
 
     stand_ins: ClassVar[frozenset[str]] = frozenset({"own"})
@@ -301,7 +301,7 @@ class ByBlocks(TensorOp):
     def _blocks(self, frame: Frame, flags: Value, x: Value) -> int:
         """Return the number of flags; raise unless they divide the rows of `x`."""
         blocks, rows = flags.tensor.shape[0].bind(frame.sizes), prod(frame.shape(x.tensor)[:-1])
-        if rows % blocks:
+        if not blocks or rows % blocks:
             expected = "equal blocks, a flag for each"
             raise self.fail(f"{blocks} flags do not divide the {rows} rows of {x}", expected=expected)
         return blocks
@@ -327,7 +327,7 @@ class Contraction(ByBlocks):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Matmul(Contraction):
-    """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32.
+    """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32; in f64 if the operands are f64.
 
     With `ready %flags >= epoch from first`, the rows of `a` (its leading axes flattened) are equal blocks, one for each
     flag. One kernel computes all blocks, from block `first` on, each after its flag has reached the epoch. The kernel
@@ -337,7 +337,7 @@ class Matmul(Contraction):
     flag of that block, and leaves its rows of `a` undefined.
 
     With `done %flags = epoch from first`, the rows of the result are as many equal blocks as there are flags of this
-    rank. The kernel computes block `first` first, then those behind it, and sets the flag of each to the epoch once
+    rank. The kernel computes block `first` first, then those after it, and sets the flag of each to the epoch once
     the block has been written. With `ready` too, `from` is about the blocks of `ready`.
 
     Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
@@ -359,7 +359,7 @@ class Matmul(Contraction):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Linear(Contraction):
-    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, accumulated in f32; the bias may be left out.
+    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, accumulated in f32 (f64: in f64); the bias may be left out.
 
     With `ready %flags >= epoch from first` it computes one block of rows after another, as `matmul` does.
 
@@ -405,23 +405,37 @@ class Binary(TensorOp):
 
     def maps(self) -> tuple[Map, ...]:
         shape = self.result()[1]
+        return _spread(self.x, shape), _spread(self.y, shape)
 
-        def one(value: Value) -> Map:
-            lead = len(shape) - len(value.tensor.axes)
-            return tuple(i + lead if s == shape[i + lead] else ALONE for i, s in enumerate(value.tensor.shape))
 
-        return one(self.x), one(self.y)
+def _spread(value: Value, shape: Shape) -> Map:
+    """Return the map of an operand that is spread over a result of this shape."""
+    lead = len(shape) - len(value.tensor.axes)
+    return tuple(i + lead if s == shape[i + lead] else ALONE for i, s in enumerate(value.tensor.shape))
+
+
+def _spreads(given: Shape, shape: Shape) -> bool:
+    """Whether a tensor of one shape can be spread over another: axes align at the end, one of extent 1 is spread."""
+    aligned = zip(reversed(given), reversed(shape), strict=False)
+    return len(given) <= len(shape) and all(size == extent or size.is_one for size, extent in aligned)
 
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Add(Binary):
-    """Elementwise sum.
+    """Elementwise sum. The sum of two partial sums over the same mesh axes is a partial sum over them.
 
     Example: %z: f32[16, 32] = add %x: f32[16, 32], %y: f32[32]
     """
 
     syntax = "add {x}, {y} -> {out}"
+
+    def infer(self) -> TensorType:
+        partial = self.x.tensor.partial
+        if not partial or self.y.tensor.partial != partial:
+            return super().infer()
+        x, y = (replace(v, type=replace(v.tensor, partial=())) for v in self.operands)
+        return replace(replace(self, x=x, y=y).infer(), partial=partial)
 
 
 @statement
@@ -516,29 +530,46 @@ class Cast(Unary):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Sum(ByBlocks, Unary):
-    """The sum over one axis, accumulated in f32; the axis goes away.
+    """The sum over one axis, accumulated in f32 (f64: in f64); the axis goes away.
 
     With `ready %flags >= epoch`, it sums over axis 0, the sources: the rows of `x`, all but its last axis taken
     together, are as many equal blocks as there are flags, and each block of the result waits for that block of every
     source. Sources are added in their order, whichever comes first. With `from source own %mine`, the part of that
     source is `%mine`: no flag of that source is waited for, and what `x` holds there is neither read nor kept. `done`
-    raises a flag behind each block of the result, as it does in a `matmul`.
+    raises a flag after each block of the result, as it does in a `matmul`.
 
-    Example: %y: f32[32] = sum %x: f32[16, 32] axis 0
+    With `plus %z` it adds a tensor of the result's shape, or one that is spread over it as in `add`; `then gelu` (or
+    `relu`, `silu`) applies the function. All of this is computed in f32, and rounded once.
+
+    Example: %y: f32[32] = sum %x: f32[16, 32] axis 0 plus %z: f32[32] then relu
     """
 
-    syntax = "sum {x} axis {axis} -> {out}" + BY_BLOCKS
+    syntax = "sum {x} axis {axis}<? plus {addend}?><? then {activation}?> -> {out}" + BY_BLOCKS
     axis: Int
+    addend: ReadIf = field(default=None, kw_only=True)
+    activation: Name = field(default="", kw_only=True)
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
-        shape = self.x.tensor.shape
+        shape, dtype = self.x.tensor.shape, same_dtype(self, self.operands)
         if self.axis >= len(shape):
             raise self.fail(f"{self.x} has no axis {self.axis}", expected=f"an axis below {len(shape)}")
-        return self.x.tensor.dtype, (*shape[: self.axis], *shape[self.axis + 1 :])
+        kept = *shape[: self.axis], *shape[self.axis + 1 :]
+        if self.addend is not None and not _spreads(self.addend.tensor.shape, kept):
+            raise self.fail(
+                f"{self.addend} is {self.addend.type}, and the sum has shape [{', '.join(map(str, kept))}]",
+                expected="equal sizes from the last axis on, or 1",
+            )
+        if self.activation and self.activation not in ACTIVATIONS:
+            expected, hint = f"one of: {', '.join(ACTIVATIONS)}", did_you_mean(self.activation, ACTIVATIONS)
+            raise self.fail(f"unknown function '{self.activation}'", expected=expected, hint=hint)
+        return dtype, kept
 
     def maps(self) -> tuple[Map, ...]:
-        axes = range(len(self.x.tensor.axes))
-        return (tuple(CONTRACTED if i == self.axis else i - (i > self.axis) for i in axes),)
+        summed = tuple(CONTRACTED if i == self.axis else i - (i > self.axis) for i in range(len(self.x.tensor.axes)))
+        return (summed,) if self.addend is None else (summed, _spread(self.addend, self.result()[1]))
+
+    def options(self) -> dict[str, Any]:
+        return {name: given for name, given in super().options().items() if given != ""}
 
     @property
     def rows(self) -> Value:
@@ -561,7 +592,7 @@ class Sum(ByBlocks, Unary):
             return None
         blocks, epoch = self._blocks(frame, self.ready, self.x), epoch_of(self, frame, self.epoch)
         shape, source = frame.shape(self.x.tensor), frame.index(self.first)
-        if blocks % shape[0]:
+        if not shape[0] or blocks % shape[0]:
             raise self.fail(
                 f"{blocks} flags do not divide the {shape[0]} sources of {self.x}",
                 expected="as many flags for each source",
@@ -576,6 +607,9 @@ class Sum(ByBlocks, Unary):
                 f"{self.own} has {count} rows", expected=f"{prod(shape[1:-1])} rows, as a source of {self.x}"
             )
         return Ready(frame[self.ready], epoch, 0, blocks, frame[self.own], results, source * results, results)
+
+
+ACTIVATIONS = tuple(cls.keyword() for cls in (Relu, Gelu, Silu))  # that a sum may apply
 
 
 # Views ----------------------------------------------------------------------------------------------------------------

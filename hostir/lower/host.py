@@ -109,7 +109,7 @@ class Team:
     def __init__(self, host: Host, s: Collective, of: Value) -> None:
         self.over, self.ranks = s.over, s.mesh.size(s.over)
         self.rank = Ref(Value(host.names.fresh("r"), Kind.INDEX))
-        self.past_last_call = False  # whether a barrier after the previous call has been added
+        self.past_last_call = (s.mesh.name, s.over) in host.ordered  # or behind a barrier after the previous call
         host.body.append(Rank(self.rank.value, of, s.over, span=s.span))
 
     def peer(self, offset: Expr) -> Expr:
@@ -199,14 +199,16 @@ def _why(s: Communication, operand: Value) -> str:
 class Host(Scope):
     """Builds the host program of a fusion: statements outside loops, and the buffers of all."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, ordered: Collection[tuple[str, str]] = ()) -> None:
         super().__init__(Names.of(program))
         self.program = program
+        self.ordered = ordered  # teams, by mesh and axis, whose calls need no barrier between them
         self.values = {v.name: replace(v, type=v.tensor.host()) for v in program.inputs}
         self.dense |= self.values.keys()
         self.users = users_of(program)
         self.outputs = {v.name for v in program.outputs}
         self.teams: dict[tuple[str, str], Team] = {}
+        self.folded: set[str] = set()  # results of statements that another one computes as well
         self.forked = False  # whether a copy stream has begun, behind the beginning of the call
 
     @cached_property
@@ -232,6 +234,8 @@ class Host(Scope):
     def whole(self, s: Statement) -> None:
         """Add a statement outside any loop; its result is a buffer of its own, or a view."""
         out = result_of(s)
+        if out.name in self.folded:
+            return
         if isinstance(s, ViewStatement):
             self.values[out.name] = replace(out, type=out.tensor.host())
         self.destination(out)
@@ -273,6 +277,10 @@ class Host(Scope):
 
     def only_reduced(self, value: Value) -> AllReduce | None:
         """Return the allreduce that is the only user of a value, or None."""
+        user = self.only_user(value)
+        return user if isinstance(user, AllReduce) else None
+
+    def only_user(self, value: Value) -> Statement | None:
+        """Return the only statement that reads a value, or None if there are others or it is an output."""
         users = self.users.get(value.name, [])
-        lone = users[0] if len(users) == 1 and value.name not in self.outputs else None
-        return lone if isinstance(lone, AllReduce) else None
+        return users[0] if len(users) == 1 and value.name not in self.outputs else None

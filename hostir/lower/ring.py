@@ -5,7 +5,7 @@ each rank, followed by the copy to it, and one sum. Own rows are multiplied firs
 
 The schedule of the allgather is that of the pipelined all-gather of torch's asynchronous tensor parallelism
 (`torch.distributed._symmetric_memory`): copies over symmetric memory instead of a collective, the own shard first, and
-each rank beginning with another peer. Its reduce-scatter has the peers get what a rank has multiplied, behind barriers;
+each rank beginning with another peer. Its reduce-scatter has the peers get what a rank has multiplied, after barriers;
 here the rank puts it, and a flag says so.
 """
 
@@ -25,7 +25,7 @@ from hostir.ir.types import Axis
 from hostir.lower import Pass
 from hostir.lower.host import Host, modulo
 from hostir.lower.propagate import operands_of, result_of
-from hostir.lower.rows import RowCollective, Rows, reads_rows, shard_in_pieces, shard_place, users
+from hostir.lower.rows import RowCollective, RowCollectives, reads_rows, shard_in_pieces, shard_place, users
 from hostir.lower.scatters import ScatteredBlocks
 from hostir.lower.slices import SlicedGroup, SlicePlace, Slices, operand_places, result_place, schedule, why_not
 from hostir.lower.transfers import Transfers
@@ -41,12 +41,12 @@ class Ring(Pass):
     streams: int = 4
 
     def run(self, program: Program) -> Program:
-        rows = Rows.of(program, self.name)
+        rows = RowCollectives.of(program, self.name)
         after = _after(rows)
         reason = "every matmul of these rows also needs what a later allgather brings"
         rows = rows.only(lambda s: isinstance(s, ReduceScatter) or _in_turn(s, program, after), reason)
         rows = rows.noted(self.name).with_block_axes(shard_in_pieces)
-        host = Host(rows.program)
+        host = Host(rows.program, rows.ordered(rows.program))
         for step in schedule(host.program.body, _groups(rows)):
             if isinstance(step, SlicedGroup):
                 Peers(host, step).build(self.streams)
@@ -63,7 +63,7 @@ def _pool(s: RowCollective, streams: int) -> int:
 # Computations of a turn -----------------------------------------------------------------------------------------------
 
 
-def _groups(rows: Rows) -> list[SlicedGroup]:
+def _groups(rows: RowCollectives) -> list[SlicedGroup]:
     """Return, for each collective, the computations that can run on the rows of one rank.
 
     A reduce_scatter joins the group that computes its rows from those of an allgather, if both cut them alike.
@@ -99,7 +99,7 @@ def _alike(group: SlicedGroup, scatter: ReduceScatter) -> bool:
     return isinstance(first, RowCollective) and (first.mesh, first.over) == (scatter.mesh, scatter.over)
 
 
-def _computed_for(scatter: ReduceScatter, rows: Rows, taken: set[str]) -> SlicedGroup:
+def _computed_for(scatter: ReduceScatter, rows: RowCollectives, taken: set[str]) -> SlicedGroup:
     """Return a reduce_scatter with the computations of partial sums that can run on the rows for one rank."""
     group = SlicedGroup([], {scatter.x.name: shard_place(scatter)})
     for s in reversed(rows.program.body):
@@ -123,7 +123,7 @@ def _in_turn(s: RowCollective, program: Program, after: dict[str, int]) -> bool:
     return any(early) or not users(program, s.out)
 
 
-def _after(rows: Rows) -> dict[str, int]:
+def _after(rows: RowCollectives) -> dict[str, int]:
     """Return, for each value, the number of the last allgather that it depends on; -1 if there is none."""
     after: dict[str, int] = {}
     number = {s.out.name: n for n, s in enumerate(rows.gathers)}

@@ -13,7 +13,7 @@ parts:
 
 `Transfers` makes the statements. Who produces a block and who consumes it is up to the strategy: `ring` computes on the
 rows of a block before it puts them or after it got them; `fused` and `push` have one matmul that waits for the blocks
-which ranks put, or raises a flag behind each block that they are to put, and one sum that takes the blocks of all
+which ranks put, or raises a flag after each block that they are to put, and one sum that takes the blocks of all
 ranks. Which blocks there are, and how they lie, the communication says: `hostir/lower/rows.py`.
 """
 
@@ -136,7 +136,7 @@ class Transfers:
         return [For(blocks.index.value, blocks.count, (*blocks.views, *statements), span=self.span)]
 
     def fork(self) -> None:
-        """Switch to the copy stream, behind what the caller's stream has been given so far."""
+        """Switch to the copy stream, and make it wait for the work of the caller's stream so far."""
         self.host.body += [SetStream(COPY_STREAM), Synchronize(self.host.user)]
         self.host.forked = True
 

@@ -17,7 +17,7 @@ from hostir.ir.op import Codec, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.regions import Region
 from hostir.ir.sizes import Size
-from hostir.ir.source import HostIRError, counted, described, error
+from hostir.ir.source import HostIRError, amount, counted, described, error
 from hostir.ir.types import FLAG, DType, Factor, Mesh, TensorType, bind_shape
 from hostir.runtime.simulated.tasks import check_seed
 
@@ -89,7 +89,8 @@ def _bytes_of(x: torch.Tensor, offset: int) -> Region:
 # Parts and sizes ------------------------------------------------------------------------------------------------------
 # Convert between whole tensors and the parts that ranks hold, and bind symbols to the sizes of a call's tensors.
 
-TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, FLAG.name: torch.int64}
+FLOATS = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+TORCH = {**FLOATS, FLAG.name: torch.int64}
 Part = torch.Tensor | None  # what a rank holds of a tensor: None if it is no device of its mesh
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -343,8 +344,10 @@ def random_inputs(
 
     def normal(value: Value) -> torch.Tensor:
         shape = bind_shape(value.tensor.shape, sizes)
-        x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
-        return (x * scales.get(value.name, 1.0)).to(torch_dtype(value.tensor.dtype))
+        dtype = torch_dtype(value.tensor.dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        x = torch.randn(shape, generator=generator, dtype=wide, device=device)
+        return (x * scales.get(value.name, 1.0)).to(dtype)
 
     return [normal(value) for value in program.inputs]
 
@@ -454,15 +457,6 @@ def _limits() -> Iterator[int]:
     for file in LIMITS:
         with suppress(OSError, ValueError):  # a word instead of a number: there is none
             yield int(Path(file).read_text())
-
-
-def amount(bytes: float) -> str:
-    """Format bytes for people."""
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if bytes < 1024 or unit == "TiB":
-            break
-        bytes /= 1024
-    return f"{bytes:.{0 if unit == 'bytes' else 1}f} {unit}"
 
 
 def lacks_memory(problem: BaseException) -> bool:

@@ -6,8 +6,8 @@ are 0 and numbers NaN at first.
 
 The memory belongs to the process group. Executors of equal programs share it at equal sizes: their calls run one after
 another, so that they are like calls of one executor. Memory is released when ranks meet anyway: what no plan uses any
-more, and what was not used longest: of all programs, if they would take more than HOSTIR_SYMMETRIC_LIMIT together; without
-that limit, of the program that needs more, if its sizes take too much.
+more, and what was not used longest: of all programs, if they would take more than HOSTIR_SYMMETRIC_LIMIT together;
+without that limit, of the program that needs more, if its sizes take too much.
 """
 
 from __future__ import annotations
@@ -284,7 +284,9 @@ class SymmetricMemory:
             for (digest, _), memory in self.met.items()
             if memory.plans and (limit is not None or digest == program.digest)
         ]
-        excess = sum(memory.offers[self.rank].bytes for memory in held) + size - (KEPT_BYTES if limit is None else limit)
+        excess = (
+            sum(memory.offers[self.rank].bytes for memory in held) + size - (KEPT_BYTES if limit is None else limit)
+        )
         for memory in sorted(held, key=lambda memory: memory.used):
             if excess > 0 and not memory.captured:
                 found.append(memory.number)

@@ -194,11 +194,12 @@ class FreeOp(Op):
 class ComputeOp(Op):
     """Kernel `kind` writes `out`.
 
-    With `ready`, it computes each block of rows once the flags of the block are set; with `done`, it sets a flag behind
-    each block. `ready.flags`, `ready.own` and `done.flags` are registers.
+    With `ready`, it computes each block of rows once the flags of the block are set; with `done`, it sets a flag after
+    each block. `ready.flags`, `ready.own` and `done.flags` are registers. `dtype` is that of `out`.
     """
 
     kind: str
+    dtype: DType
     out: WrittenRegister
     operands: ReadRegisters
     options: Mapping[str, Any]
@@ -225,14 +226,14 @@ class ComputeOp(Op):
         return (self.out,) if self.done is None else (self.out, self.done.flags)
 
     @property
-    def awaited_flags(self) -> tuple[FlagUse, ...]:
-        ready = self.ready
-        return () if ready is None else tuple((ready.flags, slot, ready.epoch) for slot in ready.awaited)
-
-    @property
     def raised_flags(self) -> tuple[FlagUse, ...]:
         done = self.done
         return () if done is None else tuple((done.flags, slot, done.epoch) for slot in done.order)
+
+    @property
+    def awaited_flags(self) -> tuple[FlagUse, ...]:
+        ready = self.ready
+        return () if ready is None else tuple((ready.flags, slot, ready.epoch) for slot in ready.awaited)
 
 
 @dataclass(frozen=True)
@@ -656,11 +657,11 @@ class Unroller(Observer, OptionalMethods):
             ready = replace(ready, flags=flags, own=None if own is None else self.register(own))
         if done is not None:
             done = replace(done, flags=self.flags(done.flags, done.epoch))
-        registers, target = tuple(map(self.register, operands)), self.register(out)
+        registers, target, dtype = tuple(map(self.register, operands)), self.register(out), self.dtypes[out.buffer]
         if ready is not None:
             overlapped, reserved = room(self.ops, self.ordered, self.stream)
             ready = replace(ready, overlapped_sms=overlapped, reserved_sms=reserved)
-        self.ops.append(ComputeOp(self.place, self.stream, kind, target, registers, options, ready, done))
+        self.ops.append(ComputeOp(self.place, self.stream, kind, dtype, target, registers, options, ready, done))
 
     def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         for part, what in ((x, "sends"), (out, "fills")):
@@ -818,7 +819,7 @@ class Unroller(Observer, OptionalMethods):
             self.copy_to(target, source)
 
     def copy_to(self, out: int, x: int) -> None:
-        self.ops.append(ComputeOp(self.place, self.stream, "copy", out, (x,), {}))
+        self.ops.append(ComputeOp(self.place, self.stream, "copy", self.dtypes[self.buffers[out]], out, (x,), {}))
 
     def messages(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         collective, alone = exchange.kind not in MESSAGES, len(exchange.team) == 1

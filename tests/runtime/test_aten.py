@@ -202,7 +202,11 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(HostIRError, match=r"(?s)'triton' on a CPU.*TRITON_INTERPRET=1"):
         kernel_table("triton", "cpu")
-    assert set(kernel_table("triton", "cuda")) == set(KERNELS) | {"matmul_ready", "linear_ready"}
+    assert set(kernel_table("triton", "cuda")) == set(KERNELS) | {
+        "matmul_by_blocks",
+        "linear_by_blocks",
+        "sum_by_blocks",
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -214,3 +218,16 @@ def test_halves_are_multiplied_in_f32_and_rounded_once(dtype: torch.dtype) -> No
     exact = a.double() @ weight.double().t() + bias.double()
     assert torch.equal(out, (a.float() @ weight.float().t() + bias.float()).to(dtype))
     torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 5, aten.IN_ORDER])
+def test_few_numbers_are_added_in_their_order_whatever_the_layout(dtype: torch.dtype, count: int) -> None:
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        x = torch.randn(count, 7, 33).to(dtype).permute(order).contiguous().permute([order.index(i) for i in range(3)])
+        expected = torch.zeros(7, 33)
+        for part in x:
+            expected = expected + part.float()
+        out = torch.full((7, 33), float("nan"), dtype=dtype)
+        KERNELS["sum"](out, x, axis=0)
+        assert torch.equal(out, expected.to(dtype))

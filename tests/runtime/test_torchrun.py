@@ -21,11 +21,13 @@ TWO = [
     "all_reduce_in_place",
     "reduce_scatter",
     "all_to_all",
+    "every_pattern_in_f64",
     "messages",
     "many_calls_back_to_back",
     "one_sided_programs",
     "copies_and_a_matmul_that_waits",
     "blocks_with_flags_behind_them",
+    "blocks_of_no_rows_before_and_after_some",
     "shapes_and_executors_alternate",
     "sizes_leave_room_for_others",
     "sizes_that_were_called_latest_keep_their_memory",
@@ -55,6 +57,8 @@ FOUR = [
     "one_sided_programs",
     "copies_and_a_matmul_that_waits",
     "blocks_with_flags_behind_them",
+    "blocks_within_teams_and_on_some_ranks",
+    "blocks_of_no_rows_before_and_after_some",
     "shapes_and_executors_alternate",
     "sizes_leave_room_for_others",
     "sizes_that_were_called_latest_keep_their_memory",
@@ -125,6 +129,8 @@ def test_a_killed_rank_ends_the_others_each_naming_its_statement() -> None:
 KILLED = {
     "a_peer_is_killed_before_its_signal": r"'wait_signal %there\[0\] >= 1', which waits for epoch 1 of call 3 of "
     r"flag %there\[0\]: the flag stands at epoch 1 of call 2",
+    "a_peer_is_killed_before_its_block": r"'sum %sent axis 0 -> %c ready %there >= 1 from %r own %mine', which waits "
+    r"for epoch 1 of call 3 of flag %there\[2\], for block 0 of source 1: the flag stands at epoch 1 of call 2",
     "a_peer_is_killed_before_its_barrier": r"'barrier of %x over didx', which waits for rank 1 in call 3",
 }
 

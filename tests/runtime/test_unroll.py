@@ -235,6 +235,24 @@ def test_one_sided_statements_name_memory_of_this_rank_and_of_peers() -> None:
     assert places["box", 0] == places["box", 1] == ((4, 8), (8, 1), 32), "the same view at the peer"
 
 
+def test_a_computation_by_blocks_names_the_flags_that_it_waits_for_and_raises() -> None:
+    body = """%me = rank of %a over didx
+  %f: flag[4] = allocate_symmetric
+  %g: flag[2] = allocate_symmetric
+  %box: f32[2, 2, 8] = allocate_symmetric
+  %c: f32[2, 8] = allocate
+  sum %box axis 0 -> %c ready %f >= 2 done %g = 3 from %me own %a"""
+    unrolled = recording_of(program(body, "%a: f32[4@didx, 8]"), rank=1)
+    (op,) = (op for op in unrolled.ops if isinstance(op, ComputeOp))
+    named = {register: op.name for register, op in unrolled.symmetric.items() if op.rank == 1}
+    assert [(named[flags], slot, epoch) for flags, slot, epoch in op.awaited_flags] == [("f", 0, 2), ("f", 1, 2)]
+    assert [(named[flags], slot, epoch) for flags, slot, epoch in op.raised_flags] == [("g", 0, 3), ("g", 1, 3)]
+    assert [named.get(register, register) for register in op.reads] == ["box", "f", 1]
+    assert [named.get(register) for register in op.writes] == [None, "g"]
+    assert [named.get(register) for register in unrolled.tensors(op)] == ["box", None, None]
+    assert [unrolled.flag_name(flags, slot) for flags, slot, _ in op.raised_flags] == ["%g[0]", "%g[1]"]
+
+
 def test_a_symmetric_buffer_that_is_an_output_is_copied_for_the_caller() -> None:
     unrolled = recording_of(program("%s: f32[4, 8] = allocate_symmetric", "%a: f32[4, 8]", outputs="%s"))
     (buffer,) = (op for op in unrolled.ops if isinstance(op, SymmetricOp))
@@ -250,6 +268,11 @@ def test_a_symmetric_buffer_that_is_an_output_is_copied_for_the_caller() -> None
         ("%f: flag[1] = allocate\n  signal %f[0] = 1 at 0 over didx", "%f is not symmetric"),
         ("%f: flag[1] = allocate\n  wait_signal %f[0] >= 1", "%f is not symmetric"),
         ("%f: flag[2] = allocate\n  matmul %a, %b -> %b ready %f >= 1 from 0", "%f is not symmetric"),
+        ("%f: flag[2] = allocate\n  matmul %a, %b -> %b done %f = 1 from 0", "%f is not symmetric"),
+        (
+            "%f: flag[2] = allocate_symmetric\n  matmul %a, %b -> %b done %f = 4294967296 from 0",
+            "epoch 4294967296 of a flag",
+        ),
         (
             "%f: flag[1] = allocate_symmetric\n  signal %f[0] = 4294967296 at 0 over didx",
             "epoch 4294967296 of a flag",
@@ -298,6 +321,17 @@ LATE = {"%a": (0,), "%c": (0,)}
 def test_memory_that_a_stream_may_still_use_is_marked(body: str, late: dict[str, tuple[int, ...]]) -> None:
     p = alone(f"%user = current_stream\n  %c: f32[4, 8] = allocate\n  {body}", "%a: f32[4, 8]")
     assert late_streams(recording_of(p)) == {{"%a": 1, "%c": 2}[name]: streams for name, streams in late.items()}
+
+
+def test_rows_that_a_worker_may_still_read_in_place_of_others_are_marked() -> None:
+    body = """%me = rank of %a over didx
+  %full: f32[4, 8] = allocate_symmetric
+  %f: flag[2] = allocate_symmetric
+  %c: f32[4, 5] = allocate_symmetric
+  set_stream 0
+  matmul %full, %b -> %c ready %f >= 1 from %me own %a"""
+    p = program(body, "%a: f32[4@didx, 8], %b: f32[8, 5]", outputs="%b")
+    assert late_streams(recording_of(p)) == {1: (0,), 2: (0,)}
 
 
 def test_a_copy_that_a_worker_may_still_make_marks_the_memory_that_it_reads() -> None:

@@ -28,8 +28,9 @@ from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts
 from hostir.runtime.cuda.streams import current, join, workers
 from hostir.runtime.groups import Groups
 from hostir.runtime.kernels.aten import BY_CUBLAS
-from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.kernels.table import Kernel, kernels_for
 from hostir.runtime.order import CALLER, NONE, late_streams
+from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline
 from hostir.runtime.unroll import (
@@ -188,7 +189,7 @@ class CudaMachine:
 
     def kernel(self, op: ComputeOp) -> Kernel:
         """Return the kernel of a computation, for its stream."""
-        kernel = self.kernels[op.kind]
+        kernel = kernels_for(self.kernels, torch_dtype(op.dtype))[op.kind]
         if kernel not in BY_CUBLAS:
             return kernel
         if op.stream not in self.cublas_streams:
@@ -387,10 +388,13 @@ class CudaPlan:
             view()
 
     def add_compute(self, op: ComputeOp) -> None:
-        if op.ready is not None:
-            self.here(op, self.flagged.compute(op, op.ready))
+        if op.ready is not None or op.done is not None:
+            self.here(op, self.flagged.compute(op))
         else:
-            kernel, captured = self.machine.kernels[op.kind], self.machine.kernel(op)
+            kernel, captured = (
+                kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.kind],
+                self.machine.kernel(op),
+            )
             self.here(op, bind_compute(op, self.registers, kernel))
             if captured is not kernel:
                 self.in_captures[len(self.steps) - 1] = bind_compute(op, self.registers, captured)

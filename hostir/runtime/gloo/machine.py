@@ -19,8 +19,9 @@ from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.gloo.onesided import AbandonedError, GlooOneSided, LaneKey, SharedFiles, ThreadLane, Waits
 from hostir.runtime.groups import Groups
 from hostir.runtime.kernels.aten import add_up
-from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.kernels.table import Kernel, kernels_for
 from hostir.runtime.order import CALLER, late_streams
+from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.trace import Trace, lane_of
 from hostir.runtime.unroll import (
     AllocateOp,
@@ -46,8 +47,8 @@ from hostir.runtime.unroll import (
 # Collectives and messages ---------------------------------------------------------------------------------------------
 # Collectives, transfers and messages between CPU processes by gloo.
 #
-# Everything travels as bytes, whatever its dtype. Sums are taken here, in f32 and in the order of the team, so that
-# bf16 loses nothing on the way and every run gives the same bits.
+# Everything travels as bytes, whatever its dtype. Sums are taken here, in f32 or better and in the order of the
+# team, so that bf16 loses nothing on the way and every run gives the same bits.
 
 Members = tuple[int, ...]
 
@@ -325,7 +326,7 @@ class GlooPlan:
             step()
 
     def deal_compute(self, op: ComputeOp, lane: ThreadLane) -> None:
-        kernel = self.machine.kernels[op.kind]
+        kernel = kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.kind]
         if op.ready is not None or op.done is not None:
             self.one_sided.deal_blocks(op, kernel, lane)
         else:

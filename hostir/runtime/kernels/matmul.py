@@ -6,13 +6,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hostir.runtime.kernels.flags import ReadyFlags, block_rows, with_rows
+from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, block_rows, done_rows, with_rows
 from hostir.runtime.kernels.layout import (
     INTERPRETED,
     Compiled,
@@ -27,10 +27,6 @@ from hostir.runtime.kernels.layout import (
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Strides, Workspace, matmul_kernel
 from hostir.runtime.kernels.table import Again
 from hostir.runtime.kernels.tiles import INTERPRETER, MIN_OWN_ROWS, Gemm, Grid, Tile, candidates, choose
-
-if TYPE_CHECKING:
-    from hostir.runtime.kernels.flags import ReadyFlags
-
 
 # Operands -------------------------------------------------------------------------------------------------------------
 # The operands of a matmul: checks, rows as batches, and TMA descriptors.
@@ -160,7 +156,8 @@ def describe(
 
 
 # Workspaces -----------------------------------------------------------------------------------------------------------
-# Memory that the programs of one launch share: sums of split tiles, and a ticket (a counter) for each such tile.
+# Memory that the programs of one launch share: sums of split tiles, and a ticket (a counter) for each such tile; and
+# where flags rise behind blocks of rows, a count for each block.
 
 _CAPTURED_TICKETS = 1 << 18  # for all graphs of a device; a launch takes about as many as there are SMs
 _LINE = 32  # tickets per cache line: those of a launch are aligned to a line, as the kernel was compiled for
@@ -216,7 +213,8 @@ def _captured(device: torch.device, tickets: int) -> torch.Tensor:
 
 Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # a, b, out, own
 
-_NO_FLAGS = (None,) * 7  # the arguments of the kernel from `flags` to `polls`, if rows are ready
+_NO_FLAGS = (None,) * 5  # the arguments of the kernel from `flags` to `polls`, if rows are ready
+_NOT_RAISED = (None,) * 3  # from `raised_flags` to `raised_height`, if no flags rise
 _NOT_SPLIT = (None,) * 4  # from `workspace` to `parts`, if no tile is split
 _MAX_DESCRIPTORS = 64  # encoded descriptors of one operand that are kept, one per address
 
@@ -230,9 +228,11 @@ class MatmulLaunch:
         described: TMA layouts of a, b, out and own rows that are read in place; None: operands are pointers.
         blocks: the shape of the tile that each descriptor moves.
         bias_step: stride of the bias, in elements.
-        block: rows per block, with flags.
+        block: rows per block of those that are waited for, with flags.
+        raised_block: rows per block behind which flags rise, with flags.
         schedule: number of tiles before the split ones, of split ones, and of parts of each; None if none is split.
-        sums, tickets: sizes of the `workspace` for split tiles.
+        sums, tickets: sizes of the `workspace`.
+        counts: where in the tickets the counts of blocks begin, two words each, behind the tickets of split tiles.
         copies_own: copy own rows to their place in a before the launch, and do not pass them.
         sizes: the arguments of the kernel from `early` to `K`.
         strides, constants, options: further arguments, what the kernel is compiled for, and how.
@@ -244,9 +244,11 @@ class MatmulLaunch:
     blocks: Sequence[tuple[int, int]]
     bias_step: int
     block: int | None
+    raised_block: int | None
     schedule: tuple[int, int, int] | None
     sums: int
     tickets: int
+    counts: int
     copies_own: bool
     sizes: tuple[int, ...]
     strides: Strides
@@ -259,20 +261,22 @@ class MatmulLaunch:
     def __post_init__(self) -> None:
         self._rest = (*self.sizes, self.strides, self.constants)
 
-    def launch(self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None) -> Again | None:
+    def launch(
+        self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None, done: DoneFlags | None
+    ) -> Again | None:
         """Launch for these tensors, on the current stream.
 
         Returns a function that launches it again for the same addresses, on the stream that is then current; None if
         the kernel had to be compiled.
         """
         if self.compiled is None:
-            self._compile(matrices, bias, ready)
+            self._compile(matrices, bias, ready, done)
             return None
         if torch.cuda.current_device() != self.device.index:
             with launching(self.device):
-                return self.launch(matrices, bias, ready)
+                return self.launch(matrices, bias, ready, done)
         bind_thread(self.device)
-        given = self._arguments(self.compiled, matrices, bias, ready)
+        given = self._arguments(self.compiled, matrices, bias, ready, done)
         self._start(self.compiled, given)
         return partial(self._again, self.compiled, given)
 
@@ -284,39 +288,57 @@ class MatmulLaunch:
         with launching(self.device):
             self._again(compiled, given)
 
-    def _compile(self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None) -> None:
+    def _compile(
+        self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None, done: DoneFlags | None
+    ) -> None:
         """Launch through Triton, which compiles if needed; the interpreter has no other way."""
         operands: list[Any] = list(matrices)
         if self.described is not None:
             operands = [t if t is None else self._descriptor(number, t) for number, t in enumerate(matrices)]
-        waits = _NO_FLAGS if ready is None else (ready.flags, ready.timeouts, *self._block(ready))
+        waits = _NO_FLAGS if ready is None else (ready.flags, ready.timeouts, *_polled(ready))
+        raised = _NOT_RAISED if done is None else (done.flags, done.epoch, self.raised_block)
+        counts: torch.Tensor | None = None
         shared: Sequence[Any] = _NOT_SPLIT
         with launching(self.device):
             if not INTERPRETED:
                 bind_thread(self.device)
-            if self.schedule is not None:
-                stream = 0 if INTERPRETED else torch.cuda.current_stream(self.device).cuda_stream
-                shared = (Workspace(*workspace(self.device, stream, self.sums, self.tickets)), *self.schedule)
+            stream = 0 if INTERPRETED else torch.cuda.current_stream(self.device).cuda_stream
+            if self.tickets:
+                sums, tickets = workspace(self.device, stream, self.sums, self.tickets)
+                shared = shared if self.schedule is None else (Workspace(sums, tickets), *self.schedule)
+                counts = None if done is None else tickets[self.counts : self.tickets].view(torch.int64)
             added = None if bias is None else Bias(bias, self.bias_step)
-            kernel = matmul_kernel[(self.programs,)](*operands, added, *waits, *shared, *self._rest, **self.options)
+            given = (*operands, added, *self._order(ready, done), *waits, *raised, counts, *shared)
+            kernel = matmul_kernel[(self.programs,)](*given, *self._rest, **self.options)
         if not INTERPRETED:
             self.compiled = Compiled(kernel)
 
     def _start(self, compiled: Compiled, given: Sequence[Any]) -> None:
         stream = compiled.stream(self.device.index)
+        counts: int | None = None
         shared: Sequence[Any] = _NOT_SPLIT
-        if self.schedule is not None:
+        if self.tickets:
             # Kept alive until the kernel is launched: nothing launched earlier can get this memory.
             sums, tickets = workspace(self.device, stream, self.sums, self.tickets)
-            shared = ((sums.data_ptr(), tickets.data_ptr()), *self.schedule)
-        compiled.launch(self.programs, stream, (*given, *shared, *self._rest))
+            if self.schedule is not None:
+                shared = ((sums.data_ptr(), tickets.data_ptr()), *self.schedule)
+            if self.raised_block is not None:
+                counts = tickets.data_ptr() + self.counts * tickets.element_size()
+        compiled.launch(self.programs, stream, (*given, counts, *shared, *self._rest))
 
-    def _block(self, ready: ReadyFlags) -> tuple[Any, ...]:
-        """Return the arguments of the kernel from `epoch` to `polls`."""
-        return ready.epoch, ready.first, len(ready.flags), self.block, ready.polls
+    def _order(self, ready: ReadyFlags | None, done: DoneFlags | None) -> tuple[int | None, int | None]:
+        """Return the block to begin with, and the rows of a block; None if no flags say."""
+        if ready is not None:
+            return ready.first, self.block
+        return (None, None) if done is None else (done.first, self.raised_block)
 
     def _arguments(
-        self, compiled: Compiled, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None
+        self,
+        compiled: Compiled,
+        matrices: Matrices,
+        bias: torch.Tensor | None,
+        ready: ReadyFlags | None,
+        done: DoneFlags | None,
     ) -> Sequence[Any]:
         """Return the arguments that depend on the tensors, as addresses and encoded descriptors."""
         a, b, out, own = matrices
@@ -333,8 +355,12 @@ class MatmulLaunch:
             operands = (a.data_ptr(), b.data_ptr(), out.data_ptr(), None if own is None else own.data_ptr())
         waits: Sequence[Any] = _NO_FLAGS
         if ready is not None:
-            waits = (ready.flags.data_ptr(), ready.timeouts.data_ptr(), *self._block(ready))
-        return (*operands, None if bias is None else (bias.data_ptr(), self.bias_step), *waits)
+            waits = (ready.flags.data_ptr(), ready.timeouts.data_ptr(), *_polled(ready))
+        raised: Sequence[Any] = _NOT_RAISED
+        if done is not None:
+            raised = (done.flags.data_ptr(), done.epoch, self.raised_block)
+        added = None if bias is None else (bias.data_ptr(), self.bias_step)
+        return (*operands, added, *self._order(ready, done), *waits, *raised)
 
     def _descriptor(self, number: int, tensor: torch.Tensor) -> Any:
         assert self.described is not None
@@ -346,6 +372,11 @@ class MatmulLaunch:
             kept.clear()
         made = kept[tensor.data_ptr()] = compiled.encoded(number, self._descriptor(number, tensor))
         return made
+
+
+def _polled(ready: ReadyFlags) -> tuple[int, ...]:
+    """Return the arguments of the kernel from `epoch` to `polls`."""
+    return ready.epoch, len(ready.flags), ready.polls
 
 
 # The matmul -----------------------------------------------------------------------------------------------------------
@@ -373,6 +404,7 @@ def matmul(
     bias: torch.Tensor | None = None,
     transpose_b: bool = False,
     ready: ReadyFlags | None = None,
+    done: DoneFlags | None = None,
     own: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
     tile: Tile | None = None,
@@ -391,6 +423,10 @@ def matmul(
             of the same tile without flags, if it is split in the same way. If a block does not arrive, that is in
             `ready.timeouts` in the end, and tiles are not written: all that need the block, and others that the same
             programs had yet to compute. Split tiles multiply whatever is in the rows of the block.
+        done: flags for equal blocks of the flattened rows of `out`, each of which rises behind its block. Tiles follow
+            the order of blocks, from `done.first` on, or with `ready` the order of that; a tile may span several
+            blocks. Bits are those of the same tile without flags, if it is split in the same way. If rows of `ready` do
+            not arrive, the flags of blocks that need them do not rise.
         own: `[..., K]`, the rows of block `ready.first`, which is not waited for. If they are few, or no TMA descriptor
             fits them alone, they are copied to their place in `a`, over what was there; else they are read in place,
             no tile spans several blocks, and each block must consist of whole batches of rows, or all rows must be one
@@ -400,7 +436,8 @@ def matmul(
         tile: the tile to use instead of the one that `choose` returns.
 
     All tensors have one dtype, bfloat16, float16 or float32. float32 is multiplied exactly, or in TF32 on a GPU if
-    `torch.backends.cuda.matmul` says so when called. An empty `out` waits for no flags. Results repeat bit for bit.
+    `torch.backends.cuda.matmul` says so when called. An empty `out` waits for no flags, and raises none.
+    Results repeat bit for bit.
 
     Raises TypeError for a dtype, ValueError for a shape, a layout, a device, flags or a tile that do not fit.
     """
@@ -409,6 +446,7 @@ def matmul(
         bias=bias,
         transpose_b=transpose_b,
         ready=ready,
+        done=done,
         own=own,
         use_descriptors=use_descriptors,
         tile=tile,
@@ -424,6 +462,7 @@ def multiply(
     bias: torch.Tensor | None = None,
     transpose_b: bool = False,
     ready: ReadyFlags | None = None,
+    done: DoneFlags | None = None,
     own: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
     tile: Tile | None = None,
@@ -439,11 +478,12 @@ def multiply(
     kind = (
         *(_layout(a), _layout(b), _layout(out), None if bias is None else _layout(bias), transpose_b),
         *(None if ready is None else _waits(ready), None if own is None else _layout(own)),
+        None if done is None else (_layout(done.flags), _narrow(done.epoch)),
         *(use_descriptors, tile, tf32),
     )
     call = _calls.get(kind)
     if call is None:
-        call = _prepare((a, b, out, own), bias, transpose_b, ready, use_descriptors, tile, tf32)
+        call = _prepare((a, b, out, own), bias, transpose_b, ready, done, use_descriptors, tile, tf32)
         if call is None:
             if bias is None:
                 out.zero_()
@@ -457,7 +497,7 @@ def multiply(
         assert ready is not None
         place_own(own, a, ready)
         own, moved = None, True
-    again = call.launch((a, b, out, own), bias, ready)
+    again = call.launch((a, b, out, own), bias, ready, done)
     return None if wide or moved else again
 
 
@@ -475,9 +515,13 @@ def _waits(ready: ReadyFlags) -> tuple[object, ...]:
     """Return everything about flags that a launch depends on, except their address and the value of the epoch."""
     timeouts = ready.timeouts
     pinned = timeouts.device.type == "cpu" and timeouts.is_pinned()
-    narrow = -(1 << 31) <= ready.epoch < 1 << 31  # Triton compiles another kernel for an int64
     sms = (ready.overlapped_sms, ready.reserved_sms)
-    return _layout(ready.flags), _layout(timeouts), pinned, narrow, ready.first, ready.polls, sms
+    return _layout(ready.flags), _layout(timeouts), pinned, _narrow(ready.epoch), ready.first, ready.polls, sms
+
+
+def _narrow(epoch: int) -> bool:
+    """Whether an epoch fits into 32 bits: Triton compiles another kernel for an int64."""
+    return -(1 << 31) <= epoch < 1 << 31
 
 
 def _prepare(
@@ -485,6 +529,7 @@ def _prepare(
     bias: torch.Tensor | None,
     transpose_b: bool,
     ready: ReadyFlags | None,
+    done: DoneFlags | None,
     use_descriptors: bool | None,
     tile: Tile | None,
     tf32: bool,
@@ -494,6 +539,7 @@ def _prepare(
     device = check_device(a=a, b=b, out=out, bias=bias, own=own)
     check(a, b, out, bias, transpose_b)
     block = None if ready is None else block_rows(ready, out)
+    raised_block = None if done is None else done_rows(done, out)
     has_own = own is not None
     if own is not None:
         check_own(own, a, block)
@@ -501,7 +547,7 @@ def _prepare(
             own = None
     weight = b.t() if transpose_b else b
     K, N = weight.shape
-    if out.numel() == 0 or (K == 0 and ready is None):
+    if out.numel() == 0 or (K == 0 and ready is None and done is None):
         return None
     rows = rows_of(a, out)
     if own is not None and block and rows.batches > 1 and block % rows.M:
@@ -540,6 +586,13 @@ def _prepare(
         of_a, of_out = (rows.a_batch, rows.a_row, a.stride(-1)), (rows.out_batch, rows.out_row, out.stride(-1))
         strides = Strides(None if own is None else own_strides(own, rows), of_a, tuple(weight.stride()), of_out)
     halved = tile.n // 2 if tile.halves else tile.n
+    tickets, group = left + grid.early, tile.group
+    counts = -(-tickets // _LINE) * _LINE
+    if done is not None:
+        assert raised_block is not None
+        tickets = counts + 2 * len(done.flags)
+        high = -(-raised_block // tile.m)  # tiles of a block in a column; those of other blocks come later
+        group = -(-high // -(-high // group))
     return MatmulLaunch(
         device=device,
         programs=plan.programs,
@@ -547,11 +600,13 @@ def _prepare(
         blocks=((tile.m, tile.k), (tile.k, tile.n), (tile.m, halved), (tile.m, tile.k)),
         bias_step=0 if bias is None else bias.stride(0),
         block=block,
+        raised_block=raised_block,
         schedule=(grid.tiles - left, left, plan.parts) if slots else None,
         sums=slots * tile.m * tile.n,
-        tickets=left + grid.early,
+        tickets=tickets,
+        counts=counts,
         copies_own=copies_own,
-        sizes=(grid.early_blocks, tile.group, grid.batches, grid.rows, N, K),
+        sizes=(grid.early_blocks, group, grid.batches, grid.rows, N, K),
         strides=strides,
         constants=Constants(
             BM=tile.m,
@@ -568,6 +623,7 @@ def _prepare(
             OWN=has_own,
             FLAGS=1 if ready is None else triton.next_power_of_2(ready.flags.numel()),
             EARLY=grid.early > 0,
+            DONE=0 if not raised_block else triton.next_power_of_2(grid.span(tile, raised_block)),
             OVERLAPS=overlapped > 0,
             PRECISION="tf32" if tf32 else "ieee",
             EXACT=gemm.dtype == "f32",

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from hostir.runtime.kernels.flags import Awaited, wait_for_rows
+from hostir.runtime.kernels.flags import MISSED, Awaited, Raised, count, stores_ended, wait_for_rows
 from hostir.runtime.kernels.layout import INTERPRETED
 
 # Conversions ----------------------------------------------------------------------------------------------------------
@@ -63,6 +63,8 @@ class Constants(NamedTuple):
         OWN: the rows of block `first` are ready.
         FLAGS: the number of blocks, rounded up to a power of 2.
         EARLY: the tiles of the first blocks are split in two.
+        DONE: the most blocks with flags of `done` that a tile has rows of, rounded up to a power of 2; 0: there are no
+            such flags.
         OVERLAPS: it may have started before the previous kernel of the stream has ended.
         PRECISION: `tf32` or `ieee`.
         EXACT: float32 on plain FMAs, of which it sums up RUN steps of BK at a time.
@@ -82,6 +84,7 @@ class Constants(NamedTuple):
     OWN: bool
     FLAGS: int
     EARLY: bool
+    DONE: int
     OVERLAPS: bool
     PRECISION: str
     EXACT: bool
@@ -136,6 +139,7 @@ class Product(NamedTuple):
     Fields:
         group: rows of tiles per group; first, height: the block to begin with and its rows, or None: see
             `tile_position`.
+        raised: the flags that rise behind blocks, a Raised; None without DONE.
     """
 
     b: Any
@@ -149,6 +153,7 @@ class Product(NamedTuple):
     group: Any
     first: Any
     height: Any
+    raised: Any
 
 
 # Tiles in memory ------------------------------------------------------------------------------------------------------
@@ -345,6 +350,31 @@ def tile_position(tile, product, C: tl.constexpr):
 
 
 @triton.jit
+def _blocks_of(product, place, C: tl.constexpr):
+    """Return the first and the last block with a flag of `done` that a tile has rows of."""
+    batch, row, _ = place
+    top, end = batch * product.M + row, batch * product.M + min(row + C.BM, product.M)
+    return top // product.raised.height, (end - 1) // product.raised.height
+
+
+@triton.jit
+def count_tiles(product, place, more, wanted, C: tl.constexpr):
+    """If `wanted`, count as many tiles as `more` says, with rows in the same blocks as the one at `place`: see `count`.
+
+    What this program has stored is in memory first.
+    """
+    M, height = product.M, product.raised.height
+    begin, end = _blocks_of(product, place, C)
+    begin = stores_ended(begin, wanted, C.DESCRIPTORS)
+    block = begin + tl.arange(0, C.DONE)
+    exists = (block <= end) & (wanted != 0)
+    # The tiles of a block are those from its first row to its last one.
+    tiles_m, top, bottom = tl.cdiv(M, C.BM), block * height, block * height + height - 1
+    top, bottom = top // M * tiles_m + top % M // C.BM, bottom // M * tiles_m + bottom % M // C.BM
+    count(product.raised, block, exists, (bottom - top + 1) * tl.cdiv(product.N, C.BN), more)
+
+
+@triton.jit
 def _dot(x, y, acc, C: tl.constexpr):
     if _INTERPRETED:
         return tl.dot(to_float32(x), to_float32(y), acc, input_precision="ieee")
@@ -387,9 +417,19 @@ def _contract(left, product, place, begin, stop, C: tl.constexpr):
 @triton.jit
 def whole_tiles(left, product, begin, stop, C: tl.constexpr):
     """Compute this program's tiles from `begin`, which is its first, to before `stop`."""
+    stored = 0  # tiles that are stored and not counted
     for tile in tl.range(begin, stop, tl.num_programs(0), flatten=C.DESCRIPTORS):
         place = tile_position(tile, product, C)
         finish(product, place, _contract(left, product, place, 0, tl.cdiv(product.K, C.BK), C), C)
+        if C.DONE:
+            # Only before a tile of other blocks does the program wait until its stores have ended.
+            stored += 1
+            following = tile + tl.num_programs(0)
+            begin_here, end_here = _blocks_of(product, place, C)
+            begin_next, end_next = _blocks_of(product, tile_position(following, product, C), C)
+            leaves = ((following >= stop) | (begin_next != begin_here) | (end_next != end_here)).to(tl.int32)
+            count_tiles(product, place, stored, leaves, C)
+            stored *= 1 - leaves
 
 
 @triton.jit
@@ -406,6 +446,8 @@ def part_of_tile(left, product, place, number, part, parts, workspace, PAIRS: tl
         if claim_pair(tickets, number):
             wait_for_first_sum(tickets, number)
             finish(product, place, add_to_sum(sums, number, acc, C.BM, C.BN), C)
+            if C.DONE:
+                count_tiles(product, place, 1, 1, C)
         else:
             store_sum(sums, number, acc, C.BM, C.BN, True)
             publish_sum(tickets, number)
@@ -420,6 +462,8 @@ def part_of_tile(left, product, place, number, part, parts, workspace, PAIRS: tl
                     base, step = product.bias
                     total += to_float32(load_pointers(base, 0, at, 1, product.N, 0, step, 1, COLUMNS))
                 store(product, (batch, row, at), total, COLUMNS, C)
+            if C.DONE:
+                count_tiles(product, place, 1, 1, C)
 
 
 # The kernel -----------------------------------------------------------------------------------------------------------
@@ -449,6 +493,8 @@ def _early_tiles(left, product, unit, end, of_block, workspace, awaited, polls, 
         place = tile_position(tile, product, C)
         if WAIT:
             _, polls = _wait_for_tile(awaited, polls, product, place, C)
+            if C.DONE:
+                count_tiles(product, place, MISSED, (polls == 0).to(tl.int32), C)
             polls = tl.maximum(polls, 1)
         part_of_tile(left, product, place, tile, part, 2, workspace, True, C)
         unit += tl.num_programs(0)
@@ -457,7 +503,8 @@ def _early_tiles(left, product, unit, end, of_block, workspace, awaited, polls, 
 
 # Triton specializes the integers of a tuple for 1 and for multiples of 16, whatever this list says; so those that vary
 # from call to call are arguments of their own.
-_VARYING = ["epoch", "first", "blocks", "height", "polls", "whole", "split", "parts", "early", "group", "batches", "M"]
+_VARYING = ["epoch", "first", "blocks", "height", "polls", "raised_epoch", "raised_height", "whole", "split", "parts"]
+_VARYING += ["early", "group", "batches", "M"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -467,13 +514,17 @@ def matmul_kernel(
     out,
     own,  # the rows of block `first`, if they are elsewhere; then each block consists of whole batches
     bias,  # a Bias, or None
-    flags,  # flags, timeouts, and from epoch to polls: as in ReadyFlags, with READY only
+    first,  # the block to begin with and the rows of a block, of those of READY, else of DONE; None without
+    height,
+    flags,  # flags, timeouts, epoch, polls: as in ReadyFlags, with READY only; blocks: the number of flags
     timeouts,
     epoch,
-    first,
     blocks,
-    height,  # rows of a block
     polls,
+    raised_flags,  # the fields of Raised, with DONE only
+    raised_epoch,
+    raised_height,
+    counts,
     workspace,  # a Workspace, with SPLIT or EARLY
     whole,  # number of tiles that are not split, or early; whole, split and parts with SPLIT only
     split,  # number of tiles behind them, which are split
@@ -491,7 +542,8 @@ def matmul_kernel(
     tile = tl.program_id(0)
     tiles = batches * tl.cdiv(M, C.BM) * tl.cdiv(N, C.BN)
     alone = whole if C.SPLIT else tiles
-    product = Product(b, out, bias, batches, M, N, K, strides, group, first, height)
+    raised = Raised(raised_flags, raised_epoch, raised_height, counts)
+    product = Product(b, out, bias, batches, M, N, K, strides, group, first, height, raised)
     rows = Left(a, 0, strides.a)
     before = alone  # pieces of work handed out, program by program, before the split tiles
     if C.READY:
@@ -525,6 +577,10 @@ def matmul_kernel(
             stop = tl.where(polls > 0, min(max(next_missing * tiles_of_block, tile + 1), alone), tile)
             whole_tiles(rows, product, tile, stop, C)
             tile += tl.cdiv(stop - tile, tl.num_programs(0)) * tl.num_programs(0)
+        if C.DONE:
+            while tile < alone:  # given up
+                count_tiles(product, tile_position(tile, product, C), 1 + MISSED, 1, C)
+                tile += tl.num_programs(0)
         polls = tl.maximum(polls, 1)  # so that a part of a split tile also reports what is missing
     else:
         whole_tiles(rows, product, tile, alone, C)
@@ -533,7 +589,9 @@ def matmul_kernel(
         if number < split:
             place = tile_position(whole + number, product, C)
             if C.READY:  # as with early tiles, another program relies on this one's sum
-                _wait_for_tile(awaited, polls, product, place, C)
+                _, polls = _wait_for_tile(awaited, polls, product, place, C)
+                if C.DONE:
+                    count_tiles(product, place, MISSED, (polls == 0).to(tl.int32), C)
             part_of_tile(rows, product, place, number, part, parts, workspace, C.PAIRS, C)
     if C.OVERLAPS and not _INTERPRETED:
         gdc_wait()  # so that work behind this kernel is also behind the previous one

@@ -224,6 +224,12 @@ class Grid:
         first = max(early, gemm.separate) * of_block
         return cls(batches, rows, tiles, steps, blocks, early, early * of_block, first)
 
+    def span(self, tile: Tile, height: int) -> int:
+        """Return of how many blocks of `height` rows, counted through all batches, a tile has rows at most."""
+        tops = np.arange(0, self.rows, tile.m) + self.rows * np.arange(self.batches)[:, None]
+        ends = np.minimum(tops + tile.m, tops - tops % self.rows + self.rows)
+        return int(((ends - 1) // height - tops // height).max()) + 1
+
     def schedule(self, tile: Tile, sms: int) -> Schedule:
         """Assign the tiles to programs on `sms` SMs."""
         return schedule(self.tiles + self.early, self.steps, sms, min(tile.split, self.tiles - self.first), tile.parts)

@@ -20,6 +20,7 @@ from hostir.runtime.executor import Executor
 from hostir.runtime.gloo.machine import GlooPlan
 from hostir.runtime.gloo.onesided import SharedFiles
 from hostir.runtime.sharding import torch_dtype
+from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.symmetric import ALIGNMENT, SharedMemory, SymmetricMemory
 from hostir.runtime.trace import Trace
 from hostir.runtime.unroll import EPOCHS, UnrolledProgram, flag_value, unroll
@@ -79,6 +80,95 @@ def test_a_bias_is_added_to_each_block() -> None:
     a, w, z = torch.randn(4, 6, 8), torch.randn(5, 8), torch.randn(5)
     (c,) = executor(a, w, z)
     torch.testing.assert_close(c, a @ w.t() + z)
+
+
+SUMMED = """%user = current_stream
+  %sent: f32{sent} = allocate_symmetric
+  %f: flag[{flags}] = allocate_symmetric
+  %g: flag[{done}] = allocate_symmetric
+  %out: f32{out} = allocate
+  %y: f32{out} = allocate
+  %x = {view_x}
+  %c = {view_out}
+  %y_c = {view_y}
+  put %a -> %sent at 0 over didx
+  set_stream 0
+  synchronize %user
+  for %i in 0..{flags} {{ signal %f[{flags} - 1 - %i] = 1 at 0 over didx }}
+  set_stream %user
+  sum %x axis 0 -> %c ready %f >= 1 done %g = 1 from 1 own %b
+  set_stream 0
+  for %i in 0..{done} {{ wait_signal %g[{done} - 1 - %i] >= 1 }}
+  relu %c -> %y_c
+  set_stream %user
+  synchronize 0"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "view", "blocks", "done"),
+    [
+        ("[4, 6, 8]", "(0, 1, 2)", 4, 4),
+        ("[4, 6, 8]", "(0, 1, 2)", 3, 2),
+        ("[4, 6, 8]", "(1, 0, 2)", 2, 12),
+        ("[4, 6, 8]", "(1, 0, 2)", 12, 8),
+        ("[4, 6, 8]", "(2, 1, 0)", 1, 6),
+        ("[2, 3, 4, 8]", "(2, 1, 0, 3)", 8, 3),
+        ("[2, 3, 4, 8]", "(1, 0, 2, 3)", 4, 6),
+        ("[12, 8]", "(0, 1)", 1, 2),
+    ],
+)
+def test_sums_are_computed_by_blocks_whatever_their_layout(shape: str, view: str, blocks: int, done: int) -> None:
+    axes = [int(n) for n in view.strip("()").split(",")]
+    behind = ", ".join(map(str, [0, *(n + 1 for n in axes)]))
+    sent = f"[3, {shape[1:]}"
+    extents = [int(n) for n in shape.strip("[]").split(",")]
+    own = [extents[n] for n in axes]
+    body = SUMMED.format(
+        sent=sent,
+        out=shape,
+        flags=3 * blocks,
+        done=done,
+        view_x=f"permute %sent ({behind})",
+        view_out=f"permute %out {view}",
+        view_y=f"permute %y {view}",
+    )
+    p = alone(body, f"%a: f32{sent}, %b: f32{own}", "%y")
+    executor = Executor(p, machine="gloo", check=False)
+    for _ in range(3):
+        a, b = torch.randn(3, *extents), torch.randn(own)
+        (y,) = executor(a, b)
+        (simulated,) = run_local(p, [a, b])
+        a[1] = b.permute([axes.index(n) for n in range(len(axes))])
+        assert torch.equal(y, (a[0] + a[1] + a[2]).clamp_min(0))
+        assert torch.equal(simulated[0], y)
+
+
+def test_a_sum_with_own_rows_writes_no_input() -> None:
+    body = """%f: flag[2] = allocate_symmetric
+  %c: f32[6, 5] = allocate
+  signal %f[0] = 1 at 0 over didx
+  sum %a axis 0 -> %c ready %f >= 1 from 1 own %b"""
+    executor = Executor(alone(body, "%a: f32[2, 6, 5], %b: f32[6, 5]"), machine="gloo")
+    a, b = torch.randn(2, 6, 5), torch.randn(6, 5)
+    before = a.clone()
+    assert torch.equal(executor(a, b)[0], before[0] + b)
+    assert torch.equal(a, before)
+
+
+def test_a_sum_without_flags_to_wait_for_sets_one_behind_each_block() -> None:
+    p = alone(
+        """%g: flag[3] = allocate_symmetric
+  %c: f32[6, 5] = allocate
+  sum %a axis 1 -> %c done %g = 1 from 2
+  for %i in 0..3 { wait_signal %g[%i] >= 1 }""",
+        "%a: f32[6, S, 5]",
+    )
+    executor = Executor(p, machine="gloo")
+    for size in (4, 1, 0):
+        a = torch.randn(6, size, 5)
+        (c,) = executor(a)
+        torch.testing.assert_close(c, a.sum(1))
+        torch.testing.assert_close(run_local(p, [a])[0][0], a.sum(1))
 
 
 def test_a_trace_shows_copies_and_one_bar_for_a_matmul_that_waits() -> None:

@@ -17,10 +17,12 @@ from triton.compiler import ASTSource
 from hostir.runtime.kernels.flags import PER_THREAD, WARPS, push_kernel
 from hostir.runtime.kernels.matmul import EXACT_RUN
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Strides, Workspace, matmul_kernel
+from hostir.runtime.kernels.reduce import Part, SumConstants, sum_kernel
 from hostir.runtime.kernels.tiles import Tile, candidates
 
 HOPPER = GPUTarget("cuda", 90, 32)
-WAITING = ("flags", "timeouts", "epoch", "first", "blocks", "height", "polls")
+WAITING = ("flags", "timeouts", "epoch", "blocks", "polls")
+RAISING = ("raised_flags", "raised_epoch", "raised_height", "counts")
 SHARED_MEMORY = 227 << 10
 
 
@@ -36,8 +38,12 @@ def compiled(
     own: bool = False,
     overlapped: bool = False,
     pairs: bool = False,
+    done: int = 0,
 ):
-    """The matmul kernel for one tile. `ready` gives the types of flags and epoch, where it waits for its rows."""
+    """The matmul kernel for one tile. `ready` gives the types of flags and epoch, where it waits for its rows.
+
+    `done`: it raises flags behind blocks, of which a tile has rows of so many.
+    """
     columns = tile.n // 2 if tile.halves else tile.n
     lead = "1," if batched else ""
     blocks = {
@@ -49,10 +55,11 @@ def compiled(
     shares = tile.split > 0 or tile.early_blocks > 0
     kind = Constants(
         *(tile.m, tile.n, tile.k, tile.halves, descriptors, b_is_nk, batched, bias, tile.split > 0, pairs),
-        *(ready is not None, ready is not None and own, 8 if ready else 1, tile.early_blocks > 0, overlapped),
+        *(ready is not None, ready is not None and own, 8 if ready else 1, tile.early_blocks > 0, done, overlapped),
         *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k)),
     )
     absent = [*(() if bias else ["bias"]), *(() if ready else WAITING), *(() if own else ["own"])]
+    absent += [*(() if ready or done else ("first", "height")), *(() if done else RAISING)]
     absent += [] if shares else ["workspace", "whole", "split", "parts"]
     constants = {"C": kind, **dict.fromkeys(absent)}
     one, three = "constexpr", ("i32", "i32", "constexpr")  # rows of a and out, and of b, are contiguous: strides of 1
@@ -68,6 +75,8 @@ def compiled(
         signature["bias"] = Bias(f"*{dtype}", "i32")
     if ready:
         signature |= {"timeouts": "*i64", **ready}
+    if done:
+        signature |= {"raised_flags": "*i64", "counts": "*i64"}
     if shares:
         signature["workspace"] = Workspace("*fp32", "*i32")
     leaves = dict(leaves_of(tuple(signature.values())))
@@ -76,6 +85,40 @@ def compiled(
     source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": overlapped}
     return triton.compile(source, target=HOPPER, options=options)
+
+
+def compiled_sum(
+    sources: int,
+    *,
+    dtype: str,
+    block: int,
+    warps: int,
+    own: int = -1,
+    axes: int = 1,
+    flags: bool = True,
+    activation: str = "",
+):
+    """The kernel that adds sources, and with an activation an addend. `flags`: it waits for them, and raises others."""
+    vector, wide = 4 if dtype == "fp32" else 8, dtype == "fp32"
+    waits = triton.next_power_of_2(sources) if flags else 0
+    kind = SumConstants(sources, sources <= 16, own, block, vector, axes, waits, flags, False, wide, activation)
+    absent = [] if flags else ["flags", "timeouts", "epoch", "waits", "polls"]
+    absent += [] if flags else ["raised_flags", "raised_epoch", "raises", "counts"]
+    constants = {"C": kind, **dict.fromkeys(absent if activation else [*absent, "addend"])}
+    signature = {name: "constexpr" if name in constants else "i32" for name in sum_kernel.arg_names}
+    part = Part(f"*{dtype}", (*["i32"] * (axes - 1), "constexpr"))
+    signature |= {"addend": part} if activation else {}
+    signature |= {"x": part, "own": part, "out": part, "sizes": ("i32",) * axes}
+    signature |= {name: "*i64" for name in ("flags", "timeouts", "raised_flags", "counts") if flags}
+    varying = {
+        sum_kernel.arg_names.index(name)
+        for name in ("epoch", "waits", "polls", "raised_epoch", "raises", "first", "blocks")
+    }
+    leaves = dict(leaves_of(tuple(signature.values())))
+    constants |= {path: 1 for path, type in leaves.items() if type == "constexpr" and path[1:]}
+    aligned = {path: [["tt.divisibility", 16]] for path, t in leaves.items() if t[0] in "*i" and path[0] not in varying}
+    source = ASTSource(sum_kernel, signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=HOPPER, options={"num_warps": warps})
 
 
 def leaves_of(types: tuple[object, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -206,6 +249,92 @@ def test_the_second_of_two_reads_a_sum_only_after_the_first_has_said_that_it_is_
     assert 0 <= drawn < written < ptx.rfind("bar.sync", 0, said) < said, "all threads have written"
     assert drawn < min(heard)
     assert max(heard) < ptx.rfind("bar.sync", 0, read.start()), "all threads read behind the one that has heard"
+
+
+# Triton 3.6 and 3.7 wait behind a TMA store only until shared memory has been read; see `stores_ended`.
+@pytest.mark.parametrize("descriptors", [True, False])
+@pytest.mark.parametrize("span", [1, 4])
+@pytest.mark.parametrize("ready", [None, {"flags": "*i64", "epoch": "i32"}], ids=["ready", "waits"])
+def test_a_flag_rises_only_when_every_byte_before_it_is_in_memory(ready, span, descriptors):
+    tile = candidates("bf16", descriptors=descriptors)[0]
+    options = {"dtype": "bf16", "descriptors": descriptors, "b_is_nk": True, "batched": True, "ready": ready}
+    ptx = compiled(tile, done=span, **options).asm["ptx"]
+    stores = ["cp.async.bulk.commit_group"] if descriptors else ["st.global.v4.b32"]
+    raised = [found.start() for found in re.finditer(r"atom\.global\.sys\.release\.exch\.b64", ptx)]
+    assert raised
+    for flag in raised:
+        counted = ptx.rfind("atom.global.gpu.acq_rel.add.u64", 0, flag)
+        barrier = ptx.rfind("bar.sync", 0, counted)
+        stored = max(ptx.rfind(store, 0, flag) for store in stores)
+        if descriptors:
+            ended = ptx.rfind("@wanted cp.async.bulk.wait_group 0;", 0, barrier)
+            assert stored < ended < barrier < counted < flag
+        assert stored < barrier < counted < flag
+
+
+@pytest.mark.parametrize(("tile", "span"), [*zip(candidates("bf16"), [1, 8] * 4, strict=True)], ids=str)
+def test_raising_flags_leaves_the_pipeline_as_it_is_and_needs_no_more_memory_than_a_tile_may_take(tile, span, tmp_path):
+    options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False}
+    plain, kernel = compiled(tile, **options), compiled(tile, done=span, **options)
+    for instruction in ("wgmma.mma_async", "complete_tx::bytes"):
+        assert kernel.asm["ptx"].count(instruction) == plain.asm["ptx"].count(instruction)
+    assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True) <= SHARED_MEMORY
+    assert spilled(kernel.asm["ptx"], tmp_path) == 0
+
+
+# With own rows, early and split tiles, a few registers are short behind the pipeline, where a tile is stored.
+@pytest.mark.parametrize(("pairs", "spills"), [(True, 32), (False, 0)])
+@pytest.mark.parametrize("tile", candidates("bf16")[:3], ids=str)
+def test_raising_flags_behind_early_and_split_tiles_leaves_the_pipeline_as_it_is(tile, pairs, spills, tmp_path):
+    options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False, "batched": True, "pairs": pairs}
+    options |= {"ready": {"flags": "*i64", "epoch": "i32"}, "own": True} if pairs else {}
+    tile = dataclasses.replace(tile, early_blocks=3 if pairs else 0, split=1)
+    plain, kernel = compiled(tile, **options), compiled(tile, done=4, **options)
+    for instruction in ("wgmma.mma_async", "complete_tx::bytes"):
+        assert kernel.asm["ptx"].count(instruction) == plain.asm["ptx"].count(instruction)
+    assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True) <= SHARED_MEMORY
+    assert spilled(kernel.asm["ptx"], tmp_path) <= spills
+
+
+@pytest.mark.parametrize("flags", [True, False])
+@pytest.mark.parametrize(
+    ("sources", "dtype", "block", "warps", "axes"),
+    [
+        (2, "bf16", 16384, 16, 1),
+        (3, "bf16", 512, 2, 1),
+        (8, "bf16", 4096, 16, 1),
+        (8, "fp16", 4096, 16, 3),
+        (16, "bf16", 2048, 8, 1),
+        (2, "fp32", 8192, 16, 1),
+        (8, "fp32", 2048, 16, 2),
+    ],
+)
+def test_a_sum_moves_16_bytes_at_a_time_and_spills_nothing(sources, dtype, block, warps, axes, flags, tmp_path):
+    kernel = compiled_sum(sources, dtype=dtype, block=block, warps=warps, own=1, axes=axes, flags=flags)
+    ptx, each = kernel.asm["ptx"], block * (4 if dtype == "fp32" else 2) // (32 * warps * 16)
+    assert len(re.findall(r"ld\.global\.cg\.(v4\.b32|v2\.b64)", ptx)) == len(re.findall(r"ld\.global", ptx))
+    assert len(re.findall(r"ld\.global", ptx)) == sources * each
+    assert len(re.findall(r"st\.global\.(v4\.b32|v2\.b64)", ptx)) == each
+    assert spilled(ptx, tmp_path) == 0
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+def test_a_sum_with_an_addend_and_an_activation_moves_16_bytes_at_a_time(activation, tmp_path):
+    ptx = compiled_sum(8, dtype="bf16", block=4096, warps=16, own=1, axes=2, activation=activation).asm["ptx"]
+    assert len(re.findall(r"ld\.global\.cg\.v4\.b32", ptx)) == len(re.findall(r"ld\.global", ptx)) == 9
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 1
+    assert spilled(ptx, tmp_path) <= 32, "numbers that change from block to block"
+
+
+def test_a_sum_reads_behind_the_flags_and_raises_others_behind_its_stores():
+    ptx = compiled_sum(4, dtype="bf16", block=2048, warps=8, own=2).asm["ptx"]
+    acquire, load = ptx.find("atom.global.sys.acquire.add.u64"), ptx.find("ld.global.cg.v4")
+    counted, raised = ptx.find("atom.global.gpu.acq_rel.add.u64"), ptx.find("atom.global.sys.release.exch.b64")
+    assert 0 < acquire < ptx.find("bar.sync", acquire) < load
+    assert ptx.count("atom.global.gpu.acq_rel.add.u64") == 1
+    barrier = ptx.rfind("bar.sync", 0, counted)
+    assert not re.search(r"st\.global|\$L__BB", ptx[barrier:counted]), "in one block, behind all stores"
+    assert counted < ptx.find("bar.sync", counted) < raised
 
 
 def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flags_behind_them():

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels.layout import collapse, descriptor_strides, rows
+from hostir.runtime.kernels.layout import collapse, descriptor_strides, row_pieces, rows
 
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -44,6 +46,27 @@ def test_rows_are_a_view():
     assert rows(torch.randn(8)).shape == (1, 8)
     assert rows(torch.randn(3, 0, 8)).shape == (0, 8)
     assert rows(torch.randn(4, 3, 8)[:, :2]) is None
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=3), st.sets(st.integers(0, 40)), st.data())
+def test_pieces_of_rows_are_views_of_all_rows_alike_whatever_the_layouts(shapes, cuts, data):
+    order = st.permutations(range(4))
+    parts = [
+        (torch.rand(5, 5, 5, 5).permute(data.draw(order))[(0,) * (4 - len(shape))][tuple(slice(n) for n in shape)], 0)
+        for shape in shapes
+    ]
+    count = min(t.shape[:-1].numel() for t, _ in parts)
+    parts = [(t, data.draw(st.integers(0, t.shape[:-1].numel() - count))) for t, _ in parts]
+    pieces = row_pieces(parts, count, cuts)
+    starts = [start for start, _ in pieces]
+    assert starts == sorted({*starts})
+    assert {cut for cut in cuts if cut < count} <= {0, *starts}
+    for i, (t, first) in enumerate(parts):
+        found = [views[i] for _, views in pieces]
+        assert [view.shape[0] for view in found] == [b - a for a, b in itertools.pairwise([*starts, count])]
+        assert torch.equal(torch.cat(found), t.reshape(-1, t.shape[-1])[first : first + count])
+        assert {view.untyped_storage().data_ptr() for view in found} == {t.untyped_storage().data_ptr()}
+    assert len(row_pieces([(torch.rand(2, 3, 8), 1)], 4)) == 1
 
 
 def bf16(*shape: int) -> torch.Tensor:

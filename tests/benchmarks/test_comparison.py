@@ -1,0 +1,290 @@
+"""Benchmarks that compare candidates: from one end to the other on CPU processes, and how their rows are scored."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import hostir as hi
+from benchmarks import chart, matmul_reduce_scatter, mlp, reshard
+from benchmarks.comparison import Candidate, Judge, WrongResultError
+from benchmarks.matmul_reduce_scatter import WAYS, Way, row_parallel, text
+from benchmarks.scores import BY_HAND, COMPILED, KINDS, ODD, TORCH, Row, file_name, line, report, scored
+from hostir.lower import STRATEGIES
+from hostir.runtime.simulated.machine import run_local
+from tests.launch import ROOT, launch
+
+SMALL = ("--device", "cpu", "--repeats", "2", "--shrink", "64")
+Results = dict[str, Any]
+
+
+# From one end to the other ----------------------------------------------------------------------------------------
+def measured(tmp_path: Path, name: str, *arguments: str, ending: str = "_2") -> tuple[list[Results], str]:
+    """The rows that a benchmark writes on two CPU processes, and its table."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(tmp_path)}
+    command = ("-m", f"benchmarks.{name}", *SMALL, "--out", str(tmp_path / name), *arguments)
+    done = launch(2, *command, env=env, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    written = tmp_path / f"{name}{ending}.json"
+    data = json.loads(written.read_text())
+    assert [scored(row) for row in data["rows"]] == data["rows"]
+    table = written.with_suffix(".md").read_text()
+    assert report(data["rows"]) in table
+    ElementTree.fromstring(chart.draw(data))
+    assert data["not_measured"] == []
+    return data["rows"], table
+
+
+def right(row: Results) -> set[str]:
+    """The strategies and peers that gave right results, with errors like those of NCCL + cuBLAS."""
+    assert all(0 < t["error"] <= 1.1 and t["eager"] > 0 and t["host_eager_us"] > 0 for t in row["times"].values())
+    return {name if not t["ours"] or name == COMPILED else name.split()[0] for name, t in row["times"].items()}
+
+
+def took_part(row: Results) -> set[str]:
+    """The same, and what refused with a reason."""
+    return right(row) | {what.split(",")[0] for what in row["failed"]}
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_matmul_reduce_scatter_runs_from_one_end_to_the_other(tmp_path: Path) -> None:
+    rows, table = measured(tmp_path, "matmul_reduce_scatter", "--rows", "8B:2048,70B:512")
+    assert [(row["model"], row["M"], row["N"], row["K"]) for row in rows] == [("8B", 32, 64, 28), ("70B", 8, 128, 56)]
+    for row in rows:
+        assert {BY_HAND, COMPILED, "sequential", "pipeline"} <= right(row)
+        assert took_part(row) == {BY_HAND, TORCH, COMPILED, *STRATEGIES, "torch"}
+        assert row["compiled"]["mode"] == "eager"
+        assert row["best_ours"] == f"{COMPILED}, eager"
+        assert row["floor_us"] == max(row["gemm_us"], row["nccl_us"])
+        assert (row["torch_us"], row["must"]) == (None, None)
+    assert "torch fused, eager: made: rank 0: NotImplementedError" in table
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(200)
+def test_a_few_ranks_stand_for_more(tmp_path: Path) -> None:
+    arguments = ("--rows", "8B:2048", "--as-rank-of", "8")
+    rows, _ = measured(tmp_path, "matmul_reduce_scatter", *arguments, ending="_as_rank_of")
+    assert set(rows[0]["times"]) == {str(way) for way in WAYS if way.kernels == "aten"}
+    assert right(rows[0]) == {"ring", "fused", "push"}
+    assert rows[0]["floor_us"] == max(rows[0]["gemm_us"], rows[0]["copies_us"])
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("gated", [False, True])
+def test_mlp_runs_from_one_end_to_the_other(tmp_path: Path, gated: bool) -> None:
+    arguments, ending = (("--gated",), "_gated_2") if gated else ((), "_2")
+    rows, _ = measured(tmp_path, "mlp", "--rows", "8B:2048", "--only", "sequential,fused", *arguments, ending=ending)
+    assert {BY_HAND, COMPILED, "sequential"} <= right(rows[0])
+    assert took_part(rows[0]) == {BY_HAND, TORCH, COMPILED, "sequential", "fused"}
+    assert rows[0]["flops"] == 2 * 32 * 28 * 64 * (3 if gated else 2)
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(200)
+def test_reshard_runs_from_one_end_to_the_other(tmp_path: Path) -> None:
+    rows, _ = measured(tmp_path, "reshard", "--only", "sequential,push")
+    assert [(row["model"], row["M"]) for row in rows] == [
+        ("reduce_scatter", 128),
+        ("all_gather", 64),
+        ("all_gather", 256),
+    ]
+    for row in rows:
+        assert {"NCCL", COMPILED, "sequential"} <= right(row)
+        assert took_part(row) == {"NCCL", COMPILED, "sequential", "push", "torch"}
+        assert row["floor_us"] == row["nccl_us"]
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(200)
+def test_allgather_matmul_runs_from_one_end_to_the_other(tmp_path: Path) -> None:
+    rows, _ = measured(tmp_path, "allgather_matmul", "--rows", "8B:2048")
+    assert right(rows[0]) == {BY_HAND, *STRATEGIES}
+    assert took_part(rows[0]) == {BY_HAND, TORCH, "torch native", *STRATEGIES}
+
+
+# Rows -------------------------------------------------------------------------------------------------------------
+def test_rows_are_the_layers_unless_the_odd_shapes_are_asked_for() -> None:
+    rows = matmul_reduce_scatter.options([]).rows
+    assert len(rows) == 18
+    assert {row.model for row in rows} == {"8B", "70B", "405B"}
+    assert Row("70B", 8192, 8192, 3584) in rows
+    odd = {(row.M, row.K, row.N) for row in matmul_reduce_scatter.options(["--shapes", "odd"]).rows}
+    assert odd == {
+        *((m, 3696, 8192) for m in (1536, 6000, 12288)),
+        *((4096, 2304, 7168), (3000, 4608, 4608), (8000, 768, 6144)),
+    }
+    few = matmul_reduce_scatter.options(["--rows", "8B:64,8B:2048", "--as-rank-of", "8"]).rows
+    assert few == [Row("8B", 2048, 4096, 1792)]
+
+
+def test_the_mlp_is_that_of_70b_unless_others_are_named() -> None:
+    assert {(row.model, row.M) for row in mlp.options([]).rows} == {("70B", m) for m in (2048, 4096, 8192, 16384)}
+    assert {row.model for row in mlp.options(["--rows", "8B"]).rows} == {"8B"}
+
+
+def test_all_gathers_are_of_64_and_of_256_mib() -> None:
+    rows = reshard.options([]).rows
+    assert [row.M * row.N * 2 >> 20 for row in rows if row.model == "all_gather"] == [64, 256]
+    assert [(row.M, row.N) for row in rows if row.model == "reduce_scatter"] == [(8192, 16384)]
+
+
+# Scores -----------------------------------------------------------------------------------------------------------
+def figures(kind: str, row: Row, mode: str = "graph", **changes: Any) -> Results:
+    """A row on 2 GPUs with a floor of 100 us: NCCL takes 160 and 150, torch 900 and 125, `hi.compile` 130 and 110."""
+    times: Results = {
+        (BY_HAND if kind != "reshard" else "NCCL"): {"ours": False, "eager": 160.0, "graph": 150.0, "error": 1.0},
+        (TORCH if kind != "reshard" else "torch"): {"ours": False, "eager": 900.0, "graph": 125.0, "error": 0.9},
+        COMPILED: {"ours": True, "eager": 130.0, "graph": 110.0, "error": 0.8},
+        "ring aten": {"ours": True, "graph": 105.0, "error": 0.8},
+    }
+    parts = {"gemm_us": None if kind == "reshard" else 90.0, "nccl_us": 100.0, "torch_us": 120.0}
+    about = {"kind": kind, "model": row.model, "M": row.M, "N": row.N, "K": row.K, "ranks": 2, "dtype": "bf16"}
+    compiled = {"compiled": {"mode": mode, "choice": "fused aten"}}
+    return {**about, **parts, "times": times, "failed": {}, "triton_us": None, **compiled, **changes}
+
+
+def test_what_hi_compile_gives_is_scored_and_the_best_candidate_stands_beside_it() -> None:
+    row = scored(figures("reduce_scatter", Row("70B", 4096, 8192, 3584)))
+    assert (row["best_ours"], row["score_ours"]) == (f"{COMPILED}, graph", 0.9091)
+    assert (row["best_candidate"], row["score_candidate"]) == ("ring aten, graph", 0.9524)
+    assert (row["must"], row["goal"], row["met"]) == (0.90, 0.94, True)
+    issued = scored(figures("reduce_scatter", Row("70B", 4096, 8192, 3584), mode="eager"))
+    assert (issued["best_ours"], issued["met"]) == (f"{COMPILED}, eager", False)
+    assert (issued["best_peer"], issued["best_alike"]) == (f"{TORCH}, graph", f"{BY_HAND}, eager")
+
+
+def test_no_candidate_is_taken_for_hi_compile_where_that_failed() -> None:
+    failed = figures("reduce_scatter", Row("70B", 4096, 8192, 3584))
+    del failed["times"][COMPILED]
+    row = scored(failed)
+    assert (row["best_ours"], row["score_ours"], row["met"]) == (None, None, False)
+    assert row["best_candidate"] == "ring aten, graph"
+    assert "met NO" in line(row)
+
+
+@pytest.mark.parametrize("row", [Row("70B", 512, 8192, 3584), Row("K=3696 N=8192", 6000, 8192, 3696)], ids=str)
+def test_small_and_odd_rows_are_held_against_the_best_peer_issued_alike(row: Row) -> None:
+    replayed, issued = (scored(figures("reduce_scatter", row, mode)) for mode in ("graph", "eager"))
+    assert (replayed["must"], replayed["goal"], replayed["met"]) == (0.784, 0.88, True)
+    assert (issued["must"], issued["goal"], issued["met"]) == (0.6125, 0.6875, True)
+    slower = figures("reduce_scatter", row)
+    slower["times"][COMPILED]["graph"] = 128.0
+    assert scored(slower)["met"] is False
+    assert "(1.14 x, error 0.800)" in line(replayed)
+
+
+def test_an_mlp_is_held_against_both_peers() -> None:
+    row = scored(figures("mlp", Row("70B", 4096, 3584, 8192)))
+    assert (row["must"], row["goal"], row["met"]) == (0.824, 0.92, True)  # 1.03 and 1.15 times torch's
+    by_hand = figures("mlp", Row("70B", 4096, 3584, 8192))
+    by_hand["times"][BY_HAND]["graph"] = 126.0
+    assert scored(by_hand)["must"] == 0.9524  # 1.2 times NCCL's
+
+
+def test_a_reshard_is_held_against_nccl() -> None:
+    row = scored(figures("reshard", Row("all_gather", 4096, 8192, 0)))
+    assert (row["gemm_us"], row["floor_us"], row["must"], row["met"]) == (None, 100.0, 0.6667, True)
+
+
+def test_an_emulated_row_has_scores_of_its_own() -> None:
+    emulated = {"ranks": 8, "emulated_on": 2, "nccl_us": None, "torch_us": None, "copies_us": 100.0}
+    found = figures("departures", Row("70B", 4096, 8192, 3584), **emulated)
+    del found["compiled"], found["times"][COMPILED]
+    row = scored(found)
+    assert (row["floor_us"], row["must"], row["goal"], row["met"]) == (100.0, 0.86, None, True)
+    drawn = chart.draw({"environment": {"gpu": "H200"}, "rows": [row]})
+    assert "as a rank of more meets it on 2 x H200" in drawn
+    assert "goal" not in drawn.split("</style>")[1]
+
+
+@pytest.mark.parametrize("other", [{"ranks": 4}, {"dtype": "f16"}, {"device": "cpu"}, {"shrunk": 2}], ids=str)
+def test_nothing_is_asked_of_other_ranks_dtypes_devices_and_sizes(other: Results) -> None:
+    row = scored(figures("reduce_scatter", Row("70B", 4096, 8192, 3584), **other))
+    assert (row["must"], row["goal"], row["met"]) == (None, None, None)
+
+
+def test_each_kind_has_a_score_for_every_large_row() -> None:
+    for kind in ("reduce_scatter", "departures"):
+        ranks = 2 if kind == "reduce_scatter" else 8
+        for row in KINDS[kind].rows("8B,70B,405B"):
+            found = scored(figures(kind, row, ranks=ranks))
+            assert 0 < found["must"] < (found["goal"] or 1) <= 1 or row.M < 2048
+    assert {len(sizes) for sizes in ODD.values()} == {1, 3}
+
+
+def test_the_report_has_the_choice_and_errors() -> None:
+    row = scored(figures("reduce_scatter", Row("8B", 2048, 4096, 1792)))
+    scores, every = (part.splitlines() for part in report([row]).split("\n\n") if part.startswith("|"))
+    assert "| fused aten, graph | 0.909 | 0.800 | 1.14 | ring aten, graph | 0.952 | 0.580 | 0.700 | yes |" in scores[2]
+    assert every[0].endswith("| hidden | error |")
+    assert {line.count("|") for line in every} == {11}
+    assert file_name("x_as_rank_of", 8, "bf16") == "x_as_rank_of"
+
+
+# Right or wrong ---------------------------------------------------------------------------------------------------
+def judge() -> tuple[Judge, torch.Tensor]:
+    """A judge of a product of f32 matrices, rounded once to bf16; and the result."""
+    torch.manual_seed(0)
+    exact = torch.randn(128, 64).double() @ torch.randn(64, 96).double()
+    return Judge(torch.arange(0, 128, 3), exact[::3], exact.bfloat16()), exact
+
+
+def test_an_error_is_a_multiple_of_torchs() -> None:
+    held, exact = judge()
+    assert held.check(Candidate("some", "eager", True, lambda: exact.bfloat16())) == 1
+    assert held.check(Candidate("some", "eager", True, lambda: exact.clone())) == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda c: c + 0.02 * c.std() * torch.randn_like(c), "and torch's is"),
+        (lambda c: torch.cat([c[:1], c[2:3], c[2:]]), "1 rows differ from torch's, row 1"),
+        (lambda c: torch.cat([c[:-1], torch.full_like(c[:1], torch.nan)]), "1 rows hold NaN"),
+    ],
+)
+def test_a_wrong_result_is_not_timed(wrong: Any, said: str) -> None:
+    held, exact = judge()
+    with pytest.raises(WrongResultError, match=said):
+        held.check(Candidate("some", "eager", True, lambda: wrong(exact.bfloat16())))
+
+
+# Programs ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_each_rank_adds_what_the_peer_makes_for_all_other_places(way: Way, ranks: int) -> None:
+    row = Row("8B", 32, 6, 4)
+    program = hi.parse(text(row, ranks, way, "f32"))
+    assert hi.check(program, calls=2) == []
+    a, b = torch.randn(row.M, 2 * row.K), torch.randn(2 * row.K, row.N)
+    parts = [x @ y for x, y in zip(a.chunk(2, dim=1), b.chunk(2), strict=True)]
+    (outputs,) = run_local(program, [a, b], seed=ranks)
+    for rank, c in enumerate(outputs):
+        mine, theirs = (part.chunk(ranks) for part in (parts[rank], parts[1 - rank]))
+        added = [block for place, block in enumerate(theirs) if place != 1 - rank]
+        torch.testing.assert_close(c, mine[rank] + torch.stack(added).sum(0))
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_layers_are_those_of_an_mlp(slices: int, gated: bool) -> None:
+    x, *weights, down = [torch.randn(32, 8), *(torch.randn(8, 12) for _ in range(1 + gated)), torch.randn(12, 8)]
+    fusion = mlp.mlp(2, slices, 32, 8, 12, "f32", gated=gated)
+    (y,) = hi.run(fusion, x if slices == 1 else x.view(slices, 2, -1, 8), *weights, down, strategy="sequential")
+    h = [x @ w for w in weights]
+    act = torch.nn.functional.silu(h[0]) * h[1] if gated else torch.nn.functional.gelu(h[0])
+    torch.testing.assert_close(y.reshape(32, 8), act @ down, rtol=1e-4, atol=1e-4)
+
+
+def test_the_plain_fusion_says_nothing_of_slices() -> None:
+    assert "stream" not in str(row_parallel(2, 32, 6, 8, "bf16"))
