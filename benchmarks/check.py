@@ -32,7 +32,7 @@ from hostir.ir import Program
 from hostir.ir.machine import unrolled_length
 from hostir.lower import STRATEGIES
 from tests.mutants import Mutant
-from tests.mutation import GATHERED, every_mutant, on_grid, originals, sample, tiny
+from tests.mutation import SENT, every_mutant, on_grid, originals, sample, tiny
 
 RANKS = (8, 16, 32, 64)
 SLICES = 64
@@ -84,7 +84,7 @@ def programs() -> list[Program]:
         for pattern in patterns.PATTERNS
         for ranks, slices in ((3, 2), (4, 4), (8, 1), (8, 2), (8, 8))
         for strategy in STRATEGIES
-        if pattern in GATHERED or strategy in ("sequential", "pipeline")
+        if pattern in SENT or strategy in ("sequential", "pipeline")
     ]
     more += [program for grid in GRIDS for program in on_grid(*grid)]
     return [*originals(), *{str(p): p for p in more}.values()]

@@ -13,7 +13,7 @@ from hostir.ir.source import described, error, user_span
 if TYPE_CHECKING:
     import torch
 
-    from hostir.choice import Choice, FallbackWarning, compile
+    from hostir.choice import Choice, FallbackWarning, Ranges, compile
     from hostir.dsl import (
         DeviceMesh,
         Fusion,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # Loaded at first use: the choice of a strategy; the runtime, and with it torch; the DSL.
 _LATER = {
     "dsl": "hostir.dsl",
-    **dict.fromkeys(("Choice", "FallbackWarning", "compile"), "hostir.choice"),
+    **dict.fromkeys(("Choice", "FallbackWarning", "Ranges", "compile"), "hostir.choice"),
     "Executor": "hostir.runtime.executor",
     **dict.fromkeys(("Session", "session"), "hostir.runtime.session"),
     "Trace": "hostir.runtime.trace",
@@ -222,6 +222,7 @@ __all__ = [
     "HostIRError",
     "ParallelType",
     "Program",
+    "Ranges",
     "Session",
     "Tensor",
     "Trace",

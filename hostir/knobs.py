@@ -33,6 +33,7 @@ __all__ = [
     "KERNELS",
     "KNOBS",
     "SPEC",
+    "SYMMETRIC_LIMIT",
     "TIMEOUT",
     "Knob",
     "Row",
@@ -118,6 +119,12 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _bytes(text: str) -> int | None:
+    if (count := int(text)) < 0:
+        raise ValueError(text)
+    return count
+
+
 def _directory(text: str) -> Path:
     path = Path(text)
     if path.exists() and not path.is_dir():
@@ -170,6 +177,15 @@ CACHE: Knob[Path | None] = Knob(
     "Directory for measurements that are kept, such as those of `hostir tune`; "
     "if unset, the folder `hostir` in $XDG_CACHE_HOME or ~/.cache.",
 )
+SYMMETRIC_LIMIT: Knob[int | None] = Knob(
+    "HOSTIR_SYMMETRIC_LIMIT",
+    None,
+    "a number of bytes",
+    _bytes,
+    "The most bytes of symmetric memory that a program may take on a rank. A program that takes more is refused; the "
+    "strategy `auto` takes the fastest that takes no more. If unset, there is no limit.",
+)
+
 COMPARE_CALLS: Knob[bool] = Knob(
     "HOSTIR_COMPARE_CALLS",
     False,
@@ -179,8 +195,8 @@ COMPARE_CALLS: Knob[bool] = Knob(
     "turns calls that do not line up into errors instead of wrong results.",
 )
 
-KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[float] | Knob[str] | Knob[bool], ...] = (
-    *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, COMPARE_CALLS),
+KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Knob[str] | Knob[bool], ...] = (
+    *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, SYMMETRIC_LIMIT, COMPARE_CALLS),
 )
 
 

@@ -205,9 +205,20 @@ def barrier_of_all_streams(barrier: Method, self: Tracer, team: Any) -> None:
 def begins_with_all_flags(join: Method, self: Order) -> None:
     join(self)
     for kernel in (kernel for rank in self.ranks for kernel in rank.kernels):
-        signals = [self.partners[flag.event] for flag in kernel.waits if flag.event in self.partners]
+        signals = [self.partners[flag] for flag in kernel.waits if flag in self.partners]
         for flag in kernel.waits:
             flag.event.after += [signal for signal in signals if signal not in flag.event.after]
+
+
+@promise("13", "the flag of a block says that all blocks are done", Tracer, "_blocks")
+def done_with_all_blocks(make: Method, self: Tracer, *given: Any) -> Any:
+    blocks = make(self, *given)
+    seen = [end for flag in blocks.signals for end in flag.event.ends]
+    for flag in blocks.signals:
+        flag.event.after, flag.event.ends = [*blocks.units], seen
+    for event in (*blocks.units, *blocks.parts):
+        event.ends = seen
+    return blocks
 
 
 PROMISES["one_call"] = Promise("calls", "what holds for one call holds for the next", calls=1)

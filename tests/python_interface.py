@@ -21,13 +21,23 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Computations",
         ("matmul", "linear", "add", "mul", "relu", "gelu", "silu", "cast", "sum", "reshape", "permute", "reshard"),
     ),
-    ("Lowering and checking", ("lower", "compile", "Choice", "FallbackWarning", "parse", "check", "Program")),
+    ("Lowering and checking", ("lower", "compile", "Choice", "Ranges", "FallbackWarning", "parse", "check", "Program")),
     ("Running", ("run", "Executor", "session", "Session", "Trace", "knobs.scope")),
     ("Mistakes", ("HostIRError", "Diagnostic")),
 )
-GIVEN = {"Tensor", "LoopAxis", "Session", "Choice", "Program", "HostIRError", "Diagnostic"}  # users construct none
+GIVEN = {
+    "Tensor",
+    "LoopAxis",
+    "Session",
+    "Choice",
+    "Ranges",
+    "Program",
+    "HostIRError",
+    "Diagnostic",
+}  # users construct none
 INTERNAL = {  # public to other parts of hostir
     "Choice": {"from_json", "to_json"},
+    "Ranges": {"candidate", "plain", "program", "representative", "representatives", "to_json"},
     "DeviceMesh": {"axis_name"},
     "Fusion": {"combine", "size"},
     "Program": {"check_sizes", "check_whole", "divisions", "misfits"},

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hostir.check.order import Clock, Lanes, Order, Trouble, together
+from hostir.check.order import SIGNAL, Clock, Lanes, Order, Trouble, together
 from hostir.check.tracer import Access, BlockEvents, Event, Flag, Tracer, View, WaitingKernel
 from hostir.ir.machine import ARITHMETIC, Done, Frame, Ready
 from hostir.ir.program import Program
@@ -253,6 +253,8 @@ class Alike(Order):
         for flag in tracer.waits:
             flag.slot = _at(flag.slot, 0)
         super().__init__([tracer])
+        if any(lane[1] == SIGNAL for lane in self.lanes):  # such lanes say nothing about other ranks
+            raise UnlikeError
         self.lanes = {
             (rank, *kind): rank * self.width + n for rank in range(self.count) for n, kind in enumerate(kinds)
         }
@@ -423,7 +425,7 @@ class _Rotations:
             inside = turned[own.start : own.stop] - self._of_ranks(ready.own_first) * size
             if ((inside < 0) | (inside >= len(own))).any():
                 raise UnlikeError
-            accesses += self._columns([blocks.parts[n].accesses[-1:] for n in own], inside)
+            accesses += self._columns([blocks.parts[n].accesses[:1] for n in own], inside)
             awaited = [n for n in range(len(turned)) if n not in own]
             flags += zip(blocks.waits, _steps_of(turned[awaited] // size, self.shape), strict=True)
         if done is not None:
@@ -462,11 +464,11 @@ class _Rotations:
     def _columns(self, items: Sequence[Sequence[Access]], turned: Any) -> list[tuple[Access, Steps]]:
         """Return the accesses of items, with the weights of digits in which they go up.
 
-        Item n of rank 0 corresponds to item `turned[n]` of each rank. Accesses
-        that only some items have are left out.
+        Item n of rank 0 corresponds to item `turned[n]` of each rank. What only some items access, first, is left out.
         """
         found: list[tuple[Access, Steps]] = []
-        for column in zip(*items, strict=False):
+        common = min(map(len, items), default=0)
+        for column in zip(*(item[len(item) - common :] for item in items), strict=True):
             if all(access is column[0] for access in column):
                 found.append((column[0], self._moving(column[0].region.offset)))
                 continue

@@ -24,6 +24,7 @@ from hostir.ir.regions import Near, Region, covered
 # B is one look-up (Mattern 1989), and no closure of the relation is ever made. Events never reached wait in a cycle.
 
 Clock = Any  # an array, by lane
+SIGNAL = "signal"  # the lane of one signal
 T = TypeVar("T")
 
 
@@ -137,12 +138,14 @@ class Order:
         self._show_signals()
 
     def _show_signals(self) -> None:
-        """Let whoever has seen a wait for a signal of a kernel, which is on no lane, know that the signal was sent."""
-        more = [(signal.ends, wait.event.ends) for wait, signal in self.partners.items() if signal.lane is None]
-        while more:  # a kernel that waits for one kernel's signals may send others
-            more = [(ends, seen) for ends, seen in more if not {*seen} <= {*ends}]
-            for ends, seen in more:
-                ends += [end for end in seen if end not in ends]
+        """Let whoever has seen a wait for a kernel's signal, which is on no lane, know that the signal was sent."""
+        for wait, signal in self.partners.items():
+            if signal.lane is None and wait.event.lane is not None:
+                signal.ends += wait.event.ends
+            elif signal.lane is None:  # another kernel waits, block by block
+                signal.lane, signal.tick = (signal.rank, SIGNAL, len(self.lanes)), 1
+                self.lanes[signal.lane] = len(self.lanes)
+                signal.ends.append((signal.lane, 1))
 
     def enough(self, wait: Flag) -> list[Flag]:
         """Return the signals that can end a wait, in the order of their epochs."""
@@ -648,9 +651,10 @@ class Lanes:
             self.of.setdefault(rank, []).append(_Line(index, events))
         # Of each rank the begin and the end of what may take an SM and keep it, if kernels that wait have the others.
         self.rivals = {rank.rank: [*rank.lasting()] for rank in order.ranks}
+        nothing = np.zeros(len(order.lanes), dtype=np.int32)
         # All that comes before any signal of a kernel: what is held up of one of them is in there, and nothing else is.
         self.latest: dict[WaitingKernel, Clock] = {
-            kernel: np.maximum.reduce([order.needs[signal] for signal in _signals(order, kernel)])
+            kernel: np.maximum.reduce([nothing, *(order.needs[signal] for signal in _signals(order, kernel))])
             for rank in order.ranks
             for kernel in rank.kernels
         }

@@ -27,6 +27,7 @@ from hostir.check.order import (
 from hostir.check.signature import small_sizes
 from hostir.check.tracer import CALLER, Buffer, Event, Tracer
 from hostir.ir.machine import uncollected, unrolled_length
+from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError, Span
 
@@ -296,6 +297,9 @@ class FindingBuilder:
             if waited in (None, second.stream):  # nobody waits, or too late
                 return f"'wait {handle}' on {_stream(second)} before it"
             return f"on {_stream(second)}, 'synchronize' the stream that waits for {handle}, {waited}, before it"
+        if second.statement is not None and first.statement is not None and _in_blocks(first.statement):
+            block = "'wait_signal' for the flag of this block before it"
+            return f"on {_stream(second)}, {block}, or 'synchronize' {_stream(first)} for all blocks"
         user = "the stream that 'current_stream' gives at the beginning"
         if first.stream == CALLER and second.stream != CALLER:
             return f"on {_stream(second)}, 'synchronize %user' before it, %user being {user}"
@@ -386,9 +390,15 @@ class FindingBuilder:
         return f"rank {event.rank}, {_stream(event)}{rounds}, call {event.call + 1}"
 
     def stream(self, event: Event) -> str:
-        if event.lane is None or event.lane[1] == "team":
+        transfer = event.statement is not None and event.statement.started is not None
+        if transfer and (event.lane is None or event.lane[1] == "team"):
             return f"the communication of rank {event.rank}"
         return f"{_stream(event)} of rank {event.rank}"
+
+
+def _in_blocks(s: Statement) -> bool:
+    """Whether a statement sets a flag behind each block of its result."""
+    return any(use.raises and use.rows for use in s.flag_operands)
 
 
 def _does(touch: Touch) -> str:

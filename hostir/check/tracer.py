@@ -544,9 +544,9 @@ class Tracer(Observer, OptionalMethods):
             for n in range(count):
                 block = (source * count + n) * ready.results // count if ready else 0
                 own = self._own(ready, source * count + n, count) if ready and block in ready.replaced else None
-                accesses = [access(self._rows(rows, n, count, inner), "undefines" if own else "reads"), *whole]
+                accesses = [access(own, "reads")] if own else []
+                accesses += [access(self._rows(rows, n, count, inner), "undefines" if own else "reads"), *whole]
                 accesses += writes[n : n + 1] if axis is None else []
-                accesses += [access(own, "reads")] if own else []
                 parts.append(part := self.event("runs", accesses, [start]))
                 if ready and not own:
                     waits.append(Flag(part, self.rank, ready.flags.buffer.name, block, (self.turn, ready.epoch)))

@@ -1,7 +1,9 @@
 """Choose how a fusion is lowered and with which kernels it runs: by measurement if there is one, else by estimate."""
 
 from hostir.choice.cache import Candidate, Choice, Impossible, Timing
-from hostir.choice.decision import choose, chosen_for, compile, lower_auto
+from hostir.choice.compiling import chosen_for, compile, lower_auto
+from hostir.choice.decision import choose
+from hostir.choice.ranges import Range, Ranges
 from hostir.ir.source import FallbackWarning
 
 __all__ = [
@@ -9,6 +11,8 @@ __all__ = [
     "Choice",
     "FallbackWarning",
     "Impossible",
+    "Range",
+    "Ranges",
     "Timing",
     "choose",
     "chosen_for",

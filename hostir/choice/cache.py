@@ -47,18 +47,20 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a call, in microseconds.
+    """The time of a call, in microseconds, and the memory that it takes.
 
     Fields:
         us: what candidates are ranked by, one of the other two; see `CALLS`.
         eager: every statement issued anew.
         graph: the replay of a CUDA graph; None where there is none.
+        symmetric: the bytes of symmetric memory on a rank.
     """
 
     candidate: Candidate
     us: float
     eager: float | None = None
     graph: float | None = None
+    symmetric: int = 0
 
 
 # How calls are made, and so by which time candidates are ranked. With `out=` an executor replays a CUDA graph of its

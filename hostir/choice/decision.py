@@ -1,15 +1,14 @@
-"""Choose the fastest candidate, by measurements or else by estimates, and compile a fusion with it."""
+"""Choose the fastest candidate, by measurements or else by estimates."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from hostir.choice import cache
@@ -21,6 +20,7 @@ from hostir.choice.cache import (
     MEASURED,
     Candidate,
     Choice,
+    Entries,
     Impossible,
     Timing,
     ranked_by,
@@ -33,25 +33,18 @@ from hostir.ir.sizes import binding
 from hostir.ir.source import (
     HostIRError,
     Span,
+    amount,
     check_known,
     described,
-    did_you_mean,
     error,
     logger,
-    user_span,
     warn_once,
 )
-from hostir.knobs import KERNELS
-from hostir.lower import AUTO, STRATEGIES, STREAMS, HasProgram, lower
-from hostir.lower import lower as lower_by
+from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
+from hostir.lower import STRATEGIES, HasProgram, lower
 from hostir.lower.pipeline import NOT_OVERLAPPED
-from hostir.lower.strategies import Watcher, check_strategy, fusion_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from hostir.runtime.executor import Executor
-
+from hostir.lower.strategies import fusion_of
+from hostir.runtime.unroll import unroll
 
 # Candidates -----------------------------------------------------------------------------------------------------------
 # The ways to run a fusion on a platform, each with its host program or the reason why it is impossible.
@@ -201,7 +194,7 @@ def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
         raise error(
             f"what is fastest depends on the size '{missing[0]}' of @{fusion.name}, which is not bound",
             expected=f"every size that it is chosen for: {', '.join(sorted(fusion.size_names))}",
-            hint=binding(missing[0]),
+            hint=f"{binding(missing[0])}; hi.compile chooses by ranges of it, which 'hostir explain' shows",
         )
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
@@ -225,6 +218,7 @@ def choose(
     kernels: str | None = None,
     machine: str | None = None,
     calls: str = "out",
+    symmetric_limit: int | None = None,
 ) -> Choice:
     """Choose how to run a fusion here. Under torchrun rank 0 decides, and every rank gets the same.
 
@@ -235,30 +229,40 @@ def choose(
         machine: `local`, `gloo` or `cuda`, as for `Executor`.
         calls: how they are made on CUDA, and so which times count: `out` with `out=`, so that programs of one-sided
             copies are replayed from a CUDA graph; `eager` without; `graph` inside a graph that the caller captures.
+        symmetric_limit: the most bytes of symmetric memory on a rank; see the knob HOSTIR_SYMMETRIC_LIMIT.
 
     Raises HostIRError for sizes that are not bound, and where there are fewer ranks than the fusion's.
     """
-    from hostir.runtime.session import joined, launched
-
     program = fusion_of(fusion)
     check_sizes(program, program.given_sizes(sizes))
-    check_known("kind of calls", calls, CALLS)
-    policy = KERNELS.get(kernels)
-    name = machine_name(machine)
-    platform = here(name, program.ranks)
-    check_ranks(program, platform)
-    decided = partial(decide, program, platform, sizes or {}, policy, calls)
-    if name == SIMULATED or not launched():
-        choice, speaks = decided(), True
-    else:
-        session = joined()
-        speaks = session.rank == 0
-        key = f"choice {next(_rounds.setdefault(session, itertools.count()))}"
-        choice = _decoded(session.exchange(key, _encoded(decided) if speaks else "")[0])
+    decider = decider_for(program, kernels, machine, calls, symmetric_limit)
+    told, speaks = from_rank_0(machine, lambda: decider.choice(sizes or {}).to_json())
+    choice = Choice.from_json(told)
     log_choice(choice)
     if speaks:  # once all have heard, as a warning may be an error
         warn_fallbacks(program, choice)
     return choice
+
+
+def decider_for(
+    program: Program, kernels: str | None, machine: str | None, calls: str, symmetric_limit: int | None
+) -> Decider:
+    """Return what chooses for a fusion on this machine; the arguments are as for `choose`. All ranks call it."""
+    check_known("kind of calls", calls, CALLS)
+    platform = here(machine_name(machine), program.ranks)
+    check_ranks(program, platform)
+    return Decider(program, platform, KERNELS.get(kernels), calls, SYMMETRIC_LIMIT.get(symmetric_limit))
+
+
+def from_rank_0(machine: str | None, decided: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """Return what rank 0 decides, on every rank, and whether this one speaks for all. Without ranks, decide here."""
+    from hostir.runtime.session import joined, launched
+
+    if machine_name(machine) == SIMULATED or not launched():
+        return decided(), True
+    session = joined()
+    key = f"choice {next(_rounds.setdefault(session, itertools.count()))}"
+    return _decoded(session.exchange(key, _encoded(decided) if session.rank == 0 else "")[0]), session.rank == 0
 
 
 _rounds: WeakKeyDictionary[object, itertools.count[int]] = WeakKeyDictionary()
@@ -281,19 +285,98 @@ def decide(
     program: Program, platform: Platform, sizes: Mapping[str, int], kernels: str = "auto", calls: str = "out"
 ) -> Choice:
     """Choose on a platform, by the measurements in this process's cache; the arguments are as for `choose`."""
-    found = candidates(program, platform, kernels)
-    if not found.programs:
-        lower(program, SEQUENTIAL)  # which says why, in its own words
-    notes = list(found.whole)
-    measured = _measured(program, platform, sizes, kernels, calls)
-    if measured is not None:
-        timings, impossible = measured
-        return _choice(program, platform, MEASURED, timings, impossible, notes)
-    timings, impossible = _estimated(found, platform, sizes, calls)
-    if platform.note:
-        notes.append(platform.note)
-    alone = {timing.candidate.strategy for timing in timings} == {SEQUENTIAL} and _communicates(found.programs.values())
-    return _choice(program, platform, FALLBACK if alone else ESTIMATED, timings, impossible, notes)
+    return Decider(program, platform, kernels, calls).choice(sizes)
+
+
+class Decider:
+    """Chooses for any sizes of a fusion on one platform. The fusion is lowered once.
+
+    Args:
+        program: the fusion.
+        platform: where it will run.
+        kernels, calls: as for `choose`.
+        limit: the most bytes of symmetric memory that may be taken on a rank; None: any number.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        platform: Platform,
+        kernels: str = "auto",
+        calls: str = "out",
+        limit: int | None = None,
+    ) -> None:
+        self.program = program
+        self.platform = platform
+        self.kernels = kernels
+        self.calls = calls
+        self.limit = limit
+
+    @cached_property
+    def found(self) -> Candidates:
+        """The candidates to choose from without measurements. Raises HostIRError if there are none."""
+        found = candidates(self.program, self.platform, self.kernels)
+        if not found.programs:
+            lower(self.program, SEQUENTIAL)  # which says why, in its own words
+        return found
+
+    @cached_property
+    def measurable(self) -> Candidates:
+        """The candidates that may have been measured."""
+        return candidates(self.program, self.platform, self.kernels, all_that_run=True)
+
+    def measurements(self, sizes: Mapping[str, int]) -> Entries:
+        """Return what this process's cache holds for these sizes."""
+        if self.platform.machine in (SIMULATED, ELSEWHERE):
+            return {}
+        return cache.read(cache.key_of(self.program, sizes, self.platform))
+
+    def choice(self, sizes: Mapping[str, int], entries: Entries | None = None) -> Choice:
+        """Choose for sizes, by measurements in `entries` or the cache, or else by estimates."""
+        found = self.found
+        notes = list(found.whole)
+        measured = self._measured(sizes, self.measurements(sizes) if entries is None else entries)
+        if measured is not None:
+            return self._taken(MEASURED, *measured, notes)
+        timings, impossible = _estimated(found, self.platform, sizes, self.calls, self.limit)
+        if self.platform.note:
+            notes.append(self.platform.note)
+        only = {timing.candidate.strategy for timing in timings} == {SEQUENTIAL}
+        source = FALLBACK if only and _communicates(found.programs.values()) else ESTIMATED
+        return self._taken(source, timings, impossible, notes)
+
+    def fits(self, program: Program, sizes: Mapping[str, int]) -> bool:
+        """Whether a candidate's program runs at these sizes, within the limit."""
+        if program.misfits(sizes):
+            return False
+        return self.limit is None or symmetric_bytes(program, sizes) <= self.limit
+
+    def _measured(
+        self, sizes: Mapping[str, int], entries: Entries
+    ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]] | None:
+        """Return the times of the current programs, and what cannot be taken; None if nothing was measured."""
+        if not entries:
+            return None
+        timings: list[Timing] = []
+        impossible = list(self.measurable.impossible)
+        for candidate, lowered in self.measurable.programs.items():
+            entry = entries.get(candidate)
+            if entry is None or entry.digest != lowered.digest:
+                impossible.append(Impossible(candidate, UNMEASURED))
+            elif entry.failure:
+                impossible.append(Impossible(candidate, entry.failure, warn=True))
+            elif refused := _too_large(needed := symmetric_bytes(lowered, sizes), self.limit):
+                impossible.append(Impossible(candidate, refused, warn=True))
+            else:
+                timings.append(_timing(candidate, lowered, entry.eager, entry.graph, self.calls, needed))
+        return (tuple(timings), tuple(impossible)) if timings else None
+
+    def _taken(
+        self, source: str, timings: tuple[Timing, ...], impossible: tuple[Impossible, ...], notes: list[str]
+    ) -> Choice:
+        ranked = tuple(sorted(timings, key=lambda timing: timing.us))
+        machine = str(self.platform)
+        return Choice(self.program.name, ranked[0].candidate, source, machine, ranked, impossible, tuple(notes))
 
 
 def _communicates(programs: Iterable[Program]) -> bool:
@@ -301,54 +384,38 @@ def _communicates(programs: Iterable[Program]) -> bool:
     return any(s.collective for program in programs for s in program.walk())
 
 
-def _choice(
-    program: Program,
-    platform: Platform,
-    source: str,
-    timings: tuple[Timing, ...],
-    impossible: tuple[Impossible, ...],
-    notes: list[str],
-) -> Choice:
-    ranked = tuple(sorted(timings, key=lambda timing: timing.us))
-    return Choice(program.name, ranked[0].candidate, source, str(platform), ranked, impossible, tuple(notes))
+def symmetric_bytes(program: Program, sizes: Mapping[str, int]) -> int:
+    """Return the most bytes of symmetric memory that a program takes on a rank, without gaps between buffers."""
+    if not uses_peers(program):
+        return 0
+    ranks = {mesh.devices[0] for mesh in program.meshes}  # those of a mesh take as much
+    return max(unroll(program, rank, sizes).memory[1] for rank in ranks)
 
 
-def _measured(
-    program: Program, platform: Platform, sizes: Mapping[str, int], kernels: str, calls: str
-) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]] | None:
-    """Return the choice by the cached times of the current programs; None if there are none."""
-    if platform.machine in (SIMULATED, ELSEWHERE):
-        return None
-    entries = cache.read(cache.key_of(program, sizes, platform))
-    if not entries:
-        return None
-    every = candidates(program, platform, kernels, all_that_run=True)
-    timings: list[Timing] = []
-    impossible = list(every.impossible)
-    for candidate, lowered in every.programs.items():
-        entry = entries.get(candidate)
-        if entry is None or entry.digest != lowered.digest:
-            impossible.append(Impossible(candidate, UNMEASURED))
-        elif entry.failure:
-            impossible.append(Impossible(candidate, entry.failure, warn=True))
-        else:
-            timings.append(_timing(candidate, lowered, entry.eager, entry.graph, calls))
-    return (tuple(timings), tuple(impossible)) if timings else None
+def _too_large(needed: int, limit: int | None) -> str:
+    """Return why a candidate may not be taken that takes so many bytes of symmetric memory; empty if it may."""
+    if limit is None or needed <= limit:
+        return ""
+    return f"it takes {amount(needed)} of symmetric memory on a rank, and the limit is {amount(limit)}"
 
 
 def _estimated(
-    found: Candidates, platform: Platform, sizes: Mapping[str, int], calls: str
+    found: Candidates, platform: Platform, sizes: Mapping[str, int], calls: str, limit: int | None = None
 ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]]:
     """Choose by estimated times; candidates that the sizes do not fit are impossible. Raises if they fit none."""
     timings: list[Timing] = []
     impossible = list(found.impossible)
-    tasks: dict[int, Sequence[CostTask]] = {}  # candidates with other kernels share a program
+    made: dict[int, tuple[Sequence[CostTask], int]] = {}  # candidates with other kernels share a program
     for candidate, program in found.programs.items():
         try:
             program.check_whole(sizes)
-            if id(program) not in tasks:
-                tasks[id(program)] = tasks_of(program, sizes)
-            timings.append(_estimate(candidate, program, tasks[id(program)], platform, calls))
+            if id(program) not in made:
+                made[id(program)] = tasks_of(program, sizes), symmetric_bytes(program, sizes)
+            tasks, needed = made[id(program)]
+            if refused := _too_large(needed, limit):
+                impossible.append(Impossible(candidate, refused, warn=True))
+                continue
+            timings.append(_estimate(candidate, program, tasks, platform, calls, needed))
         except HostIRError as misfit:
             if candidate.strategy == SEQUENTIAL:
                 raise
@@ -357,20 +424,22 @@ def _estimated(
 
 
 def _estimate(
-    candidate: Candidate, program: Program, tasks: Sequence[CostTask], platform: Platform, calls: str
+    candidate: Candidate, program: Program, tasks: Sequence[CostTask], platform: Platform, calls: str, needed: int
 ) -> Timing:
     # Simulated ranks compute in one way, and the machine that they stand for in the best.
     kernels = ("aten", "triton") if platform.machine == SIMULATED else (candidate.kernels,)
     ways = [estimates(tasks, platform.hardware, k) for k in kernels]
     eager, graph = (round(min(times[mode] for times in ways), 1) for mode in (EAGER, GRAPH))
     replays = platform.computes != "cpu" or platform.machine == SIMULATED
-    return _timing(candidate, program, eager, graph if replays else None, calls)
+    return _timing(candidate, program, eager, graph if replays else None, calls, needed)
 
 
-def _timing(candidate: Candidate, program: Program, eager: float | None, graph: float | None, calls: str) -> Timing:
+def _timing(
+    candidate: Candidate, program: Program, eager: float | None, graph: float | None, calls: str, needed: int
+) -> Timing:
     us = ranked_by(calls, eager, graph, captured_by_caller=_communicates([program]))
     assert us is not None
-    return Timing(candidate, us, eager, graph)
+    return Timing(candidate, us, eager, graph, needed)
 
 
 # Logs and warnings ----------------------------------------------------------------------------------------------------
@@ -395,10 +464,10 @@ def warn_fallbacks(program: Program, choice: Choice) -> None:
         warn_once(program.digest, message, hint)
 
 
-def _encoded(decided: Callable[[], Choice]) -> str:
-    """Encode rank 0's choice, or its error, for the other ranks."""
+def _encoded(decided: Callable[[], dict[str, Any]]) -> str:
+    """Encode what rank 0 decides, or its error, for the other ranks."""
     try:
-        return json.dumps(decided().to_json())
+        return json.dumps(decided())
     except HostIRError as refusal:
         first = refusal.diagnostics[0]
         return json.dumps({"refusal": [first.message, first.expected, first.hint]})
@@ -406,113 +475,14 @@ def _encoded(decided: Callable[[], Choice]) -> str:
         return json.dumps({"refusal": [f"rank 0 could not choose: {type(problem).__name__}: {problem}", "", ""]})
 
 
-def _decoded(text: str) -> Choice:
-    data = json.loads(text)
+def _decoded(text: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(text)
     if "refusal" in data:
         message, expected, hint = data["refusal"]
         raise error(message, expected=expected, hint=hint)
-    return Choice.from_json(data)
+    return data
 
 
 def program_of(fusion: Program, choice: Choice) -> Program:
     """Return the host program of the chosen candidate."""
     return lower(fusion, choice.strategy, choice.streams)
-
-
-# Compilation ----------------------------------------------------------------------------------------------------------
-# From a fusion to an executor, by a given strategy or the chosen one.
-
-
-def lower_auto(
-    fusion: HasProgram | Program, streams: int | None, watch: Watcher | None, sizes: Mapping[str, int] | None
-) -> Program:
-    """Lower a fusion by the strategy that `auto` chooses for these sizes."""
-    _refuse_streams(streams)
-    program = fusion_of(fusion)
-    choice = choose(program, sizes=sizes)
-    return lower_by(program, choice.strategy, choice.streams, watch)
-
-
-def compile(
-    fusion: HasProgram | Program,
-    strategy: str = AUTO,
-    *,
-    streams: int | None = None,
-    sizes: Mapping[str, int] | None = None,
-    kernels: str | None = None,
-    machine: str | None = None,
-    calls: str = "out",
-    **options: Any,
-) -> Executor:
-    """Compile a fusion into an executor that runs it as fast as is known; its field `choice` says how and why.
-
-    With `auto` the fastest of all strategies is taken: as measured, if `hostir tune` has filled the cache of this
-    machine; else as a cost model estimates. Under torchrun rank 0 decides for all. A `hostir.FallbackWarning` names,
-    once, strategies and overlaps that are not possible on this machine or for these sizes.
-
-    Args:
-        fusion: a `hostir.Fusion`, or a program in the fusion phase.
-        strategy: `auto`, or one of those of `lower`.
-        streams: as for `lower`; `auto` chooses it too.
-        sizes: of the fusion's symbols: what the choice is made for. Calls may have others, where they follow from the
-            shapes of the inputs.
-        kernels, machine: as for `Executor`; `auto` chooses among kernels as well, unless they are given.
-        calls: how they are made on CUDA, and so which times count: `out` with `out=`, so that programs of one-sided
-            copies are replayed from a CUDA graph; `eager` without; `graph` inside a graph that the caller captures.
-        options: those of `Executor`: `seed`, `trace`, `check`, `timeout`, `graphs`, `compare_calls`.
-
-    Raises HostIRError for sizes that are not bound where there is something to choose.
-    """
-    from hostir.runtime.executor import Executor
-
-    known = [name for name in inspect.signature(Executor).parameters if name != "program"]
-    if unknown := next((name for name in options if name not in known), None):
-        expected, hint = f"one of: {', '.join(known)}", did_you_mean(unknown, known)
-        raise error(f"hi.compile has no option '{unknown}'", user_span(), expected=expected, hint=hint)
-    program = fusion_of(fusion)
-    check_strategy(strategy)
-    given = program.given_sizes(sizes)
-    if strategy == AUTO:
-        _refuse_streams(streams)
-        choice = choose(program, sizes=given, kernels=kernels, machine=machine, calls=calls)
-        host = program_of(program, choice)
-    else:
-        host = lower_by(program, strategy, STREAMS if streams is None else streams)
-        taken = Candidate(strategy, STREAMS if streams is None else streams, KERNELS.get(kernels))
-        notes = tuple(left_whole(host).values()) if strategy != SEQUENTIAL else ()
-        choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine), notes=notes)
-        log_choice(choice)
-        warn_fallbacks(program, choice)
-    executor = Executor(host, sizes=_unknown_to_inputs(host, given), kernels=choice.kernels, machine=machine, **options)
-    executor.choice = choice
-    return executor
-
-
-def chosen_for(
-    fusion: HasProgram | Program,
-    inputs: Sequence[torch.Tensor],
-    streams: int | None,
-    sizes: Mapping[str, int] | None,
-    kernels: str | None,
-    machine: str | None,
-) -> tuple[Program, str]:
-    """Return the program that `auto` lowers a fusion to, and its kernels, for the shapes of whole tensors."""
-    from hostir.runtime.sharding import bind_sizes
-
-    _refuse_streams(streams)
-    program = fusion_of(fusion)
-    choice = choose(
-        program, sizes=bind_sizes(program, inputs, program.given_sizes(sizes)), kernels=kernels, machine=machine
-    )
-    return program_of(program, choice), choice.kernels
-
-
-def _refuse_streams(streams: int | None) -> None:
-    if streams is not None:
-        raise error(f"streams={streams}: 'auto' chooses it too", user_span(), hint="leave it out, or name a strategy")
-
-
-def _unknown_to_inputs(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes that no input's shape gives; the executor takes the others from each call's inputs."""
-    bound = {name for value in program.inputs for name in value.tensor.names}
-    return {name: size for name, size in sizes.items() if name in program.size_names - bound}

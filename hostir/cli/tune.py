@@ -16,13 +16,14 @@ import torch
 
 from hostir.choice import cache
 from hostir.choice.cache import Choice, Timing
-from hostir.choice.decision import SEQUENTIAL, candidates, check_ranks, check_sizes, choose, decide
+from hostir.choice.decision import SEQUENTIAL, Decider, candidates, check_ranks, check_sizes, choose, decide
 from hostir.choice.measure import PATIENCE, Progress, measure, steps
 from hostir.choice.platforms import REFERENCE, Platform, here, named, reference
+from hostir.choice.ranges import Range, Ranges, free_sizes
 from hostir.cli.loading import load_named
 from hostir.ir.program import Program
-from hostir.ir.source import FallbackWarning, HostIRError, error, is_first_rank
-from hostir.knobs import KERNELS
+from hostir.ir.source import FallbackWarning, HostIRError, amount, error, is_first_rank
+from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
 from hostir.lower.strategies import fusion_of
 from hostir.runtime.session import Session, joined, launched, session
 
@@ -42,7 +43,11 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _number(cell: str) -> bool:
-    return cell.replace(".", "").isdecimal() or cell == "-" or cell.endswith(("us", "%", " by", "streams"))
+    return (
+        cell.replace(".", "").isdecimal()
+        or cell == "-"
+        or cell.endswith(("us", "%", " by", "streams", "bytes", "iB", "symmetric"))
+    )
 
 
 def describe(choice: Choice) -> str:
@@ -58,13 +63,34 @@ def describe(choice: Choice) -> str:
     return "\n".join(parts)
 
 
+def describe_ranges(ranges: Ranges) -> str:
+    """Return in full which candidate runs at which sizes, and how long it takes at one of them."""
+    if len(ranges.free) > 1:
+        return f"{ranges}\n\nbind all of them but one to see its ranges: --set {ranges.free[0]}=..."
+    (name,) = ranges.free
+    rows = [[str(it.first), "-" if it.last is None else str(it.last), *_of_range(ranges, it)] for it in ranges.ranges]
+    headers = [f"{name} from", "to", "strategy", "streams", "kernels", "times", f"at {name}=", "us", "symmetric"]
+    notes = dict.fromkeys(note for it in ranges.ranges for note in (*it.choice.fallbacks, *it.choice.notes))
+    said = "".join(f"\nnote: {note}" for note in notes)
+    return f"{str(ranges).splitlines()[0]}\n\n{table(headers, rows)}" + (f"\n{said}" if said else "")
+
+
+def _of_range(ranges: Ranges, it: Range) -> list[str]:
+    choice, (name,) = it.choice, ranges.free
+    streams = str(choice.streams) if choice.taken.on_streams else "-"
+    at = ranges.representative({name: it.first})[name]
+    best = choice.timings[0]
+    symmetric = amount(best.symmetric) if best.symmetric else "-"
+    return [choice.strategy, streams, choice.kernels, choice.source, str(at), _us(best.us), symmetric]
+
+
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     return [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
 
 def _times(choice: Choice) -> str:
     best = choice.timings[0].us
-    headers = ["strategy", "streams", "kernels", "us", "slower by", "graph us", "eager us"]
+    headers = ["strategy", "streams", "kernels", "us", "slower by", "graph us", "eager us", "symmetric"]
     return table(headers, [_row(timing, best) for timing in choice.timings])
 
 
@@ -72,7 +98,8 @@ def _row(timing: Timing, best: float) -> list[str]:
     c = timing.candidate
     streams = str(c.streams) if c.on_streams else "-"
     slower = f"{timing.us / best - 1:.0%}" if timing.us > best > 0 else "-"
-    return [c.strategy, streams, c.kernels, _us(timing.us), slower, _us(timing.graph), _us(timing.eager)]
+    times = [_us(timing.us), slower, _us(timing.graph), _us(timing.eager)]
+    return [c.strategy, streams, c.kernels, *times, amount(timing.symmetric) if timing.symmetric else "-"]
 
 
 def _us(time: float | None) -> str:
@@ -86,14 +113,23 @@ def _us(time: float | None) -> str:
 def explain_command(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
     """Print the choice for a fusion; return the exit code."""
     fusion = fusion_of(program)
-    check_sizes(fusion, dict(sizes))
+    free = free_sizes(fusion, sizes)
+    if not free:
+        check_sizes(fusion, dict(sizes))
     if options.machine is not None and options.device is not None:
         raise error("--machine names another machine, and --device this one's", hint="leave one of them out")
     platform = platform_of(fusion, options.device, options.machine)
     check_ranks(fusion, platform)
-    choice = decide(fusion, platform, sizes, KERNELS.get(options.kernels), options.calls)
-    if is_first_rank():
-        print(json.dumps(choice.to_json(), indent=1) if options.json else describe(choice))
+    decider = Decider(fusion, platform, KERNELS.get(options.kernels), options.calls, SYMMETRIC_LIMIT.get())
+    if not is_first_rank():
+        return 0
+    if free:
+        ranges = Ranges(decider, sizes)
+        check_sizes(fusion, ranges.representative(dict.fromkeys(free, 1)))
+        print(json.dumps(ranges.to_json(), indent=1) if options.json else describe_ranges(ranges))
+        return 0
+    choice = decider.choice(sizes)
+    print(json.dumps(choice.to_json(), indent=1) if options.json else describe(choice))
     return 0
 
 
@@ -110,7 +146,7 @@ def chosen(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Cho
     check_sizes(fusion, dict(sizes))
     platform = platform_of(fusion)
     check_ranks(fusion, platform)
-    return decide(fusion, platform, sizes, KERNELS.get())
+    return Decider(fusion, platform, KERNELS.get(), limit=SYMMETRIC_LIMIT.get()).choice(sizes)
 
 
 def platform_of(fusion: Program, device: str | None = None, machine: str | None = None) -> Platform:
@@ -155,15 +191,31 @@ def tune_command(cases: Sequence[Case], options: Namespace) -> int:
     if options.runs is not None and options.runs < 1:
         raise error(f"--runs {options.runs}", expected="at least 1")
     for case in cases:
-        check_sizes(fusion_of(case.fusion), dict(case.sizes))
+        if len(free_sizes(fusion_of(case.fusion), case.sizes)) != 1:
+            check_sizes(fusion_of(case.fusion), dict(case.sizes))
     with session(options.device) as job:
         assert job is not None
+        cases = [each for case in cases for each in _bound(case, job, options)]
         with _progress(job) as begin:
             rows = [_tune(case, job, options, begin) for case in cases]
         if job.rank == 0:
             print(table(["sizes", "strategy", "streams", "kernels", "us", "sequential us", "times"], rows))
             print(f"kept in {cache.folder()}")
     return 0
+
+
+def _bound(case: Case, job: Session, options: Namespace) -> list[Case]:
+    """Return the case for each of the sizes that `hi.compile` chooses for, if a size is free."""
+    if not free_sizes(case.fusion, case.sizes):
+        return [case]
+    platform = here("cuda" if job.device.type == "cuda" else "gloo", job.size)
+    check_ranks(case.fusion, platform)
+    ranges = Ranges(Decider(case.fusion, platform, KERNELS.get(options.kernels)), case.sizes)
+    every = ranges.representatives
+    for sizes in every:
+        check_sizes(case.fusion, sizes)
+    (name,) = ranges.free
+    return [Case(f"{case.label} {name}={sizes[name]}".strip(), case.fusion, sizes) for sizes in every]
 
 
 def _tune(case: Case, job: Session, options: Namespace, begin: Begin) -> list[str]:

@@ -29,6 +29,15 @@ def described(value: object) -> str:
     return shortened(text, 3 * SHOWN)
 
 
+def amount(bytes: float) -> str:
+    """Format bytes for people."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if bytes < 1024 or unit == "TiB":
+            break
+        bytes /= 1024
+    return f"{bytes:.{0 if unit == 'bytes' else 1}f} {unit}"
+
+
 def shortened(text: str, most: int) -> str:
     """Return a text, with its middle left out if it has more characters than this."""
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"

@@ -301,7 +301,7 @@ class ByBlocks(TensorOp):
     def _blocks(self, frame: Frame, flags: Value, x: Value) -> int:
         """Return the number of flags; raise unless they divide the rows of `x`."""
         blocks, rows = flags.tensor.shape[0].bind(frame.sizes), prod(frame.shape(x.tensor)[:-1])
-        if rows % blocks:
+        if not blocks or rows % blocks:
             expected = "equal blocks, a flag for each"
             raise self.fail(f"{blocks} flags do not divide the {rows} rows of {x}", expected=expected)
         return blocks
@@ -405,12 +405,19 @@ class Binary(TensorOp):
 
     def maps(self) -> tuple[Map, ...]:
         shape = self.result()[1]
+        return _spread(self.x, shape), _spread(self.y, shape)
 
-        def one(value: Value) -> Map:
-            lead = len(shape) - len(value.tensor.axes)
-            return tuple(i + lead if s == shape[i + lead] else ALONE for i, s in enumerate(value.tensor.shape))
 
-        return one(self.x), one(self.y)
+def _spread(value: Value, shape: Shape) -> Map:
+    """Return the map of an operand that is spread over a result of this shape."""
+    lead = len(shape) - len(value.tensor.axes)
+    return tuple(i + lead if s == shape[i + lead] else ALONE for i, s in enumerate(value.tensor.shape))
+
+
+def _spreads(given: Shape, shape: Shape) -> bool:
+    """Whether a tensor of one shape can be spread over another: axes align at the end, one of extent 1 is spread."""
+    aligned = zip(reversed(given), reversed(shape), strict=False)
+    return len(given) <= len(shape) and all(size == extent or size.is_one for size, extent in aligned)
 
 
 @statement
@@ -524,21 +531,38 @@ class Sum(ByBlocks, Unary):
     source is `%mine`: no flag of that source is waited for, and what `x` holds there is neither read nor kept. `done`
     raises a flag after each block of the result, as it does in a `matmul`.
 
-    Example: %y: f32[32] = sum %x: f32[16, 32] axis 0
+    With `plus %z` it adds a tensor of the result's shape, or one that is spread over it as in `add`; `then gelu` (or
+    `relu`, `silu`) applies the function. All of this is computed in f32, and rounded once.
+
+    Example: %y: f32[32] = sum %x: f32[16, 32] axis 0 plus %z: f32[32] then relu
     """
 
-    syntax = "sum {x} axis {axis} -> {out}" + BY_BLOCKS
+    syntax = "sum {x} axis {axis}<? plus {addend}?><? then {activation}?> -> {out}" + BY_BLOCKS
     axis: Int
+    addend: ReadIf = field(default=None, kw_only=True)
+    activation: Name = field(default="", kw_only=True)
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
-        shape = self.x.tensor.shape
+        shape, dtype = self.x.tensor.shape, same_dtype(self, self.operands)
         if self.axis >= len(shape):
             raise self.fail(f"{self.x} has no axis {self.axis}", expected=f"an axis below {len(shape)}")
-        return self.x.tensor.dtype, (*shape[: self.axis], *shape[self.axis + 1 :])
+        kept = *shape[: self.axis], *shape[self.axis + 1 :]
+        if self.addend is not None and not _spreads(self.addend.tensor.shape, kept):
+            raise self.fail(
+                f"{self.addend} is {self.addend.type}, and the sum has shape [{', '.join(map(str, kept))}]",
+                expected="equal sizes from the last axis on, or 1",
+            )
+        if self.activation and self.activation not in ACTIVATIONS:
+            expected, hint = f"one of: {', '.join(ACTIVATIONS)}", did_you_mean(self.activation, ACTIVATIONS)
+            raise self.fail(f"unknown function '{self.activation}'", expected=expected, hint=hint)
+        return dtype, kept
 
     def maps(self) -> tuple[Map, ...]:
-        axes = range(len(self.x.tensor.axes))
-        return (tuple(CONTRACTED if i == self.axis else i - (i > self.axis) for i in axes),)
+        summed = tuple(CONTRACTED if i == self.axis else i - (i > self.axis) for i in range(len(self.x.tensor.axes)))
+        return (summed,) if self.addend is None else (summed, _spread(self.addend, self.result()[1]))
+
+    def options(self) -> dict[str, Any]:
+        return {name: given for name, given in super().options().items() if given != ""}
 
     @property
     def rows(self) -> Value:
@@ -561,7 +585,7 @@ class Sum(ByBlocks, Unary):
             return None
         blocks, epoch = self._blocks(frame, self.ready, self.x), epoch_of(self, frame, self.epoch)
         shape, source = frame.shape(self.x.tensor), frame.index(self.first)
-        if blocks % shape[0]:
+        if not shape[0] or blocks % shape[0]:
             raise self.fail(
                 f"{blocks} flags do not divide the {shape[0]} sources of {self.x}",
                 expected="as many flags for each source",
@@ -576,6 +600,9 @@ class Sum(ByBlocks, Unary):
                 f"{self.own} has {count} rows", expected=f"{prod(shape[1:-1])} rows, as a source of {self.x}"
             )
         return Ready(frame[self.ready], epoch, 0, blocks, frame[self.own], results, source * results, results)
+
+
+ACTIVATIONS = tuple(cls.keyword() for cls in (Relu, Gelu, Silu))  # that a sum may apply
 
 
 # Views ----------------------------------------------------------------------------------------------------------------

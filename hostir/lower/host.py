@@ -207,6 +207,7 @@ class Host(Scope):
         self.users = users_of(program)
         self.outputs = {v.name for v in program.outputs}
         self.teams: dict[tuple[str, str], Team] = {}
+        self.folded: set[str] = set()  # results of statements that another one computes as well
         self.forked = False  # whether a copy stream has begun, behind the beginning of the call
 
     @cached_property
@@ -232,6 +233,8 @@ class Host(Scope):
     def whole(self, s: Statement) -> None:
         """Add a statement outside any loop; its result is a buffer of its own, or a view."""
         out = result_of(s)
+        if out.name in self.folded:
+            return
         if isinstance(s, ViewStatement):
             self.values[out.name] = replace(out, type=out.tensor.host())
         self.destination(out)
@@ -273,6 +276,10 @@ class Host(Scope):
 
     def only_reduced(self, value: Value) -> AllReduce | None:
         """Return the allreduce that is the only user of a value, or None."""
+        user = self.only_user(value)
+        return user if isinstance(user, AllReduce) else None
+
+    def only_user(self, value: Value) -> Statement | None:
+        """Return the only statement that reads a value, or None if there are others or it is an output."""
         users = self.users.get(value.name, [])
-        lone = users[0] if len(users) == 1 and value.name not in self.outputs else None
-        return lone if isinstance(lone, AllReduce) else None
+        return users[0] if len(users) == 1 and value.name not in self.outputs else None

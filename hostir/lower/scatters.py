@@ -14,7 +14,7 @@ from hostir.ir.host_ops import Chunk, For, Select
 from hostir.ir.onesided_ops import WaitSignal
 from hostir.ir.op import Bin, Expr, Lit, Ref, Value
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import Sum, ViewStatement
+from hostir.ir.tensor_ops import ACTIVATIONS, Add, Sum, Unary, ViewStatement
 from hostir.ir.types import Axis
 from hostir.lower.host import Host, modulo
 from hostir.lower.rows import shard_place
@@ -88,15 +88,35 @@ class ScatteredBlocks:
         self.host.body.append(For(index.value, Size(others * self.each), waits, span=self.scatter.span))
 
     def add_up(self) -> None:
-        """Add the sum over all ranks, each block of it when they have sent theirs."""
+        """Add the sum over all ranks, each block of it when they have sent theirs, and what it computes at once."""
         host, s, rank = self.host, self.scatter, self.team.rank
-        out, full, place = host.destination(s.out), host.values[s.x.name], shard_place(s)
+        result, addend, activation = self.epilogue()
+        out, full, place = host.destination(result), host.values[s.x.name], shard_place(s)
         own: list[ViewStatement] = []
         mine = made(Chunk(full, self.named("mine"), rank, place.count, place.axis, span=s.span), own)
-        total = Sum(
-            out=out, x=self.transfers.buffer, axis=0, span=s.span, note="each block when all ranks have sent it"
-        )
+        note = "each block when all ranks have sent it"
+        total = Sum(out, self.transfers.buffer, 0, addend=addend, activation=activation, span=s.span, note=note)
         host.body += [*own, replace(total, ready=self.transfers.flags, epoch=ARRIVED, first=rank, own=mine)]
+
+    def epilogue(self) -> tuple[Value, Value | None, str]:
+        """Take over the statements that the sum can compute as well; return their result and what they say.
+
+        That is the addition of a tensor that is there already, such as a bias or a residual, and then an activation,
+        each of which alone uses the result of the one before.
+        """
+        host, result = self.host, self.scatter.out
+        addend, activation = None, ""
+        user = host.only_user(result)
+        if isinstance(user, Add) and user.out.tensor.shape == result.tensor.shape:
+            other = user.y if user.x == result else user.x
+            if other != result and other.name in host.values:
+                result, addend = user.out, host.values[other.name]
+                host.folded.add(result.name)
+                user = host.only_user(result)
+        if isinstance(user, Unary) and user.keyword() in ACTIVATIONS:
+            result, activation = user.out, user.keyword()
+            host.folded.add(result.name)
+        return result, addend, activation
 
     def named(self, name: str) -> Value:
         """Return a new value for a view, whose type follows from the statement that makes it."""

@@ -20,8 +20,8 @@ from torch._C._dynamo.guards import TensorGuards
 from hostir.check import prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, check_known, described, error, logger, user_span
-from hostir.knobs import COMPARE_CALLS, KERNELS, TIMEOUT, check_environment
+from hostir.ir.source import HostIRError, amount, check_known, described, error, logger, user_span
+from hostir.knobs import COMPARE_CALLS, KERNELS, SYMMETRIC_LIMIT, TIMEOUT, check_environment
 from hostir.runtime.arguments import (
     TensorsKey,
     addresses,
@@ -164,6 +164,8 @@ class Executor:
         graphs: whether calls with `out=` may be replayed from CUDA graphs. An executor with a trace captures none.
         compare_calls: whether ranks compare each call before it runs, and threads take turns in the same order on all
             ranks; on gloo they always do. See the knob HOSTIR_COMPARE_CALLS.
+        symmetric_limit: the most bytes of symmetric memory that the program may take on a rank; see the knob
+            HOSTIR_SYMMETRIC_LIMIT.
 
     Fields:
         machine: the name of the machine.
@@ -187,6 +189,7 @@ class Executor:
         timeout: float | None = None,
         graphs: bool = True,
         compare_calls: bool | None = None,
+        symmetric_limit: int | None = None,
     ) -> None:
         check_environment()
         if not isinstance(program, Program):
@@ -199,21 +202,24 @@ class Executor:
             raise error(f"trace is {described(trace)}", user_span(), expected="a hostir.Trace, or None")
         self.program = program
         self.check = check
+        self.rank = 0
+        self.latest: BoundCall | None = None
         self.sizes = program.given_sizes(sizes)
         if check and verify(program).size_names <= self.sizes.keys():
             prove(program, self.sizes)
+        self.symmetric_limit = SYMMETRIC_LIMIT.get(symmetric_limit)
+        if self.symmetric_limit is not None and (needed := self.symmetric_bytes) is not None:
+            self._check_limit(needed, self.sizes)
         self.kernels = KERNELS.get(kernels)
         self.seed = check_seed(seed)
         self.trace = trace
         self.timeout = TIMEOUT.get(timeout)
         self.plans: dict[tuple[Any, ...], Plan] = {}  # the latest used last
         self.bound: OrderedDict[tuple[Any, ...], BoundCall] = OrderedDict()  # likewise
-        self.latest: BoundCall | None = None
         self.session: Session | None = None
         self.watchdog: Watchdog | None = None
         self.choice: Any = None  # a hostir.choice.Choice, set by that layer, which this one must not import
         self.compare_calls = COMPARE_CALLS.get(compare_calls)
-        self.rank = 0
         self._graphs: Graphs | None = None
         self._order: CallOrder | None = None  # orders its calls, whatever streams they are made on
         self._captured: set[Plan] = set()  # kept alive: graphs that the caller captured use the plans' memory
@@ -289,8 +295,9 @@ class Executor:
         """
         if self.machine == "local":
             check_local(self.program, self._written, inputs, self.sizes)
-            if self.check and (bound := sizes_of(self.program, inputs, self.sizes)) is not None:
-                prove(self.program, bound)
+            checked = self.check or self.symmetric_limit is not None
+            if checked and (bound := sizes_of(self.program, inputs, self.sizes)) is not None:
+                self._check_local(bound)
             parts = run_local(
                 self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
             )
@@ -386,6 +393,18 @@ class Executor:
                 plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
         found = places(plan.unrolled, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
+
+    @property
+    def symmetric_bytes(self) -> int | None:
+        """The bytes of symmetric memory that the program takes on this rank, for the sizes of the latest call.
+
+        Before a call, and on simulated ranks, for the sizes that are known; None unless all are.
+        """
+        if self.latest is not None:
+            return self.latest.plan.unrolled.memory[1]
+        if not self.program.size_names <= self.sizes.keys():
+            return None
+        return unroll(self.program, self.rank, self.sizes).memory[1]
 
     @property
     def graph_refusal(self) -> str | None:
@@ -570,6 +589,7 @@ class Executor:
                 self._refuse_shared_queues(sizes)
             refuse_gradients(self.program, inputs)
             unrolled = unroll(self.program, self.rank, sizes, inputs)
+            self._check_limit(unrolled.memory[1], sizes)
             self._check(unrolled, inputs, out)
         except HostIRError as refusal:
             if self._agreement.refuse(refusal):
@@ -583,6 +603,25 @@ class Executor:
             if isinstance(machine, GlooMachine):
                 return machine.plan(unrolled, self.trace)
             return machine.plan(unrolled, Timeline(unrolled, self.trace) if self.trace is not None else None)
+
+    def _check_local(self, sizes: Mapping[str, int]) -> None:
+        """Raise for sizes of a call on simulated ranks for which the program is not proved, or takes too much."""
+        if self.check:
+            prove(self.program, sizes)
+        if self.symmetric_limit is not None:
+            self._check_limit(unroll(self.program, self.rank, sizes).memory[1], sizes)
+
+    def _check_limit(self, needed: int, sizes: Mapping[str, int]) -> None:
+        """Raise if the program takes more symmetric memory than it may."""
+        if self.symmetric_limit is None or needed <= self.symmetric_limit:
+            return
+        bound = "".join(f", {name}={size}" for name, size in sorted(sizes.items()))
+        raise error(
+            f"@{self.program.name} takes {amount(needed)} ({needed} bytes) of symmetric memory on a rank{bound}",
+            expected=f"at most {self.symmetric_limit} bytes: the limit that symmetric_limit= or HOSTIR_SYMMETRIC_LIMIT "
+            "sets",
+            hint="hi.compile with the strategy 'auto' takes one that fits; 'sequential' takes none",
+        )
 
     def _log(self, plan: Plan, seconds: float) -> None:
         """Log a new plan, and why no CUDA graph of it is captured if that is so."""

@@ -17,7 +17,7 @@ from hostir.ir.op import Codec, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.regions import Region
 from hostir.ir.sizes import Size
-from hostir.ir.source import HostIRError, counted, described, error
+from hostir.ir.source import HostIRError, amount, counted, described, error
 from hostir.ir.types import FLAG, DType, Factor, Mesh, TensorType, bind_shape
 from hostir.runtime.simulated.tasks import check_seed
 
@@ -457,15 +457,6 @@ def _limits() -> Iterator[int]:
     for file in LIMITS:
         with suppress(OSError, ValueError):  # a word instead of a number: there is none
             yield int(Path(file).read_text())
-
-
-def amount(bytes: float) -> str:
-    """Format bytes for people."""
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if bytes < 1024 or unit == "TiB":
-            break
-        bytes /= 1024
-    return f"{bytes:.{0 if unit == 'bytes' else 1}f} {unit}"
 
 
 def lacks_memory(problem: BaseException) -> bool:

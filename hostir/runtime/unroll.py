@@ -226,6 +226,11 @@ class ComputeOp(Op):
         return (self.out,) if self.done is None else (self.out, self.done.flags)
 
     @property
+    def raised_flags(self) -> tuple[FlagUse, ...]:
+        done = self.done
+        return () if done is None else tuple((done.flags, slot, done.epoch) for slot in done.order)
+
+    @property
     def awaited_flags(self) -> tuple[FlagUse, ...]:
         ready = self.ready
         return () if ready is None else tuple((ready.flags, slot, ready.epoch) for slot in ready.awaited)

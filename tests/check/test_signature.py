@@ -72,7 +72,13 @@ def by_signature(program: Program, many: Iterable[int]) -> dict[Any, list[int]]:
 
 
 # Lowered programs -------------------------------------------------------------------------------------------------
-GATHERED = (patterns.allgather_matmul, patterns.allgather_matmul_rows, patterns.mlp, patterns.gate_up)
+SENT = (  # rows
+    patterns.allgather_matmul,
+    patterns.allgather_matmul_rows,
+    patterns.mlp,
+    patterns.gate_up,
+    patterns.row_parallel_scattered,
+)
 
 
 def lowered(ranks: int, slices: int) -> Iterator[tuple[str, Program]]:
@@ -81,7 +87,7 @@ def lowered(ranks: int, slices: int) -> Iterator[tuple[str, Program]]:
         arguments: dict[str, Any] = {"ranks": ranks, "S": slices, "M": "M"}
         fusion = pattern(**{name: value for name, value in arguments.items() if name in known})
         for strategy in ("sequential", "pipeline", "ring", "fused", "push"):
-            if strategy in ("sequential", "pipeline") or pattern in GATHERED:
+            if strategy in ("sequential", "pipeline") or pattern in SENT:
                 yield f"{pattern.__name__}-{strategy}", hi.lower(fusion, strategy)
 
 

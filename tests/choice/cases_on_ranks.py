@@ -158,6 +158,68 @@ def what_rank_0_cannot_do_is_told_to_all() -> None:
     assert hi.compile(fusion()).choice is not None
 
 
+def rows() -> hi.Fusion:
+    with hi.Fusion("rows") as made:
+        a, b = hi.tensor("a", ["M", 32], "f32"), hi.tensor("b", [32, 16], "f32")
+        c = a @ b
+        made.output(c)
+    mesh = hi.DeviceMesh(range(2))
+    a.shard(0, mesh)
+    c.set_device_mesh(mesh)
+    return made
+
+
+def rows_are_right(executor: Executor, m: int) -> None:
+    a, b = random_inputs(rows().program(), {"M": m}, seed=os.getppid() + m)
+    (c,) = executor(a.chunk(2)[RANK], b)
+    torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-4)
+
+
+@case
+def each_call_takes_the_program_of_its_range_alike_on_all_ranks() -> None:
+    job, program = joined("cpu"), rows().program()
+    platform = here("gloo", 2)
+    found = candidates(program, platform, all_that_run=True).programs
+    for m, fastest in ((64, "fused"), (1024, "ring")) if RANK == 0 else ():  # the other rank sees no cache
+        entries = {c: cache.Entry(p.digest, 10.0 + (c.strategy != fastest)) for c, p in found.items()}
+        cache.write(cache.key_of(program, {"M": m}, platform), "rows", entries)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        executor = hi.compile(rows())
+    taken = []
+    for m in (64, 1000, 60, 4096, 70, 64):
+        rows_are_right(executor, m)
+        taken.append(next(c.strategy for c, e in executor.executors.items() if e is executor.current))
+    assert taken == ["fused", "ring", "fused", "sequential", "fused", "fused"]
+    every = job.exchange("taken", json.dumps([taken, str(executor.choice)]))
+    assert every[0] == every[1]
+
+
+@case
+def a_rank_that_alone_refuses_a_call_ends_it_on_all() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        executor = hi.compile(rows())
+    for m in (64, 4096, 1000):  # a new range, one of an earlier call, and new sizes
+        a = torch.zeros(m // 2, 32, dtype=torch.float64 if RANK == 1 else torch.float32)
+        with pytest.raises(HostIRError, match=r"dtype torch\.float64"):
+            executor(a, torch.zeros(32, 16))
+        rows_are_right(executor, 64)
+
+
+@case
+def a_program_that_takes_too_much_symmetric_memory_is_refused_on_all() -> None:
+    executor = hi.compile(rows(), "fused", symmetric_limit=10_000)
+    rows_are_right(executor, 64)
+    assert executor.symmetric_bytes is not None
+    assert 64 * 32 * 4 <= executor.symmetric_bytes <= 10_000
+    with pytest.raises(HostIRError, match=r"of symmetric memory on a rank, M=1024"):
+        rows_are_right(executor, 1024)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows_are_right(hi.compile(rows(), symmetric_limit=10_000), 1024)
+
+
 def main() -> None:
     with session("cpu"):
         for name in sys.argv[1:]:

@@ -18,6 +18,22 @@ def weight_gathered_whole() -> hi.Fusion:
     return fusion
 
 
+def summed_on_all() -> hi.Fusion:
+    """Column parallel, then row parallel, its result on all ranks: rows are gathered, partial sums are all-reduced."""
+    with hi.Fusion("summed_on_all") as fusion:
+        x, w, v = hi.tensor("x", [2, 4, 8, 32], "f32"), hi.tensor("w", [32, 64], "f32"), hi.tensor("v", [64, 16], "f32")
+        y = x @ w
+        z = y @ v
+        fusion.output(z)
+    mesh = hi.DeviceMesh(range(4))
+    x.shard(1, mesh)
+    w.shard(1, mesh)
+    v.shard(0, mesh)
+    z.set_device_mesh(mesh)
+    z.axis(0).parallelize(hi.ParallelType.Stream)
+    return fusion
+
+
 def scattered_rows(ranks: int, m: int, n: int, k: int, pieces: int = 1) -> hi.Program:
     """A row-parallel matmul, `k` a rank, whose blocks of rows are sent in pieces as they are done, and added there."""
     flags, team, to = ranks * pieces, " ".join(map(str, range(ranks))), f"(%r + (%i + 1)) % {ranks}"

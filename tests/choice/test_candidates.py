@@ -14,6 +14,7 @@ from hostir.choice.cache import Candidate
 from hostir.choice.decision import candidates, uses_peers
 from hostir.choice.platforms import CPU, FOR_TESTING, H200, Platform, reference
 from hostir.lower import STRATEGIES
+from tests.choice.fusions import summed_on_all
 
 H200X4 = reference(H200, 4)
 GPUS = Platform("cuda", "NVIDIA H200", 4, "nvlink", (("torch", "2.11"),), H200)
@@ -54,8 +55,8 @@ def test_without_a_stream_axis_there_is_no_pipeline() -> None:
 
 def test_what_a_lowering_refuses_is_the_reason() -> None:
     found = reasons(patterns.row_parallel())
-    assert "handles only allgathers of rows" in found["ring"]
-    assert "handles only allgathers of rows" in found["fused"]
+    assert "handles only allgathers and reduce_scatters of rows" in found["ring"]
+    assert "handles only allgathers and reduce_scatters of rows" in found["fused"]
     assert strategies(patterns.row_parallel()) == {"sequential", "pipeline"}
 
 
@@ -69,7 +70,7 @@ def test_what_communicates_nothing_runs_one_way() -> None:
 
 
 def test_what_lowering_leaves_whole_in_every_way_is_told() -> None:
-    found = candidates(patterns.mlp().program(), H200X4)
+    found = candidates(summed_on_all().program(), H200X4)
     fused = next(p for c, p in found.programs.items() if c.strategy == "fused")
     assert any(s.note.startswith("not overlapped: ") for s in fused.walk())
     assert found.whole == ()  # the pipeline overlaps them

@@ -24,6 +24,9 @@ CASES = [
     "too_few_ranks_are_refused_on_all",
     "what_no_strategy_lowers_is_refused_on_all_with_the_reason",
     "what_rank_0_cannot_do_is_told_to_all",
+    "each_call_takes_the_program_of_its_range_alike_on_all_ranks",
+    "a_rank_that_alone_refuses_a_call_ends_it_on_all",
+    "a_program_that_takes_too_much_symmetric_memory_is_refused_on_all",
 ]
 FUSION = ("examples/patterns.py:allgather_matmul", "--set", "S=2", "--set", "K=32", "--set", "N=16", "--device", "cpu")
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
@@ -83,6 +86,21 @@ def test_tune_fills_the_cache_and_run_uses_it(
     assert strategy, run.stderr
     assert strategy[1] in taken
     assert run.stderr.count("(measured") == 1  # rank 0 speaks
+
+
+def test_tune_measures_the_sizes_that_ranges_are_chosen_for(tmp_path: Path) -> None:
+    file = tmp_path / "layer.hir"
+    text = "hostir 1\nmesh @mesh [didx] = 0 1\nfusion @layer(%a: f32[M@didx, 4], %b: f32[4, 2]) -> (%c) {\n"
+    file.write_text(text + "  %full: f32[M, 4] = allgather %a over didx\n  %c: f32[M, 2] auto = matmul %full, %b\n}\n")
+    done = on_two_ranks(tmp_path, "-m", "hostir", "tune", str(file), "--device", "cpu", "--runs", "1")
+    assert done.returncode == 0, done.stderr
+    measured = [line.split() for line in done.stdout.splitlines() if line.startswith("  layer")]
+    assert [row[1] for row in measured] == [f"M={2 << power}" for power in range(16)]
+    assert all(row[-2:] == ["measured", "now"] for row in measured)
+    shown = on_two_ranks(tmp_path, "-m", "hostir", "explain", str(file), "--device", "cpu")
+    assert shown.returncode == 0, shown.stderr
+    assert "measured" in shown.stdout
+    assert "estimated" not in shown.stdout
 
 
 @pytest.mark.xdist_group("tuned")

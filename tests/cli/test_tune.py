@@ -45,7 +45,7 @@ def test_explain_says_what_is_taken_the_times_and_why_the_rest_is_not_possible(
     first, *rest = out.splitlines()
     assert re.fullmatch(r"@row_parallel runs '\w+.*' \(estimated \d+ us\) on 4 x h200 as estimated elsewhere", first)
     assert "not possible:" in rest
-    assert sum("handles only allgathers of rows" in line for line in rest) == 3
+    assert sum("handles only allgathers and reduce_scatters of rows" in line for line in rest) == 3
     times = [line.split() for line in rest if line.startswith(("  sequential", "  pipeline"))]
     assert len(times) == 6
 
@@ -104,6 +104,36 @@ def test_why_nothing_can_be_overlapped_is_said(capfd: pytest.CaptureFixture[str]
     _, note = shown(capfd, "lower", "tests/choice/fusions.py:weight_gathered_whole", "--strategy", "auto")
     assert "note: @weight_gathered_whole runs 'sequential, triton' (fallback" in note
     assert re.search(r"note: ring is not possible here: .*no matmul has %b_full as its left side", note)
+
+
+LAYER = """hostir 1
+mesh @mesh [didx] = 0 1
+fusion @layer(%a: bf16[M@didx, K], %b: bf16[K, 1792]) -> (%c) {
+  %full: bf16[M, K] = allgather %a over didx
+  %c: bf16[M, 1792] auto = matmul %full, %b
+}
+"""
+
+
+def test_explain_shows_the_ranges_of_a_size_that_is_left_out(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "layer.hir"
+    file.write_text(LAYER)
+    arguments = ("explain", str(file), "--machine", "h200x2", "--set", "K=4096")
+    out, err = shown(capfd, *arguments)
+    assert not err
+    first, empty, head, *rest = out.splitlines()
+    assert first == "@layer runs on 2 x h200 as estimated elsewhere, by the M of each call:"
+    assert not empty
+    assert head.split() == ["M", "from", "to", "strategy", "streams", "kernels", "times", "at", "M=", "us", "symmetric"]
+    assert rest[0].split()[0] == "0"
+    assert rest[-1].split()[1] == "-"
+    out, _ = shown(capfd, *arguments, "--json")
+    assert len(json.loads(out)["ranges"]) == len(rest)
+    out, _ = shown(capfd, "explain", str(file), "--machine", "h200x2")
+    assert "bind all of them but one to see its ranges: --set K=..." in out
+    _, err = shown(capfd, "lower", str(file), "--strategy", "auto", "--set", "K=4096", code=1)
+    assert "depends on the size 'M'" in err
+    assert "'hostir explain' shows" in err
 
 
 def test_several_values_of_a_size_make_every_combination() -> None:

@@ -12,7 +12,8 @@ import hostir as hi
 from examples import patterns
 from hostir.__main__ import main
 from hostir.cli import run as command
-from hostir.runtime.sharding import Room, amount, random_inputs
+from hostir.ir.source import amount
+from hostir.runtime.sharding import Room, random_inputs
 from hostir.runtime.simulated import machine as local
 from hostir.runtime.simulated.machine import rehearse
 from hostir.runtime.simulated.rank import RankMachine

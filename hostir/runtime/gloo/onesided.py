@@ -18,6 +18,7 @@ import torch
 
 from hostir.ir.machine import Ready
 from hostir.runtime.binding import Step, copy_here
+from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.flags import with_rows
 from hostir.runtime.kernels.layout import row_pieces
 from hostir.runtime.kernels.table import Kernel
@@ -308,23 +309,29 @@ class GlooOneSided:
             kernel(out_part, a_part, *others, **op.options)
 
     def sum(self, op: ComputeOp, kernel: Kernel, block: int, blocks: int) -> None:
-        """Compute one block of the rows of a sum by the kernel that sums whole tensors, which gives the same bits.
-
-        Rows of the rank's own are copied to where they stand for a source: what is there need not be kept.
-        """
+        """Compute one block of the rows of a sum; the bits are those of a sum of whole tensors."""
         out, x, ready = self.registers[op.out], self.registers[op.operands[0]].movedim(op.options["axis"], 0), op.ready
         height = out.shape[:-1].numel() // blocks
         own = [] if ready is None or ready.own is None else [self.registers[ready.own]]
-        pieces = row_pieces([(part, block * height) for part in (out, *x[:1], *own)], height)
-        for _, (target, *views) in pieces:
-            if not views:
-                target.zero_()
+        addends = [y.expand_as(out) for y in map(self.registers.__getitem__, op.operands[1:]) if y is not None]
+        then = {**op.options, "axis": 0}
+        rows = [(part, block * height) for part in (out, *addends, *x[:1], *own)]
+        for _, (target, *views) in row_pieces(rows, height):
+            added, views = views[: len(addends)], views[len(addends) :]
+            if not len(x):
+                kernel(target, x.new_empty(0, *target.shape), *added, **then)
                 continue
-            place = views[0]
-            sources = place.as_strided((len(x), *place.shape), (x.stride(0), *place.stride()), place.storage_offset())
-            if ready is not None and own:
-                sources[ready.replaced[0] // ready.results].copy_(views[1])
-            kernel(target, sources, axis=0)
+            first = views[0]
+            sources = first.as_strided((len(x), *first.shape), (x.stride(0), *first.stride()), first.storage_offset())
+            if ready is None or not own:
+                kernel(target, sources, *added, **then)
+                continue
+            parts = list(sources)
+            parts[ready.replaced[0] // ready.results] = views[1]
+            if kernel is aten.sum:
+                aten.add_up(target, [*parts, *added], activation=then.get("activation", ""))
+            else:
+                kernel(target, torch.stack(parts), *added, **then)
 
     def until(self, reached: Callable[[], bool]) -> Step:
         def step() -> None:

@@ -85,19 +85,29 @@ def cast(out: torch.Tensor, x: torch.Tensor, *, dtype: str) -> None:
     out.copy_(x)
 
 
-def sum(out: torch.Tensor, x: torch.Tensor, *, axis: int) -> None:
-    """`out = x.sum(axis)`; torch accumulates f16 and bf16 in f32. On a CPU, a few are added in their order."""
-    if out.is_cpu and 0 < x.shape[axis] <= IN_ORDER:
-        add_up(out, x.unbind(axis))
-    else:
+def sum(
+    out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
+) -> None:
+    """`out = activation(x.sum(axis) + addend)`, in f32 or better, rounded once. A few are added in their order."""
+    if 0 < x.shape[axis] <= IN_ORDER and (out.is_cpu or addend is not None or activation):
+        add_up(out, x.unbind(axis), addend, activation)
+        return
+    if addend is None and not activation:
         torch.sum(x, axis, out=out)
+        return
+    total = torch.sum(x, axis, dtype=torch.promote_types(x.dtype, torch.float32))
+    add_up(out, (total,), addend, activation)
 
 
-def add_up(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """`out = parts[0] + parts[1] + ...`, in this order and in f32 or better, rounded once."""
+def add_up(
+    out: torch.Tensor, parts: Sequence[torch.Tensor], addend: torch.Tensor | None = None, activation: str = ""
+) -> None:
+    """`out = activation(parts[0] + parts[1] + ... + addend)`, in this order and in f32 or better, rounded once."""
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
-    for part in parts[1:]:
+    for part in (*parts[1:], *(() if addend is None else (addend,))):
         total += part
+    if activation:
+        KERNELS[activation](total, total)
     out.copy_(total)
 
 

@@ -216,7 +216,13 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint=f"set it, or {ATEN}",
         )
 
-    def sum(out: torch.Tensor, x: torch.Tensor, *, axis: int) -> None:
-        reduce_sum(x, out, axis)
+    def sum(
+        out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
+    ) -> None:
+        if addend is None and not activation:
+            reduce_sum(x, out, axis)
+            return
+        total = torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
+        aten.add_up(out, (reduce_sum(x, total, axis),), addend, activation)
 
     return {"matmul": _matmul, "linear": _linear, "sum": sum}

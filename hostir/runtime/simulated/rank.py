@@ -326,30 +326,44 @@ class RankMachine(Observer, OptionalMethods):
         assert x is not None
         sources: Views = (x,)
         if kind == "sum":
-            sources, kernel, options = x.unbind(options["axis"]), partial(_sum_of, kernel), {}
+            added = [y.expand_as(out) for y in others if y is not None]  # read as one more source
+            sources, kernel = (*x.unbind(options["axis"]), *added), partial(_sum_of, kernel, len(added))
+            others, options = [], {**options, "axis": 0}
         whole, rows = tuple(y for y in others if y is not None), out.shape[:-1].numel()
         height = rows if ready is None else rows // ready.results
         cuts = range(0) if done is None else range(0, rows, rows // done.blocks)
-        found, before = [], list[Task]()
+        found, before = list[tuple[int, Task]](), list[Task]()
         for block in (0,) if ready is None else ready.order:
-            first = block * height
-            parts, left = [(each, first) for each in sources], list[tuple[torch.Tensor, int]]()
-            needed, now = list[Task](), list[Task]()
+            first, arrived = block * height, dict[int, Task]()
+            parts, own = [(each, first) for each in sources], {}
             if ready is not None:
-                needed = [self._arrival(start, ready, n) for n in ready.needed(block)]
-                for own in (n for n in ready.replaced if n % ready.results == block):
-                    assert ready.own is not None
-                    left.append(parts[own // ready.results])
-                    parts[own // ready.results] = ready.own, ready.replaced.index(own) * height
-            cut = row_pieces([(out, first), *parts, *left], height, [row - first for row in cuts])
+                arrived = {n // ready.results: self._arrival(start, ready, n) for n in ready.needed(block)}
+                own = {n // ready.results: n for n in ready.replaced if n % ready.results == block}
+            replaced = [parts[source] for source in own]
+            for source, n in own.items():
+                assert ready is not None
+                assert ready.own is not None
+                parts[source] = ready.own, ready.replaced.index(n) * height
+            together: dict[Task, list[int]] = {}  # sources, by the task after which they may be read
+            for source in range(len(parts)):
+                together.setdefault(arrived.get(source, start), []).append(source)
+            now = []
+            cut = row_pieces([(out, first), *parts, *replaced], height, [row - first for row in cuts])
             for row, (target, *views) in cut:
-                reads, undefined = views[: len(parts)], tuple(views[len(parts) :])
-                run, lane = partial(_compute, kernel, target, reads, others, options, undefined), f"row {first + row}"
-                task = self.task(
-                    run, (*reads, *whole), (target,), undefined, lane=f"{lane} of task {start.order}", timed=True
-                )
-                found.append((first + row, task.follow([start, *needed])))
+                lane = f"row {first + row} of task {start.order}"
+                undefined = dict(zip(own, views[len(parts) :], strict=True))
+                taken: dict[int, torch.Tensor] = {}
+                takes = []
+                for after, read in together.items():
+                    given = {source: views[source] for source in read}
+                    left = tuple(undefined[source] for source in read if source in own)
+                    run = partial(_take, given, taken, left)
+                    take = self.task(run, tuple(given.values()), undefines=left, lane=f"source {read[0]} of {lane}")
+                    takes.append(take.follow([after]))
+                compute = partial(_compute, kernel, target, taken, others, options)
+                task = self.task(compute, whole, (target,), lane=lane, timed=True).follow([start, *takes])
                 now.append(task.held_by(before))
+                found.append((first + row, task))
             before = now if ready is not None and done is not None else []  # a machine may compute one after another
         return found
 
@@ -454,23 +468,28 @@ class RankMachine(Observer, OptionalMethods):
         return self.call, epoch
 
 
-def _compute(
-    kernel: Kernel,
-    out: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    others: Sequence[torch.Tensor | None],
-    options: Mapping[str, Any],
-    undefined: Views,
-) -> None:
-    """Compute some rows, and make undefined what the rank's own rows stood for."""
-    kernel(out, *parts, *others, **options)
-    for x in undefined:
+def _take(sources: Mapping[int, torch.Tensor], taken: dict[int, torch.Tensor], left: Views) -> None:
+    """Read the rows of some sources, and make undefined what the rank's own rows stand for."""
+    taken.update({source: x.clone() for source, x in sources.items()})
+    for x in left:
         make_undefined(x)
 
 
-def _sum_of(kernel: Kernel, out: torch.Tensor, *parts: torch.Tensor) -> None:
-    """Sum over sources, which are tensors of their own."""
-    kernel(out, torch.stack(parts) if parts else out.new_empty(0, *out.shape), axis=0)
+def _compute(
+    kernel: Kernel,
+    out: torch.Tensor,
+    taken: Mapping[int, torch.Tensor],
+    others: Sequence[torch.Tensor | None],
+    options: Mapping[str, Any],
+) -> None:
+    """Compute some rows from what was read of each source."""
+    kernel(out, *(taken[source] for source in sorted(taken)), *others, **options)
+
+
+def _sum_of(kernel: Kernel, added: int, out: torch.Tensor, *parts: torch.Tensor, **options: Any) -> None:
+    """Sum over sources, which are tensors of their own; the last `added` are no sources."""
+    sources, addends = parts[: len(parts) - added], parts[len(parts) - added :]
+    kernel(out, torch.stack(sources) if sources else out.new_empty(0, *out.shape), *addends, **options)
 
 
 def _nothing() -> None:

@@ -143,6 +143,18 @@ def test_sums_are_computed_by_blocks_whatever_their_layout(shape: str, view: str
         assert torch.equal(simulated[0], y)
 
 
+def test_a_sum_with_own_rows_writes_no_input() -> None:
+    body = """%f: flag[2] = allocate_symmetric
+  %c: f32[6, 5] = allocate
+  signal %f[0] = 1 at 0 over didx
+  sum %a axis 0 -> %c ready %f >= 1 from 1 own %b"""
+    executor = Executor(alone(body, "%a: f32[2, 6, 5], %b: f32[6, 5]"), machine="gloo")
+    a, b = torch.randn(2, 6, 5), torch.randn(6, 5)
+    before = a.clone()
+    assert torch.equal(executor(a, b)[0], before[0] + b)
+    assert torch.equal(a, before)
+
+
 def test_a_sum_without_flags_to_wait_for_sets_one_behind_each_block() -> None:
     p = alone(
         """%g: flag[3] = allocate_symmetric

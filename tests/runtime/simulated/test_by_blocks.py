@@ -13,7 +13,7 @@ from hostir.ir.source import HostIRError
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.simulated.machine import rehearse
 from tests.runtime import programs
-from tests.runtime.small_programs import said
+from tests.runtime.small_programs import alone, said
 
 SEEDS = range(20)
 MESHES = ("0 1", "2 0 1", "0 1 2 3")
@@ -85,6 +85,44 @@ def test_a_sum_by_blocks_has_the_bits_of_one_that_waits_for_all_before(ranks: in
     assert all(torch.equal(x, y) for x, y in zip(flat(found), flat(expected), strict=True))
 
 
+@pytest.mark.parametrize("text", [programs.scattered(), programs.scattered_slices(), programs.summed_everywhere()])
+def test_blocks_of_no_rows_are_signalled_and_waited_for(text: str) -> None:
+    program = parse(text)
+    machine = rehearse(program, [random_inputs(program, {"M": 0}, seed=call) for call in range(2)], {"M": 0})
+    for seed in SEEDS:
+        assert not any(part.numel() for part in flat(machine.run(seed, watch=seed < 4)))
+
+
+def test_blocks_of_the_teams_of_a_mesh_stay_within_them() -> None:
+    text = programs.scattered("0 1").replace("[didx] = 0 1", "[dp, tp] = (0 2) (3 1)").replace("didx", "tp")
+    calls = [random_inputs(parse(text), {"M": 3}, seed=call) for call in range(2)]
+    machine = rehearse(parse(text), calls, {"M": 3})
+    expected = machine.run(0, watch=True)
+    for (a, b), (parts,) in zip(calls, expected, strict=True):
+        for rank, half in ((0, 0), (2, 1), (3, 0), (1, 1)):
+            torch.testing.assert_close(parts[rank], (a @ b)[half : half + 1])
+    for seed in SEEDS:
+        assert all(torch.equal(x, y) for x, y in zip(flat(machine.run(seed)), flat(expected), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("statement", "inputs", "message"),
+    [
+        (
+            "matmul %a, %b -> %c done %f = 1",
+            "%a: f32[4, 8], %b: f32[8, 5], %s: f32[S]",
+            "0 flags do not divide the 4 rows",
+        ),
+        ("sum %a axis 0 -> %c ready %f >= 1", "%a: f32[2, 4, 5], %s: f32[S]", "0 flags do not divide the 8 rows"),
+        ("sum %a axis 0 -> %c ready %g >= 1", "%a: f32[S, 4, 5]", "2 flags do not divide the 0 sources"),
+    ],
+)
+def test_no_flags_or_no_sources_are_refused(statement: str, inputs: str, message: str) -> None:
+    flags = "%f: flag[S] = allocate_symmetric\n  %g: flag[2] = allocate_symmetric\n  %c: f32[4, 5] = allocate"
+    p = alone(f"{flags}\n  {statement}", inputs)
+    assert message in said(lambda: rehearse(p, [random_inputs(p, {"S": 0})], {"S": 0}))
+
+
 def test_where_own_rows_stand_for_a_source_nothing_is_kept() -> None:
     text = programs.scattered("0 1").replace("-> (%c)", "-> (%c, %sent)")
     calls = [random_inputs(parse(text), {"M": 3}, seed=call) for call in range(2)]
@@ -153,3 +191,37 @@ def test_a_flag_that_never_rises_is_named(fault: tuple[str, str], flag: str) -> 
             assert re.search(rf"rank {rank}, '[^'\n]*'[\w, ]*: no signal sets flag {flag} to epoch \d", message), (
                 message
             )
+
+
+TWICE = """hostir 1
+mesh @mesh [didx] = 0 1
+program @twice(%a: f32[2@didx, 4], %b: f32[2@didx, 4]) -> (%c) streams 1 {
+  %user = current_stream
+  %r = rank of %a over didx
+  %sent: f32[2, 1, 4] = allocate_symmetric
+  %there: flag[2] = allocate_symmetric
+  %c: f32[1, 4] = allocate
+  set_stream 0
+  synchronize %user
+  barrier of %a over didx
+  %first = select %sent[0]
+  %second = select %sent[1]
+  put %a -> %first at 1 - %r over didx
+  signal %there[0] = 1 at 1 - %r over didx
+  put %b -> %first at 1 - %r over didx
+  put %b -> %second at 1 - %r over didx
+  signal %there[1] = 1 at 1 - %r over didx
+  set_stream %user
+  sum %sent axis 0 -> %c ready %there >= 1
+  synchronize 0
+}
+"""
+
+
+def test_a_source_may_be_read_as_soon_as_its_own_flag_rises() -> None:
+    program = parse(TWICE)
+    machine = rehearse(program, [random_inputs(program, {})])
+    sums = {tuple(flat(machine.run(seed))[0].flatten().tolist()) for seed in range(30)}
+    assert len(sums) == 2
+    with pytest.raises(HostIRError, match=r"race: .*(put %b -> %first.*sum|sum.*put %b -> %first)"):
+        machine.run(0, watch=True)

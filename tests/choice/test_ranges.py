@@ -1,0 +1,252 @@
+"""Programs by ranges of sizes: which call takes which, and what users see of it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import hostir as hi
+from hostir import knobs
+from hostir.choice import Candidate, Choice, Ranges, Timing, cache, ranges
+from hostir.choice.cache import Entry
+from hostir.choice.decision import Decider
+from hostir.choice.platforms import CPU, H200, Platform, reference
+from hostir.cli.tune import describe_ranges
+from hostir.ir import source as notices
+from hostir.ir.source import HostIRError
+from tests.choice.test_choose import unfit
+
+GPUS = Platform("cuda", "NVIDIA H200", 8, "nvlink", (("torch", "2.11"),), H200)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path) -> Iterator[None]:
+    notices._warned.clear()
+    with knobs.scope(cache=tmp_path):
+        yield
+
+
+def layer(ranks: int = 2, n: int | str = 48, k: int | str = 64, dtype: str = "f32") -> hi.Fusion:
+    """Column parallel on M rows, which are known at its calls."""
+    with hi.Fusion("layer") as fusion:
+        a, b = hi.tensor("a", ["M", k], dtype), hi.tensor("b", [k, n], dtype)
+        c = a @ b
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(ranks))
+    a.shard(0, mesh)
+    c.set_device_mesh(mesh)
+    return fusion
+
+
+def of(fusion: hi.Fusion, platform: Platform | None = None, **given: int) -> Ranges:
+    return Ranges(Decider(fusion.program(), platform or reference(H200, 8)), given)
+
+
+LARGE = layer(8, 3584, 8192, "bf16")
+
+
+def test_a_size_runs_as_the_power_of_two_does_near_it() -> None:
+    every = of(layer(1))
+    near = {m: every.representative({"M": m})["M"] for m in (0, 1, 2, 3, 5, 6, 47, 48, 3071, 3072, 6143, 6144, 10**9)}
+    assert near == {
+        **{0: 1, 1: 1, 2: 2, 3: 4, 5: 4, 6: 8, 47: 32, 48: 64, 3071: 2048, 3072: 4096, 6143: 4096, 6144: 8192},
+        10**9: 65536,
+    }
+    firsts = [ranges._first(power) for power in range(17)]
+    for power, first in enumerate(firsts):
+        assert ranges._power(first) == power
+        assert power == 0 or ranges._power(first - 1) == power - 1
+
+
+def test_a_choice_is_made_for_sizes_that_all_candidates_divide() -> None:
+    assert of(layer(8)).representatives[:3] == [{"M": 8}, {"M": 16}, {"M": 32}]
+    assert [m["M"] for m in of(layer(3)).representatives[:4]] == [3, 9, 15, 33]
+    assert all(m["M"] % 3 == 0 for m in of(layer(3)).representatives)
+
+
+def test_neighbours_that_run_alike_are_one_range_and_together_they_are_all_sizes() -> None:
+    every = of(LARGE)
+    found = every.ranges
+    assert found[0].first == 0
+    assert found[-1].last is None
+    assert [it.last for it in found[:-1]] == [it.first - 1 for it in found[1:]]
+    assert all(a.choice.taken != b.choice.taken for a, b in pairwise(found))
+    assert found[0].choice.strategy in ("sequential", "push")
+    assert found[-1].choice.strategy == "fused"
+    for it in found:
+        for m in (it.first, it.last or 10**6):
+            assert every.choice({"M": m}).taken == it.choice.taken
+
+
+def test_within_a_range_it_is_what_is_chosen_for_the_power_of_two() -> None:
+    fusion = layer()
+    expected = Decider(fusion.program(), reference(H200, 2)).choice({"M": 4096})
+    assert of(fusion, reference(H200, 2)).choice({"M": 4000}) == expected
+
+
+def test_choices_are_made_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, int]] = []
+    decided = Decider.choice
+    monkeypatch.setattr(
+        Decider, "choice", lambda self, sizes, *rest: asked.append(sizes) or decided(self, sizes, *rest)
+    )
+    executor = hi.compile(layer())
+    assert asked == [{"M": 65536}]
+    run(executor, 64)
+    run(executor, 66)
+    assert asked == [{"M": 65536}, {"M": 64}]
+
+
+def run(executor: hi.Executor, m: int) -> None:
+    a, b = torch.randn(m, 64), torch.randn(64, 48)
+    parts = executor([a[: m // 2], a[m // 2 :]], [b, b])
+    for part in parts[0]:
+        torch.testing.assert_close(part, a @ b, rtol=1e-4, atol=1e-4)
+
+
+def with_times(monkeypatch: pytest.MonkeyPatch, fastest: dict[int, str]) -> None:
+    """Let each strategy be the fastest from some number of rows on."""
+    decided = Decider.choice
+
+    def choice(self: Decider, sizes: dict[str, int], *rest: object) -> Choice:
+        found = decided(self, sizes)
+        first = fastest[max(m for m in fastest if m <= sizes["M"])]
+        timings = sorted(found.timings, key=lambda it: it.candidate.strategy != first)
+        return Choice("layer", timings[0].candidate, "estimated", "here", tuple(timings))
+
+    monkeypatch.setattr(Decider, "choice", choice)
+
+
+def test_each_call_takes_the_program_of_its_range_which_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_times(monkeypatch, {0: "sequential", 16: "push", 256: "fused"})
+    executor = hi.compile(layer())
+    taken = []
+    for m in (512, 8, 510, 20, 10, 32, 256):
+        run(executor, m)
+        taken.append(executor.current.program)
+    by = {s: hi.lower(layer(), s, 1) for s in ("sequential", "push", "fused")}
+    assert taken == [by[s] for s in ("fused", "sequential", "fused", "push", "sequential", "push", "fused")]
+    assert len(executor.executors) == 3
+    assert executor.program == by["fused"]  # as `current`, which is of the latest call
+    assert [str(it) for it in executor.choice.ranges] == ["from 0 to 11", "from 12 to 191", "from 192 on"]
+
+
+def test_no_program_is_bound_before_a_call_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_times(monkeypatch, {0: "sequential", 16: "push", 256: "fused"})
+    executor = hi.compile(layer())
+    assert [c.strategy for c in executor.executors] == ["fused"]
+    assert isinstance(executor, hi.Executor)
+    assert (executor.machine, executor.rank, executor.kernels) == ("local", 0, "aten")
+
+
+def test_sizes_that_do_not_fit_the_fastest_take_the_next_best_that_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = of(layer(), reference(H200, 2))
+    found = every.decider.found
+    picky = {c: unfit(p) if c.strategy in ("push", "fused") else p for c, p in found.programs.items()}  # M/4 is whole
+    every.decider.__dict__["found"] = type(found)(picky, found.impossible)
+    order = [Candidate("fused", 1, "aten"), Candidate("ring", 2, "aten"), Candidate("sequential", 1, "aten")]
+    made = Choice("layer", order[0], "estimated", "here", tuple(Timing(c, 1.0 + i) for i, c in enumerate(order)))
+    monkeypatch.setattr(Decider, "choice", lambda *_: made)
+    assert every.candidate({"M": 64}) == order[0]
+    assert every.candidate({"M": 66}) == order[1]
+    assert every.candidate({"M": 65}) == order[2]  # fits nothing: the sequential program says why
+
+
+def test_sizes_that_no_program_fits_and_wrong_inputs_are_refused_as_by_any_executor() -> None:
+    executor = hi.compile(layer())
+    with pytest.raises(HostIRError, match="M must be a multiple of 2"):
+        executor(torch.randn(3, 64), torch.randn(64, 48))
+    with pytest.raises(HostIRError, match=r"input %a has dtype torch.float64"):
+        executor(torch.randn(4, 64).double(), torch.randn(64, 48))
+    with pytest.raises(HostIRError, match="was given 1 input"):
+        executor(torch.randn(4, 64))
+    with pytest.raises(HostIRError, match="neither all whole nor all in parts"):
+        executor(5, torch.randn(64, 48))
+    run(executor, 4)
+
+
+def test_calls_without_rows_run() -> None:
+    (parts,) = hi.compile(layer())([torch.zeros(0, 64)] * 2, [torch.zeros(64, 48)] * 2)
+    assert [part.shape for part in parts] == [(0, 48)] * 2
+
+
+def test_several_free_sizes_are_chosen_for_together() -> None:
+    fusion = layer(n="N", k="K")
+    executor = hi.compile(fusion)
+    for m, k, n in ((64, 32, 48), (8192, 16, 8), (66, 33, 47)):
+        a, b = torch.randn(m, k), torch.randn(k, n)
+        (parts,) = executor([a[: m // 2], a[m // 2 :]], [b, b])
+        torch.testing.assert_close(parts[1], a @ b, rtol=1e-4, atol=1e-4)
+    assert executor.choice.free == ("K", "M", "N")
+    assert executor.choice.ranges == ()
+    assert "as is chosen for the K, M, N of each call" in str(executor.choice)
+    assert hi.compile(fusion, sizes={"K": 32, "N": 8}).choice.free == ("M",)
+
+
+def test_sizes_that_are_given_are_chosen_for_as_one() -> None:
+    executor = hi.compile(layer(), sizes={"M": 4096})
+    assert isinstance(executor.choice, Choice)
+    run(executor, 64)
+
+
+def test_a_size_that_no_input_gives_is_asked_for() -> None:
+    text = "hostir 1\nmesh @mesh [didx] = 0 1\nfusion @f(%a: f32[M@didx, 8]) -> (%c) {\n"
+    text += "  %full: f32[M, 8] = allgather %a over didx\n  %c: f32[M/S, 8*S] = reshape %full\n}\n"
+    with pytest.raises(HostIRError, match="depends on the size 'S' of @f, which is not bound"):
+        hi.compile(hi.parse(text))
+
+
+def test_an_asked_for_strategy_is_one_program_for_all_sizes() -> None:
+    executor = hi.compile(layer(), "ring", streams=2)
+    assert isinstance(executor.choice, Choice)
+    run(executor, 8)
+    run(executor, 4096)
+
+
+def test_what_was_measured_for_the_power_of_two_decides_in_its_range() -> None:
+    every = of(LARGE, GPUS)
+    entries = {
+        c: Entry(p.digest, t := 10.0 + (c.strategy != "ring"), t) for c, p in every.decider.found.programs.items()
+    }
+    cache.write(cache.key_of(LARGE.program(), {"M": 1024}, GPUS), "layer", entries)
+    assert (every.choice({"M": 1000}).source, every.choice({"M": 1000}).strategy) == ("measured", "ring")
+    assert every.choice({"M": 512}).source == "estimated"
+    told = json.loads(json.dumps(ranges._encoded(every)))
+    assert list(told) == ["M=1024"]
+    assert {Candidate(*c): Entry(*e) for c, e in told["M=1024"]} == entries
+    assert Ranges(every.decider, {}, {}).choice({"M": 1000}).source == "estimated"  # what rank 0 does not know
+
+
+def test_on_a_cpu_one_warning_is_for_all_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Platform("gloo", "CPU", 2, "one host", (), CPU, "for testing", runs_all=True)
+    monkeypatch.setattr("hostir.choice.decision.here", lambda machine, ranks: processes)
+    with pytest.warns(hi.FallbackWarning) as told:
+        every = ranges.agreed_ranges(layer().program(), {}, None, "gloo", "out")
+    reasons = [str(each.message).splitlines()[0] for each in told]
+    assert len(reasons) == 2
+    assert any("ring, fused and push are not possible here: for testing" in reason for reason in reasons)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [it.choice.strategy for it in every.ranges] == ["sequential"]
+    assert str(every.ranges[0]) == "of any value"
+
+
+def test_ranges_are_shown_as_a_table_and_as_data() -> None:
+    every = of(LARGE)
+    shown = describe_ranges(every)
+    lines = shown.splitlines()
+    assert lines[0] == "@layer runs on 8 x h200 as estimated elsewhere, by the M of each call:"
+    assert lines[2].split()[:3] == ["M", "from", "to"]
+    assert len(lines) == 3 + len(every.ranges)
+    assert [int(line.split()[0]) for line in lines[3:]] == [it.first for it in every.ranges]
+    data = json.loads(json.dumps(every.to_json()))
+    assert [it["first"] for it in data["ranges"]] == [it.first for it in every.ranges]
+    assert data["free"] == ["M"]
+    assert Choice.from_json(data["ranges"][0]["choice"]) == every.ranges[0].choice
+    assert str(every).count("\n") == len(every.ranges)
