@@ -167,7 +167,7 @@ KERNELS: Knob[str] = Knob(
     "auto",
     "auto, triton or aten",
     _one_of("auto", "triton", "aten"),
-    "Which kernels compute: Triton, ATen, or (auto) the ones for the device: ATen on a CPU.",
+    "Which kernels compute: Triton, ATen, or (auto) the ones for the device: ATen on a CPU. f64 is always ATen's.",
 )
 CACHE: Knob[Path | None] = Knob(
     "HOSTIR_CACHE",

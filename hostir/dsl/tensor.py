@@ -179,7 +179,7 @@ class Tensor:
 
     Fields:
         name: its name in the program's text, without `%`.
-        dtype: `str(t.dtype)` is `f32`, `f16` or `bf16`.
+        dtype: `str(t.dtype)` is `f64`, `f32`, `f16` or `bf16`.
         shape: of the whole tensor; splits do not change it.
         mesh: the `hi.DeviceMesh`; None if none was set.
     """

@@ -28,6 +28,7 @@ from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.tensor_ops import Contraction, DenseCopy, Shard, ViewStatement
 from hostir.lower import Pass
 from hostir.lower.host import Host
+from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.rows import (
     RowCollective,
@@ -35,20 +36,21 @@ from hostir.lower.rows import (
     block_axes,
     first_matmul,
     long_axes,
+    maker_of_rows,
+    piece_axis,
     product_of_rows,
     reads_rows,
     shard_in_pieces,
     shard_of,
-    shard_place,
     wanted_otherwise,
 )
 from hostir.lower.scatters import ScatteredBlocks, one_of
 from hostir.lower.transfers import ARRIVED, COPY_STREAM, Blocks, Mover, Transfers, Turns
 
 SMS = 16  # that copy in `push`: fewer do not fill the links, more leave too few to the matmul
-MIN_BLOCK_BYTES = 2 << 20  # of a block that a copy engine sends: smaller copies do not fill the links
+MIN_BLOCK_BYTES = 8 << 20  # of a block that a copy engine sends, if the rows for a rank are sent in several
 MIN_BLOCK_ROWS = 256  # the fewest rows of a block with a flag of its own: two tiles
-MAX_BLOCKS = 8  # of the rows for one rank
+MAX_BLOCKS = 2  # of the rows for one rank: every copy takes its time to begin, and to signal after it
 
 # The passes -----------------------------------------------------------------------------------------------------------
 
@@ -85,7 +87,8 @@ def sent(program: Program, strategy: str, mover: Mover, min_block_bytes: int = M
     rows = (
         RowCollectives.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
     )
-    host = Host(_matmuls_first(rows))
+    ordered = _matmuls_first(rows)
+    host = Host(ordered, rows.ordered(ordered))
     arriving: dict[str, SentRows] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
     leaving = _scatters_of_products(rows)
     scattered: dict[ReduceScatter, ScatteredRows] = {}
@@ -278,7 +281,7 @@ class SentRows:
 class ScatteredRows:
     """Builds one reduce_scatter: copies begin while the product runs that makes the rows, if there is one.
 
-    It raises a flag after each block, the blocks of the next rank first and its own last.
+    It raises a flag after each block, and ends with a block of its own rank.
     """
 
     def __init__(
@@ -304,9 +307,10 @@ class ScatteredRows:
         if self.done is None:
             return s
         assert isinstance(s, Contraction)
-        note = "the rows for each rank are sent when they are done, its own come last"
+        last = ", its own come last" if self.blocks.axis is None else ""
+        note = f"the rows for each rank are sent when they are done{last}"
         raising = replace(s, done=self.done, raised=ARRIVED, note=f"{s.note}; {note}" if s.note else note)
-        return raising if s.ready is not None else replace(raising, first=self.blocks.first_of(self.team.peer(Lit(1))))
+        return raising if s.ready is not None else replace(raising, first=self.blocks.first)
 
     def send(self) -> None:
         """Send each rank its rows: first to the one after this rank, and so on up."""
@@ -326,18 +330,23 @@ class ScatteredRows:
         It takes each block when it is there. Without a product before it, it starts only when all are: while bytes
         travel, no SM is held.
         """
-        if self.product is None and not self.mover.sms:
+        if self.product is not None or self.mover.sms:
+            self.blocks.add_up()
+        else:
+            maker = maker_of_rows(self.host.program, self.scatter)
             self.blocks.wait_for_all()
-        self.blocks.add_up()
+            why = f"{NOT_OVERLAPPED}: the {maker.keyword()} that makes the rows raises no flags for it" if maker else ""
+            self.blocks.add_up(why)
         self.transfers.join()
 
 
 def _pieces(s: ReduceScatter, min_bytes: int) -> int:
     """Return the number of blocks in which the rows for one rank are sent: the most that are large enough."""
     shard = s.out.tensor
-    rows, size = shard.local_shape[shard_place(s).axis].value, product(shard.local_shape).value
-    if rows is None or size is None:
+    extent, columns = shard.local_shape[piece_axis(s)].value, shard.local_shape[-1].value
+    rows = product(shard.local_shape[:-1]).value
+    if extent is None or columns is None or rows is None:
         return 1
-    size *= shard.dtype.bytes
-    fits = (n for n in range(MAX_BLOCKS, 1, -1) if rows % n == 0 and rows >= n * MIN_BLOCK_ROWS)
+    size = rows * columns * shard.dtype.bytes
+    fits = (n for n in range(MAX_BLOCKS, 1, -1) if extent % n == 0 and rows >= n * MIN_BLOCK_ROWS)
     return next((n for n in fits if size >= n * min_bytes), 1)

@@ -13,7 +13,7 @@ from hostir.ir.tensor_ops import Contraction, Linear, Matmul, Reshape
 from hostir.ir.types import Axis
 from hostir.lower.host import isolate
 from hostir.lower.pipeline import with_reasons
-from hostir.lower.propagate import operands_of, result_of, splits_only
+from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.slices import SlicePlace
 
 # Which they are -------------------------------------------------------------------------------------------------------
@@ -46,6 +46,25 @@ class RowCollectives:
     @property
     def scatters(self) -> list[ReduceScatter]:
         return [s for s in self.moves if isinstance(s, ReduceScatter)]
+
+    def ordered(self, program: Program) -> frozenset[tuple[str, str]]:
+        """Return the teams, by mesh and axis, whose flags order calls of this program with the same collectives."""
+        return frozenset((s.mesh.name, s.over) for s in self.moves if self._orders_calls(s, program))
+
+    def _orders_calls(self, s: RowCollective, program: Program) -> bool:
+        """Whether the flags of a team's collectives order its calls, so that buffers need no barrier to be used again.
+
+        Every rank waits for blocks of every other in each of them. If the last one sums up what a product makes after
+        all gathered rows have been read, then whoever has its sum knows that the others have read these rows; and who
+        has the first gathered rows of the next call knows that the others have their sums.
+        """
+        team = [other for other in self.moves if (other.mesh, other.over) == (s.mesh, s.over)]
+        last = product_of_rows(program, team[-1]) if isinstance(team[-1], ReduceScatter) else None
+        if last is None or not isinstance(team[0], AllGather) or first_matmul(program, team[0]) is None:
+            return False
+        body = program.body
+        readers = [user for move in team if isinstance(move, AllGather) for user in users(program, move.out)]
+        return all(body.index(reader) < body.index(last) for reader in readers)
 
     def only(self, fits: Callable[[RowCollective], bool], why_not: str) -> RowCollectives:
         """Keep the collectives that fit; the others get `why_not` as their reason."""
@@ -151,12 +170,18 @@ def wanted_otherwise(program: Program, rows: Value) -> bool:
 
 
 def product_of_rows(program: Program, s: ReduceScatter) -> Contraction | None:
-    """Return the product whose rows a reduce_scatter sums up, perhaps through views that split axes; else None."""
+    """Return the product whose rows a reduce_scatter sums up, perhaps seen with other axes of rows; else None."""
+    maker = maker_of_rows(program, s)
+    return maker if isinstance(maker, Contraction) else None
+
+
+def maker_of_rows(program: Program, s: ReduceScatter) -> Statement | None:
+    """Return the statement that makes the rows that a reduce_scatter sums up; None if they are an input."""
     made = {result_of(other).name: other for other in program.body}
     maker = made.get(s.x.name)
-    while isinstance(maker, Reshape) and splits_only(maker):
+    while isinstance(maker, Reshape) and maker.x.tensor.shape[-1] == maker.out.tensor.shape[-1]:
         maker = made.get(maker.x.name)
-    return maker if isinstance(maker, Contraction) else None
+    return maker
 
 
 # How the shards lie ---------------------------------------------------------------------------------------------------
@@ -180,6 +205,12 @@ def shard_place(s: RowCollective) -> SlicePlace:
     factors = type.host().axes[k].factors
     at = next(n for n, factor in enumerate(factors) if factor.on == s.over)
     return SlicePlace(k, product([f.extent for f in factors[:at]]), Size(s.mesh.size(s.over)))
+
+
+def piece_axis(s: RowCollective) -> int:
+    """Return the axis in which a rank's rows can be cut: the sharded one, or one inside if a rank has one element."""
+    k, shape = shard_place(s).axis, shard_of(s).tensor.local_shape
+    return next((j for j in range(k, len(shape) - 1) if not shape[j].is_one), k)
 
 
 def long_axes(s: RowCollective) -> list[int]:

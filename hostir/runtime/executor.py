@@ -10,12 +10,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._dynamo.guards import TensorGuards
+from torch.distributed import ProcessGroup
 
 from hostir.check import prove, verify
 from hostir.ir.op import Phase
@@ -41,16 +42,21 @@ from hostir.runtime.cuda.graphs import Graphs
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
 from hostir.runtime.cuda.streams import CallOrder, queues, symmetric_order
 from hostir.runtime.gloo.machine import GlooMachine, GlooPlan
+from hostir.runtime.groups import Groups
+from hostir.runtime.guest import session_of
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.order import NONE
-from hostir.runtime.session import Agreement, CallRunsError, Groups, Session, forked_from, joined, launched
+from hostir.runtime.session import Agreement, CallRunsError, Session, forked_from, launched
 from hostir.runtime.sharding import Part, assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
 from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline, Trace
 from hostir.runtime.unroll import UnrolledProgram, unroll
-from hostir.runtime.watchdog import Watchdog
+from hostir.runtime.watchdog import LAST_WORDS, Watchdog
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # torch.compile --------------------------------------------------------------------------------------------------------
 # Keep Dynamo, the tracer of torch.compile, out of executors: they run what hostir has compiled already.
@@ -156,11 +162,13 @@ class Executor:
         kernels: the kernels that compute: `auto`, `triton` or `aten`; see the knob HOSTIR_KERNELS.
         machine: `local`, `gloo` or `cuda`. By default, under torchrun the one for the session's device, else `local`.
             Outside torchrun `gloo` and `cuda` run programs of one rank.
+        group: the ranks that run it, numbered as in the group: a process group of torch's, its name, or a DeviceMesh of
+            one dimension. By default those of the job. Only its members make the executor and its calls.
         seed: selects one of the orders that the rules allow, on the local machine; 0 is program order.
         trace: receives an event for each statement of each run. On CUDA each call then waits for the device.
         check: whether to refuse a program that is not proved free of races, deadlocks and misuse of memory. It is
             proved for the sizes of each new call; at once if all sizes are known.
-        timeout: seconds that `synchronize` waits; see the knob HOSTIR_TIMEOUT.
+        timeout: seconds that `synchronize` waits; by default the group's, or else the knob HOSTIR_TIMEOUT.
         graphs: whether calls with `out=` may be replayed from CUDA graphs. An executor with a trace captures none.
         compare_calls: whether ranks compare each call before it runs, and threads take turns in the same order on all
             ranks; on gloo they always do. See the knob HOSTIR_COMPARE_CALLS.
@@ -172,7 +180,7 @@ class Executor:
         plans: the latest 128 plans, by the shapes, strides and dtypes of their inputs.
         choice: what chose this program, and why; None if nothing did.
 
-    Raises HostIRError, on every rank, if ranks run different programs, or if the job has too few ranks.
+    Raises HostIRError, on every rank, if ranks run different programs, or if the job or the group has too few ranks.
     """
 
     @untraced
@@ -183,6 +191,7 @@ class Executor:
         sizes: Mapping[str, int] | None = None,
         kernels: str | None = None,
         machine: str | None = None,
+        group: ProcessGroup | DeviceMesh | str | None = None,
         seed: int = 0,
         trace: Trace | None = None,
         check: bool = True,
@@ -226,10 +235,12 @@ class Executor:
         self._ended = ""  # the reason why it makes no more calls
         self._agreement = Agreement(None, program, self.kernels, False)  # with no other rank, unless it joins a job
         self._written = written_inputs(program)
-        if machine == "local" or (machine is None and not launched()):
+        if machine == "local" and group is not None:
+            raise error("machine='local' simulates all ranks, and has no group", user_span(), expected="one of the two")
+        if machine == "local" or (machine is None and group is None and not launched()):
             self.machine = "local"
             return
-        self._machine = self._join(machine)
+        self._machine = self._join(machine, group, timeout)
         self._calls = self._agreement.calls
         self._compare = self._agreement.compare
         self.machine = self._machine.name
@@ -241,13 +252,15 @@ class Executor:
             if graphs and trace is None:
                 self._graphs = self._make_graphs()
 
-    def _join(self, machine: str | None) -> CudaMachine | GlooMachine:
-        """Join the job, if there is one, and create this rank's machine; raise if the job has too few ranks."""
+    def _join(self, machine: str | None, group: object, timeout: float | None) -> CudaMachine | GlooMachine:
+        """Join the group or the job, if there is one, and create this rank's machine; raise if it has too few ranks."""
         size = 1
         device = torch.device("cpu" if machine == "gloo" else "cuda")
-        if launched():
-            self.session = joined(DEVICES[machine] if machine else None)
+        self.session = session_of(group, DEVICES[machine] if machine else None)
+        if self.session is not None:
             self.session.members.add(self)
+            if group is not None and timeout is None:
+                self.timeout = self.session.timeout
             self.watchdog, self.rank, size = self.session.watchdog, self.session.rank, self.session.size
             device = self.session.device
         elif device.type == "cuda":
@@ -258,9 +271,10 @@ class Executor:
                 )
             device = torch.device("cuda", torch.cuda.current_device())
         if size < self.program.ranks:
+            hint = f"torchrun --nproc-per-node {self.program.ranks} starts as many; without it ranks are simulated"
             raise error(
                 f"rank {self.rank}: @{self.program.name} runs on {self.program.ranks} ranks, and there are {size}",
-                hint=f"torchrun --nproc-per-node {self.program.ranks} starts as many; without it ranks are simulated",
+                hint=hint if group is None else "the ranks of a program are those of its group",
             )
         table = kernel_table(self.kernels, device.type)
         groups = self.session.groups if self.session else Groups(0, device)
@@ -429,6 +443,8 @@ class Executor:
         deadline = time.monotonic() + self.timeout
         while not reached.query():
             self._raise_problem()  # a kernel may have timed out, and work after it may wait for ever
+            if self.watchdog is not None and self.watchdog.died is not None:  # what needs no more of it ends soon
+                deadline = min(deadline, time.monotonic() + LAST_WORDS)
             if time.monotonic() > deadline:
                 raise self._blamed(self._stuck())
             time.sleep(1e-4)
@@ -700,5 +716,5 @@ def everyones(parts: Sequence[Part], joined: Session | None) -> list[Sequence[Pa
     if joined is None:
         return [parts]
     gathered: list[Any] = [None] * joined.size
-    dist.all_gather_object(gathered, [None if x is None else x.cpu() for x in parts])
+    dist.all_gather_object(gathered, [None if x is None else x.cpu() for x in parts], joined.groups.whole())
     return [[None if x is None else x.to(joined.device) for x in theirs] for theirs in gathered]

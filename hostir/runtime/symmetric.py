@@ -210,6 +210,11 @@ class SymmetricMemory:
         self.met: dict[ProgramKey, SharedMemory] = {}
         self.meetings = 0
 
+    @property
+    def bytes(self) -> int:
+        """The bytes on this rank."""
+        return sum(memory.offers[self.rank].bytes for memory in list(self.met.values()))
+
     def of(self, unrolled: UnrolledProgram, plan: object) -> SharedMemory | None:
         """Return the memory for a plan; ranks meet if there is none for its program and sizes. None if it needs none.
 

@@ -16,7 +16,7 @@ from hostir.runtime.binding import Pushes, Step, bind_compute, completed, comput
 from hostir.runtime.cuda.memory import CREDITS, FlowControl, Slot, waits
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
 from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.table import Again, Kernel, repeating
+from hostir.runtime.kernels.table import Again, Kernel, kernels_for, repeating
 from hostir.runtime.order import CALLER, NONE
 from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import BARRIERS, BufferPlace, SharedMemory
@@ -306,7 +306,7 @@ class CudaOneSided:
         polls, a product directly after this rank's copies by SMs and without own rows waits for all blocks at once, and
         is one kernel: it could not start much earlier.
         """
-        kernel, ready = self.kernels.get(f"{op.kind}_by_blocks"), op.ready
+        kernel, ready = kernels_for(self.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_by_blocks"), op.ready
         if kernel is not None:
             return self.in_one_kernel(op, kernel)
         if ready is not None and ready.overlapped_sms and ready.own is None and op.done is None:

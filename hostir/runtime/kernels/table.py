@@ -60,7 +60,8 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     `policy` is `aten`, `triton` (contractions and sums in Triton, the rest in ATen) or `auto`: what suits the device,
     `cpu` or `cuda`. Raises HostIRError for an unknown policy, and if Triton cannot run on the device.
 
-    Kernels in `REPEATABLE` may return a function that repeats the call, see `repeating`.
+    Results in f64 need those of `kernels_for`. Kernels in `REPEATABLE` may return a function that repeats the call, see
+    `repeating`.
 
     With `triton`, and with `auto` on `cuda` if Triton is installed, sums of few tensors are in Triton, and there are
     also kernels that wait for flags of blocks of rows, or raise them, by themselves: `matmul_by_blocks`,
@@ -75,6 +76,11 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     if policy == "auto" and device_type == "cuda" and importlib.util.find_spec("triton") is not None:
         return {**aten.KERNELS, "sum": _sum_of_few, **BY_BLOCKS}
     return aten.KERNELS
+
+
+def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str, Kernel]:
+    """Return the kernels for results of a dtype: those of the table, but ATen's for f64, which Triton's do not take."""
+    return aten.KERNELS if result == torch.float64 else table
 
 
 def matmul_by_blocks(

@@ -29,9 +29,9 @@ from hostir.runtime.cuda import streams
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
 from hostir.runtime.cuda.memory import CREDITS, notes, prepare
 from hostir.runtime.cuda.onesided import CudaOneSided
+from hostir.runtime.groups import Groups
 from hostir.runtime.kernels.aten import add_up
 from hostir.runtime.kernels.table import Kernel, kernel_table
-from hostir.runtime.session import Groups
 from hostir.runtime.symmetric import BufferInfo, ExchangeTexts, Offer, SharedMemory
 from hostir.runtime.unroll import ComputeOp, UnrolledProgram, unroll
 
@@ -314,7 +314,7 @@ def layers(
 ) -> list[list[CudaPlan]]:
     """So many plans for each rank, as of executors of one program; to meet, every rank has a thread."""
     memory = dict[int, torch.Tensor]()
-    monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank: Shared(rank, memory))
+    monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank, group: Shared(rank, memory))
     made: dict[int, list[CudaPlan]] = {}
 
     def plan(rank: int, exchange: ExchangeTexts) -> None:

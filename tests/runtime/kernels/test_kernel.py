@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from hostir.ir.types import DTYPES
 from hostir.runtime import binding
 from hostir.runtime.kernels import table
 from hostir.runtime.kernels.table import MAX_REPEATS, kernel_table, repeating
@@ -77,7 +78,7 @@ def test_an_operation_keeps_what_its_kernel_returns_where_that_is_repeatable(
     kernel = Adding()
     monkeypatch.setattr(binding, "REPEATABLE", (kernel,) if repeatable else ())
     (*_, statement) = alone("%c: f32[4, 5] = allocate\n  matmul %a, %b -> %c").body
-    op = ComputeOp(StatementPlace(statement, ()), CALLER, "matmul", 1, (2,), {"by": 3})
+    op = ComputeOp(StatementPlace(statement, ()), CALLER, "matmul", DTYPES["f32"], 1, (2,), {"by": 3})
     step = binding.bind_compute(op, [None, torch.zeros(4), torch.zeros(4)], kernel)
     for _ in range(3):
         step()

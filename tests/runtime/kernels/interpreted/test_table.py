@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import hostir.ir as text
+from examples import patterns
+from hostir import lower
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, block_rows, no_timeouts
 from hostir.runtime.kernels.table import kernel_table
@@ -25,6 +27,15 @@ def test_programs_compute_the_same_with_tritons_kernels(name):
         run_whole(program, inputs, seed=1, kernels="triton"), reference(program, inputs), strict=True
     ):
         torch.testing.assert_close(ours.double(), exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "fused"])
+def test_f64_runs_atens_kernels(strategy):
+    fusion = patterns.mlp(ranks=2, S=2, M=16, K=8, H=8, dtype="f64")
+    inputs = random_inputs(fusion.program(), {}, seed=3)
+    (found,) = run_whole(lower(fusion, strategy), inputs, kernels="triton")
+    (exact,) = reference(fusion.program(), inputs)
+    torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
