@@ -17,6 +17,8 @@ from hostir.runtime.kernels.reduce import DTYPES, reduce_sum
 from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled
 from tests.runtime.kernels.interpreted.test_done import Watched
 
+KERNEL_ARGUMENTS = list(module.sum_kernel.arg_names)
+
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
@@ -128,6 +130,59 @@ def test_an_activation_of_no_sources_and_of_nan():
     for sources in (0, 2):
         out = reduce_sum(torch.zeros(sources, 3), torch.empty(3), 0, addend=bias, activation="relu")
         torch.testing.assert_close(out, torch.relu(bias), equal_nan=True)
+
+
+class Recorder:
+    """Stands for a compiled kernel."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[int, int, tuple[object, ...]]] = []
+        self.current = 0
+
+    def stream(self, index: object) -> int:
+        return self.current
+
+    def launch(self, programs: int, stream: int, arguments: tuple[object, ...]) -> None:
+        self.launches.append((programs, stream, arguments))
+
+
+def addresses(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return tuple(map(addresses, value)) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("flags", [True, False])
+@pytest.mark.parametrize("with_addend", [True, False])
+def test_a_launch_again_gets_the_arguments_that_the_first_one_got(with_addend, flags, monkeypatch):
+    """What is launched without Triton cannot be run here, and a wrong argument would be garbage on a GPU."""
+    seen: list[tuple[int, tuple[object, ...]]] = []
+    recorder = Recorder()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, num_warps: seen.append((grid[0], arguments))
+
+    monkeypatch.setattr(module, "sum_kernel", Kernel())
+    monkeypatch.setattr(module, "bind_thread", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    x, out, own = filled([3, 8, 48], torch.bfloat16), torch.empty(8, 48).bfloat16(), filled([8, 48], torch.bfloat16)
+    options = {"addend": own[0].clone()} if with_addend else {}
+    if flags:
+        ready = ReadyFlags(torch.ones(6, dtype=torch.int64), 1, no_timeouts(6, "cpu"), source=1)
+        options |= {"ready": ready, "own": own, "done": DoneFlags(torch.zeros(4, dtype=torch.int64), 5)}
+    assert module.add_up(x, out, 0, **options) is None, "the first launch compiles"
+    (call,) = module._sums.values()
+    call.compiled = recorder
+    again = module.add_up(x, out, 0, **options)
+    recorder.current = 7
+    again()
+    (programs, arguments), *rest = seen
+    assert not rest
+    assert [launch[:2] for launch in recorder.launches] == [(programs, 0), (programs, 7)]
+    assert recorder.launches[0][2] == addresses(arguments)
+    assert len(arguments) == len(KERNEL_ARGUMENTS)
+    assert KERNEL_ARGUMENTS[-3:] == ["counts", "blocks", "C"]
 
 
 def test_flags_behind_a_sum_over_any_axis_and_of_no_sources():
