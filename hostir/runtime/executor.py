@@ -646,8 +646,11 @@ class Executor:
         unrolled, name = plan.unrolled, self.program.name
         sizes = "".join(f" {size}={value}" for size, value in sorted(unrolled.sizes.items()))
         allocated, symmetric = unrolled.memory
-        made = "@%s: planned%s in %.1f ms; a call allocates %d bytes, and %d bytes of symmetric memory stay"
-        LOG.info(made, name, f" for{sizes}" if sizes else "", seconds * 1e3, allocated, symmetric)
+        made = (
+            "@%s: planned%s in %.1f ms; a call allocates %d bytes, and %d bytes of symmetric memory stay, of %d in all"
+        )
+        total = self._machine.symmetric.bytes
+        LOG.info(made, name, f" for{sizes}" if sizes else "", seconds * 1e3, allocated, symmetric, total)
         if isinstance(plan, CudaPlan) and (self._graphs is None or plan.eager_only):
             LOG.info("@%s: no CUDA graph is captured: %s", name, plan.eager_only or self.graph_refusal)
 
