@@ -17,10 +17,10 @@ from hostir.lower import STRATEGIES
 WIDTHS = {"K": 24, "N": 48, "H": 48}  # which 1, 2, 3, 4 and 8 ranks with 2 slices divide
 
 
-def weight_gradient(ranks: int = 4, M: int | str = "M", K: int = 24, N: int = 48) -> hi.Fusion:
+def weight_gradient(ranks: int = 4, M: int | str = "M", K: int = 24, N: int = 48, dtype: str = "f32") -> hi.Fusion:
     """`x.T @ dy`, both sharded on the rows, which are summed away."""
     with hi.Fusion("weight_gradient") as fusion:
-        x, dy = hi.tensor("x", [M, K], "f32"), hi.tensor("dy", [M, N], "f32")
+        x, dy = hi.tensor("x", [M, K], dtype), hi.tensor("dy", [M, N], dtype)
         dw = hi.permute(x, (1, 0)) @ dy
         fusion.output(dw)
     mesh = hi.DeviceMesh(range(ranks))
@@ -33,10 +33,10 @@ def weight_gradient(ranks: int = 4, M: int | str = "M", K: int = 24, N: int = 48
 PATTERNS: tuple[Callable[..., hi.Fusion], ...] = (*patterns.PATTERNS, weight_gradient)
 
 
-def lowered(pattern: Callable[..., hi.Fusion], ranks: int) -> Iterator[tuple[Program, Program]]:
+def lowered(pattern: Callable[..., hi.Fusion], ranks: int, dtype: str = "f32") -> Iterator[tuple[Program, Program]]:
     """The fusion, and what each strategy that takes it makes of it."""
     names = pattern.__code__.co_varnames[: pattern.__code__.co_argcount]
-    given: dict[str, Any] = {"ranks": ranks, "S": 2, "M": "M", **WIDTHS}
+    given: dict[str, Any] = {"ranks": ranks, "S": 2, "M": "M", "dtype": dtype, **WIDTHS}
     fusion = pattern(**{name: value for name, value in given.items() if name in names})
     takers: list[Program] = []
     for strategy in STRATEGIES:

@@ -15,6 +15,7 @@ import hostir as hi
 from examples import patterns
 from hostir.ir.source import logger
 from hostir.runtime.executor import Executor
+from tests.choice.fusions import summed_on_all
 from tests.pages import ROOT, environment
 
 
@@ -52,10 +53,10 @@ def test_what_is_not_overlapped_is_logged_at_every_compilation(records: pytest.L
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
-            hi.compile(patterns.mlp(), "fused")
+            hi.compile(summed_on_all(), "fused")
     told = [r.getMessage() for r in records.records if "is not overlapped: fused handles only" in r.getMessage()]
     assert len(told) == 2
-    assert all(message.startswith("@mlp: the reduce_scatter at ") for message in told)
+    assert all(message.startswith("@summed_on_all: the allreduce at ") for message in told)
 
 
 def test_a_plan_is_logged_when_it_is_made_and_later_calls_log_nothing(
@@ -67,7 +68,7 @@ def test_a_plan_is_logged_when_it_is_made_and_later_calls_log_nothing(
     assert [r.name for r in records.records] == ["hostir.runtime.executor"] * 2
     first, second = (r.getMessage() for r in records.records)
     assert first.startswith("@alone: planned for M=4 in ")
-    assert first.endswith(" ms; a call allocates 128 bytes, and 0 bytes of symmetric memory stay")
+    assert first.endswith(" ms; a call allocates 128 bytes, and 0 bytes of symmetric memory stay, of 0 in all")
     assert "M=6" in second
     for name in ("log", "isEnabledFor"):  # a warm call does not even ask whether it is wanted
         monkeypatch.setattr(logging.LoggerAdapter, name, _never)

@@ -14,6 +14,7 @@ from hostir.choice.decision import (
     log_choice,
     machine_name,
     program_of,
+    rank_here,
     warn_fallbacks,
 )
 from hostir.choice.ranges import agreed_ranges, free_sizes
@@ -48,6 +49,7 @@ def compile(
     sizes: Mapping[str, int] | None = None,
     kernels: str | None = None,
     machine: str | None = None,
+    group: Any = None,
     calls: str = "out",
     symmetric_limit: int | None = None,
     **options: Any,
@@ -67,7 +69,7 @@ def compile(
         streams: as for `lower`; `auto` chooses it too.
         sizes: of the fusion's symbols: what the choice is made for. Calls may have others, where they follow from the
             shapes of the inputs. Symbols that are left out follow from them as well.
-        kernels, machine: as for `Executor`; `auto` chooses among kernels as well, unless they are given.
+        kernels, machine, group: as for `Executor`; `auto` chooses among kernels as well, unless they are given.
         calls: how they are made on CUDA, and so which times count: `out` with `out=`, so that programs of one-sided
             copies are replayed from a CUDA graph; `eager` without; `graph` inside a graph that the caller captures.
         symmetric_limit: the most bytes of symmetric memory that the program may take on a rank; see the knob
@@ -89,26 +91,26 @@ def compile(
     def execute(host: Program, chosen_kernels: str) -> Executor:
         unknown = _unknown_to_inputs(host, given)
         limited: dict[str, Any] = {**options, "symmetric_limit": symmetric_limit}
-        return Executor(host, sizes=unknown, kernels=chosen_kernels, machine=machine, **limited)
+        return Executor(host, sizes=unknown, kernels=chosen_kernels, machine=machine, group=group, **limited)
 
     if strategy == AUTO and free_sizes(program, given):
         from hostir.choice.ranged import RangedExecutor
 
         _refuse_streams(streams)
-        ranges = agreed_ranges(program, given, kernels, machine, calls, symmetric_limit)
-        return RangedExecutor(ranges, machine, execute)
+        ranges = agreed_ranges(program, given, kernels, machine, calls, symmetric_limit, group)
+        return RangedExecutor(ranges, rank_here(machine, group), execute)
     if strategy == AUTO:
         _refuse_streams(streams)
         how: dict[str, Any] = {"calls": calls, "symmetric_limit": symmetric_limit}
-        choice = choose(program, sizes=given, kernels=kernels, machine=machine, **how)
+        choice = choose(program, sizes=given, kernels=kernels, machine=machine, group=group, **how)
         host = program_of(program, choice)
     else:
         host = lower_by(program, strategy, STREAMS if streams is None else streams)
         taken = Candidate(strategy, STREAMS if streams is None else streams, KERNELS.get(kernels))
         notes = tuple(left_whole(host).values()) if strategy != SEQUENTIAL else ()
-        choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine), notes=notes)
+        choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine, group), notes=notes)
         log_choice(choice)
-        warn_fallbacks(program, choice)
+        warn_fallbacks(program, choice, group)
     executor = execute(host, choice.kernels)
     executor.choice = choice
     return executor

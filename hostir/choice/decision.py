@@ -217,16 +217,18 @@ def choose(
     sizes: Mapping[str, int] | None = None,
     kernels: str | None = None,
     machine: str | None = None,
+    group: Any = None,
     calls: str = "out",
     symmetric_limit: int | None = None,
 ) -> Choice:
-    """Choose how to run a fusion here. Under torchrun rank 0 decides, and every rank gets the same.
+    """Choose how to run a fusion here. Under torchrun rank 0 of the group decides, and every rank gets the same.
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
         sizes: of its symbols: what it is chosen for.
         kernels: `aten` or `triton` for these alone; see the knob HOSTIR_KERNELS.
         machine: `local`, `gloo` or `cuda`, as for `Executor`.
+        group: the ranks that run it, as for `Executor`.
         calls: how they are made on CUDA, and so which times count: `out` with `out=`, so that programs of one-sided
             copies are replayed from a CUDA graph; `eager` without; `graph` inside a graph that the caller captures.
         symmetric_limit: the most bytes of symmetric memory on a rank; see the knob HOSTIR_SYMMETRIC_LIMIT.
@@ -235,32 +237,37 @@ def choose(
     """
     program = fusion_of(fusion)
     check_sizes(program, program.given_sizes(sizes))
-    decider = decider_for(program, kernels, machine, calls, symmetric_limit)
-    told, speaks = from_rank_0(machine, lambda: decider.choice(sizes or {}).to_json())
-    choice = Choice.from_json(told)
+    decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
+    agreed, speaks = from_rank_0(machine, group, lambda: decider.choice(sizes or {}).to_json())
+    choice = Choice.from_json(agreed)
     log_choice(choice)
     if speaks:  # once all have heard, as a warning may be an error
-        warn_fallbacks(program, choice)
+        warn_fallbacks(program, choice, group)
     return choice
 
 
 def decider_for(
-    program: Program, kernels: str | None, machine: str | None, calls: str, symmetric_limit: int | None
+    program: Program,
+    kernels: str | None,
+    machine: str | None,
+    calls: str,
+    symmetric_limit: int | None,
+    group: Any = None,
 ) -> Decider:
     """Return what chooses for a fusion on this machine; the arguments are as for `choose`. All ranks call it."""
     check_known("kind of calls", calls, CALLS)
-    platform = here(machine_name(machine), program.ranks)
+    platform = here(machine_name(machine, group), program.ranks, group)
     check_ranks(program, platform)
     return Decider(program, platform, KERNELS.get(kernels), calls, SYMMETRIC_LIMIT.get(symmetric_limit))
 
 
-def from_rank_0(machine: str | None, decided: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Return what rank 0 decides, on every rank, and whether this one speaks for all. Without ranks, decide here."""
-    from hostir.runtime.session import joined, launched
+def from_rank_0(machine: str | None, group: Any, decided: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """Return what rank 0 of the group decides, and whether this one speaks for all. Without ranks, decide here."""
+    from hostir.runtime.guest import session_of
 
-    if machine_name(machine) == SIMULATED or not launched():
+    session = session_of(group) if machine_name(machine, group) != SIMULATED else None
+    if session is None:
         return decided(), True
-    session = joined()
     key = f"choice {next(_rounds.setdefault(session, itertools.count()))}"
     return _decoded(session.exchange(key, _encoded(decided) if session.rank == 0 else "")[0]), session.rank == 0
 
@@ -268,17 +275,28 @@ def from_rank_0(machine: str | None, decided: Callable[[], dict[str, Any]]) -> t
 _rounds: WeakKeyDictionary[object, itertools.count[int]] = WeakKeyDictionary()
 
 
-def machine_name(machine: str | None) -> str:
+def machine_name(machine: str | None, group: object = None) -> str:
     """Return the machine that an `Executor` would take: under torchrun by the device, else simulated ranks."""
     if machine is not None:
         check_known("machine", machine, ("local", "gloo", "cuda"))
-    from hostir.runtime.session import joined, launched
+    from hostir.runtime.guest import session_of
 
     if machine is not None:
         return machine
-    if not launched():
+    session = session_of(group)
+    if session is None:
         return SIMULATED
-    return "cuda" if joined().device.type == "cuda" else "gloo"
+    return "cuda" if session.device.type == "cuda" else "gloo"
+
+
+def rank_here(machine: str | None, group: Any = None) -> int | None:
+    """Return this process's rank in the group; None if ranks are simulated."""
+    from hostir.runtime.guest import session_of
+
+    if machine_name(machine, group) == SIMULATED:
+        return None
+    session = session_of(group)
+    return 0 if session is None else session.rank
 
 
 def decide(
@@ -453,15 +471,16 @@ def log_choice(choice: Choice) -> None:
         LOG.info("@%s: %s", choice.fusion, clause)
 
 
-def warn_fallbacks(program: Program, choice: Choice) -> None:
-    """Warn, once for a fusion and a reason, that a strategy or an overlap is not possible here."""
+def warn_fallbacks(program: Program, choice: Choice, group: Any = None) -> None:
+    """Warn, on rank 0, once for a fusion and a reason, that a strategy or an overlap is not possible here."""
+    first = None if group is None else rank_here(None, group) == 0
     hint = "'hostir explain' lists all ways to run it, with their times and what keeps them from being taken"
     if choice.source == ASKED_FOR:
         hint = "'pipeline' slices any communication along a Stream axis; 'auto' takes what is fastest"
     messages = [f"@{choice.fusion} runs '{choice.taken}', as {why}." for why in choice.fallbacks]
     messages += [f"In @{choice.fusion} {note}." for note in choice.notes if f" is {NOT_OVERLAPPED}: " in note]
     for message in messages:
-        warn_once(program.digest, message, hint)
+        warn_once(program.digest, message, hint, first=first)
 
 
 def _encoded(decided: Callable[[], dict[str, Any]]) -> str:

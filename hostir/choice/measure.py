@@ -203,15 +203,16 @@ def closeness(program: Program, sizes: Mapping[str, int]) -> float:
     """Return how far two correct results may be from each other, relative to their norm.
 
     As in `runtime.compare`, but without a reference in float64, which whole tensors of this size have no time for. Each
-    step rounds to its dtype, by half a unit at the most, and sums `k` products in f32 in whatever order; both results
-    have errors of their own.
+    step rounds to its dtype, by half a unit at the most, and sums `k` products in f32 or better in whatever order; both
+    results have errors of their own.
     """
     once = 0.0
     for s in program.walk():
         if s.computed is not None:
-            rounding = torch.finfo(torch_dtype(s.computed.tensor.dtype)).eps / 2
+            dtype = torch_dtype(s.computed.tensor.dtype)
+            rounding = torch.finfo(dtype).eps / 2
             terms = prod(n.bind(sizes) for n in s.summed) if s.contracts else 0
-            summed = torch.finfo(torch.float32).eps * sqrt(terms)
+            summed = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * sqrt(terms)
             once += (rounding + summed) ** 2
     return SLACK * 2 * sqrt(once * (1 + reductions(program, ring=True)))
 

@@ -144,13 +144,16 @@ H200 = Hardware(
     kernels={
         "aten": Kernels(
             dict.fromkeys(DTYPES, _CUBLAS_TILES),
-            Rates({d: peak / 132 for d, peak in {"bf16": 820.0, "f16": 820.0, "f32": 52.0}.items()}, tile=2.7),
+            Rates(
+                {d: peak / 132 for d, peak in {"bf16": 820.0, "f16": 820.0, "f32": 52.0, "f64": 60.0}.items()}, tile=2.7
+            ),
             start=4.0,
             busy_sms={"allgather": 32, "reduce_scatter": 28, "allreduce": 28, "alltoall": 28},
         ),
         "triton": Kernels(
-            {dtype: candidates(dtype) for dtype in DTYPES},
-            TRITON,
+            {dtype: candidates(dtype) for dtype in DTYPES if dtype != "f64"}
+            | {"f64": _CUBLAS_TILES},  # which ATen runs
+            replace(TRITON, peak={**TRITON.peak, "f64": 60.0 / 132}),
             start=4.0,
             busy_sms={"allgather": 12, "reduce_scatter": 48, "allreduce": 48, "alltoall": 48},
         ),
@@ -176,7 +179,7 @@ H200 = Hardware(
     source="measured on 8 x H200 with NVLink 4",
 )
 H100 = replace(H200, name="h100", memory=2400.0, source="those of H200, with the memory of H100")
-_ON_CPU = {dtype: (Tile(1, 1, 1),) for dtype in DTYPES}, Rates({"bf16": 0.02, "f16": 0.02, "f32": 0.05})
+_ON_CPU = {dtype: (Tile(1, 1, 1),) for dtype in DTYPES}, Rates({"bf16": 0.02, "f16": 0.02, "f32": 0.05, "f64": 0.025})
 CPU = Hardware(
     "cpu",
     sms=1,
@@ -295,19 +298,20 @@ def simulated(ranks: int) -> Platform:
     return Platform(SIMULATED, REFERENCE.name, ranks, "nvlink", (), REFERENCE)
 
 
-def here(machine: str, ranks: int) -> Platform:
+def here(machine: str, ranks: int, group: object = None) -> Platform:
     """Return this process's platform, for a program of `ranks` ranks.
 
-    Under torchrun all ranks come here together, and `ranks` is how many there are; `machine` is as for an `Executor`.
+    Under torchrun all ranks of the group come here together, and `ranks` is how many there are; `machine` and `group`
+    are as for an `Executor`.
     Outside torchrun the GPUs of this host stand for the ranks' (`cuda`), or its CPU (`gloo`).
     """
     if machine == SIMULATED:
         return simulated(ranks)
-    from hostir.runtime.session import joined, launched
+    from hostir.runtime.guest import session_of
 
-    if not launched():
+    session = session_of(group, "cuda" if machine == CUDA else "cpu")
+    if session is None:
         return _platform([_facts(machine, rank) for rank in range(ranks)])
-    session = joined("cuda" if machine == CUDA else "cpu")
     number = next(_rounds.setdefault(session, itertools.count()))
     mine = json.dumps(_facts(machine, session.device.index or 0))
     return _platform([json.loads(text) for text in session.exchange(f"platform {number}", mine)])

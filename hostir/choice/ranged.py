@@ -14,8 +14,8 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.runtime.arguments import sizes_of
 from hostir.runtime.executor import Executor, untraced
-from hostir.runtime.session import joined, launched
 from hostir.runtime.sharding import Part, bind_sizes, torch_dtype
+from hostir.runtime.started import Started
 
 
 class RangedExecutor(Executor):
@@ -25,7 +25,7 @@ class RangedExecutor(Executor):
 
     Args:
         ranges: which candidate runs at which sizes.
-        machine: as for `Executor`.
+        rank: this process's rank among those of the fusion; None if ranks are simulated.
         execute: makes the executor of a program, with its kernels.
 
     Fields:
@@ -33,12 +33,11 @@ class RangedExecutor(Executor):
         executors: those made so far, by candidate.
     """
 
-    def __init__(self, ranges: Ranges, machine: str | None, execute: Callable[[Program, str], Executor]) -> None:
+    def __init__(self, ranges: Ranges, rank: int | None, execute: Callable[[Program, str], Executor]) -> None:
         self.choice = ranges
         self.executors: dict[Candidate, Executor] = {}
         self._execute = execute
-        self._simulated = machine == "local" or (machine is None and not launched())
-        self._rank = joined().rank if launched() and not self._simulated else 0
+        self._simulated, self._rank = rank is None, rank or 0
         largest = self._executor(ranges.candidate(dict.fromkeys(ranges.free, 1 << LARGEST)))
         self._latest: tuple[list[int] | None, Executor] = None, largest  # with the extents of its call, at `_axes`
         self._axes = [  # of the inputs that this rank holds: axes that free sizes determine
@@ -62,6 +61,10 @@ class RangedExecutor(Executor):
     @untraced
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
         return self._for(inputs)(*inputs, out=out)
+
+    @untraced
+    def start(self, *inputs: Any, out: Any = None) -> Started:
+        return self._for(inputs).start(*inputs, out=out)
 
     @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:

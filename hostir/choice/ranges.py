@@ -143,20 +143,21 @@ def agreed_ranges(
     machine: str | None = None,
     calls: str = "out",
     symmetric_limit: int | None = None,
+    group: Any = None,
 ) -> Ranges:
     """Return the ranges of a fusion, alike on all ranks, which call it together: rank 0 says what was measured.
 
     Log and warn as `choose` does, of what is chosen for the largest sizes.
     """
-    decider = decider_for(program, kernels, machine, calls, symmetric_limit)
+    decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
     ranges = Ranges(decider, given)
     largest = dict.fromkeys(ranges.free, 1 << LARGEST)
     check_sizes(program, ranges.representative(largest))
-    told, speaks = from_rank_0(machine, lambda: _encoded(ranges))
-    ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in entries} for name, entries in told.items()}
+    agreed, speaks = from_rank_0(machine, group, lambda: _encoded(ranges))
+    ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in entries} for name, entries in agreed.items()}
     choice = ranges.choice(largest)
     if speaks:
-        warn_fallbacks(program, choice)
+        warn_fallbacks(program, choice, group)
     return ranges
 
 

@@ -22,7 +22,7 @@ from hostir.ir.types import DTYPES, Axis, DType, Mesh, TensorType
 # Fusions --------------------------------------------------------------------------------------------------------------
 # A fusion under construction: `with hi.Fusion(...)`, its inputs and outputs, and the program it makes.
 
-TORCH_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
+TORCH_NAMES = {"torch.float64": "f64", "torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
 MAX_AXES = 64  # torch's limit for a tensor
 NUMBER = "a number enters as an input of one element: hi.tensor('scale', [1], dtype)"
 
@@ -97,7 +97,7 @@ class Fusion:
                 key = (t.mesh.names, t.mesh.shape, t.mesh.devices)
                 name = f"mesh_{len(meshes)}" if meshes else "mesh"
                 mesh = meshes.setdefault(key, Mesh(name, *key))
-            types[t.name] = TensorType(t.dtype, t.axes, mesh)
+            types[t.name] = TensorType(t.dtype, t.axes, mesh, t.partial_over)
         values = {t.name: Value(t.name, types[t.name], t.span) for t in self.tensors.values()}
         return Program(
             self.name,
@@ -176,7 +176,7 @@ def tensor(name: str, shape: Sequence[SizeLike], dtype: Any = "bf16") -> Tensor:
     Args:
         name: letters, digits and `_`, not starting with a digit.
         shape: of the whole tensor: integers, names bound at run time ("M"), or products and quotients of them ("M/8").
-        dtype: `f32`, `f16` or `bf16`, or the torch dtype.
+        dtype: `f64`, `f32`, `f16` or `bf16`, or the torch dtype.
     """
     span = user_span()
     fusion = building(span)
@@ -238,8 +238,8 @@ def _assigned(span: Span | None, otherwise: str) -> str:
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """`a[..., K] @ b[K, N]` of shape `[..., N]`; also written `a @ b`.
 
-    Both have the same dtype, as has the result; sums are in f32. Raises HostIRError if the contracted sizes or the
-    dtypes differ, or if `b` does not have two axes.
+    Both have the same dtype, as has the result; sums are in f32 (f64: in f64). Raises HostIRError if the contracted
+    sizes or the dtypes differ, or if `b` does not have two axes.
     """
     span = user_span()
     return apply(tensor_ops.Matmul, a=operand(a, span), b=operand(b, span))
@@ -248,7 +248,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`a[..., K] @ weight[N, K]^T + bias[N]` of shape `[..., N]`: what `torch.nn.Linear` computes.
 
-    All have the same dtype, as has the result; sums are in f32. Raises HostIRError if sizes or dtypes do not fit.
+    All have the same dtype, as has the result; sums are in f32 (f64: in f64). Raises HostIRError if sizes or dtypes do
+    not fit.
     """
     span = user_span()
     added = None if bias is None else operand(bias, span)
@@ -289,13 +290,13 @@ def silu(x: Tensor) -> Tensor:
 def cast(x: Tensor, dtype: Any) -> Tensor:
     """The same values in another dtype, rounded to nearest even.
 
-    `dtype` is `"f32"`, `"f16"` or `"bf16"`, or torch's dtype of that kind; HostIRError for any other.
+    `dtype` is `"f64"`, `"f32"`, `"f16"` or `"bf16"`, or torch's dtype of that kind; HostIRError for any other.
     """
     return apply(tensor_ops.Cast, x=operand(x, user_span()), dtype=dtype_name(dtype))
 
 
 def sum(x: Tensor, axis: int) -> Tensor:
-    """The sum over one axis, computed in f32. The axis is removed; a negative one counts from the end.
+    """The sum over one axis, computed in f32 (f64: in f64). The axis is removed; a negative one counts from the end.
 
     Raises HostIRError if there is no such axis.
     """
@@ -344,7 +345,8 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
 def reshard(x: Tensor) -> Tensor:
     """The same tensor with another sharding, or on another mesh: annotate the result with its mesh and axes.
 
-    Lowering inserts the communication. A result without annotation is replicated.
+    Lowering inserts the communication. A result without annotation is replicated. Of an input that is a partial sum,
+    declared with `x.partial(mesh)`, the result is the sum.
     """
     value = operand(x, user_span())
     return apply(comm_ops.Reshard, value.tensor.shape, x=value)

@@ -327,7 +327,7 @@ class Contraction(ByBlocks):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Matmul(Contraction):
-    """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32.
+    """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32; in f64 if the operands are f64.
 
     With `ready %flags >= epoch from first`, the rows of `a` (its leading axes flattened) are equal blocks, one for each
     flag. One kernel computes all blocks, from block `first` on, each after its flag has reached the epoch. The kernel
@@ -359,7 +359,7 @@ class Matmul(Contraction):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Linear(Contraction):
-    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, accumulated in f32; the bias may be left out.
+    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, accumulated in f32 (f64: in f64); the bias may be left out.
 
     With `ready %flags >= epoch from first` it computes one block of rows after another, as `matmul` does.
 
@@ -530,7 +530,7 @@ class Cast(Unary):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Sum(ByBlocks, Unary):
-    """The sum over one axis, accumulated in f32; the axis goes away.
+    """The sum over one axis, accumulated in f32 (f64: in f64); the axis goes away.
 
     With `ready %flags >= epoch`, it sums over axis 0, the sources: the rows of `x`, all but its last axis taken
     together, are as many equal blocks as there are flags, and each block of the result waits for that block of every

@@ -29,7 +29,7 @@ class DType:
 
 
 # fp8 joins here, with its scales as operands of the statements that use it.
-DTYPES = {d.name: d for d in (DType("f32", 4), DType("f16", 2), DType("bf16", 2))}
+DTYPES = {d.name: d for d in (DType("f64", 8), DType("f32", 4), DType("f16", 2), DType("bf16", 2))}
 FLAG = DType("flag", 8)  # of host programs only: what signals set and streams wait for
 
 

@@ -109,7 +109,7 @@ class Team:
     def __init__(self, host: Host, s: Collective, of: Value) -> None:
         self.over, self.ranks = s.over, s.mesh.size(s.over)
         self.rank = Ref(Value(host.names.fresh("r"), Kind.INDEX))
-        self.past_last_call = False  # whether a barrier after the previous call has been added
+        self.past_last_call = (s.mesh.name, s.over) in host.ordered  # or behind a barrier after the previous call
         host.body.append(Rank(self.rank.value, of, s.over, span=s.span))
 
     def peer(self, offset: Expr) -> Expr:
@@ -199,9 +199,10 @@ def _why(s: Communication, operand: Value) -> str:
 class Host(Scope):
     """Builds the host program of a fusion: statements outside loops, and the buffers of all."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, ordered: Collection[tuple[str, str]] = ()) -> None:
         super().__init__(Names.of(program))
         self.program = program
+        self.ordered = ordered  # teams, by mesh and axis, whose calls need no barrier between them
         self.values = {v.name: replace(v, type=v.tensor.host()) for v in program.inputs}
         self.dense |= self.values.keys()
         self.users = users_of(program)

@@ -46,7 +46,7 @@ class Ring(Pass):
         reason = "every matmul of these rows also needs what a later allgather brings"
         rows = rows.only(lambda s: isinstance(s, ReduceScatter) or _in_turn(s, program, after), reason)
         rows = rows.noted(self.name).with_block_axes(shard_in_pieces)
-        host = Host(rows.program)
+        host = Host(rows.program, rows.ordered(rows.program))
         for step in schedule(host.program.body, _groups(rows)):
             if isinstance(step, SlicedGroup):
                 Peers(host, step).build(self.streams)

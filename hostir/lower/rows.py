@@ -47,6 +47,25 @@ class RowCollectives:
     def scatters(self) -> list[ReduceScatter]:
         return [s for s in self.moves if isinstance(s, ReduceScatter)]
 
+    def ordered(self, program: Program) -> frozenset[tuple[str, str]]:
+        """Return the teams, by mesh and axis, whose flags order calls of this program with the same collectives."""
+        return frozenset((s.mesh.name, s.over) for s in self.moves if self._orders_calls(s, program))
+
+    def _orders_calls(self, s: RowCollective, program: Program) -> bool:
+        """Whether the flags of a team's collectives order its calls, so that buffers need no barrier to be used again.
+
+        Every rank waits for blocks of every other in each of them. If the last one sums up what a product makes after
+        all gathered rows have been read, then whoever has its sum knows that the others have read these rows; and who
+        has the first gathered rows of the next call knows that the others have their sums.
+        """
+        team = [other for other in self.moves if (other.mesh, other.over) == (s.mesh, s.over)]
+        last = product_of_rows(program, team[-1]) if isinstance(team[-1], ReduceScatter) else None
+        if last is None or not isinstance(team[0], AllGather) or first_matmul(program, team[0]) is None:
+            return False
+        body = program.body
+        readers = [user for move in team if isinstance(move, AllGather) for user in users(program, move.out)]
+        return all(body.index(reader) < body.index(last) for reader in readers)
+
     def only(self, fits: Callable[[RowCollective], bool], why_not: str) -> RowCollectives:
         """Keep the collectives that fit; the others get `why_not` as their reason."""
         out = {s.out.name: why_not for s in self.moves if not fits(s)}

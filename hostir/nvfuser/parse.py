@@ -255,7 +255,7 @@ TENSOR = re.compile(r"(T\d{1,18})(?:_(?:g|l|s|t|sym))?(?:_(\w+))?", re.ASCII)
 _DOMAIN = re.compile(r"([a-z])([A-Z]\w*?|[a-z]+Idx(?:\.([xyz]))?|)(\d{1,18})", re.ASCII)
 _STREAM_AXES = ("streamIdx", "StreamIdx", "Stream")
 _MAX_DEPTH = 60  # loops, parentheses and operators inside one another
-FLOATS = {"float": DTYPES["f32"], "__half": DTYPES["f16"], "__bfloat": DTYPES["bf16"]}
+FLOATS = {"double": DTYPES["f64"], "float": DTYPES["f32"], "__half": DTYPES["f16"], "__bfloat": DTYPES["bf16"]}
 
 T = TypeVar("T")
 
@@ -476,8 +476,8 @@ class Scanner:
 # Every mistake, and every node that host programs have no meaning for, raises one HostIRError at its place. Options
 # that carry no meaning here (`mem_type`, `size`, `cache_op`, `backend`, `initial value`, ...) are stepped over.
 
-_CAST = re.compile(r"__(float|half|bfloat)2(float|half|bfloat)")
-CASTS = {"float": "f32", "half": "f16", "bfloat": "bf16"}
+_CAST = re.compile(r"__(double|float|half|bfloat)2(double|float|half|bfloat)")
+CASTS = {"double": "f64", "float": "f32", "half": "f16", "bfloat": "bf16"}
 INFIX = {"+": "add", "*": "mul"}
 COMPUTE: dict[str, tuple[str, *tuple[int, ...]]] = {  # what it is here, and how many operands it may have
     "matmul": ("matmul", 2),
@@ -719,7 +719,18 @@ class _DumpParser(Scanner):
         self.skip(";")
         return ComputeNode(span, INFIX[sign.text], out, (left, right))
 
+    def cast(self, span: Span, out: TensorNode) -> Node:
+        """Read `(double)(T0..)`, as nvFuser casts between float and double."""
+        self.expect("(")
+        to = self.expect("double", "float")
+        self.expect(")")
+        call = self.call(to)
+        self.skip(";")
+        return ComputeNode(span, "cast", out, call.operands(1), CASTS[to.text])
+
     def called(self, span: Span, out: TensorNode) -> Node:
+        if self.next.text == "(":
+            return self.cast(span, out)
         head = self.word("what gives the tensor")
         cast = _CAST.fullmatch(head.text)
         if head.text not in CALLS and not cast:

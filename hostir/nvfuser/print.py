@@ -208,7 +208,9 @@ class DumpPrinter:
                 self.summed(s, out), f"reduction( {first}, op = add, initial value = float(0), allreduce = false )"
             )
         if isinstance(s, ops.Cast):
-            return _assign(out, f"__{FLOAT_OF[s.x.tensor.dtype.name]}2{FLOAT_OF[s.dtype]}({first});")
+            source, target = FLOAT_OF[s.x.tensor.dtype.name], FLOAT_OF[s.dtype]
+            plain = source != target and {source, target} == {"double", "float"}
+            return _assign(out, f"({target})({first});" if plain else f"__{source}2{target}({first});")
         if isinstance(s, ops.DenseCopy):
             return _assign(out, f"Set( {first}, cache_op=Streaming )")
         return _assign(out, f"{s.keyword()}({first});")

@@ -10,12 +10,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._dynamo.guards import TensorGuards
+from torch.distributed import ProcessGroup
 
 from hostir.check import prove, verify
 from hostir.ir.op import Phase
@@ -39,18 +40,24 @@ from hostir.runtime.arguments import (
 from hostir.runtime.binding import places
 from hostir.runtime.cuda.graphs import Graphs
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
-from hostir.runtime.cuda.streams import CallOrder, queues, symmetric_order
+from hostir.runtime.cuda.streams import CallOrder, communication_order, queues
 from hostir.runtime.gloo.machine import GlooMachine, GlooPlan
+from hostir.runtime.groups import Groups
+from hostir.runtime.guest import session_of
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.order import NONE
-from hostir.runtime.session import Agreement, CallRunsError, Groups, Session, forked_from, joined, launched
+from hostir.runtime.session import Agreement, CallRunsError, Session, forked_from, launched
 from hostir.runtime.sharding import Part, assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
+from hostir.runtime.started import Beside, Started
 from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline, Trace
-from hostir.runtime.unroll import UnrolledProgram, unroll
-from hostir.runtime.watchdog import Watchdog
+from hostir.runtime.unroll import UnrolledProgram, message_teams_of, teams_of, unroll
+from hostir.runtime.watchdog import LAST_WORDS, Watchdog
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # torch.compile --------------------------------------------------------------------------------------------------------
 # Keep Dynamo, the tracer of torch.compile, out of executors: they run what hostir has compiled already.
@@ -156,11 +163,13 @@ class Executor:
         kernels: the kernels that compute: `auto`, `triton` or `aten`; see the knob HOSTIR_KERNELS.
         machine: `local`, `gloo` or `cuda`. By default, under torchrun the one for the session's device, else `local`.
             Outside torchrun `gloo` and `cuda` run programs of one rank.
+        group: the ranks that run it, numbered as in the group: a process group of torch's, its name, or a DeviceMesh of
+            one dimension. By default those of the job. Only its members make the executor and its calls.
         seed: selects one of the orders that the rules allow, on the local machine; 0 is program order.
         trace: receives an event for each statement of each run. On CUDA each call then waits for the device.
         check: whether to refuse a program that is not proved free of races, deadlocks and misuse of memory. It is
             proved for the sizes of each new call; at once if all sizes are known.
-        timeout: seconds that `synchronize` waits; see the knob HOSTIR_TIMEOUT.
+        timeout: seconds that `synchronize` waits; by default the group's, or else the knob HOSTIR_TIMEOUT.
         graphs: whether calls with `out=` may be replayed from CUDA graphs. An executor with a trace captures none.
         compare_calls: whether ranks compare each call before it runs, and threads take turns in the same order on all
             ranks; on gloo they always do. See the knob HOSTIR_COMPARE_CALLS.
@@ -172,7 +181,7 @@ class Executor:
         plans: the latest 128 plans, by the shapes, strides and dtypes of their inputs.
         choice: what chose this program, and why; None if nothing did.
 
-    Raises HostIRError, on every rank, if ranks run different programs, or if the job has too few ranks.
+    Raises HostIRError, on every rank, if ranks run different programs, or if the job or the group has too few ranks.
     """
 
     @untraced
@@ -183,6 +192,7 @@ class Executor:
         sizes: Mapping[str, int] | None = None,
         kernels: str | None = None,
         machine: str | None = None,
+        group: ProcessGroup | DeviceMesh | str | None = None,
         seed: int = 0,
         trace: Trace | None = None,
         check: bool = True,
@@ -222,32 +232,39 @@ class Executor:
         self.compare_calls = COMPARE_CALLS.get(compare_calls)
         self._graphs: Graphs | None = None
         self._order: CallOrder | None = None  # orders its calls, whatever streams they are made on
+        self._communicates = bool(teams_of(program) or message_teams_of(program)) or shares_memory(program)
+        self._beside: Beside | None = None
         self._captured: set[Plan] = set()  # kept alive: graphs that the caller captured use the plans' memory
         self._ended = ""  # the reason why it makes no more calls
         self._agreement = Agreement(None, program, self.kernels, False)  # with no other rank, unless it joins a job
         self._written = written_inputs(program)
-        if machine == "local" or (machine is None and not launched()):
+        if machine == "local" and group is not None:
+            raise error("machine='local' simulates all ranks, and has no group", user_span(), expected="one of the two")
+        if machine == "local" or (machine is None and group is None and not launched()):
             self.machine = "local"
             return
-        self._machine = self._join(machine)
+        self._machine = self._join(machine, group, timeout)
         self._calls = self._agreement.calls
         self._compare = self._agreement.compare
         self.machine = self._machine.name
         self._process = os.getpid()
         _with_threads.add(self)
         if self.machine == "cuda":
-            if shares_memory(program):
-                self._order = symmetric_order(self._machine.device)
+            self._beside = Beside(self._machine.device)
+            if self._communicates:
+                self._order = communication_order(self._machine.device)
             if graphs and trace is None:
                 self._graphs = self._make_graphs()
 
-    def _join(self, machine: str | None) -> CudaMachine | GlooMachine:
-        """Join the job, if there is one, and create this rank's machine; raise if the job has too few ranks."""
+    def _join(self, machine: str | None, group: object, timeout: float | None) -> CudaMachine | GlooMachine:
+        """Join the group or the job, if there is one, and create this rank's machine; raise if it has too few ranks."""
         size = 1
         device = torch.device("cpu" if machine == "gloo" else "cuda")
-        if launched():
-            self.session = joined(DEVICES[machine] if machine else None)
+        self.session = session_of(group, DEVICES[machine] if machine else None)
+        if self.session is not None:
             self.session.members.add(self)
+            if group is not None and timeout is None:
+                self.timeout = self.session.timeout
             self.watchdog, self.rank, size = self.session.watchdog, self.session.rank, self.session.size
             device = self.session.device
         elif device.type == "cuda":
@@ -258,9 +275,10 @@ class Executor:
                 )
             device = torch.device("cuda", torch.cuda.current_device())
         if size < self.program.ranks:
+            hint = f"torchrun --nproc-per-node {self.program.ranks} starts as many; without it ranks are simulated"
             raise error(
                 f"rank {self.rank}: @{self.program.name} runs on {self.program.ranks} ranks, and there are {size}",
-                hint=f"torchrun --nproc-per-node {self.program.ranks} starts as many; without it ranks are simulated",
+                hint=hint if group is None else "the ranks of a program are those of its group",
             )
         table = kernel_table(self.kernels, device.type)
         groups = self.session.groups if self.session else Groups(0, device)
@@ -320,6 +338,26 @@ class Executor:
             finally:
                 del calls.callers[me]
 
+    @untraced
+    def start(self, *inputs: Any, out: Any = None) -> Started:
+        """Start a call that runs beside the caller's own work; `.wait()` of what this returns gives the outputs.
+
+            started = executor.start(x)
+            y = w @ v  # meanwhile
+            (z,) = started.wait()
+
+        Arguments and errors are those of a call. On CUDA the call runs on a stream of the executor's own, behind all
+        earlier work of the current stream; it may be started and waited for within a capture into a CUDA graph. On CPU,
+        and on simulated ranks, it has ended when this returns.
+
+        Started calls and plain ones count alike: all ranks make the same in the same order, and they run in it. Until
+        the wait, the inputs must not be written, nor the tensors of `out` used. A handle may be dropped without a wait.
+        """
+        if self._beside is None:
+            return Started(self(*inputs, out=out))
+        self._refuse_elsewhere()
+        return self._beside.start(self, inputs, out)
+
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Run the program once on this rank's machine; the caller holds the lock of the calls."""
         if self.watchdog is not None and self.watchdog.disturbed:
@@ -365,7 +403,8 @@ class Executor:
             graphs = None
             if plan.memory is not None:
                 plan.memory.captured.add(plan)
-                symmetric_order(self._machine.device).follow_in_capture()
+            if self._communicates:
+                communication_order(self._machine.device).follow_in_capture()
         elif self._order is not None:
             self._order.follow()
         if call.graph is not None and graphs is not None and given is not None:
@@ -426,9 +465,12 @@ class Executor:
             return
         reached = torch.cuda.Event()
         reached.record(torch.cuda.current_stream(self._machine.device))
+        started = self._beside.last if self._beside is not None else None
         deadline = time.monotonic() + self.timeout
-        while not reached.query():
+        while not (reached.query() and (started is None or started.query())):
             self._raise_problem()  # a kernel may have timed out, and work after it may wait for ever
+            if self.watchdog is not None and self.watchdog.died is not None:  # what needs no more of it ends soon
+                deadline = min(deadline, time.monotonic() + LAST_WORDS)
             if time.monotonic() > deadline:
                 raise self._blamed(self._stuck())
             time.sleep(1e-4)
@@ -630,8 +672,11 @@ class Executor:
         unrolled, name = plan.unrolled, self.program.name
         sizes = "".join(f" {size}={value}" for size, value in sorted(unrolled.sizes.items()))
         allocated, symmetric = unrolled.memory
-        made = "@%s: planned%s in %.1f ms; a call allocates %d bytes, and %d bytes of symmetric memory stay"
-        LOG.info(made, name, f" for{sizes}" if sizes else "", seconds * 1e3, allocated, symmetric)
+        made = (
+            "@%s: planned%s in %.1f ms; a call allocates %d bytes, and %d bytes of symmetric memory stay, of %d in all"
+        )
+        total = self._machine.symmetric.bytes
+        LOG.info(made, name, f" for{sizes}" if sizes else "", seconds * 1e3, allocated, symmetric, total)
         if isinstance(plan, CudaPlan) and (self._graphs is None or plan.eager_only):
             LOG.info("@%s: no CUDA graph is captured: %s", name, plan.eager_only or self.graph_refusal)
 
@@ -700,5 +745,5 @@ def everyones(parts: Sequence[Part], joined: Session | None) -> list[Sequence[Pa
     if joined is None:
         return [parts]
     gathered: list[Any] = [None] * joined.size
-    dist.all_gather_object(gathered, [None if x is None else x.cpu() for x in parts])
+    dist.all_gather_object(gathered, [None if x is None else x.cpu() for x in parts], joined.groups.whole())
     return [[None if x is None else x.to(joined.device) for x in theirs] for theirs in gathered]

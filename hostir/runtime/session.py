@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from torch.distributed.constants import default_pg_timeout
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, check_known, error, logger
 from hostir.knobs import KEEPALIVE, TIMEOUT
-from hostir.runtime.symmetric import ExchangeTexts, Sharing, SymmetricMemory
+from hostir.runtime.groups import Groups, world
 from hostir.runtime.unroll import teams_of
 from hostir.runtime.watchdog import Watchdog, headline
 
@@ -118,17 +118,26 @@ class Calls:
         store: a store that the ranks share; None for a rank alone.
         rank, ranks: this rank, and all of the team.
         timeout: seconds to wait for what another rank or thread must do first.
+        check: raises, while this rank waits at a place, if another is lost.
 
     Fields:
         lock: held by the thread whose call runs.
         number: of the next call.
     """
 
-    def __init__(self, store: Any = None, rank: int = 0, ranks: Sequence[int] = (0,), timeout: float = 0.0) -> None:
+    def __init__(
+        self,
+        store: Any = None,
+        rank: int = 0,
+        ranks: Sequence[int] = (0,),
+        timeout: float = 0.0,
+        check: Callable[[str], None] = lambda where: None,
+    ) -> None:
         self.store = store
         self.rank = rank
         self.others = [other for other in ranks if other != rank]
         self.timeout = timeout
+        self.check = check
         self.unlock()
         self.number = 0
         # Threads in a call, and whether the ranks have agreed on it: it runs, while the others wait for their turn.
@@ -257,6 +266,7 @@ class Calls:
                 if time.monotonic() > deadline:
                     late = f"rank {self.rank} is {SLOTS // 2} calls ahead of rank {other}, which does not follow"
                     raise error(late, expected=ALIKE, hint=PAGE)
+                self.check("the calls of the others")
                 time.sleep(0.005)
 
 
@@ -273,7 +283,6 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 LOG = logger(__name__)
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 MIN_PAUSE, MAX_PAUSE = 5e-5, 5e-3  # seconds between two polls of what the other ranks gave: mostly they arrive together
-PARTING = 10.0  # seconds that destroying the process groups may take
 
 _current: Session | None = None
 _parents: Session | None = None  # of the rank that this process was forked from
@@ -290,84 +299,6 @@ def launched() -> bool:
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
-def _alone(key: str, mine: str) -> list[str]:
-    """Exchange a text with no other rank."""
-    return [mine]
-
-
-@dataclass
-class Groups:
-    """This process's process groups, one for each team, and what belongs to them. Ranks make them in the same order.
-
-    Fields:
-        exchange: gives a text under a key, and gets those of all ranks.
-        made: the groups by their teams.
-        memory: the symmetric memory; None before the first machine.
-        streams, timeouts: worker streams of programs with symmetric memory, and what their kernels report, by digest:
-            executors that share memory share both.
-        broken: why this rank runs nothing more on CPU, where peers may be within a call that failed or was interrupted
-            here: what they still send and wait for would go to the next call, of any program. Empty if it may.
-    """
-
-    rank: int
-    device: torch.device
-    exchange: ExchangeTexts = _alone
-    made: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    memory: SymmetricMemory | None = None
-    streams: dict[str, Any] = field(default_factory=dict)
-    timeouts: dict[str, Any] = field(default_factory=dict)
-    broken: str = ""
-    _messages: Groups | None = None
-
-    def symmetric(self, sharing: Callable[[], Sharing]) -> SymmetricMemory:
-        """Return the symmetric memory of these ranks, which `sharing` lets them see."""
-        with _opening:
-            if self.memory is None:
-                self.memory = SymmetricMemory(self.rank, self.exchange, sharing())
-            return self.memory
-
-    @property
-    def messages(self) -> Groups:
-        """The groups for a rank's own messages, which are not ordered with collectives."""
-        with _opening:
-            if self._messages is None:
-                self._messages = Groups(self.rank, self.device)
-            return self._messages
-
-    def forget(self) -> None:
-        """Drop all groups: they are being destroyed, or belong to the program that made the first."""
-        self.made.clear()
-        self.streams.clear()
-        self.timeouts.clear()
-        self.memory = None
-        self._messages = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of a group. NCCL's kernels get priority when blocks of two kernels wait for an SM."""
-        if self.device.type != "cuda":
-            return {"backend": BACKENDS[self.device.type]}
-        return {"backend": "nccl", "pg_options": dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)}
-
-    def prepare(self, teams: Sequence[tuple[int, ...]]) -> None:
-        """Make the groups that are missing; on CUDA also connect them, which a graph capture could not do."""
-        new = [team for team in teams if team not in self.made]
-        for team in new:
-            self.made[team] = dist.new_group(list(team), **self.options)
-        if self.device.type != "cuda":
-            return
-        for team in new:
-            if self.rank in team:
-                dist.all_reduce(torch.zeros(1, device=self.device), group=self.made[team])
-        if new:
-            torch.cuda.synchronize(self.device)
-
-    def of(self, team: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
-        """Return a team's group, and its ranks in the order in which the group numbers them."""
-        members = tuple(sorted(team))
-        return self.made[members], members
-
-
 class Member(Protocol):
     """An executor as its session knows it."""
 
@@ -379,14 +310,21 @@ class Member(Protocol):
 
 
 class Session:
-    """This process as a rank of the job: what `with hi.session() as job` gives.
+    """This process as one of the ranks that run programs together: what `with hi.session() as job` gives.
+
+    They are those of the job, or of a process group (`hostir.runtime.guest`).
 
     Fields:
         rank: of this process, from 0.
-        size: the number of ranks in the job.
+        size: the number of ranks.
         device: of this rank, a `torch.device`: `cpu`, or the GPU numbered by LOCAL_RANK.
         timeout: seconds that a rank waits for others before the job ends.
     """
+
+    rank: int
+    size: int
+    store: Any
+    limit = Watchdog.limit
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.device = device
@@ -414,13 +352,25 @@ class Session:
         else:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.store = _connect(timeout, number)
-        self.groups = Groups(self.rank, device, self.exchange)
-        self.calls = Calls(self.store, self.rank, range(self.size), timeout)
-        self.meetings = Meetings(self)
-        self.members: weakref.WeakSet[Member] = weakref.WeakSet()  # the executors that live
-        self.watchdog = Watchdog(self.store, self.rank, self.size, timeout, KEEPALIVE.get())
+        self.share(Watchdog, default_pg_timeout)
         whose = "hostir's own" if self.owner else "the program's"
         LOG.info("joined a job of %d ranks on %s, in %s process group", self.size, device, whose)
+
+    def share(self, watchdog: type[Watchdog], patience: timedelta, whole: Callable[[], Any] = world) -> None:
+        """Set up what the ranks share, once this one knows which it is and their store.
+
+        Args:
+            watchdog: what to do if a rank is lost.
+            patience: the timeout of the process groups.
+            whole: returns the registered process group of all ranks.
+        """
+        teams = PrefixStore("teams", self.store.clone())  # another connection: joining a group blocks one
+        teams.set_timeout(patience)
+        self.groups = Groups(self.rank, self.device, self.exchange, teams, patience, whole)
+        self.calls = Calls(self.store, self.rank, range(self.size), self.timeout, self.check)
+        self.meetings = Meetings(self)
+        self.members: weakref.WeakSet[Member] = weakref.WeakSet()  # the executors that live
+        self.watchdog = watchdog(self.store, self.rank, self.size, self.timeout, KEEPALIVE.get())
 
     def exchange(self, key: str, mine: str, timeout: float | None = None, where: str = "") -> list[str]:
         """Return what every rank gave for this key, by rank. Using a key again starts another exchange.
@@ -456,19 +406,28 @@ class Session:
         everyone, pause = range(self.size), MIN_PAUSE
         deadline = time.monotonic() + (timeout or self.timeout)
         while not arrived(everyone):
+            self.check(where)
             if time.monotonic() > deadline:
                 late = [rank for rank in everyone if not arrived([rank])]
                 raise error(
                     f"rank {self.rank} waited {timeout or self.timeout:.0f} s for {_ranks(late)} at {where}",
                     expected=ALIKE,
-                    hint=f"{PAGE}; HOSTIR_TIMEOUT sets how long one may wait for the others",
+                    hint=f"{PAGE}; {self.limit} sets how long one may wait for the others",
                     notes=tuple((None, text) for rank in late if (text := note(rank))),
                 )
             time.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE)
 
+    @property
+    def symmetric_bytes(self) -> int:
+        """The bytes of this rank's symmetric memory, which the executors of all programs share."""
+        return self.groups.memory.bytes if self.groups.memory is not None else 0
+
+    def check(self, where: str) -> None:
+        """Raise if a rank is lost for which this one waits. Of the job's, the watchdog ends them all."""
+
     def first(self, what: str) -> bool:
-        """Whether no rank of the job has asked this before, for messages that one rank prints for all."""
+        """Whether no rank has asked this before, for messages that one rank prints for all."""
         with contextlib.suppress(RuntimeError):  # the store may have gone
             return bool(self.store.add(f"said/{what}", 1) == 1)
         return True
@@ -479,21 +438,24 @@ class Session:
         if _current is not self:
             return
         _current = None
+        self.part(done, timeout)
+        if self.owner:
+            _say_who_initialises(_torchs_own)
+        LOG.info("left the job, %s", "done" if done else "after a failure")
+
+    def part(self, done: bool, timeout: float | None, wait: bool = True) -> None:
+        """Part from the other ranks; `wait` for them if this one is `done`."""
         for member in list(self.members):  # their graphs go before the groups and the memory that they launch work on
             member._leave("its session has ended")
         if done and self.groups.memory is not None:
             self.groups.memory.sharing.synchronize()  # peers may still use this rank's
         if done:
             self.watchdog.leave()
+        if done and wait:
             with contextlib.suppress(Exception):  # rank 0 may be gone already, and the store with it
                 self.exchange("the end", "", timeout)
         self.watchdog.close(done)
-        self.groups.forget()
-        if self.owner:
-            _say_who_initialises(_torchs_own)
-        if self.owner and done:
-            _destroy()
-        LOG.info("left the job, %s", "done" if done else "after a failure")
+        self.groups.end(done, default=self.owner)
 
 
 _torchs_own = dist.init_process_group
@@ -511,20 +473,6 @@ def _too_late(*arguments: Any, **options: Any) -> None:
 def _say_who_initialises(function: Any) -> None:
     for module in (dist, dist.distributed_c10d):
         vars(module)["init_process_group"] = function
-
-
-def _destroy() -> None:
-    """Destroy the process groups; with NCCL that hangs while a CUDA graph of its kernels is alive."""
-    over = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    over.start()
-    over.join(PARTING)
-    if over.is_alive():
-        print(
-            "warning: The process groups could not be destroyed, probably because a CUDA graph is still alive.\n"
-            "  hint: delete the graphs before the session ends",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -594,16 +542,23 @@ def _has_forked() -> None:
 
 def _forked() -> None:
     """Detach a forked child from the rank: it does not act for the rank."""
-    global _current, _parents, _opening
+    global _current, _opening
     _opening = threading.RLock()  # a thread of the parent may have held the old one
     if _current is not None:
-        _current.watchdog.forget()
-        _current, _parents = None, _current
+        detach(_current)
+        _current = None
     atexit.unregister(_leave)
     _has_forked()
 
 
 os.register_at_fork(before=_forks, after_in_parent=_has_forked, after_in_child=_forked)
+
+
+def detach(left: Session) -> None:
+    """Release, in a process forked from a rank, what belongs to the rank; it can begin no session."""
+    global _parents
+    left.watchdog.forget()
+    _parents = left
 
 
 def refuse_in_child() -> None:

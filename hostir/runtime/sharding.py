@@ -89,7 +89,8 @@ def _bytes_of(x: torch.Tensor, offset: int) -> Region:
 # Parts and sizes ------------------------------------------------------------------------------------------------------
 # Convert between whole tensors and the parts that ranks hold, and bind symbols to the sizes of a call's tensors.
 
-TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, FLAG.name: torch.int64}
+FLOATS = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+TORCH = {**FLOATS, FLAG.name: torch.int64}
 Part = torch.Tensor | None  # what a rank holds of a tensor: None if it is no device of its mesh
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -343,8 +344,10 @@ def random_inputs(
 
     def normal(value: Value) -> torch.Tensor:
         shape = bind_shape(value.tensor.shape, sizes)
-        x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
-        return (x * scales.get(value.name, 1.0)).to(torch_dtype(value.tensor.dtype))
+        dtype = torch_dtype(value.tensor.dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        x = torch.randn(shape, generator=generator, dtype=wide, device=device)
+        return (x * scales.get(value.name, 1.0)).to(dtype)
 
     return [normal(value) for value in program.inputs]
 

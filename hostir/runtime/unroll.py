@@ -195,10 +195,11 @@ class ComputeOp(Op):
     """Kernel `kind` writes `out`.
 
     With `ready`, it computes each block of rows once the flags of the block are set; with `done`, it sets a flag after
-    each block. `ready.flags`, `ready.own` and `done.flags` are registers.
+    each block. `ready.flags`, `ready.own` and `done.flags` are registers. `dtype` is that of `out`.
     """
 
     kind: str
+    dtype: DType
     out: WrittenRegister
     operands: ReadRegisters
     options: Mapping[str, Any]
@@ -458,7 +459,8 @@ class UnrolledProgram:
 
     def failure(self, op: Op, problem: BaseException) -> HostIRError:
         """Return the error for an operation that raised: rank, statement, source line and cause."""
-        what = str(problem) if isinstance(problem, HostIRError) else f"{type(problem).__name__}: {problem}"
+        known = isinstance(problem, HostIRError)
+        what = str(problem).removeprefix("error: ") if known else f"{type(problem).__name__}: {problem}"
         return op.place.statement.fail(f"rank {self.rank}, {self.describe(op)}: {what}")
 
 
@@ -655,11 +657,11 @@ class Unroller(Observer, OptionalMethods):
             ready = replace(ready, flags=flags, own=None if own is None else self.register(own))
         if done is not None:
             done = replace(done, flags=self.flags(done.flags, done.epoch))
-        registers, target = tuple(map(self.register, operands)), self.register(out)
+        registers, target, dtype = tuple(map(self.register, operands)), self.register(out), self.dtypes[out.buffer]
         if ready is not None:
             overlapped, reserved = room(self.ops, self.ordered, self.stream)
             ready = replace(ready, overlapped_sms=overlapped, reserved_sms=reserved)
-        self.ops.append(ComputeOp(self.place, self.stream, kind, target, registers, options, ready, done))
+        self.ops.append(ComputeOp(self.place, self.stream, kind, dtype, target, registers, options, ready, done))
 
     def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         for part, what in ((x, "sends"), (out, "fills")):
@@ -817,7 +819,7 @@ class Unroller(Observer, OptionalMethods):
             self.copy_to(target, source)
 
     def copy_to(self, out: int, x: int) -> None:
-        self.ops.append(ComputeOp(self.place, self.stream, "copy", out, (x,), {}))
+        self.ops.append(ComputeOp(self.place, self.stream, "copy", self.dtypes[self.buffers[out]], out, (x,), {}))
 
     def messages(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         collective, alone = exchange.kind not in MESSAGES, len(exchange.team) == 1

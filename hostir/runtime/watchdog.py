@@ -115,7 +115,8 @@ class Links:
         self.listener = _listener(size)
         self.listener.setblocking(False)
         self.poller.register(self.listener, select.POLLIN)
-        hosts = [host for host in (os.environ.get("MASTER_ADDR"), socket.gethostname()) if host]
+        first = os.environ.get("MASTER_ADDR") if os.environ.get("RANK", "0") == "0" else None  # else another host's
+        hosts = [host for host in (first, socket.gethostname()) if host]
         self.store.set("links", json.dumps([hosts, self.listener.getsockname()[1], self.token]))
         self.linked = True
 
@@ -296,6 +297,9 @@ class Watched(Protocol):
     def reported_problem(self) -> str:
         """Return what the device has reported that no call has raised yet; empty if nothing."""
 
+    def give_up(self, problem: HostIRError) -> None:
+        """Raise this error from the run under way, where it waits for a peer; what is on a device cannot be stopped."""
+
 
 class Watchdog:
     """The thread of one rank.
@@ -306,6 +310,8 @@ class Watchdog:
         timeout: seconds that a communication may stand still.
         keepalive: seconds after which a host that does not answer counts as lost.
     """
+
+    limit = "HOSTIR_TIMEOUT"  # what sets the timeout, for messages
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float, keepalive: float) -> None:
         self.rank = rank
@@ -459,7 +465,7 @@ class Watchdog:
             return ""
         if self.first is not None:
             return self.first.words
-        what = f"has stood still for {self.clock - self.stood[1]:.0f} s; HOSTIR_TIMEOUT sets how long it may"
+        what = f"has stood still for {self.clock - self.stood[1]:.0f} s; {self.limit} sets how long it may"
         at = "" if plan is None else plan.describe(plan.in_flight()[0])
         self.links.announce("failed", f"rank {self.rank}, {at}: {what}")
         return f"it {what}"
@@ -472,7 +478,7 @@ class Watchdog:
         return found
 
     # Ending -------------------------------------------------------------------------------------------------------
-    def end(self, cause: str) -> NoReturn:
+    def end(self, cause: str) -> None:
         """Print the diagnostic and end the process."""
         self.report(cause)
         os._exit(1)
@@ -546,6 +552,52 @@ class Watchdog:
         self.before = -1
         self.restore_handlers()
         self.drop()
+
+
+class GuestWatchdog(Watchdog):
+    """The thread of one rank of a process group: it raises in a call where the job's ends the process.
+
+    It installs no handlers. A rank that makes no calls, or fails in one, concerns the others only when they wait for
+    it. One that has died ends the calls of all.
+    """
+
+    limit = "the group's timeout"
+    gave_up = False  # a call of this rank: with others within it, none can follow
+
+    def take(self, event: RankEvent) -> None:
+        super().take(event)
+        self.disturbed = self.disturbed or self.died is not None
+
+    def resume(self) -> None:
+        if lost := self.loss():
+            raise HostIRError(Diagnostic(f"rank {self.rank} makes no more calls with its group: {lost}"))
+        super().resume()
+
+    def cause(self) -> str:
+        """Return nothing: only a call that stands still is ended because of another rank."""
+        return ""
+
+    def standstill(self) -> str:
+        if self.gave_up:
+            return ""
+        found = super().standstill()
+        return self.loss() or found if self.clock - self.stood[1] >= LAST_WORDS else found
+
+    def reported(self) -> str:
+        """Return nothing: the next call raises what the device has reported."""
+        return ""
+
+    def end(self, cause: str) -> None:
+        """Raise in the call under way."""
+        plan, self.gave_up = self.plan, True
+        if plan is not None and plan.in_flight():
+            plan.give_up(HostIRError(Diagnostic(cause)))
+
+    def install_handler(self) -> None:
+        """Leave signals to the program."""
+
+    def restore_handlers(self, handler: Callable[[int, FrameType | None], object] | int = signal.SIG_DFL) -> None:
+        """Leave signals to the program."""
 
 
 def headline(failure: HostIRError) -> str:

@@ -137,6 +137,31 @@ def test_each_call_takes_the_program_of_its_range_which_is_made_once(monkeypatch
     assert [str(it) for it in executor.choice.ranges] == ["from 0 to 11", "from 12 to 191", "from 192 on"]
 
 
+def test_a_program_of_one_rank_runs_by_ranges_without_a_job() -> None:
+    executor = hi.compile(layer(1), machine="gloo")
+    assert executor.machine == "gloo"
+    for m in (0, 3, 64, 3):
+        a, b = torch.randn(m, 64), torch.randn(64, 48)
+        out = torch.full((m, 48), torch.nan)
+        assert executor(a, b, out=out)[0] is out
+        torch.testing.assert_close(out, a @ b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(executor(a, b)[0], a @ b, rtol=1e-4, atol=1e-4)
+    assert executor.symmetric_bytes == 0
+    assert executor.graph_refusal == "machine 'gloo' has no CUDA graphs"
+    assert executor.places(a, b) == (None, None)
+    executor.synchronize()
+
+
+def test_calls_of_the_same_shapes_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = hi.compile(layer(1), machine="gloo")
+    a, b = torch.randn(8, 64), torch.randn(64, 48)
+    executor(a, b)
+    monkeypatch.setattr(type(executor), "_chosen", None)
+    executor(a.clone(), b)
+    with pytest.raises(TypeError):
+        executor(a[:4], b)
+
+
 def test_no_program_is_bound_before_a_call_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with_times(monkeypatch, {0: "sequential", 16: "push", 256: "fused"})
     executor = hi.compile(layer())

@@ -131,7 +131,7 @@ def test_explain_shows_the_ranges_of_a_size_that_is_left_out(capfd: pytest.Captu
     assert len(json.loads(out)["ranges"]) == len(rest)
     out, _ = shown(capfd, "explain", str(file), "--machine", "h200x2")
     assert "bind all of them but one to see its ranges: --set K=..." in out
-    _, err = shown(capfd, "lower", str(file), "--strategy", "auto", "--set", "K=4096", code=1)
+    _, err = shown(capfd, "lower", str(file), "--strategy", "auto", "--set", "K=4096", code=2)
     assert "depends on the size 'M'" in err
     assert "'hostir explain' shows" in err
 

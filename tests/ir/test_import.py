@@ -80,6 +80,19 @@ print(typing.get_type_hints(hi.check)["program"])
     assert fresh(code) == "hostir.dsl.fusion.Fusion | hostir.ir.program.Program"
 
 
+def test_the_room_for_torch_users_does_not_hide_torch() -> None:
+    code = """
+import typing, torch
+import hostir as hi
+import hostir.torch
+names = {name: getattr(hi, name) for name in hi.__all__}
+for function in (hi.run, hi.lower, hi.check):
+    typing.get_type_hints(function, localns=names | {"HasProgram": object, "Watcher": object})
+print(typing.get_type_hints(hi.run, localns=names)["inputs"] is torch.Tensor, hi.Tensor is torch.Tensor)
+"""
+    assert fresh(code) == "True False"
+
+
 def test_reading_lowering_and_printing_need_no_torch() -> None:
     code = """
 import sys

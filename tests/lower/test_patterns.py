@@ -17,6 +17,7 @@ from hostir.ir.tensor_ops import TensorOp
 from hostir.runtime.reference import compare, reference
 from hostir.runtime.sharding import random_inputs
 from tests.runtime.whole import run_whole
+from tests.symbolic import PATTERNS, lowered
 
 Pattern = Callable[..., hi.Fusion]
 every_pattern = pytest.mark.parametrize("pattern", patterns.PATTERNS, ids=lambda p: p.__name__)
@@ -48,11 +49,21 @@ def test_a_pattern_gives_the_unsharded_result(pattern: Pattern, ranks: int) -> N
         check_against_reference(fusion.program(), sorted(programs, key=str))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f64"])
 @every_pattern
-def test_a_pattern_gives_the_unsharded_result_in_half_precision(pattern: Pattern, dtype: str) -> None:
+def test_a_pattern_gives_the_unsharded_result_in_other_dtypes(pattern: Pattern, dtype: str) -> None:
     fusion = pattern(ranks=4, dtype=dtype)
     check_against_reference(fusion.program(), [hi.lower(fusion, "pipeline"), hi.lower(fusion, "sequential")])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.__name__)
+def test_every_strategy_gives_the_result_in_f64_to_its_last_digits(pattern: Pattern) -> None:
+    for source, program in lowered(pattern, 4, "f64"):
+        inputs = random_inputs(source, {"M": 48}, seed=7)
+        plain, exact = reference(source, inputs, {"M": 48}, None), reference(source, inputs, {"M": 48})
+        for found in compare(program, run_whole(program, inputs, {"M": 48}, seed=2), plain, exact):
+            assert found.good, f"{found}\n{program}"
+            assert found.bound < 1e-13
 
 
 def symbolic(ranks: int) -> hi.Fusion:

@@ -82,6 +82,18 @@ program @p(%a: f32[8, 4@didx, 6], %w: f32[5, 6], %bias: f32[5]) -> (%z) {
   free %y
 }
 """,
+    "casts": """hostir 1
+mesh @m [didx] = 0 1
+program @p(%a: f32[4], %b: bf16[4]) -> (%a) {
+  %c: f64[4] = allocate
+  cast %a to f64 -> %c
+  cast %c to f32 -> %a
+  cast %b to f64 -> %c
+  cast %c to bf16 -> %b
+  cast %c to f64 -> %c
+  free %c
+}
+""",
     "streams": """hostir 1
 mesh @m [didx] = 0
 program @p(%i0: f32[i1, 4]) -> (%i0) streams 3 {

@@ -297,7 +297,7 @@ NO_MEANING = [
     (f"T3_l_float[iS6{{n}}] = select( {D}, axis = ideviceIdx.x4{{2}}, index = 0 )", "axis 0 of %T2 lies over didx"),
     (f"{Y} = ShardByStream({X}, stream_index=0)", "neither T0 nor T1 has a streamIdx axis"),
     (f"Deallocate {{ {Y} }}", "T1 does not exist here"),
-    ("T3_g_double[iS0{4}] = ALLOCATE(mem_type=global)", "tensors of 'double' have no meaning here"),
+    ("T3_g_int64_t[iS0{4}] = ALLOCATE(mem_type=global)", "tensors of 'int64_t' have no meaning here"),
     ("T3_g_float[iblockIdx.x0{4}] = ALLOCATE(mem_type=global)", "the axis 'iblockIdx.x0' has no meaning here"),
     ("T3_g_float[iS0{( i0 + 1 )}] = ALLOCATE(mem_type=global)", "'+' in a size"),
     ("T3_g_float[bS0{1 ex i3}] = ALLOCATE(mem_type=global)", "has an offset or is expanded"),

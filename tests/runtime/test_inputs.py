@@ -155,7 +155,7 @@ BOXED = """%box: f32[4, 4] = allocate_symmetric
 def test_an_input_that_lies_where_it_is_copied_to_is_in_place_only_with_the_strides_there(
     machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank: Shared(rank, {}))
+    monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank, group: Shared(rank, {}))
     executor = made(alone(BOXED, "%a: f32[4, 4]"), machine)
     (home,) = executor.places(torch.empty(4, 4))
     for turn in (lambda x: x, torch.t, lambda x: x, torch.t):

@@ -5,9 +5,11 @@ import torch
 
 from hostir.ir import parse
 from hostir.ir.source import HostIRError
-from hostir.runtime.reference import reference
+from hostir.lower import lower
+from hostir.runtime.reference import compare, reference
 from hostir.runtime.sharding import random_inputs
 from tests.runtime.programs import AG_MATMUL, GRID, ROW_PARALLEL, TRANSFERS
+from tests.runtime.whole import run_whole
 
 
 def test_a_host_program_means_the_unsharded_computation() -> None:
@@ -69,6 +71,39 @@ fusion @f(%a: f32[(2@didx M/2), K], %w: f32[N, K], %bias: f32[N]) -> (%c, %d, %t
     rounded = reference(program, inputs, dtype=None)[0]
     torch.testing.assert_close(rounded, act.bfloat16().float(), rtol=0.01, atol=0.01)
     assert torch.equal(rounded, rounded.bfloat16().float())
+
+
+def test_casts_to_and_from_f64_round_once() -> None:
+    program = parse("""hostir 1
+mesh @mesh [didx] = 0 1
+fusion @f(%a: f64[8@didx], %b: bf16[8@didx]) -> (%half, %wide, %s) {
+  %half: bf16[8@didx] = cast %a to bf16
+  %wide: f64[8@didx] = cast %b to f64
+  %t: f64[8@didx] = add %a, %wide
+  %s: f64[8] = reshard %t
+}
+""")
+    a, b = inputs = random_inputs(program, {})
+    assert a.dtype == torch.float64
+    assert not torch.equal(a, a.float().double()), "random numbers of f32 would hide what is rounded"
+    for half, wide, s in (reference(program, inputs, dtype=None), run_whole(lower(program), inputs)):
+        assert torch.equal(half, a.bfloat16())
+        assert torch.equal(wide, b.double())
+        assert torch.equal(s, a + b.double())
+
+
+def test_a_program_all_in_f64_is_held_to_f64() -> None:
+    text = """hostir 1
+mesh @mesh [didx] = 0
+fusion @f(%a: f64[64, 64], %b: f64[64, 64]) -> (%c) {
+  %c: f64[64, 64] = matmul %a, %b
+}
+"""
+    inputs = random_inputs(parse(text), {})
+    plain, exact = reference(parse(text), inputs, dtype=None), reference(parse(text), inputs)
+    rounded = [(inputs[0].float() @ inputs[1].float()).double()]
+    assert [c.good for c in compare(parse(text), plain, plain, exact)] == [True]
+    assert [c.good for c in compare(parse(text), rounded, plain, exact)] == [False]
 
 
 def test_writing_views_of_views_reaches_the_buffer() -> None:

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from hostir.ir.source import HostIRError
-from hostir.runtime import session as sessions
-from hostir.runtime.session import Groups, Session, session
+from hostir.runtime import groups as process_groups
+from hostir.runtime.groups import Groups
+from hostir.runtime.session import Session, session
 from tests.launch import Job, begin, free_port, launch
 from tests.runtime.test_torchrun import ROOT, SCRIPT, environment
 
@@ -45,20 +46,20 @@ def test_what_a_session_is_given_is_looked_at_without_a_job_too(given: dict[str,
 def test_threads_that_ask_for_the_groups_of_messages_at_once_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, gate = Groups(0, torch.device("cpu")), threading.Barrier(4)
 
-    def slowly(*given: Any) -> Groups:
+    def slowly(*given: Any, **options: Any) -> Groups:
         time.sleep(0.1)
-        return Groups(*given)
+        return Groups(*given, **options)
 
     def ask(_: int) -> Groups:
         gate.wait()
         return groups.messages
 
-    monkeypatch.setattr(sessions, "Groups", slowly)
+    monkeypatch.setattr(process_groups, "Groups", slowly)
     with ThreadPoolExecutor(4) as threads:
         first, *others = threads.map(ask, range(4))
     assert all(other is first for other in others)
     assert groups.messages is first is not groups
-    groups.forget()
+    groups.end(done=True)
     assert groups.messages is not first
 
 

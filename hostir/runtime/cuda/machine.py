@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -27,10 +26,11 @@ from hostir.runtime.cuda.graphs import CublasStreams, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
 from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts
 from hostir.runtime.cuda.streams import current, join, workers
+from hostir.runtime.groups import Groups
 from hostir.runtime.kernels.aten import BY_CUBLAS
-from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.kernels.table import Kernel, kernels_for
 from hostir.runtime.order import CALLER, NONE, late_streams
-from hostir.runtime.session import Groups
+from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline
 from hostir.runtime.unroll import (
@@ -179,7 +179,7 @@ class CudaMachine:
         self.kernels = kernels
         self.groups = groups
         self.timeouts = Timeouts(groups.rank)
-        self.symmetric = groups.symmetric(lambda: PeerMemory(device, groups.rank))
+        self.symmetric = groups.symmetric(lambda: PeerMemory(device, groups.rank, groups.whole))
         self.messages = groups.messages
         self.streams = workers(device, program.streams)
         if shares_memory(program):  # a stream of a call follows the same stream of the call before
@@ -189,7 +189,7 @@ class CudaMachine:
 
     def kernel(self, op: ComputeOp) -> Kernel:
         """Return the kernel of a computation, for its stream."""
-        kernel = self.kernels[op.kind]
+        kernel = kernels_for(self.kernels, torch_dtype(op.dtype))[op.kind]
         if kernel not in BY_CUBLAS:
             return kernel
         if op.stream not in self.cublas_streams:
@@ -198,16 +198,16 @@ class CudaMachine:
         return self.cublas_streams[op.stream].wrap(kernel)
 
     def plan(self, unrolled: UnrolledProgram, timeline: Timeline | None = None) -> CudaPlan:
-        self.connect([t for t in message_teams_of(unrolled.program) if t not in self.messages.made])
+        teams = message_teams_of(unrolled.program)
+        self.connect([team for team in teams if self.messages.rank in team and team not in self.messages.made])
         return CudaPlan(self, unrolled, timeline)
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
-        """Create the groups for messages and connect all their ranks, which NCCL would else do at the first message."""
+        """Create this rank's groups for messages, and connect them: NCCL would else do it at the first message."""
         self.messages.prepare(teams)
         for team in teams:
-            if self.messages.rank in team:
-                x = torch.zeros(len(team), device=self.device)
-                dist.all_to_all_single(torch.empty_like(x), x, group=self.messages.of(team)[0])
+            x = torch.zeros(len(team), device=self.device)
+            self.messages.made[team].alltoall_base(torch.empty_like(x), x, [], [], AllToAllOptions()).wait()
         if teams:
             torch.cuda.synchronize(self.device)
 
@@ -312,6 +312,9 @@ class CudaPlan:
     def progress(self) -> None:
         """Return None: the host never waits in a run. `Executor.synchronize` watches the device."""
 
+    def give_up(self, problem: HostIRError) -> None:
+        """Do nothing: what is issued runs on."""
+
     def problem(self) -> HostIRError | None:
         """Return what the device has reported so far, without waiting. Every call and the watchdog's thread ask."""
         if self.memory is not None and self.memory.broken:
@@ -385,10 +388,13 @@ class CudaPlan:
             view()
 
     def add_compute(self, op: ComputeOp) -> None:
-        if op.ready is not None:
-            self.here(op, self.flagged.compute(op, op.ready))
+        if op.ready is not None or op.done is not None:
+            self.here(op, self.flagged.compute(op))
         else:
-            kernel, captured = self.machine.kernels[op.kind], self.machine.kernel(op)
+            kernel, captured = (
+                kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.kind],
+                self.machine.kernel(op),
+            )
             self.here(op, bind_compute(op, self.registers, kernel))
             if captured is not kernel:
                 self.in_captures[len(self.steps) - 1] = bind_compute(op, self.registers, captured)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hostir.ir.types import FLAG
+from hostir.runtime.groups import world
 from hostir.runtime.order import CALLER
 from hostir.runtime.symmetric import BARRIERS, BufferInfo, BufferPlace, Offer, PeerRange, SharedMemory
 from hostir.runtime.unroll import ElementRange, Op, RanksOfTeam, UnrolledProgram, overlap
@@ -120,7 +121,9 @@ class FlowControl:
             signaled=frozenset(peer for rank, peer in pairs if rank == me),
             signalers=frozenset(rank for rank, peer in pairs if peer == me),
             raised=raised,
-            unawaited={slot: epoch for slot, epoch in raised.items() if awaited.get(slot, 0) < epoch},
+            unawaited={
+                slot: epoch for slot, epoch in raised.items() if raisers[slot] != {me} and awaited.get(slot, 0) < epoch
+            },
             stream_ordered=stream_ordered,
             implied_barriers=implied_barriers,
         )
@@ -181,7 +184,8 @@ def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
     for op in unrolled.ops:
         for flags, number, _ in op.raised_flags:
             if unrolled.owner(flags) == unrolled.rank:
-                found.setdefault((homes[unrolled.buffers[flags]], number), set()).add(op.stream)
+                by = {op.stream, NO_STREAM} if unrolled.tensors(op) else {op.stream}
+                found.setdefault((homes[unrolled.buffers[flags]], number), set()).update(by)
     for slot, _, op in waits(unrolled):
         found.setdefault(slot, set()).update({op.stream, NO_STREAM} if op.starts_early else {op.stream})
     return found
@@ -207,11 +211,13 @@ class PeerMemory:
     Args:
         device: this rank's device.
         rank: this rank.
+        group: returns the registered process group of all ranks.
     """
 
-    def __init__(self, device: torch.device, rank: int) -> None:
+    def __init__(self, device: torch.device, rank: int, group: Callable[[], Any] = world) -> None:
         self.device = device
         self.rank = rank
+        self.group = group
         self.mine = torch.empty(0)  # between `reserve` and `map`
         self.handle: Any = None  # torch's handle of the memory that was mapped last: with it torch unmaps peers' memory
 
@@ -241,9 +247,7 @@ class PeerMemory:
             return {self.rank: mine}
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        world = dist.group.WORLD
-        assert world is not None
-        handle = symmetric_memory.rendezvous(mine, world)
+        handle = symmetric_memory.rendezvous(mine, self.group())
         self.handle = handle
         maps = {peer: handle.get_buffer(peer, mine.shape, torch.uint8) for peer in ranks if peer != self.rank}
         return {self.rank: mine, **maps}

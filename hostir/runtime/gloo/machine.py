@@ -13,14 +13,15 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from hostir.ir.source import error
+from hostir.ir.source import HostIRError, error
 from hostir.runtime.arguments import deliver, homes, place
 from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.gloo.onesided import AbandonedError, GlooOneSided, LaneKey, SharedFiles, ThreadLane, Waits
+from hostir.runtime.groups import Groups
 from hostir.runtime.kernels.aten import add_up
-from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.kernels.table import Kernel, kernels_for
 from hostir.runtime.order import CALLER, late_streams
-from hostir.runtime.session import Groups
+from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.trace import Trace, lane_of
 from hostir.runtime.unroll import (
     AllocateOp,
@@ -46,8 +47,8 @@ from hostir.runtime.unroll import (
 # Collectives and messages ---------------------------------------------------------------------------------------------
 # Collectives, transfers and messages between CPU processes by gloo.
 #
-# Everything travels as bytes, whatever its dtype. Sums are taken here, in f32 and in the order of the team, so that
-# bf16 loses nothing on the way and every run gives the same bits.
+# Everything travels as bytes, whatever its dtype. Sums are taken here, in f32 or better and in the order of the
+# team, so that bf16 loses nothing on the way and every run gives the same bits.
 
 Members = tuple[int, ...]
 
@@ -202,7 +203,10 @@ class GlooPlan:
         Raises HostIRError naming the statement that raised, on whichever thread.
         """
         if broken := self.machine.groups.broken:
-            raise error(f"@{self.unrolled.program.name} cannot run: {broken}", hint="start all ranks anew")
+            raise error(
+                f"@{self.unrolled.program.name} cannot run: {broken}",
+                hint="start all ranks anew, or make another group of them",
+            )
         if self.problem:  # what the run that failed has left
             self.registers[:] = self.blank
         held = self.unrolled.inputs
@@ -261,6 +265,11 @@ class GlooPlan:
         for event in self.events:
             event.set()
 
+    def give_up(self, problem: HostIRError) -> None:
+        """End the run under way with this error, on whichever threads it waits."""
+        for op in self.in_flight()[:1]:
+            self.fail(op, problem)
+
     def in_flight(self) -> list[Op]:
         """Return the operations being executed, those first that wait for a peer; else the caller's lane's first.
 
@@ -317,7 +326,7 @@ class GlooPlan:
             step()
 
     def deal_compute(self, op: ComputeOp, lane: ThreadLane) -> None:
-        kernel = self.machine.kernels[op.kind]
+        kernel = kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.kind]
         if op.ready is not None or op.done is not None:
             self.one_sided.deal_blocks(op, kernel, lane)
         else:

@@ -115,7 +115,7 @@ class CollectiveSide:
                 out[i] = blocks(taken, 1)[0] if kind == "allgather" else blocks(taken, n)[me]
 
     def sum(self, turn: int) -> torch.Tensor:
-        """Return the sum over all sides: in f32, in the order of the team, rounded once."""
+        """Return the sum over all sides: in f32 or better, in the order of the team, rounded once."""
         total = self.totals[turn]
         if total is None:
             parts = [peer.taken[turn] for peer in self.peers]
@@ -124,7 +124,7 @@ class CollectiveSide:
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of some tensors."""
-        total = parts[0].to(torch.float32, copy=True)
+        total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
         for part in parts[1:]:
             total += part
         return total.to(parts[0].dtype)

@@ -15,7 +15,7 @@ from hostir.ir.program import Program, format_statement
 from hostir.ir.source import HostIRError, Span, error
 from hostir.ir.types import FLAG, DType
 from hostir.runtime.kernels.layout import row_pieces
-from hostir.runtime.kernels.table import Kernel
+from hostir.runtime.kernels.table import Kernel, kernels_for
 from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.simulated.collectives import BarrierSide, CollectiveSide, MessageSide, SymmetricBuffers
 from hostir.runtime.simulated.tasks import FlagGate, SimulatedMemory, SMGate, Task, Views, make_undefined, storage_of
@@ -268,7 +268,7 @@ class RankMachine(Observer, OptionalMethods):
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        kernel, reads = self.kernels[kind], tuple(x for x in operands if x is not None)
+        kernel, reads = kernels_for(self.kernels, out.dtype)[kind], tuple(x for x in operands if x is not None)
         self._refuse_overlap(out, reads)
         if ready is not None or done is not None:
             self._by_blocks(kind, out, operands, options, ready, done)
@@ -322,7 +322,7 @@ class RankMachine(Observer, OptionalMethods):
         done: Done | None,
     ) -> list[tuple[int, Task]]:
         """Add the tasks that compute the result of a kernel by blocks; return them with the first row of each."""
-        kernel, (x, *others) = self.kernels[kind], operands
+        kernel, (x, *others) = kernels_for(self.kernels, out.dtype)[kind], operands
         assert x is not None
         sources: Views = (x,)
         if kind == "sum":

@@ -19,8 +19,8 @@ from hostir.ir.program import Program
 from hostir.runtime.cuda import streams
 from hostir.runtime.cuda.machine import CudaMachine
 from hostir.runtime.executor import Executor
+from hostir.runtime.groups import Groups
 from hostir.runtime.kernels.table import kernel_table
-from hostir.runtime.session import Groups
 
 CPU = torch.device("cpu")
 log: list[Any] = []
@@ -151,5 +151,5 @@ def executor(p: Program, **options: Any) -> Executor:
     groups.made = {(0, 1): types.SimpleNamespace(_allgather_base=None)}
     machine = CudaMachine(CPU, p, kernels, groups)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "_join", lambda self, machine_name: machine)
+        patch.setattr(Executor, "_join", lambda self, *given: machine)
         return Executor(p, machine="cuda", **options)

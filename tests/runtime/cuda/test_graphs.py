@@ -13,11 +13,12 @@ import torch
 
 from hostir.ir.program import Program
 from hostir.ir.source import error
+from hostir.runtime import groups as process_groups
 from hostir.runtime import session as sessions
 from hostir.runtime.cuda.graphs import MAX_GRAPHS
 from hostir.runtime.cuda.machine import CudaPlan
 from hostir.runtime.executor import Executor
-from hostir.runtime.session import Groups
+from hostir.runtime.groups import Groups
 from hostir.runtime.watchdog import Watchdog
 from tests.runtime.cuda import fake_graphs
 from tests.runtime.cuda.fake_graphs import CPU, Current, Device, Stream, alive, log
@@ -343,7 +344,7 @@ def test_a_session_that_ends_drops_the_graphs_before_the_groups(monkeypatch: pyt
     seen: list[int] = []
     monkeypatch.setattr(sessions, "_current", here)
     monkeypatch.setattr(sessions.Session, "exchange", lambda *what: [])
-    monkeypatch.setattr(sessions, "_destroy", lambda: seen.append(len(alive)))
+    monkeypatch.setattr(process_groups, "_destroy", lambda groups, default: seen.append(len(alive)))
     here.close(done=True)
     assert seen == [0]
     assert e.graph_refusal == "its session has ended"

@@ -15,8 +15,8 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.runtime.cuda import streams
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
+from hostir.runtime.groups import Groups
 from hostir.runtime.kernels.table import kernel_table
-from hostir.runtime.session import Groups
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.unroll import unroll
 from tests.runtime.programs import ag_matmul

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from hostir.ir.types import DTYPES
 from hostir.runtime import binding
 from hostir.runtime.kernels import table
 from hostir.runtime.kernels.table import MAX_REPEATS, kernel_table, repeating
@@ -77,14 +78,14 @@ def test_an_operation_keeps_what_its_kernel_returns_where_that_is_repeatable(
     kernel = Adding()
     monkeypatch.setattr(binding, "REPEATABLE", (kernel,) if repeatable else ())
     (*_, statement) = alone("%c: f32[4, 5] = allocate\n  matmul %a, %b -> %c").body
-    op = ComputeOp(StatementPlace(statement, ()), CALLER, "matmul", 1, (2,), {"by": 3})
+    op = ComputeOp(StatementPlace(statement, ()), CALLER, "matmul", DTYPES["f32"], 1, (2,), {"by": 3})
     step = binding.bind_compute(op, [None, torch.zeros(4), torch.zeros(4)], kernel)
     for _ in range(3):
         step()
     assert [what.split()[0] for what in kernel.log] == ["looked", "looked", "again" if repeatable else "looked"]
 
 
-def test_contractions_in_triton_are_repeatable_and_those_in_aten_are_not() -> None:
+def test_contractions_and_sums_in_triton_are_repeatable_and_those_in_aten_are_not() -> None:
     triton, aten = kernel_table("triton", "cuda"), kernel_table("aten", "cuda")
-    assert {kind for kind, kernel in triton.items() if kernel in table.REPEATABLE} == {"matmul", "linear"}
+    assert {kind for kind, kernel in triton.items() if kernel in table.REPEATABLE} == {"matmul", "linear", "sum"}
     assert not any(kernel in table.REPEATABLE for kernel in aten.values())

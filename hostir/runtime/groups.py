@@ -1,0 +1,156 @@
+"""The process groups of a session, one for each team of its ranks, and the symmetric memory of all."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo
+from torch.distributed.constants import default_pg_timeout
+
+from hostir.runtime.symmetric import ExchangeTexts, Sharing, SymmetricMemory
+
+PARTING = 10.0  # seconds that destroying the process groups may take
+_abandoned: list[Any] = []  # groups of sessions that failed
+
+
+def _alone(key: str, mine: str) -> list[str]:
+    """Exchange a text with no other rank."""
+    return [mine]
+
+
+def world() -> Any:
+    """Return the process group of the job."""
+    return dist.group.WORLD
+
+
+@dataclass
+class Groups:
+    """A session's process groups, one for each team of its ranks, and what belongs to them.
+
+    torch's registry does not know them. So only the ranks of a team make its group, and no rank outside the session
+    takes part.
+
+    Fields:
+        rank: this one, among those of the session.
+        exchange: gives a text under a key, and gets those of all ranks.
+        store: where the ranks of a team find each other; None for a rank alone.
+        timeout: how long they wait for each other, and how long a communication may take.
+        whole: returns the registered group of all ranks, which torch's symmetric memory asks for.
+        made: the groups by their teams.
+        memory: the symmetric memory; None before the first machine.
+        streams, timeouts: worker streams of programs with symmetric memory, and what their kernels report, by digest:
+            executors that share memory share both.
+        broken: why this rank runs nothing more on CPU, where peers may be within a call that failed or was interrupted
+            here: what they still send and wait for would go to the next call, of any program. Empty if it may.
+    """
+
+    rank: int
+    device: torch.device
+    exchange: ExchangeTexts = _alone
+    store: Any = None
+    timeout: timedelta = default_pg_timeout
+    whole: Callable[[], Any] = world
+    made: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    memory: SymmetricMemory | None = None
+    streams: dict[str, Any] = field(default_factory=dict)
+    timeouts: dict[str, Any] = field(default_factory=dict)
+    broken: str = ""
+    lock: Any = field(default_factory=threading.RLock)
+    _messages: Groups | None = None
+
+    def symmetric(self, sharing: Callable[[], Sharing]) -> SymmetricMemory:
+        """Return the symmetric memory of these ranks, which `sharing` lets them see."""
+        with self.lock:
+            if self.memory is None:
+                self.memory = SymmetricMemory(self.rank, self.exchange, sharing())
+            return self.memory
+
+    @property
+    def messages(self) -> Groups:
+        """The groups for a rank's own messages, which are not ordered with collectives."""
+        with self.lock:
+            if self._messages is None:
+                store = None if self.store is None else PrefixStore("messages", self.store)
+                self._messages = Groups(self.rank, self.device, store=store, timeout=self.timeout)
+            return self._messages
+
+    def end(self, done: bool, default: bool = False) -> None:
+        """Drop the memory and all groups, and with `default` torch's default one: the session ends.
+
+        Where it failed, the groups end with the process: destroying them might wait for lost ranks.
+        """
+        groups = [*self.made.values(), *(self._messages.made.values() if self._messages is not None else ())]
+        self.made.clear()
+        self.streams.clear()
+        self.timeouts.clear()
+        self.memory = None
+        self._messages = None
+        if not done:
+            _abandoned.extend(groups)
+        elif groups or default:
+            _destroy(groups, default)
+
+    def prepare(self, teams: Sequence[tuple[int, ...]]) -> None:
+        """Make the groups of this rank that are missing; on CUDA connect them, which a graph capture could not do."""
+        new = [team for team in teams if team not in self.made and self.rank in team]
+        for team in new:
+            self.made[team] = self._join(team)
+        if self.device.type != "cuda":
+            return
+        for team in new:
+            self.made[team].allreduce([torch.zeros(1, device=self.device)]).wait()
+        if new:
+            torch.cuda.synchronize(self.device)
+
+    def _join(self, team: tuple[int, ...]) -> Any:
+        """Return a new process group of a team; its ranks wait for each other."""
+        store, rank = PrefixStore("-".join(map(str, team)), self.store), team.index(self.rank)
+        group = ProcessGroup(store, rank, len(team))
+        kind = ProcessGroup.BackendType.GLOO if self.device.type == "cpu" else ProcessGroup.BackendType.NCCL
+        group._set_default_backend(kind)
+        group._register_backend(torch.device(self.device.type), kind, self._backend(store, rank, len(team)))
+        return group
+
+    def _backend(self, store: Any, rank: int, size: int) -> Any:
+        """Return the backend of a group. NCCL's kernels get priority when blocks of two kernels wait for an SM."""
+        if self.device.type == "cpu":
+            return ProcessGroupGloo(store, rank, size, timeout=self.timeout)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = self.timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def of(self, team: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
+        """Return a team's group, and its ranks in the order in which the group numbers them."""
+        members = tuple(sorted(team))
+        return self.made[members], members
+
+
+def _destroy(groups: list[Any], default: bool) -> None:
+    """Destroy process groups, and torch's default one. With NCCL that hangs while a CUDA graph of its kernels is alive.
+
+    The order is the same on all ranks.
+    """
+
+    def destroy() -> None:
+        while groups:
+            groups.pop().shutdown()
+        if default:
+            dist.destroy_process_group()
+
+    over = threading.Thread(target=destroy, daemon=True)
+    over.start()
+    over.join(PARTING)
+    if over.is_alive():
+        print(
+            "warning: The process groups could not be destroyed, probably because a CUDA graph is still alive.\n"
+            "  hint: delete the graphs before the session ends",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,207 @@
+"""Take over torch's operators by name, and give them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers what the fallbacks call
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_group_size_by_name
+
+from hostir.ir.source import error, user_span
+from hostir.lower import AUTO
+from hostir.torch import library, operators
+from hostir.torch.operators import SETTINGS, operator
+from hostir.torch.programs import LEDGER, Report, check_taken
+
+FUSED_GATHER, FUSED_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+GATHER, SCATTER = "_low_contention_all_gather", "_low_contention_reduce_scatter"
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+# With the arguments of torch's schemas. `torchs` are torch's own functions for a key.
+
+
+def _fused_all_gather_matmul(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(
+        A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        library.check_gather(A, Bs, gather_dim)
+        fallback = lambda: torchs(A, Bs, gather_dim, group_name, return_A=return_A)  # noqa: E731
+        op = operator(f"symm_mem::{FUSED_GATHER}", group_name, fallback)
+        return op.run(lambda: operators.all_gather_matmul(op, A, Bs, gather_dim, return_A))
+
+    return kernel
+
+
+def _fused_matmul_reduce_scatter(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+        library.check_scatter(A, B, reduce_op, scatter_dim)
+        op = operator(
+            f"symm_mem::{FUSED_SCATTER}", group_name, lambda: torchs(A, B, reduce_op, scatter_dim, group_name)
+        )
+        return op.run(lambda: operators.matmul_reduce_scatter(op, A, B, reduce_op == "avg", scatter_dim))
+
+    return kernel
+
+
+def _low_contention_all_gather(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(tensor: Tensor, group_name: str) -> Tensor:
+        op = operator(f"symm_mem::{GATHER}", group_name, lambda: torchs(tensor, group_name))
+        return op.run(lambda: _overlapped(tensor, lambda: operators.all_gather(op, tensor, 0)))
+
+    return kernel
+
+
+def _low_contention_reduce_scatter(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
+        if reduce_op not in ("sum", "avg"):
+            raise ValueError(f"reduce_op ({reduce_op}) is not supported")
+        op = operator(f"symm_mem::{SCATTER}", group_name, lambda: torchs(tensor, reduce_op, group_name))
+        return op.run(lambda: _overlapped(tensor, lambda: operators.reduce_scatter(op, tensor, reduce_op == "avg", 0)))
+
+    return kernel
+
+
+def _overlapped(x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """Compute on CUDA beside what the caller issues next, until `wait_tensor` of the result; elsewhere at once."""
+    if x.device.type != "cuda":
+        return compute()
+    stream, current = symm_mem._get_backend_stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        result = compute()
+        torch._C._distributed_c10d._register_work(result, symm_mem.Work())
+    x.record_stream(stream)
+    result.record_stream(current)
+    return result
+
+
+# Torch's own functions ------------------------------------------------------------------------------------------------
+# On CUDA its kernels; on CPU, where it has none, the plain collectives that its tracer takes the operators for.
+
+
+def _plain_all_gather(tensor: Tensor, group_name: str) -> Tensor:
+    ranks = _get_group_size_by_name(group_name)  # type: ignore[arg-type]
+    return torch.ops._c10d_functional.all_gather_into_tensor(tensor.contiguous(), ranks, group_name)
+
+
+def _plain_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    ranks = _get_group_size_by_name(group_name)  # type: ignore[arg-type]
+    return torch.ops._c10d_functional.reduce_scatter_tensor(tensor.contiguous(), reduce_op, ranks, group_name)
+
+
+TORCHS: dict[str, dict[str, Callable[..., Any]]] = {
+    "CUDA": {
+        FUSED_GATHER: symm_mem._fused_all_gather_matmul,
+        FUSED_SCATTER: symm_mem._fused_matmul_reduce_scatter,
+        GATHER: symm_mem._low_contention_all_gather,
+        SCATTER: symm_mem._low_contention_reduce_scatter,
+    },
+    "CPU": {
+        FUSED_GATHER: symm_mem._fused_all_gather_matmul_fallback,
+        FUSED_SCATTER: symm_mem._fused_matmul_reduce_scatter_fallback,
+        GATHER: _plain_all_gather,
+        SCATTER: _plain_reduce_scatter,
+    },
+}
+KERNELS = {
+    FUSED_GATHER: _fused_all_gather_matmul,
+    FUSED_SCATTER: _fused_matmul_reduce_scatter,
+    GATHER: _low_contention_all_gather,
+    SCATTER: _low_contention_reduce_scatter,
+}
+
+
+# Installation ---------------------------------------------------------------------------------------------------------
+
+
+class Installation:
+    """The take-over of torch's operators; as a context manager it uninstalls at the end of its block.
+
+    Fields:
+        operators: the names of torch's operators that hostir has taken over.
+    """
+
+    def __init__(self) -> None:
+        self.operators = tuple(f"symm_mem::{name}" for name in KERNELS)
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        uninstall()
+
+    def __repr__(self) -> str:
+        strict = ", strict" if SETTINGS.strict else ""
+        return f"hostir runs {', '.join(self.operators)} (strategy '{SETTINGS.strategy}'{strict})"
+
+
+_library: Any = None  # the registrations, which torch drops with it
+
+
+def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
+    """Take over torch's operators `torch.ops.symm_mem`, for tensors on CUDA and on CPU, where torch has none.
+
+    These are `fused_all_gather_matmul`, `fused_matmul_reduce_scatter`, `_low_contention_all_gather` and
+    `_low_contention_reduce_scatter`: whoever calls them by name calls hostir, also from compiled graphs. They get
+    gradients, too. What hostir cannot do goes to torch's own function, with a `hi.FallbackWarning` that says why, once.
+    `uninstall()` gives them back, as does the end of `with install():`. A second call changes the settings.
+
+    Args:
+        strict: raise HostIRError instead of leaving anything to torch.
+        strategy: `auto`, or one of those of `hi.lower`; also for the functions of this package.
+    """
+    global _library
+    if not isinstance(strict, bool):
+        raise error(f"strict={strict!r}", user_span(), expected="True or False")
+    SETTINGS.strategy, SETTINGS.strict = check_taken(strategy), strict
+    if _library is not None:
+        return Installation()
+    _library = torch.library.Library("symm_mem", "IMPL")
+    for key, torchs in TORCHS.items():
+        for name, kernel in KERNELS.items():
+            _library.impl(name, kernel(torchs[name]), key, allow_override=True)
+    ops = torch.ops.symm_mem
+    formulas = {
+        FUSED_GATHER: library.gathering(f"symm_mem::{FUSED_GATHER}", ops.fused_matmul_reduce_scatter),
+        FUSED_SCATTER: library.scattering(f"symm_mem::{FUSED_SCATTER}", _gather_for_backward),
+        GATHER: library.collective(f"symm_mem::{GATHER}", "reduce_scatter"),
+        SCATTER: library.collective(f"symm_mem::{SCATTER}", "all_gather"),
+    }
+    for name, formula in formulas.items():
+        library.differentiable(f"symm_mem::{name}", formula, _library)
+    return Installation()
+
+
+def _gather_for_backward(
+    dy: Tensor, bs: list[Tensor], axis: int, group_name: str, return_a: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    return torch.ops.symm_mem.fused_all_gather_matmul(dy, bs, axis, group_name, return_A=return_a)
+
+
+def uninstall() -> None:
+    """Give torch its operators back; nothing happens if they were not taken over."""
+    global _library
+    if _library is not None:
+        _library._destroy()
+    _library = None
+    SETTINGS.strategy, SETTINGS.strict = AUTO, False
+
+
+def report(*, clear: bool = False) -> Report:
+    """Return what operators ran on this rank, how often, by which strategy, and why; what is left to torch, too.
+
+    A tuple with a row for each operator, group and strategy (fields `operator`, `group`, `strategy`, `calls`, `why`);
+    `print` shows it as text. `clear` begins to count anew.
+    """
+    found = LEDGER.report()
+    if clear:
+        LEDGER.clear()
+    return found

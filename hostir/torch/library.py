@@ -1,0 +1,354 @@
+"""Register hostir's own operators, `torch.ops.hostir`, and take over torch's, `torch.ops.symm_mem`; with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_group_size_by_name
+
+from hostir.ir.source import error
+from hostir.torch import operators
+from hostir.torch.operators import operator
+
+KEYS = ("CPU", "CUDA")
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+# In the words of torch's own operators.
+
+
+def check_gather(a: Tensor, bs: Sequence[Tensor], axis: int) -> None:
+    """Raise ValueError as torch's all-gather + matmul does."""
+    if a.dim() < 2:
+        raise ValueError("A_shard must be a matrix")
+    if any(b.dim() != 2 for b in bs):
+        raise ValueError("B must be a matrix")
+    if not 0 <= axis < a.dim():
+        raise ValueError("Invalid gather_dim")
+
+
+def check_scatter(a: Tensor, b: Tensor, reduce_op: str, axis: int) -> None:
+    """Raise ValueError as torch's matmul + reduce-scatter does."""
+    if a.dim() < 2:
+        raise ValueError("A_shard must be a matrix")
+    if not 0 <= axis < a.dim():
+        raise ValueError("Invalid gather_dim")  # torch's word for it
+    if b.dim() != 2:
+        raise ValueError("B must be a matrix")
+    check_reduce_op(reduce_op)
+
+
+def check_reduce_op(reduce_op: str) -> None:
+    """Raise ValueError as torch does."""
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError("reduce_op must be sum or avg")
+
+
+# hostir's own operators -----------------------------------------------------------------------------------------------
+
+LIBRARY = torch.library.Library("hostir", "DEF")
+Products = tuple[Tensor | None, list[Tensor]]
+
+
+def define(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define an operator of `torch.ops.hostir`, whose kernel on CPU and CUDA is the function below."""
+
+    def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        LIBRARY.define(schema)
+        for key in KEYS:
+            LIBRARY.impl(schema.partition("(")[0], kernel, key)
+        return kernel
+
+    return register
+
+
+def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the function below as what tracers run of an operator: it gives results without data."""
+    return torch.library.register_fake(f"hostir::{name}", lib=LIBRARY)
+
+
+AG_MM = "all_gather_matmul(Tensor a, Tensor[] bs, int gather_dim, str group_name, bool return_a) -> (Tensor?, Tensor[])"
+AG_MM_OUT = (
+    "all_gather_matmul_out(Tensor a, Tensor[] bs, int gather_dim, str group_name, *, Tensor(a!)[] out, "
+    "Tensor(b!)? gathered = None) -> ()"
+)
+AG_GATED = (
+    "all_gather_gated(Tensor a, Tensor gate, Tensor up, int gather_dim, str group_name, bool return_a) "
+    "-> (Tensor, Tensor?)"
+)
+MM_RS = "matmul_reduce_scatter(Tensor a, Tensor b, str reduce_op, int scatter_dim, str group_name) -> Tensor"
+MM_RS_OUT = (
+    "matmul_reduce_scatter_out(Tensor a, Tensor b, str reduce_op, int scatter_dim, str group_name, *, "
+    "Tensor(a!) out) -> ()"
+)
+AG = "all_gather(Tensor x, int gather_dim, str group_name) -> Tensor"
+RS = "reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name) -> Tensor"
+
+
+@define(AG_MM)
+def _all_gather_matmul(a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, return_a: bool) -> Products:
+    check_gather(a, bs, gather_dim)
+    op = operator("hostir::all_gather_matmul", group_name)
+    return op.run(lambda: operators.all_gather_matmul(op, a, bs, gather_dim, return_a))
+
+
+@fake("all_gather_matmul")
+def _(a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, return_a: bool) -> Products:
+    check_gather(a, bs, gather_dim)
+    full = gathered_like(a, gather_dim, group_name)
+    return full if return_a else None, [with_columns(full, b.shape[1], gather_dim) for b in bs]
+
+
+def gathered_like(x: Tensor, axis: int, group_name: str) -> Tensor:
+    """Return a new tensor like the gathered one: with that axis first in memory, but for the last one."""
+    shape = list(x.shape)
+    shape[axis] *= _get_group_size_by_name(group_name)  # type: ignore[arg-type]
+    if axis == x.ndim - 1:
+        return x.new_empty(shape)
+    return x.new_empty([shape[axis], *shape[:axis], *shape[axis + 1 :]]).movedim(0, axis)
+
+
+def with_columns(full: Tensor, columns: int, axis: int) -> Tensor:
+    """Return a new tensor like the product of a gathered one and a matrix."""
+    first = 0 if axis == full.ndim - 1 else axis
+    moved = full.movedim(first, 0)
+    return full.new_empty([*moved.shape[:-1], columns]).movedim(0, first)
+
+
+@define(AG_MM_OUT)
+def _all_gather_matmul_out(
+    a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, *, out: list[Tensor], gathered: Tensor | None = None
+) -> None:
+    check_gather(a, bs, gather_dim)
+    op = operator("hostir::all_gather_matmul_out", group_name)
+    every = [*out] if gathered is None else [*out, gathered]
+    rows = [x if gather_dim == a.ndim - 1 else x.movedim(gather_dim, 0) for x in every]
+    if len(out) != len(bs):
+        raise error(f"out has {len(out)} tensors", expected=f"{len(bs)}, one for each matrix")
+    if bs and all(x.is_contiguous() for x in rows):
+        flat = [x.flatten(0, -2) for x in rows]
+        op.run(lambda: operators.all_gather_matmul(op, a, bs, gather_dim, gathered is not None, flat))
+        return
+    full, products = op.run(lambda: operators.all_gather_matmul(op, a, bs, gather_dim, gathered is not None))
+    for mine, x in zip(every, [*products, full], strict=False):
+        mine.copy_(x)
+
+
+@fake("all_gather_matmul_out")
+def _(
+    a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, *, out: list[Tensor], gathered: Tensor | None = None
+) -> None:
+    check_gather(a, bs, gather_dim)
+
+
+@define(AG_GATED)
+def _all_gather_gated(
+    a: Tensor, gate: Tensor, up: Tensor, gather_dim: int, group_name: str, return_a: bool
+) -> tuple[Tensor, Tensor | None]:
+    check_gather(a, [gate, up], gather_dim)
+    op = operator("hostir::all_gather_gated", group_name)
+    return op.run(lambda: operators.all_gather_gated(op, a, gate, up, gather_dim, return_a))
+
+
+@fake("all_gather_gated")
+def _(
+    a: Tensor, gate: Tensor, up: Tensor, gather_dim: int, group_name: str, return_a: bool
+) -> tuple[Tensor, Tensor | None]:
+    check_gather(a, [gate, up], gather_dim)
+    full = gathered_like(a, gather_dim, group_name)
+    return with_columns(full, gate.shape[1], gather_dim), full if return_a else None
+
+
+@define(MM_RS)
+def _matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    check_scatter(a, b, reduce_op, scatter_dim)
+    op = operator("hostir::matmul_reduce_scatter", group_name)
+    return op.run(lambda: operators.matmul_reduce_scatter(op, a, b, reduce_op == "avg", scatter_dim))
+
+
+@fake("matmul_reduce_scatter")
+def _(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    check_scatter(a, b, reduce_op, scatter_dim)
+    shape = [*a.shape[:-1], b.shape[1]]
+    shape[scatter_dim] //= _get_group_size_by_name(group_name)  # type: ignore[arg-type]
+    return a.new_empty(shape)
+
+
+@define(MM_RS_OUT)
+def _matmul_reduce_scatter_out(
+    a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, *, out: Tensor
+) -> None:
+    check_scatter(a, b, reduce_op, scatter_dim)
+    op = operator("hostir::matmul_reduce_scatter_out", group_name)
+    given = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    op.run(lambda: operators.matmul_reduce_scatter(op, a, b, reduce_op == "avg", scatter_dim, given))
+    if given is not out:
+        out.copy_(given)
+
+
+@fake("matmul_reduce_scatter_out")
+def _(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, *, out: Tensor) -> None:
+    check_scatter(a, b, reduce_op, scatter_dim)
+
+
+@define(AG)
+def _all_gather(x: Tensor, gather_dim: int, group_name: str) -> Tensor:
+    op = operator("hostir::all_gather", group_name)
+    return op.run(lambda: operators.all_gather(op, x, gather_dim))
+
+
+@fake("all_gather")
+def _(x: Tensor, gather_dim: int, group_name: str) -> Tensor:
+    return x.new_empty(_moved_shape(x, gather_dim, group_name, times=True)).movedim(0, gather_dim)
+
+
+@define(RS)
+def _reduce_scatter(x: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    check_reduce_op(reduce_op)
+    op = operator("hostir::reduce_scatter", group_name)
+    return op.run(lambda: operators.reduce_scatter(op, x, reduce_op == "avg", scatter_dim))
+
+
+@fake("reduce_scatter")
+def _(x: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    return x.new_empty(_moved_shape(x, scatter_dim, group_name, times=False)).movedim(0, scatter_dim)
+
+
+def _moved_shape(x: Tensor, axis: int, group_name: str, times: bool) -> list[int]:
+    ranks = _get_group_size_by_name(group_name)  # type: ignore[arg-type]
+    first, *others = x.movedim(axis, 0).shape
+    return [first * ranks if times else first // ranks, *others]
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+# The input gradient of all-gather + matmul is a matmul + reduce-scatter, and the other way round. Weight gradients are
+# `a^T @ dy` over all rows: of the gathered tensor if the forward call returned it, else gathered again, and in the
+# backward of matmul + reduce-scatter of the gathered `dy`, with the gather that the input gradient needs anyway.
+
+
+def refuse_twice(name: str) -> None:
+    """Raise if the backward call itself is recorded, as for second derivatives."""
+    if torch.is_grad_enabled():
+        raise error(
+            f"the gradients of {name} cannot be differentiated again",
+            expected="a backward call without create_graph=True, and no transform of torch.func",
+        )
+
+
+def times_rows(x: Tensor, y: Tensor) -> Tensor:
+    """Return `x^T @ y`, summed over all axes but the last."""
+    return x.flatten(0, -2).t() @ y.flatten(0, -2)
+
+
+def gathering(name: str, scatter: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return backward and set-up of an all-gather + matmul, whose input gradient `scatter` computes."""
+
+    def setup(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
+        a, bs, ctx.axis, ctx.group, *rest = inputs
+        full = output[0]
+        ctx.gathered, ctx.count = full is not None, len(bs)
+        ctx.save_for_backward(a if full is None else full, *bs)
+        ctx.more = len(rest)
+
+    def backward(ctx: Any, d_full: Tensor | None, d_products: list[Tensor | None]) -> tuple[Any, ...]:
+        refuse_twice(name)
+        x, *bs = ctx.saved_tensors
+        wants_a, wants_bs = ctx.needs_input_grad[:2]
+        pairs = [(dy, b) for dy, b in zip(d_products, bs, strict=True) if dy is not None]
+        d_a = None
+        if wants_a and pairs:
+            dy = torch.cat([dy for dy, _ in pairs], dim=-1) if len(pairs) > 1 else pairs[0][0]
+            weight = torch.cat([b.t() for _, b in pairs]) if len(pairs) > 1 else pairs[0][1].t()
+            d_a = scatter(dy, weight, "sum", ctx.axis, ctx.group)
+        if wants_a and d_full is not None:
+            part = torch.ops.hostir.reduce_scatter(d_full, "sum", ctx.axis, ctx.group)
+            d_a = part if d_a is None else d_a + part
+        wanted = [w and dy is not None for w, dy in zip(wants_bs, d_products, strict=True)]
+        if any(wanted) and not ctx.gathered:
+            x = torch.ops.hostir.all_gather(x, ctx.axis, ctx.group)
+        d_bs = [times_rows(x, dy) if dy is not None and w else None for w, dy in zip(wanted, d_products, strict=True)]
+        return (d_a, d_bs, *[None] * (2 + ctx.more))
+
+    return backward, setup
+
+
+def scattering(name: str, gather: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return backward and set-up of a matmul + reduce-scatter, whose input gradient `gather` computes."""
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        a, b, ctx.reduce_op, ctx.axis, ctx.group = inputs
+        ctx.save_for_backward(a, b)
+
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        refuse_twice(name)
+        a, b = ctx.saved_tensors
+        wants_a, wants_b, *_ = ctx.needs_input_grad
+        if ctx.reduce_op == "avg":
+            dy = dy / _get_group_size_by_name(ctx.group)
+        full, products = gather(dy, [b.t()] if wants_a else [], ctx.axis, ctx.group, return_a=wants_b)
+        return products[0] if wants_a else None, times_rows(a, full) if wants_b else None, None, None, None
+
+    return backward, setup
+
+
+def _gated_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    a, gate, up, ctx.axis, ctx.group, _ = inputs
+    ctx.gathered = output[1] is not None
+    ctx.save_for_backward(output[1] if ctx.gathered else a, gate, up)
+
+
+def _gated_backward(ctx: Any, dy: Tensor, d_full: Tensor | None) -> tuple[Any, ...]:
+    """The two products are computed again, from the gathered rows."""
+    refuse_twice("hostir::all_gather_gated")
+    x, gate, up = ctx.saved_tensors
+    wants_a, wants_gate, wants_up, *_ = ctx.needs_input_grad
+    if not ctx.gathered:
+        x = torch.ops.hostir.all_gather(x, ctx.axis, ctx.group)
+    g, u = x @ gate, x @ up
+    d_u = dy * torch.nn.functional.silu(g)
+    d_g = torch.ops.aten.silu_backward(dy * u, g)
+    d_a = None
+    if wants_a:
+        both = torch.cat([d_g, d_u], dim=-1), torch.cat([gate.t(), up.t()])
+        d_a = torch.ops.hostir.matmul_reduce_scatter(*both, "sum", ctx.axis, ctx.group)
+    if wants_a and d_full is not None:
+        d_a = d_a + torch.ops.hostir.reduce_scatter(d_full, "sum", ctx.axis, ctx.group)
+    return d_a, times_rows(x, d_g) if wants_gate else None, times_rows(x, d_u) if wants_up else None, None, None, None
+
+
+def collective(name: str, other: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return backward and set-up of an all-gather or a reduce-scatter, of which the other is the gradient."""
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        _, *ctx.rest = inputs
+
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        refuse_twice(name)
+        ops = torch.ops.hostir
+        if other == "reduce_scatter":
+            axis, group = (0, *ctx.rest)[-2:]
+            return ops.reduce_scatter(dy, "sum", axis, group), *[None] * len(ctx.rest)
+        reduce_op, *where, group = ctx.rest
+        dy = dy / _get_group_size_by_name(group) if reduce_op == "avg" else dy
+        return ops.all_gather(dy, where[0] if where else 0, group), *[None] * len(ctx.rest)
+
+    return backward, setup
+
+
+def differentiable(name: str, formula: tuple[Callable[..., Any], Callable[..., Any]], library: Any) -> None:
+    """Register backward and set-up of an operator."""
+    backward, setup = formula
+    torch.library.register_autograd(name, backward, setup_context=setup, lib=library)
+
+
+OPS = torch.ops.hostir
+differentiable("hostir::all_gather_matmul", gathering("hostir::all_gather_matmul", OPS.matmul_reduce_scatter), LIBRARY)
+differentiable(
+    "hostir::matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", OPS.all_gather_matmul), LIBRARY
+)
+differentiable("hostir::all_gather_gated", (_gated_backward, _gated_setup), LIBRARY)
+differentiable("hostir::all_gather", collective("hostir::all_gather", "reduce_scatter"), LIBRARY)
+differentiable("hostir::reduce_scatter", collective("hostir::reduce_scatter", "all_gather"), LIBRARY)

@@ -1,0 +1,206 @@
+"""Compute torch's operators by executors: the layouts of their tensors, and what they leave to torch.
+
+The gathered or scattered axis is moved to the front, and the axes but the last one are rows of a matrix. Results have
+the strides that torch's own functions give them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from hostir.ir.program import Program
+from hostir.ir.source import error, warn_once
+from hostir.torch import programs
+from hostir.torch.programs import DTYPES, LEDGER, OperatorGroup, Unfit, group_named
+
+# How they run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Settings:
+    """The strategy by which operators run, and whether what hostir cannot do is an error for torch's operators."""
+
+    strategy: str = "auto"
+    strict: bool = False
+
+
+SETTINGS = Settings()
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator's call: its name in the report, its group, and the function of torch's that can do the same."""
+
+    name: str
+    group: OperatorGroup
+    torchs: Callable[[], Any] | None = None
+
+    def run(self, compute: Callable[[], Any]) -> Any:
+        """Return what hostir computes; where it cannot, what torch does, or raise."""
+        try:
+            return compute()
+        except Unfit as unfit:
+            why = str(unfit)
+        if self.torchs is None or SETTINGS.strict:
+            hint = "" if self.torchs is None else "without strict=True, hostir.torch.install leaves it to torch"
+            raise error(f"hostir cannot run {self.name}: {why}", hint=hint)
+        warn_once(self.name, f"torch's own function runs {self.name}: {why}.", "hostir.torch.report() counts the calls")
+        LEDGER.left(self.name, self.group.name, why)
+        return self.torchs()
+
+    def execute(
+        self,
+        build: Callable[..., Program],
+        key: tuple[Any, ...],
+        inputs: Sequence[Tensor],
+        out: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Run the program of a fusion on this rank's parts, as executors do. Raises Unfit."""
+        kind = dtype_of(inputs)
+        calls = "eager" if out is None else "out"
+        executor = self.group.program(build, kind, *key, strategy=SETTINGS.strategy, calls=calls)
+        outputs = executor(*inputs, out=out)
+        LEDGER.ran(self.name, self.group.name, executor)
+        return outputs
+
+
+def dtype_of(tensors: Sequence[Tensor]) -> str:
+    """Return the dtype of tensors in the words of a program. Raises Unfit for one that hostir lacks, or several."""
+    kinds = {x.dtype for x in tensors}
+    if len(kinds) > 1:
+        raise Unfit(f"operands of several dtypes, {', '.join(sorted(map(str, kinds)))}")
+    (kind,) = kinds
+    if kind not in DTYPES:
+        raise Unfit(f"its dtype is {kind}, not one of {', '.join(map(str, DTYPES))}")
+    return DTYPES[kind]
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(x: Tensor, axis: int) -> Tensor:
+    """Return a tensor as a matrix, its rows along an axis first; contiguous, and a copy only if `x` is not so."""
+    return x.movedim(axis, 0).flatten(0, -2).contiguous()
+
+
+def from_rows(rows: Tensor, like: Tensor, axis: int, ranks: int) -> Tensor:
+    """Return gathered rows as a tensor with the axes of a rank's part `like`; a view."""
+    others = [n for k, n in enumerate(like.shape[:-1]) if k != axis]
+    return rows.view(like.shape[axis] * ranks, *others, rows.shape[-1]).movedim(0, axis)
+
+
+def own(result: Tensor, given: Tensor) -> Tensor:
+    """Return a result that is not a tensor of the caller's: on one rank, a gathered tensor is the input itself."""
+    return result.clone() if result is given or result._base is given else result
+
+
+# Operators ------------------------------------------------------------------------------------------------------------
+# Each takes and gives this rank's parts. Axes are not negative, and have been checked.
+
+
+def all_gather_matmul(
+    op: Operator, a: Tensor, bs: Sequence[Tensor], axis: int, gathered: bool, out: Sequence[Tensor] | None = None
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Gather `a` along an axis of any rank, and multiply it with each of `bs`.
+
+    With `out`, matrices of rows for the products and then, if wanted, for the gathered tensor.
+    """
+    contracted, ranks = axis == a.ndim - 1, op.group.size
+    if not bs:
+        return all_gather(op, a, axis) if gathered else None, []
+    K = a.shape[-1] * (ranks if contracted else 1)
+    _check_products(bs, K, f"A has {K} columns")
+    x = a.flatten(0, -2).contiguous() if contracted else rows_of(a, axis)
+    key = (K, tuple(b.shape[1] for b in bs), contracted, gathered)
+    *products, last = op.execute(programs.all_gather_matmul, key, [x, *bs], out)
+    products, full = (products, own(last, x)) if gathered else ([*products, last], None)
+    if contracted:
+        shaped = [y.view(*a.shape[:-1], y.shape[-1]) for y in products]
+        return None if full is None else full.view(*a.shape[:-1], K), shaped
+    return None if full is None else from_rows(full, a, axis, ranks), [from_rows(y, a, axis, ranks) for y in products]
+
+
+def all_gather_gated(
+    op: Operator, a: Tensor, gate: Tensor, up: Tensor, axis: int, gathered: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gather `a` along an axis but the last; return `silu(a @ gate) * (a @ up)`, and the gathered tensor if wanted."""
+    if axis == a.ndim - 1:
+        raise Unfit("the axis that is gathered is the one that the products sum over")
+    _check_products([gate, up], a.shape[-1], f"A has {a.shape[-1]} columns")
+    if gate.shape != up.shape:
+        raise Unfit(f"the two matrices have shapes {list(gate.shape)} and {list(up.shape)}")
+    x, ranks = rows_of(a, axis), op.group.size
+    y, *full = op.execute(programs.all_gather_gated, (*gate.shape, gathered), [x, gate, up])
+    return from_rows(y, a, axis, ranks), from_rows(own(full[0], x), a, axis, ranks) if gathered else None
+
+
+def matmul_reduce_scatter(
+    op: Operator, a: Tensor, b: Tensor, average: bool, axis: int, out: Tensor | None = None
+) -> Tensor:
+    """Multiply, sum over all ranks, and return this rank's part along an axis; contiguous, and `out` if given."""
+    last, ranks = axis == a.ndim - 1, op.group.size
+    _check_products([b], a.shape[-1], f"A has {a.shape[-1]} columns")
+    length = b.shape[1] if last else a.shape[axis]
+    if length % ranks:
+        raise Unfit(f"its {ranks} ranks do not divide axis {axis} of the product, which is {length}")
+    x = a if last else a.movedim(axis, 0)
+    if x.is_contiguous() or x.ndim > 3:  # of two or three axes any strides will do
+        x = x.flatten(0 if x.is_contiguous() else 1, -2)
+    key = (a.shape[-1] * ranks, b.shape[1], x.ndim, last)
+    direct = out is not None and (last or axis == 0)
+    given = None if out is None or not direct else [out.view(*_shape(x, b, ranks, last))]
+    (y,) = op.execute(programs.matmul_reduce_scatter, key, [x, b], given)
+    if average:
+        y.mul_(1 / ranks)
+    if direct and out is not None:
+        return out
+    shape = [*a.shape[:-1], b.shape[1] // ranks if last else b.shape[1]]
+    if last:
+        return y.view(shape)
+    shape[axis] //= ranks
+    moved = [shape[axis], *shape[:axis], *shape[axis + 1 :]]
+    result = y.view(moved).movedim(0, axis)
+    return result.flatten().view(shape) if out is None else out.copy_(result)
+
+
+def _shape(x: Tensor, b: Tensor, ranks: int, last: bool) -> list[int]:
+    first, *others = x.shape[:-1]
+    return [first, *others, b.shape[1] // ranks] if last else [first // ranks, *others, b.shape[1]]
+
+
+def all_gather(op: Operator, x: Tensor, axis: int, out: Tensor | None = None) -> Tensor:
+    """Gather a tensor along an axis; the result is contiguous with that axis first, or `out` with its rows."""
+    moved = x.movedim(axis, 0)
+    rows = moved.reshape(moved.shape[0], prod(moved.shape[1:])).contiguous()
+    (y,) = op.execute(programs.all_gather, (), [rows], None if out is None else [out])
+    return own(y, rows).view(moved.shape[0] * op.group.size, *moved.shape[1:]).movedim(0, axis)
+
+
+def reduce_scatter(op: Operator, x: Tensor, average: bool, axis: int) -> Tensor:
+    """Sum a tensor over all ranks; return this rank's part along an axis, contiguous with that axis first."""
+    ranks = op.group.size
+    if x.shape[axis] % ranks:
+        raise Unfit(f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}")
+    moved = x.movedim(axis, 0)
+    rows = moved.reshape(moved.shape[0], prod(moved.shape[1:])).contiguous()
+    (y,) = op.execute(programs.reduce_scatter, (), [rows])
+    y = own(y, rows)
+    if average:
+        y.mul_(1 / ranks)
+    return y.view(moved.shape[0] // ranks, *moved.shape[1:]).movedim(0, axis)
+
+
+def _check_products(bs: Sequence[Tensor], K: int, has: str) -> None:
+    for b in bs:
+        if b.shape[0] != K:
+            raise Unfit(f"{has}, and B has {b.shape[0]} rows")
+
+
+def operator(name: str, group_name: str, torchs: Callable[[], Any] | None = None) -> Operator:
+    """Return a call of the operator of this name."""
+    return Operator(name, group_named(group_name), torchs)

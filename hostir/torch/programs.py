@@ -1,0 +1,220 @@
+"""Make the programs of torch's operators: one fusion for each kind of operator, compiled once for each group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+
+from hostir.choice import Choice, compile
+from hostir.ir import parse
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, check_known
+from hostir.lower import AUTO, STRATEGIES, lower
+from hostir.runtime.executor import Executor
+
+# Fusions --------------------------------------------------------------------------------------------------------------
+# As texts, with the numbers of rows free: M along the axis that is gathered or scattered, P beside it.
+
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def _fusion(name: str, ranks: int, inputs: Sequence[str], outputs: Sequence[str], body: Sequence[str]) -> Program:
+    mesh = " ".join(map(str, range(ranks)))
+    head = f"fusion @{name}({', '.join(inputs)}) -> ({', '.join(outputs)})"
+    lines = "".join(f"  {line}\n" for line in body)
+    return parse(f"hostir 1\nmesh @mesh [didx] = {mesh}\n{head} {{\n{lines}}}\n", f"@{name}")
+
+
+def all_gather_matmul(
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], contracted: bool, gathered: bool
+) -> Program:
+    """`a` sharded on rows, or with `contracted` on K, gathered and multiplied with matrices of so many columns each."""
+    a = f"%a: {dtype}[M, {K}@didx]" if contracted else f"%a: {dtype}[M@didx, {K}]"
+    b = [f"%b{i}: {dtype}[{K}, {n}]" for i, n in enumerate(columns)]
+    body = [f"%a_full: {dtype}[M, {K}] = reshard %a"]
+    body += [f"%c{i}: {dtype}[M, {n}] = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
+    outputs = [f"%c{i}" for i in range(len(columns))] + ["%a_full"] * gathered
+    return _fusion("all_gather_matmul", ranks, [a, *b], outputs, body)
+
+
+def all_gather_gated(ranks: int, dtype: str, K: int, columns: int, gathered: bool) -> Program:
+    """`silu(a @ gate) * (a @ up)` of the gathered rows of `a`."""
+    inputs = [f"%a: {dtype}[M@didx, {K}]", *(f"%{b}: {dtype}[{K}, {columns}]" for b in ("gate", "up"))]
+    result = f"{dtype}[M, {columns}]"
+    body = [
+        f"%a_full: {dtype}[M, {K}] = reshard %a",
+        f"%g: {result} = matmul %a_full, %gate",
+        f"%u: {result} = matmul %a_full, %up",
+        f"%s: {result} = silu %g",
+        f"%y: {result} = mul %s, %u",
+    ]
+    return _fusion("all_gather_gated", ranks, inputs, ["%y"] + ["%a_full"] * gathered, body)
+
+
+def matmul_reduce_scatter(ranks: int, dtype: str, K: int, columns: int, axes: int, last: bool) -> Program:
+    """The sum over all ranks of `a @ b`, of which each gets rows or, with `last`, columns; `a` has 2 or 3 axes."""
+    others = "P, " * (axes - 2)
+    inputs = [f"%a: {dtype}[M, {others}{K}@didx]", f"%b: {dtype}[{K}@didx, {columns}]"]
+    c = f"[M, {others}{columns}@didx]" if last else f"[M@didx, {others}{columns}]"
+    return _fusion("matmul_reduce_scatter", ranks, inputs, ["%c"], [f"%c: {dtype}{c} = matmul %a, %b"])
+
+
+def all_gather(ranks: int, dtype: str) -> Program:
+    """The rows of all ranks."""
+    return _fusion("all_gather", ranks, [f"%x: {dtype}[M@didx, P]"], ["%y"], [f"%y: {dtype}[M, P] = reshard %x"])
+
+
+def reduce_scatter(ranks: int, dtype: str) -> Program:
+    """The sum over all ranks, of which each gets rows."""
+    x, y = f"%x: {dtype}[M, P] partial(didx)", f"%y: {dtype}[M@didx, P]"
+    return _fusion("reduce_scatter", ranks, [x], ["%y"], [f"{y} = reshard %x"])
+
+
+# Compiled programs ----------------------------------------------------------------------------------------------------
+
+
+class Unfit(Exception):  # noqa: N818  # no error of the user's: torch's own function may do it
+    """Raised, alike on all ranks and before any communication, for what hostir does not do; its text says why."""
+
+
+class OperatorGroup:
+    """The ranks of a process group, as the operators see them.
+
+    Fields:
+        size: the number of ranks.
+        compiled: the executors made so far, by what they compute; the reason where one cannot be made.
+    """
+
+    def __init__(self, name: str, process_group: Any) -> None:
+        self.name, self.process_group = name, process_group
+        self.size: int = process_group.size()
+        self.compiled: dict[tuple[Any, ...], Executor | str] = {}
+
+    def program(self, build: Callable[..., Program], *key: Any, strategy: str, calls: str = "eager") -> Executor:
+        """Return what runs `build(size, *key)` by a strategy; `calls` as for `hi.compile`. Raises Unfit."""
+        name = (build, strategy, calls, *key)
+        made = self.compiled.get(name)
+        if made is None:
+            made = self.compiled[name] = self._made(build(self.size, *key), strategy, calls)
+        if isinstance(made, str):
+            raise Unfit(made)
+        return made
+
+    def _made(self, fusion: Program, strategy: str, calls: str) -> Executor | str:
+        if self.size != dist.get_world_size():
+            return f"group '{self.name}' has {self.size} of the {dist.get_world_size()} ranks"
+        try:  # what no rank can lower is known before they talk
+            lower(fusion, "sequential" if strategy == AUTO else strategy)
+        except HostIRError as refused:
+            return refused.diagnostics[0].message
+        return compile(fusion, strategy, calls=calls)
+
+
+_groups: dict[str, OperatorGroup] = {}
+
+
+def group_named(name: str) -> OperatorGroup:
+    """Return the group of this name; torch raises for one that is unknown."""
+    process_group = _resolve_process_group(name)  # type: ignore[arg-type]
+    known = _groups.get(name)
+    if known is None or known.process_group is not process_group:  # torch numbers groups anew once all are destroyed
+        known = _groups[name] = OperatorGroup(name, process_group)
+    return known
+
+
+def check_taken(strategy: str) -> str:
+    """Return the strategy; raise HostIRError, at the user's line, unless there is one of this name."""
+    check_known("strategy", strategy, [*STRATEGIES, AUTO])
+    return strategy
+
+
+# The report -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Calls of one operator on one group that ran alike.
+
+    Fields:
+        operator: its name, such as `symm_mem::fused_all_gather_matmul`.
+        group: the name of the process group.
+        strategy: how hostir ran it, with streams and kernels; `torch` if torch's own function did.
+        calls: the number of calls.
+        why: why it ran so, and why not by another strategy.
+    """
+
+    operator: str
+    group: str
+    strategy: str
+    calls: int
+    why: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        head = f"{self.operator} on group '{self.group}': {self.strategy}, {self.calls} call{'s' * (self.calls != 1)}"
+        return "\n".join([head, *(f"  {clause}" for clause in self.why)])
+
+
+class Report(tuple[Ran, ...]):
+    """The operators that ran on this rank, with their strategies and the reasons; `print` shows a paragraph for each."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "no operator has been called"
+
+
+@dataclass
+class Ledger:
+    """The calls of this process, counted by operator, by the name of the group, and by what ran or why torch did."""
+
+    by_hostir: Counter[tuple[str, str, Executor, Executor]] = field(default_factory=Counter)
+    by_torch: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    def ran(self, operator: str, group: str, executor: Executor) -> None:
+        """Record a call that an executor has just run."""
+        self.by_hostir[operator, group, executor, getattr(executor, "current", executor)] += 1
+
+    def left(self, operator: str, group: str, why: str) -> None:
+        """Record a call that was left to torch."""
+        self.by_torch[operator, group, why] += 1
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.by_hostir.clear()
+        self.by_torch.clear()
+
+    def report(self) -> Report:
+        """Return the calls, those that ran alike as one."""
+        counts: Counter[tuple[str, str, str]] = Counter()
+        reasons: dict[tuple[str, str, str], dict[str, None]] = {}
+        rows = [((op, group, *explained(executor, ran)), n) for (op, group, executor, ran), n in self.by_hostir.items()]
+        rows += [((op, group, "torch", (why,)), n) for (op, group, why), n in self.by_torch.items()]
+        for (operator, group, strategy, why), count in rows:
+            counts[operator, group, strategy] += count
+            reasons.setdefault((operator, group, strategy), {}).update(dict.fromkeys(why))
+        return Report(Ran(*name, count, tuple(reasons[name])) for name, count in counts.items())
+
+
+LEDGER = Ledger()
+
+
+def explained(executor: Executor, ran: Executor) -> tuple[str, tuple[str, ...]]:
+    """Return the strategy of the program that ran, and why it was taken and no other."""
+    choice = executor.choice
+    if isinstance(choice, Choice):
+        return str(choice.taken), (f"{choice.source} on {choice.machine}", *choice.notes)
+    taken = next(candidate for candidate, made in executor.executors.items() if made is ran)  # type: ignore[attr-defined]
+    choices = [c for c in choice.choices.values() if c.taken == taken] or list(choice.choices.values())
+    why = [clause for c in choices for clause in (f"{c.source} on {c.machine}", *c.notes)]
+    why += [f"not {it.candidate}: {it.reason}" for c in choices for it in c.impossible]
+    why += [
+        f"not {it.candidate}: estimated or measured slower"
+        for c in choices
+        for it in c.timings
+        if it.candidate != taken
+    ]
+    return str(taken), tuple(dict.fromkeys(why))

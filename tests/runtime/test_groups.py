@@ -1,0 +1,50 @@
+"""Executors of process groups, on real processes: other ranks may do anything, and a lost one ends no process.
+
+The ranks run tests/runtime/group_cases.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import launch
+from tests.runtime.test_torchrun import environment, passed
+
+SCRIPT = Path(__file__).with_name("group_cases.py")
+HEALTHY = [
+    "replicas_have_other_token_counts",
+    "stages_have_other_programs",
+    "a_rank_never_calls",
+    "groups_interleave_in_other_orders",
+    "threads_own_groups_of_the_same_ranks",
+    "groups_that_wait_for_each_other_in_a_circle_are_refused",
+    "calls_of_ready_groups_in_a_circle_end_with_an_error",
+    "a_group_is_given_as_torch_knows_it",
+    "a_guest_leaves_the_process_as_it_was",
+    "layers_share_workspaces",
+    "workspaces_are_bounded",
+    "the_first_rank_of_each_group_warns",
+    "a_forked_child_is_no_rank",
+    "a_call_that_fails_on_one_rank_ends_nothing",
+]
+LOST = [
+    "a_peer_dies_in_a_collective",
+    "a_peer_dies_while_others_wait_for_flags",
+    "a_peer_dies_before_the_first_call",
+]
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
+
+
+def test_only_the_members_of_a_group_take_part() -> None:
+    job = launch(4, str(SCRIPT), *HEALTHY, env=environment(), timeout=150)
+    assert job.returncode == 0, job.stderr
+    assert passed(job.stdout) == {(name, rank) for name in HEALTHY for rank in range(4)}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_lost_peer_is_an_exception_and_the_others_live_on(name: str) -> None:
+    job = launch(4, str(SCRIPT), name, env=environment(), timeout=100)
+    assert passed(job.stdout) == {(name, rank) for rank in range(3)}, job.stderr
+    assert "ended" not in job.stderr
