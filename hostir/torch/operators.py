@@ -63,7 +63,8 @@ class Operator:
         """Run the program of a fusion on this rank's parts, as executors do. Raises Unfit."""
         kind = dtype_of(inputs)
         calls = "eager" if out is None else "out"
-        executor = self.group.program(build, kind, *key, strategy=SETTINGS.strategy, calls=calls)
+        device = inputs[0].device
+        executor = self.group.program(build, kind, *key, strategy=SETTINGS.strategy, device=device, calls=calls)
         outputs = executor(*inputs, out=out)
         LEDGER.ran(self.name, self.group.name, executor)
         return outputs

@@ -276,16 +276,16 @@ def it_comes_off_again() -> None:
         OPS.fused_matmul_reduce_scatter(a, b, "sum", 0, group())
 
 
-def main() -> None:
+def main(cases: dict[str, Callable[[], None]]) -> None:
     torch.manual_seed(int.from_bytes(os.environ["SEED"].encode()) + RANK)
     torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN
     dist.init_process_group("gloo")
     for name in sys.argv[1:]:
-        CASES[name]()
+        cases[name]()
         print(f"PASS {name} {RANK}\n", end="", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(CASES)
