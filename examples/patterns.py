@@ -317,6 +317,24 @@ def sendrecv(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi
     return _reshard("sendrecv", ranks, M, N, dtype, tuple(range(half)), tuple(range(ranks - half, ranks)), (0, 0))
 
 
+def reduce_scatter(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi.Fusion:
+    """Partial sums, one on each rank, to the sum sharded on the rows: the collective alone."""
+    with hi.Fusion("reduce_scatter") as fusion:
+        x = hi.tensor("x", [M, N], dtype)
+        y = hi.reshard(x)
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.partial(mesh)
+    y.shard(0, mesh)
+    return fusion
+
+
+def all_gather(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi.Fusion:
+    """Rows sharded over the ranks, to all rows on each: the collective alone."""
+    devices = tuple(range(ranks))
+    return _reshard("all_gather", ranks, M, N, dtype, devices, devices, (0, None))
+
+
 PATTERNS = (
     allgather_matmul,
     allgather_matmul_rows,
@@ -337,6 +355,8 @@ PATTERNS = (
     broadcast,
     alltoall,
     sendrecv,
+    reduce_scatter,
+    all_gather,
 )
 
 

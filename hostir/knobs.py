@@ -182,8 +182,9 @@ SYMMETRIC_LIMIT: Knob[int | None] = Knob(
     None,
     "a number of bytes",
     _bytes,
-    "The most bytes of symmetric memory that a program may take on a rank. A program that takes more is refused; the "
-    "strategy `auto` takes the fastest that takes no more. If unset, there is no limit.",
+    "The most bytes of symmetric memory that the programs of the job, or of a process group, may take on a rank "
+    "together: what was not used longest makes room. A program that alone takes more is refused; the strategy `auto` "
+    "takes the fastest that takes no more. If unset, there is no limit, and each program keeps up to 4 GiB.",
 )
 
 COMPARE_CALLS: Knob[bool] = Knob(

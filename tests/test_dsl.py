@@ -193,6 +193,50 @@ def test_a_fusion_can_be_checked() -> None:
     assert hi.check(ag_matmul()) == []
 
 
+def test_an_input_may_be_a_sum_over_the_ranks() -> None:
+    mesh = hi.DeviceMesh([[0, 1], [2, 3]], names=("dp", "tp"))
+    with hi.Fusion("reduced") as fusion:
+        x = hi.tensor("x", [8, 6], "f32")
+        scattered, whole = hi.reshard(x), hi.relu(x)
+        fusion.output(scattered, whole)
+    assert x.shard(0, mesh, "dp").partial(mesh, "tp") is x
+    assert repr(x) == "%x: f32[8@dp, 6] partial(tp)"
+    scattered.shard(0, mesh, "dp").shard(1, mesh, "tp")
+    whole.shard(0, mesh, "dp")
+    assert "(%x: f32[8@dp, 6] partial(tp))" in str(fusion)
+    terms = [torch.randn(4, 6) for _ in range(4)]
+    total = torch.cat([terms[0] + terms[1], terms[2] + terms[3]])
+    program = hi.lower(fusion)
+    first, second = hi.Executor(program, machine="local")(terms)
+    for rank, (mine, rows) in enumerate(zip(first, second, strict=True)):
+        dp, tp = divmod(rank, 2)
+        torch.testing.assert_close(mine, total[4 * dp : 4 * dp + 4, 3 * tp : 3 * tp + 3])
+        torch.testing.assert_close(rows, total[4 * dp : 4 * dp + 4].relu())
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [
+        (lambda x, mesh: x.partial(4), "not a mesh: 4"),
+        (lambda x, mesh: x.partial(mesh, "dp"), "the mesh has no axis 'dp'"),
+        (lambda x, mesh: x.partial(mesh, Stream), "Stream is no mesh axis"),
+        (lambda x, mesh: x.shard(0, mesh).partial(mesh), "an axis of %x lies on didx, over which it cannot be a sum"),
+        (lambda x, mesh: x.partial(mesh).shard(0, mesh), "%x is a partial sum over didx, on which none of its axes"),
+        (
+            lambda x, mesh: x.partial(mesh).set_device_mesh(hi.DeviceMesh(range(4), names="tp")),
+            "%x is a partial sum over didx, which the mesh does not have",
+        ),
+    ],
+)
+def test_a_sum_over_no_mesh_axis_or_one_that_shards_is_refused(mark: Callable[..., object], message: str) -> None:
+    x = one([16, 24])
+    with pytest.raises(HostIRError) as wrong:
+        mark(x, hi.DeviceMesh(range(4)))
+    (found,) = wrong.value.diagnostics
+    assert found.message.startswith(message)
+    assert found.span
+
+
 def test_split_keeps_the_shape_and_counts_axes_after_it() -> None:
     x = one([16, 24])
     x.split(0, 4)

@@ -68,7 +68,7 @@ def test_a_plan_is_logged_when_it_is_made_and_later_calls_log_nothing(
     assert [r.name for r in records.records] == ["hostir.runtime.executor"] * 2
     first, second = (r.getMessage() for r in records.records)
     assert first.startswith("@alone: planned for M=4 in ")
-    assert first.endswith(" ms; a call allocates 128 bytes, and 0 bytes of symmetric memory stay")
+    assert first.endswith(" ms; a call allocates 128 bytes, and 0 bytes of symmetric memory stay, of 0 in all")
     assert "M=6" in second
     for name in ("log", "isEnabledFor"):  # a warm call does not even ask whether it is wanted
         monkeypatch.setattr(logging.LoggerAdapter, name, _never)

@@ -110,7 +110,7 @@ def compile(
         notes = tuple(left_whole(host).values()) if strategy != SEQUENTIAL else ()
         choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine, group), notes=notes)
         log_choice(choice)
-        warn_fallbacks(program, choice)
+        warn_fallbacks(program, choice, group)
     executor = execute(host, choice.kernels)
     executor.choice = choice
     return executor

@@ -242,7 +242,7 @@ def choose(
     choice = Choice.from_json(agreed)
     log_choice(choice)
     if speaks:  # once all have heard, as a warning may be an error
-        warn_fallbacks(program, choice)
+        warn_fallbacks(program, choice, group)
     return choice
 
 
@@ -471,15 +471,16 @@ def log_choice(choice: Choice) -> None:
         LOG.info("@%s: %s", choice.fusion, clause)
 
 
-def warn_fallbacks(program: Program, choice: Choice) -> None:
-    """Warn, once for a fusion and a reason, that a strategy or an overlap is not possible here."""
+def warn_fallbacks(program: Program, choice: Choice, group: Any = None) -> None:
+    """Warn, on rank 0, once for a fusion and a reason, that a strategy or an overlap is not possible here."""
+    first = None if group is None else rank_here(None, group) == 0
     hint = "'hostir explain' lists all ways to run it, with their times and what keeps them from being taken"
     if choice.source == ASKED_FOR:
         hint = "'pipeline' slices any communication along a Stream axis; 'auto' takes what is fastest"
     messages = [f"@{choice.fusion} runs '{choice.taken}', as {why}." for why in choice.fallbacks]
     messages += [f"In @{choice.fusion} {note}." for note in choice.notes if f" is {NOT_OVERLAPPED}: " in note]
     for message in messages:
-        warn_once(program.digest, message, hint)
+        warn_once(program.digest, message, hint, first=first)
 
 
 def _encoded(decided: Callable[[], dict[str, Any]]) -> str:

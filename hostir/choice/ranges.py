@@ -157,7 +157,7 @@ def agreed_ranges(
     ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in entries} for name, entries in agreed.items()}
     choice = ranges.choice(largest)
     if speaks:
-        warn_fallbacks(program, choice)
+        warn_fallbacks(program, choice, group)
     return ranges
 
 

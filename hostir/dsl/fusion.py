@@ -97,7 +97,7 @@ class Fusion:
                 key = (t.mesh.names, t.mesh.shape, t.mesh.devices)
                 name = f"mesh_{len(meshes)}" if meshes else "mesh"
                 mesh = meshes.setdefault(key, Mesh(name, *key))
-            types[t.name] = TensorType(t.dtype, t.axes, mesh)
+            types[t.name] = TensorType(t.dtype, t.axes, mesh, t.partial_over)
         values = {t.name: Value(t.name, types[t.name], t.span) for t in self.tensors.values()}
         return Program(
             self.name,
@@ -345,7 +345,8 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
 def reshard(x: Tensor) -> Tensor:
     """The same tensor with another sharding, or on another mesh: annotate the result with its mesh and axes.
 
-    Lowering inserts the communication. A result without annotation is replicated.
+    Lowering inserts the communication. A result without annotation is replicated. Of an input that is a partial sum,
+    declared with `x.partial(mesh)`, the result is the sum.
     """
     value = operand(x, user_span())
     return apply(comm_ops.Reshard, value.tensor.shape, x=value)

@@ -182,6 +182,7 @@ class Tensor:
         dtype: `str(t.dtype)` is `f64`, `f32`, `f16` or `bf16`.
         shape: of the whole tensor; splits do not change it.
         mesh: the `hi.DeviceMesh`; None if none was set.
+        partial_over: the mesh axes over which each rank holds one term of a sum.
     """
 
     __array_ufunc__ = None  # numpy then uses the operators below, which explain the mistake
@@ -194,6 +195,7 @@ class Tensor:
         self.span = span
         self.mesh: DeviceMesh | None = None
         self._loop = [(k, Factor(size)) for k, size in enumerate(shape)]
+        self.partial_over: tuple[str, ...] = ()
 
     def axis(self, position: int) -> LoopAxis:
         """The axis at a position, counted after splits: `t.axis(0).parallelize(hi.ParallelType.Stream)`.
@@ -219,6 +221,9 @@ class Tensor:
                         f"{lies}, which the mesh does not have", span, expected=f"a mesh with an axis {factor.on}"
                     )
                 self._check_extent(factor.extent, factor.on, mesh, span)
+        if missing := [name for name in self.partial_over if name not in mesh.names]:
+            what = f"%{self.name} is a partial sum over {missing[0]}, which the mesh does not have"
+            raise error(what, span, expected=f"a mesh with an axis {missing[0]}")
         self.mesh = mesh
 
     def split(self, position: int, outer: SizeLike) -> None:
@@ -248,6 +253,26 @@ class Tensor:
         self._mark(axis, on, user_span())
         return self
 
+    def partial(self, mesh: DeviceMesh, on: ParallelType | str = ParallelType.DIDx) -> Tensor:
+        """Declare that each rank along a mesh axis holds one term of a sum, which is the tensor; return the tensor.
+
+        The terms have the whole tensor's shape, or that of a rank's part if axes are sharded over another mesh axis.
+        `hi.reshard` of it to a replicated tensor is an all-reduce, to one that is sharded over `on` a reduce-scatter.
+        Computations that read it have it reduced first.
+
+        Sets the mesh, and raises the errors of `set_device_mesh`; HostIRError also for a mesh axis that it lacks, and
+        for one that an axis of the tensor lies on.
+        """
+        self.set_device_mesh(mesh)
+        span = user_span()
+        if on is ParallelType.Stream:
+            raise error("Stream is no mesh axis, over which to sum", span, expected="DIDx, DIDy or the name of an axis")
+        name = mesh.axis_name(on, span)
+        if any(factor.on == name for _, factor in self._loop):
+            raise error(f"an axis of %{self.name} lies on {name}, over which it cannot be a sum as well", span)
+        self.partial_over = tuple(sorted({*self.partial_over, name}))
+        return self
+
     def _loop_at(self, position: int, span: Span | None) -> tuple[int, Factor]:
         count = len(self._loop)
         whole = isinstance(position, int) and not isinstance(position, bool)
@@ -275,6 +300,8 @@ class Tensor:
         else:
             name = self.mesh.axis_name(on, span)
             self._check_extent(factor.extent, name, self.mesh, span)
+        if name in self.partial_over:
+            raise error(f"%{self.name} is a partial sum over {name}, on which none of its axes can lie", span)
         if factor.on == name:
             return
         if factor.on:
@@ -323,4 +350,5 @@ class Tensor:
         raise error("a fusion has no division", user_span(), hint=INVERT)
 
     def __repr__(self) -> str:
-        return f"%{self.name}: {self.dtype}[{', '.join(map(str, self.axes))}]"
+        partial = f" partial({', '.join(self.partial_over)})" if self.partial_over else ""
+        return f"%{self.name}: {self.dtype}[{', '.join(map(str, self.axes))}]{partial}"

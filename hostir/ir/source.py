@@ -303,9 +303,15 @@ class FallbackWarning(UserWarning):
 _warned: set[tuple[str, str]] = set()
 
 
-def warn_once(key: str, message: str, hint: str = "", category: type[Warning] = FallbackWarning) -> None:
-    """Warn once for each key, on rank 0 only, at the line of the user's call."""
-    if not is_first_rank() or (key, message) in _warned:
+def warn_once(
+    key: str,
+    message: str,
+    hint: str = "",
+    category: type[Warning] = FallbackWarning,
+    first: bool | None = None,
+) -> None:
+    """Warn once for each key, at the line of the user's call, if this rank is the `first`; by default rank 0 is."""
+    if not (is_first_rank() if first is None else first) or (key, message) in _warned:
         return
     _warned.add((key, message))
     warnings.warn(str(Diagnostic(message, hint=hint, level="warning")), category, stacklevel=_depth())

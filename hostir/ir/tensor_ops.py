@@ -423,12 +423,19 @@ def _spreads(given: Shape, shape: Shape) -> bool:
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Add(Binary):
-    """Elementwise sum.
+    """Elementwise sum. The sum of two partial sums over the same mesh axes is a partial sum over them.
 
     Example: %z: f32[16, 32] = add %x: f32[16, 32], %y: f32[32]
     """
 
     syntax = "add {x}, {y} -> {out}"
+
+    def infer(self) -> TensorType:
+        partial = self.x.tensor.partial
+        if not partial or self.y.tensor.partial != partial:
+            return super().infer()
+        x, y = (replace(v, type=replace(v.tensor, partial=())) for v in self.operands)
+        return replace(replace(self, x=x, y=y).infer(), partial=partial)
 
 
 @statement

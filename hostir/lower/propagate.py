@@ -12,6 +12,7 @@ from hostir.ir.program import Program
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import (
     CONTRACTED,
+    Add,
     Binary,
     Linear,
     Map,
@@ -78,7 +79,10 @@ class _Computation:
 
         operands = tuple(
             replace(
-                t, mesh=self.mesh, partial=(), axes=tuple(layout(axis, to) for axis, to in zip(t.axes, m, strict=True))
+                t,
+                mesh=self.mesh,
+                partial=tuple(mark for mark in t.partial if mark in self.added),
+                axes=tuple(layout(axis, to) for axis, to in zip(t.axes, m, strict=True)),
             )
             for t, m in zip(types, self.maps, strict=True)
         )
@@ -90,8 +94,17 @@ class _Computation:
         """Return the numbers of the operands that have an axis which is summed away."""
         return [i for i, m in enumerate(self.maps) if CONTRACTED in m]
 
+    @property
+    def added(self) -> set[str]:
+        """Return the mesh axes over which an addition adds up partial sums."""
+        if not isinstance(self.op, Add):
+            return set()
+        return set.intersection(*(set(t.partial) for t in self.types))
+
     def home(self, mark: str) -> int | None:
         """Return the axis of the result that a mesh axis shards, CONTRACTED for a partial sum, or None."""
+        if mark in self.added:
+            return CONTRACTED
         at = [m[k] if (k := t.axis_on(mark)) is not None else None for t, m in zip(self.types, self.maps, strict=True)]
         if self.contracting and all(at[i] == CONTRACTED for i in self.contracting):
             return CONTRACTED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from hostir.ir.tensor_ops import Add, DenseCopy, Linear, Reshape, Shard, TensorO
 from hostir.ir.types import Axis, Mesh, TensorType, leads
 from hostir.lower import Pass
 from hostir.lower.host import isolate
-from hostir.lower.propagate import OperandShardings, choose, choose_view, result_of
+from hostir.lower.propagate import OperandShardings, choose, choose_view, result_of, users_of
 
 # Reshards -------------------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,10 @@ def _in_line(type: TensorType, mesh: Mesh) -> bool:
 
 @dataclass(frozen=True)
 class Communicate(Pass):
-    """Turns each reshard into a communication, or into a view if a rank already has the elements."""
+    """Turns each reshard into a communication, or into a view if a rank already has the elements.
+
+    A sum of partial sums that are reduced alike is reduced once.
+    """
 
     name = "communicate"
 
@@ -231,7 +234,8 @@ class Communicate(Pass):
                 same[s.out.name] = s.x
             else:
                 body += _communication(s, names)
-        return replace(program, body=tuple(body), outputs=tuple(same.get(v.name, v) for v in program.outputs))
+        outputs = tuple(same.get(v.name, v) for v in program.outputs)
+        return _reduced_once(replace(program, body=tuple(body), outputs=outputs))
 
 
 def _communication(s: Reshard, names: Names) -> Iterator[Statement]:
@@ -277,3 +281,33 @@ def _shard(s: Reshard, mark: str, names: Names) -> Iterator[Statement]:
     yield Shard(view, block, span=s.span)
     yield DenseCopy(out=dense, x=block, span=s.span, note="copy: the blocks of a rank lie apart")
     yield Reshape(dense, s.out, span=s.span)
+
+
+# Sums of partial sums -------------------------------------------------------------------------------------------------
+
+Reduction = AllReduce | ReduceScatter
+
+
+def _reduced_once(program: Program) -> Program:
+    """Add up partial sums before they are reduced, not after: one reduction then does for both."""
+    names, users = Names.of(program), users_of(program)
+    reductions: dict[str, Reduction] = {}  # by a result that one statement reads, and nothing else
+    body: list[Statement] = []
+    for s in program.body:
+        if isinstance(s, Add) and (pair := _reduced_alike(s, reductions)):
+            body = [other for other in body if other not in pair]
+            part = Value(names.fresh(f"{s.out.name}_part"), pair[0].x.type, s.span)
+            body.append(Add(out=part, x=pair[0].x, y=pair[1].x, span=s.span))
+            s = replace(pair[0], x=part, out=s.out, span=s.span)
+        body.append(s)
+        if isinstance(s, Reduction) and s.out not in program.outputs and len(users.get(s.out.name, [])) == 1:
+            reductions[s.out.name] = s
+    return program.with_body(body)
+
+
+def _reduced_alike(s: Add, reductions: Mapping[str, Reduction]) -> tuple[Reduction, Reduction] | None:
+    """Return the reductions of both operands, if they reduce partial sums of one type to that of the result."""
+    x, y = reductions.get(s.x.name), reductions.get(s.y.name)
+    if x is None or y is None or (type(x), x.over, x.x.type) != (type(y), y.over, y.x.type):
+        return None
+    return (x, y) if x.out.tensor.host() == y.out.tensor.host() == s.out.tensor.host() else None

@@ -13,7 +13,7 @@ from hostir.ir.tensor_ops import Contraction, Linear, Matmul, Reshape
 from hostir.ir.types import Axis
 from hostir.lower.host import isolate
 from hostir.lower.pipeline import with_reasons
-from hostir.lower.propagate import operands_of, result_of, splits_only
+from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.slices import SlicePlace
 
 # Which they are -------------------------------------------------------------------------------------------------------
@@ -170,12 +170,18 @@ def wanted_otherwise(program: Program, rows: Value) -> bool:
 
 
 def product_of_rows(program: Program, s: ReduceScatter) -> Contraction | None:
-    """Return the product whose rows a reduce_scatter sums up, perhaps through views that split axes; else None."""
+    """Return the product whose rows a reduce_scatter sums up, perhaps seen with other axes of rows; else None."""
+    maker = maker_of_rows(program, s)
+    return maker if isinstance(maker, Contraction) else None
+
+
+def maker_of_rows(program: Program, s: ReduceScatter) -> Statement | None:
+    """Return the statement that makes the rows that a reduce_scatter sums up; None if they are an input."""
     made = {result_of(other).name: other for other in program.body}
     maker = made.get(s.x.name)
-    while isinstance(maker, Reshape) and splits_only(maker):
+    while isinstance(maker, Reshape) and maker.x.tensor.shape[-1] == maker.out.tensor.shape[-1]:
         maker = made.get(maker.x.name)
-    return maker if isinstance(maker, Contraction) else None
+    return maker
 
 
 # How the shards lie ---------------------------------------------------------------------------------------------------
@@ -199,6 +205,12 @@ def shard_place(s: RowCollective) -> SlicePlace:
     factors = type.host().axes[k].factors
     at = next(n for n, factor in enumerate(factors) if factor.on == s.over)
     return SlicePlace(k, product([f.extent for f in factors[:at]]), Size(s.mesh.size(s.over)))
+
+
+def piece_axis(s: RowCollective) -> int:
+    """Return the axis in which a rank's rows can be cut: the sharded one, or one inside if a rank has one element."""
+    k, shape = shard_place(s).axis, shard_of(s).tensor.local_shape
+    return next((j for j in range(k, len(shape) - 1) if not shape[j].is_one), k)
 
 
 def long_axes(s: RowCollective) -> list[int]:

@@ -17,7 +17,7 @@ from hostir.ir.sizes import ONE, Size
 from hostir.ir.tensor_ops import ACTIVATIONS, Add, Sum, Unary, ViewStatement
 from hostir.ir.types import Axis
 from hostir.lower.host import Host, modulo
-from hostir.lower.rows import shard_place
+from hostir.lower.rows import piece_axis, shard_place
 from hostir.lower.transfers import ARRIVED, Blocks, Transfers, Turns
 
 
@@ -28,7 +28,7 @@ class ScatteredBlocks:
         like: a tensor on the mesh.
         axis: an axis of blocks outside the scattered one: the rows for a rank are sent in one block for each of its
             elements. None if they are sent together, or in `pieces`.
-        pieces: the number of blocks in which the scattered axis is sent to each rank.
+        pieces: the number of blocks in which the rows are sent to each rank.
     """
 
     def __init__(self, host: Host, s: ReduceScatter, like: Value, axis: int | None, pieces: int = 1) -> None:
@@ -42,9 +42,18 @@ class ScatteredBlocks:
         buffer = Value(host.names.fresh(f"{s.out.name}_sent"), room, s.span)
         self.transfers = Transfers(host, s, buffer, flags=Size(self.each * self.team.ranks))
 
-    def first_of(self, place: Expr) -> Expr:
-        """Return the first of the blocks for the rank at a place, or from it: those of a rank follow one another."""
-        return _times(place, self.pieces)
+    @property
+    def first(self) -> Expr:
+        """The block with which a product of all rows is to begin, so that flags rise in the order of the turns.
+
+        Blocks are computed as they lie in memory, round robin. With several blocks outside, only two ranks can begin
+        with the block that is sent first: with more, those for the ranks before this one would come last of all. So it
+        begins with what is sent last, and ends with its own block.
+        """
+        ranks, blocks = self.team.ranks, self.each * self.team.ranks
+        if self.axis is None or ranks == 2:
+            return _times(self.team.peer(Lit(1)), self.pieces)
+        return modulo(Bin("+", self.team.rank, Lit(blocks - ranks + 1)), blocks)
 
     def in_turns(self, full: Value, done: Value | None = None) -> tuple[Turns, Blocks]:
         """Return the turns in which the blocks of `full` are sent, beginning with those of the next rank.
@@ -71,12 +80,14 @@ class ScatteredBlocks:
             source, target = (one_of(host, v, self.axis, index, self.count, views) for v in (full, target))
             k -= len(full.tensor.axes) - len(source.tensor.axes)
             flag, awaited = Bin("+", flag, index), Bin("+", Bin("*", index, Lit(team.ranks)), block)
-        cut = Chunk(source, self.named("block"), block, Size(team.ranks * pieces), k, span=s.span)
-        source = made(cut, in_turn)
+        inside = piece_axis(s) if pieces > 1 else k
+        place, count = (block, team.ranks * pieces) if inside == k else (Bin("/", block, Lit(pieces)), team.ranks)
+        source = made(Chunk(source, self.named("block"), place, Size(count), k, span=s.span), in_turn)
         if pieces > 1:
             piece = modulo(block, pieces)
-            target = made(Chunk(target, self.named("place"), piece, Size(pieces), k, span=s.span), in_turn)
             flag = Bin("+", flag, piece)
+            target = self.piece(target, "place", piece, inside, in_turn)
+            source = source if inside == k else self.piece(source, "piece", piece, inside, in_turn)
         wait = None if done is None else WaitSignal(done, awaited, ARRIVED, span=s.span)
         return Blocks(source, target, tuple(views), flag, index, self.count, tuple(in_turn), wait)
 
@@ -87,14 +98,13 @@ class ScatteredBlocks:
         waits = (self.transfers.wait(flag),)
         self.host.body.append(For(index.value, Size(others * self.each), waits, span=self.scatter.span))
 
-    def add_up(self) -> None:
+    def add_up(self, note: str = "each block when all ranks have sent it") -> None:
         """Add the sum over all ranks, each block of it when they have sent theirs, and what it computes at once."""
         host, s, rank = self.host, self.scatter, self.team.rank
         result, addend, activation = self.epilogue()
         out, full, place = host.destination(result), host.values[s.x.name], shard_place(s)
         own: list[ViewStatement] = []
         mine = made(Chunk(full, self.named("mine"), rank, place.count, place.axis, span=s.span), own)
-        note = "each block when all ranks have sent it"
         total = Sum(out, self.transfers.buffer, 0, addend=addend, activation=activation, span=s.span, note=note)
         host.body += [*own, replace(total, ready=self.transfers.flags, epoch=ARRIVED, first=rank, own=mine)]
 
@@ -117,6 +127,10 @@ class ScatteredBlocks:
             result, activation = user.out, user.keyword()
             host.folded.add(result.name)
         return result, addend, activation
+
+    def piece(self, rows: Value, name: str, index: Expr, axis: int, views: list[ViewStatement]) -> Value:
+        """Return a view of one of the pieces of rows, added to `views`."""
+        return made(Chunk(rows, self.named(name), index, Size(self.pieces), axis, span=self.scatter.span), views)
 
     def named(self, name: str) -> Value:
         """Return a new value for a view, whose type follows from the statement that makes it."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from hostir.ir.machine import Done
 from hostir.ir.regions import dense_strides
+from hostir.runtime.kernels.flags import with_rows
+from hostir.runtime.kernels.layout import row_pieces
 from hostir.runtime.kernels.table import REPEATABLE, Kernel, repeating
 from hostir.runtime.order import NONE
 from hostir.runtime.sharding import torch_dtype
@@ -26,6 +29,8 @@ from hostir.runtime.unroll import (
 )
 
 Step = Callable[[], object]
+Copy = Callable[[torch.Tensor, torch.Tensor], object]  # of the second to the first
+AddUp = Callable[..., object]  # as aten.add_up
 
 
 def bind_allocate(op: AllocateOp, registers: list[Any], device: torch.device) -> Step:
@@ -69,6 +74,62 @@ def bind_compute(op: ComputeOp, registers: list[Any], kernel: Kernel) -> Step:
     return lambda: kernel(registers[out], registers[x])
 
 
+# Blocks of rows -------------------------------------------------------------------------------------------------------
+# Computations block by block, for machines without a kernel that waits for flags or raises them.
+
+
+def compute_block(
+    op: ComputeOp, registers: Sequence[Any], kernel: Kernel, block: int, blocks: int, add_up: AddUp | None = None
+) -> None:
+    """Compute one of `blocks` equal blocks of the rows of a product or a sum.
+
+    `add_up` adds sources of which one is elsewhere, with the bits of a sum of whole tensors; else they are copied.
+    """
+    if op.kind == "sum":
+        _sum_block(op, registers, kernel, block, blocks, add_up)
+        return
+    out, a, *others = registers[op.out], *(registers[x] for x in op.operands)
+    ready = op.ready
+    own = registers[ready.own] if ready is not None and ready.own is not None and block in ready.replaced else None
+    for out_part, a_part in with_rows(out, a, block, blocks, own):
+        kernel(out_part, a_part, *others, **op.options)
+
+
+def _sum_block(
+    op: ComputeOp, registers: Sequence[Any], kernel: Kernel, block: int, blocks: int, add_up: AddUp | None
+) -> None:
+    """Compute one block of the rows of a sum; the bits are those of a sum of whole tensors."""
+    out, x, ready = registers[op.out], registers[op.operands[0]].movedim(op.options["axis"], 0), op.ready
+    height = out.shape[:-1].numel() // blocks
+    own = [] if ready is None or ready.own is None else [registers[ready.own]]
+    addends = [y.expand_as(out) for y in (registers[register] for register in op.operands[1:]) if y is not None]
+    then = {**op.options, "axis": 0}
+    rows = [(part, block * height) for part in (out, *addends, *x[:1], *own)]
+    for _, (target, *views) in row_pieces(rows, height):
+        added, views = views[: len(addends)], views[len(addends) :]
+        if not len(x):
+            kernel(target, x.new_empty(0, *target.shape), *added, **then)
+            continue
+        first = views[0]
+        sources = first.as_strided((len(x), *first.shape), (x.stride(0), *first.stride()), first.storage_offset())
+        if ready is None or not own:
+            kernel(target, sources, *added, **then)
+            continue
+        parts = list(sources)
+        parts[ready.replaced[0] // ready.results] = views[1]
+        if add_up is not None:
+            add_up(target, [*parts, *added], activation=then.get("activation", ""))
+        else:
+            kernel(target, torch.stack(parts), *added, **then)
+
+
+def completed(done: Done, block: int, blocks: int, computed: Set[int]) -> list[int]:
+    """Return the flags whose rows are all computed now that a block is, which is in `computed`."""
+    flags = range(done.blocks)
+    rows = {i: range(i * blocks // done.blocks, -(-(i + 1) * blocks // done.blocks)) for i in flags}
+    return [flag for flag, needed in rows.items() if block in needed and computed >= set(needed)]
+
+
 # Inputs in place ------------------------------------------------------------------------------------------------------
 # Inputs that need no copy: the caller can write them where a program would copy them, in symmetric memory.
 
@@ -95,7 +156,7 @@ def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int,
     return tuple(found.values())
 
 
-def copy_here(out: torch.Tensor, x: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+def copy_here(out: torch.Tensor, x: torch.Tensor, copy: Copy) -> None:
     """Copy `x` to `out` within this rank's memory, by `copy`; do nothing where the caller has made `x` in its place.
 
     In place is one address and one layout. At that address with other strides, `x` is read before `out` is written.

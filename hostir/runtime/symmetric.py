@@ -6,7 +6,8 @@ are 0 and numbers NaN at first.
 
 The memory belongs to the process group. Executors of equal programs share it at equal sizes: their calls run one after
 another, so that they are like calls of one executor. Memory is released when ranks meet anyway: what no plan uses any
-more, and of the program that needs more what was not used longest, if its sizes take too much together.
+more, and what was not used longest: of all programs, if they would take more than HOSTIR_SYMMETRIC_LIMIT together;
+without that limit, of the program that needs more, if its sizes take too much.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from math import prod
@@ -29,10 +30,11 @@ from hostir.ir.onesided_ops import Barrier as BarrierStatement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span, error
 from hostir.ir.types import FLAG
+from hostir.knobs import SYMMETRIC_LIMIT
 from hostir.runtime.sharding import TORCH
 from hostir.runtime.unroll import SymmetricOp, UnrolledProgram
 
-KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of a program, unless the latest alone takes more
+KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of a program, unless HOSTIR_SYMMETRIC_LIMIT says otherwise
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
 BARRIERS = ""  # in the place of a name: a team's flags, one for each of its barriers and ranks; its round is the team
 ExchangeTexts = Callable[[str, str], list[str]]  # a key and this rank's text: the texts of all ranks
@@ -249,7 +251,8 @@ class SymmetricMemory:
             drops = set(offers[0].drops).difference(*(offer.pinned for offer in offers))
             if drops:
                 self.sharing.synchronize()
-            if refused := _refusal(self.exchange(f"{where}, made", self.reserve(offers))):
+            why = self.excess(unrolled.program, offer, drops) or self.reserve(offers)
+            if refused := _refusal(self.exchange(f"{where}, made", why)):
                 raise refused
             memory, why = self.map(unrolled, offers)
             if refused := _refusal(self.exchange(f"{where}, mapped", why)):
@@ -273,15 +276,31 @@ class SymmetricMemory:
             return Offer(refusal=str(problem))
 
     def surplus(self, program: Program, size: int) -> tuple[int, ...]:
-        """Return what goes: all that no plan uses, and of this program what was not used longest, for `size` bytes."""
+        """Return what goes: all that no plan uses, and what was not used longest, to make room for `size` bytes."""
+        limit = SYMMETRIC_LIMIT.get()
         found = [memory.number for memory in self.met.values() if not memory.plans]
-        held = [memory for (digest, _), memory in self.met.items() if digest == program.digest and memory.plans]
-        excess = sum(memory.offers[self.rank].bytes for memory in held) + size - KEPT_BYTES
+        held = [
+            memory
+            for (digest, _), memory in self.met.items()
+            if memory.plans and (limit is not None or digest == program.digest)
+        ]
+        excess = (
+            sum(memory.offers[self.rank].bytes for memory in held) + size - (KEPT_BYTES if limit is None else limit)
+        )
         for memory in sorted(held, key=lambda memory: memory.used):
             if excess > 0 and not memory.captured:
                 found.append(memory.number)
                 excess -= memory.offers[self.rank].bytes
         return tuple(found)
+
+    def excess(self, program: Program, offer: Offer, drops: Set[int]) -> str:
+        """Return why this rank's memory would be more than the limit; empty if it is not, or if there is none."""
+        limit = SYMMETRIC_LIMIT.get()
+        kept = sum(memory.offers[self.rank].bytes for memory in self.met.values() if memory.number not in drops)
+        if limit is None or kept + offer.bytes <= limit:
+            return ""
+        beside = f" beside {kept} that captured CUDA graphs use" if kept else ""
+        return f"@{program.name} needs {offer.bytes} bytes{beside}, and HOSTIR_SYMMETRIC_LIMIT allows {limit}"
 
     def reserve(self, offers: Sequence[Offer]) -> str:
         """Allocate this rank's memory, or return why it cannot, so that no rank waits for it."""

@@ -119,7 +119,7 @@ def test_what_failed_when_it_was_measured_is_not_possible_and_is_said_loudly() -
 
 
 def test_on_a_cpu_the_reasons_are_a_warning_once_for_a_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hostir.choice.decision.here", lambda machine, ranks: PROCESSES)
+    monkeypatch.setattr("hostir.choice.decision.here", lambda machine, ranks, group: PROCESSES)
     fusion = patterns.allgather_matmul()
     with pytest.warns(hi.FallbackWarning, match="runs '.*for testing") as told:
         choice = choose(fusion, machine="gloo")

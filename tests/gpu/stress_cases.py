@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from random import Random
@@ -42,7 +42,10 @@ class Product:
 class Config:
     """A program and what computes it. A is `[slices, ranks, M, depth]`, with one slice `[ranks, M, depth]`.
 
+    Either its rows are gathered and multiplied, or the products of parts along K are reduced and scattered.
+
     Fields:
+        scattered: the latter.
         mesh: the ranks that hold parts, in the order of their parts.
         rows: the two M that it is called with; where they are one, the program has the number in the place of a symbol,
             which a rank that holds nothing could not bind.
@@ -60,6 +63,7 @@ class Config:
     products: tuple[Product, ...]
     kept: bool
     priorities: tuple[int, ...]
+    scattered: bool = False
 
     @property
     def spins(self) -> bool:
@@ -72,6 +76,8 @@ class Config:
 
     def fusion(self) -> Program:
         """What is computed, before lowering: its outputs are the products, then the gathered A where it is kept."""
+        if self.scattered:
+            return self._scattered()
         type, k = self.dtype, str(self.depth)
         inputs = [f"%a: {type}[{self.shape(k, '@tp')}]"]
         body = [f"  %full: {type}[{self.shape(k)}] = allgather %a over tp"]
@@ -85,6 +91,20 @@ class Config:
             out = f"%c{i}: {type}[{self.shape(str(product.columns))}] auto"
             body.append(f"  {out} = {kind} %full, %b{i}{bias}")
         outputs = [f"%c{i}" for i in range(len(self.products))] + ["%full"] * self.kept
+        return self._parsed(inputs, outputs, body)
+
+    def _scattered(self) -> Program:
+        """Every rank holds a part of all K; its rows of the sum are what a rank gets."""
+        type, k = self.dtype, f"{self.depth}@tp"
+        inputs, body = [f"%a: {type}[{self.shape(k)}]"], []
+        for i, product in enumerate(self.products):
+            n = str(product.columns)
+            inputs.append(f"%b{i}: {type}[{f'{n}, {k}' if product.linear else f'{k}, {n}'}]")
+            kind = "linear" if product.linear else "matmul"
+            body.append(f"  %c{i}: {type}[{self.shape(n, '@tp')}] = {kind} %a, %b{i}")
+        return self._parsed(inputs, [f"%c{i}" for i in range(len(self.products))], body)
+
+    def _parsed(self, inputs: list[str], outputs: list[str], body: list[str]) -> Program:
         head = f"fusion @stress({', '.join(inputs)}) -> ({', '.join(outputs)}) {{"
         mesh = f"mesh @mesh [tp] = {' '.join(map(str, self.mesh))}"
         return parse("\n".join(["hostir 1", mesh, head, *body, "}\n"]))
@@ -94,7 +114,8 @@ class Config:
         m = f", M {self.rows[0]} or {self.rows[1]}" if len(set(self.rows)) > 1 else ""
         a = f"[{self.shape(str(self.depth))}]{m}{', kept' * self.kept}"
         mesh = " ".join(map(str, self.mesh))
-        return f"{self.strategy} {self.kernels} {self.dtype} on {mesh}: A {a}, times {sides}"
+        what = "summed up and scattered: " if self.scattered else ""
+        return f"{self.strategy} {self.kernels} {self.dtype} on {mesh}: {what}A {a}, times {sides}"
 
 
 def products_of(
@@ -104,9 +125,11 @@ def products_of(
 
     In so many pieces of rows, and of columns where these are split over the ranks, as each rank would multiply those
     that it holds: for other shapes cuBLAS may take another algorithm, which rounds in other places. Of few columns with
-    a bias in bf16 it rounds twice.
+    a bias in bf16 it rounds twice. Where the sum of ranks' products is scattered, each of these is rounded.
     """
     a, *rest = wholes
+    if config.scattered:
+        return tuple(_sum_of_products(config, a, product, b) for product, b in zip(config.products, rest, strict=True))
     outputs = []
     for product in config.products:
         b, *rest = rest
@@ -121,6 +144,15 @@ def products_of(
         ]
         outputs.append(torch.cat(done, dim=int(config.slices > 1)))
     return (*outputs, a) if config.kept else tuple(outputs)
+
+
+def _sum_of_products(config: Config, a: torch.Tensor, product: Product, b: torch.Tensor) -> torch.Tensor:
+    """Each rank's product, in the dtype of the inputs, and their sum in f32 or better, rounded once."""
+    ranks = len(config.mesh)
+    parts = zip(a.chunk(ranks, -1), (b if product.linear else b.t()).chunk(ranks, -1), strict=True)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    products = [torch.nn.functional.linear(part, weight).to(wide) for part, weight in parts]
+    return torch.stack(products).sum(0).to(a.dtype)
 
 
 def pool(seed: int, ranks: int, size: int, kernels: Sequence[str] = ("aten", "triton")) -> list[Config]:
@@ -138,14 +170,17 @@ def _config(random: Random, ranks: int, strategy: str, kernels: str) -> Config:
     )
     most = SMALL if dtype == "f32" else max(DEPTHS)
     rows = [m for m in ROWS if m * slices * len(mesh) <= MOST_ROWS]
-    m = random.choice(rows)
+    m, scattered = random.choice(rows), random.random() < 0.4
+    depth = random.choice([k for k in DEPTHS if k <= most])
+    products = [_product(random, len(mesh), most) for _ in range(random.choice((1, 1, 2)))]
     return Config(
         *(strategy, kernels, dtype, mesh, slices),
         rows=(m, random.choice(rows) if len(mesh) == ranks else m),
-        depth=random.choice([k for k in DEPTHS if k <= most]),
-        products=tuple(_product(random, len(mesh), most) for _ in range(random.choice((1, 1, 2)))),
-        kept=random.random() < 0.3,
+        depth=max(1, depth // len(mesh)) * len(mesh) if scattered else depth,
+        products=tuple(replace(p, bias=False, split=False) if scattered else p for p in products),
+        kept=random.random() < 0.3 and not scattered,
         priorities=tuple(random.choice((0, -1)) for _ in range(8)),
+        scattered=scattered,
     )
 
 

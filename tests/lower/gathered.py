@@ -58,7 +58,7 @@ class Text:
         return f"%in{len(self.inputs) - 1}"
 
     def add(self, shape: Shape | str, statement: str) -> str:
-        type = shape if isinstance(shape, str) else f"{_written(shape)} auto"
+        type = shape if isinstance(shape, str) else f"{written(shape)} auto"
         self.body.append(f"  %v{len(self.body)}: f32{type} = {statement}")
         return f"%v{len(self.body) - 1}"
 
@@ -82,8 +82,8 @@ def gathered(ranks: int, seed: int, *, named: bool = False) -> Program:
     text = Text(Random(seed))
     grid, columns = text.chance(0.4), 2 * ranks
     ways = (NAMED_GRID if grid else NAMED_LINE) if named else (GRID if grid else LINE)
-    lies, whole = (_counted(t, ranks) for t in text.random.choice([*ways.items()]))
-    *rows, _ = _shape(whole)
+    lies, whole = (counted(t, ranks) for t in text.random.choice([*ways.items()]))
+    *rows, _ = shape_of(whole)
     x = text.input(lies)
     if text.chance(0.3):
         x = text.add(lies, f"relu {x}")
@@ -93,35 +93,35 @@ def gathered(ranks: int, seed: int, *, named: bool = False) -> Program:
     if text.chance(0.4):
         outputs[-1] = text.add([*rows, columns], f"gelu {outputs[-1]}")
     if text.chance(0.3):
-        outputs[-1] = text.add([*rows, columns], f"add {outputs[-1]}, {text.input(_written([*rows, columns]))}")
+        outputs[-1] = text.add([*rows, columns], f"add {outputs[-1]}, {text.input(written([*rows, columns]))}")
     if text.chance(0.3):
         outputs.append("%full")
     if text.chance(0.3):
-        outputs.append(text.add([*rows, 6], f"matmul {outputs[0]}, {text.input(f'[{_last(text, outputs[0])}, 6]')}"))
-    meshes = f"[dp, tp] = {_row(0, ranks)} {_row(ranks, ranks)}" if grid else f"[tp] = {_row(0, ranks)[1:-1]}"
+        outputs.append(text.add([*rows, 6], f"matmul {outputs[0]}, {text.input(f'[{last(text, outputs[0])}, 6]')}"))
+    meshes = f"[dp, tp] = {row(0, ranks)} {row(ranks, ranks)}" if grid else f"[tp] = {row(0, ranks)[1:-1]}"
     head = f"hostir 1\nmesh @mesh {meshes}\nfusion @gathered({', '.join(text.inputs)}) -> ({', '.join(outputs)}) {{"
     return hi.parse("\n".join([head, *text.body, "}\n"]))
 
 
-def _last(text: Text, value: str) -> int:
+def last(text: Text, value: str) -> int:
     line = next(line for line in text.body if line.startswith(f"  {value}:"))
-    return int(_shape(re.findall(r"\[.*?\]", line)[0])[-1])
+    return int(shape_of(re.findall(r"\[.*?\]", line)[0])[-1])
 
 
-def _row(first: int, ranks: int) -> str:
+def row(first: int, ranks: int) -> str:
     return f"({' '.join(map(str, range(first, first + ranks)))})"
 
 
-def _counted(type: str, ranks: int) -> str:
+def counted(type: str, ranks: int) -> str:
     type = re.sub(r"(\d+)\*D", lambda m: str(int(m[1]) * ranks), type)
     return re.sub(r"D", str(ranks), type)
 
 
-def _shape(type: str) -> Shape:
+def shape_of(type: str) -> Shape:
     """The extents of the axes, those with a name as they are written."""
     axes = [re.sub(r"@\w+", "", axis) for axis in type.strip("[]").split(", ")]
     return [axis if "M" in axis else prod(map(int, re.findall(r"\d+", axis))) for axis in axes]
 
 
-def _written(shape: Shape) -> str:
+def written(shape: Shape) -> str:
     return f"[{', '.join(map(str, shape))}]"

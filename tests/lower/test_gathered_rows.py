@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,15 +12,16 @@ import hostir as hi
 from examples import patterns
 from examples.ag_matmul import ag_matmul
 from hostir.check.tracer import Tracer, View
-from hostir.ir import HostIRError, Program, Statement
+from hostir.ir import HostIRError, Program
 from hostir.ir.comm_ops import Communication
-from hostir.ir.host_ops import For, Synchronize
+from hostir.ir.host_ops import Synchronize
 from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
 from hostir.ir.tensor_ops import Contraction, TensorOp
 from hostir.ir.types import DTYPES
-from hostir.runtime.reference import compare, reference
-from hostir.runtime.sharding import random_inputs, torch_dtype
+from hostir.runtime.reference import reference
+from hostir.runtime.sharding import torch_dtype
 from tests.lower.gathered import gathered
+from tests.lower.held import every_strategy, hold, one_sided, without_each
 from tests.mutation import convicted
 from tests.runtime.whole import run_whole
 
@@ -29,27 +29,11 @@ Pattern = Callable[..., hi.Fusion]
 GATHERED = [patterns.allgather_matmul, patterns.allgather_matmul_rows, patterns.allgather_matmul_kept]
 GATHERED += [patterns.column_parallel, patterns.gate_up, patterns.mlp, patterns.mlp_2d]
 every_pattern = pytest.mark.parametrize("pattern", GATHERED, ids=lambda p: p.__name__)
-every_strategy = pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
-
-
-def hold(fusion: Program, program: Program, seeds: range, **sizes: int) -> None:
-    """The program reads back, checks, and gives the unsharded result under these schedules."""
-    assert hi.parse(str(program)) == program
-    assert hi.check(program) == []
-    inputs = random_inputs(fusion, sizes, seed=seeds.start + 1)
-    plain, exact = reference(fusion, inputs, sizes, None), reference(fusion, inputs, sizes)
-    for seed in seeds:
-        for found in compare(program, run_whole(program, inputs, sizes, seed=seed), plain, exact):
-            assert found.good, f"seed {seed}: {found}\n{fusion}\n{program}"
 
 
 def waiting(program: Program) -> int:
     """How many products wait for their rows."""
     return sum(isinstance(s, Contraction) and s.ready is not None for s in program.walk())
-
-
-def one_sided(program: Program) -> list[Statement]:
-    return [s for s in program.walk() if isinstance(s, (Get, Put))]
 
 
 @every_pattern
@@ -184,16 +168,6 @@ fusion @rows(%x: f32[4@tp, 4], %w: f32[4, 4]) -> (%c, %d) {
 
 
 # Edges that they cannot do without --------------------------------------------------------------------------------
-def without_each(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, tuple[Statement, ...]]]:
-    """Every body with one statement left out that orders or moves something."""
-    for n, s in enumerate(body):
-        if isinstance(s, (Signal, WaitSignal, Barrier, Synchronize, Get, Put)):
-            yield s, (*body[:n], *body[n + 1 :])
-        if isinstance(s, For):
-            for missing, inner in without_each(s.body):
-                yield missing, (*body[:n], replace(s, body=inner), *body[n + 1 :])
-
-
 @every_strategy
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
@@ -282,24 +256,32 @@ def test_ranks_that_are_alone_have_a_plain_matmul(strategy: str) -> None:
 
 @every_strategy
 def test_what_stays_whole_says_why(strategy: str) -> None:
-    program = hi.lower(patterns.mlp(), strategy)
+    text = """hostir 1
+mesh @mesh [didx] = 0 1
+fusion @reduced(%x: f32[4@didx, 4], %w1: f32[4, 6@didx], %w2: f32[6@didx, 4]) -> (%y) {
+  %full: f32[4, 4] = allgather %x over didx
+  %h: f32[4, 6@didx] = matmul %full, %w1
+  %p: f32[4, 4] partial(didx) = matmul %h, %w2
+  %y: f32[4, 4] = allreduce %p over didx
+}
+"""
+    program = hi.lower(hi.parse(text), strategy)
     (left,) = [s for s in program.walk() if isinstance(s, Communication)]
-    assert left.keyword() == "reduce_scatter"
-    assert left.note == f"not overlapped: {strategy} handles only allgathers of rows"
+    assert left.keyword() == "allreduce"
+    assert left.note == f"not overlapped: {strategy} handles only allgathers and reduce_scatters of rows"
 
 
 @every_strategy
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
-        (patterns.matmul_allgather, "no matmul has %c as its left side"),
         (patterns.weight_gathered, "no matmul has %b_full as its left side"),
-        (patterns.row_parallel, "handles only allgathers of rows"),
-        (patterns.sendrecv, "handles only allgathers of rows"),
+        (patterns.row_parallel, "handles only allgathers and reduce_scatters of rows"),
+        (patterns.sendrecv, "handles only allgathers and reduce_scatters of rows"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_fusion_that_gathers_no_rows_is_refused_at_the_users_line(pattern: Pattern, strategy: str, why: str) -> None:
+def test_a_fusion_that_moves_no_rows_is_refused_at_the_users_line(pattern: Pattern, strategy: str, why: str) -> None:
     with pytest.raises(HostIRError) as refused:
         hi.lower(pattern(), strategy)
     (found,) = refused.value.diagnostics

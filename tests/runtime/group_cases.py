@@ -247,6 +247,53 @@ def layers_share_workspaces() -> None:
     assert 0 < held[0] == held[-1], held
 
 
+@case
+def workspaces_are_bounded() -> None:
+    """Layers of other programs and sizes take turns within what one of them needs; more is refused on all ranks."""
+    tp, _ = grid()
+    layers = [gathered(tp, "fused"), gathered(tp, "ring")]
+    layers[0].check(16, 1)
+    session = layers[0].executor.session
+    assert session is not None
+    most = session.symmetric_bytes
+    os.environ["HOSTIR_SYMMETRIC_LIMIT"] = str(most)
+    for step in range(6):
+        layers[step % 2].check(2 + 2 * step, step)
+        assert 0 < session.symmetric_bytes <= most
+    contains(refused(lambda: layers[0].check(400, 9)), "HOSTIR_SYMMETRIC_LIMIT")
+    layers[1].check(8, 1)
+    del os.environ["HOSTIR_SYMMETRIC_LIMIT"]
+
+
+@case
+def a_forked_child_is_no_rank() -> None:
+    tp, _ = grid()
+    layer = gathered(tp)
+    layer.check(4, 1)
+    out, into = os.pipe()
+    if not os.fork():
+        signal.alarm(10)
+        said = refused(lambda: layer.check(4, 2)), refused(lambda: gathered(tp))
+        os.write(into, "\n".join(said).encode())
+        os._exit(0)
+    os.close(into)
+    with open(out) as found:
+        assert found.read().count("this process was forked from rank") == 2
+    os.wait()
+    layer.check(4, 3)
+
+
+@case
+def the_first_rank_of_each_group_warns() -> None:
+    tp, _ = grid()
+    fusion = patterns.allgather_matmul_rows(2, 1, "M", K, N + 4)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        hi.compile(fusion, sizes={"M": 4}, group=tp)
+    said = [str(each.message) for each in seen if issubclass(each.category, hi.FallbackWarning)]
+    assert len(said) == (RANK % 2 == 0), said
+
+
 # Ranks that are lost --------------------------------------------------------------------------------------------------
 def lost(strategy: str) -> None:
     """Rank 3 dies before its third call: the others get an error, live on, and call on in a group without it."""

@@ -202,7 +202,11 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(HostIRError, match=r"(?s)'triton' on a CPU.*TRITON_INTERPRET=1"):
         kernel_table("triton", "cpu")
-    assert set(kernel_table("triton", "cuda")) == set(KERNELS) | {"matmul_ready", "linear_ready"}
+    assert set(kernel_table("triton", "cuda")) == set(KERNELS) | {
+        "matmul_by_blocks",
+        "linear_by_blocks",
+        "sum_by_blocks",
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

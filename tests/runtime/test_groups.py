@@ -24,6 +24,9 @@ HEALTHY = [
     "a_group_is_given_as_torch_knows_it",
     "a_guest_leaves_the_process_as_it_was",
     "layers_share_workspaces",
+    "workspaces_are_bounded",
+    "the_first_rank_of_each_group_warns",
+    "a_forked_child_is_no_rank",
     "a_call_that_fails_on_one_rank_ends_nothing",
 ]
 LOST = [

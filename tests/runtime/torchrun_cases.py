@@ -121,6 +121,18 @@ def every_pattern_in_f64() -> None:
 
 
 @case
+def started_and_plain_calls_in_one_order() -> None:
+    executor = Executor(programs.row_parallel("f32"))
+    for call in range(4):
+        inputs = random_inputs(executor.program, {}, seed=SEED + call)
+        parts = [shard(x, v.tensor, RANK, {}) for x, v in zip(inputs, executor.program.inputs, strict=True)]
+        started, (plain,) = executor.start(*parts), executor(*parts)
+        time.sleep(0.01 if call % SIZE == RANK else 0)
+        assert torch.equal(started.wait()[0], plain)
+        torch.testing.assert_close(plain, product_by_ranks(*inputs)[0])
+
+
+@case
 def all_reduce_in_place() -> None:
     for dtype in DTYPES:
         check(programs.row_parallel(dtype), product_by_ranks)

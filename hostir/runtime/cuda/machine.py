@@ -388,8 +388,8 @@ class CudaPlan:
             view()
 
     def add_compute(self, op: ComputeOp) -> None:
-        if op.ready is not None:
-            self.here(op, self.flagged.compute(op, op.ready))
+        if op.ready is not None or op.done is not None:
+            self.here(op, self.flagged.compute(op))
         else:
             kernel, captured = (
                 kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.kind],

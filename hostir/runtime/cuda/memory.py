@@ -121,7 +121,9 @@ class FlowControl:
             signaled=frozenset(peer for rank, peer in pairs if rank == me),
             signalers=frozenset(rank for rank, peer in pairs if peer == me),
             raised=raised,
-            unawaited={slot: epoch for slot, epoch in raised.items() if awaited.get(slot, 0) < epoch},
+            unawaited={
+                slot: epoch for slot, epoch in raised.items() if raisers[slot] != {me} and awaited.get(slot, 0) < epoch
+            },
             stream_ordered=stream_ordered,
             implied_barriers=implied_barriers,
         )
@@ -182,7 +184,8 @@ def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
     for op in unrolled.ops:
         for flags, number, _ in op.raised_flags:
             if unrolled.owner(flags) == unrolled.rank:
-                found.setdefault((homes[unrolled.buffers[flags]], number), set()).add(op.stream)
+                by = {op.stream, NO_STREAM} if unrolled.tensors(op) else {op.stream}
+                found.setdefault((homes[unrolled.buffers[flags]], number), set()).update(by)
     for slot, _, op in waits(unrolled):
         found.setdefault(slot, set()).update({op.stream, NO_STREAM} if op.starts_early else {op.stream})
     return found

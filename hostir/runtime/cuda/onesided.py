@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,10 +12,10 @@ from hostir.ir.machine import Ready
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.types import FLAG
 from hostir.knobs import TIMEOUT
-from hostir.runtime.binding import Pushes, Step, bind_compute, copy_here
+from hostir.runtime.binding import Pushes, Step, bind_compute, completed, compute_block, copy_here
 from hostir.runtime.cuda.memory import CREDITS, FlowControl, Slot, waits
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
-from hostir.runtime.kernels.flags import with_all_rows
+from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.table import Again, Kernel, kernels_for, repeating
 from hostir.runtime.order import CALLER, NONE
 from hostir.runtime.sharding import torch_dtype
@@ -29,6 +29,9 @@ from hostir.runtime.unroll import (
     UnrolledProgram,
     WaitSignalOp,
 )
+
+if TYPE_CHECKING:
+    from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags
 
 # The beginning of a call ----------------------------------------------------------------------------------------------
 # No stream may poll or raise a flag of a call before the previous call has ended.
@@ -117,9 +120,9 @@ class Timeouts:
             assert op.ready is not None
             seen = words.clone()
             words.zero_()
-            timed_out = timeout_error(
-                seen, self.rank, f"%{unrolled.symmetric[unrolled.buffers[op.ready.flags]].home[0]}"
-            )
+            name = f"%{unrolled.symmetric[unrolled.buffers[op.ready.flags]].home[0]}"
+            results = None if op.ready.results == op.ready.blocks else op.ready.results
+            timed_out = timeout_error(seen, self.rank, name, results)
             found += () if timed_out is None else unrolled.failure(op, timed_out).diagnostics
         return HostIRError(*found) if found else None  # None if another thread has just read and cleared them
 
@@ -276,10 +279,10 @@ class CudaOneSided:
         """Return the step that makes the stream wait for a flag; None if stream order makes the flag needless."""
         if (self.place(op.flags), op.slot) in self.flow_control.stream_ordered:
             return None
-        return self.on(op.stream, self.wait(op.flags, op.slot, op.epoch))
+        return self.on(op.stream, self.wait_all(op.flags, [op.slot], op.epoch))
 
-    def wait(self, flags: int, slot: int, epoch: int) -> Issue:
-        return in_batches([wait_at_least(self.flag(self.place(flags), slot, self.rank), epoch)])
+    def wait_all(self, flags: int, slots: Sequence[int], epoch: int) -> Issue:
+        return in_batches([wait_at_least(self.flag(self.place(flags), slot, self.rank), epoch) for slot in slots])
 
     def barrier(self, op: BarrierOp) -> Step | None:
         """Return the step that signals this rank's arrival to its team and waits for theirs; None if credits do."""
@@ -295,34 +298,56 @@ class CudaOneSided:
             op.stream, in_batches([*signals, *(wait_at_least(self.flag(place, s, self.rank), 1) for s in slots)])
         )
 
-    # A matmul that waits ------------------------------------------------------------------------------------------
-    def compute(self, op: ComputeOp, ready: Ready) -> Step:
-        """Return the step of a matmul that waits for flags: one kernel that polls them, or else one for each block.
+    # Computations by blocks ---------------------------------------------------------------------------------------
+    def compute(self, op: ComputeOp) -> Step:
+        """Return the step of a computation that waits for flags or raises them.
 
-        Without a kernel that polls, a matmul directly after this rank's copies by SMs and without own rows waits for
-        all blocks at once, and is one kernel: it could not start much earlier.
+        That is one kernel, which polls and raises them by itself, or else one for each block. Without a kernel that
+        polls, a product directly after this rank's copies by SMs and without own rows waits for all blocks at once, and
+        is one kernel: it could not start much earlier.
         """
-        kernel = kernels_for(self.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_ready")
+        kernel, ready = kernels_for(self.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_by_blocks"), op.ready
         if kernel is not None:
-            return self.in_one_kernel(op, ready, kernel)
-        after_copies = ready.overlapped_sms and ready.own is None
-        return self.after_all_blocks(op, ready) if after_copies else self.by_blocks(op, ready)
+            return self.in_one_kernel(op, kernel)
+        if ready is not None and ready.overlapped_sms and ready.own is None and op.done is None:
+            return self.after_all_blocks(op, ready)
+        return self.by_blocks(op)
 
-    def in_one_kernel(self, op: ComputeOp, ready: Ready, kernel: Kernel) -> Step:
+    def in_one_kernel(self, op: ComputeOp, kernel: Kernel) -> Step:
+        registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
+        own = NONE if op.ready is None or op.ready.own is None else op.ready.own
+        flags = {"ready": self.ready_flags(op), "done": self.done_flags(op)}
+
+        def by_blocks(out: torch.Tensor, own: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:
+            return kernel(out, *operands, own=own, **flags, **options)
+
+        call = repeating(by_blocks)
+        return lambda: call(registers[out], registers[own], *[registers[x] for x in operands])
+
+    def ready_flags(self, op: ComputeOp) -> ReadyFlags | None:
+        """Return the flags that the kernel of an operation polls, if any."""
         from hostir.runtime.kernels.flags import ReadyFlags  # which needs Triton
 
-        timeouts = self.timeouts.of(self.unrolled, op, ready.blocks)
-        registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
-        polls = int(TIMEOUT.get() / 2 / SECONDS_PER_POLL)  # half the timeout, so that the kernel reports before others
-        sms = {"overlapped_sms": ready.overlapped_sms, "reserved_sms": ready.reserved_sms}
-        flags = ReadyFlags(registers[ready.flags], ready.epoch, timeouts, ready.first, polls, **sms)
-        own = NONE if ready.own is None else ready.own
+        ready = op.ready
+        if ready is None:
+            return None
+        return ReadyFlags(
+            self.registers[ready.flags],
+            ready.epoch,
+            self.timeouts.of(self.unrolled, op, ready.blocks),
+            first=ready.first,
+            source=ready.own_first // ready.results,
+            polls=int(TIMEOUT.get() / 2 / SECONDS_PER_POLL),  # half the timeout: the kernel reports before others
+            overlapped_sms=ready.overlapped_sms,
+            reserved_sms=ready.reserved_sms,
+        )
 
-        def waiting(out: torch.Tensor, own: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:
-            return kernel(out, *operands, ready=flags, own=own, **options)
+    def done_flags(self, op: ComputeOp) -> DoneFlags | None:
+        """Return the flags that the kernel of an operation raises, if any."""
+        from hostir.runtime.kernels.flags import DoneFlags  # which needs Triton
 
-        multiply = repeating(waiting)
-        return lambda: multiply(registers[out], registers[own], *[registers[x] for x in operands])
+        done = op.done
+        return None if done is None else DoneFlags(self.registers[done.flags], done.epoch, done.first)
 
     def after_all_blocks(self, op: ComputeOp, ready: Ready) -> Step:
         place, stream = self.place(ready.flags), op.stream
@@ -336,22 +361,35 @@ class CudaOneSided:
 
         return step
 
-    def by_blocks(self, op: ComputeOp, ready: Ready) -> Step:
-        registers, operands, options = self.registers, op.operands, dict(op.options)
-        awaited = {b for b in ready.awaited if (self.place(ready.flags), b) not in self.flow_control.stream_ordered}
-        issues = [self.wait(ready.flags, b, ready.epoch) if b in awaited else in_batches([]) for b in ready.order]
-        waits = [(block, self.on(op.stream, issue)) for block, issue in zip(ready.order, issues, strict=True)]
-        kernel, own = self.kernel(op), NONE if ready.own is None else ready.own
+    def by_blocks(self, op: ComputeOp) -> Step:
+        """Return the step that computes block by block; the stream waits for flags before and raises flags behind."""
+        registers, kernel, ready, done = self.registers, self.kernel(op), op.ready, op.done
+        order = ready.order if ready is not None else done.order if done is not None else ()
+        blocks, computed, steps = len(order), set[int](), list[Step]()
+        for block in order:
+            slots = [] if ready is None else self.needed(ready, block)
+            if ready is not None and slots:
+                steps.append(self.on(op.stream, self.wait_all(ready.flags, slots, ready.epoch)))
+            steps.append(partial(compute_block, op, registers, kernel, block, blocks, self.add_up))
+            computed.add(block)
+            if done is not None and (raised := completed(done, block, blocks, computed)):
+                place = self.place(done.flags)
+                writes = [write(self.flag(place, slot, self.rank), done.epoch) for slot in raised]
+                steps.append(self.on(op.stream, in_batches(writes)))
 
         def step() -> None:
-            out, a, *others = registers[op.out], *(registers[x] for x in operands)
-            pairs = with_all_rows(out, a, ready.blocks, ready.first, registers[own])
-            for block, wait in waits:
-                wait()
-                for out_part, a_part in pairs[block]:
-                    kernel(out_part, a_part, *others, **options)
+            for each in steps:
+                each()
 
         return step
+
+    def add_up(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, activation: str) -> None:
+        aten.add_up(out, parts, activation=activation)
+
+    def needed(self, ready: Ready, block: int) -> list[int]:
+        """Return the flags that a block of the result waits for, but for those that the order of a stream replaces."""
+        place, ordered = self.place(ready.flags), self.flow_control.stream_ordered
+        return [slot for slot in ready.needed(block) if (place, slot) not in ordered]
 
     def missing(self) -> list[tuple[Op, str]]:
         """Return the operations that wait for flags not raised so far, and the flags' values; wait for no other stream.

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
@@ -17,10 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from hostir.ir.machine import Ready
-from hostir.runtime.binding import Step, copy_here
+from hostir.runtime.binding import Step, completed, compute_block, copy_here
 from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.flags import with_rows
-from hostir.runtime.kernels.layout import row_pieces
 from hostir.runtime.kernels.table import Kernel
 from hostir.runtime.symmetric import BufferInfo, Offer, SharedMemory
 from hostir.runtime.unroll import (
@@ -269,17 +267,18 @@ class GlooOneSided:
         """
         (start, end), ready, done = self.plan.bracket(op), op.ready, op.done
         order = ready.order if ready is not None else done.order if done is not None else ()
-        compute, blocks, computed = self.sum if op.kind == "sum" else self.multiply, len(order), set[int]()
+        blocks, computed = len(order), set[int]()
+        add_up = aten.add_up if kernel is aten.sum else None
         lane.add(op, start)
         for block in order:
             if ready is not None:
                 for slot in ready.needed(block):
                     self.deal_wait(op, ready.flags, slot, ready.epoch, lane, _operands_block(ready, slot))
-            lane.add(op, partial(compute, op, kernel, block, blocks))
+            lane.add(op, partial(compute_block, op, self.registers, kernel, block, blocks, add_up))
             computed.add(block)
             if done is not None:
                 flags = self.flags(done.flags)
-                for slot in _completed(done.blocks, block, blocks, computed):
+                for slot in completed(done, block, blocks, computed):
                     lane.add(op, partial(self.set, flags, slot, done.epoch))
         lane.add(op, end)
 
@@ -298,40 +297,6 @@ class GlooOneSided:
         with self.turn():
             for row in rows:
                 row[place] = flag_value(self.call, 0)
-
-    def multiply(self, op: ComputeOp, kernel: Kernel, block: int, blocks: int) -> None:
-        """Compute one block of the rows of a product."""
-        out, a, *others = self.registers[op.out], *(self.registers[x] for x in op.operands)
-        own = None
-        if op.ready is not None and op.ready.own is not None and block in op.ready.replaced:
-            own = self.registers[op.ready.own]
-        for out_part, a_part in with_rows(out, a, block, blocks, own):
-            kernel(out_part, a_part, *others, **op.options)
-
-    def sum(self, op: ComputeOp, kernel: Kernel, block: int, blocks: int) -> None:
-        """Compute one block of the rows of a sum; the bits are those of a sum of whole tensors."""
-        out, x, ready = self.registers[op.out], self.registers[op.operands[0]].movedim(op.options["axis"], 0), op.ready
-        height = out.shape[:-1].numel() // blocks
-        own = [] if ready is None or ready.own is None else [self.registers[ready.own]]
-        addends = [y.expand_as(out) for y in map(self.registers.__getitem__, op.operands[1:]) if y is not None]
-        then = {**op.options, "axis": 0}
-        rows = [(part, block * height) for part in (out, *addends, *x[:1], *own)]
-        for _, (target, *views) in row_pieces(rows, height):
-            added, views = views[: len(addends)], views[len(addends) :]
-            if not len(x):
-                kernel(target, x.new_empty(0, *target.shape), *added, **then)
-                continue
-            first = views[0]
-            sources = first.as_strided((len(x), *first.shape), (x.stride(0), *first.stride()), first.storage_offset())
-            if ready is None or not own:
-                kernel(target, sources, *added, **then)
-                continue
-            parts = list(sources)
-            parts[ready.replaced[0] // ready.results] = views[1]
-            if kernel is aten.sum:
-                aten.add_up(target, [*parts, *added], activation=then.get("activation", ""))
-            else:
-                kernel(target, torch.stack(parts), *added, **then)
 
     def until(self, reached: Callable[[], bool]) -> Step:
         def step() -> None:
@@ -353,9 +318,3 @@ def _operands_block(ready: Ready, slot: int) -> str:
         return f", for block {slot}"
     source, block = divmod(slot, ready.results)
     return f", for block {block} of source {source}"
-
-
-def _completed(flags: int, block: int, blocks: int, computed: Set[int]) -> list[int]:
-    """Return the flags whose rows are all computed with this block; both divide the rows in equal blocks."""
-    rows = {flag: range(flag * blocks // flags, -(-(flag + 1) * blocks // flags)) for flag in range(flags)}
-    return [flag for flag, needed in rows.items() if block in needed and computed >= set(needed)]

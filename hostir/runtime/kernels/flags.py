@@ -104,6 +104,7 @@ class ReadyFlags:
             incomplete. May be in pinned host memory, which the host reads without waiting for the GPU; the values are
             final once the kernel has ended.
         first: the block to begin with; the others follow in a circle.
+        source: of a sum, the source that own rows stand for.
         polls: how often a program polls flags that have not risen before it gives up. A program on whose part of a tile
             others rely goes on all the same, and polls each later flag once.
         overlapped_sms: SMs of the kernel right before on the same stream, which this one may overlap: it uses the other
@@ -115,6 +116,7 @@ class ReadyFlags:
     epoch: int
     timeouts: torch.Tensor
     first: int = 0
+    source: int = 0
     polls: int = MAX_POLLS
     overlapped_sms: int = 0
     reserved_sms: int = 0
@@ -125,16 +127,22 @@ def no_timeouts(blocks: int, device: torch.device | str) -> torch.Tensor:
     return torch.zeros(blocks, 2, dtype=torch.int64, device=device)
 
 
-def timeout_error(timeouts: torch.Tensor, rank: int, name: str) -> HostIRError | None:
+def timeout_error(timeouts: torch.Tensor, rank: int, name: str, results: int | None = None) -> HostIRError | None:
     """Return the error for flags called `name` that a kernel on `rank` gave up on; None if there are none.
 
-    Reading `timeouts` waits for the current stream, on which the kernel must run, unless it is in pinned memory.
+    `results`: the flags are those of so many blocks of one source after another. Reading `timeouts` waits for the
+    current stream, on which the kernel must run, unless it is in pinned memory.
     """
     timed_out = [(block, *entry) for block, entry in enumerate(timeouts.tolist()) if any(entry)]
     if not timed_out:
         return None
+
+    def what(flag: int) -> str:
+        return "" if results is None else f", for block {flag % results} of source {flag // results},"
+
     found = "; ".join(
-        f"flag {name}[{block}] did not reach epoch {epoch} (stands at {value})" for block, epoch, value in timed_out
+        f"flag {name}[{flag}]{what(flag)} did not reach epoch {epoch} (stands at {value})"
+        for flag, epoch, value in timed_out
     )
     return error(f"rank {rank}: {found}", hint="look at whoever signals it: it is late, dead, or was never asked to")
 
@@ -193,6 +201,29 @@ class Awaited(NamedTuple):
 
 
 @triton.jit
+def poll(awaited, polls, slot, exists, needed):
+    """Poll the flags at `slot`, if they exist, until all that are needed have reached the epoch, or no polls are left.
+
+    Returns which of them have not, and the polls that are left. Reports the needed flags that have not as timeouts.
+    """
+    value = tl.zeros(slot.shape, dtype=tl.int64)
+    absent = exists
+    missing = 1
+    while (missing > 0) & (polls > 0):
+        # One thread polls a flag and passes the value to the others through a barrier. So all threads see the same
+        # value, and their later reads are ordered behind everything that was written, anywhere in the system, before
+        # the flag rose. It is an atomic because Triton gives no other access a memory order; it adds 0, so that it
+        # loses no write.
+        value = tl.atomic_add(awaited.flags + slot, 0, mask=exists, sem="acquire", scope="sys").to(tl.int64)
+        absent = exists & (value < awaited.epoch)
+        missing = tl.sum((absent & needed).to(tl.int32), 0)
+        polls -= (missing > 0).to(polls.dtype)
+    tl.store(awaited.timeouts + 2 * slot, awaited.epoch, mask=absent & needed)
+    tl.store(awaited.timeouts + 2 * slot + 1, value, mask=absent & needed)
+    return absent, polls
+
+
+@triton.jit
 def wait_for_rows(awaited, polls, row, end, OWN: tl.constexpr, FLAGS: tl.constexpr, TMA: tl.constexpr):
     """Wait until all blocks that hold a row from `row` to before `end` have reached the epoch.
 
@@ -202,25 +233,12 @@ def wait_for_rows(awaited, polls, row, end, OWN: tl.constexpr, FLAGS: tl.constex
     Returns the number, counted from `first` on, of the next block after that of `row` that is not ready yet, and the
     polls that are left: 0 if the program has given up.
     """
-    flags, timeouts, epoch, first, blocks, height = awaited
+    _, _, _, first, blocks, height = awaited
     number = tl.arange(0, FLAGS)
     exists = (number < blocks) & (number >= (1 if OWN else 0))
     block = (first + number) % blocks
     needed = exists & (block >= row // height) & (block <= (end - 1) // height)
-    value = tl.zeros((FLAGS,), dtype=tl.int64)
-    absent = exists
-    missing = 1
-    while (missing > 0) & (polls > 0):
-        # One thread polls a flag and passes the value to the others through a barrier. So all threads see the same
-        # value, and their later reads are ordered behind everything that was written, anywhere in the system, before
-        # the flag rose. It is an atomic because Triton gives no other access a memory order; it adds 0, so that it
-        # loses no write.
-        value = tl.atomic_add(flags + block, 0, mask=exists, sem="acquire", scope="sys").to(tl.int64)
-        absent = exists & (value < epoch)
-        missing = tl.sum((absent & needed).to(tl.int32), 0)
-        polls -= (missing > 0).to(polls.dtype)
-    tl.store(timeouts + 2 * block, epoch, mask=absent & needed)
-    tl.store(timeouts + 2 * block + 1, value, mask=absent & needed)
+    absent, polls = poll(awaited, polls, block, exists, needed)
     behind = (row // height - first + blocks) % blocks
     next_missing = tl.min(tl.where(absent & (number >= behind), number, blocks), 0)
     if TMA and not _INTERPRETED:
@@ -323,6 +341,25 @@ def stores_ended(x, wanted, TMA: tl.constexpr):
         return tl.inline_asm_elementwise(
             "bar.sync 0; mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit(do_not_specialize=["epoch", "blocks", "words"])
+def _raise(flags, epoch, timeouts, blocks, words, FLAGS: tl.constexpr, WORDS: tl.constexpr):
+    """Raise all flags of a row, unless there are timeouts."""
+    missing = 0
+    if timeouts is not None:
+        number = tl.arange(0, WORDS)
+        missing = tl.sum((tl.load(timeouts + number, mask=number < words, other=0) != 0).to(tl.int32), 0)
+    number = tl.arange(0, FLAGS)
+    tl.atomic_xchg(flags + number, epoch, mask=(number < blocks) & (missing == 0), sem="release", scope="sys")
+
+
+def raise_flags(done: DoneFlags, timeouts: torch.Tensor | None) -> None:
+    """Raise all flags behind the earlier work of the current stream, unless a kernel has reported timeouts."""
+    blocks, words = len(done.flags), 0 if timeouts is None else timeouts.numel()
+    sizes = triton.next_power_of_2(blocks), triton.next_power_of_2(max(1, words))
+    with launching(done.flags.device):
+        _raise[(1,)](done.flags, done.epoch, timeouts, blocks, words, *sizes, num_warps=1)
 
 
 # Signals by kernels ---------------------------------------------------------------------------------------------------

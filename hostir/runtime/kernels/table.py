@@ -15,7 +15,7 @@ from hostir.runtime.kernels.flags import with_all_rows
 from hostir.runtime.kernels.layout import collapse
 
 if TYPE_CHECKING:
-    from hostir.runtime.kernels.flags import ReadyFlags
+    from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -63,18 +63,18 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     Results in f64 need those of `kernels_for`. Kernels in `REPEATABLE` may return a function that repeats the call, see
     `repeating`.
 
-    With `triton`, and with `auto` on `cuda` if Triton is installed, there are also two kernels that wait for blocks of
-    their rows by themselves: `matmul_ready`, `f(out, a, b, *, ready, own=None)`, and `linear_ready`, `f(out, a, weight,
-    bias=None, *, ready, own=None)`. Without them, the executor waits for the flags of a `matmul` or `linear` and
-    multiplies block by block.
+    With `triton`, and with `auto` on `cuda` if Triton is installed, sums of few tensors are in Triton, and there are
+    also kernels that wait for flags of blocks of rows, or raise them, by themselves: `matmul_by_blocks`,
+    `linear_by_blocks` and `sum_by_blocks`, which take the options `ready`, `done` and `own`. Without them, the executor
+    waits for flags, computes block by block, and raises flags.
     """
     if policy not in POLICIES:
         hint = did_you_mean(policy, POLICIES)
         raise error(f"unknown kernels '{policy}'", expected=f"one of: {', '.join(POLICIES)}", hint=hint)
     if policy == "triton":
-        return {**aten.KERNELS, **_triton_kernels(device_type), **WAITING}
+        return {**aten.KERNELS, **_triton_kernels(device_type), **BY_BLOCKS}
     if policy == "auto" and device_type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return {**aten.KERNELS, **WAITING}
+        return {**aten.KERNELS, "sum": _sum_of_few, **BY_BLOCKS}
     return aten.KERNELS
 
 
@@ -83,31 +83,83 @@ def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str
     return aten.KERNELS if result == torch.float64 else table
 
 
-def matmul_ready(
-    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, ready: ReadyFlags, own: torch.Tensor | None = None
+def matmul_by_blocks(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    ready: ReadyFlags | None = None,
+    done: DoneFlags | None = None,
+    own: torch.Tensor | None = None,
 ) -> Again | None:
     """Compute `out[..., N] = a[..., K] @ b[K, N]` in Triton, each block of the flattened rows once its flag is up.
 
-    Raises HostIRError if the blocks do not fit the slices of a tensor whose leading axes do not merge: see
-    `_contract_ready`.
+    Raises the flags of `done` behind blocks of `out`. Raises HostIRError if the blocks do not fit the slices of a
+    tensor whose leading axes do not merge: see `_contract_ready`.
     """
-    return _contract_ready(out, a, b, None, False, ready, own)
+    return _contract_by_blocks(out, a, b, None, False, ready, done, own)
 
 
-def linear_ready(
+def linear_by_blocks(
     out: torch.Tensor,
     a: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    ready: ReadyFlags,
+    ready: ReadyFlags | None = None,
+    done: DoneFlags | None = None,
     own: torch.Tensor | None = None,
 ) -> Again | None:
-    """Compute `out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once; else as `matmul_ready`."""
-    return _contract_ready(out, a, weight, bias, True, ready, own)
+    """Compute `out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once; else as `matmul_by_blocks`."""
+    return _contract_by_blocks(out, a, weight, bias, True, ready, done, own)
 
 
-WAITING: Mapping[str, Kernel] = {"matmul_ready": matmul_ready, "linear_ready": linear_ready}
+def sum_by_blocks(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    addend: torch.Tensor | None = None,
+    *,
+    axis: int,
+    activation: str = "",
+    ready: ReadyFlags | None = None,
+    done: DoneFlags | None = None,
+    own: torch.Tensor | None = None,
+) -> Again | None:
+    """Compute `out = activation(x.sum(axis) + addend)` in Triton, each block of rows once all sources have theirs."""
+    from hostir.runtime.kernels.reduce import add_up  # loads Triton: only where it is used
+
+    return add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own=own)
+
+
+BY_BLOCKS: Mapping[str, Kernel] = {f.__name__: f for f in (matmul_by_blocks, linear_by_blocks, sum_by_blocks)}
+
+
+def _contract_by_blocks(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_b: bool,
+    ready: ReadyFlags | None,
+    done: DoneFlags | None,
+    own: torch.Tensor | None,
+) -> Again | None:
+    """Compute a contraction block by block, in one launch if the leading axes of `a` and `out` merge.
+
+    Else flags are raised together, by a launch of their own behind the others.
+    """
+    from hostir.runtime.kernels.flags import raise_flags
+    from hostir.runtime.kernels.matmul import multiply  # loads Triton: only where it is used
+
+    if (own is None and _merges(out, a)) or (own is not None and ready and _in_whole_batches(out, a, len(ready.flags))):
+        return multiply(a, b, out, bias=bias, transpose_b=transpose_b, ready=ready, done=done, own=own)
+    if ready is None:
+        _contract(out, a, b, bias, transpose_b)
+    else:
+        _contract_ready(out, a, b, bias, transpose_b, ready, own)
+    if done is not None:
+        raise_flags(done, None if ready is None else ready.timeouts)
+    return None
 
 
 def _contract_ready(
@@ -194,7 +246,28 @@ def _linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torc
 
 
 ATEN = "use ATen: kernels='aten' in Python, --kernels aten on the command line"
-REPEATABLE: tuple[Kernel, ...] = (_matmul, _linear)  # may return a function that repeats the call, see `repeating`
+
+
+def _sum(
+    out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
+) -> Again | None:
+    return sum_by_blocks(out, x, addend, axis=axis, activation=activation)
+
+
+def _sum_of_few(
+    out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
+) -> Again | None:
+    """Compute as `_sum` if `x` is a few tensors one after another, which torch sums slowly; else by torch."""
+    from hostir.runtime.kernels.reduce import adds_in_order
+
+    if adds_in_order(x, out, axis):
+        return _sum(out, x, addend, axis=axis, activation=activation)
+    aten.sum(out, x, addend, axis=axis, activation=activation)
+    return None
+
+
+# Kernels that may return a function that repeats the call, see `repeating`.
+REPEATABLE: tuple[Kernel, ...] = (_matmul, _linear, _sum, _sum_of_few)
 
 
 def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
@@ -205,7 +278,6 @@ def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
 def _triton_kernels(device_type: str) -> dict[str, Kernel]:
     try:  # only here: where nobody asks for Triton, it need not be installed
         from hostir.runtime.kernels.layout import INTERPRETED
-        from hostir.runtime.kernels.reduce import reduce_sum
     except ImportError as problem:
         hint = f"pip install triton, or {ATEN}"
         raise error(f"kernels='triton' cannot be loaded: {problem}", hint=hint) from None
@@ -216,13 +288,4 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint=f"set it, or {ATEN}",
         )
 
-    def sum(
-        out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
-    ) -> None:
-        if addend is None and not activation:
-            reduce_sum(x, out, axis)
-            return
-        total = torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
-        aten.add_up(out, (reduce_sum(x, total, axis),), addend, activation)
-
-    return {"matmul": _matmul, "linear": _linear, "sum": sum}
+    return {"matmul": _matmul, "linear": _linear, "sum": _sum}

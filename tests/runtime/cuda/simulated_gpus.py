@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from hostir.ir.machine import Ready
 from hostir.ir.program import Program
 from hostir.ir.types import FLAG
+from hostir.runtime.binding import completed, compute_block
 from hostir.runtime.cuda import machine as cuda
 from hostir.runtime.cuda import onesided as cuda_onesided
 from hostir.runtime.cuda import streams
@@ -30,7 +30,7 @@ from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
 from hostir.runtime.cuda.memory import CREDITS, notes, prepare
 from hostir.runtime.cuda.onesided import CudaOneSided
 from hostir.runtime.groups import Groups
-from hostir.runtime.kernels.flags import with_rows
+from hostir.runtime.kernels.aten import add_up
 from hostir.runtime.kernels.table import Kernel, kernel_table
 from hostir.runtime.symmetric import BufferInfo, ExchangeTexts, Offer, SharedMemory
 from hostir.runtime.unroll import ComputeOp, UnrolledProgram, unroll
@@ -121,15 +121,15 @@ class Gpus:
     def kernels(self) -> Mapping[str, Kernel]:
         """Kernels that run when their stream gets there."""
 
-        def later(kernel: Kernel) -> Kernel:
-            def issue(out: torch.Tensor, *operands: torch.Tensor, **options: Any) -> None:
-                self.current.add(lambda: kernel(out, *operands, **options))
-
-            return issue
-
         table = kernel_table("aten", "cpu")
-        waiting = {f"{name}_ready": table[name] for name in ("matmul", "linear")} if self.waiting else {}
-        return {name: later(kernel) for name, kernel in table.items()} | waiting
+        waiting = {f"{name}_by_blocks": table[name] for name in ("matmul", "linear", "sum")} if self.waiting else {}
+        return {name: self.later(kernel) for name, kernel in table.items()} | waiting
+
+    def later(self, kernel: Callable[..., object]) -> Callable[..., None]:
+        def issue(*operands: Any, **options: Any) -> None:
+            self.current.add(lambda: kernel(*operands, **options))
+
+        return issue
 
     def run(self, random: Random) -> None:
         """Runs what is in the queues. Fails where nothing can go on."""
@@ -183,35 +183,46 @@ class Gpus:
 
         return push
 
-    def in_one_kernel(self, one_sided: CudaOneSided, op: ComputeOp, ready: Ready, kernel: Kernel) -> Callable[[], None]:
-        """A product that takes blocks of rows in the order in which their flags rise, beside copies if it may."""
-        registers, flags = one_sided.registers, one_sided.place(ready.flags)
+    def in_one_kernel(self, one_sided: CudaOneSided, op: ComputeOp, kernel: Kernel) -> Callable[[], None]:
+        """A computation of blocks of rows in any order in which flags rise, beside copies if it may.
 
-        def multiply(block: int, operands: Sequence[torch.Tensor], own: torch.Tensor | None) -> None:
-            out, a, *others = operands
-            for to, rows in with_rows(out, a, block, ready.blocks, own):
-                kernel(to, rows, *others, **op.options)
+        Behind each block flags rise, also in any order.
+        """
+        ready, done = op.ready, op.done
+        blocks = ready.results if ready is not None else done.blocks if done is not None else 0
 
         def step() -> None:
-            begun = self.current.copying if ready.overlapped_sms else None
+            begun = self.current.copying if ready is not None and ready.overlapped_sms else None
             if begun is None:
                 begun = Event()
                 begun.record(self.current)
-            operands = [registers[x] for x in (op.out, *op.operands)]
-            for block in range(ready.blocks):
-                if block in ready.awaited:
-                    _, there = _wait(one_sided.flag(flags, block, one_sided.rank), ready.epoch)
-                    self.beside(begun, Task(partial(multiply, block, operands, None), there))
-                else:
-                    self.beside(begun, Task(partial(multiply, block, operands, registers[ready.own])))
+            registers, computed = list(one_sided.registers), set[int]()
+            for block in range(blocks):
+                self.beside(begun, *tasks(block, registers, computed))
+
+        def tasks(block: int, registers: Sequence[Any], computed: set[int]) -> Iterator[Task]:
+            def compute() -> None:
+                compute_block(op, registers, kernel, block, blocks, add_up)
+
+            def raise_flags() -> None:
+                computed.add(block)
+                for slot in completed(done, block, blocks, computed) if done is not None else ():
+                    _at(one_sided.flag(one_sided.place(done.flags), slot, one_sided.rank)).value = done.epoch
+
+            for slot in ready.needed(block) if ready is not None else ():
+                place = one_sided.place(ready.flags)
+                yield Task(*_wait(one_sided.flag(place, slot, one_sided.rank), ready.epoch))
+            yield Task(compute)
+            yield Task(raise_flags)
 
         return step
 
-    def beside(self, begun: Event, task: Task) -> None:
+    def beside(self, begun: Event, *tasks: Task) -> None:
         """Something that may run from an event on, and has ended before the current stream goes on."""
         stream, ended = Stream(), Event()
         begun.wait(stream)
-        stream.add(task.do, task.may)
+        for task in tasks:
+            stream.add(task.do, task.may)
         ended.record(stream)
         ended.wait(self.current)
 
@@ -275,6 +286,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
         cuda_onesided.CudaOneSided, "signal_kernel", lambda _, flag, epoch: these.signal_kernel(flag, epoch)
     )
     monkeypatch.setattr(cuda_onesided.CudaOneSided, "in_one_kernel", lambda *given: these.in_one_kernel(*given))
+    monkeypatch.setattr(cuda_onesided.CudaOneSided, "add_up", lambda _, *given, **o: these.later(add_up)(*given, **o))
     monkeypatch.setattr(cuda_onesided, "StridedCopy", these.strided_copy)
     monkeypatch.setattr(cuda_onesided, "wait_at_least", _wait)
     monkeypatch.setattr(cuda_onesided, "write", _write)

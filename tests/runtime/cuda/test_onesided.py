@@ -25,6 +25,7 @@ from hostir.runtime.simulated.machine import rehearse
 from hostir.runtime.unroll import ComputeOp
 from tests import symbolic
 from tests.lower.gathered import gathered
+from tests.reduce_scatters import FORMS, IN_PIECES, reduce_scatter
 from tests.runtime.cuda.simulated_gpus import CPU, Gpus, Stream, gpus, layers, plans
 
 __all__ = ["gpus"]  # a fixture
@@ -208,6 +209,125 @@ def test_random_programs_are_right_in_every_order(seed: int, gpus: Gpus, monkeyp
     fusions = (gathered(2 + seed % 3, draw) for draw in range(seed, seed + 1000, 40))
     program = next(p for f in fusions if (p := overlapped(f, ("ring", "fused", "push")[seed % 3])))
     check_calls(program, gpus, seed, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("ranks", "pieces"), [(2, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize("form", FORMS, ids=["pieces", "slices"])
+def test_blocks_that_are_done_are_sent_and_summed_in_every_order(
+    form: str, ranks: int, pieces: int, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = hi.parse(reduce_scatter(form, ranks, pieces))
+    check_calls(program, gpus, seed, monkeypatch, calls=4, executors=1 + seed % 2)
+
+
+BOTH = """hostir 1
+mesh @mesh [didx] = 0 1
+program @both(%x: f32[{rows}@didx, 4], %w: f32[4, 3], %v: f32[{rows}@didx, 3]) -> (%y, %z) streams 2 {{
+  %user = current_stream
+  %r = rank of %x over didx
+  %full: f32[{rows}, 4] = allocate_symmetric
+  %there: flag[{ready}] = allocate_symmetric
+  %done: flag[{raised}] = allocate_symmetric
+  %y: f32[{rows}, 3] = allocate
+  %z: f32[{rows}, 3] = allocate
+  set_stream 0
+  synchronize %user
+  set_stream 1
+  synchronize %user
+  set_stream 0
+  barrier of %full over didx
+  for %i in 0..{ready} / 2 {{
+    %piece = chunk %x[%i of {ready} / 2]
+    %slot = chunk %full[((%r * {ready}) / 2) + %i of {ready}]
+    put %piece -> %slot at (%r + 1) % 2 over didx
+    signal %there[((%r * {ready}) / 2) + %i] = 1 at (%r + 1) % 2 over didx
+  }}
+  set_stream %user
+  %own = chunk %full[%r of 2]
+  copy %x -> %own
+  for %i in 0..{ready} / 2 {{
+    signal %there[((%r * {ready}) / 2) + %i] = 1 at %r over didx
+  }}
+  matmul %full, %w -> %y ready %there >= 1 done %done = 1 from 1
+  set_stream 1
+  for %i in 0..{raised} {{
+    wait_signal %done[%i] >= 1
+    %from = chunk %y[%i of {raised}]
+    %to = chunk %z[%i of {raised}]
+    relu %from -> %to
+  }}
+  set_stream %user
+  synchronize 0
+  synchronize 1
+}}
+"""
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("ready", "raised"), [(4, 4), (4, 2), (2, 8)])
+def test_flags_of_another_number_of_blocks_rise_behind_those_that_were_waited_for(
+    ready: int, raised: int, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = hi.parse(BOTH.format(rows=16, ready=ready, raised=raised))
+    check_calls(program, gpus, seed, monkeypatch, calls=4)
+
+
+SCATTERED = (patterns.row_parallel_scattered, patterns.row_parallel_bias, patterns.mlp)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("pattern", SCATTERED, ids=lambda p: p.__name__)
+def test_reduce_scatters_as_they_are_lowered_are_right_in_every_order(
+    pattern: Callable[..., hi.Fusion], ranks: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = [p for _, p in symbolic.lowered(pattern, ranks) if not needs_nccl(p)]
+    assert programs or pattern is patterns.row_parallel_bias
+    for seed, program in enumerate(programs):
+        check_calls(program, gpus, seed, monkeypatch, sizes={"M": 0})
+        for layout in (torch.clone, *symbolic.LAYOUTS[:-1]):
+            check_calls(program, gpus, seed, monkeypatch, sizes={"M": 12 * ranks}, layout=layout)
+
+
+def test_flags_that_a_kernel_raises_while_it_runs_are_no_order_of_a_stream(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the end of a call waits for none of them: a kernel that gives up leaves some as they are."""
+    body = """%part: f32[8, 3] = allocate
+  matmul %x, %w -> %part done %f = 1
+  wait_signal %f[0] >= 1
+  copy %part -> %y"""
+    program = hi.parse(f"""hostir 1
+mesh @mesh [didx] = 0
+program @alone(%x: f32[8, 4], %w: f32[4, 3]) -> (%y) {{
+  %f: flag[4] = allocate_symmetric
+  %y: f32[8, 3] = allocate
+  {body}
+}}
+""")
+    (plan,) = plans(gpus, program, [[torch.randn(8, 4), torch.randn(4, 3)]], monkeypatch)
+    control = plan.flagged.flow_control
+    assert not control.stream_ordered
+    assert not control.unawaited
+    assert [slot for _, slot in control.raised] == [0, 1, 2, 3]
+    for seed in range(4):
+        check_calls(program, gpus, seed, monkeypatch)
+
+
+def test_a_source_that_a_sum_gave_up_on_is_named(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onesided, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
+    program = hi.parse(reduce_scatter(IN_PIECES, 3))
+    inputs = [
+        [shard(x, v.tensor, rank, {}) for x, v in zip(random_inputs(program, {}, seed=0), program.inputs, strict=True)]
+        for rank in range(program.ranks)
+    ]
+    plan = plans(gpus, program, inputs, monkeypatch)[0]
+    op = next(op for op in plan.unrolled.ops if isinstance(op, ComputeOp) and op.ready is not None)
+    plan.machine.timeouts.of(plan.unrolled, op, op.ready.blocks)[5] = torch.tensor([1, 0])
+    said = "rank 0: flag %sent_there[5], for block 1 of source 2, did not reach epoch 1 (stands at 0)"
+    found = str(plan.problem())
+    assert said in found
+    assert "sum %sent axis 0" in found
 
 
 UNSEEN = """hostir 1

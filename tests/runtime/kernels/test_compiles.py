@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from hostir.runtime.kernels.flags import PER_THREAD, WARPS, push_kernel
 from hostir.runtime.kernels.matmul import EXACT_RUN
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Strides, Workspace, matmul_kernel
+from hostir.runtime.kernels.reduce import Part, SumConstants, sum_kernel
 from hostir.runtime.kernels.tiles import Tile, candidates
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -84,6 +85,40 @@ def compiled(
     source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": overlapped}
     return triton.compile(source, target=HOPPER, options=options)
+
+
+def compiled_sum(
+    sources: int,
+    *,
+    dtype: str,
+    block: int,
+    warps: int,
+    own: int = -1,
+    axes: int = 1,
+    flags: bool = True,
+    activation: str = "",
+):
+    """The kernel that adds sources, and with an activation an addend. `flags`: it waits for them, and raises others."""
+    vector, wide = 4 if dtype == "fp32" else 8, dtype == "fp32"
+    waits = triton.next_power_of_2(sources) if flags else 0
+    kind = SumConstants(sources, sources <= 16, own, block, vector, axes, waits, flags, False, wide, activation)
+    absent = [] if flags else ["flags", "timeouts", "epoch", "waits", "polls"]
+    absent += [] if flags else ["raised_flags", "raised_epoch", "raises", "counts"]
+    constants = {"C": kind, **dict.fromkeys(absent if activation else [*absent, "addend"])}
+    signature = {name: "constexpr" if name in constants else "i32" for name in sum_kernel.arg_names}
+    part = Part(f"*{dtype}", (*["i32"] * (axes - 1), "constexpr"))
+    signature |= {"addend": part} if activation else {}
+    signature |= {"x": part, "own": part, "out": part, "sizes": ("i32",) * axes}
+    signature |= {name: "*i64" for name in ("flags", "timeouts", "raised_flags", "counts") if flags}
+    varying = {
+        sum_kernel.arg_names.index(name)
+        for name in ("epoch", "waits", "polls", "raised_epoch", "raises", "first", "blocks")
+    }
+    leaves = dict(leaves_of(tuple(signature.values())))
+    constants |= {path: 1 for path, type in leaves.items() if type == "constexpr" and path[1:]}
+    aligned = {path: [["tt.divisibility", 16]] for path, t in leaves.items() if t[0] in "*i" and path[0] not in varying}
+    source = ASTSource(sum_kernel, signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=HOPPER, options={"num_warps": warps})
 
 
 def leaves_of(types: tuple[object, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -259,6 +294,47 @@ def test_raising_flags_behind_early_and_split_tiles_leaves_the_pipeline_as_it_is
         assert kernel.asm["ptx"].count(instruction) == plain.asm["ptx"].count(instruction)
     assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True) <= SHARED_MEMORY
     assert spilled(kernel.asm["ptx"], tmp_path) <= spills
+
+
+@pytest.mark.parametrize("flags", [True, False])
+@pytest.mark.parametrize(
+    ("sources", "dtype", "block", "warps", "axes"),
+    [
+        (2, "bf16", 16384, 16, 1),
+        (3, "bf16", 512, 2, 1),
+        (8, "bf16", 4096, 16, 1),
+        (8, "fp16", 4096, 16, 3),
+        (16, "bf16", 2048, 8, 1),
+        (2, "fp32", 8192, 16, 1),
+        (8, "fp32", 2048, 16, 2),
+    ],
+)
+def test_a_sum_moves_16_bytes_at_a_time_and_spills_next_to_nothing(sources, dtype, block, warps, axes, flags, tmp_path):
+    kernel = compiled_sum(sources, dtype=dtype, block=block, warps=warps, own=1, axes=axes, flags=flags)
+    ptx, each = kernel.asm["ptx"], block * (4 if dtype == "fp32" else 2) // (32 * warps * 16)
+    assert len(re.findall(r"ld\.global\.cg\.(v4\.b32|v2\.b64)", ptx)) == len(re.findall(r"ld\.global", ptx))
+    assert len(re.findall(r"ld\.global", ptx)) == sources * each
+    assert len(re.findall(r"st\.global\.(v4\.b32|v2\.b64)", ptx)) == each
+    assert spilled(ptx, tmp_path) <= 16, "numbers that change from block to block"
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+def test_a_sum_with_an_addend_and_an_activation_moves_16_bytes_at_a_time(activation, tmp_path):
+    ptx = compiled_sum(8, dtype="bf16", block=4096, warps=16, own=1, axes=2, activation=activation).asm["ptx"]
+    assert len(re.findall(r"ld\.global\.cg\.v4\.b32", ptx)) == len(re.findall(r"ld\.global", ptx)) == 9
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 1
+    assert spilled(ptx, tmp_path) <= 32, "numbers that change from block to block"
+
+
+def test_a_sum_reads_behind_the_flags_and_raises_others_behind_its_stores():
+    ptx = compiled_sum(4, dtype="bf16", block=2048, warps=8, own=2).asm["ptx"]
+    acquire, load = ptx.find("atom.global.sys.acquire.add.u64"), ptx.find("ld.global.cg.v4")
+    counted, raised = ptx.find("atom.global.gpu.acq_rel.add.u64"), ptx.find("atom.global.sys.release.exch.b64")
+    assert 0 < acquire < ptx.find("bar.sync", acquire) < load
+    assert ptx.count("atom.global.gpu.acq_rel.add.u64") == 1
+    barrier = ptx.rfind("bar.sync", 0, counted)
+    assert not re.search(r"st\.global|\$L__BB", ptx[barrier:counted]), "in one block, behind all stores"
+    assert counted < ptx.find("bar.sync", counted) < raised
 
 
 def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flags_behind_them():

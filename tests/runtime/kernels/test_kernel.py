@@ -85,7 +85,7 @@ def test_an_operation_keeps_what_its_kernel_returns_where_that_is_repeatable(
     assert [what.split()[0] for what in kernel.log] == ["looked", "looked", "again" if repeatable else "looked"]
 
 
-def test_contractions_in_triton_are_repeatable_and_those_in_aten_are_not() -> None:
+def test_contractions_and_sums_in_triton_are_repeatable_and_those_in_aten_are_not() -> None:
     triton, aten = kernel_table("triton", "cuda"), kernel_table("aten", "cuda")
-    assert {kind for kind, kernel in triton.items() if kernel in table.REPEATABLE} == {"matmul", "linear"}
+    assert {kind for kind, kernel in triton.items() if kernel in table.REPEATABLE} == {"matmul", "linear", "sum"}
     assert not any(kernel in table.REPEATABLE for kernel in aten.values())

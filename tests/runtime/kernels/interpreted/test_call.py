@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hostir.runtime.kernels import matmul as matmul_call
 from hostir.runtime.kernels import matmul as module
-from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts
+from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, no_timeouts
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import matmul, multiply
 from hostir.runtime.kernels.matmul_kernel import matmul_kernel
@@ -94,9 +94,20 @@ def address(value: object) -> object:
 
 @pytest.mark.parametrize("use_descriptors", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize(("config", "epoch"), [(TILE, None), (TILE, 1), (TILE, 1 << 33), (SPLIT, None)])
+@pytest.mark.parametrize(
+    ("config", "epoch", "raised"),
+    [
+        (TILE, None, None),
+        (TILE, 1, None),
+        (TILE, 1 << 33, None),
+        (SPLIT, None, None),
+        (TILE, None, 1),
+        (SPLIT, None, 1 << 33),
+        (TILE, 1, 1),
+    ],
+)
 def test_a_launch_gets_the_arguments_that_the_first_one_got(
-    config, epoch, with_bias, use_descriptors, recorder, monkeypatch
+    config, epoch, raised, with_bias, use_descriptors, recorder, monkeypatch
 ):
     first = interpreted(monkeypatch)
     a, b, out = (
@@ -108,7 +119,9 @@ def test_a_launch_gets_the_arguments_that_the_first_one_got(
         None if epoch is None else ReadyFlags(torch.ones(3, dtype=torch.int32), epoch, no_timeouts(3, "cpu"), first=2)
     )
     bias = filled([40], torch.float32) if with_bias else None
+    done = None if raised is None else DoneFlags(torch.zeros(5, dtype=torch.int64), raised, first=3)
     options = {"ready": ready, "bias": bias, "use_descriptors": use_descriptors, "tile": config, "transpose_b": True}
+    options["done"] = done
     for _ in range(2):
         matmul(a, b, out, **options)
     wanted = {name: address(value) for name, value in first[0].items()}

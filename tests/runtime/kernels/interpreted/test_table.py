@@ -9,7 +9,7 @@ import hostir.ir as text
 from examples import patterns
 from hostir import lower
 from hostir.ir.source import HostIRError
-from hostir.runtime.kernels.flags import ReadyFlags, block_rows, no_timeouts
+from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, block_rows, no_timeouts
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs
@@ -56,8 +56,8 @@ def test_leading_axes_that_do_not_merge_are_walked(dtype):
     + [("aten", device, False) for device in ("cpu", "cuda")],
 )
 def test_a_product_that_waits_is_there_where_triton_suits_the_device(policy, device, present):
-    assert {"matmul_ready", "linear_ready"} & kernel_table(policy, device).keys() == (
-        {"matmul_ready", "linear_ready"} if present else set()
+    assert {"matmul_by_blocks", "linear_by_blocks"} & kernel_table(policy, device).keys() == (
+        {"matmul_by_blocks", "linear_by_blocks"} if present else set()
     )
 
 
@@ -73,7 +73,7 @@ def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, block
     ready = ReadyFlags(
         torch.ones(blocks, dtype=torch.int32), 1, no_timeouts(blocks, "cpu"), first=first % blocks, polls=3
     )
-    kernel = kernel_table("triton", "cpu")["matmul_ready" if kind == "matmul" else "linear_ready"]
+    kernel = kernel_table("triton", "cpu")["matmul_by_blocks" if kind == "matmul" else "linear_by_blocks"]
     bias = filled((6,), torch.float32, integers=True) if "bias" in kind else torch.zeros(6)
     right = (b,) if kind == "matmul" else (b.t().contiguous(), *((bias,) if "bias" in kind else (None,)))
     kernel(out, a, *right, ready=ready)
@@ -103,12 +103,28 @@ def test_own_rows_are_used_whatever_the_layout(order, blocks, first, few, monkey
     flags = torch.ones(blocks, dtype=torch.int32)
     flags[first] = 0
     ready = ReadyFlags(flags, 1, no_timeouts(blocks, "cpu"), first=first, polls=3)
-    kernel_table("triton", "cpu")["linear_ready"](out, a, b.t().contiguous(), bias, ready=ready, own=own)
+    kernel_table("triton", "cpu")["linear_by_blocks"](out, a, b.t().contiguous(), bias, ready=ready, own=own)
     assert_only_view_written(out, buffer)
     rows = a.reshape(60, 8).clone()
     rows.chunk(blocks)[first].copy_(own)
     assert torch.equal(out.reshape(60, 6), rows @ b + bias)
     assert not ready.timeouts.any()
+
+
+@pytest.mark.parametrize("missing", [None, 2])
+@pytest.mark.parametrize("waits", [True, False])
+def test_flags_rise_together_behind_rows_that_do_not_merge_unless_some_were_missed(waits, missing):
+    a = filled((4, 3, 5, 8), torch.float32, order=(1, 0, 2, 3), pad=(0, 1, 1, 0), integers=True)
+    b, out = filled((8, 6), torch.float32, integers=True), torch.full((4, 3, 5, 6), math.nan)
+    raised, ready = torch.zeros(6, dtype=torch.int64), None
+    if waits:
+        ready = ReadyFlags(torch.ones(4, dtype=torch.int32), 1, no_timeouts(4, "cpu"), polls=3)
+        if missing is not None:
+            ready.flags[missing] = 0
+    kernel_table("triton", "cpu")["matmul_by_blocks"](out, a, b, ready=ready, done=DoneFlags(raised, 2))
+    gave_up = waits and missing is not None
+    assert raised.tolist() == [0 if gave_up else 2] * 6
+    assert gave_up or torch.equal(out, a @ b)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -118,7 +134,7 @@ def test_a_linear_that_waits_rounds_once(dtype):
     a, weight = torch.cat([ones * big, ones], 1), torch.tensor([[big, 1.0]], dtype=dtype)
     bias, out = torch.ones(1, dtype=dtype), torch.full((4, 1), math.nan, dtype=dtype)
     ready = ReadyFlags(torch.ones(2, dtype=torch.int32), 1, no_timeouts(2, "cpu"))
-    kernel_table("triton", "cpu")["linear_ready"](out, a, weight, bias, ready=ready)
+    kernel_table("triton", "cpu")["linear_by_blocks"](out, a, weight, bias, ready=ready)
     exact = a.double() @ weight.double().t() + bias.double()
     assert torch.equal(out, exact.to(dtype))
     assert not torch.equal(out, (a @ weight.t()) + bias), "an example that cannot tell"
@@ -128,7 +144,7 @@ def test_blocks_that_do_not_fit_the_slices_are_said():
     a, b, out = torch.zeros(4, 3, 10, 8)[:, :, ::2].transpose(0, 1), torch.zeros(8, 6), torch.zeros(3, 4, 5, 6)
     ready = ReadyFlags(torch.ones(5, dtype=torch.int32), 1, no_timeouts(5, "cpu"))
     with pytest.raises(HostIRError, match=r"cannot wait for 5 blocks of rows in 3 slices"):
-        kernel_table("triton", "cpu")["matmul_ready"](out, a, b, ready=ready)
+        kernel_table("triton", "cpu")["matmul_by_blocks"](out, a, b, ready=ready)
 
 
 def test_timeouts_may_lie_in_pinned_memory_of_the_host_and_in_no_other(monkeypatch):

@@ -1,0 +1,43 @@
+"""What holds of every program of `ring`, `fused` and `push`: it reads back, checks, and gives the unsharded result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+import hostir as hi
+from hostir.ir import Program, Statement
+from hostir.ir.host_ops import For, Synchronize
+from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
+from hostir.runtime.reference import compare, reference
+from hostir.runtime.sharding import random_inputs
+from tests.runtime.whole import run_whole
+
+every_strategy = pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
+
+
+def hold(fusion: Program, program: Program, seeds: range, **sizes: int) -> None:
+    """The program reads back, checks, and gives the unsharded result under these schedules."""
+    assert hi.parse(str(program)) == program
+    assert hi.check(program) == []
+    inputs = random_inputs(fusion, sizes, seed=seeds.start + 1)
+    plain, exact = reference(fusion, inputs, sizes, None), reference(fusion, inputs, sizes)
+    for seed in seeds:
+        for found in compare(program, run_whole(program, inputs, sizes, seed=seed), plain, exact):
+            assert found.good, f"seed {seed}: {found}\n{fusion}\n{program}"
+
+
+def one_sided(program: Program) -> list[Statement]:
+    return [s for s in program.walk() if isinstance(s, (Get, Put))]
+
+
+def without_each(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, tuple[Statement, ...]]]:
+    """Every body with one statement left out that orders or moves something."""
+    for n, s in enumerate(body):
+        if isinstance(s, (Signal, WaitSignal, Barrier, Synchronize, Get, Put)):
+            yield s, (*body[:n], *body[n + 1 :])
+        if isinstance(s, For):
+            for missing, inner in without_each(s.body):
+                yield missing, (*body[:n], replace(s, body=inner), *body[n + 1 :])

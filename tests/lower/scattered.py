@@ -1,0 +1,71 @@
+"""Random fusions in which rows of partial sums go to the ranks that are to have them: how they lie, who made them."""
+
+from __future__ import annotations
+
+from random import Random
+
+import hostir as hi
+from hostir.ir import Program
+from tests.lower.gathered import GRID, LINE, NAMED_GRID, NAMED_LINE, Text, counted, row, shape_of
+
+
+def scattered(ranks: int, seed: int, *, named: bool = False) -> Program:
+    """A reduce_scatter of rows over `ranks` ranks, on a mesh with another axis or none, and what is around it.
+
+    The rows are those of a product, of a sum of two, or nothing here makes them; perhaps they are gathered before, and
+    bias, activation or other rows come after. With `named` the number of rows depends on the size M.
+    """
+    text = Text(Random(seed))
+    grid, k = text.chance(0.5), 2 * ranks
+    both = grid and text.chance(0.4)  # gathered over the one axis of the mesh, scattered over the other
+    of_grid, of_line = (NAMED_GRID, NAMED_LINE) if named else (GRID, LINE)
+    ways = of_grid if grid and not both else of_line
+    lies, whole = (counted(t, ranks) for t in text.random.choice([*ways.items()]))
+    rows = whole.removesuffix(", 4]")
+    if both and (even := _even(rows)):
+        full = text.add(f"{rows}, {k}@tp]", f"allgather {text.input(f'{even}, {k}@tp]')} over dp")
+        part = text.add(f"{whole} partial(tp)", _product(text, full, k))
+    elif text.chance(0.15):
+        part = text.input(f"{whole} partial(tp)")
+    else:
+        part = text.add(f"{whole} partial(tp)", _product(text, _left_side(text, lies, rows, k), k))
+    if text.chance(0.2):
+        other = text.add(f"{whole} partial(tp)", _product(text, text.input(f"{rows}, {k}@tp]"), k))
+        part = text.add(f"{whole} partial(tp)", f"add {part}, {other}")
+    out = text.add(lies, f"reduce_scatter {part} over tp")
+    if text.chance(0.3):
+        out = text.add(lies, f"add {out}, {text.input('[4]')}")
+    if text.chance(0.3):
+        out = text.add(lies, f"{text.random.choice(['gelu', 'silu', 'relu'])} {out}")
+    if text.chance(0.3):
+        out = text.add(lies, f"add {out}, {text.input(lies)}")
+    outputs = [out]
+    if text.chance(0.2):
+        outputs.append(text.add(lies, f"reduce_scatter {part} over tp"))
+    if text.chance(0.2):
+        outputs.append(text.add([*shape_of(whole)[:-1], 6], f"matmul {out}, {text.input('[4, 6]')}"))
+    meshes = f"[dp, tp] = {row(0, ranks)} {row(ranks, ranks)}" if grid else f"[tp] = {row(0, ranks)[1:-1]}"
+    head = f"hostir 1\nmesh @mesh {meshes}\nfusion @scattered({', '.join(text.inputs)}) -> ({', '.join(outputs)}) {{"
+    return hi.parse("\n".join([head, *text.body, "}\n"]))
+
+
+def _even(rows: str) -> str | None:
+    """The same rows with an axis of an even size sharded over two ranks; None if no axis has one."""
+    axes = rows.removeprefix("[").split(", ")
+    even = [k for k, axis in enumerate(axes) if axis.isdecimal() and int(axis) % 2 == 0]
+    return f"[{', '.join(f'{axis}@dp' if k == even[-1] else axis for k, axis in enumerate(axes))}" if even else None
+
+
+def _left_side(text: Text, lies: str, rows: str, k: int) -> str:
+    """The left side of a product, over whose columns it sums: an input, or what a product of gathered rows gives."""
+    if text.chance(0.6):
+        return text.input(f"{rows}, {k}@tp]")
+    full = text.add(f"{rows}, 4]", f"allgather {text.input(lies)} over tp")
+    hidden = text.add(f"{rows}, {k}@tp]", f"matmul {full}, {text.input(f'[4, {k}@tp]')}")
+    return text.add(f"{rows}, {k}@tp]", f"gelu {hidden}") if text.chance(0.5) else hidden
+
+
+def _product(text: Text, x: str, k: int) -> str:
+    if text.chance(0.5):
+        return f"matmul {x}, {text.input(f'[{k}@tp, 4]')}"
+    return f"linear {x}, {text.input(f'[4, {k}@tp]')}"

@@ -1,0 +1,511 @@
+"""Reduce_scatters by `ring`, `fused` and `push`: right under every schedule, over calls, the same bits each time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import hostir as hi
+from examples import patterns
+from hostir.check.tracer import Tracer, View
+from hostir.ir import HostIRError, Program, parse
+from hostir.ir.comm_ops import AllReduce, Communication, ReduceScatter
+from hostir.ir.host_ops import Synchronize
+from hostir.ir.machine import Done, Ready
+from hostir.ir.onesided_ops import Barrier, Put, Signal, WaitSignal
+from hostir.ir.tensor_ops import Add, Contraction, Sum, TensorOp
+from hostir.lower import run_passes
+from hostir.lower.fused import Fused, Pieces
+from hostir.lower.strategies import EXPLICIT, FINISH
+from hostir.runtime.sharding import random_inputs
+from tests.lower.held import every_strategy, hold, one_sided, without_each
+from tests.lower.scattered import scattered
+from tests.mutation import convicted
+from tests.runtime.whole import run_whole
+
+RANKS = pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+Dtype = str
+Build = Callable[..., hi.Fusion]
+
+
+def raising(program: Program) -> list[Contraction]:
+    """The products that raise a flag behind each block of rows."""
+    return [s for s in program.walk() if isinstance(s, Contraction) and s.done is not None]
+
+
+def waiting(program: Program) -> list[Sum]:
+    """The sums that take each block as it comes."""
+    return [s for s in program.walk() if isinstance(s, Sum) and s.ready is not None]
+
+
+def collectives(program: Program) -> list[str]:
+    return [s.keyword() for s in program.walk() if isinstance(s, Communication)]
+
+
+# Layouts and what is around the sum -----------------------------------------------------------------------------------
+def matmul(shape: Sequence[int | str], axis: int, ranks: int, dtype: Dtype = "f32", splits: int = 0) -> hi.Fusion:
+    """A product that is summed over all ranks, and scattered along an axis; perhaps only the inner part of a split."""
+    with hi.Fusion("scattered") as fusion:
+        a, b = hi.tensor("a", [*shape, 4 * ranks], dtype), hi.tensor("b", [4 * ranks, 6], dtype)
+        c = a @ b
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(ranks))
+    a.shard(len(shape), mesh)
+    b.shard(0, mesh)
+    c.set_device_mesh(mesh)
+    if splits:
+        c.split(axis, splits)
+        axis += 1
+    c.axis(axis).parallelize(hi.ParallelType.DIDx)
+    return fusion
+
+
+LAYOUTS: dict[str, Callable[[int, Dtype], hi.Fusion]] = {
+    "rows": lambda ranks, dtype: matmul([3 * ranks], 0, ranks, dtype),
+    "one row each": lambda ranks, dtype: matmul([ranks], 0, ranks, dtype),
+    "slices": lambda ranks, dtype: matmul([3, ranks, 2], 1, ranks, dtype),
+    "rows in slices": lambda ranks, dtype: matmul([6 * ranks], 0, ranks, dtype, splits=3),
+    "sequence in slices": lambda ranks, dtype: matmul([2, 4 * ranks], 1, ranks, dtype, splits=2),
+    "batch": lambda ranks, dtype: matmul([2 * ranks, 3], 0, ranks, dtype),
+    "sequence": lambda ranks, dtype: matmul([3, 2 * ranks], 1, ranks, dtype),
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=[*LAYOUTS])
+
+
+@every_strategy
+@every_layout
+@RANKS
+def test_rows_of_every_layout_are_summed_up_where_they_are_to_be(
+    layout: Callable[[int, Dtype], hi.Fusion], strategy: str, ranks: int
+) -> None:
+    fusion = layout(ranks, "f32").program()
+    program = hi.lower(fusion, strategy)
+    assert not collectives(program)
+    assert len(waiting(program)) == 1
+    assert len(raising(program)) == (strategy == "fused")
+    hold(fusion, program, range(3))
+    assert convicted(program, 2) == ""
+
+
+@every_strategy
+@every_layout
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_partial_sums_of_two_bytes_are_added_up_in_f32(
+    layout: Callable[[int, Dtype], hi.Fusion], strategy: str, dtype: Dtype
+) -> None:
+    fusion = layout(4, dtype).program()
+    hold(fusion, hi.lower(fusion, strategy), range(2))
+
+
+def test_a_sum_over_ranks_rounds_once() -> None:
+    """One large and many small summands, which a sum in bf16 would lose one after another."""
+    ranks = 8
+    fusion = matmul([ranks], 0, ranks, "bf16").program()
+    a = torch.zeros(ranks, 4 * ranks, dtype=torch.bfloat16)
+    a[:, ::4] = torch.tensor([256.0] + [1.0] * (ranks - 1))
+    b = torch.zeros(4 * ranks, 6, dtype=torch.bfloat16)
+    b[::4] = 1.0
+    exact = torch.full((ranks, 6), 256.0 + ranks - 1).bfloat16()
+    assert exact[0, 0] > 256
+    for strategy in ("ring", "fused", "push"):
+        (c,) = run_whole(hi.lower(fusion, strategy), [a, b])
+        assert torch.equal(c, exact), strategy
+
+
+def row_parallel(ranks: int, dtype: Dtype = "f32", *, bias: bool = True) -> hi.Fusion:
+    """A linear layer whose summands lie on all ranks, with bias, activation, and rows that are added at the end."""
+    with hi.Fusion("row_parallel") as fusion:
+        x, w = hi.tensor("x", [2 * ranks, 4 * ranks], dtype), hi.tensor("w", [6, 4 * ranks], dtype)
+        rest = hi.tensor("rest", [2 * ranks, 6], dtype)
+        y = hi.gelu(hi.linear(x, w, hi.tensor("bias", [6], dtype) if bias else None)) + rest
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.shard(1, mesh)
+    w.shard(1, mesh)
+    rest.shard(0, mesh)
+    y.shard(0, mesh)
+    return fusion
+
+
+@every_strategy
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bias_activation_and_rest_come_after_the_reduction(strategy: str, ranks: int, dtype: Dtype) -> None:
+    fusion = row_parallel(ranks, dtype).program()
+    program = hi.lower(fusion, strategy)
+    words = [s.keyword() for s in program.walk() if isinstance(s, TensorOp)]
+    assert words[words.index("sum") :] == ["sum", "add"]
+    (total,) = waiting(program)
+    assert total.addend is not None
+    assert (total.addend.name, total.activation) == ("bias", "gelu")
+    hold(fusion, program, range(3))
+
+
+def products(ranks: int, count: int = 2, dtype: Dtype = "f32", *, scatter: bool = True) -> hi.Fusion:
+    """A sum of several products whose summands all lie on the ranks."""
+    mesh = hi.DeviceMesh(range(ranks))
+    with hi.Fusion("products") as fusion:
+        total: hi.Tensor | None = None
+        for n in range(count):
+            a, b = hi.tensor(f"a{n}", [2 * ranks, 2 * ranks], dtype), hi.tensor(f"b{n}", [2 * ranks, 6], dtype)
+            a.shard(1, mesh)
+            b.shard(0, mesh)
+            total = a @ b if total is None else total + a @ b
+        assert total is not None
+        fusion.output(total)
+    total.set_device_mesh(mesh)
+    if scatter:
+        total.shard(0, mesh)
+    return fusion
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "ring", "fused", "push"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_sum_of_products_is_reduced_once(strategy: str, count: int) -> None:
+    fusion = products(3, count).program()
+    program = hi.lower(fusion, strategy)
+    assert len(waiting(program)) == (strategy != "sequential")
+    assert collectives(program) == (["reduce_scatter"] if strategy == "sequential" else [])
+    hold(fusion, program, range(3))
+
+
+def test_a_sum_of_products_is_reduced_once_by_an_allreduce_too() -> None:
+    fusion = products(2, 3, scatter=False).program()
+    program = hi.lower(fusion, "sequential")
+    assert collectives(program) == ["allreduce"]
+    hold(fusion, program, range(2))
+
+
+def test_what_is_reduced_for_another_purpose_too_is_reduced_by_itself() -> None:
+    text = """hostir 1
+mesh @mesh [tp] = 0 1
+fusion @twice(%p: f32[4, 6] partial(tp), %q: f32[4, 6] partial(tp)) -> (%s, %x, %t) {
+  %x: f32[4@tp, 6] = reduce_scatter %p over tp
+  %y: f32[4@tp, 6] = reduce_scatter %q over tp
+  %s: f32[4@tp, 6] = add %x, %y
+  %z: f32[4@tp, 6] = reduce_scatter %q over tp
+  %t: f32[4@tp, 6] = add %z, %z
+}
+"""
+    fusion = parse(text)
+    for strategy in ("sequential", "ring", "fused", "push"):
+        program = hi.lower(fusion, strategy)
+        assert sum(isinstance(s, (Sum, ReduceScatter)) for s in program.walk()) == 3
+        hold(fusion, program, range(2))
+
+
+def test_partial_sums_that_are_added_stay_partial_in_the_text_of_a_fusion() -> None:
+    text = """hostir 1
+mesh @mesh [tp] = 0 1
+fusion @sums(%p: f32[4, 6] partial(tp), %q: f32[4, 6] partial(tp)) -> (%y) {
+  %s: f32[4, 6] partial(tp) = add %p, %q
+  %y: f32[4@tp, 6] = reduce_scatter %s over tp
+}
+"""
+    fusion = parse(text)
+    assert run_passes(fusion, EXPLICIT) == fusion
+    hold(fusion, hi.lower(fusion, "fused"), range(2))
+    with pytest.raises(HostIRError, match="%s cannot be made a partial sum over tp"):
+        hi.lower(parse(text.replace("add", "mul")), "fused")
+
+
+@every_strategy
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_two_reduce_scatters_share_the_barrier_behind_the_call_before(strategy: str, ranks: int) -> None:
+    with hi.Fusion("two") as fusion:
+        a, b, d = (hi.tensor(n, s, "f32") for n, s in zip("abd", ([16, 8], [8, 6], [8, 10]), strict=True))
+        c, e = a @ b, a @ d
+        fusion.output(c, e)
+    mesh = hi.DeviceMesh(range(ranks))
+    a.shard(1, mesh)
+    b.shard(0, mesh)
+    d.shard(0, mesh)
+    c.shard(0, mesh)
+    e.shard(0, mesh)
+    program = hi.lower(fusion, strategy)
+    assert len(waiting(program)) == 2
+    assert sum(isinstance(s, Barrier) for s in program.walk()) == 1
+    hold(fusion.program(), program, range(3))
+    assert convicted(program, 2) == ""
+
+
+@every_strategy
+def test_rows_gathered_over_one_axis_and_scattered_over_the_other_have_one_product(strategy: str) -> None:
+    text = """hostir 1
+mesh @mesh [dp, tp] = (0 1 2) (3 4 5)
+fusion @both(%x: f32[12@dp, 6@tp], %w: f32[6@tp, 4]) -> (%y) {
+  %full: f32[12, 6@tp] = allgather %x over dp
+  %p: f32[12, 4] partial(tp) = matmul %full, %w
+  %y: f32[12@tp, 4] = reduce_scatter %p over tp
+}
+"""
+    fusion = parse(text)
+    program = hi.lower(fusion, strategy)
+    assert not collectives(program)
+    assert [s for s in raising(program) if s.ready is not None] == raising(program)
+    assert len(raising(program)) == (strategy == "fused")
+    hold(fusion, program, range(4))
+    assert convicted(program, 2) == ""
+
+
+@every_strategy
+@pytest.mark.parametrize("pattern", [patterns.mlp, patterns.mlp_2d], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_both_halves_of_an_mlp_are_overlapped(pattern: Build, strategy: str, ranks: int) -> None:
+    program = hi.lower(pattern(ranks=ranks, S=2, M=32, K=16), strategy)
+    assert not collectives(program)
+    assert len(waiting(program)) == 1
+
+
+@every_strategy
+@RANKS
+def test_random_fusions_of_scattered_rows_give_the_unsharded_result(strategy: str, ranks: int) -> None:
+    covered = 0
+    for seed in range(16 if ranks < 8 else 4):
+        fusion = scattered(ranks, seed)
+        try:
+            program = hi.lower(fusion, strategy, streams=1 + seed % 3)
+        except HostIRError as refused:
+            if "lie over several axes of the mesh" not in str(refused):
+                raise
+            continue
+        covered += 1
+        assert one_sided(program)
+        hold(fusion, program, range(seed, seed + 2))
+    assert covered > (9 if ranks < 8 else 2)
+
+
+@every_strategy
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_program_serves_every_number_of_rows(strategy: str, ranks: int) -> None:
+    covered = 0
+    for seed in range(20):
+        fusion = scattered(ranks, seed, named=True)
+        if "M" not in fusion.size_names:
+            continue
+        try:
+            program = hi.lower(fusion, strategy)
+        except HostIRError as refused:
+            if "lie over several axes of the mesh" not in str(refused):
+                raise
+            continue
+        covered += 1
+        for rows in (0, 2 * ranks, 6 * ranks):
+            hold(fusion, program, range(seed, seed + 1), M=rows)
+    assert covered > 8
+
+
+@every_strategy
+def test_rows_that_the_ranks_do_not_divide_are_refused_in_one_line(strategy: str) -> None:
+    with hi.Fusion("named") as fusion:
+        a, b = hi.tensor("a", ["M", 8], "f32"), hi.tensor("b", [8, 6], "f32")
+        c = a @ b
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(4))
+    a.shard(1, mesh)
+    b.shard(0, mesh)
+    c.shard(0, mesh)
+    program = hi.lower(fusion, strategy)
+    with pytest.raises(HostIRError, match=r"M must be a multiple of 4, because") as refused:
+        hi.run(program, torch.randn(10, 8), torch.randn(8, 6), machine="local")
+    assert len(refused.value.diagnostics) == 1
+
+
+# Order ----------------------------------------------------------------------------------------------------------------
+class Order(Tracer):
+    """Keeps in which order a product raises its flags, and in which order copies wait for them."""
+
+    def __init__(self, rank: int, program: Program) -> None:
+        super().__init__(rank, program, {})
+        self.raised: list[tuple[int, int]] = []  # flag row and flag
+        self.awaited: list[tuple[int, int]] = []
+
+    def compute(
+        self,
+        kind: str,
+        out: View,
+        operands: Sequence[View | None],
+        options: Mapping[str, Any],
+        ready: Ready | None = None,
+        done: Done | None = None,
+    ) -> None:
+        if done is not None:
+            self.raised += [(done.flags.buffer, n) for n in done.order]
+        super().compute(kind, out, operands, options, ready, done)
+
+    def wait_signal(self, flags: View, slot: int, epoch: int) -> None:
+        self.awaited.append((flags.buffer, slot))
+        super().wait_signal(flags, slot, epoch)
+
+
+def in_pieces(fusion: Program, streams: int = 1) -> Program:
+    """What `fused` makes of it if blocks may be as small as they like."""
+    return run_passes(fusion, [*EXPLICIT, Fused(streams, Pieces(most=8, min_bytes=1)), *FINISH])
+
+
+def tall(ranks: int, pieces: int) -> Program:
+    return matmul([256 * pieces * ranks], 0, ranks).program()
+
+
+def late(order: Order) -> int:
+    """By how many blocks, at most, a copy waits longer than for the one that is computed when its turn comes."""
+    awaited = [order.raised.index(flag) for flag in order.awaited if flag in order.raised]
+    assert len(awaited) == len(set(awaited)) > 0
+    return max(at - sorted(awaited)[turn] for turn, at in enumerate(awaited))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("layout", ["rows", "slices", "rows in slices", "sequence", "pieces"])
+def test_copies_wait_for_blocks_about_in_the_order_in_which_they_are_computed(layout: str, ranks: int) -> None:
+    fusion = tall(ranks, 3) if layout == "pieces" else LAYOUTS[layout](ranks, "f32").program()
+    program = in_pieces(fusion)
+    (product,) = raising(program)
+    assert product.done is not None
+    in_order = ranks == 2 or layout in ("rows", "pieces")
+    for rank in range(ranks):
+        order = Order(rank, program)
+        order.call()
+        assert order.raised[-1] not in order.awaited, "the last block is for another rank"
+        assert late(order) <= (0 if in_order else ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("pieces", [2, 3, 8])
+def test_rows_of_a_rank_are_sent_in_as_many_pieces_as_are_large_enough(ranks: int, pieces: int) -> None:
+    fusion = tall(ranks, pieces)
+    program = in_pieces(fusion)
+    (product,) = raising(program)
+    assert product.done is not None
+    assert product.done.tensor.shape[0].value == ranks * pieces
+    hold(fusion, program, range(2))
+
+
+def test_few_rows_and_rows_of_unknown_number_are_sent_in_one_piece() -> None:
+    for fusion in (tall(2, 1), patterns.row_parallel_scattered(2, S=1, M="M").program()):  # type: ignore[arg-type]
+        (product,) = raising(in_pieces(fusion))
+        assert product.done is not None
+        assert product.done.tensor.shape[0].value == 2
+
+
+def test_real_sizes_are_cut_in_two() -> None:
+    fusion = patterns.row_parallel_scattered(2, S=1, M=8192, K=28672, N=8192, dtype="bf16")
+    program = hi.lower(fusion, "fused")
+    (product,) = raising(program)
+    assert product.done is not None
+    assert product.done.tensor.shape[0].value == 4  # of 2048 rows, 32 MiB
+    assert hi.check(program) == []
+    assert str(program).count("\n") < 40
+
+
+@every_strategy
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_bits_are_the_same_in_every_run_on_every_schedule(strategy: str, ranks: int) -> None:
+    """In bf16, where another order of the sources would show."""
+    for fusion in (patterns.mlp(ranks, S=2, M=8 * ranks, K=32, H=8 * ranks, dtype="bf16"), row_parallel(ranks, "bf16")):
+        program = hi.lower(fusion, strategy)
+        inputs = random_inputs(fusion.program(), {}, seed=1)
+        first = run_whole(program, inputs, seed=0)
+        for seed in range(1, 6):
+            assert all(map(torch.equal, first, run_whole(program, inputs, seed=seed)))
+        executor = hi.Executor(program, machine="local")
+        eager = [executor(*inputs) for _ in range(2)]
+        assert all(torch.equal(a, b) for x, y in zip(*eager, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_all_strategies_and_schedules_give_one_result_if_products_are_exact() -> None:
+    """Partial sums of small integers are exact in bf16, so all that may differ is the order of the sources."""
+    ranks = 4
+    fusion = matmul([4 * ranks], 0, ranks, "bf16")
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randint(-2, 3, shape, generator=generator).bfloat16() for shape in ((16, 16), (16, 6))]
+    found = [run_whole(hi.lower(fusion, s), inputs, seed=n)[0] for s in ("ring", "fused", "push") for n in range(2)]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+# What they need, what they leave, and what they refuse ----------------------------------------------------------------
+@every_strategy
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "fusion",
+    [lambda ranks: patterns.row_parallel_scattered(ranks, S=2, M=8 * ranks, K=2 * ranks, N=4), row_parallel],
+    ids=["slices", "rows"],
+)
+def test_the_checker_reports_whatever_is_left_out(
+    fusion: Callable[[int], hi.Fusion], strategy: str, ranks: int
+) -> None:
+    program = hi.lower(fusion(ranks), strategy, streams=2)
+    kinds = set()
+    for missing, body in without_each(program.body):
+        kinds.add(type(missing))
+        found = [f for f in hi.check(program.with_body(body)) if f.level == "error"]
+        assert found, f"'{missing.keyword()}' was left out unnoticed\n{program}"
+    of_strategy = {"ring": {Synchronize}, "fused": {Synchronize, WaitSignal}, "push": set()}
+    assert {Barrier, Put, Signal} | of_strategy[strategy] <= kinds
+
+
+@every_strategy
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_text_is_a_page_and_differs_between_numbers_of_ranks_by_these_alone(strategy: str, ranks: int) -> None:
+    for pattern in (patterns.row_parallel_scattered, patterns.mlp):
+        texts = [str(hi.lower(pattern(n, S=2), strategy)) for n in (4, ranks)]
+        assert max(text.count("\n") for text in texts) <= 60
+        few, many = ([re.sub(r"\d+", "", line) for line in text.splitlines()[2:]] for text in texts)
+        assert few == many or (strategy, ranks) == ("ring", 2)  # where one worker stream is not forked into several
+
+
+@every_strategy
+def test_ranks_that_are_alone_have_a_plain_matmul(strategy: str) -> None:
+    program = hi.lower(patterns.row_parallel_scattered(ranks=1), strategy)
+    assert [s.keyword() for s in program.walk()] == ["allocate", "matmul"]
+    assert program.streams == 0
+
+
+@every_strategy
+def test_a_scatter_of_columns_is_refused_with_the_reason(strategy: str) -> None:
+    with hi.Fusion("columns") as fusion:
+        a, b = hi.tensor("a", [8, 8], "f32"), hi.tensor("b", [8, 4], "f32")
+        c = a @ b
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(2))
+    a.shard(1, mesh)
+    b.shard(0, mesh)
+    c.shard(1, mesh)
+    with pytest.raises(HostIRError, match=f"'{strategy}' cannot overlap the reduce_scatter: it scatters the last axis"):
+        hi.lower(fusion, strategy)
+
+
+@every_strategy
+def test_a_reduce_scatter_alone_holds_no_sm_while_bytes_travel(strategy: str) -> None:
+    text = """hostir 1
+mesh @mesh [tp] = 0 1 2
+fusion @alone(%p: f32[6, 4] partial(tp)) -> (%y) {
+  %y: f32[6@tp, 4] = reduce_scatter %p over tp
+}
+"""
+    fusion = parse(text)
+    program = hi.lower(fusion, strategy)
+    assert [s.keyword() for s in program.walk() if isinstance(s, TensorOp)] == ["sum"]
+    assert [s.sms for s in program.walk() if isinstance(s, Put)] == [16 if strategy == "push" else 0]
+    waits = [s for s in program.walk() if isinstance(s, WaitSignal)]
+    assert len(waits) == (strategy != "push")
+    hold(fusion, program, range(3))
+    assert convicted(program, 2) == ""
+
+
+@pytest.mark.parametrize("strategy", ["fused", "push"])
+def test_rows_that_several_products_make_say_why_these_are_not_overlapped(strategy: str) -> None:
+    program = hi.lower(products(2), strategy)
+    assert not raising(program)
+    (total,) = waiting(program)
+    assert ("not overlapped: the add that makes the rows" in total.note) == (strategy == "fused")
+    assert sum(isinstance(s, Add) for s in program.walk()) == 1
+
+
+def test_an_allreduce_says_why_it_is_left_whole() -> None:
+    with pytest.raises(HostIRError, match="handles only allgathers and reduce_scatters of rows"):
+        hi.lower(products(2, scatter=False), "fused")
+    assert issubclass(AllReduce, Communication)
