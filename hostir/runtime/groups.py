@@ -141,7 +141,7 @@ class Groups:
         if self.device.type == "cpu":
             return ProcessGroupGloo(store, rank, size, timeout=self.timeout)
         everyone = dist.get_process_group_ranks(self.whole())
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = self.timeout
         options.global_ranks_in_group = [everyone[member] for member in team]  # for torch's messages, as the name
         options.group_name = f"hostir {'-'.join(map(str, options.global_ranks_in_group))} {next(_numbers)}"
