@@ -4,10 +4,10 @@
     python -m benchmarks.differential --cases 20000 --gloo 500 --out benchmarks/results/differential
     python -m benchmarks.differential --seed 0 --case 1234 [--gloo 1]                        one case again, in full
 
-Cases are even over the patterns (those of examples/patterns.py and two kinds of random fusions) x strategies x 1, 2, 3,
-4 and 8 ranks x a number of rows M that divides, does not divide, is 0, or is 1. Each has fresh random inputs, slices,
-streams, dtypes and sizes, where M is bound when it runs. Simulated ranks run it in a random legal order, in memory that
-holds NaN, half of them into `out=` full of NaN. With `--gloo` some of the cases run on 4 real processes as well.
+Cases are even over the patterns (those of examples/patterns.py and three kinds of random fusions) x strategies x 1, 2,
+3, 4 and 8 ranks x a number of rows M that divides, does not divide, is 0, or is 1. Each has fresh random inputs,
+slices, streams, dtypes and sizes, where M is bound when it runs. Simulated ranks run it in a random legal order, in
+memory that holds NaN, half of them into `out=` full of NaN. With `--gloo` some of the cases run on 4 real processes.
 
 A case ends in one of four ways. `right`: within the bound of `hostir run --compare`. `refused`: before anything ran,
 with the message for sizes that something divides, and deservedly: which numbers of rows fit is reckoned here anew, from
@@ -52,7 +52,7 @@ from hostir.ir.program import Program
 from hostir.ir.sizes import Size
 from hostir.ir.sizes import product as sizes_product
 from hostir.ir.source import HostIRError
-from hostir.ir.tensor_ops import Contraction
+from hostir.ir.tensor_ops import ByBlocks
 from hostir.ir.types import TensorType
 from hostir.lower import STRATEGIES
 from hostir.runtime import reference as compare
@@ -60,12 +60,14 @@ from hostir.runtime.reference import reductions, reference, relative_error
 from hostir.runtime.sharding import assemble, random_inputs, shard, torch_dtype
 from tests.launch import launch
 from tests.lower.gathered import gathered
+from tests.lower.scattered import scattered
 from tests.strategies import Drawn, fusions
 
 RANKS = (1, 2, 3, 4, 8)
 ROWS = ("divides", "does not", "M = 0", "M = 1")
 FIXED = {pattern.__name__: pattern for pattern in patterns.PATTERNS}
-RANDOM = ("random fusions", "random gathered rows")
+ROW_FUSIONS = {"random gathered rows": gathered, "random scattered rows": scattered}
+RANDOM = ("random fusions", *ROW_FUSIONS)
 OUTCOMES = ("right", "refused", "wrong", "exception")
 BATCH = 60  # random fusions that are drawn at once
 TRIES = 40  # of these, until a strategy takes one
@@ -139,10 +141,10 @@ def candidates(cell: Cell, random: Random, batch: int) -> Iterator[Program]:
     if cell.pattern in FIXED:
         yield from [fixed(cell, random)] if lowers(cell.pattern, cell.strategy, cell.ranks) else []
         return
-    if cell.pattern == "random gathered rows":
+    if of_rows := ROW_FUSIONS.get(cell.pattern):
         for _ in range(TRIES):
             width = random.choice([cell.ranks, max(cell.ranks // 2, 1)])
-            fusion = gathered(width, random.randrange(10**9), named=True)
+            fusion = of_rows(width, random.randrange(10**9), named=True)
             if fusion.ranks == cell.ranks and "M" in fusion.size_names:
                 yield fusion
         return
@@ -223,8 +225,10 @@ def cuts(program: Program) -> Iterator[tuple[Size, Size]]:
         for name, codec in codecs_of(type(statement)).items():
             if codec is Codec.SIZE:
                 yield getattr(statement, name), Size()
-        if isinstance(statement, Contraction) and statement.ready is not None:
-            yield sizes_product(statement.a.tensor.local_shape[:-1]), statement.ready.tensor.shape[0]
+        if isinstance(statement, ByBlocks):
+            for flags, value in ((statement.ready, statement.rows), (statement.done, statement.out)):
+                if flags is not None:
+                    yield sizes_product(value.tensor.local_shape[:-1]), flags.tensor.shape[0]
         if isinstance(statement, Chunk):
             yield statement.x.tensor.local_shape[statement.axis], statement.count
     values = [*program.inputs, *(v for statement in program.walk() for v in statement.named)]

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hostir.lower.strategies import Watcher
     from hostir.runtime.executor import Executor
     from hostir.runtime.session import Session, session
+    from hostir.runtime.started import Started
     from hostir.runtime.trace import Trace
 
 # Loaded at first use: the choice of a strategy; the runtime, and with it torch; the DSL.
@@ -45,6 +46,7 @@ _LATER = {
     **dict.fromkeys(("Choice", "FallbackWarning", "Ranges", "compile"), "hostir.choice"),
     "Executor": "hostir.runtime.executor",
     **dict.fromkeys(("Session", "session"), "hostir.runtime.session"),
+    "Started": "hostir.runtime.started",
     "Trace": "hostir.runtime.trace",
 }
 # Import the packages before the functions below hide their names.
@@ -224,6 +226,7 @@ __all__ = [
     "Program",
     "Ranges",
     "Session",
+    "Started",
     "Tensor",
     "Trace",
     "add",

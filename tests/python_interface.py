@@ -22,13 +22,14 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("matmul", "linear", "add", "mul", "relu", "gelu", "silu", "cast", "sum", "reshape", "permute", "reshard"),
     ),
     ("Lowering and checking", ("lower", "compile", "Choice", "Ranges", "FallbackWarning", "parse", "check", "Program")),
-    ("Running", ("run", "Executor", "session", "Session", "Trace", "knobs.scope")),
+    ("Running", ("run", "Executor", "Started", "session", "Session", "Trace", "knobs.scope")),
     ("Mistakes", ("HostIRError", "Diagnostic")),
 )
 GIVEN = {
     "Tensor",
     "LoopAxis",
     "Session",
+    "Started",
     "Choice",
     "Ranges",
     "Program",

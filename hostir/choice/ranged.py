@@ -15,6 +15,7 @@ from hostir.ir.source import HostIRError
 from hostir.runtime.arguments import sizes_of
 from hostir.runtime.executor import Executor, untraced
 from hostir.runtime.sharding import Part, bind_sizes, torch_dtype
+from hostir.runtime.started import Started
 
 
 class RangedExecutor(Executor):
@@ -60,6 +61,10 @@ class RangedExecutor(Executor):
     @untraced
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
         return self._for(inputs)(*inputs, out=out)
+
+    @untraced
+    def start(self, *inputs: Any, out: Any = None) -> Started:
+        return self._for(inputs).start(*inputs, out=out)
 
     @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:

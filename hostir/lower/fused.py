@@ -48,27 +48,44 @@ from hostir.lower.scatters import ScatteredBlocks, one_of
 from hostir.lower.transfers import ARRIVED, COPY_STREAM, Blocks, Mover, Transfers, Turns
 
 SMS = 16  # that copy in `push`: fewer do not fill the links, more leave too few to the matmul
-MIN_BLOCK_BYTES = 8 << 20  # of a block that a copy engine sends, if the rows for a rank are sent in several
-MIN_BLOCK_ROWS = 256  # the fewest rows of a block with a flag of its own: two tiles
-MAX_BLOCKS = 2  # of the rows for one rank: every copy takes its time to begin, and to signal after it
+MIN_PIECE_ROWS = 256  # two tiles
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Into how many pieces the rows that a matmul makes for another rank are cut, so that copies begin early.
+
+    More than two gain nothing: every copy takes its time to begin, and to signal after it.
+    """
+
+    most: int = 2
+    min_bytes: int = 8 << 20
+
+    def of(self, s: ReduceScatter) -> int:
+        """Return the number for a reduce_scatter: the largest that leaves pieces large enough; 1 for unknown sizes."""
+        shard = s.out.tensor
+        extent, columns = shard.local_shape[piece_axis(s)].value, shard.local_shape[-1].value
+        rows = product(shard.local_shape[:-1]).value
+        if extent is None or columns is None or rows is None:
+            return 1
+        size = rows * columns * shard.dtype.bytes
+        fits = (n for n in range(self.most, 1, -1) if extent % n == 0 and rows >= n * MIN_PIECE_ROWS)
+        return next((n for n in fits if size >= n * self.min_bytes), 1)
+
 
 # The passes -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Fused(Pass):
-    """Replaces collectives of rows by copies to all peers, and a kernel that waits for each block of rows.
-
-    The rows that a matmul makes for a rank are sent in up to `MAX_BLOCKS` blocks of at least `min_block_bytes`, if
-    their sizes are known.
-    """
+    """Replaces collectives of rows by copies to all peers, and a kernel that waits for each block of rows."""
 
     name = "fused"
     streams: int = 4
-    min_block_bytes: int = MIN_BLOCK_BYTES
+    pieces: Pieces = Pieces()
 
     def run(self, program: Program) -> Program:
-        return sent(program, self.name, Mover(streams=self.streams), self.min_block_bytes)
+        return sent(program, self.name, Mover(streams=self.streams), self.pieces)
 
 
 @dataclass(frozen=True)
@@ -81,7 +98,7 @@ class Push(Pass):
         return sent(program, self.name, Mover(sms=SMS))
 
 
-def sent(program: Program, strategy: str, mover: Mover, min_block_bytes: int = MIN_BLOCK_BYTES) -> Program:
+def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces = Pieces()) -> Program:
     """Return the host program in which each rank sends its blocks of rows to the others, by this mover."""
     reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
     rows = (
@@ -99,7 +116,7 @@ def sent(program: Program, strategy: str, mover: Mover, min_block_bytes: int = M
             workers = max(workers, arriving[s.out.name].transfers.workers)
             continue
         if isinstance(s, ReduceScatter) and s in rows.moves:
-            scatter = scattered.get(s) or ScatteredRows(host, s, mover, min_block_bytes)
+            scatter = scattered.get(s) or ScatteredRows(host, s, mover, pieces)
             scatter.send()
             scatter.receive()
             workers = max(workers, scatter.transfers.workers)
@@ -107,7 +124,7 @@ def sent(program: Program, strategy: str, mover: Mover, min_block_bytes: int = M
         scatter_of = leaving.get(result_of(s).name)
         if isinstance(s, Contraction) and scatter_of is not None:
             host.destination(s.out)
-            scattered[scatter_of] = ScatteredRows(host, scatter_of, mover, min_block_bytes, s)
+            scattered[scatter_of] = ScatteredRows(host, scatter_of, mover, pieces, s)
         needed = [arriving.pop(v.name) for v in operands_of(s) if v.name in arriving]
         if len(needed) == 1 and isinstance(s, Contraction) and reads_rows(s, needed[0].gather.out):
             needed[0].multiply(s, scattered.get(scatter_of) if scatter_of else None)
@@ -285,15 +302,15 @@ class ScatteredRows:
     """
 
     def __init__(
-        self, host: Host, s: ReduceScatter, mover: Mover, min_block_bytes: int, product: Contraction | None = None
+        self, host: Host, s: ReduceScatter, mover: Mover, pieces: Pieces, product: Contraction | None = None
     ) -> None:
         # By the stream itself: a kernel that signals would find no SM while the product runs.
         self.host, self.scatter, self.mover, self.product = host, s, replace(mover, streams=1), product
         made = host.values[s.x.name if product is None else product.out.name]
         early = product is not None and not mover.sms
         axis = next(iter(long_axes(s)), None)
-        pieces = _pieces(s, min_block_bytes) if early and axis is None else 1
-        self.blocks = ScatteredBlocks(host, s, made, axis, pieces)
+        count = pieces.of(s) if early and axis is None else 1
+        self.blocks = ScatteredBlocks(host, s, made, axis, count)
         self.transfers, self.team = self.blocks.transfers, self.blocks.team
         self.done: Value | None = None
         if early:
@@ -338,15 +355,3 @@ class ScatteredRows:
             why = f"{NOT_OVERLAPPED}: the {maker.keyword()} that makes the rows raises no flags for it" if maker else ""
             self.blocks.add_up(why)
         self.transfers.join()
-
-
-def _pieces(s: ReduceScatter, min_bytes: int) -> int:
-    """Return the number of blocks in which the rows for one rank are sent: the most that are large enough."""
-    shard = s.out.tensor
-    extent, columns = shard.local_shape[piece_axis(s)].value, shard.local_shape[-1].value
-    rows = product(shard.local_shape[:-1]).value
-    if extent is None or columns is None or rows is None:
-        return 1
-    size = rows * columns * shard.dtype.bytes
-    fits = (n for n in range(MAX_BLOCKS, 1, -1) if extent % n == 0 and rows >= n * MIN_BLOCK_ROWS)
-    return next((n for n in fits if size >= n * min_bytes), 1)

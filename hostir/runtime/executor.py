@@ -40,7 +40,7 @@ from hostir.runtime.arguments import (
 from hostir.runtime.binding import places
 from hostir.runtime.cuda.graphs import Graphs
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
-from hostir.runtime.cuda.streams import CallOrder, queues, symmetric_order
+from hostir.runtime.cuda.streams import CallOrder, communication_order, queues
 from hostir.runtime.gloo.machine import GlooMachine, GlooPlan
 from hostir.runtime.groups import Groups
 from hostir.runtime.guest import session_of
@@ -50,9 +50,10 @@ from hostir.runtime.session import Agreement, CallRunsError, Session, forked_fro
 from hostir.runtime.sharding import Part, assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
+from hostir.runtime.started import SideStreams, Started
 from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline, Trace
-from hostir.runtime.unroll import UnrolledProgram, unroll
+from hostir.runtime.unroll import UnrolledProgram, message_teams_of, teams_of, unroll
 from hostir.runtime.watchdog import LAST_WORDS, Watchdog
 
 if TYPE_CHECKING:
@@ -231,6 +232,8 @@ class Executor:
         self.compare_calls = COMPARE_CALLS.get(compare_calls)
         self._graphs: Graphs | None = None
         self._order: CallOrder | None = None  # orders its calls, whatever streams they are made on
+        self._communicates = bool(teams_of(program) or message_teams_of(program)) or shares_memory(program)
+        self._side: SideStreams | None = None
         self._captured: set[Plan] = set()  # kept alive: graphs that the caller captured use the plans' memory
         self._ended = ""  # the reason why it makes no more calls
         self._agreement = Agreement(None, program, self.kernels, False)  # with no other rank, unless it joins a job
@@ -247,8 +250,9 @@ class Executor:
         self._process = os.getpid()
         _with_threads.add(self)
         if self.machine == "cuda":
-            if shares_memory(program):
-                self._order = symmetric_order(self._machine.device)
+            self._side = SideStreams(self._machine.device)
+            if self._communicates:
+                self._order = communication_order(self._machine.device)
             if graphs and trace is None:
                 self._graphs = self._make_graphs()
 
@@ -334,6 +338,26 @@ class Executor:
             finally:
                 del calls.callers[me]
 
+    @untraced
+    def start(self, *inputs: Any, out: Any = None) -> Started:
+        """Start a call that runs beside the caller's own work; `.wait()` of what this returns gives the outputs.
+
+            started = executor.start(x)
+            y = w @ v  # meanwhile
+            (z,) = started.wait()
+
+        Arguments and errors are those of a call. On CUDA the call runs on a stream of the executor's own, behind all
+        earlier work of the current stream; it may be started and waited for within a capture into a CUDA graph. On CPU,
+        and on simulated ranks, it has ended when this returns.
+
+        Started calls and plain ones count alike: all ranks make the same in the same order, and they run in it. Until
+        the wait, the inputs must not be written, nor the tensors of `out` used. A handle may be dropped without a wait.
+        """
+        if self._side is None:
+            return Started(self(*inputs, out=out))
+        self._refuse_elsewhere()
+        return self._side.start(self, inputs, out)
+
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Run the program once on this rank's machine; the caller holds the lock of the calls."""
         if self.watchdog is not None and self.watchdog.disturbed:
@@ -379,7 +403,8 @@ class Executor:
             graphs = None
             if plan.memory is not None:
                 plan.memory.captured.add(plan)
-                symmetric_order(self._machine.device).follow_in_capture()
+            if self._communicates:
+                communication_order(self._machine.device).follow_in_capture()
         elif self._order is not None:
             self._order.follow()
         if call.graph is not None and graphs is not None and given is not None:
@@ -440,8 +465,9 @@ class Executor:
             return
         reached = torch.cuda.Event()
         reached.record(torch.cuda.current_stream(self._machine.device))
+        started = self._side.last if self._side is not None else None
         deadline = time.monotonic() + self.timeout
-        while not reached.query():
+        while not (reached.query() and (started is None or started.query())):
             self._raise_problem()  # a kernel may have timed out, and work after it may wait for ever
             if self.watchdog is not None and self.watchdog.died is not None:  # what needs no more of it ends soon
                 deadline = min(deadline, time.monotonic() + LAST_WORDS)

@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor  # annotations of `hostir` say torch.Tensor, and find this module under that name
 
+from hostir.torch.functional import (
+    all_gather_matmul,
+    column_parallel_linear,
+    gated_linear,
+    matmul_reduce_scatter,
+    row_parallel_linear,
+)
 from hostir.torch.installing import install, report, uninstall
 
-__all__ = ["Tensor", "install", "report", "uninstall"]
+__all__ = [
+    "Tensor",
+    "all_gather_matmul",
+    "column_parallel_linear",
+    "gated_linear",
+    "install",
+    "matmul_reduce_scatter",
+    "report",
+    "row_parallel_linear",
+    "uninstall",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -165,8 +167,9 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
     if _library is not None:
         return Installation()
     _library = torch.library.Library("symm_mem", "IMPL")
-    for key, torchs in TORCHS.items():
-        for name, kernel in KERNELS.items():
+    with warnings.catch_warnings():  # torch warns of the first kernel in a process that replaces one
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for (key, torchs), (name, kernel) in itertools.product(TORCHS.items(), KERNELS.items()):
             _library.impl(name, kernel(torchs[name]), key, allow_override=True)
     ops = torch.ops.symm_mem
     formulas = {

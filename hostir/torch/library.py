@@ -47,6 +47,15 @@ def check_reduce_op(reduce_op: str) -> None:
         raise ValueError("reduce_op must be sum or avg")
 
 
+def check_out(name: str, *tensors: Tensor) -> None:
+    """Raise HostIRError if autograd would have to see what an operator writes to tensors of the caller's."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise error(
+            f"{name} has no gradients, and a tensor requires them",
+            hint="leave out= away, or call under torch.no_grad()",
+        )
+
+
 # hostir's own operators -----------------------------------------------------------------------------------------------
 
 LIBRARY = torch.library.Library("hostir", "DEF")
@@ -125,6 +134,7 @@ def _all_gather_matmul_out(
     check_gather(a, bs, gather_dim)
     op = operator("hostir::all_gather_matmul_out", group_name)
     every = [*out] if gathered is None else [*out, gathered]
+    check_out(op.name, a, *bs, *every)
     rows = [x if gather_dim == a.ndim - 1 else x.movedim(gather_dim, 0) for x in every]
     if len(out) != len(bs):
         raise error(f"out has {len(out)} tensors", expected=f"{len(bs)}, one for each matrix")
@@ -183,6 +193,7 @@ def _matmul_reduce_scatter_out(
 ) -> None:
     check_scatter(a, b, reduce_op, scatter_dim)
     op = operator("hostir::matmul_reduce_scatter_out", group_name)
+    check_out(op.name, a, b, out)
     given = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     op.run(lambda: operators.matmul_reduce_scatter(op, a, b, reduce_op == "avg", scatter_dim, given))
     if given is not out:
@@ -249,9 +260,9 @@ def gathering(name: str, scatter: Any) -> tuple[Callable[..., Any], Callable[...
     def setup(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
         a, bs, ctx.axis, ctx.group, *rest = inputs
         full = output[0]
-        ctx.gathered, ctx.count = full is not None, len(bs)
-        ctx.save_for_backward(a if full is None else full, *bs)
-        ctx.more = len(rest)
+        ctx.gathered, ctx.more = full is not None, len(rest)
+        weights = any(b.requires_grad for b in bs)
+        ctx.save_for_backward((a if full is None else full) if weights else None, *bs)
 
     def backward(ctx: Any, d_full: Tensor | None, d_products: list[Tensor | None]) -> tuple[Any, ...]:
         refuse_twice(name)
@@ -280,7 +291,7 @@ def scattering(name: str, gather: Any) -> tuple[Callable[..., Any], Callable[...
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
         a, b, ctx.reduce_op, ctx.axis, ctx.group = inputs
-        ctx.save_for_backward(a, b)
+        ctx.save_for_backward(a if b.requires_grad else None, b if a.requires_grad else None)
 
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         refuse_twice(name)

@@ -32,7 +32,7 @@ class Settings:
 SETTINGS = Settings()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Operator:
     """An operator's call: its name in the report, its group, and the function of torch's that can do the same."""
 
@@ -63,7 +63,8 @@ class Operator:
         """Run the program of a fusion on this rank's parts, as executors do. Raises Unfit."""
         kind = dtype_of(inputs)
         calls = "eager" if out is None else "out"
-        executor = self.group.program(build, kind, *key, strategy=SETTINGS.strategy, calls=calls)
+        device = inputs[0].device
+        executor = self.group.program(build, kind, *key, strategy=SETTINGS.strategy, device=device, calls=calls)
         outputs = executor(*inputs, out=out)
         LEDGER.ran(self.name, self.group.name, executor)
         return outputs
@@ -71,10 +72,9 @@ class Operator:
 
 def dtype_of(tensors: Sequence[Tensor]) -> str:
     """Return the dtype of tensors in the words of a program. Raises Unfit for one that hostir lacks, or several."""
-    kinds = {x.dtype for x in tensors}
-    if len(kinds) > 1:
-        raise Unfit(f"operands of several dtypes, {', '.join(sorted(map(str, kinds)))}")
-    (kind,) = kinds
+    kind = tensors[0].dtype
+    if any(x.dtype != kind for x in tensors):
+        raise Unfit(f"operands of several dtypes, {', '.join(sorted({str(x.dtype) for x in tensors}))}")
     if kind not in DTYPES:
         raise Unfit(f"its dtype is {kind}, not one of {', '.join(map(str, DTYPES))}")
     return DTYPES[kind]
@@ -85,11 +85,14 @@ def dtype_of(tensors: Sequence[Tensor]) -> str:
 
 def rows_of(x: Tensor, axis: int) -> Tensor:
     """Return a tensor as a matrix, its rows along an axis first; contiguous, and a copy only if `x` is not so."""
-    return x.movedim(axis, 0).flatten(0, -2).contiguous()
+    moved = x.movedim(axis, 0) if axis else x
+    return (moved if moved.ndim == 2 else moved.flatten(0, -2)).contiguous()
 
 
 def from_rows(rows: Tensor, like: Tensor, axis: int, ranks: int) -> Tensor:
     """Return gathered rows as a tensor with the axes of a rank's part `like`; a view."""
+    if like.ndim == 2:
+        return rows
     others = [n for k, n in enumerate(like.shape[:-1]) if k != axis]
     return rows.view(like.shape[axis] * ranks, *others, rows.shape[-1]).movedim(0, axis)
 

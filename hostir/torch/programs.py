@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
 
 from hostir.choice import Choice, compile
 from hostir.ir import parse
@@ -17,11 +16,13 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, check_known
 from hostir.lower import AUTO, STRATEGIES, lower
 from hostir.runtime.executor import Executor
+from hostir.runtime.guest import resolved
 
 # Fusions --------------------------------------------------------------------------------------------------------------
 # As texts, with the numbers of rows free: M along the axis that is gathered or scattered, P beside it.
 
-DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+DTYPES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+MACHINES = {"cpu": "gloo", "cuda": "cuda"}  # by the type of a device
 
 
 def _fusion(name: str, ranks: int, inputs: Sequence[str], outputs: Sequence[str], body: Sequence[str]) -> Program:
@@ -96,32 +97,38 @@ class OperatorGroup:
         self.size: int = process_group.size()
         self.compiled: dict[tuple[Any, ...], Executor | str] = {}
 
-    def program(self, build: Callable[..., Program], *key: Any, strategy: str, calls: str = "eager") -> Executor:
+    def program(
+        self, build: Callable[..., Program], *key: Any, strategy: str, device: torch.device, calls: str = "eager"
+    ) -> Executor:
         """Return what runs `build(size, *key)` by a strategy; `calls` as for `hi.compile`. Raises Unfit."""
-        name = (build, strategy, calls, *key)
+        name = (build, strategy, device.type, calls, *key)
         made = self.compiled.get(name)
         if made is None:
-            made = self.compiled[name] = self._made(build(self.size, *key), strategy, calls)
+            made = self.compiled[name] = self._made(partial(build, self.size, *key), strategy, device, calls)
         if isinstance(made, str):
             raise Unfit(made)
         return made
 
-    def _made(self, fusion: Program, strategy: str, calls: str) -> Executor | str:
-        if self.size != dist.get_world_size():
-            return f"group '{self.name}' has {self.size} of the {dist.get_world_size()} ranks"
-        try:  # what no rank can lower is known before they talk
-            lower(fusion, "sequential" if strategy == AUTO else strategy)
-        except HostIRError as refused:
-            return refused.diagnostics[0].message
-        return compile(fusion, strategy, calls=calls)
+    def _made(self, build: Callable[[], Program], strategy: str, device: torch.device, calls: str) -> Executor | str:
+        if device.type not in MACHINES:
+            return f"its tensors are on {device}"
+        machine = MACHINES[device.type]
+        try:
+            return compile(build(), strategy, calls=calls, machine=machine, group=self.process_group)
+        except HostIRError:
+            try:  # what cannot be lowered cannot be so on any rank; other failures may be of this one alone
+                lower(build(), "sequential" if strategy == AUTO else strategy)
+            except HostIRError as refused:
+                return refused.diagnostics[0].message
+            raise
 
 
 _groups: dict[str, OperatorGroup] = {}
 
 
 def group_named(name: str) -> OperatorGroup:
-    """Return the group of this name; torch raises for one that is unknown."""
-    process_group = _resolve_process_group(name)  # type: ignore[arg-type]
+    """Return the group of this name. Raises HostIRError for one that torch does not know."""
+    process_group = resolved(name)
     known = _groups.get(name)
     if known is None or known.process_group is not process_group:  # torch numbers groups anew once all are destroyed
         known = _groups[name] = OperatorGroup(name, process_group)
@@ -161,7 +168,7 @@ class Ran:
 
 
 class Report(tuple[Ran, ...]):
-    """The operators that ran on this rank, with their strategies and the reasons; `print` shows a paragraph for each."""
+    """The operators that ran on this rank, how and why; `print` shows a paragraph for each."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "no operator has been called"

@@ -9,6 +9,7 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.check import forget
+from hostir.check.alike import alike
 from hostir.check.proof import analyse
 from tests.counting import calls_of
 
@@ -18,8 +19,8 @@ FEW, MANY = 40, 320
 def lowering(pattern: str, strategy: str, ranks: int) -> int:
     """The functions called to lower a pattern for so many ranks, with a program that nothing is known of."""
     given = {"ranks": ranks, "M": 4 * ranks}
-    if pattern == "mlp":
-        given |= {"K": 2 * ranks, "H": 2 * ranks}
+    if pattern in ("mlp", "row_parallel_scattered"):
+        given |= {"K": 2 * ranks, "H" if pattern == "mlp" else "N": 2 * ranks}
     fusion = getattr(patterns, pattern)(**given)
     forget()
     return calls_of(lambda: hi.lower(fusion, strategy))
@@ -30,6 +31,9 @@ def lowering(pattern: str, strategy: str, ranks: int) -> int:
     [
         ("allgather_matmul", "fused"),
         ("mlp", "ring"),
+        ("row_parallel_scattered", "ring"),
+        ("row_parallel_scattered", "fused"),
+        ("row_parallel_scattered", "push"),
         ("gather", "pipeline"),
         ("scatter", "pipeline"),
         ("sendrecv", "pipeline"),
@@ -39,6 +43,14 @@ def test_eight_times_the_ranks_take_at_most_eight_times_the_work(pattern: str, s
     lowering(pattern, strategy, ranks=2)  # loads what is loaded when it is first used
     few, many = (lowering(pattern, strategy, ranks) for ranks in (FEW, MANY))
     assert many < MANY // FEW * few
+
+
+@pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
+@pytest.mark.parametrize("ranks", [64, 100])
+def test_one_rank_stands_for_all_that_scatter_rows(strategy: str, ranks: int) -> None:
+    for slices in (1, 2):  # in one block, or pieces, for each rank; in several outside
+        fusion = patterns.row_parallel_scattered(ranks, S=slices, M=1024 * ranks, K=ranks, N=2048)
+        assert alike(hi.lower(fusion, strategy), {}, 2) is not None
 
 
 def test_a_proof_is_not_interrupted_to_collect_garbage() -> None:

@@ -19,7 +19,7 @@ from hostir.ir.machine import Done, Ready
 from hostir.ir.onesided_ops import Barrier, Put, Signal, WaitSignal
 from hostir.ir.tensor_ops import Add, Contraction, Sum, TensorOp
 from hostir.lower import run_passes
-from hostir.lower.fused import Fused
+from hostir.lower.fused import Fused, Pieces
 from hostir.lower.strategies import EXPLICIT, FINISH
 from hostir.runtime.sharding import random_inputs
 from tests.lower.held import every_strategy, hold, one_sided, without_each
@@ -344,7 +344,7 @@ class Order(Tracer):
 
 def in_pieces(fusion: Program, streams: int = 1) -> Program:
     """What `fused` makes of it if blocks may be as small as they like."""
-    return run_passes(fusion, [*EXPLICIT, Fused(streams, min_block_bytes=1), *FINISH])
+    return run_passes(fusion, [*EXPLICIT, Fused(streams, Pieces(most=8, min_bytes=1)), *FINISH])
 
 
 def tall(ranks: int, pieces: int) -> Program:
@@ -391,12 +391,12 @@ def test_few_rows_and_rows_of_unknown_number_are_sent_in_one_piece() -> None:
         assert product.done.tensor.shape[0].value == 2
 
 
-def test_real_sizes_are_cut_in_pieces_of_two_megabytes_at_least() -> None:
+def test_real_sizes_are_cut_in_two() -> None:
     fusion = patterns.row_parallel_scattered(2, S=1, M=8192, K=28672, N=8192, dtype="bf16")
     program = hi.lower(fusion, "fused")
     (product,) = raising(program)
     assert product.done is not None
-    assert product.done.tensor.shape[0].value == 16  # of 512 rows, 8 MiB
+    assert product.done.tensor.shape[0].value == 4  # of 2048 rows, 32 MiB
     assert hi.check(program) == []
     assert str(program).count("\n") < 40
 

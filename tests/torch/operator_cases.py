@@ -11,6 +11,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -195,6 +197,40 @@ def micro_pipeline_matmul_reduce_scatter() -> None:
                 close(found, true)
 
 
+@case
+def graphs_of_the_micro_pipeline_pass() -> None:
+    from torch._inductor.decomposition import decompositions
+    from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops, view_to_reshape
+    from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    warnings.simplefilter("ignore", FutureWarning)  # the pass asks for the deprecated function
+    symm_mem.enable_symm_mem_for_group(group())
+
+    def gather(a: torch.Tensor, b: torch.Tensor, axis: int) -> torch.Tensor:
+        return all_gather_tensor(a, axis, group()) @ b
+
+    def scatter(a: torch.Tensor, b: torch.Tensor, axis: int) -> torch.Tensor:
+        return reduce_scatter_tensor(a @ b, "avg", axis, group())
+
+    fusions = ((gather, "fused_all_gather_matmul"), (scatter, "fused_matmul_reduce_scatter"))
+    for (function, name), (shape, axis) in itertools.product(
+        fusions, (((64, 32), 0), ((4, 64, 32), 0), ((4, 64, 32), 1))
+    ):
+        a, b = torch.randn(shape), torch.randn(32, 16)
+        traced = make_fx(partial(function, axis=axis), decompositions, tracing_mode="fake")(a, b)
+        remove_noop_ops(traced.graph)
+        view_to_reshape(traced)
+        with mock.patch.object(dist, "is_nccl_available", return_value=True):  # or it leaves the graph as it is
+            micro_pipeline_tp_pass(traced.graph)
+        traced.recompile()
+        for strategy in STRATEGIES:
+            with hostirs(strategy, name):
+                found = traced(a, b)
+            torch.testing.assert_close(found, function(a, b, axis))
+
+
 # The take-over --------------------------------------------------------------------------------------------------------
 
 
@@ -276,16 +312,16 @@ def it_comes_off_again() -> None:
         OPS.fused_matmul_reduce_scatter(a, b, "sum", 0, group())
 
 
-def main() -> None:
+def main(cases: dict[str, Callable[[], None]]) -> None:
     torch.manual_seed(int.from_bytes(os.environ["SEED"].encode()) + RANK)
     torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN
     dist.init_process_group("gloo")
     for name in sys.argv[1:]:
-        CASES[name]()
+        cases[name]()
         print(f"PASS {name} {RANK}\n", end="", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(CASES)

@@ -1,4 +1,4 @@
-"""torch's operators run by hostir, on real processes with gloo. The ranks run tests/torch/operator_cases.py."""
+"""torch's operators run by hostir, and its layers, on processes with gloo, which run the scripts of cases here."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ import os
 import random
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.launch import launch
 
-SCRIPT = Path(__file__).with_name("operator_cases.py")
-ROOT = SCRIPT.parents[2]
-CASES = re.findall(r"@case\ndef (\w+)\(", SCRIPT.read_text(encoding="utf-8"))
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SCRIPTS = [HERE / "operator_cases.py", HERE / "layer_cases.py"]
+CASES = {s: re.findall(r"@case\ndef (\w+)\(", s.read_text(encoding="utf-8")) for s in SCRIPTS}
 TIMEOUT = 200
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.timeout(TIMEOUT + 60)]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def job(request: pytest.FixtureRequest) -> tuple[int, subprocess.CompletedProcess[str]]:
-    ranks: int = request.param
+@cache
+def done(script: Path, ranks: int) -> subprocess.CompletedProcess[str]:
+    """The job of all cases of a script."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SEED": str(random.randrange(10**6))}
-    return ranks, launch(ranks, str(SCRIPT), *CASES, env=env, timeout=TIMEOUT)
+    return launch(ranks, str(script), *CASES[script], env=env, timeout=TIMEOUT)
 
 
 @pytest.mark.xdist_group("torch operators")
-@pytest.mark.parametrize("name", CASES)
-def test_on_ranks(name: str, job: tuple[int, subprocess.CompletedProcess[str]]) -> None:
-    ranks, done = job
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("script", "name"), [(s, name) for s in SCRIPTS for name in CASES[s]])
+def test_on_ranks(script: Path, name: str, ranks: int) -> None:
+    job = done(script, ranks)
     passed = {f"PASS {name} {rank}" for rank in range(ranks)}
-    assert passed <= set(done.stdout.splitlines()), done.stdout[-2000:] + done.stderr[-6000:]
+    assert passed <= set(job.stdout.splitlines()), job.stdout[-2000:] + job.stderr[-6000:]

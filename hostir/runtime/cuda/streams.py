@@ -249,15 +249,16 @@ class CallOrder:
         self.captured = capture, now
 
 
-_symmetric: dict[torch.device, CallOrder] = {}
+_communicating: dict[torch.device, CallOrder] = {}
 
 
-def symmetric_order(device: torch.device) -> CallOrder:
-    """Return the order of all calls with symmetric memory on a device.
+def communication_order(device: torch.device) -> CallOrder:
+    """Return the order of all calls on a device that communicate.
 
-    Kernels that wait for peers hold SMs: two calls that run in different orders on two ranks would deadlock.
+    Kernels that wait for peers hold SMs, NCCL's as well: two calls that run in different orders on two ranks would
+    deadlock.
     """
-    return _symmetric.setdefault(device, CallOrder(device))
+    return _communicating.setdefault(device, CallOrder(device))
 
 
 def workers(device: torch.device, count: int) -> list[torch.cuda.Stream]:

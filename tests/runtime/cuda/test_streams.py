@@ -73,12 +73,12 @@ def test_a_stream_without_products_is_taken_again_at_once_and_never_by_who_has_p
     assert own_stream(second, CPU, 0) is not left
 
 
-def test_calls_with_symmetric_memory_run_in_order_whichever_streams_they_are_made_on(
+def test_calls_that_communicate_run_in_order_whichever_streams_they_are_made_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_graphs.install(monkeypatch)
-    monkeypatch.setattr(streams, "_symmetric", {})
-    one, another = streams.symmetric_order(CPU), streams.symmetric_order(CPU)
+    monkeypatch.setattr(streams, "_communicating", {})
+    one, another = streams.communication_order(CPU), streams.communication_order(CPU)
     one.follow()
     with Current(Stream(name="other")):
         another.follow()
@@ -87,7 +87,7 @@ def test_calls_with_symmetric_memory_run_in_order_whichever_streams_they_are_mad
     assert log == [("other", "waits for", "caller"), ("caller", "waits for", "other")]
 
 
-def test_calls_with_symmetric_memory_run_in_order_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_communicate_run_in_order_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_graphs.install(monkeypatch)
     order, capture = streams.CallOrder(CPU), [1]
     monkeypatch.setattr(streams, "capture_id", lambda stream: capture[-1])

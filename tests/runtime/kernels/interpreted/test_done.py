@@ -102,6 +102,8 @@ def test_blocks_are_done_in_order_from_the_first_on(height, first, use_descripto
         watched = Watched(monkeypatch, flags, out)
         matmul(a, b, out, done=DoneFlags(flags, 1, first), use_descriptors=use_descriptors, tile=SMALL)
     assert torch.equal(out, a @ b)
+    for block, seen in watched.seen.items():
+        assert torch.equal(seen, (a @ b).chunk(blocks)[block]), "before its bytes"
     in_order = [*range(first, blocks), *range(first)]
     if height % SMALL.m == 0:
         assert watched.order == in_order

@@ -1,0 +1,227 @@
+"""Functions for sharded layers: a gather or a scatter with its matmuls in one call, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from hostir.ir.source import described, error, user_span
+from hostir.runtime.guest import resolved
+
+Ranks = ProcessGroup | DeviceMesh | str  # a DeviceMesh of one dimension
+OPS = torch.ops.hostir
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+def name_of(group: Ranks) -> str:
+    """Return the name of a group, as operators take it. Raises HostIRError for anything else."""
+    if isinstance(group, str):
+        return group
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    return group.group_name if isinstance(group, ProcessGroup) else resolved(group).group_name
+
+
+def axis_of(x: Tensor, axis: int, what: str) -> int:
+    """Return an axis counted from the first one. Raises HostIRError if there is none."""
+    if not -x.dim() <= axis < x.dim() or x.dim() < 2:
+        expected = "a tensor of two axes or more, and one of them"
+        raise error(f"{what}={axis} of {described(x)}", user_span(), expected=expected)
+    return axis % x.dim()
+
+
+def ready(*tensors: Tensor) -> list[Tensor]:
+    """Return operands as a matmul of torch takes them: cast where autocast is on. Refuses transforms of torch.func."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise error(
+            "torch.func transforms do not go through hostir's functions",
+            user_span(),
+            expected="a call outside torch.vmap, torch.func.grad and their like",
+        )
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return [*tensors]
+    dtype = torch.get_autocast_dtype(kind)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+def all_gather_matmul(
+    a: Tensor,
+    b: Tensor | Sequence[Tensor],
+    group: Ranks,
+    *,
+    gather_dim: int = 0,
+    return_a: bool = False,
+    out: Tensor | Sequence[Tensor] | None = None,
+) -> Any:
+    """Gather `a` along an axis, and multiply it with `b`: `all_gather(a) @ b`.
+
+    Differentiable. The gradient of `a` is a matmul and reduce-scatter; that of `b` needs the gathered `a`, which is
+    saved with `return_a` and gathered again without.
+
+    Args:
+        a: this rank's part, `[..., K]`; of the same shape on every rank.
+        b: `[K, N]`, this rank's own; or several of them, for which `a` is gathered once.
+        group: the ranks: a process group of torch's, its name, or a DeviceMesh of one dimension.
+        gather_dim: the axis of `a`. If it is the last one, `b` has as many rows as the gathered `a` has columns.
+        return_a: whether to return the gathered `a` as well, before the product.
+        out: contiguous tensors for the products; these have no gradients. `gather_dim` must be the first axis.
+
+    Returns:
+        the product, or a list of them if `b` is one; with `return_a`, a pair of the gathered `a` and that. The memory
+        of results has `gather_dim` outermost.
+    """
+    bs = [b] if isinstance(b, Tensor) else [*b]
+    axis, name = axis_of(a, gather_dim, "gather_dim"), name_of(group)
+    a, *bs = ready(a, *bs)
+    if out is not None:
+        given = [out] if isinstance(out, Tensor) else [*out]
+        full = a.new_empty(_times(a, axis, name)) if return_a else None
+        OPS.all_gather_matmul_out(a, bs, axis, name, out=given, gathered=full)
+        products = given
+    else:
+        full, products = OPS.all_gather_matmul(a, bs, axis, name, return_a)
+    result = products[0] if isinstance(b, Tensor) else products
+    return (full, result) if return_a else result
+
+
+def _times(a: Tensor, axis: int, name: str) -> list[int]:
+    size = torch.distributed.distributed_c10d._get_group_size_by_name(name)  # type: ignore[arg-type]
+    return [n * size if k == axis else n for k, n in enumerate(a.shape)]
+
+
+def matmul_reduce_scatter(
+    a: Tensor,
+    b: Tensor,
+    group: Ranks,
+    *,
+    scatter_dim: int = 0,
+    reduce_op: str = "sum",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multiply, sum over the ranks, and return this rank's part along an axis: `reduce_scatter(a @ b)`.
+
+    Sums are in f32 (f64 for f64) and rounded once. Differentiable: `dy` is gathered once, for both gradients.
+
+    Args:
+        a: `[..., K]`; of the same shape on every rank.
+        b: `[K, N]`.
+        group: as for `all_gather_matmul`.
+        scatter_dim: the axis of the product, which the ranks divide.
+        reduce_op: `sum` or `avg`.
+        out: a tensor for the result; it has no gradients.
+    """
+    axis, name = axis_of(a, scatter_dim, "scatter_dim"), name_of(group)
+    a, b = ready(a, b)
+    if out is None:
+        return OPS.matmul_reduce_scatter(a, b, reduce_op, axis, name)
+    OPS.matmul_reduce_scatter_out(a, b, reduce_op, axis, name, out=out)
+    return out
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+@overload
+def column_parallel_linear(
+    x: Tensor, weight: Tensor, group: Ranks, bias: Tensor | None = None, *, gather_dim: int = 0
+) -> Tensor: ...
+
+
+@overload
+def column_parallel_linear(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    group: Ranks,
+    bias: Sequence[Tensor | None] | None = None,
+    *,
+    gather_dim: int = 0,
+) -> list[Tensor]: ...
+
+
+def column_parallel_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    group: Ranks,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    gather_dim: int = 0,
+) -> Tensor | list[Tensor]:
+    """The first linear layer of a pair: gather the tokens, and compute this rank's columns.
+
+    Differentiable. The gathered x is saved for the gradient of the weight, if that requires one, as with DTensor.
+
+    Args:
+        x: this rank's tokens, `[..., K]`.
+        weight: this rank's rows of the whole weight, `[N/ranks, K]` as of `torch.nn.Linear`; or several weights, such
+            as those of q, k and v, for which x is gathered once.
+        group: as for `all_gather_matmul`.
+        bias: this rank's part, `[N/ranks]`; one for each weight.
+        gather_dim: the axis of the tokens.
+
+    Returns:
+        `[..., N/ranks]` for all tokens; a list of them if there are several weights.
+    """
+    one = isinstance(weight, Tensor)
+    weights = [weight] if isinstance(weight, Tensor) else [*weight]
+    biases = [bias] if bias is None or isinstance(bias, Tensor) else [*bias]
+    if len(biases) != len(weights) and bias is not None:
+        raise error(f"{len(biases)} biases for {len(weights)} weights", user_span(), expected="one for each weight")
+    axis, name = axis_of(x, gather_dim, "gather_dim"), name_of(group)
+    x, *weights = ready(x, *weights)
+    keeps = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
+    _, products = OPS.all_gather_matmul(x, [w.t() for w in weights], axis, name, keeps)
+    if bias is not None:
+        products = [y if b is None else y + b.to(y.dtype) for y, b in zip(products, biases, strict=True)]
+    return products[0] if one else products
+
+
+def row_parallel_linear(
+    x: Tensor, weight: Tensor, group: Ranks, bias: Tensor | None = None, *, scatter_dim: int = 0
+) -> Tensor:
+    """The second linear layer of a pair: multiply this rank's columns, sum over the ranks, and scatter the tokens.
+
+    Differentiable: `dy` is gathered once, for both gradients.
+
+    Args:
+        x: all tokens, this rank's columns, `[..., K/ranks]`.
+        weight: this rank's columns of the whole weight, `[N, K/ranks]` as of `torch.nn.Linear`.
+        group: as for `all_gather_matmul`.
+        bias: the whole bias, `[N]`, which is added once. Each rank gets the gradient that its own tokens give it.
+        scatter_dim: the axis of the tokens.
+
+    Returns:
+        this rank's tokens, `[..., N]`.
+    """
+    axis, name = axis_of(x, scatter_dim, "scatter_dim"), name_of(group)
+    x, weight = ready(x, weight)
+    y = OPS.matmul_reduce_scatter(x, weight.t(), "sum", axis, name)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def gated_linear(x: Tensor, gate: Tensor, up: Tensor, group: Ranks, *, gather_dim: int = 0) -> Tensor:
+    """The first half of a gated MLP: gather the tokens once; return `silu(x @ gate^T) * (x @ up^T)`.
+
+    Differentiable. The gathered x is saved if a weight requires a gradient; the two products are computed again.
+
+    Args:
+        x: this rank's tokens, `[..., K]`.
+        gate, up: this rank's rows of the whole weights, `[N/ranks, K]`.
+        group: as for `all_gather_matmul`.
+        gather_dim: the axis of the tokens; not the last one.
+    """
+    axis, name = axis_of(x, gather_dim, "gather_dim"), name_of(group)
+    x, gate, up = ready(x, gate, up)
+    keeps = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+    y, _ = OPS.all_gather_gated(x, gate.t(), up.t(), axis, name, keeps)
+    return y

@@ -1,0 +1,382 @@
+"""What the ranks of tests/torch/test_operators.py run of layers: `layer_cases.py NAME ...`, as operator_cases.py.
+
+Inputs are the same on all ranks, each of which takes its parts; results and gradients are compared with those of the
+same layers on whole tensors in float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  # as everywhere
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import hostir as hi
+import hostir.torch
+from hostir.torch import (
+    all_gather_matmul,
+    column_parallel_linear,
+    gated_linear,
+    matmul_reduce_scatter,
+    row_parallel_linear,
+)
+from tests.torch.operator_cases import OPS, RANKS, everywhere, group, main, part
+
+CASES: dict[str, Callable[[], None]] = {}
+STRATEGIES = ("auto", "ring", "fused", "push")
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest value
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def whole(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return everywhere(torch.randn(shape).to(dtype))
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def near(found: Tensor | None, true: Tensor | None) -> None:
+    assert found is not None
+    assert true is not None
+    assert found.shape == true.shape
+    bound = BOUNDS[found.dtype] * max(true.abs().max().item(), 1e-3) if true.numel() else 0.0
+    torch.testing.assert_close(found.double(), true.double(), rtol=0, atol=bound)
+
+
+def draws() -> random.Random:
+    """The same on every rank."""
+    seed = torch.randint(1 << 31, (1,))
+    dist.broadcast(seed, 0)
+    return random.Random(int(seed))
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+@case
+def gradients_of_a_gather() -> None:
+    for taken, axis, return_a in itertools.product((True, False), (0, 1, 2), (True, False)):
+        x, bs = whole(8, 12, 8), [whole(8, 4), whole(8, 6)]
+        a, mine = leaf(part(x, axis)), [leaf(b) for b in bs]
+        with hi.torch.install(strict=True):
+            if taken:
+                full, products = OPS.fused_all_gather_matmul(a, mine, axis, group(), return_A=return_a)
+            else:
+                full, products = torch.ops.hostir.all_gather_matmul(a, mine, axis, group(), return_a)
+            weights, all_of = [whole(*c.shape) for c in products], whole(*x.shape)
+            loss = sum((c * w).sum() for c, w in zip(products, weights, strict=True))
+            (loss + (full * all_of).sum() if return_a else loss).backward()
+        true, trues = leaf(x.double()), [leaf(b.double()) for b in bs]
+        exact = sum(((true @ b) * w).sum() for b, w in zip(trues, weights, strict=True))
+        (exact + (true * all_of).sum() if return_a else exact).backward()
+        near(a.grad, RANKS * part(true.grad, axis))  # the losses of all ranks count, and are equal
+        for b, exactly in zip(mine, trues, strict=True):
+            near(b.grad, exactly.grad)
+
+
+@case
+def gradients_of_a_scatter() -> None:
+    for taken, axis, reduce_op in itertools.product((True, False), (0, 1, 2), ("sum", "avg")):
+        x, w = whole(8, 4, 8 * RANKS), whole(8 * RANKS, 8)
+        a, b = leaf(part(x, 2)), leaf(part(w, 0))
+        op = OPS.fused_matmul_reduce_scatter if taken else torch.ops.hostir.matmul_reduce_scatter
+        with hi.torch.install(strict=True):
+            y = op(a, b, reduce_op, axis, group())
+            weights = whole(8, 4, 8)
+            (y * part(weights, axis)).sum().backward()
+        true, exact = leaf(x.double()), leaf(w.double())
+        ((true @ exact) * weights / (RANKS if reduce_op == "avg" else 1)).sum().backward()
+        near(a.grad, part(true.grad, 2))
+        near(b.grad, part(exact.grad, 0))
+
+
+@case
+def gradients_of_collectives() -> None:
+    for ops, gather, scatter in ((OPS, "_low_contention_all_gather", "_low_contention_reduce_scatter"),):
+        with hi.torch.install(strict=True):
+            x = leaf(part(whole(8, 3), 0))
+            w = whole(8, 3)
+            (getattr(ops, gather)(x, group()) * w).sum().backward()
+            near(x.grad, RANKS * part(w, 0))
+            for reduce_op in ("sum", "avg"):
+                x = leaf(whole(8, 3))
+                (getattr(ops, scatter)(x, reduce_op, group()) * part(w, 0)).sum().backward()
+                near(x.grad, w / (RANKS if reduce_op == "avg" else 1))
+
+
+class Part(torch.autograd.Function):
+    """This rank's part of a tensor that all ranks hold; so many of them compute the same from it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: int, shared: int) -> Tensor:
+        ctx.axis, ctx.shared = axis, shared
+        return part(x, axis).clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return Whole.forward(ctx, dy, ctx.axis) / ctx.shared, None, None
+
+
+class Whole(torch.autograd.Function):
+    """The parts of all ranks, from which all compute the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
+        ctx.axis = axis
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(RANKS)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return part(dy, ctx.axis), None
+
+
+@case
+def gradcheck() -> None:
+    x, w, v = (leaf(whole(*s, dtype=torch.float64)) for s in ((4, 3), (3, 2), (3, 2)))
+    for strategy in ("sequential", "ring"):
+        with hi.torch.install(strict=True, strategy=strategy):
+            for layer in (
+                lambda x, w, v: torch.cat(all_gather_matmul(Part.apply(x, 0, RANKS), [w, v], group()), dim=1),
+                lambda x, w, v: gated_linear(Part.apply(x, 0, RANKS), w.t(), v.t(), group()),
+            ):
+                assert torch.autograd.gradcheck(layer, (x, w, v))
+            a, b = leaf(whole(4, RANKS, dtype=torch.float64)), leaf(whole(RANKS, 3, dtype=torch.float64))
+
+            def scattered(a: Tensor, b: Tensor) -> Tensor:
+                return Whole.apply(matmul_reduce_scatter(Part.apply(a, 1, 1), Part.apply(b, 0, 1), group()), 0)
+
+            assert torch.autograd.gradcheck(scattered, (a, b))
+
+
+@case
+def second_derivatives_are_refused() -> None:
+    x, w = leaf(whole(4, 8)), leaf(whole(6, 8))
+    for y in (
+        column_parallel_linear(x, w, group()),
+        row_parallel_linear(x, w, group()),
+        gated_linear(x, w, w, group()),
+    ):
+        with pytest.raises(hi.HostIRError, match=r"cannot be differentiated again(.|\n)*create_graph"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+# Stacks of layers -----------------------------------------------------------------------------------------------------
+
+
+class Stack:
+    """Random layers on whole tensors, and this rank's parts of them."""
+
+    def __init__(self, draw: random.Random, dtype: torch.dtype) -> None:
+        self.axis = draw.choice((0, 1))
+        self.shape = [draw.choice((1, 2, 3)), 4 * draw.choice((1, 2, 5)), 8]
+        self.shape[:2] = self.shape[:2] if self.axis else self.shape[1::-1]
+        self.kinds = [draw.choice(("gelu", "gated", "several")) for _ in range(draw.choice((1, 2, 3)))]
+        self.first = [[whole(16, 8, dtype=dtype) / 3 for _ in range(1 + (k != "gelu"))] for k in self.kinds]
+        self.bias = [draw.choice((None, whole(16, dtype=dtype))) for _ in self.kinds]
+        self.second = [whole(8, 16, dtype=dtype) / 4 for _ in self.kinds]
+        self.last = [draw.choice((None, whole(8, dtype=dtype))) for _ in self.kinds]
+        self.x = whole(*self.shape, dtype=dtype)
+
+    def exact(self, leaves: list[Tensor]) -> Tensor:
+        """On whole tensors, whose leaves are taken one after another."""
+        take = iter(leaves)
+        x = next(take)
+        for kind, first, bias, last in zip(self.kinds, self.first, self.bias, self.last, strict=True):
+            hs = [F.linear(x, next(take)) for _ in first]
+            if bias is not None and kind != "gated":
+                hs[0] = hs[0] + next(take)
+            x = x + F.linear(activated(kind, hs), next(take))
+            x = x if last is None else x + next(take)
+        return x
+
+    def sharded(self, leaves: list[Tensor], ranks: Any) -> Tensor:
+        take = iter(leaves)
+        x = next(take)
+        for kind, first, bias, last in zip(self.kinds, self.first, self.bias, self.last, strict=True):
+            weights = [next(take) for _ in first]
+            if kind == "gated":
+                h = gated_linear(x, *weights, ranks, gather_dim=self.axis)
+            else:
+                biases = None if bias is None else [next(take), *[None] * (len(weights) - 1)]
+                h = activated(kind, column_parallel_linear(x, weights, ranks, biases, gather_dim=self.axis))
+            second = next(take)
+            x = x + row_parallel_linear(h, second, ranks, None if last is None else next(take), scatter_dim=self.axis)
+        return x
+
+    def leaves(self) -> list[tuple[Tensor, int | None]]:
+        """The leaves, each with the axis that is sharded."""
+        found: list[tuple[Tensor, int | None]] = [(self.x, self.axis)]
+        for i, kind in enumerate(self.kinds):
+            found += [(w, 0) for w in self.first[i]]
+            found += [(self.bias[i], 0)] if self.bias[i] is not None and kind != "gated" else []
+            found += [(self.second[i], 1)]
+            found += [(self.last[i], None)] if self.last[i] is not None else []
+        return found
+
+
+def activated(kind: str, hs: list[Tensor]) -> Tensor:
+    if kind == "gelu":
+        return F.gelu(hs[0])
+    return F.silu(hs[0]) * hs[1] if kind == "gated" else torch.tanh(hs[0]) + hs[1]
+
+
+def check_stack(stack: Stack, ranks: Any) -> list[Tensor]:
+    """Compare result and gradients with float64; return the gradients."""
+    leaves = stack.leaves()
+    target = whole(*stack.shape)
+    trues = [leaf(x.double()) for x, _ in leaves]
+    exact = stack.exact(trues)
+    (exact * target).sum().backward()
+    mine = [leaf(x if axis is None else part(x, axis)) for x, axis in leaves]
+    y = stack.sharded(mine, ranks)
+    near(y, part(exact, stack.axis))
+    (y * part(target, stack.axis)).sum().backward()
+    for found, true, (_, axis) in zip(mine, trues, leaves, strict=True):
+        assert found.grad is not None
+        if axis is None:  # of its own tokens
+            total = found.grad.clone()
+            dist.all_reduce(total)
+            near(total, true.grad)
+        else:
+            near(found.grad, part(true.grad, axis))
+    again = [leaf(x) for x in mine]
+    (stack.sharded(again, ranks) * part(target, stack.axis)).sum().backward()
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(mine, again, strict=True)), "the same bits in every run"
+    return [x.grad for x in mine]
+
+
+@case
+def random_stacks_of_layers() -> None:
+    draw = draws()
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    for n in range(16):
+        dtype = draw.choice((torch.float32, torch.float32, torch.bfloat16, torch.float64))
+        ranks = (mesh, dist.group.WORLD, group())[n % 3]
+        with hi.torch.install(strict=True, strategy=STRATEGIES[n % 4]):
+            check_stack(Stack(draw, dtype), ranks)
+
+
+@case
+def groups_side_by_side() -> None:
+    if RANKS != 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tp = mesh["tp"]
+    rank, replica = tp.get_local_rank(), mesh["dp"].get_local_rank()
+    for step in range(3):
+        fresh = torch.Generator().manual_seed(step)
+        w1, w2 = torch.randn(16, 8, generator=fresh), torch.randn(8, 16, generator=fresh)
+        x = torch.randn(2 + 6 * replica + 4 * step, 8, generator=fresh)  # of other lengths on other replicas
+        mine, first, second = leaf(x.chunk(2)[rank]), leaf(w1.chunk(2)[rank]), leaf(w2.chunk(2, 1)[rank])
+        for _ in range(1 + replica):  # nor as many calls
+            y = row_parallel_linear(column_parallel_linear(mine, first, tp).relu(), second, tp)
+        y.sum().backward()
+        true, ones, twos = leaf(x.double()), leaf(w1.double()), leaf(w2.double())
+        exact = (true @ ones.t()).relu() @ twos.t()
+        exact.sum().backward()
+        near(y, exact.chunk(2)[rank])
+        near(mine.grad, true.grad.chunk(2)[rank])
+        near(first.grad, ones.grad.chunk(2)[rank])
+        near(second.grad, twos.grad.chunk(2, 1)[rank])
+    with pytest.raises(hi.HostIRError, match="2 dimensions"):
+        column_parallel_linear(mine, first, mesh)
+
+
+# Forms ----------------------------------------------------------------------------------------------------------------
+
+
+@case
+def results_go_where_the_caller_says() -> None:
+    for strategy in STRATEGIES:
+        with hi.torch.install(strict=True, strategy=strategy):
+            x, bs = whole(4 * RANKS, 8), [whole(8, 6), whole(8, 4)]
+            outs = [torch.full((4 * RANKS, n), torch.nan) for n in (6, 4)]
+            full, found = all_gather_matmul(part(x, 0), bs, group(), return_a=True, out=outs)
+            assert torch.equal(full, x)
+            for out, y, b in zip(outs, found, bs, strict=True):
+                assert out is y
+                near(out, x @ b)
+            for axis, shape in ((0, (3 * RANKS, 8)), (1, (5, 2 * RANKS, 8))):
+                a, b = whole(*shape), whole(8, 4)
+                result = part(a.double() @ b.double() * RANKS, axis)
+                for out in (torch.full(result.shape, torch.nan), torch.full(result.shape[::-1], torch.nan)):
+                    given = out if out.shape == result.shape else out.permute(*range(out.ndim)[::-1])
+                    assert matmul_reduce_scatter(a, b, group(), scatter_dim=axis, out=given) is given
+                    near(given, result)
+                near(matmul_reduce_scatter(a, b, group(), scatter_dim=axis, reduce_op="avg"), result / RANKS)
+            y = gated_linear(part(x, 0), bs[0].t(), 2 * bs[0].t(), group())
+            near(y, F.silu(x @ bs[0]) * (2 * x @ bs[0]))
+    w = leaf(bs[0])
+    with pytest.raises(hi.HostIRError, match="has no gradients"):
+        all_gather_matmul(part(x, 0), w, group(), out=outs[0])
+
+
+@case
+def modes_of_torch() -> None:
+    x, w = whole(4 * RANKS, 8), whole(6, 8)
+    exact = x.double() @ w.double().t()
+    with torch.inference_mode():
+        near(column_parallel_linear(part(x, 0), w, group()), exact)
+    with torch.no_grad():
+        assert not column_parallel_linear(part(x, 0), leaf(w), group()).requires_grad
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = column_parallel_linear(part(x, 0), w, group(), w[:, 0])
+        assert y.dtype == torch.bfloat16
+        near(y, exact + w[:, 0].double())
+    a, b = leaf(part(x, 0)), leaf(w)
+    checkpoint(column_parallel_linear, a, b, group(), use_reentrant=False).sum().backward()
+    near(b.grad, x.double().sum(0).expand(6, 8))
+    with pytest.raises(hi.HostIRError, match=r"torch\.func"):
+        torch.vmap(lambda x: column_parallel_linear(x, w, group()))(x[None])
+    with pytest.raises(hi.HostIRError, match="gather_dim=2"):
+        column_parallel_linear(x, w, group(), gather_dim=2)
+    with pytest.raises(hi.HostIRError, match="no group 'nobody'"):
+        column_parallel_linear(x, w, "nobody")
+
+
+@case
+def torch_compile_breaks_no_graph() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    mesh = DeviceMesh("cpu", list(range(RANKS)))
+    w1, w2, gate = (whole(*shape) for shape in ((6, 8), (8, 6), (6, 8)))
+
+    def layers(x: Tensor, w1: Tensor, w2: Tensor, gate: Tensor) -> Tensor:
+        h = column_parallel_linear(x, w1, mesh).relu() + gated_linear(x, gate, w1, group())
+        _, (c,) = OPS.fused_all_gather_matmul(x, [w1.t()], 0, group())
+        return row_parallel_linear(h + c, w2, dist.group.WORLD)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layers, fullgraph=True, backend=counter, dynamic=True)
+    with hi.torch.install(strict=True):
+        for rows in (4, 6, 10, 2):
+            x = part(whole(rows * RANKS, 8), 0)
+            found, eager = ([leaf(x), leaf(w1), leaf(w2), leaf(gate)] for _ in range(2))
+            y, true = compiled(*found), layers(*eager)
+            torch.testing.assert_close(y, true)
+            y.sum().backward()
+            true.sum().backward()
+            for mine, theirs in zip(found, eager, strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+if __name__ == "__main__":
+    main(CASES)
