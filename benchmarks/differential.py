@@ -4,10 +4,10 @@
     python -m benchmarks.differential --cases 20000 --gloo 500 --out benchmarks/results/differential
     python -m benchmarks.differential --seed 0 --case 1234 [--gloo 1]                        one case again, in full
 
-Cases are even over the patterns (those of examples/patterns.py and three kinds of random fusions) x strategies x 1, 2, 3,
-4 and 8 ranks x a number of rows M that divides, does not divide, is 0, or is 1. Each has fresh random inputs, slices,
-streams, dtypes and sizes, where M is bound when it runs. Simulated ranks run it in a random legal order, in memory that
-holds NaN, half of them into `out=` full of NaN. With `--gloo` some of the cases run on 4 real processes as well.
+Cases are even over the patterns (those of examples/patterns.py and three kinds of random fusions) x strategies x 1, 2,
+3, 4 and 8 ranks x a number of rows M that divides, does not divide, is 0, or is 1. Each has fresh random inputs,
+slices, streams, dtypes and sizes, where M is bound when it runs. Simulated ranks run it in a random legal order, in
+memory that holds NaN, half of them into `out=` full of NaN. With `--gloo` some of the cases run on 4 real processes.
 
 A case ends in one of four ways. `right`: within the bound of `hostir run --compare`. `refused`: before anything ran,
 with the message for sizes that something divides, and deservedly: which numbers of rows fit is reckoned here anew, from

@@ -203,6 +203,7 @@ class Plan:
     sizes: dict[str, int]
     tensors: list[hi.Tensor] = field(default_factory=list)
     inputs: int = 0
+    summed: list[tuple[hi.Tensor, ...]] = field(default_factory=list)  # both sides and the result, to be partial sums
 
     def input(self, shape: list[Size], dtype: str) -> hi.Tensor:
         self.inputs += 1
@@ -236,12 +237,15 @@ def fusions(draw: Draw, ranks: int, named: Sequence[dict[str, int]] = NAMED) -> 
             results = [t for t in plan.tensors if t not in fusion.inputs]
             extra = [t for t in results[:-1] if draw(st.integers(0, 4)) == 0]
             fusion.output(results[-1], *extra)
+        placed = [t.name for each in plan.summed for t in each]
+        for each in plan.summed:
+            _sum_over_ranks(draw, plan, *each)
         for t in fusion.inputs:
-            if draw(st.integers(0, 3)):
+            if t.name not in placed and draw(st.integers(0, 3)):
                 _spread(draw, plan, t)
         resharded = {s.out.name for s in fusion.program().body if isinstance(s, Reshard)}
         for t in results:
-            if t.name in resharded or draw(st.integers(0, 2)) == 0:
+            if t.name not in placed and (t.name in resharded or draw(st.integers(0, 2)) == 0):
                 _spread(draw, plan, t)
         if draw(st.integers(0, 3)):
             _stream(draw, plan, draw(st.sampled_from(results)))
@@ -269,13 +273,30 @@ def _shape(draw: Draw, plan: Plan) -> list[Size]:
 def _computation(draw: Draw, plan: Plan) -> hi.Tensor:
     x: hi.Tensor = draw(st.sampled_from([plan.tensors[-1], plan.tensors[-1], *plan.tensors]))
     shape, dtype = list(x.shape), x.dtype.name
-    kinds = ["matmul", "matmul", "linear", "add", "mul", "unary", "cast", "sum", "permute", "reshape", "reshard"]
+    kinds = [
+        "matmul",
+        "matmul",
+        "linear",
+        "row parallel",
+        "add",
+        "mul",
+        "unary",
+        "cast",
+        "sum",
+        "permute",
+        "reshape",
+        "reshard",
+    ]
     kind = draw(st.sampled_from(kinds if shape else ["mul", "unary", "cast", "reshard"]))
     columns = plan.size(draw(st.sampled_from([8, 16, 24])))
     if kind == "matmul":
         square = [t for t in plan.tensors if len(t.shape) == 2 and t.shape[0] == shape[-1] and t.dtype == x.dtype]
         right = draw(st.sampled_from(square)) if square and draw(st.booleans()) else None
         return x @ (right or plan.input([shape[-1], columns], dtype))
+    if kind == "row parallel":
+        left, right = plan.input([*shape[:-1], Size(16)], dtype), plan.input([Size(16), columns], dtype)
+        plan.summed.append((left, right, left @ right))
+        return plan.summed[-1][-1]
     if kind == "linear":
         weight = plan.input([columns, shape[-1]], dtype)
         return hi.linear(x, weight, plan.input([columns], dtype) if draw(st.booleans()) else None)
@@ -332,6 +353,18 @@ def _spread(draw: Draw, plan: Plan, t: hi.Tensor) -> None:
             t.split(k, 2)
             k += 1
         t.axis(k).parallelize(name)
+
+
+def _sum_over_ranks(draw: Draw, plan: Plan, left: hi.Tensor, right: hi.Tensor, out: hi.Tensor) -> None:
+    """Puts the summands of a product on several ranks, and its result whole on each of these or in parts."""
+    name = draw(st.sampled_from(plan.mesh.names))
+    for t in (left, right, out):
+        t.set_device_mesh(plan.mesh)
+    left.axis(len(left.shape) - 1).parallelize(name)
+    right.axis(0).parallelize(name)
+    good = [k for k, extent in _free(out).items() if plan.divides(plan.mesh.ranks(name), extent)]
+    if good and draw(st.integers(0, 4)):
+        out.axis(draw(st.sampled_from(good))).parallelize(name)
 
 
 def _stream(draw: Draw, plan: Plan, t: hi.Tensor) -> None:

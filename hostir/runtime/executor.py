@@ -50,7 +50,7 @@ from hostir.runtime.session import Agreement, CallRunsError, Session, forked_fro
 from hostir.runtime.sharding import Part, assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
-from hostir.runtime.started import Beside, Started
+from hostir.runtime.started import SideStreams, Started
 from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline, Trace
 from hostir.runtime.unroll import UnrolledProgram, message_teams_of, teams_of, unroll
@@ -233,7 +233,7 @@ class Executor:
         self._graphs: Graphs | None = None
         self._order: CallOrder | None = None  # orders its calls, whatever streams they are made on
         self._communicates = bool(teams_of(program) or message_teams_of(program)) or shares_memory(program)
-        self._beside: Beside | None = None
+        self._side: SideStreams | None = None
         self._captured: set[Plan] = set()  # kept alive: graphs that the caller captured use the plans' memory
         self._ended = ""  # the reason why it makes no more calls
         self._agreement = Agreement(None, program, self.kernels, False)  # with no other rank, unless it joins a job
@@ -250,7 +250,7 @@ class Executor:
         self._process = os.getpid()
         _with_threads.add(self)
         if self.machine == "cuda":
-            self._beside = Beside(self._machine.device)
+            self._side = SideStreams(self._machine.device)
             if self._communicates:
                 self._order = communication_order(self._machine.device)
             if graphs and trace is None:
@@ -353,10 +353,10 @@ class Executor:
         Started calls and plain ones count alike: all ranks make the same in the same order, and they run in it. Until
         the wait, the inputs must not be written, nor the tensors of `out` used. A handle may be dropped without a wait.
         """
-        if self._beside is None:
+        if self._side is None:
             return Started(self(*inputs, out=out))
         self._refuse_elsewhere()
-        return self._beside.start(self, inputs, out)
+        return self._side.start(self, inputs, out)
 
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Run the program once on this rank's machine; the caller holds the lock of the calls."""
@@ -465,7 +465,7 @@ class Executor:
             return
         reached = torch.cuda.Event()
         reached.record(torch.cuda.current_stream(self._machine.device))
-        started = self._beside.last if self._beside is not None else None
+        started = self._side.last if self._side is not None else None
         deadline = time.monotonic() + self.timeout
         while not (reached.query() and (started is None or started.query())):
             self._raise_problem()  # a kernel may have timed out, and work after it may wait for ever

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -14,9 +15,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo
 from torch.distributed.constants import default_pg_timeout
 
+from hostir.ir.source import error
 from hostir.runtime.symmetric import ExchangeTexts, Sharing, SymmetricMemory
 
 PARTING = 10.0  # seconds that destroying the process groups may take
+ANEW = "start all ranks anew, or make another group of them"
+_numbers = itertools.count()
 _abandoned: list[Any] = []  # groups of sessions that failed
 
 
@@ -47,8 +51,9 @@ class Groups:
         memory: the symmetric memory; None before the first machine.
         streams, timeouts: worker streams of programs with symmetric memory, and what their kernels report, by digest:
             executors that share memory share both.
-        broken: why this rank runs nothing more on CPU, where peers may be within a call that failed or was interrupted
-            here: what they still send and wait for would go to the next call, of any program. Empty if it may.
+        broken: why this rank runs nothing more: it could not connect, or on CPU, peers may be within a call that failed
+            or was interrupted here, and what they still send and wait for would go to the next call, of any program.
+            Empty if it may.
     """
 
     rank: int
@@ -78,7 +83,7 @@ class Groups:
         with self.lock:
             if self._messages is None:
                 store = None if self.store is None else PrefixStore("messages", self.store)
-                self._messages = Groups(self.rank, self.device, store=store, timeout=self.timeout)
+                self._messages = Groups(self.rank, self.device, store=store, timeout=self.timeout, whole=self.whole)
             return self._messages
 
     def end(self, done: bool, default: bool = False) -> None:
@@ -110,20 +115,36 @@ class Groups:
             torch.cuda.synchronize(self.device)
 
     def _join(self, team: tuple[int, ...]) -> Any:
-        """Return a new process group of a team; its ranks wait for each other."""
+        """Return a new process group of a team; its ranks wait for each other.
+
+        Raises HostIRError if they do not come, and from then on: what is left in the store is of the failed attempt.
+        """
+        if self.broken:
+            raise error(f"rank {self.rank} cannot connect: {self.broken}", hint=ANEW)
         store, rank = PrefixStore("-".join(map(str, team)), self.store), team.index(self.rank)
         group = ProcessGroup(store, rank, len(team))
         kind = ProcessGroup.BackendType.GLOO if self.device.type == "cpu" else ProcessGroup.BackendType.NCCL
         group._set_default_backend(kind)
-        group._register_backend(torch.device(self.device.type), kind, self._backend(store, rank, len(team)))
+        try:
+            backend = self._backend(store, team)
+        except RuntimeError as problem:
+            others = ", ".join(str(other) for other in team if other != self.rank)
+            within = f"within {self.timeout.total_seconds():g} s"
+            self.broken = f"it did not reach rank {others} {within}"
+            raise error(f"rank {self.rank} did not reach rank {others} {within}: {problem}", hint=ANEW) from problem
+        group._register_backend(torch.device(self.device.type), kind, backend)
         return group
 
-    def _backend(self, store: Any, rank: int, size: int) -> Any:
+    def _backend(self, store: Any, team: tuple[int, ...]) -> Any:
         """Return the backend of a group. NCCL's kernels get priority when blocks of two kernels wait for an SM."""
+        rank, size = team.index(self.rank), len(team)
         if self.device.type == "cpu":
             return ProcessGroupGloo(store, rank, size, timeout=self.timeout)
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        everyone = dist.get_process_group_ranks(self.whole())
+        options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = self.timeout
+        options.global_ranks_in_group = [everyone[member] for member in team]  # for torch's messages, as the name
+        options.group_name = f"hostir {'-'.join(map(str, options.global_ranks_in_group))} {next(_numbers)}"
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def of(self, team: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:

@@ -27,7 +27,7 @@ from torch.distributed.constants import default_pg_timeout
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, check_known, error, logger
 from hostir.knobs import KEEPALIVE, TIMEOUT
-from hostir.runtime.groups import Groups, world
+from hostir.runtime.groups import ANEW, Groups, world
 from hostir.runtime.unroll import teams_of
 from hostir.runtime.watchdog import Watchdog, headline
 
@@ -788,6 +788,8 @@ class Agreement:
         bound = tuple(sorted(sizes.items()))
         if self.session is None or bound in self.agreed:
             return
+        if broken := self.session.groups.broken:
+            raise error(f"@{self.program.name} cannot run: {broken}", hint=ANEW)
         where = f"the call of @{self.program.name}" + "".join(f", {name}={size}" for name, size in bound)
         meetings, what = self.session.meetings, f"rank {self.session.rank} does not run @{self.program.name}"
         call, self.failed = self._counted(self.of(sizes)), (self._made(), self._tries() + 1)
@@ -808,8 +810,8 @@ class Agreement:
             # else the others were in a call that this rank has refused: it meets them in their next
         if self.call.executor is None:
             self.call = replace(self.call, executor=self._made() if self.compare else meetings.number)
-        self.agreed.add(bound)
         self.session.groups.prepare(teams_of(self.program))
+        self.agreed.add(bound)
 
     def of(self, sizes: Mapping[str, int], places: bool = False) -> Call:
         """Return a call of the executor with these sizes."""

@@ -33,13 +33,13 @@ class Started:
         return self._outputs
 
 
-class StartedBeside(Started):
+class StartedCall(Started):
     """A call on a stream beside the caller's.
 
     Args:
         outputs: of the call.
         device: of the streams.
-        caller, beside: the stream that it was started on, and the one that it runs on.
+        caller, side: the stream that it was started on, and the one that it runs on.
         done: recorded behind the call.
         held: the tensors of the caller that it uses.
         own: outputs that it has allocated.
@@ -50,13 +50,13 @@ class StartedBeside(Started):
         outputs: tuple[Any, ...],
         device: torch.device,
         caller: torch.cuda.Stream,
-        beside: torch.cuda.Stream,
+        side: torch.cuda.Stream,
         done: torch.cuda.Event,
         held: Sequence[torch.Tensor],
         own: Sequence[torch.Tensor],
     ) -> None:
         super().__init__(outputs)
-        self._device, self._caller, self._beside, self._done = device, caller, beside, done
+        self._device, self._caller, self._side, self._done = device, caller, side, done
         self._held, self._own = held, own
         self._capture = _capture(caller)  # its number; 0 if outside
         self._waiting: torch.cuda.Stream | None = None  # the stream that waited last
@@ -88,7 +88,7 @@ class StartedBeside(Started):
             if self._waiting is None and self._capture and capture_id(self._caller) == self._capture:
                 self._done.wait(self._caller)  # else the capture could not end
             for x in self._held:
-                x.record_stream(self._beside)
+                x.record_stream(self._side)
 
 
 def _capture(now: torch.cuda.Stream) -> int:
@@ -96,7 +96,7 @@ def _capture(now: torch.cuda.Stream) -> int:
     return capture_id(now) if torch.cuda.is_current_stream_capturing() else 0
 
 
-class Beside:
+class SideStreams:
     """The streams on which an executor's started calls run: one within captures, one outside.
 
     What is issued to a stream that is part of a capture is captured, whichever thread does so.
@@ -118,22 +118,22 @@ class Beside:
         """Make a call on a stream that waits for the current one."""
         caller = current(self.device)
         capturing = torch.cuda.is_current_stream_capturing()
-        beside = self.inside if capturing else self.outside
+        side = self.inside if capturing else self.outside
         done = torch.cuda.Event()
-        beside.wait_stream(caller)
-        torch.cuda.set_stream(beside)
+        side.wait_stream(caller)
+        torch.cuda.set_stream(side)
         try:
             outputs = call(*inputs, out=out)
-            done.record(beside)
+            done.record(side)
         except BaseException:
             with contextlib.suppress(RuntimeError):  # what was issued uses the caller's tensors
-                caller.wait_stream(beside)
+                caller.wait_stream(side)
             raise
         finally:
             torch.cuda.set_stream(caller)
         self.last = self.last if capturing else done
         held = _tensors(inputs) if out is None else [*_tensors(inputs), *_tensors(outputs)]
-        return StartedBeside(outputs, self.device, caller, beside, done, held, _tensors(outputs) if out is None else [])
+        return StartedCall(outputs, self.device, caller, side, done, held, _tensors(outputs) if out is None else [])
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -250,7 +250,7 @@ def test_what_was_measured_for_the_power_of_two_decides_in_its_range() -> None:
 
 def test_on_a_cpu_one_warning_is_for_all_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Platform("gloo", "CPU", 2, "one host", (), CPU, "for testing", runs_all=True)
-    monkeypatch.setattr("hostir.choice.decision.here", lambda machine, ranks: processes)
+    monkeypatch.setattr("hostir.choice.decision.here", lambda machine, ranks, group: processes)
     with pytest.warns(hi.FallbackWarning) as told:
         every = ranges.agreed_ranges(layer().program(), {}, None, "gloo", "out")
     reasons = [str(each.message).splitlines()[0] for each in told]

@@ -178,8 +178,11 @@ def test_inputs_that_do_not_fit_are_the_callers_mistake() -> None:
 
 
 # Runs on real processes -------------------------------------------------------------------------------------------
-# By what goes wrong, or else by the parameters: ranks, strategy, kernels.
+# By what goes wrong, or else by the parameters: ranks, strategy, kernels; and the pattern, if it is not `ag_matmul`.
 ON_RANKS = {
+    "row_parallel_scattered: fused, 4, triton": (4, "fused", "triton"),
+    "row_parallel_scattered: push, 4, triton": (4, "push", "triton"),
+    "mlp: fused, 4, triton": (4, "fused", "triton"),
     "fused, 2, triton": (2, "fused", "triton"),
     "fused, 4": (4, "fused", "aten"),
     "ring, 2": (2, "ring", "aten"),
@@ -187,6 +190,11 @@ ON_RANKS = {
     "wrong kernel": (2, "fused", "aten"),
     "lost copies": (2, "ring", "aten"),
 }
+
+
+def of_pattern(name: str) -> str:
+    pattern, colon, _ = name.partition(":")
+    return pattern if colon else "ag_matmul"
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +205,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         folder, commands = tmp_path_factory.mktemp("job"), {}
         for name, (ranks, strategy, kernels) in ON_RANKS.items():
             if ranks == size:
-                text = folder / f"{strategy}.hir"
-                text.write_text(str(lowered(strategy, ranks)))
+                pattern = getattr(patterns, of_pattern(name), None)
+                text = folder / f"{of_pattern(name)}-{strategy}.hir"
+                small = pattern and pattern(ranks, S=2, M=16 * ranks, K=16 * ranks, dtype="bf16")
+                text.write_text(str(hi.lower(small, strategy) if small else lowered(strategy, ranks)))
                 options = ["--compare", "--kernels", kernels, "--repeat", "2", "--device", "cpu"]
                 commands[name] = ["run", str(text), *options]
         found |= on_ranks(size, commands, folder, TRITON_INTERPRET="1")
@@ -211,7 +221,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_each_real_rank_compares_its_own_parts(name: str, ended: dict[str, Ended]) -> None:
     ran, (ranks, _, kernels) = ended[name], ON_RANKS[name]
-    assert f"@ag_matmul: ran on {ranks} ranks on cpu, kernels {kernels}, 2 times" in ran.stdout, ran.stderr
+    assert f"@{of_pattern(name)}: ran on {ranks} ranks on cpu, kernels {kernels}, 2 times" in ran.stdout, ran.stderr
     assert (ran.returncode == 0) == (name not in FAULTS), ran.stderr
     if name in FAULTS:
         assert "MISMATCH" in ran.stderr

@@ -162,7 +162,7 @@ def threads_own_groups_of_the_same_ranks() -> None:
 
 @case
 def groups_that_wait_for_each_other_in_a_circle_are_refused() -> None:
-    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=2)) for _ in range(2)]
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=5)) for _ in range(2)]
     if RANK > 1:
         return
     layers = [summed(group) for group in groups]
@@ -170,13 +170,13 @@ def groups_that_wait_for_each_other_in_a_circle_are_refused() -> None:
         layers.reverse()
     began = time.monotonic()
     said = refused(lambda: layers[0].check(4, 1))
-    contains(said, f"rank {RANK} waited 2 s for rank {1 - RANK} at the call of @row_parallel", "the group's timeout")
-    assert time.monotonic() - began < 20
+    contains(said, f"rank {RANK} waited 5 s for rank {1 - RANK} at the call of @row_parallel", "the group's timeout")
+    assert time.monotonic() - began < 30
 
 
 @case
 def calls_of_ready_groups_in_a_circle_end_with_an_error() -> None:
-    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=2)) for _ in range(2)]
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=5)) for _ in range(2)]
     if RANK > 1:
         return
     for make in (gathered, summed):
@@ -338,14 +338,14 @@ def a_peer_dies_before_the_first_call() -> None:
 
 @case
 def a_call_that_fails_on_one_rank_ends_nothing() -> None:
-    tp, dp = grid(timeout=timedelta(seconds=2))
+    tp, dp = grid(timeout=timedelta(seconds=5))
     layer, other = gathered(tp, "pipeline"), summed(dp)
     layer.check(4, 1)
     if RANK % 2:
         refused(lambda: layer.executor(torch.ones(3)))
     else:
         refused(lambda: layer.check(4, 2))  # its peer does not come
-    time.sleep(4)  # longer than the timeout
+    time.sleep(6)  # longer than the timeout
     other.check(4, 3)
 
 

@@ -5,10 +5,15 @@ The ranks run tests/runtime/group_cases.py.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import hostir as hi
+from hostir.runtime.groups import Groups
 from tests.launch import launch
 from tests.runtime.test_torchrun import environment, passed
 
@@ -41,6 +46,16 @@ def test_only_the_members_of_a_group_take_part() -> None:
     job = launch(4, str(SCRIPT), *HEALTHY, env=environment(), timeout=150)
     assert job.returncode == 0, job.stderr
     assert passed(job.stdout) == {(name, rank) for name in HEALTHY for rank in range(4)}
+
+
+def test_a_rank_that_is_not_there_is_named_once_and_nothing_is_tried_again() -> None:
+    groups = Groups(0, torch.device("cpu"), store=dist.HashStore(), timeout=timedelta(seconds=1))
+    groups.prepare([(1, 2)])  # not its own
+    assert groups.made == {}
+    with pytest.raises(hi.HostIRError, match="rank 0 did not reach rank 1, 3 within 1 s"):
+        groups.prepare([(0, 1, 3)])
+    with pytest.raises(hi.HostIRError, match="rank 0 cannot connect: it did not reach rank 1, 3"):
+        groups.prepare([(0, 1, 3)])
 
 
 @pytest.mark.parametrize("name", LOST)

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import product as product_of
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from hostir.ir import parse
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.types import DTYPES
+from hostir.lower.strategies import lower
 from hostir.runtime import kernels, symmetric
 from hostir.runtime.executor import Executor, run
 from hostir.runtime.reference import reference
@@ -322,6 +324,19 @@ def blocks_of_no_rows_before_and_after_some() -> None:
             parts = [shard(x, v.tensor, RANK, {"M": m}) for x, v in zip(inputs, program.inputs, strict=True)]
             (found,), (a, b) = executor(*parts), inputs
             torch.testing.assert_close(found, shard(a @ b, program.outputs[0].tensor, RANK, {"M": m}))
+
+
+@case
+def rows_scattered_by_every_strategy() -> None:
+    """Alone and after gathered rows, in every dtype: the bits of simulated ranks, and the unsharded result."""
+    for dtype, pattern in product_of(DTYPES, (patterns.row_parallel_scattered, patterns.mlp)):
+        fusion = pattern(SIZE, S=2, M=4 * SIZE, K=4 * SIZE, dtype=dtype).program()
+
+        def exact(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(reference(fusion, [x.to(TORCH[dtype]) for x in inputs]))  # noqa: B023
+
+        for strategy in ("ring", "fused", "push"):
+            as_simulated(str(lower(fusion, strategy)), exact, count=3)
 
 
 def as_simulated(text: str, reference: Reference, count: int = 4) -> None:

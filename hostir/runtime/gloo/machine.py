@@ -17,7 +17,7 @@ from hostir.ir.source import HostIRError, error
 from hostir.runtime.arguments import deliver, homes, place
 from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.gloo.onesided import AbandonedError, GlooOneSided, LaneKey, SharedFiles, ThreadLane, Waits
-from hostir.runtime.groups import Groups
+from hostir.runtime.groups import ANEW, Groups
 from hostir.runtime.kernels.aten import add_up
 from hostir.runtime.kernels.table import Kernel, kernels_for
 from hostir.runtime.order import CALLER, late_streams
@@ -203,10 +203,7 @@ class GlooPlan:
         Raises HostIRError naming the statement that raised, on whichever thread.
         """
         if broken := self.machine.groups.broken:
-            raise error(
-                f"@{self.unrolled.program.name} cannot run: {broken}",
-                hint="start all ranks anew, or make another group of them",
-            )
+            raise error(f"@{self.unrolled.program.name} cannot run: {broken}", hint=ANEW)
         if self.problem:  # what the run that failed has left
             self.registers[:] = self.blank
         held = self.unrolled.inputs

@@ -42,8 +42,8 @@ def waits(name: str) -> list[str]:
 
 def test_the_call_runs_on_a_stream_of_its_own_which_the_caller_waits_for_once() -> None:
     e, handle, exact = start()
-    assert e._beside is not None
-    beside = e._beside.outside.name
+    assert e._side is not None
+    beside = e._side.outside.name
     assert waits(beside)[0] == "caller", "its inputs come from there"
     assert waits("caller") == [], "nobody has waited so far"
     (c,) = handle.wait()
@@ -60,10 +60,10 @@ def test_the_call_runs_on_a_stream_of_its_own_which_the_caller_waits_for_once() 
 def test_a_handle_that_is_dropped_tells_the_allocator_what_is_in_use() -> None:
     out = torch.empty(4, 5)
     e, handle, _ = start(out=out)
-    assert e._beside is not None
+    assert e._side is not None
     log.clear()
     del handle
-    beside = e._beside.outside.name
+    beside = e._side.outside.name
     assert [step for step in log if step[1] == "used on"] == [(x, "used on", beside) for x in [(4, 8), (8, 5), (4, 5)]]
     _, handle, _ = start(out=out)
     handle.wait()
@@ -77,9 +77,9 @@ def test_within_a_capture_it_has_another_stream_and_joins_even_if_it_is_dropped(
     first.wait()
     Device.callers_capture = True
     handle = e.start(torch.randn(4, 8), torch.randn(8, 5))
-    assert e._beside is not None
-    inside = e._beside.inside.name
-    assert inside != e._beside.outside.name
+    assert e._side is not None
+    inside = e._side.inside.name
+    assert inside != e._side.outside.name
     assert inside not in waits("caller")
     with pytest.raises(HostIRError, match="outside any capture"):
         unwaited(e).wait()
@@ -106,5 +106,5 @@ def test_a_call_that_is_refused_leaves_the_callers_stream_current_and_joined() -
     with pytest.raises(HostIRError, match="given 1 input"):
         e.start(torch.randn(4, 8))
     assert Device.current.name == "caller"
-    assert e._beside is not None
-    assert waits("caller") == [e._beside.outside.name]
+    assert e._side is not None
+    assert waits("caller") == [e._side.outside.name]
