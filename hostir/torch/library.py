@@ -66,7 +66,7 @@ def define(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define an operator of `torch.ops.hostir`, whose kernel on CPU and CUDA is the function below."""
 
     def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        LIBRARY.define(schema)
+        LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
         for key in KEYS:
             LIBRARY.impl(schema.partition("(")[0], kernel, key)
         return kernel
@@ -258,6 +258,7 @@ def gathering(name: str, scatter: Any) -> tuple[Callable[..., Any], Callable[...
     """Return backward and set-up of an all-gather + matmul, whose input gradient `scatter` computes."""
 
     def setup(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
+        ctx.set_materialize_grads(False)  # zeros for a gathered tensor that nobody uses would be scattered
         a, bs, ctx.axis, ctx.group, *rest = inputs
         full = output[0]
         ctx.gathered, ctx.more = full is not None, len(rest)
@@ -306,27 +307,30 @@ def scattering(name: str, gather: Any) -> tuple[Callable[..., Any], Callable[...
 
 
 def _gated_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.set_materialize_grads(False)
     a, gate, up, ctx.axis, ctx.group, _ = inputs
     ctx.gathered = output[1] is not None
     ctx.save_for_backward(output[1] if ctx.gathered else a, gate, up)
 
 
-def _gated_backward(ctx: Any, dy: Tensor, d_full: Tensor | None) -> tuple[Any, ...]:
+def _gated_backward(ctx: Any, dy: Tensor | None, d_full: Tensor | None) -> tuple[Any, ...]:
     """The two products are computed again, from the gathered rows."""
     refuse_twice("hostir::all_gather_gated")
     x, gate, up = ctx.saved_tensors
     wants_a, wants_gate, wants_up, *_ = ctx.needs_input_grad
+    scatter = torch.ops.hostir.reduce_scatter
+    d_a = scatter(d_full, "sum", ctx.axis, ctx.group) if wants_a and d_full is not None else None
+    if dy is None:
+        return d_a, None, None, None, None, None
     if not ctx.gathered:
         x = torch.ops.hostir.all_gather(x, ctx.axis, ctx.group)
     g, u = x @ gate, x @ up
     d_u = dy * torch.nn.functional.silu(g)
     d_g = torch.ops.aten.silu_backward(dy * u, g)
-    d_a = None
     if wants_a:
         both = torch.cat([d_g, d_u], dim=-1), torch.cat([gate.t(), up.t()])
-        d_a = torch.ops.hostir.matmul_reduce_scatter(*both, "sum", ctx.axis, ctx.group)
-    if wants_a and d_full is not None:
-        d_a = d_a + torch.ops.hostir.reduce_scatter(d_full, "sum", ctx.axis, ctx.group)
+        part = torch.ops.hostir.matmul_reduce_scatter(*both, "sum", ctx.axis, ctx.group)
+        d_a = part if d_a is None else d_a + part
     return d_a, times_rows(x, d_g) if wants_gate else None, times_rows(x, d_u) if wants_up else None, None, None, None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hostir.ir.program import Program
@@ -147,6 +148,7 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """Multiply, sum over all ranks, and return this rank's part along an axis; contiguous, and `out` if given."""
     last, ranks = axis == a.ndim - 1, op.group.size
+    _check_mean(a, average)
     _check_products([b], a.shape[-1], f"A has {a.shape[-1]} columns")
     length = b.shape[1] if last else a.shape[axis]
     if length % ranks:
@@ -187,6 +189,7 @@ def all_gather(op: Operator, x: Tensor, axis: int, out: Tensor | None = None) ->
 def reduce_scatter(op: Operator, x: Tensor, average: bool, axis: int) -> Tensor:
     """Sum a tensor over all ranks; return this rank's part along an axis, contiguous with that axis first."""
     ranks = op.group.size
+    _check_mean(x, average)
     if x.shape[axis] % ranks:
         raise Unfit(f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}")
     moved = x.movedim(axis, 0)
@@ -196,6 +199,12 @@ def reduce_scatter(op: Operator, x: Tensor, average: bool, axis: int) -> Tensor:
     if average:
         y.mul_(1 / ranks)
     return y.view(moved.shape[0] // ranks, *moved.shape[1:]).movedim(0, axis)
+
+
+def _check_mean(x: Tensor, average: bool) -> None:
+    """Raise Unfit where a mean, which is computed from the rounded sum, might be less exact than torch's."""
+    if average and x.dtype == torch.float16:
+        raise Unfit("it is a mean of float16, and hostir computes means from sums, which may overflow")
 
 
 def _check_products(bs: Sequence[Tensor], K: int, has: str) -> None:

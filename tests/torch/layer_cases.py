@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F  # noqa: N812  # as everywhere
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,7 +33,7 @@ from tests.torch.operator_cases import OPS, RANKS, everywhere, group, main, part
 
 CASES: dict[str, Callable[[], None]] = {}
 STRATEGIES = ("auto", "ring", "fused", "push")
-BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest value
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-1}  # of the largest value
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
@@ -175,6 +176,24 @@ def second_derivatives_are_refused() -> None:
             torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
+@case
+def operators_are_what_tracers_take_them_for() -> None:
+    ops, name = torch.ops.hostir, group()
+    x, w, v = leaf(part(whole(8, 4, 6), 1)), leaf(whole(6, 8)), leaf(whole(6, 8))
+    y, out = whole(8, 4, 6), torch.empty(8, 4 // RANKS, 8)
+    with hi.torch.install(strict=True, strategy="ring"):
+        for axis, kept in itertools.product((0, 1), (True, False)):
+            torch.library.opcheck(ops.all_gather_matmul, (x, [w, v], axis, name, kept))
+            torch.library.opcheck(ops.all_gather_gated, (x, w, v, axis, name, kept))
+            torch.library.opcheck(ops.all_gather, (x, axis, name))
+            torch.library.opcheck(ops.matmul_reduce_scatter, (leaf(y), w, "avg", axis, name))
+            torch.library.opcheck(ops.reduce_scatter, (leaf(y), "sum", axis, name))
+        bare = w.detach()
+        torch.library.opcheck(ops.matmul_reduce_scatter_out, (y, bare, "sum", 1, name), {"out": out})
+        given = {"out": [torch.empty(8 * RANKS, 4 // RANKS, 8)], "gathered": None}
+        torch.library.opcheck(ops.all_gather_matmul_out, (x.detach(), [bare], 0, name), given)
+
+
 # Stacks of layers -----------------------------------------------------------------------------------------------------
 
 
@@ -204,18 +223,19 @@ class Stack:
             x = x if last is None else x + next(take)
         return x
 
-    def sharded(self, leaves: list[Tensor], ranks: Any) -> Tensor:
+    def sharded(self, leaves: list[Tensor], ranks: Any, functions: Any = hi.torch) -> Tensor:
         take = iter(leaves)
         x = next(take)
         for kind, first, bias, last in zip(self.kinds, self.first, self.bias, self.last, strict=True):
             weights = [next(take) for _ in first]
             if kind == "gated":
-                h = gated_linear(x, *weights, ranks, gather_dim=self.axis)
+                h = functions.gated_linear(x, *weights, ranks, gather_dim=self.axis)
             else:
                 biases = None if bias is None else [next(take), *[None] * (len(weights) - 1)]
-                h = activated(kind, column_parallel_linear(x, weights, ranks, biases, gather_dim=self.axis))
-            second = next(take)
-            x = x + row_parallel_linear(h, second, ranks, None if last is None else next(take), scatter_dim=self.axis)
+                hs = functions.column_parallel_linear(x, weights, ranks, biases, gather_dim=self.axis)
+                h = activated(kind, hs)
+            second, bias = next(take), None if last is None else next(take)
+            x = x + functions.row_parallel_linear(h, second, ranks, bias, scatter_dim=self.axis)
         return x
 
     def leaves(self) -> list[tuple[Tensor, int | None]]:
@@ -235,8 +255,26 @@ def activated(kind: str, hs: list[Tensor]) -> Tensor:
     return F.silu(hs[0]) * hs[1] if kind == "gated" else torch.tanh(hs[0]) + hs[1]
 
 
-def check_stack(stack: Stack, ranks: Any) -> list[Tensor]:
-    """Compare result and gradients with float64; return the gradients."""
+class Plain:
+    """The same layers of torch's collectives and matmuls, one after the other, as DTensor runs them."""
+
+    @staticmethod
+    def column_parallel_linear(x: Tensor, weights: Any, ranks: Any, biases: Any, gather_dim: int) -> list[Tensor]:
+        full = funcol.all_gather_tensor_autograd(x, gather_dim, ranks)
+        return [F.linear(full, w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=True)]
+
+    @staticmethod
+    def gated_linear(x: Tensor, gate: Tensor, up: Tensor, ranks: Any, gather_dim: int) -> Tensor:
+        return activated("gated", Plain.column_parallel_linear(x, [gate, up], ranks, None, gather_dim))
+
+    @staticmethod
+    def row_parallel_linear(x: Tensor, w: Tensor, ranks: Any, bias: Tensor | None, scatter_dim: int) -> Tensor:
+        y = funcol.reduce_scatter_tensor_autograd(F.linear(x, w).contiguous(), "sum", scatter_dim, ranks)
+        return y if bias is None else y + bias
+
+
+def check_stack(stack: Stack, ranks: Any) -> Tensor:
+    """Compare result and gradients with float64; return the squares of their relative errors, and of plain layers'."""
     leaves = stack.leaves()
     target = whole(*stack.shape)
     trues = [leaf(x.double()) for x, _ in leaves]
@@ -257,18 +295,40 @@ def check_stack(stack: Stack, ranks: Any) -> list[Tensor]:
     again = [leaf(x) for x in mine]
     (stack.sharded(again, ranks) * part(target, stack.axis)).sum().backward()
     assert all(torch.equal(x.grad, y.grad) for x, y in zip(mine, again, strict=True)), "the same bits in every run"
-    return [x.grad for x in mine]
+    plain = [leaf(x) for x in mine]
+    (stack.sharded(plain, ranks, Plain) * part(target, stack.axis)).sum().backward()
+    errors = torch.zeros(2, dtype=torch.float64)
+    for x, theirs, true, (_, axis) in zip(mine, plain, trues, leaves, strict=True):
+        if axis is not None:
+            exactly = part(true.grad, axis)
+            errors += torch.stack([(g.grad - exactly).norm() / exactly.norm() for g in (x, theirs)]) ** 2
+    return errors
 
 
 @case
 def random_stacks_of_layers() -> None:
     draw = draws()
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    for n in range(16):
-        dtype = draw.choice((torch.float32, torch.float32, torch.bfloat16, torch.float64))
-        ranks = (mesh, dist.group.WORLD, group())[n % 3]
+    errors = torch.zeros(2, dtype=torch.float64)  # in bf16
+    for n in range(20):
+        dtype = (torch.bfloat16, torch.bfloat16, draw.choice((torch.float32, torch.float64)))[n % 3]
+        ranks = (mesh, dist.group.WORLD, group())[n // 4 % 3]
         with hi.torch.install(strict=True, strategy=STRATEGIES[n % 4]):
-            check_stack(Stack(draw, dtype), ranks)
+            found = check_stack(Stack(draw, dtype), ranks)
+        errors += found if dtype == torch.bfloat16 else 0
+    dist.all_reduce(errors)
+    ours, plain = errors.sqrt().tolist()
+    assert ours <= 1.1 * plain, (ours, plain)
+
+
+@case
+def a_gathered_tensor_that_nobody_uses_is_not_scattered() -> None:
+    x, w = part(whole(4 * RANKS, 8), 0), leaf(whole(6, 8))
+    hi.torch.report(clear=True)
+    (column_parallel_linear(leaf(x), w, group()) + gated_linear(leaf(x), w, w, group())).sum().backward()
+    rows = {row.operator: row.calls for row in hi.torch.report()}
+    forward = {"hostir::all_gather_matmul": 1, "hostir::all_gather_gated": 1}
+    assert rows == forward | {"hostir::matmul_reduce_scatter": 2}, "what was gathered is not gathered again, either"
 
 
 @case

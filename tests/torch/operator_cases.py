@@ -205,7 +205,6 @@ def graphs_of_the_micro_pipeline_pass() -> None:
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    warnings.simplefilter("ignore", FutureWarning)  # the pass asks for the deprecated function
     symm_mem.enable_symm_mem_for_group(group())
 
     def gather(a: torch.Tensor, b: torch.Tensor, axis: int) -> torch.Tensor:
@@ -271,6 +270,8 @@ def what_hostir_lacks_goes_to_torch_and_says_so_once() -> None:
     assert rows["symm_mem::fused_all_gather_matmul"].calls == 3
     assert "torch.int32" in str(hi.torch.report())
     refused("auto", lambda: OPS.fused_all_gather_matmul(part(whole, 0), [b], 0, group()), "dtype is torch.int32")
+    large = torch.full((RANKS, 1), 4e4).half(), torch.ones(1, 4).half()
+    refused("auto", lambda: OPS.fused_matmul_reduce_scatter(*large, "avg", 0, group()), "may overflow")
 
 
 @case
@@ -314,6 +315,7 @@ def it_comes_off_again() -> None:
 
 def main(cases: dict[str, Callable[[], None]]) -> None:
     torch.manual_seed(int.from_bytes(os.environ["SEED"].encode()) + RANK)
+    warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that torch 2.11 has as well
     torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN
     dist.init_process_group("gloo")
     for name in sys.argv[1:]:
