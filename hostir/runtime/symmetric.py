@@ -299,8 +299,8 @@ class SymmetricMemory:
         kept = sum(memory.offers[self.rank].bytes for memory in self.met.values() if memory.number not in drops)
         if limit is None or kept + offer.bytes <= limit:
             return ""
-        beside = f" beside {kept} that captured CUDA graphs use" if kept else ""
-        return f"@{program.name} needs {offer.bytes} bytes{beside}, and HOSTIR_SYMMETRIC_LIMIT allows {limit}"
+        others = f", captured CUDA graphs use {kept} more" if kept else ""
+        return f"@{program.name} needs {offer.bytes} bytes{others}, and HOSTIR_SYMMETRIC_LIMIT allows {limit}"
 
     def reserve(self, offers: Sequence[Offer]) -> str:
         """Allocate this rank's memory, or return why it cannot, so that no rank waits for it."""

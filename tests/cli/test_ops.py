@@ -33,7 +33,8 @@ def test_syntax_shows_what_is_optional_and_which_results_need_a_type() -> None:
     forms = {e.keyword: dict(e.forms) for entries in sections().values() for e in entries}
     assert forms["linear"] == {
         "fusion": "%out: <type> = linear %a, %weight(, %bias)?",
-        "program": "linear %a, %weight(, %bias)? -> %out (ready %ready >= <epoch> from <first>)? (own %own)?",
+        "program": "linear %a, %weight(, %bias)? -> %out "
+        "(ready %ready >= <epoch>)? (done %done = <raised>)? (from <first>)? (own %own)?",
     }
     assert forms["select"] == {"program": "%out = select %x[<index>] (axis <axis>)?"}
     assert forms["reshape"] == {"fusion, program": "%out: <type> = reshape %x"}

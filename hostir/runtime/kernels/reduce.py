@@ -82,7 +82,7 @@ _WARPS = 16
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
-class Part(NamedTuple):
+class SumPart(NamedTuple):
     """A tensor as the kernel reads or writes it: a pointer, and the strides of the axes, of which the last is a run."""
 
     base: Any
@@ -210,7 +210,7 @@ _VARYING = ["epoch", "waits", "polls", "raised_epoch", "raises", "first", "block
 
 @triton.jit(do_not_specialize=_VARYING)
 def sum_kernel(
-    x,  # Part, Part of own rows, of what is added behind the sources, or None, and of the result
+    x,  # SumPart, SumPart of own rows, of what is added behind the sources, or None, and of the result
     own,
     addend,
     out,
@@ -329,7 +329,7 @@ class SumLaunch:
     ) -> tuple[Any, ...]:
         """Return the arguments of the kernel before `counts`, tensors as `given` makes them."""
         pairs = zip(tensors, self.strides, strict=True)
-        parts = [None if t is None else Part(given(t), strides) for t, strides in pairs]
+        parts = [None if t is None else SumPart(given(t), strides) for t, strides in pairs]
         waits: tuple[Any, ...] = (None,) * 5
         if ready is not None:
             waits = (given(ready.flags), given(ready.timeouts), ready.epoch, self.waits, ready.polls)

@@ -1,6 +1,6 @@
 # error: unknown dtype 'bf61'
 # at: 11:13
-# expected: one of: f32, f16, bf16
+# expected: one of: f64, f32, f16, bf16
 import hostir as hi
 
 

@@ -1,6 +1,6 @@
 # error: unknown dtype 'float32'
 # at: 9:13
-# expected: one of: f32, f16, bf16
+# expected: one of: f64, f32, f16, bf16
 import hostir as hi
 
 
