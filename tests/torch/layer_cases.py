@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from hostir.torch import (
     matmul_reduce_scatter,
     row_parallel_linear,
 )
-from tests.torch.operator_cases import OPS, RANKS, everywhere, group, main, part
+from tests.torch.operator_cases import DEVICE, OPS, RANKS, everywhere, group, main, part
 
 CASES: dict[str, Callable[[], None]] = {}
 STRATEGIES = ("auto", "ring", "fused", "push")
@@ -202,7 +203,7 @@ class Stack:
 
     def __init__(self, draw: random.Random, dtype: torch.dtype) -> None:
         self.axis = draw.choice((0, 1))
-        self.shape = [draw.choice((1, 2, 3)), 4 * draw.choice((1, 2, 5)), 8]
+        self.shape = [draw.choice((1, 2, 3)), 4 * draw.choice((1, 2, 5, 9)), 8]
         self.shape[:2] = self.shape[:2] if self.axis else self.shape[1::-1]
         self.kinds = [draw.choice(("gelu", "gated", "several")) for _ in range(draw.choice((1, 2, 3)))]
         self.first = [[whole(16, 8, dtype=dtype) / 3 for _ in range(1 + (k != "gelu"))] for k in self.kinds]
@@ -273,8 +274,8 @@ class Plain:
         return y if bias is None else y + bias
 
 
-def check_stack(stack: Stack, ranks: Any) -> Tensor:
-    """Compare result and gradients with float64; return the squares of their relative errors, and of plain layers'."""
+def check_stack(stack: Stack, ranks: Any) -> list[float]:
+    """Compare result and gradients with float64; return the ratio of each gradient's error to that of plain layers."""
     leaves = stack.leaves()
     target = whole(*stack.shape)
     trues = [leaf(x.double()) for x, _ in leaves]
@@ -297,28 +298,26 @@ def check_stack(stack: Stack, ranks: Any) -> Tensor:
     assert all(torch.equal(x.grad, y.grad) for x, y in zip(mine, again, strict=True)), "the same bits in every run"
     plain = [leaf(x) for x in mine]
     (stack.sharded(plain, ranks, Plain) * part(target, stack.axis)).sum().backward()
-    errors = torch.zeros(2, dtype=torch.float64)
+    ratios = []
     for x, theirs, true, (_, axis) in zip(mine, plain, trues, leaves, strict=True):
-        if axis is not None:
-            exactly = part(true.grad, axis)
-            errors += torch.stack([(g.grad - exactly).norm() / exactly.norm() for g in (x, theirs)]) ** 2
-    return errors
+        if axis is not None and x.ndim > 1:
+            ours, others = ((g.grad - part(true.grad, axis)).norm().item() for g in (x, theirs))
+            ratios.append(ours / others if others else 1.0 + ours)
+    return ratios
 
 
 @case
 def random_stacks_of_layers() -> None:
     draw = draws()
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    errors = torch.zeros(2, dtype=torch.float64)  # in bf16
-    for n in range(20):
-        dtype = (torch.bfloat16, torch.bfloat16, draw.choice((torch.float32, torch.float64)))[n % 3]
+    mesh = init_device_mesh(DEVICE, (RANKS,), mesh_dim_names=("tp",))
+    ratios = []  # in bf16, of which many are needed: the rounding of one stack is that of all its gradients
+    for n in range(72):
+        dtype = draw.choice((torch.float32, torch.float64)) if n < 12 else torch.bfloat16
         ranks = (mesh, dist.group.WORLD, group())[n // 4 % 3]
         with hi.torch.install(strict=True, strategy=STRATEGIES[n % 4]):
             found = check_stack(Stack(draw, dtype), ranks)
-        errors += found if dtype == torch.bfloat16 else 0
-    dist.all_reduce(errors)
-    ours, plain = errors.sqrt().tolist()
-    assert ours <= 1.1 * plain, (ours, plain)
+        ratios += found if dtype == torch.bfloat16 else []
+    assert geometric_mean(ratios) <= 1.1, ratios
 
 
 @case
@@ -335,11 +334,11 @@ def a_gathered_tensor_that_nobody_uses_is_not_scattered() -> None:
 def groups_side_by_side() -> None:
     if RANKS != 4:
         return
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     tp = mesh["tp"]
     rank, replica = tp.get_local_rank(), mesh["dp"].get_local_rank()
     for step in range(3):
-        fresh = torch.Generator().manual_seed(step)
+        fresh = torch.Generator(DEVICE).manual_seed(step)
         w1, w2 = torch.randn(16, 8, generator=fresh), torch.randn(8, 16, generator=fresh)
         x = torch.randn(2 + 6 * replica + 4 * step, 8, generator=fresh)  # of other lengths on other replicas
         mine, first, second = leaf(x.chunk(2)[rank]), leaf(w1.chunk(2)[rank]), leaf(w2.chunk(2, 1)[rank])
@@ -394,7 +393,7 @@ def modes_of_torch() -> None:
         near(column_parallel_linear(part(x, 0), w, group()), exact)
     with torch.no_grad():
         assert not column_parallel_linear(part(x, 0), leaf(w), group()).requires_grad
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         y = column_parallel_linear(part(x, 0), w, group(), w[:, 0])
         assert y.dtype == torch.bfloat16
         near(y, exact + w[:, 0].double())
@@ -413,7 +412,7 @@ def modes_of_torch() -> None:
 def torch_compile_breaks_no_graph() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    mesh = DeviceMesh("cpu", list(range(RANKS)))
+    mesh = DeviceMesh(DEVICE, list(range(RANKS)))
     w1, w2, gate = (whole(*shape) for shape in ((6, 8), (8, 6), (6, 8)))
 
     def layers(x: Tensor, w1: Tensor, w2: Tensor, gate: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """What the ranks of tests/torch/test_operators.py run: `operator_cases.py NAME ...`; each prints `PASS name rank`.
 
+    DEVICE=cuda torchrun --standalone --nproc-per-node 2 tests/torch/operator_cases.py     all cases, on GPUs
+    DEVICE=cuda torchrun --standalone --nproc-per-node 2 tests/torch/layer_cases.py
+
 The cases of torch's own tests (AsyncTPTest, SymmetricMemoryTest, MicroPipelineTPTest) have their shapes and dtypes.
 """
 
@@ -23,6 +26,7 @@ import hostir as hi
 import hostir.torch
 from hostir.torch.programs import group_named
 
+DEVICE = os.environ.get("DEVICE", "cpu")
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STRATEGIES = ("auto", "sequential", "pipeline", "ring", "fused", "push")
 ONE_SIDED = ("ring", "fused", "push")
@@ -313,12 +317,19 @@ def it_comes_off_again() -> None:
         OPS.fused_matmul_reduce_scatter(a, b, "sum", 0, group())
 
 
+# On CPU torch has no operators of its own, and sums of integers.
+CPU_ONLY = {"it_comes_off_again", "what_hostir_lacks_goes_to_torch_and_says_so_once"}
+
+
 def main(cases: dict[str, Callable[[], None]]) -> None:
-    torch.manual_seed(int.from_bytes(os.environ["SEED"].encode()) + RANK)
     warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that torch 2.11 has as well
-    torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN
-    dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
+    torch.use_deterministic_algorithms(True, warn_only=DEVICE == "cuda")  # which also fills new memory with NaN
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    torch.manual_seed(int.from_bytes(os.environ.get("SEED", "").encode()) + RANK)
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    for name in sys.argv[1:] or [name for name in cases if DEVICE == "cpu" or name not in CPU_ONLY]:
         cases[name]()
         print(f"PASS {name} {RANK}\n", end="", flush=True)
     dist.barrier()
