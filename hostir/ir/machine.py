@@ -322,10 +322,20 @@ def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> in
     return total
 
 
+def _rounds(statement: Statement, frame: Frame) -> Iterator[tuple[int, ...]]:
+    """Yield the rounds of a statement; say which statement it is if they cannot be told."""
+    try:
+        yield from statement.rounds(frame)
+    except HostIRError:
+        raise
+    except Exception as problem:
+        raise statement.fail(f"{type(problem).__name__}: {problem}") from problem
+
+
 def _run(statements: tuple[Statement, ...], frame: Frame, observer: Observer, rounds: tuple[int, ...]) -> None:
     for statement in statements:
         if statement.bodies:
-            for index in statement.rounds(frame):
+            for index in _rounds(statement, frame):
                 for body in statement.bodies:
                     _run(body, frame, observer, (*rounds, *index))
             continue
