@@ -51,7 +51,7 @@ class Guest(Session):
         theirs.set_timeout(patience)
         self.store = PrefixStore(f"hostir/{_numbers[name]}", theirs)
         _numbers[name] += 1
-        self.share(GuestWatchdog, patience, lambda: group)
+        self._share(GuestWatchdog, patience, lambda: group)
         LOG.info("joined the group %s of %d ranks on %s", name, self.size, device)
 
     def check(self, where: str) -> None:

@@ -352,11 +352,11 @@ class Session:
         else:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.store = _connect(timeout, number)
-        self.share(Watchdog, default_pg_timeout)
+        self._share(Watchdog, default_pg_timeout)
         whose = "hostir's own" if self.owner else "the program's"
         LOG.info("joined a job of %d ranks on %s, in %s process group", self.size, device, whose)
 
-    def share(self, watchdog: type[Watchdog], patience: timedelta, whole: Callable[[], Any] = world) -> None:
+    def _share(self, watchdog: type[Watchdog], patience: timedelta, whole: Callable[[], Any] = world) -> None:
         """Set up what the ranks share, once this one knows which it is and their store.
 
         Args:
