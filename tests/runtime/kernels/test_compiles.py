@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from hostir.runtime.kernels.flags import PER_THREAD, WARPS, push_kernel
 from hostir.runtime.kernels.matmul import EXACT_RUN
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Strides, Workspace, matmul_kernel
-from hostir.runtime.kernels.reduce import Part, SumConstants, sum_kernel
+from hostir.runtime.kernels.reduce import SumConstants, SumPart, sum_kernel
 from hostir.runtime.kernels.tiles import Tile, candidates
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -106,7 +106,7 @@ def compiled_sum(
     absent += [] if flags else ["raised_flags", "raised_epoch", "raises", "counts"]
     constants = {"C": kind, **dict.fromkeys(absent if activation else [*absent, "addend"])}
     signature = {name: "constexpr" if name in constants else "i32" for name in sum_kernel.arg_names}
-    part = Part(f"*{dtype}", (*["i32"] * (axes - 1), "constexpr"))
+    part = SumPart(f"*{dtype}", (*["i32"] * (axes - 1), "constexpr"))
     signature |= {"addend": part} if activation else {}
     signature |= {"x": part, "own": part, "out": part, "sizes": ("i32",) * axes}
     signature |= {name: "*i64" for name in ("flags", "timeouts", "raised_flags", "counts") if flags}
