@@ -156,17 +156,17 @@ class Subject(ABC):
         """What a user of torch would call."""
         return {}
 
+    @abstractmethod
     def fusion(self, slices: int) -> hi.Fusion | hi.Program:
         """What ours compile; with several slices, along a Stream axis."""
-        raise NotImplementedError
 
+    @abstractmethod
     def inputs(self, slices: int) -> Sequence[torch.Tensor]:
         """This rank's parts of the fusion's inputs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def out(self, slices: int) -> torch.Tensor:
         """Where this rank's part of the result goes."""
-        raise NotImplementedError
 
     def about(self) -> Result:
         """What else there is to say of the row."""

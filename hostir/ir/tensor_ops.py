@@ -244,7 +244,8 @@ class ByBlocks(TensorOp):
 
     def _stands_in(self, own: Value) -> None:
         if self.ready is None:
-            raise self.fail("own rows are those of one block, and there are no blocks", hint="say ready %flags before")
+            message = f"own rows are those of one block, or of one source, and this {self.keyword()} waits for none"
+            raise self.fail(message, hint="write 'ready %flags >= 1' before 'own'")
         same_dtype(self, [self.rows, own])
         if own.tensor.shape[-1:] != self.rows.tensor.shape[-1:]:
             raise self.fail(f"{own} is {own.type}, {self.rows} is {self.rows.type}", expected="rows of one length")
