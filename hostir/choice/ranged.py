@@ -85,18 +85,21 @@ class RangedExecutor(Executor):
             extents = [inputs[i].shape[k] for i, k in self._axes]
         except (AttributeError, IndexError, TypeError):  # lists of parts, and what no executor takes
             extents = None
-        if extents is None or extents != latest:
-            executor = self._chosen(inputs, executor)
-            self._latest = extents, executor
-        return executor
+        if extents is not None and extents == latest:
+            return executor
+        chosen = self._chosen(inputs, executor)
+        if chosen is None:  # what comes next may have these extents, and be right
+            return executor
+        self._latest = extents, chosen
+        return chosen
 
-    def _chosen(self, inputs: Sequence[Any], otherwise: Executor) -> Executor:
-        """Return the executor for the sizes of a call; inputs that have none are left to `otherwise` to refuse.
+    def _chosen(self, inputs: Sequence[Any], latest: Executor) -> Executor | None:
+        """Return the executor for the sizes of a call; None for inputs that have none, which any executor refuses.
 
         Shapes alone decide, so that a rank which refuses its inputs for another reason does so in the call that the
         others make.
         """
-        plain, given = self.choice.plain, otherwise.sizes
+        plain, given = self.choice.plain, latest.sizes
         sizes: Mapping[str, int] | None
         try:
             if self._simulated:
@@ -105,8 +108,8 @@ class RangedExecutor(Executor):
                 shaped = [_like(x, v) for v, x in zip(plain.inputs, inputs, strict=True)]
                 sizes = bind_sizes(plain, shaped, given, rank=self._rank)
         except (HostIRError, RuntimeError, ValueError):  # such as of nested tensors, or of too many
-            return otherwise
-        return otherwise if sizes is None else self._executor(self.choice.candidate(sizes))
+            return None
+        return None if sizes is None else self._executor(self.choice.candidate(sizes))
 
     def _executor(self, candidate: Candidate) -> Executor:
         if candidate not in self.executors:

@@ -177,7 +177,7 @@ def _encoded(ranges: Ranges) -> dict[str, Any]:
 
 
 # Powers of two --------------------------------------------------------------------------------------------------------
-# A size runs as the power of two does that it is less than half as large again as: from 3072 to 6143 as 4096.
+# A size runs as the power of two of which it is at least 3/4 and less than 3/2: 3072 to 6143 run as 4096.
 
 
 def _power(size: int) -> int:
@@ -192,7 +192,7 @@ def _first(power: int) -> int:
 
 
 def _fitting(size: int, multiple: int) -> int:
-    """Return the multiple next to a size, but not 0."""
+    """Return the multiple nearest to a size, at least one."""
     return max(round(size / multiple), 1) * multiple
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo
 from torch.distributed.constants import default_pg_timeout
 
-from hostir.ir.source import error
+from hostir.ir.source import HostIRError, error
 from hostir.runtime.symmetric import ExchangeTexts, Sharing, SymmetricMemory
 
 PARTING = 10.0  # seconds that destroying the process groups may take
@@ -110,9 +110,11 @@ class Groups:
         if self.device.type != "cuda":
             return
         for team in new:
-            self.made[team].allreduce([torch.zeros(1, device=self.device)]).wait()
-        if new:
-            torch.cuda.synchronize(self.device)
+            try:
+                self.made[team].allreduce([torch.zeros(1, device=self.device)]).wait()
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as problem:
+                raise self._unreached(team, problem) from problem
 
     def _join(self, team: tuple[int, ...]) -> Any:
         """Return a new process group of a team; its ranks wait for each other.
@@ -128,12 +130,17 @@ class Groups:
         try:
             backend = self._backend(store, team)
         except RuntimeError as problem:
-            others = ", ".join(str(other) for other in team if other != self.rank)
-            within = f"within {self.timeout.total_seconds():g} s"
-            self.broken = f"it did not reach rank {others} {within}"
-            raise error(f"rank {self.rank} did not reach rank {others} {within}: {problem}", hint=ANEW) from problem
+            raise self._unreached(team, problem) from problem
         group._register_backend(torch.device(self.device.type), kind, backend)
         return group
+
+    def _unreached(self, team: tuple[int, ...], problem: RuntimeError) -> HostIRError:
+        """Note that a team could not connect, for whoever tries again; return the error."""
+        self.made.pop(team, None)
+        others = ", ".join(str(other) for other in team if other != self.rank)
+        within = f"within {self.timeout.total_seconds():g} s"
+        self.broken = f"it did not reach rank {others} {within}"
+        return error(f"rank {self.rank} did not reach rank {others} {within}: {problem}", hint=ANEW)
 
     def _backend(self, store: Any, team: tuple[int, ...]) -> Any:
         """Return the backend of a group. NCCL's kernels get priority when blocks of two kernels wait for an SM."""

@@ -68,11 +68,10 @@ class StartedCall(Started):
         if self._capture != _capture(now):
             if self._capture and self._waiting is not None:  # its graph has joined it
                 return self._outputs
-            inside = "within a capture into a CUDA graph"
-            expected = f"a wait {inside if self._capture else 'outside any capture'}, where the call was started"
-            raise error(
-                "a call that was started in one capture is waited for in another", user_span(), expected=expected
-            )
+            where = "outside the capture that it was started in"
+            where = where if self._capture else "within a capture, and was started outside"
+            inside = "within that capture" if self._capture else "outside any capture"
+            raise error(f"a started call is waited for {where}", user_span(), expected=f"a wait {inside}")
         self._done.wait(now)
         for x in self._own:  # of the allocator's memory for the other stream
             x.record_stream(now)

@@ -141,6 +141,8 @@ class Installation:
         uninstall()
 
     def __repr__(self) -> str:
+        if _library is None:
+            return "torch's own functions run its operators: hostir has given them back"
         strict = ", strict" if SETTINGS.strict else ""
         return f"hostir runs {', '.join(self.operators)} (strategy '{SETTINGS.strategy}'{strict})"
 
@@ -149,7 +151,7 @@ _library: Any = None  # the registrations, which torch drops with it
 
 
 def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
-    """Take over torch's operators `torch.ops.symm_mem`, for tensors on CUDA and on CPU, where torch has none.
+    """Take over four operators of `torch.ops.symm_mem`, for tensors on CUDA and on CPU; torch has none for a CPU.
 
     These are `fused_all_gather_matmul`, `fused_matmul_reduce_scatter`, `_low_contention_all_gather` and
     `_low_contention_reduce_scatter`: whoever calls them by name calls hostir, also from compiled graphs. They get

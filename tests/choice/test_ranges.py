@@ -162,6 +162,19 @@ def test_calls_of_the_same_shapes_choose_nothing(monkeypatch: pytest.MonkeyPatch
         executor(a[:4], b)
 
 
+def test_a_refused_call_leaves_no_program_to_the_next_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = hi.compile(layer(1), machine="gloo")
+    a, b = torch.randn(64, 64), torch.randn(64, 48)
+    executor(a[:8], b)
+    with pytest.raises(HostIRError):
+        executor(a, b[:63])
+    chosen: list[object] = []
+    program_for = type(executor)._executor
+    monkeypatch.setattr(type(executor), "_executor", lambda self, it: chosen.append(it) or program_for(self, it))
+    executor(a, b)
+    assert len(chosen) == 1
+
+
 def test_no_program_is_bound_before_a_call_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with_times(monkeypatch, {0: "sequential", 16: "push", 256: "fused"})
     executor = hi.compile(layer())
