@@ -1,8 +1,8 @@
 """Passes `fused` and `push`: each rank sends blocks of rows to all, and one kernel takes each as it arrives.
 
 For an allgather, the blocks are the ranks' shards, and a matmul waits for them. For a reduce_scatter, they are the rows
-that a matmul makes for each other rank: it raises a flag after each block, its own rank's rows come last, and a sum
-waits for what all ranks have sent.
+that a matmul makes for each other rank. In `fused` the matmul raises a flag after each block, so copies begin while it
+runs; in `push` they begin when it has ended. A sum waits for what all ranks have sent.
 
 The first schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et
 al., 2024), the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The second is that of the reduce-scatter
@@ -298,7 +298,8 @@ class SentRows:
 class ScatteredRows:
     """Builds one reduce_scatter: copies begin while the product runs that makes the rows, if there is one.
 
-    It raises a flag after each block, and ends with a block of its own rank.
+    With copy engines, the product raises a flag after each block. It ends with a block of its own rank, unless it waits
+    for gathered rows: then their order decides.
     """
 
     def __init__(
@@ -324,7 +325,7 @@ class ScatteredRows:
         if self.done is None:
             return s
         assert isinstance(s, Contraction)
-        last = ", its own come last" if self.blocks.axis is None else ""
+        last = ", its own come last" if self.blocks.axis is None and s.ready is None else ""
         note = f"the rows for each rank are sent when they are done{last}"
         raising = replace(s, done=self.done, raised=ARRIVED, note=f"{s.note}; {note}" if s.note else note)
         return raising if s.ready is not None else replace(raising, first=self.blocks.first)
@@ -344,8 +345,8 @@ class ScatteredRows:
     def receive(self) -> None:
         """Add the sum of what all ranks have sent.
 
-        It takes each block when it is there. Without a product before it, it starts only when all are: while bytes
-        travel, no SM is held.
+        It takes each block when it is there. If copy engines send rows that no product makes, it starts only when all
+        have arrived: while bytes travel, no SM is held.
         """
         if self.product is not None or self.mover.sms:
             self.blocks.add_up()

@@ -64,7 +64,7 @@ class Blocks:
     Fields:
         views: made anew for each block if there are several, which `index` numbers; else made once.
         in_turn: made in each turn.
-        awaited: the flag of this rank that says that the source is ready, if a kernel raises one.
+        awaited: the wait for the flag of this rank that says that the source is ready, if a kernel raises one.
     """
 
     source: Value
