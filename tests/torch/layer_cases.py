@@ -7,15 +7,12 @@ same layers on whole tensors in float64.
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
-from statistics import geometric_mean
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F  # noqa: N812  # as everywhere
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -56,13 +53,6 @@ def near(found: Tensor | None, true: Tensor | None) -> None:
     assert found.shape == true.shape
     bound = BOUNDS[found.dtype] * max(true.abs().max().item(), 1e-3) if true.numel() else 0.0
     torch.testing.assert_close(found.double(), true.double(), rtol=0, atol=bound)
-
-
-def draws() -> random.Random:
-    """The same on every rank."""
-    seed = torch.randint(1 << 31, (1,))
-    dist.broadcast(seed, 0)
-    return random.Random(int(seed))
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
@@ -195,129 +185,7 @@ def operators_are_what_tracers_take_them_for() -> None:
         torch.library.opcheck(ops.all_gather_matmul_out, (x.detach(), [bare], 0, name), given)
 
 
-# Stacks of layers -----------------------------------------------------------------------------------------------------
-
-
-class Stack:
-    """Random layers on whole tensors, and this rank's parts of them."""
-
-    def __init__(self, draw: random.Random, dtype: torch.dtype) -> None:
-        self.axis = draw.choice((0, 1))
-        self.shape = [draw.choice((1, 2, 3)), 4 * draw.choice((1, 2, 5, 9)), 8]
-        self.shape[:2] = self.shape[:2] if self.axis else self.shape[1::-1]
-        self.kinds = [draw.choice(("gelu", "gated", "several")) for _ in range(draw.choice((1, 2, 3)))]
-        self.first = [[whole(16, 8, dtype=dtype) / 3 for _ in range(1 + (k != "gelu"))] for k in self.kinds]
-        self.bias = [draw.choice((None, whole(16, dtype=dtype))) for _ in self.kinds]
-        self.second = [whole(8, 16, dtype=dtype) / 4 for _ in self.kinds]
-        self.last = [draw.choice((None, whole(8, dtype=dtype))) for _ in self.kinds]
-        self.x = whole(*self.shape, dtype=dtype)
-
-    def exact(self, leaves: list[Tensor]) -> Tensor:
-        """On whole tensors, whose leaves are taken one after another."""
-        take = iter(leaves)
-        x = next(take)
-        for kind, first, bias, last in zip(self.kinds, self.first, self.bias, self.last, strict=True):
-            hs = [F.linear(x, next(take)) for _ in first]
-            if bias is not None and kind != "gated":
-                hs[0] = hs[0] + next(take)
-            x = x + F.linear(activated(kind, hs), next(take))
-            x = x if last is None else x + next(take)
-        return x
-
-    def sharded(self, leaves: list[Tensor], ranks: Any, functions: Any = hi.torch) -> Tensor:
-        take = iter(leaves)
-        x = next(take)
-        for kind, first, bias, last in zip(self.kinds, self.first, self.bias, self.last, strict=True):
-            weights = [next(take) for _ in first]
-            if kind == "gated":
-                h = functions.gated_linear(x, *weights, ranks, gather_dim=self.axis)
-            else:
-                biases = None if bias is None else [next(take), *[None] * (len(weights) - 1)]
-                hs = functions.column_parallel_linear(x, weights, ranks, biases, gather_dim=self.axis)
-                h = activated(kind, hs)
-            second, bias = next(take), None if last is None else next(take)
-            x = x + functions.row_parallel_linear(h, second, ranks, bias, scatter_dim=self.axis)
-        return x
-
-    def leaves(self) -> list[tuple[Tensor, int | None]]:
-        """The leaves, each with the axis that is sharded."""
-        found: list[tuple[Tensor, int | None]] = [(self.x, self.axis)]
-        for i, kind in enumerate(self.kinds):
-            found += [(w, 0) for w in self.first[i]]
-            found += [(self.bias[i], 0)] if self.bias[i] is not None and kind != "gated" else []
-            found += [(self.second[i], 1)]
-            found += [(self.last[i], None)] if self.last[i] is not None else []
-        return found
-
-
-def activated(kind: str, hs: list[Tensor]) -> Tensor:
-    if kind == "gelu":
-        return F.gelu(hs[0])
-    return F.silu(hs[0]) * hs[1] if kind == "gated" else torch.tanh(hs[0]) + hs[1]
-
-
-class Plain:
-    """The same layers of torch's collectives and matmuls, one after the other, as DTensor runs them."""
-
-    @staticmethod
-    def column_parallel_linear(x: Tensor, weights: Any, ranks: Any, biases: Any, gather_dim: int) -> list[Tensor]:
-        full = funcol.all_gather_tensor_autograd(x, gather_dim, ranks)
-        return [F.linear(full, w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=True)]
-
-    @staticmethod
-    def gated_linear(x: Tensor, gate: Tensor, up: Tensor, ranks: Any, gather_dim: int) -> Tensor:
-        return activated("gated", Plain.column_parallel_linear(x, [gate, up], ranks, None, gather_dim))
-
-    @staticmethod
-    def row_parallel_linear(x: Tensor, w: Tensor, ranks: Any, bias: Tensor | None, scatter_dim: int) -> Tensor:
-        y = funcol.reduce_scatter_tensor_autograd(F.linear(x, w).contiguous(), "sum", scatter_dim, ranks)
-        return y if bias is None else y + bias
-
-
-def check_stack(stack: Stack, ranks: Any) -> list[float]:
-    """Compare result and gradients with float64; return the ratio of each gradient's error to that of plain layers."""
-    leaves = stack.leaves()
-    target = whole(*stack.shape)
-    trues = [leaf(x.double()) for x, _ in leaves]
-    exact = stack.exact(trues)
-    (exact * target).sum().backward()
-    mine = [leaf(x if axis is None else part(x, axis)) for x, axis in leaves]
-    y = stack.sharded(mine, ranks)
-    near(y, part(exact, stack.axis))
-    (y * part(target, stack.axis)).sum().backward()
-    for found, true, (_, axis) in zip(mine, trues, leaves, strict=True):
-        assert found.grad is not None
-        if axis is None:  # of its own tokens
-            total = found.grad.clone()
-            dist.all_reduce(total)
-            near(total, true.grad)
-        else:
-            near(found.grad, part(true.grad, axis))
-    again = [leaf(x) for x in mine]
-    (stack.sharded(again, ranks) * part(target, stack.axis)).sum().backward()
-    assert all(torch.equal(x.grad, y.grad) for x, y in zip(mine, again, strict=True)), "the same bits in every run"
-    plain = [leaf(x) for x in mine]
-    (stack.sharded(plain, ranks, Plain) * part(target, stack.axis)).sum().backward()
-    ratios = []
-    for x, theirs, true, (_, axis) in zip(mine, plain, trues, leaves, strict=True):
-        if axis is not None and x.ndim > 1:
-            ours, others = ((g.grad - part(true.grad, axis)).norm().item() for g in (x, theirs))
-            ratios.append(ours / others if others else 1.0 + ours)
-    return ratios
-
-
-@case
-def random_stacks_of_layers() -> None:
-    draw = draws()
-    mesh = init_device_mesh(DEVICE, (RANKS,), mesh_dim_names=("tp",))
-    ratios = []  # in bf16, of which many are needed: the rounding of one stack is that of all its gradients
-    for n in range(72):
-        dtype = draw.choice((torch.float32, torch.float64)) if n < 12 else torch.bfloat16
-        ranks = (mesh, dist.group.WORLD, group())[n // 4 % 3]
-        with hi.torch.install(strict=True, strategy=STRATEGIES[n % 4]):
-            found = check_stack(Stack(draw, dtype), ranks)
-        ratios += found if dtype == torch.bfloat16 else []
-    assert geometric_mean(ratios) <= 1.1, ratios
+# Groups ---------------------------------------------------------------------------------------------------------------
 
 
 @case
