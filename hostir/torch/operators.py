@@ -16,6 +16,8 @@ from torch import Tensor
 
 from hostir.ir.program import Program
 from hostir.ir.source import error, warn_once
+from hostir.runtime.executor import Executor
+from hostir.runtime.started import Started
 from hostir.torch import programs
 from hostir.torch.programs import DTYPES, LEDGER, OperatorGroup, Unfit, group_named
 
@@ -62,13 +64,23 @@ class Operator:
         out: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Run the program of a fusion on this rank's parts, as executors do. Raises Unfit."""
-        kind = dtype_of(inputs)
-        calls = "eager" if out is None else "out"
-        device = inputs[0].device
-        executor = self.group.program(build, kind, *key, strategy=SETTINGS.strategy, device=device, calls=calls)
+        executor = self._executor(build, key, inputs, "eager" if out is None else "out")
         outputs = executor(*inputs, out=out)
         LEDGER.ran(self.name, self.group.name, executor)
         return outputs
+
+    def start(self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor]) -> Started:
+        """Start the program of a fusion beside what the caller issues next. Raises Unfit."""
+        executor = self._executor(build, key, inputs, "eager")
+        started = executor.start(*inputs)
+        LEDGER.ran(self.name, self.group.name, executor)
+        return started
+
+    def _executor(
+        self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor], calls: str
+    ) -> Executor:
+        kind, device = dtype_of(inputs), inputs[0].device
+        return self.group.program(build, kind, *key, strategy=SETTINGS.strategy, device=device, calls=calls)
 
 
 def dtype_of(tensors: Sequence[Tensor]) -> str:
@@ -178,27 +190,51 @@ def _shape(x: Tensor, b: Tensor, ranks: int, last: bool) -> list[int]:
     return [first, *others, b.shape[1] // ranks] if last else [first // ranks, *others, b.shape[1]]
 
 
-def all_gather(op: Operator, x: Tensor, axis: int, out: Tensor | None = None) -> Tensor:
-    """Gather a tensor along an axis; the result is contiguous with that axis first, or `out` with its rows."""
-    moved = x.movedim(axis, 0)
-    rows = moved.reshape(moved.shape[0], prod(moved.shape[1:])).contiguous()
-    (y,) = op.execute(programs.all_gather, (), [rows], None if out is None else [out])
-    return own(y, rows).view(moved.shape[0] * op.group.size, *moved.shape[1:]).movedim(0, axis)
+def all_gather(op: Operator, x: Tensor, axis: int) -> Tensor:
+    """Gather a tensor along an axis; the result is contiguous with that axis first."""
+    rows, shape = _first(x, axis)
+    (y,) = op.execute(programs.all_gather, (), [rows])
+    return _whole(y, rows, shape, axis)
+
+
+def start_all_gather(op: Operator, x: Tensor, axis: int) -> Callable[[], Tensor]:
+    """Do so beside what the caller issues next; what this returns waits for the result."""
+    rows, shape = _first(x, axis)
+    started = op.start(programs.all_gather, (), [rows])
+    return lambda: _whole(started.wait()[0], rows, shape, axis)
 
 
 def reduce_scatter(op: Operator, x: Tensor, average: bool, axis: int) -> Tensor:
     """Sum a tensor over all ranks; return this rank's part along an axis, contiguous with that axis first."""
-    ranks = op.group.size
-    _check_mean(x, average)
-    if x.shape[axis] % ranks:
-        raise Unfit(f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}")
-    moved = x.movedim(axis, 0)
-    rows = moved.reshape(moved.shape[0], prod(moved.shape[1:])).contiguous()
+    rows, shape = _to_scatter(op, x, average, axis)
     (y,) = op.execute(programs.reduce_scatter, (), [rows])
-    y = own(y, rows)
-    if average:
-        y.mul_(1 / ranks)
-    return y.view(moved.shape[0] // ranks, *moved.shape[1:]).movedim(0, axis)
+    y = _whole(y, rows, shape, axis)
+    return y.mul_(1 / op.group.size) if average else y
+
+
+def start_reduce_scatter(op: Operator, x: Tensor, axis: int) -> Callable[[], Tensor]:
+    """Sum beside what the caller issues next; what this returns waits for the result."""
+    rows, shape = _to_scatter(op, x, False, axis)
+    started = op.start(programs.reduce_scatter, (), [rows])
+    return lambda: _whole(started.wait()[0], rows, shape, axis)
+
+
+def _first(x: Tensor, axis: int) -> tuple[Tensor, Sequence[int]]:
+    """Return a tensor as dense rows along an axis, and its shape with that axis first."""
+    moved = x.movedim(axis, 0)
+    return moved.reshape(moved.shape[0], prod(moved.shape[1:])).contiguous(), moved.shape
+
+
+def _whole(y: Tensor, rows: Tensor, shape: Sequence[int], axis: int) -> Tensor:
+    """Return rows that were gathered from a tensor, or scattered, as a tensor with its axes."""
+    return own(y, rows).view(y.shape[0], *shape[1:]).movedim(0, axis)
+
+
+def _to_scatter(op: Operator, x: Tensor, average: bool, axis: int) -> tuple[Tensor, Sequence[int]]:
+    _check_mean(x, average)
+    if x.shape[axis] % op.group.size:
+        raise Unfit(f"its {op.group.size} ranks do not divide axis {axis}, which is {x.shape[axis]}")
+    return _first(x, axis)
 
 
 def _check_mean(x: Tensor, average: bool) -> None:

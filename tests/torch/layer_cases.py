@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # as everywhere
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hostir as hi
@@ -27,6 +30,8 @@ from hostir.torch import (
     matmul_reduce_scatter,
     row_parallel_linear,
 )
+from hostir.torch.library import _all_gather_matmul_backward
+from hostir.torch.operators import Operator
 from tests.torch.operator_cases import DEVICE, OPS, RANKS, everywhere, group, main, part
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -53,6 +58,13 @@ def near(found: Tensor | None, true: Tensor | None) -> None:
     assert found.shape == true.shape
     bound = BOUNDS[found.dtype] * max(true.abs().max().item(), 1e-3) if true.numel() else 0.0
     torch.testing.assert_close(found.double(), true.double(), rtol=0, atol=bound)
+
+
+def gathered(x: Tensor) -> list[Tensor]:
+    """The tensors of all ranks."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(RANKS)]
+    dist.all_gather(parts, x.contiguous())
+    return parts
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
@@ -109,6 +121,53 @@ def gradients_of_collectives() -> None:
                 near(x.grad, w / (RANKS if reduce_op == "avg" else 1))
 
 
+@case
+def weights_say_in_which_dtype_their_gradients_are() -> None:
+    for axis, rounded in itertools.product((0, 1), (False, True)):
+        x, h = whole(4 * RANKS, 2, 8, dtype=torch.bfloat16), whole(4 * RANKS, 2, 6, dtype=torch.bfloat16)
+        x, h = (t if axis == 0 else t.transpose(0, 1).contiguous() for t in (x, h))
+        ws = [leaf(whole(*s, dtype=torch.bfloat16)) for s in ((6, 8), (5, 8), (8, 6), (8, 6), (8, 5))]
+        dys = [whole(*x.shape[:2], n, dtype=torch.bfloat16) for n in (6, 5, 8, 6, 5)]
+        for w in ws:
+            w.grad_dtype = torch.bfloat16 if rounded else torch.float32
+        mine, first, second, row, left, right = leaf(part(x, axis)), *ws
+        products = [*column_parallel_linear(mine, [first, second], group(), gather_dim=axis)]
+        products.append(row_parallel_linear(leaf(h), row, group(), scatter_dim=axis))
+        products += all_gather_matmul(mine, [left, right], group(), gather_dim=axis)
+        dys[2] = part(dys[2], axis)
+        sum((y * dy).sum() for y, dy in zip(products, dys, strict=True)).backward()
+        dys[2] = torch.cat(gathered(dys[2]), axis)
+        x, h, *dys = (t.double().flatten(0, 1) for t in (x, h, *dys))
+        trues = [dys[0].t() @ x, dys[1].t() @ x, dys[2].t() @ h, x.t() @ dys[3], x.t() @ dys[4]]
+        for w, true in zip(ws, trues, strict=True):
+            assert w.grad.dtype == w.grad_dtype
+            bound = {"rtol": 2**-8, "atol": 0} if rounded else {"rtol": 0, "atol": 1e-6 * true.abs().max().item()}
+            torch.testing.assert_close(w.grad.double(), true, **bound)
+
+
+@case
+def gathers_and_scatters_of_a_backward_run_beside_its_matmuls() -> None:
+    events: list[str] = []
+
+    class Matmuls(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            events.extend(["matmul"] * (function is torch.ops.aten.mm.default))
+            return function(*args, **(kwargs or {}))
+
+    def start(op: Operator, *program: Any) -> Any:
+        events.append(f"start {op.name.partition('::')[2]}")
+        outputs = op.execute(*program)
+        return SimpleNamespace(wait=lambda: (events.append(f"wait for {op.name.partition('::')[2]}"), outputs)[1])
+
+    x, w, dy = whole(4 * RANKS, 8), whole(8, 6), whole(4 * RANKS, 6)
+    with mock.patch.object(Operator, "start", start), Matmuls():
+        d_x, (d_w,) = _all_gather_matmul_backward(part(x, 0), [dy], [w], 0, group(), False, ["float32"])
+    order = ["start all_gather", "matmul", "wait for all_gather"]
+    assert events == [*order, "start reduce_scatter", "matmul", "wait for reduce_scatter"], events
+    near(d_x, RANKS * part(dy @ w.t(), 0).double())
+    near(d_w, x.double().t() @ dy.double())
+
+
 class Part(torch.autograd.Function):
     """This rank's part of a tensor that all ranks hold; so many of them compute the same from it."""
 
@@ -128,9 +187,7 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
         ctx.axis = axis
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(RANKS)]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, axis)
+        return torch.cat(gathered(x), axis)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
@@ -175,9 +232,15 @@ def operators_are_what_tracers_take_them_for() -> None:
     with hi.torch.install(strict=True, strategy="ring"):
         for axis, kept in itertools.product((0, 1), (True, False)):
             torch.library.opcheck(ops.all_gather_matmul, (x, [w, v], axis, name, kept))
-            torch.library.opcheck(ops.all_gather_gated, (x, w, v, axis, name, kept))
+            torch.library.opcheck(ops.all_gather_gated, (x, leaf(w.t()), leaf(v.t()), axis, name, kept))
+            torch.library.opcheck(ops.all_gather_matmul, (x, [leaf(w.t())], axis, name, kept, True))
+            dys, bs = [whole(8, 4, 8).movedim(1, axis)] * 2, [w.detach(), v.detach()]
+            mine = part(whole(8, 4, 6), 1).movedim(1, axis).contiguous()
+            dtypes = ["float64", ""] if kept else ["", "float32"]
+            torch.library.opcheck(ops.all_gather_matmul_backward, (mine, dys, bs, axis, name, False, dtypes))
             torch.library.opcheck(ops.all_gather, (x, axis, name))
             torch.library.opcheck(ops.matmul_reduce_scatter, (leaf(y), w, "avg", axis, name))
+            torch.library.opcheck(ops.matmul_reduce_scatter, (leaf(y), leaf(w.t()), "sum", axis, name, True))
             torch.library.opcheck(ops.reduce_scatter, (leaf(y), "sum", axis, name))
         bare = w.detach()
         torch.library.opcheck(ops.matmul_reduce_scatter_out, (y, bare, "sum", 1, name), {"out": out})
@@ -281,12 +344,13 @@ def torch_compile_breaks_no_graph() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     mesh = DeviceMesh(DEVICE, list(range(RANKS)))
-    w1, w2, gate = (whole(*shape) for shape in ((6, 8), (8, 6), (6, 8)))
+    w1, w2, gate, b = (whole(*shape) for shape in ((6, 8), (8, 6), (6, 8), (8, 6)))
 
-    def layers(x: Tensor, w1: Tensor, w2: Tensor, gate: Tensor) -> Tensor:
+    def layers(x: Tensor, w1: Tensor, w2: Tensor, gate: Tensor, b: Tensor) -> Tensor:
         h = column_parallel_linear(x, w1, mesh).relu() + gated_linear(x, gate, w1, group())
         _, (c,) = OPS.fused_all_gather_matmul(x, [w1.t()], 0, group())
-        return row_parallel_linear(h + c, w2, dist.group.WORLD)
+        h = h + c + all_gather_matmul(x, b, mesh)
+        return row_parallel_linear(h, w2, dist.group.WORLD) + matmul_reduce_scatter(h, w2.t(), mesh)
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -294,7 +358,7 @@ def torch_compile_breaks_no_graph() -> None:
     with hi.torch.install(strict=True):
         for rows in (4, 6, 10, 2):
             x = part(whole(rows * RANKS, 8), 0)
-            found, eager = ([leaf(x), leaf(w1), leaf(w2), leaf(gate)] for _ in range(2))
+            found, eager = ([leaf(x), leaf(w1), leaf(w2), leaf(gate), leaf(b)] for _ in range(2))
             y, true = compiled(*found), layers(*eager)
             torch.testing.assert_close(y, true)
             y.sum().backward()
