@@ -25,12 +25,12 @@ from hostir.torch.programs import DTYPES, LEDGER
 
 LAST = Shard(-1)
 
-# Ends -----------------------------------------------------------------------------------------------------------------
+# Placements ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Ends:
-    """How a layer's input comes and its output goes.
+class Layouts:
+    """The placements of a layer's input and output on the ranks of a mesh.
 
     Fields:
         mesh: of one dimension.
@@ -95,34 +95,34 @@ class ShardedLinear(nn.Linear):
     """An `nn.Linear` whose parameters are DTensors over the ranks of a mesh.
 
     Fields:
-        ends: how inputs come and outputs go; the ranks.
+        layouts: how inputs come and outputs go; the ranks.
         weights: the placements of weight and bias.
     """
 
-    ends: Ends
+    layouts: Layouts
     weights: tuple[Placement, Placement]
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        ends: Ends,
+        layouts: Layouts,
         bias: bool,
         device: Any,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.become(ends, 0)
+        self.become(layouts, 0)
 
-    def become(self, ends: Ends, source: int | None) -> None:
+    def become(self, layouts: Layouts, source: int | None) -> None:
         """Shard the parameters, which are whole, over the ranks: those of rank `source`, or with None this rank's."""
-        self.ends = ends
+        self.layouts = layouts
         for (name, whole), placement in zip(self.named_parameters(), self.weights, strict=False):
-            sharded = distribute_tensor(whole.data, ends.mesh, [placement], src_data_rank=source)
+            sharded = distribute_tensor(whole.data, layouts.mesh, [placement], src_data_rank=source)
             self.register_parameter(name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
 
     @classmethod
-    def converted(cls: type[Layer], linear: nn.Linear, ends: Ends, source: int | None = 0) -> Layer:
+    def converted(cls: type[Layer], linear: nn.Linear, layouts: Layouts, source: int | None = 0) -> Layer:
         """Return a layer with the parameters of `linear`, sharded."""
         if not isinstance(linear, nn.Linear):
             raise error(f"not a linear layer: {described(linear)}", user_span(), expected="a torch.nn.Linear")
@@ -131,20 +131,20 @@ class ShardedLinear(nn.Linear):
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
         layer.weight, layer.bias = linear.weight, linear.bias
         layer.train(linear.training)
-        layer.become(ends, source)
+        layer.become(layouts, source)
         return layer
 
     @classmethod
-    def unfit(cls, linear: nn.Linear, ends: Ends) -> str | None:
+    def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
         """Return why calls cannot go through hostir, whatever their inputs; None if they can."""
         raise NotImplementedError
 
     def unfit_call(self, x: Tensor) -> str | None:
         """Return why this call cannot go through hostir; None if it can. The same on all ranks."""
-        ends = self.ends
-        if why := self.unfit(self, ends):
+        layouts = self.layouts
+        if why := self.unfit(self, layouts):
             return why
-        if isinstance(x, DTensor) and x.device_mesh != ends.mesh:
+        if isinstance(x, DTensor) and x.device_mesh != layouts.mesh:
             return f"its input is on another mesh, {x.device_mesh}"
         if x.ndim < 2:
             return f"its input has {x.ndim} axes"
@@ -156,7 +156,7 @@ class ShardedLinear(nn.Linear):
         """Return this rank's part of weight and bias."""
         weight: Any = self.weight
         bias: Any = self.bias
-        if not isinstance(weight, DTensor) or weight.device_mesh != self.ends.mesh:
+        if not isinstance(weight, DTensor) or weight.device_mesh != self.layouts.mesh:
             raise error(
                 f"the weight of a {type(self).__name__} is not sharded over the ranks of its group alone",
                 expected="a call of a module around which fully_shard, if used, has gathered the parameters",
@@ -170,18 +170,18 @@ class ShardedLinear(nn.Linear):
         return weight.to_local(), bias
 
     def extra_repr(self) -> str:
-        ends = self.ends
-        return f"{super().extra_repr()}, {ends.mesh.size()} ranks, {ends.input} -> {ends.output}"
+        layouts = self.layouts
+        return f"{super().extra_repr()}, {layouts.mesh.size()} ranks, {layouts.input} -> {layouts.output}"
 
 
-def _indivisible(what: str, length: int, ends: Ends) -> str | None:
-    ranks = ends.mesh.size()
+def _indivisible(what: str, length: int, layouts: Layouts) -> str | None:
+    ranks = layouts.mesh.size()
     return f"its {ranks} ranks do not divide {what}, which are {length}" if length % ranks else None
 
 
-def _uneven(x: Tensor, axis: int, ends: Ends) -> str | None:
+def _uneven(x: Tensor, axis: int, layouts: Layouts) -> str | None:
     """Return why parts of an axis are not equal; those of plain tensors are taken to be."""
-    ranks = ends.mesh.size()
+    ranks = layouts.mesh.size()
     uneven = isinstance(x, DTensor) and x.shape[axis] % ranks
     return f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}" if uneven else None
 
@@ -215,35 +215,35 @@ class ColumnParallelLinear(ShardedLinear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        ends = Ends(*mesh_of(mesh), Shard(gather_dim), LAST, local_output)
-        super().__init__(in_features, out_features, ends, bias, device, dtype)
+        layouts = Layouts(*mesh_of(mesh), Shard(gather_dim), LAST, local_output)
+        super().__init__(in_features, out_features, layouts, bias, device, dtype)
 
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, mesh: DeviceMesh, *, gather_dim: int = 0, local_output: bool = True
     ) -> ColumnParallelLinear:
         """Return a sharded layer that computes what a whole one does, with the parameters that rank 0 has."""
-        return cls.converted(linear, Ends(*mesh_of(mesh), Shard(gather_dim), LAST, local_output))
+        return cls.converted(linear, Layouts(*mesh_of(mesh), Shard(gather_dim), LAST, local_output))
 
     @classmethod
-    def unfit(cls, linear: nn.Linear, ends: Ends) -> str | None:
-        if not isinstance(ends.input, Shard):
-            return f"inputs are {ends.input}, and only sharded tokens are gathered"
-        if ends.input.dim == -1:
+    def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
+        if not isinstance(layouts.input, Shard):
+            return f"inputs are {layouts.input}, and only sharded tokens are gathered"
+        if layouts.input.dim == -1:
             return "inputs are sharded on the axis that the product sums over"
-        if ends.output != LAST:
-            return f"outputs are {ends.output}, not sharded on the last axis"
-        return _indivisible("its out_features", linear.out_features, ends)
+        if layouts.output != LAST:
+            return f"outputs are {layouts.output}, not sharded on the last axis"
+        return _indivisible("its out_features", linear.out_features, layouts)
 
     def unfit_call(self, x: Tensor) -> str | None:
-        given = self.ends.placement(x)
+        given = self.layouts.placement(x)
         if why := super().unfit_call(x):
             return why
         if not isinstance(given, Shard):
             return f"its input is {given}, and only sharded tokens are gathered"
         if given.dim == x.ndim - 1:
             return "its input is sharded on the axis that the product sums over"
-        return _uneven(x, given.dim, self.ends)
+        return _uneven(x, given.dim, self.layouts)
 
     def forward(self, input: Tensor) -> Tensor:
         return columns(input, [self])[0]
@@ -251,16 +251,16 @@ class ColumnParallelLinear(ShardedLinear):
 
 def columns(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
     """Return the outputs of layers that all have the input x, which is gathered once."""
-    ends = layers[0].ends
+    layouts = layers[0].layouts
     if why := next((why for layer in layers if (why := layer.unfit_call(x))), None):
-        leave("ColumnParallelLinear", ends.group, why)
-        whole = ends.dtensor(x).redistribute(ends.mesh, [Replicate()])
-        return [layer.ends.redistributed(F.linear(whole, layer.weight, layer.bias)) for layer in layers]
-    axis = _axis(ends.placement(x))
+        leave("ColumnParallelLinear", layouts.group, why)
+        whole = layouts.dtensor(x).redistribute(layouts.mesh, [Replicate()])
+        return [layer.layouts.redistributed(F.linear(whole, layer.weight, layer.bias)) for layer in layers]
+    axis = _axis(layouts.placement(x))
     weights, biases = zip(*(layer.parts() for layer in layers), strict=True)
     wanted = None if all(bias is None for bias in biases) else biases
-    outputs = column_parallel_linear(ends.local(x), weights, ends.group, wanted, gather_dim=axis)
-    return [layer.ends.given(y) for layer, y in zip(layers, outputs, strict=True)]
+    outputs = column_parallel_linear(layouts.local(x), weights, layouts.group, wanted, gather_dim=axis)
+    return [layer.layouts.given(y) for layer, y in zip(layers, outputs, strict=True)]
 
 
 def _axis(placement: Placement) -> int:
@@ -299,45 +299,45 @@ class RowParallelLinear(ShardedLinear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        ends = Ends(*mesh_of(mesh), LAST, _tokens(scatter_dim), local_output)
-        super().__init__(in_features, out_features, ends, bias, device, dtype)
+        layouts = Layouts(*mesh_of(mesh), LAST, _tokens(scatter_dim), local_output)
+        super().__init__(in_features, out_features, layouts, bias, device, dtype)
 
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, mesh: DeviceMesh, *, scatter_dim: int | None = 0, local_output: bool = True
     ) -> RowParallelLinear:
         """Return a sharded layer that computes what a whole one does, with the parameters that rank 0 has."""
-        return cls.converted(linear, Ends(*mesh_of(mesh), LAST, _tokens(scatter_dim), local_output))
+        return cls.converted(linear, Layouts(*mesh_of(mesh), LAST, _tokens(scatter_dim), local_output))
 
     @classmethod
-    def unfit(cls, linear: nn.Linear, ends: Ends) -> str | None:
-        if ends.input != LAST:
-            return f"inputs are {ends.input}, not sharded on the last axis"
-        if not isinstance(ends.output, Shard):
-            return f"outputs are {ends.output}: an all-reduce, and only a reduce-scatter of tokens is overlapped"
-        if ends.output.dim == -1:
+    def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
+        if layouts.input != LAST:
+            return f"inputs are {layouts.input}, not sharded on the last axis"
+        if not isinstance(layouts.output, Shard):
+            return f"outputs are {layouts.output}: an all-reduce, and only a reduce-scatter of tokens is overlapped"
+        if layouts.output.dim == -1:
             return "outputs are sharded on the last axis, not on that of the tokens"
-        return _indivisible("its in_features", linear.in_features, ends)
+        return _indivisible("its in_features", linear.in_features, layouts)
 
     def unfit_call(self, x: Tensor) -> str | None:
         if why := super().unfit_call(x):
             return why
-        given, axis = self.ends.placement(x), _axis(self.ends.output) % x.ndim
+        given, axis = self.layouts.placement(x), _axis(self.layouts.output) % x.ndim
         if given != Shard(x.ndim - 1):
             return f"its input is {given}, not sharded on the last axis"
         if axis == x.ndim - 1:
             return "its output is sharded on the last axis, not on that of the tokens"
-        return _indivisible(f"axis {axis} of its input", x.shape[axis], self.ends)
+        return _indivisible(f"axis {axis} of its input", x.shape[axis], self.layouts)
 
     def forward(self, input: Tensor) -> Tensor:
-        ends = self.ends
+        layouts = self.layouts
         if why := self.unfit_call(input):
-            leave("RowParallelLinear", ends.group, why)
-            mine = ends.dtensor(input).redistribute(ends.mesh, [LAST])
-            return ends.redistributed(F.linear(mine, self.weight, self.bias))
+            leave("RowParallelLinear", layouts.group, why)
+            mine = layouts.dtensor(input).redistribute(layouts.mesh, [LAST])
+            return layouts.redistributed(F.linear(mine, self.weight, self.bias))
         weight, bias = self.parts()
-        axis = _axis(ends.output)
-        return ends.given(row_parallel_linear(ends.local(input), weight, ends.group, bias, scatter_dim=axis))
+        axis = _axis(layouts.output)
+        return layouts.given(row_parallel_linear(layouts.local(input), weight, layouts.group, bias, scatter_dim=axis))
 
 
 def _tokens(axis: int | None) -> Placement:
@@ -472,12 +472,12 @@ class GatedMLP(nn.Module):
         return mlp
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up, ends = self.gate, self.up, self.gate.ends
+        gate, up, layouts = self.gate, self.up, self.gate.layouts
         if gate.unfit_call(x) or up.unfit_call(x):
             g, u = columns(x, [gate, up])
             return self.down(F.silu(g) * u)
-        axis = _axis(ends.placement(x))
-        return self.down(gated_linear(ends.local(x), gate.parts()[0], up.parts()[0], ends.group, gather_dim=axis))
+        axis = _axis(layouts.placement(x))
+        return self.down(gated_linear(layouts.local(x), gate.parts()[0], up.parts()[0], layouts.group, gather_dim=axis))
 
 
 Container = TypeVar("Container", bound=nn.Module)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from hostir.ir.source import error, user_span
 from hostir.torch.modules import (
     ColumnParallelLinear,
-    Ends,
+    Layouts,
     RowParallelLinear,
     ShardedLinear,
     SharedGather,
@@ -96,18 +96,18 @@ def _replaced(
     device_mesh: DeviceMesh,
 ) -> nn.Module:
     """Make a layer one of hostir, in place, or leave it to torch's style."""
-    ends = Ends(*mesh_of(device_mesh), given.input_layouts[0], given.output_layouts[0], given.use_local_output)
-    why = unfit(module, kind, ends)
+    layouts = Layouts(*mesh_of(device_mesh), given.input_layouts[0], given.output_layouts[0], given.use_local_output)
+    why = unfit(module, kind, layouts)
     if why is None:
         module.__class__ = kind
-        module.become(ends, given.src_data_rank)
+        module.become(layouts, given.src_data_rank)
         return module
-    leave(f"hostir.torch.{type(given).__name__} of {type(module).__name__}", ends.group, why)
+    leave(f"hostir.torch.{type(given).__name__} of {type(module).__name__}", layouts.group, why)
     return torchs(module, device_mesh)
 
 
-def unfit(module: nn.Module, kind: type[ShardedLinear], ends: Ends) -> str | None:
+def unfit(module: nn.Module, kind: type[ShardedLinear], layouts: Layouts) -> str | None:
     """Return why a module cannot become a layer of hostir; None if it can."""
     if type(module) is not nn.Linear:
         return "it is not an nn.Linear itself, and what it computes is its own"
-    return kind.unfit(module, ends)
+    return kind.unfit(module, layouts)
