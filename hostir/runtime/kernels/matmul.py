@@ -368,11 +368,11 @@ class MatmulLaunch:
         if done is not None:
             raised = (done.flags.data_ptr(), done.epoch, self.raised_block)
         bias, scales = vectors
-        beside = self._vectors(
+        added = self._vectors(
             None if bias is None else bias.data_ptr(),
             None if scales is None else (scales[0].data_ptr(), scales[1].data_ptr()),
         )
-        return (*operands, *beside, *self._order(ready, done), *waits, *raised)
+        return (*operands, *added, *self._order(ready, done), *waits, *raised)
 
     def _vectors(self, bias: Any, scales: tuple[Any, Any] | None) -> tuple[Bias | None, Scales | None]:
         """Return the arguments `bias` and `scales`, of tensors or addresses."""

@@ -246,28 +246,27 @@ def scales_of_rows(product, place, step, C: tl.constexpr):
 
 
 @triton.jit
-def scale_sums(product, place, acc, BC: tl.constexpr, C: tl.constexpr):
-    """Multiply the sums of a tile of `BC` columns by the scales of its rows and columns."""
+def finish_columns(product, place, x, BC: tl.constexpr, C: tl.constexpr):
+    """Scale the sums of a tile, or of `BC` of its columns, add the bias, and store them."""
+    _, _, column = place
     if C.SCALES == "rows":
-        _, _, column = place
         of_columns = load_pointers(product.scales.b, 0, column, 1, product.N, 0, product.scales.b_column, 1, BC)
-        acc = acc * scales_of_rows(product, place, 0, C) * of_columns
-    return acc
+        x = x * scales_of_rows(product, place, 0, C) * of_columns
+    if C.HAS_BIAS:
+        x += to_float32(load_pointers(product.bias.base, 0, column, 1, product.N, 0, product.bias.step, 1, BC))
+    store(product, place, x, BC, C)
 
 
 @triton.jit
 def finish(product, place, acc, C: tl.constexpr):
-    """Scale the sums of a tile, add the bias, and store it."""
+    """Finish all columns of a tile, the two halves one after the other."""
     batch, row, column = place
-    acc = scale_sums(product, place, acc, C.BN, C)
-    if C.HAS_BIAS:
-        acc += to_float32(load_pointers(product.bias.base, 0, column, 1, product.N, 0, product.bias.step, 1, C.BN))
     if C.HALVES:
         left, right = halves(acc, C.BM, C.BN)
-        store(product, place, left, C.BN // 2, C)
-        store(product, (batch, row, column + C.BN // 2), right, C.BN // 2, C)
+        finish_columns(product, place, left, C.BN // 2, C)
+        finish_columns(product, (batch, row, column + C.BN // 2), right, C.BN // 2, C)
     else:
-        store(product, place, acc, C.BN, C)
+        finish_columns(product, place, acc, C.BN, C)
 
 
 # Tiles that several programs share ------------------------------------------------------------------------------------
@@ -531,11 +530,7 @@ def part_of_tile(left, product, place, number, part, parts, workspace, PAIRS: tl
             for half in tl.static_range(2 if C.HALVES else 1):
                 at = column + half * COLUMNS
                 total = add_sums(sums, number * parts, parts, half, C.BM, C.BN, COLUMNS)
-                total = scale_sums(product, (batch, row, at), total, COLUMNS, C)
-                if C.HAS_BIAS:
-                    base, step = product.bias
-                    total += to_float32(load_pointers(base, 0, at, 1, product.N, 0, step, 1, COLUMNS))
-                store(product, (batch, row, at), total, COLUMNS, C)
+                finish_columns(product, (batch, row, at), total, COLUMNS, C)
             if C.DONE:
                 count_tiles(product, place, 1, 1, C)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -274,10 +273,8 @@ STEPS = {"scales": "blocks", "stepwise": True}, {"scales": "rows", "stepwise": T
 
 @pytest.mark.parametrize(
     ("tile", "how"),
-    [
-        *((t, {"scales": "rows"}) for t in candidates("f8", result=2)),
-        *itertools.product(candidates("f8s", result=2), STEPS),
-    ],
+    [(candidates("f8", result=2)[i], {"scales": "rows"}) for i in (0, 2)]
+    + [(candidates("f8s", result=2)[i], STEPS[i]) for i in (0, 1)],
     ids=str,
 )
 def test_tiles_of_eight_bits_use_hopper(tile, how, tmp_path):
@@ -290,8 +287,7 @@ def test_tiles_of_eight_bits_use_hopper(tile, how, tmp_path):
     assert spilled(ptx, tmp_path) == 0
 
 
-@pytest.mark.parametrize("how", STEPS, ids=str)
-@pytest.mark.parametrize("tile", candidates("f8s", result=2)[:2], ids=str)
+@pytest.mark.parametrize(("tile", "how"), [*zip(candidates("f8s", result=2)[2:], STEPS, strict=True)], ids=str)
 def test_the_sum_of_a_step_is_read_only_when_the_tensor_cores_have_ended(tile, how):
     """Triton's own way, `max_num_imprecise_acc`, adds the sum before it waits for it."""
     ptx = compiled(tile, **E4M3, **how).asm["ptx"]
@@ -301,21 +297,17 @@ def test_the_sum_of_a_step_is_read_only_when_the_tensor_cores_have_ended(tile, h
         assert not re.search(r"(add|fma|mul)\S*\.f32", ptx[products.end() : products.end() + following.start()])
 
 
-@pytest.mark.parametrize("how", [{"scales": "rows"}, *STEPS], ids=str)
-@pytest.mark.parametrize("result", ["bf16", "fp32"])
-def test_scales_of_batches_with_a_bias_flags_and_split_tiles_fit(how, result, tmp_path):
-    family = "f8s" if "stepwise" in how else "f8"
-    tile = candidates(family, result=4 if result == "fp32" else 2)[0]
-    memory = {"descriptors": True, "biased_batch": True, "result": 4 if result == "fp32" else 2}
-    tile = dataclasses.replace(tile.fitting(1, SHARED_MEMORY, **memory), split=1, early_blocks=2)
-    ready = {"flags": "*i64", "epoch": "i32"}
-    options = {**E4M3, **how, "result": result, "batched": True, "bias": True, "own": True, "pairs": True, "done": 2}
-    kernel = compiled(tile, ready=ready, **options)
+@pytest.mark.parametrize("how", [{"scales": "rows"}, STEPS[0]], ids=str)
+def test_scales_with_a_bias_and_wide_results_of_batches_fit_where_flags_are_waited_for_and_raised(how, tmp_path):
+    tile, memory = candidates("f8s", result=4)[1], {"descriptors": True, "biased_batch": True, "result": 4}
+    tile = tile.fitting(1, SHARED_MEMORY, **memory)
+    options = {**E4M3, **how, "result": "fp32", "batched": True, "bias": True, "own": True, "done": 2}
+    kernel = compiled(tile, ready={"flags": "*i64", "epoch": "i32"}, **options)
     assert kernel.metadata.shared <= tile.shared_memory(1, **memory) <= SHARED_MEMORY
-    assert spilled(kernel.asm["ptx"], tmp_path) <= 400, "behind the pipeline, where a tile is stored"
+    assert spilled(kernel.asm["ptx"], tmp_path) == 0
 
 
-@pytest.mark.parametrize("tile", candidates("f8", descriptors=False, result=2)[:2], ids=str)
+@pytest.mark.parametrize("tile", candidates("f8", descriptors=False, result=2)[2:3], ids=str)
 @pytest.mark.parametrize("how", [{"scales": "rows"}, STEPS[0]], ids=str)
 def test_operands_of_eight_bits_by_pointers_and_of_two_types_use_hopper(tile, how):
     kernel = compiled(tile, **{**E4M3, "descriptors": False, "dtype_b": "fp8e5"}, **how)
