@@ -56,7 +56,9 @@ class RowCollectives:
 
         Every rank waits for blocks of every other in each of them. If the last one sums up what a product makes after
         all gathered rows have been read, then whoever has its sum knows that the others have read these rows; and who
-        has the first gathered rows of the next call knows that the others have their sums.
+        has the first gathered rows of the next call knows that the others have their sums. Gathered rows that are an
+        output, and that nothing reads, count as read at the end of the call: a rank sends its first rows of the next
+        call after that, and others overwrite those behind the first matmul, which has waited for these first rows.
         """
         team = [other for other in self.moves if (other.mesh, other.over) == (s.mesh, s.over)]
         last = product_of_rows(program, team[-1]) if isinstance(team[-1], ReduceScatter) else None

@@ -80,8 +80,9 @@ def test_one_program_serves_every_size_bound_at_run_time(strategy: str, ranks: i
     w.shard(1, mesh)
     program = hi.lower(fusion, strategy)
     assert one_sided(program)
-    for slices, rows, inner in ((1, 3, 5), (3, 2, 1), (2, 1, 8)):
-        hold(fusion.program(), program, range(2), S=slices, M=rows, K=inner, N=4 * ranks)
+    some = ((1, 3, 5), (3, 2, 1), (2, 1, 8))
+    sizes = [{"S": slices, "M": rows, "K": inner, "N": 4 * ranks} for slices, rows, inner in some]
+    hold(fusion.program(), program, range(2), *sizes)
 
 
 class Operands(Tracer):
