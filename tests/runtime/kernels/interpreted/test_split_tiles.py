@@ -141,6 +141,6 @@ def test_launches_of_one_stream_share_memory_that_grows_and_other_streams_have_t
     assert other[1].data_ptr() != tickets.data_ptr()
     grown = workspace.workspace(cpu, 1, 8, 40)
     assert len(grown[0]) == 10
-    assert len(grown[1]) == 40
+    assert len(grown[1]) == 64  # soon enough for whatever comes
     for stream in (1, 2):
         del workspace._by_stream[cpu, stream]
