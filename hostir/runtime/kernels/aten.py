@@ -111,10 +111,74 @@ def add_up(
     out.copy_(total)
 
 
+FP8 = {"f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
+LEAST_SCALE = 2.0**-126  # the smallest normal number of f32
+
+
+def scaled_matmul(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    fast: bool = False,
+) -> None:
+    """`out[..., n] = bias[n] + sum over k of (a * scale_a)[..., k] (b * scale_b)[k, n]`, rounded once.
+
+    There are G scales along K: `scale_a` is `[..., G]`, with the rows of `a` or with ones; `scale_b` is `[G, C]`, and C
+    divides N. As on a GPU, a sum of K/G products is in f32 or better, and then scaled. `fast` changes nothing here.
+    """
+    wide = torch.promote_types(out.dtype, torch.float32)
+    groups, K = scale_a.shape[-1], a.shape[-1]
+    if scale_a.numel() == groups:  # the same for all rows, perhaps with fewer or more axes
+        scale_a = scale_a.reshape(groups)
+    columns = scale_b.reshape(groups, -1)
+    if columns.shape[1] > 1:
+        columns = columns.repeat_interleave(out.shape[-1] // columns.shape[1], 1)
+    total: torch.Tensor | None = None
+    for group in range(groups):
+        part = slice(group * K // groups, (group + 1) * K // groups)
+        product = torch.matmul(a[..., part].to(wide), b[part].to(wide))
+        product *= scale_a[..., group : group + 1].to(wide)
+        product *= columns[group].to(wide)
+        total = product if total is None else total.add_(product)
+    assert total is not None
+    if bias is not None:
+        total += bias
+    out.copy_(total)
+
+
+def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
+    """`out = max(amax / max, 2^-126)` in f32: of each row of `x`, or of each `block` elements of one."""
+    blocks = x.unflatten(-1, (-1, block)) if block else x.unsqueeze(-2)
+    amax = blocks.float().abs().amax(-1) if x.shape[-1] else torch.zeros_like(out, dtype=torch.float32)
+    out.copy_((amax / torch.finfo(FP8[dtype]).max).clamp_min_(LEAST_SCALE))
+
+
+def largest(out: torch.Tensor, x: torch.Tensor) -> None:
+    """`out` is the largest element of `x`, NaN if there is one."""
+    out.copy_(x.amax().view(out.shape))
+
+
+def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: str) -> None:
+    """`out = x / scale` in fp8, computed in f32, limited to the dtype's range and rounded to nearest even.
+
+    `scale` has the axes of `x`, each 1 or as long; the last one may be of blocks of equal length.
+    """
+    narrow = FP8[dtype]
+    limit = torch.finfo(narrow).max
+    if scale.shape[-1] not in (1, x.shape[-1]):
+        scale = scale.repeat_interleave(x.shape[-1] // scale.shape[-1], -1)
+    out.copy_((x.float() / scale.float()).clamp_(-limit, limit).to(narrow))
+
+
 KERNELS: dict[str, Callable[..., None]] = {
     f.__name__: f for f in (matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum)
 }
 BY_CUBLAS = (matmul, linear)
+KERNELS |= {f.__name__: f for f in (scaled_matmul, row_scales, largest, quantize)}
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
