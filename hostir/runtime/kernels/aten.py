@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hostir.runtime.kernels.layout import rows
+from hostir.runtime.kernels.scaled import library_takes, scaled_matmul_of_library, scaled_matmul_reference
+from hostir.runtime.kernels.tiles import SCALE_BLOCK
 
 # torch's settings that let cuBLAS add up the parts of split-K in the dtype of the result.
 REDUCED_PRECISION = {
@@ -127,27 +129,24 @@ def scaled_matmul(
 ) -> None:
     """`out[..., n] = bias[n] + sum over k of (a * scale_a)[..., k] (b * scale_b)[k, n]`, rounded once.
 
-    There are G scales along K: `scale_a` is `[..., G]`, with the rows of `a` or with ones; `scale_b` is `[G, C]`, and C
-    divides N. As on a GPU, a sum of K/G products is in f32 or better, and then scaled. `fast` changes nothing here.
+    By torch's library where that takes such operands, else in float64. Tensor-wise and row-wise scales may be G along
+    K, one for each K/G elements, as the reference on whole tensors has them. `fast` is for the library.
     """
-    wide = torch.promote_types(out.dtype, torch.float32)
-    groups, K = scale_a.shape[-1], a.shape[-1]
-    if scale_a.numel() == groups:  # the same for all rows, perhaps with fewer or more axes
-        scale_a = scale_a.reshape(groups)
-    columns = scale_b.reshape(groups, -1)
-    if columns.shape[1] > 1:
-        columns = columns.repeat_interleave(out.shape[-1] // columns.shape[1], 1)
-    total: torch.Tensor | None = None
+    if out.dtype != torch.float64 and library_takes(out, a, b, scale_a, scale_b, bias):
+        scaled_matmul_of_library(out, a, b, scale_a, scale_b, bias, fast=fast)
+        return
+    scale_a, scale_b = scale_a.float(), scale_b.float()  # all are f64 where the reference is
+    groups, K, columns = scale_a.shape[-1], a.shape[-1], -(-out.shape[-1] // SCALE_BLOCK)
+    block_wise = groups * SCALE_BLOCK == K and scale_a.shape[:-1] == a.shape[:-1] and scale_b.shape[-1] == columns
+    if groups == 1 or block_wise:
+        out.copy_(scaled_matmul_reference(a, b, scale_a, scale_b, bias, out.dtype))
+        return
+    total = torch.zeros(out.shape, dtype=torch.float64, device=out.device)
     for group in range(groups):
-        part = slice(group * K // groups, (group + 1) * K // groups)
-        product = torch.matmul(a[..., part].to(wide), b[part].to(wide))
-        product *= scale_a[..., group : group + 1].to(wide)
-        product *= columns[group].to(wide)
-        total = product if total is None else total.add_(product)
-    assert total is not None
-    if bias is not None:
-        total += bias
-    out.copy_(total)
+        part, one = slice(group * K // groups, (group + 1) * K // groups), slice(group, group + 1)
+        scales = scale_a[..., one], scale_b[one]
+        total += scaled_matmul_reference(a[..., part], b[part], *scales, None, torch.float64)
+    out.copy_(total if bias is None else total + bias)
 
 
 def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
