@@ -23,9 +23,11 @@ from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import DenseCopy, TensorOp
 from hostir.ir.types import Axis
 from hostir.lower import Pass
+from hostir.lower.columns import columns_as_rows
 from hostir.lower.host import Host, modulo
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.rows import RowCollective, RowCollectives, reads_rows, shard_in_pieces, shard_place, users
+from hostir.lower.scales import send_scales
 from hostir.lower.scatters import ScatteredBlocks
 from hostir.lower.slices import SlicedGroup, SlicePlace, Slices, operand_places, result_place, schedule, why_not
 from hostir.lower.transfers import Transfers
@@ -41,14 +43,18 @@ class Ring(Pass):
     streams: int = 4
 
     def run(self, program: Program) -> Program:
+        program = columns_as_rows(program)
         rows = RowCollectives.of(program, self.name)
         after = _after(rows)
         reason = "every matmul of these rows also needs what a later allgather brings"
-        rows = rows.only(lambda s: isinstance(s, ReduceScatter) or _in_turn(s, program, after), reason)
-        rows = rows.noted(self.name).with_block_axes(shard_in_pieces)
+        rows = rows.only(lambda s: isinstance(s, ReduceScatter) or _in_turn(s, rows.program, after), reason)
+        rows = rows.noted(self.name).with_block_axes(shard_in_pieces).with_scales_first()
         host = Host(rows.program, rows.ordered(rows.program))
+        scales = rows.scales
         for step in schedule(host.program.body, _groups(rows)):
-            if isinstance(step, SlicedGroup):
+            if isinstance(step, AllGather) and step in scales:
+                send_scales(host, step)
+            elif isinstance(step, SlicedGroup):
                 Peers(host, step).build(self.streams)
             else:
                 host.whole(step)
@@ -278,7 +284,7 @@ class GatheredShards:
         The buffer has room for the shards of all, unless these are wanted whole and go to a tensor of their own.
         """
         s, host, rank = self.gather, self.host, self.team.rank
-        x = host.packed(host.values[s.x.name], s)
+        x = host.values[s.x.name]  # the copy within the rank takes any strides
         room = self.piece if self.kept else self.piece.with_axes([Axis.of(self.team.ranks), *self.piece.axes])
         self.transfers = Transfers(host, s, Value(host.names.fresh(f"{s.x.name}_shared"), room, s.span))
         host.body += self.transfers.reuse_barrier()
