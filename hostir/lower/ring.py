@@ -27,6 +27,7 @@ from hostir.lower.columns import columns_as_rows
 from hostir.lower.host import Host, modulo
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.rows import RowCollective, RowCollectives, reads_rows, shard_in_pieces, shard_place, users
+from hostir.lower.scales import send_scales
 from hostir.lower.scatters import ScatteredBlocks
 from hostir.lower.slices import SlicedGroup, SlicePlace, Slices, operand_places, result_place, schedule, why_not
 from hostir.lower.transfers import Transfers
@@ -46,11 +47,14 @@ class Ring(Pass):
         rows = RowCollectives.of(program, self.name)
         after = _after(rows)
         reason = "every matmul of these rows also needs what a later allgather brings"
-        rows = rows.only(lambda s: isinstance(s, ReduceScatter) or _in_turn(s, program, after), reason)
-        rows = rows.noted(self.name).with_block_axes(shard_in_pieces)
+        rows = rows.only(lambda s: isinstance(s, ReduceScatter) or _in_turn(s, rows.program, after), reason)
+        rows = rows.noted(self.name).with_block_axes(shard_in_pieces).with_scales_first()
         host = Host(rows.program, rows.ordered(rows.program))
+        scales = rows.scales
         for step in schedule(host.program.body, _groups(rows)):
-            if isinstance(step, SlicedGroup):
+            if isinstance(step, AllGather) and step in scales:
+                send_scales(host, step)
+            elif isinstance(step, SlicedGroup):
                 Peers(host, step).build(self.streams)
             else:
                 host.whole(step)
