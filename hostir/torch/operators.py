@@ -86,8 +86,8 @@ class Operator:
 def dtype_of(tensors: Sequence[Tensor]) -> str:
     """Return the dtype of tensors in the words of a program. Raises Unfit for one that hostir lacks, or several."""
     kind = tensors[0].dtype
-    if any(x.dtype != kind for x in tensors):
-        raise Unfit(f"operands of several dtypes, {', '.join(sorted({str(x.dtype) for x in tensors}))}")
+    if len(kinds := {x.dtype for x in tensors}) > 1:
+        raise Unfit(f"operands of several dtypes, {', '.join(sorted(map(str, kinds)))}")
     if kind not in DTYPES:
         raise Unfit(f"its dtype is {kind}, not one of {', '.join(map(str, DTYPES))}")
     return DTYPES[kind]
@@ -165,23 +165,28 @@ def matmul_reduce_scatter(
     length = b.shape[1] if last else a.shape[axis]
     if length % ranks:
         raise Unfit(f"its {ranks} ranks do not divide axis {axis} of the product, which is {length}")
-    x = a if last else a.movedim(axis, 0)
-    if x.is_contiguous() or x.ndim > 3:  # of two or three axes any strides will do
+    first = last or axis == 0
+    x = a if first else a.movedim(axis, 0)
+    if x.ndim > 2 and (x.is_contiguous() or x.ndim > 3):  # of two or three axes any strides will do
         x = x.flatten(0 if x.is_contiguous() else 1, -2)
     key = (a.shape[-1] * ranks, b.shape[1], x.ndim, last)
-    direct = out is not None and (last or axis == 0)
-    given = None if out is None or not direct else [out.view(*_shape(x, b, ranks, last))]
+    direct = out is not None and first
+    given = None
+    if direct and out is not None:
+        given = [out if x.ndim == out.ndim == 2 else out.view(*_shape(x, b, ranks, last))]
     (y,) = op.execute(programs.matmul_reduce_scatter, key, [x, b], given)
     if average:
         y.mul_(1 / ranks)
     if direct and out is not None:
         return out
+    if first and a.ndim == 2:
+        return y
     shape = [*a.shape[:-1], b.shape[1] // ranks if last else b.shape[1]]
-    if last:
+    if not last:
+        shape[axis] //= ranks
+    if first:
         return y.view(shape)
-    shape[axis] //= ranks
-    moved = [shape[axis], *shape[:axis], *shape[axis + 1 :]]
-    result = y.view(moved).movedim(0, axis)
+    result = y.view(shape[axis], *shape[:axis], *shape[axis + 1 :]).movedim(0, axis)
     return result.flatten().view(shape) if out is None else out.copy_(result)
 
 
