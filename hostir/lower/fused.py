@@ -27,6 +27,7 @@ from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.tensor_ops import Contraction, DenseCopy, Shard, ViewStatement
 from hostir.lower import Pass
+from hostir.lower.columns import columns_as_rows
 from hostir.lower.host import Host
 from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.lower.propagate import operands_of, result_of
@@ -101,6 +102,7 @@ class Push(Pass):
 def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces = Pieces()) -> Program:
     """Return the host program in which each rank sends its blocks of rows to the others, by this mover."""
     reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
+    program = columns_as_rows(program)
     rows = (
         RowCollectives.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
     )
