@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hostir.ir.program import Program
 from hostir.ir.source import error, warn_once
+from hostir.lower.rows import SLICES
 from hostir.torch import programs
 from hostir.torch.programs import DTYPES, LEDGER, OperatorGroup, Unfit, group_named
 
@@ -148,7 +149,8 @@ def all_gather_matmul(
     x, outside = grouped(a, 0 if contracted else axis)
     rows = [x.shape[outside], *x.shape[:outside], *x.shape[outside + 1 : -1]]
     if contracted:
-        key: tuple[Any, ...] = (K, columns, x.ndim - 2, rows[0] % ranks == 0, gathered)
+        slices = next((n for n in SLICES if rows[0] % n == 0), 1)
+        key: tuple[Any, ...] = (K, columns, x.ndim - 2, slices, gathered)
     else:
         rows[0] *= ranks
         key = (K, columns, x.ndim - 2, outside, gathered)

@@ -21,7 +21,7 @@ from hostir.runtime.guest import resolved
 # Fusions --------------------------------------------------------------------------------------------------------------
 # As texts, with the numbers of rows free: M along the axis that is gathered or scattered, P0, P1, ... along those
 # beside it, of which the first `outside` ones come before it. Communication has M outermost: `permute` brings it there.
-# Operands may have any strides; where memory must be dense, lowering says `copy`, or `dense` for what may be so already.
+# Operands may have any strides; where memory must be dense, lowering says `copy`, or `dense` for what may be so.
 
 DTYPES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 MACHINES = {"cpu": "gloo", "cuda": "cuda"}  # by the type of a device
@@ -65,10 +65,10 @@ def all_gather_matmul(
 
 
 def all_gather_columns_matmul(
-    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, even: bool, gathered: bool
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, slices: int, gathered: bool
 ) -> Program:
-    """`a`, of which each rank has columns, gathered and multiplied; if `even`, the ranks divide the outermost axis."""
-    rows = (f"{ranks}*M" if even else "M", *_beside(beside))
+    """`a`, of which each rank has columns, gathered and multiplied; `slices` divides the outermost axis."""
+    rows = (f"{slices}*M", *_beside(beside))
     inputs = [
         f"%a: {_type(dtype, *rows, f'{K}@didx')}",
         *(f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)),
