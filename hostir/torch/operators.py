@@ -17,6 +17,8 @@ from torch import Tensor
 from hostir.ir.program import Program
 from hostir.ir.source import error, warn_once
 from hostir.lower.rows import SLICES
+from hostir.runtime.executor import Executor
+from hostir.runtime.started import Started
 from hostir.torch import programs
 from hostir.torch.programs import DTYPES, LEDGER, OperatorGroup, Unfit, group_named
 
@@ -63,13 +65,23 @@ class Operator:
         out: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Run the program of a fusion on this rank's parts, as executors do. Raises Unfit."""
-        kind = dtype_of(inputs)
-        calls = "eager" if out is None else "out"
-        device = inputs[0].device
-        executor = self.group.program(build, kind, *key, strategy=SETTINGS.strategy, device=device, calls=calls)
+        executor = self._executor(build, key, inputs, "eager" if out is None else "out")
         outputs = executor(*inputs, out=out)
         LEDGER.ran(self.name, self.group.name, executor)
         return outputs
+
+    def start(self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor]) -> Started:
+        """Start the program of a fusion beside what the caller issues next. Raises Unfit."""
+        executor = self._executor(build, key, inputs, "eager")
+        started = executor.start(*inputs)
+        LEDGER.ran(self.name, self.group.name, executor)
+        return started
+
+    def _executor(
+        self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor], calls: str
+    ) -> Executor:
+        kind, device = dtype_of(inputs), inputs[0].device
+        return self.group.program(build, kind, *key, strategy=SETTINGS.strategy, device=device, calls=calls)
 
 
 def dtype_of(tensors: Sequence[Tensor]) -> str:
@@ -202,28 +214,54 @@ def matmul_reduce_scatter(
     return y.view(shape) if out is None else out
 
 
-def all_gather(op: Operator, x: Tensor, axis: int, out: Tensor | None = None) -> Tensor:
-    """Gather a tensor along an axis; the result is contiguous with that axis first, or `out` with its rows."""
+def all_gather(op: Operator, x: Tensor, axis: int) -> Tensor:
+    """Gather a tensor along an axis; the result is contiguous with that axis first."""
+    key, seen, whole = _to_gather(op, x, axis)
+    (y,) = op.execute(programs.all_gather, key, [seen])
+    return whole(y)
+
+
+def start_all_gather(op: Operator, x: Tensor, axis: int) -> Callable[[], Tensor]:
+    """Do so beside what the caller issues next; what this returns waits for the result."""
+    key, seen, whole = _to_gather(op, x, axis)
+    started = op.start(programs.all_gather, key, [seen])
+    return lambda: whole(started.wait()[0])
+
+
+def _to_gather(op: Operator, x: Tensor, axis: int) -> tuple[tuple[int, ...], Tensor, Callable[[Tensor], Tensor]]:
+    """Return the key of the program, its operand, and what makes the whole tensor of its result."""
     ranks, others = op.group.size, [n for k, n in enumerate(x.shape) if k != axis]
     seen, outside = grouped(x if others else x.unsqueeze(1), axis, last=0)
-    rows = [seen.shape[outside] * ranks, *seen.shape[:outside], *seen.shape[outside + 1 :]]
-    given = None if out is None else [out.view(rows)]
-    (y,) = op.execute(programs.all_gather, (seen.ndim - 1, outside), [seen], given)
-    return own(y, x, ranks).view(x.shape[axis] * ranks, *others).movedim(0, axis)
+    whole = lambda y: own(y, x, ranks).view(x.shape[axis] * ranks, *others).movedim(0, axis)  # noqa: E731
+    return (seen.ndim - 1, outside), seen, whole
 
 
 def reduce_scatter(op: Operator, x: Tensor, average: bool, axis: int) -> Tensor:
     """Sum a tensor over all ranks; return this rank's part along an axis, contiguous with that axis first."""
+    key, seen, part = _to_scatter(op, x, average, axis)
+    (y,) = op.execute(programs.reduce_scatter, key, [seen])
+    y = part(y)
+    return y.mul_(1 / op.group.size) if average else y
+
+
+def start_reduce_scatter(op: Operator, x: Tensor, axis: int) -> Callable[[], Tensor]:
+    """Sum beside what the caller issues next; what this returns waits for the result."""
+    key, seen, part = _to_scatter(op, x, False, axis)
+    started = op.start(programs.reduce_scatter, key, [seen])
+    return lambda: part(started.wait()[0])
+
+
+def _to_scatter(
+    op: Operator, x: Tensor, average: bool, axis: int
+) -> tuple[tuple[int, ...], Tensor, Callable[[Tensor], Tensor]]:
+    """Return the key of the program, its operand, and what makes this rank's part of its result. Raises Unfit."""
     ranks, others = op.group.size, [n for k, n in enumerate(x.shape) if k != axis]
     _check_mean(x, average)
     if x.shape[axis] % ranks:
         raise Unfit(f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}")
     seen, outside = grouped(x if others else x.unsqueeze(1), axis, last=0)
-    (y,) = op.execute(programs.reduce_scatter, (seen.ndim - 1, outside), [seen])
-    y = own(y, x, ranks)
-    if average:
-        y.mul_(1 / ranks)
-    return y.view(x.shape[axis] // ranks, *others).movedim(0, axis)
+    part = lambda y: own(y, x, ranks).view(x.shape[axis] // ranks, *others).movedim(0, axis)  # noqa: E731
+    return (seen.ndim - 1, outside), seen, part
 
 
 def _check_mean(x: Tensor, average: bool) -> None:

@@ -21,7 +21,7 @@ from hostir.runtime.guest import resolved
 # Fusions --------------------------------------------------------------------------------------------------------------
 # As texts, with the numbers of rows free: M along the axis that is gathered or scattered, P0, P1, ... along those
 # beside it, of which the first `outside` ones come before it. Communication has M outermost: `permute` brings it there.
-# Operands may have any strides; where memory must be dense, lowering says `copy`, or `dense` for what may be so.
+# Operands may have any strides; where memory must be dense, lowering says `copy`, or `dense` if it may be so already.
 
 DTYPES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 MACHINES = {"cpu": "gloo", "cuda": "cuda"}  # by the type of a device
