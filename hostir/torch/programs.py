@@ -66,10 +66,10 @@ def all_gather_matmul(
 
 
 def all_gather_columns_matmul(
-    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, even: bool, gathered: bool
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, slices: int, gathered: bool
 ) -> Program:
-    """`a`, of which each rank has columns, gathered and multiplied; if `even`, the ranks divide the outermost axis."""
-    rows = (f"{ranks}*M" if even else "M", *_beside(beside))
+    """`a`, of which each rank has columns, gathered and multiplied; `slices` divides the outermost axis."""
+    rows = (f"{slices}*M", *_beside(beside))
     inputs = [
         f"%a: {_type(dtype, *rows, f'{K}@didx')}",
         *(f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)),
