@@ -317,7 +317,7 @@ def test_a_ring_gathers_the_axis_that_products_sum_over_in_slices_of_rows(ranks:
     program = hi.lower(fusion, "ring", streams=2)
     assert not [s for s in program.walk() if isinstance(s, Communication)]
     assert [s.keyword() for s in program.walk() if isinstance(s, DenseCopy)] == ["copy"] * (1 + (ranks == 3))
-    hold(fusion, program, range(3), M=1)
+    hold(fusion, program, range(3), {"M": 1})
     alone = hi.lower(gather_of_columns("8*M", ranks), "ring", streams=2)
     for missing, body in without_each(alone.body):
         found = [f for f in hi.check(alone.with_body(body)) if f.level == "error"]

@@ -490,7 +490,7 @@ fusion @columns(%x: f32[M, 9@tp], %w: f32[6, 9@tp], %bias: f32[6]) -> (%z) {
     fusion = parse(text)
     program = hi.lower(fusion, strategy)
     assert not collectives(program)
-    hold(fusion, program, range(3), M=5)
+    hold(fusion, program, range(3), {"M": 5})
 
 
 @every_strategy
