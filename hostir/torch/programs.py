@@ -17,7 +17,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, amount, check_known
 from hostir.lower import AUTO, STRATEGIES, lower
 from hostir.runtime.executor import Executor
-from hostir.runtime.guest import resolved
+from hostir.runtime.guest import registered, resolved
 
 # Fusions --------------------------------------------------------------------------------------------------------------
 # As texts, with the numbers of rows free: M along the axis that is gathered or scattered, P0, P1, ... along those
@@ -66,10 +66,10 @@ def all_gather_matmul(
 
 
 def all_gather_columns_matmul(
-    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, even: bool, gathered: bool
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, slices: int, gathered: bool
 ) -> Program:
-    """`a`, of which each rank has columns, gathered and multiplied; if `even`, the ranks divide the outermost axis."""
-    rows = (f"{ranks}*M" if even else "M", *_beside(beside))
+    """`a`, of which each rank has columns, gathered and multiplied; `slices` divides the outermost axis."""
+    rows = (f"{slices}*M", *_beside(beside))
     inputs = [
         f"%a: {_type(dtype, *rows, f'{K}@didx')}",
         *(f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)),
@@ -194,10 +194,9 @@ _groups: dict[str, OperatorGroup] = {}
 
 def group_named(name: str) -> OperatorGroup:
     """Return the group of this name. Raises HostIRError for one that torch does not know."""
-    process_group = resolved(name)
     known = _groups.get(name)
-    if known is None or known.process_group is not process_group:  # torch numbers groups anew once all are destroyed
-        known = _groups[name] = OperatorGroup(name, process_group)
+    if known is None or known.process_group is not registered(name):  # torch numbers groups anew once all are destroyed
+        known = _groups[name] = OperatorGroup(name, resolved(name))
     return known
 
 

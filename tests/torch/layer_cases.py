@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # as everywhere
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -33,7 +33,7 @@ from hostir.torch import (
     matmul_reduce_scatter,
     row_parallel_linear,
 )
-from hostir.torch.library import _all_gather_matmul_backward
+from hostir.torch.library import KERNELS, _all_gather_matmul_backward
 from hostir.torch.operators import Operator
 from hostir.torch.programs import group_named
 from tests.torch.operator_cases import DEVICE, OPS, RANKS, everywhere, group, main, part
@@ -389,6 +389,38 @@ def modes_of_torch() -> None:
         column_parallel_linear(x, w, group(), gather_dim=2)
     with pytest.raises(hi.HostIRError, match="no group 'nobody'"):
         column_parallel_linear(x, w, "nobody")
+
+
+@case
+def calls_pass_by_the_dispatcher_where_it_has_nothing_to_add() -> None:
+    x, w = part(whole(4 * RANKS, 8), 0), whole(6, 8)
+    calls: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def at_once(*args: Any) -> Any:
+        calls.append("at once")
+        return kernel(*args)
+
+    kernel = KERNELS["all_gather_matmul"]
+    with mock.patch.dict(KERNELS, all_gather_matmul=at_once):
+        for weight in (w, nn.Parameter(w, requires_grad=False)):
+            y = column_parallel_linear(x, weight, group())
+            assert not y._is_view(), "it may be changed in place"
+        with torch.no_grad(), torch.inference_mode():
+            column_parallel_linear(x, leaf(w), group())
+        assert calls == ["at once"] * 3
+        assert column_parallel_linear(x, leaf(w), group()).requires_grad
+        with torch.profiler.profile() as seen:
+            column_parallel_linear(x, w, group())
+        assert "hostir::all_gather_matmul" in {event.name for event in seen.events()}
+        assert calls == ["at once"] * 3
+        with Seen():
+            column_parallel_linear(x, w, group())
+    assert calls[3:] == ["hostir.all_gather_matmul.default"]
 
 
 @case

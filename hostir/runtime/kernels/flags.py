@@ -600,7 +600,7 @@ class PushKernel:
     def _compile(self, source: torch.Tensor, aligned: bool) -> None:
         """Launch through Triton, which compiles if needed; the interpreter has no other way."""
         width = 8 if aligned else source.element_size()
-        unit = {8: tl.int64, 4: tl.int32, 2: tl.int16}[width]
+        unit = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[width]
         block = 32 * WARPS * PER_THREAD // width
         sizes = (self.size // width, self.count, self.together)
         dependents = not INTERPRETED and limits(self.device).tma
