@@ -245,13 +245,12 @@ class SentRows:
 
     def copy_own(self) -> list[Statement]:
         """Return the copy of this rank's own rows to the buffer, and the signals that they are there."""
-        s, (_, signal) = self.gather, self.transfers.put_and_signal(self.blocks, self.team.rank, "")
+        s, signal = self.gather, self.transfers.signal(self.blocks, self.team.rank)
         mine = Value(self.host.names.fresh("mine"), self.x.tensor, s.span)
         note = "the matmul begins with these rows" if self.multiplied else ""
         put = self.transfers.put(self.x, mine, self.team.rank, note=note)
-        if self.blocks.index is None:
-            return [Shard(self.transfers.buffer, mine, span=s.span), put, signal]
-        signals = For(self.blocks.index.value, self.blocks.count, (signal,), span=s.span)
+        index, count = self.blocks.index, self.blocks.count
+        signals = signal if index is None else For(index.value, count, (signal,), span=s.span)
         return [Shard(self.transfers.buffer, mine, span=s.span), put, signals]
 
     @property

@@ -17,6 +17,8 @@ from hostir.lower.pipeline import with_reasons
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.slices import SlicePlace
 
+SLICES = (4, 2)  # into how many slices the rows may be cut whose columns are gathered
+
 # Which they are -------------------------------------------------------------------------------------------------------
 
 RowCollective = AllGather | ReduceScatter
@@ -96,7 +98,9 @@ class RowCollectives:
 
         Every rank waits for blocks of every other in each of them. If the last one sums up what a product makes after
         all gathered rows have been read, then whoever has its sum knows that the others have read these rows; and who
-        has the first gathered rows of the next call knows that the others have their sums.
+        has the first gathered rows of the next call knows that the others have their sums. Gathered rows that are an
+        output, and that nothing reads, count as read at the end of the call: a rank sends its first rows of the next
+        call after that, and others overwrite those behind the first matmul, which has waited for these first rows.
         """
         team = [other for other in self.moves if (other.mesh, other.over) == (s.mesh, s.over)]
         last = product_of_rows(program, team[-1]) if isinstance(team[-1], ReduceScatter) else None
@@ -214,7 +218,7 @@ def _of_one_rank(s: Communication) -> bool:
 def _why_whole(s: Communication, program: Program, strategy: str) -> str:
     if not isinstance(s, RowCollective):
         return f"{strategy} handles only allgathers and reduce_scatters of rows"
-    columns = shard_of(s).tensor.axis_on(s.over) == len(s.out.tensor.axes) - 1
+    columns = by_columns(s)
     if isinstance(s, ReduceScatter):
         return f"it scatters the last axis of {s.x}, which no product alone makes" if columns else ""
     if not users(program, s.out):
@@ -223,9 +227,22 @@ def _why_whole(s: Communication, program: Program, strategy: str) -> str:
         return f"no matmul has {s.out} as its left side"
     if first_matmul(program, s) is None:
         return f"every matmul with {s.out} as its left side needs it for its right side too"
-    if columns:
-        return f"it gathers the axis that the matmul sums over, of which every row of {s.out} needs all"
+    if columns and strategy != "ring":
+        return f"it gathers the axis that the matmul sums over; 'ring' does that in slices of the rows of {s.out}"
+    if columns and row_slices(s) == 1:
+        return f"it gathers the axis that the matmul sums over, and the rows of {s.out} are not known to be even"
     return ""
+
+
+def by_columns(s: RowCollective) -> bool:
+    """Whether each rank has a part of the last axis."""
+    return shard_of(s).tensor.axis_on(s.over) == len(s.out.tensor.axes) - 1
+
+
+def row_slices(s: AllGather) -> int:
+    """Return the number of slices of rows in which a gather of columns can run; 1 if none is known to divide them."""
+    first = s.out.tensor.host().axes[0]
+    return 1 if first.marks else next((n for n in SLICES if (first.extent / n).whole), 1)
 
 
 def users(program: Program, value: Value) -> list[Statement]:

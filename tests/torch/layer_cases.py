@@ -6,7 +6,10 @@ same layers on whole tensors in float64.
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # as everywhere
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -30,8 +33,9 @@ from hostir.torch import (
     matmul_reduce_scatter,
     row_parallel_linear,
 )
-from hostir.torch.library import _all_gather_matmul_backward
+from hostir.torch.library import KERNELS, _all_gather_matmul_backward
 from hostir.torch.operators import Operator
+from hostir.torch.programs import group_named
 from tests.torch.operator_cases import DEVICE, OPS, RANKS, everywhere, group, main, part
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -248,6 +252,54 @@ def operators_are_what_tracers_take_them_for() -> None:
         torch.library.opcheck(ops.all_gather_matmul_out, (x.detach(), [bare], 0, name), given)
 
 
+# Memory ---------------------------------------------------------------------------------------------------------------
+# On GPUs as on CPU processes: `DEVICE=cuda LAYERS=80 torchrun --nproc-per-node 2 tests/torch/layer_cases.py CASE`.
+
+LAYERS = int(os.environ.get("LAYERS", "2"))
+
+
+def held() -> dict[str, int]:
+    """The bytes that this process has allocated on the device, those of symmetric memory, and what executors keep."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    executors = [e for made in group_named(group()).compiled.values() if not isinstance(made, str) for e in each(made)]
+    alive = [x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor] if DEVICE == "cpu" else []
+    return {
+        "allocated": sum({s.data_ptr(): s.nbytes() for s in alive}.values()) or torch.cuda.memory_allocated(),
+        "symmetric": hi.torch.report().symmetric_bytes[group()],
+        "plans": sum(len(e.plans) for e in executors),
+        "calls": sum(len(e.bound) for e in executors),
+    }
+
+
+def each(executor: Any) -> list[Any]:
+    return list(getattr(executor, "executors", {0: executor}).values())
+
+
+@case
+def new_numbers_of_tokens_take_no_more_memory() -> None:
+    """Layers of one kind, of which each step runs all with a number of tokens of its own."""
+    draw, width = random.Random(int(whole(1)[0] * 1e6)), 16 if DEVICE == "cpu" else 1024  # the same on every rank
+    up, down = ([whole(*s) / width**0.5 for _ in range(LAYERS)] for s in ((2 * width, width), (width, 2 * width)))
+    for strategy in STRATEGIES if DEVICE == "cuda" else ("auto", "push"):
+        hi.torch.report(clear=True)
+        with hi.torch.install(strict=True, strategy=strategy), torch.no_grad():
+            for step in range(1, 201):
+                tokens = RANKS * (draw.randrange(1, 256) if step > 1 else 256)
+                x = whole(tokens, width)
+                for layer in range(LAYERS):
+                    h = column_parallel_linear(part(x, 0), part(up[layer], 0), group())
+                    y = row_parallel_linear(h, part(down[layer], 1), group())
+                if step % 20 == 0:
+                    near(y, part(x.double() @ up[-1].double().t() @ down[-1].double().t(), 0))
+                del x, h, y
+                if step == 20:
+                    before = held()
+            assert held() == before, (strategy, before, held())
+            assert (before["symmetric"] > 0) == (strategy != "auto" or DEVICE == "cuda")
+
+
 # Groups ---------------------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +389,38 @@ def modes_of_torch() -> None:
         column_parallel_linear(x, w, group(), gather_dim=2)
     with pytest.raises(hi.HostIRError, match="no group 'nobody'"):
         column_parallel_linear(x, w, "nobody")
+
+
+@case
+def calls_pass_by_the_dispatcher_where_it_has_nothing_to_add() -> None:
+    x, w = part(whole(4 * RANKS, 8), 0), whole(6, 8)
+    calls: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def at_once(*args: Any) -> Any:
+        calls.append("at once")
+        return kernel(*args)
+
+    kernel = KERNELS["all_gather_matmul"]
+    with mock.patch.dict(KERNELS, all_gather_matmul=at_once):
+        for weight in (w, nn.Parameter(w, requires_grad=False)):
+            y = column_parallel_linear(x, weight, group())
+            assert not y._is_view(), "it may be changed in place"
+        with torch.no_grad(), torch.inference_mode():
+            column_parallel_linear(x, leaf(w), group())
+        assert calls == ["at once"] * 3
+        assert column_parallel_linear(x, leaf(w), group()).requires_grad
+        with torch.profiler.profile() as seen:
+            column_parallel_linear(x, w, group())
+        assert "hostir::all_gather_matmul" in {event.name for event in seen.events()}
+        assert calls == ["at once"] * 3
+        with Seen():
+            column_parallel_linear(x, w, group())
+    assert calls[3:] == ["hostir.all_gather_matmul.default"]
 
 
 @case

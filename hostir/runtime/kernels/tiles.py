@@ -159,7 +159,7 @@ _TMA_8_BIT = (
 )
 # A step's sum takes registers of its own, and scales of blocks allow no more than 128 columns.
 _TMA_8_BIT_STEPS = (
-    Tile(128, 128, 128, stages=6, warps=8),
+    Tile(128, 128, 128, stages=4, warps=8),
     Tile(64, 128, 128, stages=6, warps=4, rate=0.9),
     Tile(128, 64, 128, stages=6, warps=4, rate=0.8),
     Tile(64, 64, 128, stages=6, warps=4, rate=0.55),
