@@ -24,7 +24,7 @@ from hostir.lower.propagate import result_of, users_of
 
 
 @dataclass(frozen=True)
-class Steps:
+class AllReduceSteps:
     """Chooses in how many steps an allreduce is done, and in how many blocks or chunks of rows.
 
     Fields:

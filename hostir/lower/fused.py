@@ -28,11 +28,12 @@ from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.tensor_ops import Contraction, DenseCopy, Shard, ViewStatement
 from hostir.lower import Pass
-from hostir.lower.allreduces import Steps, fits_chunks
+from hostir.lower.allreduces import AllReduceSteps, fits_chunks
 from hostir.lower.chunks import Chunks
 from hostir.lower.host import Host
 from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.lower.propagate import operands_of, result_of
+from hostir.lower.reshard import Reduction
 from hostir.lower.rows import (
     RowCollective,
     RowCollectives,
@@ -48,7 +49,7 @@ from hostir.lower.rows import (
     users,
     wanted_otherwise,
 )
-from hostir.lower.scatters import OneStep, Reduction, ScatteredBlocks, one_of
+from hostir.lower.scatters import OneStep, ScatteredBlocks, one_of
 from hostir.lower.transfers import ARRIVED, COPY_STREAM, Blocks, Mover, Transfers, Turns
 
 SMS = 16  # that copy in `push`: fewer do not fill the links, more leave too few to the matmul
@@ -87,7 +88,7 @@ class Fused(Pass):
     name = "fused"
     streams: int = 4
     pieces: Pieces = Pieces()
-    steps: Steps = field(default_factory=Steps)
+    steps: AllReduceSteps = field(default_factory=AllReduceSteps)
 
     def run(self, program: Program) -> Program:
         return sent(program, self.name, Mover(streams=self.streams), self.pieces, self.steps)
@@ -98,13 +99,13 @@ class Push(Pass):
     """Replaces collectives of rows by a kernel that copies to all ranks, and one that starts while it runs."""
 
     name = "push"
-    steps: Steps = field(default_factory=Steps)
+    steps: AllReduceSteps = field(default_factory=AllReduceSteps)
 
     def run(self, program: Program) -> Program:
         return sent(program, self.name, Mover(sms=SMS), Pieces(), self.steps)
 
 
-def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: Steps) -> Program:
+def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: AllReduceSteps) -> Program:
     """Return the host program in which each rank sends its blocks of rows to the others, by this mover."""
 
     def two(s: AllReduce) -> bool:
@@ -168,7 +169,7 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: S
 
 def in_one_step(host: Host, s: AllReduce) -> int:
     """Add an allreduce in one step, by copy engines; return the number of worker streams that it uses."""
-    reduced = ScatteredRows(host, s, Mover(streams=1), Pieces(), Steps(blocks=1))
+    reduced = ScatteredRows(host, s, Mover(streams=1), Pieces(), AllReduceSteps(blocks=1))
     reduced.send()
     reduced.receive()
     return reduced.transfers.workers
@@ -359,7 +360,7 @@ class ScatteredRows:
         s: Reduction,
         mover: Mover,
         pieces: Pieces,
-        steps: Steps,
+        steps: AllReduceSteps,
         product: Contraction | None = None,
     ) -> None:
         # By the stream itself: a kernel that signals would find no SM while the product runs.

@@ -17,10 +17,9 @@ from hostir.ir.sizes import ONE, Size
 from hostir.ir.tensor_ops import ACTIVATIONS, Add, Sum, Unary, ViewStatement
 from hostir.ir.types import Axis
 from hostir.lower.host import Host, modulo
+from hostir.lower.reshard import Reduction
 from hostir.lower.rows import piece_axis, shard_place
 from hostir.lower.transfers import ARRIVED, Blocks, Transfers, Turns
-
-Reduction = ReduceScatter | AllReduce
 
 
 class ScatteredBlocks:

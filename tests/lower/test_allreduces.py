@@ -17,7 +17,7 @@ from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
 from hostir.ir.op import Lit
 from hostir.ir.tensor_ops import Contraction, Sum, TensorOp
 from hostir.lower import Pass, passes_of, run_passes
-from hostir.lower.allreduces import Steps
+from hostir.lower.allreduces import AllReduceSteps
 from hostir.lower.fused import Fused, Pieces, Push
 from hostir.lower.ring import Ring
 from hostir.lower.strategies import EXPLICIT, FINISH
@@ -28,8 +28,8 @@ from tests.mutation import convicted
 from tests.runtime.whole import run_whole
 
 Dtype = str
-SMALL = Steps(min_rows=1, min_bytes=1)  # blocks may be as small as they like
-TWO = Steps(extra_bytes=-1, chunks=2, min_rows=1, min_bytes=1)  # two steps wherever the ranks divide the rows
+SMALL = AllReduceSteps(min_rows=1, min_bytes=1)  # blocks may be as small as they like
+TWO = AllReduceSteps(extra_bytes=-1, chunks=2, min_rows=1, min_bytes=1)  # two steps wherever the ranks divide the rows
 FORMS: dict[str, Pass] = {
     "ring": Ring(2),
     "fused": Fused(2),
