@@ -30,6 +30,7 @@ from hostir.ir.tensor_ops import Contraction, DenseCopy, Shard, ViewStatement
 from hostir.lower import Pass
 from hostir.lower.allreduces import AllReduceSteps, fits_chunks
 from hostir.lower.chunks import Chunks
+from hostir.lower.columns import columns_as_rows
 from hostir.lower.host import Host
 from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.lower.propagate import operands_of, result_of
@@ -115,6 +116,7 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
         return two(s) and (mover.sms > 0 or not _in_chunks(s, program))
 
     reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
+    program = columns_as_rows(program)
     rows = (
         RowCollectives.of(program, strategy, as_collectives)
         .only(_in_blocks, reason)
@@ -372,11 +374,11 @@ class ScatteredRows:
             self.blocks = ScatteredBlocks(host, s, made, axis, pieces.of(s) if early and axis is None else 1)
         else:
             self.blocks = OneStep(host, s, made, steps.blocks_of(s) if early else 1)
-            early = early and self.blocks.made > 1  # else the copies begin after the product
+            early = early and self.blocks.parts > 1  # else the copies begin after the product
         self.transfers, self.team = self.blocks.transfers, self.blocks.team
         self.done: Value | None = None
         if early:
-            self.done = self.transfers.row(f"{made.name}_done", Size(self.blocks.made))
+            self.done = self.transfers.row(f"{made.name}_done", Size(self.blocks.parts))
             if not (self.team.past_last_call and host.forked):
                 self.transfers.fork()
                 host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]

@@ -154,10 +154,14 @@ def _blocks(mesh: Mesh, size: Size, marks: set[str]) -> Axis:
 
 
 def choose_view(op: ViewStatement, x: TensorType, wanted: TensorType) -> OperandShardings:
-    """Choose the operand's sharding for a view: elements stay on their ranks, or else are gathered first."""
+    """Choose the operand's sharding for a view: elements stay on their ranks, or else are gathered first.
+
+    A sum over ranks is reduced before, unless the result is said to be one as well.
+    """
     mesh = wanted.mesh or x.mesh
     assert mesh is not None
-    source = replace(x.host(), mesh=mesh, partial=()) if x.mesh == mesh else _replicated(x, mesh)
+    partial = tuple(mark for mark in x.partial if mark in wanted.partial)
+    source = replace(x.host(), mesh=mesh, partial=partial) if x.mesh == mesh else _replicated(x, mesh)
     if isinstance(op, Permute):
         return OperandShardings((source,), source.with_axes(source.axes[i] for i in op.axes))
     assert isinstance(op, Reshape)

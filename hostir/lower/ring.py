@@ -24,6 +24,7 @@ from hostir.ir.tensor_ops import DenseCopy, TensorOp
 from hostir.ir.types import Axis
 from hostir.lower import Pass
 from hostir.lower.allreduces import shared_axis
+from hostir.lower.columns import columns_as_rows
 from hostir.lower.fused import in_one_step
 from hostir.lower.host import Host, modulo
 from hostir.lower.propagate import operands_of, result_of
@@ -43,6 +44,7 @@ class Ring(Pass):
     streams: int = 4
 
     def run(self, program: Program) -> Program:
+        program = columns_as_rows(program)
         rows = RowCollectives.of(program, self.name, two_steps=lambda s: shared_axis(s) is not None)
         after = _after(rows)
         reason = "every matmul of these rows also needs what a later allgather brings"
@@ -284,7 +286,7 @@ class GatheredShards:
         The buffer has room for the shards of all, unless these are wanted whole and go to a tensor of their own.
         """
         s, host, rank = self.gather, self.host, self.team.rank
-        x = host.packed(host.values[s.x.name], s)
+        x = host.values[s.x.name]  # the copy within the rank takes any strides
         room = self.piece if self.kept else self.piece.with_axes([Axis.of(self.team.ranks), *self.piece.axes])
         self.transfers = Transfers(host, s, Value(host.names.fresh(f"{s.x.name}_shared"), room, s.span))
         host.body += self.transfers.reuse_barrier()

@@ -159,7 +159,7 @@ def _why_whole(s: Communication, program: Program, strategy: str) -> str:
         return f"{strategy} handles only allgathers and reduce_scatters of rows, and allreduces"
     columns = shard_of(s).tensor.axis_on(s.over) == len(s.out.tensor.axes) - 1
     if isinstance(s, ReduceScatter):
-        return f"it scatters the last axis of {s.x}, of which every row has a part for each rank" if columns else ""
+        return f"it scatters the last axis of {s.x}, which no product alone makes" if columns else ""
     if not users(program, s.out):
         return f"it gathers the last axis of {s.x}, of which every row has a part on each rank" if columns else ""
     if not any(reads_rows(user, s.out) for user in program.body):

@@ -14,7 +14,7 @@ from hostir.ir.host_ops import Chunk, For, Select
 from hostir.ir.onesided_ops import WaitSignal
 from hostir.ir.op import Bin, Expr, Lit, Ref, Value
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import ACTIVATIONS, Add, Sum, Unary, ViewStatement
+from hostir.ir.tensor_ops import ACTIVATIONS, Add, DenseCopy, Permute, Sum, Unary, ViewStatement
 from hostir.ir.types import Axis
 from hostir.lower.host import Host, modulo
 from hostir.lower.reshard import Reduction
@@ -44,8 +44,8 @@ class ScatteredBlocks:
         self.transfers = Transfers(host, s, buffer, flags=Size(self.each * self.team.ranks))
 
     @property
-    def made(self) -> int:
-        """The number of blocks of the rows of all ranks: as many flags says what is ready."""
+    def parts(self) -> int:
+        """The number of blocks of all rows: as many flags say which of them are ready."""
         return self.each * self.team.ranks
 
     @property
@@ -109,7 +109,7 @@ class ScatteredBlocks:
         """Add the sum over all ranks, each block of it when they have sent theirs, and what it computes at once."""
         host, s, rank = self.host, self.scatter, self.team.rank
         result, addend, activation = epilogue(host, s.out)
-        out = host.destination(result)
+        out = self.target(result)
         own: list[ViewStatement] = []
         mine = self.mine(host.values[s.x.name], own)
         total = Sum(out, self.transfers.buffer, 0, addend=addend, activation=activation, span=s.span, note=note)
@@ -121,6 +121,19 @@ class ScatteredBlocks:
         place = shard_place(self.scatter)
         chunk = Chunk(full, self.named("mine"), self.team.rank, place.count, place.axis, span=self.scatter.span)
         return made(chunk, views)
+
+    def target(self, result: Value) -> Value:
+        """Return where the sum goes: to a buffer of its own, or as a view to the only copy of it in another order."""
+        host, turned = self.host, self.host.only_user(result)
+        copy = host.only_user(turned.out) if isinstance(turned, Permute) else None
+        last = len(result.tensor.axes) - 1
+        if not isinstance(turned, Permute) or not isinstance(copy, DenseCopy) or turned.axes[last] != last:
+            return host.destination(result)
+        back = tuple(turned.axes.index(i) for i in range(last + 1))
+        out = Value(host.names.fresh(result.name), result.tensor.host(), result.span)
+        host.folded |= {turned.out.name, copy.out.name}
+        host.body.append(Permute(host.destination(copy.out), out, back, span=turned.span))
+        return out
 
     def piece(self, rows: Value, name: str, index: Expr, axis: int, views: list[ViewStatement]) -> Value:
         """Return a view of one of the pieces of rows, added to `views`."""
@@ -141,7 +154,7 @@ class OneStep(ScatteredBlocks):
         super().__init__(host, s, like, None, pieces)
 
     @property
-    def made(self) -> int:
+    def parts(self) -> int:
         return self.pieces
 
     @property
