@@ -15,7 +15,7 @@ from hostir.runtime.kernels.layout import row_pieces
 from hostir.runtime.kernels.table import REPEATABLE, Kernel, repeating
 from hostir.runtime.order import NONE
 from hostir.runtime.sharding import torch_dtype
-from hostir.runtime.symmetric import SharedMemory
+from hostir.runtime.symmetric import SharedMemory, touches
 from hostir.runtime.unroll import (
     AllocateOp,
     ComputeOp,
@@ -26,6 +26,7 @@ from hostir.runtime.unroll import (
     UnrolledProgram,
     ViewOp,
     overlap,
+    unroll,
 )
 
 Step = Callable[[], object]
@@ -147,7 +148,9 @@ def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int,
     own = {register: op.home for register, op in unrolled.symmetric.items() if op.rank == me}
     at = unrolled.extents
     writes = [(home, at[r]) for op in unrolled.ops for r in op.writes if (home := own.get(unrolled.buffers[r]))]
-    writes += [((n, rounds), (low, high)) for o in memory.offers for n, rounds, r, low, high in o.touches if r == me]
+    peers = (p for p, offer in enumerate(memory.offers) if p != me and any(r == me for *_, r in offer.uses))
+    theirs = (touches(unroll(unrolled.program, peer, unrolled.sizes)) for peer in peers)
+    writes += [((n, rounds), (low, high)) for its in theirs for n, rounds, r, low, high in its if r == me]
     for op in unrolled.ops:
         home = own.get(unrolled.buffers[op.out]) if isinstance(op, CopyOp) else None
         if isinstance(op, CopyOp) and op.x in found and home is not None and (*home, me) not in memory.read:

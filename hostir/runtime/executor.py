@@ -18,7 +18,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._C._dynamo.guards import TensorGuards
 from torch.distributed import ProcessGroup
 
-from hostir.check import prove, verify
+from hostir.check import proof_of, prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, amount, check_known, described, error, logger, user_span
@@ -151,7 +151,8 @@ class Executor:
     share no memory with the inputs or each other. On CUDA, the third and later such calls with the same addresses are
     replayed from a CUDA graph; docs/calls.md has the details.
 
-    Symmetric buffers and flags last from call to call, and each set of sizes has its own. Executors of equal programs
+    Symmetric buffers and flags last from call to call. Sizes of one kind share them, with room for the largest seen, so
+    that smaller ones need no rendezvous; docs/memory-model.md says which are of one kind. Executors of equal programs
     share them, and their calls run one after another, whatever streams they are made on.
 
     Gradients do not pass through: inputs that require them are refused, unless the call is under `torch.no_grad()`. An
@@ -502,7 +503,7 @@ class Executor:
         """Tell the other ranks that this one does not run the call; return the error to raise."""
         return self._blamed(refusal) if self._compare and self._agreement.refuse(refusal) else refusal
 
-    def _begin(self, sizes: Mapping[str, int], *, planned: bool | None = None, places: bool = False) -> None:
+    def _begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
         """Begin a call: raise if other ranks make another one, and tell a rank that may already run it."""
         try:
             self._agreement.begin(sizes, planned=planned, places=places)
@@ -626,8 +627,8 @@ class Executor:
         machine = self._machine
         try:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
-            if self.check:
-                prove(self.program, sizes)
+            proof = proof_of(self.program, sizes) if self.check else None
+            if proof is not None:
                 self._refuse_shared_queues(sizes)
             refuse_gradients(self.program, inputs)
             unrolled = unroll(self.program, self.rank, sizes, inputs)
@@ -637,14 +638,16 @@ class Executor:
             if self._agreement.refuse(refusal):
                 raise self._blamed(refusal) from refusal.__cause__
             raise
+        kind = tuple(sorted(sizes.items())) if proof is None else proof.kind
         if not begun:
-            self._begin(sizes, places=places)
-        self._agreement.reach(sizes)
+            self._begin(sizes, planned=kind in self._agreement.agreed, places=places)
+        self._agreement.reach(sizes, kind)
         warn_of_copies(unrolled)
+        shared = (kind if proof is not None and proof.resizable else None), self.symmetric_limit
         with torch.inference_mode(False):  # tensors that a plan holds are used by calls in any mode
             if isinstance(machine, GlooMachine):
-                return machine.plan(unrolled, self.trace)
-            return machine.plan(unrolled, Timeline(unrolled, self.trace) if self.trace is not None else None)
+                return machine.plan(unrolled, self.trace, *shared)
+            return machine.plan(unrolled, Timeline(unrolled, self.trace) if self.trace is not None else None, *shared)
 
     def _check_local(self, sizes: Mapping[str, int]) -> None:
         """Raise for sizes of a call on simulated ranks for which the program is not proved, or takes too much."""

@@ -12,8 +12,16 @@ from hostir.torch.functional import (
     row_parallel_linear,
 )
 from hostir.torch.installing import install, report, uninstall
+from hostir.torch.modules import ColumnParallelLinear, GatedMLP, QKVParallelLinear, RowParallelLinear
+from hostir.torch.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
+    "ColumnParallelLinear",
+    "ColwiseParallel",
+    "GatedMLP",
+    "QKVParallelLinear",
+    "RowParallelLinear",
+    "RowwiseParallel",
     "Tensor",
     "all_gather_matmul",
     "column_parallel_linear",

@@ -258,7 +258,7 @@ class PeerMemory:
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
         """Initialise flags for the first call, on whatever stream it will be made."""
-        memory.handle, self.handle = self.handle, None
+        memory.kept["handle"], self.handle = self.handle, None
         prepare(unrolled, memory)
         torch.cuda.synchronize(self.device)
 

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from hostir.runtime.kernels.flags import PER_THREAD, WARPS, push_kernel
 from hostir.runtime.kernels.matmul import EXACT_RUN
-from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Strides, Workspace, matmul_kernel
+from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
 from hostir.runtime.kernels.reduce import SumConstants, SumPart, sum_kernel
 from hostir.runtime.kernels.tiles import Tile, candidates
 
@@ -39,10 +39,15 @@ def compiled(
     overlapped: bool = False,
     pairs: bool = False,
     done: int = 0,
+    result: str | None = None,
+    scales: str = "",
+    stepwise: bool = False,
+    dtype_b: str | None = None,
 ):
     """The matmul kernel for one tile. `ready` gives the types of flags and epoch, where it waits for its rows.
 
-    `done`: it raises flags behind blocks, of which a tile has rows of so many.
+    `done`: it raises flags behind blocks, of which a tile has rows of so many. `result`, `dtype_b`: the types of out
+    and b, if they are not `dtype`.
     """
     columns = tile.n // 2 if tile.halves else tile.n
     lead = "1," if batched else ""
@@ -56,9 +61,12 @@ def compiled(
     kind = Constants(
         *(tile.m, tile.n, tile.k, tile.halves, descriptors, b_is_nk, batched, bias, tile.split > 0, pairs),
         *(ready is not None, ready is not None and own, 8 if ready else 1, tile.early_blocks > 0, done, overlapped),
-        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k)),
+        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k), scales, stepwise),
     )
-    absent = [*(() if bias else ["bias"]), *(() if ready else WAITING), *(() if own else ["own"])]
+    result = result or dtype
+    types = {"b": dtype_b or dtype, "out": result}
+    absent = [*(() if bias else ["bias"]), *(() if scales else ["scales"]), *(() if ready else WAITING)]
+    absent += [] if own else ["own"]
     absent += [*(() if ready or done else ("first", "height")), *(() if done else RAISING)]
     absent += [] if shares else ["workspace", "whole", "split", "parts"]
     constants = {"C": kind, **dict.fromkeys(absent)}
@@ -68,11 +76,14 @@ def compiled(
     names = matmul_kernel.arg_names
     signature = {name: "constexpr" if name in constants else "i32" for name in names}
     signature |= {
-        name: f"tensordesc<{dtype}[{block}]>" if descriptors else f"*{dtype}" for name, block in blocks.items()
+        name: f"tensordesc<{types.get(name, dtype)}[{block}]>" if descriptors else f"*{types.get(name, dtype)}"
+        for name, block in blocks.items()
     }
     signature["strides"] = strides
     if bias:
-        signature["bias"] = Bias(f"*{dtype}", "i32")
+        signature["bias"] = Bias(f"*{result}", "i32")
+    if scales:
+        signature["scales"] = Scales("*fp32", "*fp32", "i32", one, one, "i32")
     if ready:
         signature |= {"timeouts": "*i64", **ready}
     if done:
@@ -80,7 +91,12 @@ def compiled(
     if shares:
         signature["workspace"] = Workspace("*fp32", "*i32")
     leaves = dict(leaves_of(tuple(signature.values())))
-    constants |= {path: 1 if len(path) == 3 else None for path, type in leaves.items() if type == one and path[1:]}
+    tuples = names.index("strides")  # of it None stands for descriptors
+    constants |= {
+        path: None if len(path) == 2 and path[0] == tuples else 1
+        for path, type in leaves.items()
+        if type == one and path[1:]
+    }
     aligned = {path: [["tt.divisibility", 16]] for path, type in leaves.items() if type[0] in "*i"}
     source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": overlapped}
@@ -249,6 +265,55 @@ def test_the_second_of_two_reads_a_sum_only_after_the_first_has_said_that_it_is_
     assert 0 <= drawn < written < ptx.rfind("bar.sync", 0, said) < said, "all threads have written"
     assert drawn < min(heard)
     assert max(heard) < ptx.rfind("bar.sync", 0, read.start()), "all threads read behind the one that has heard"
+
+
+E4M3 = {"dtype": "fp8e4nv", "result": "bf16", "b_is_nk": True, "descriptors": True}
+STEPS = {"scales": "blocks", "stepwise": True}, {"scales": "rows", "stepwise": True}
+
+
+@pytest.mark.parametrize(
+    ("tile", "how"),
+    [(candidates("f8", result=2)[i], {"scales": "rows"}) for i in (0, 2)]
+    + [(candidates("f8s", result=2)[i], STEPS[i]) for i in (0, 1)],
+    ids=str,
+)
+def test_tiles_of_eight_bits_use_hopper(tile, how, tmp_path):
+    kernel = compiled(tile, **E4M3, **how)
+    ptx = kernel.asm["ptx"]
+    assert "wgmma.mma_async.sync.aligned" in ptx
+    assert ".e4m3.e4m3" in ptx
+    assert ptx.count("complete_tx::bytes") >= 2 * tile.stages
+    assert kernel.metadata.shared <= tile.shared_memory(1, descriptors=True, result=2) <= SHARED_MEMORY
+    assert spilled(ptx, tmp_path) == 0
+
+
+@pytest.mark.parametrize(("tile", "how"), [*zip(candidates("f8s", result=2)[2:], STEPS, strict=True)], ids=str)
+def test_the_sum_of_a_step_is_read_only_when_the_tensor_cores_have_ended(tile, how):
+    """Triton's own way, `max_num_imprecise_acc`, adds the sum before it waits for it."""
+    ptx = compiled(tile, **E4M3, **how).asm["ptx"]
+    for products in re.finditer(r"wgmma\.mma_async[^;]*;", ptx):
+        following = re.search(r"wgmma\.(mma_async|wait_group\.sync\.aligned 0;)", ptx[products.end() :])
+        assert following
+        assert not re.search(r"(add|fma|mul)\S*\.f32", ptx[products.end() : products.end() + following.start()])
+
+
+@pytest.mark.parametrize("how", [{"scales": "rows"}, STEPS[0]], ids=str)
+def test_scales_with_a_bias_and_wide_results_of_batches_fit_where_flags_are_waited_for_and_raised(how, tmp_path):
+    tile, memory = candidates("f8s", result=4)[1], {"descriptors": True, "biased_batch": True, "result": 4}
+    tile = tile.fitting(1, SHARED_MEMORY, **memory)
+    options = {**E4M3, **how, "result": "fp32", "batched": True, "bias": True, "own": True, "done": 2}
+    kernel = compiled(tile, ready={"flags": "*i64", "epoch": "i32"}, **options)
+    assert kernel.metadata.shared <= tile.shared_memory(1, **memory) <= SHARED_MEMORY
+    assert spilled(kernel.asm["ptx"], tmp_path) == 0
+
+
+@pytest.mark.parametrize("tile", candidates("f8", descriptors=False, result=2)[2:3], ids=str)
+@pytest.mark.parametrize("how", [{"scales": "rows"}, STEPS[0]], ids=str)
+def test_operands_of_eight_bits_by_pointers_and_of_two_types_use_hopper(tile, how):
+    kernel = compiled(tile, **{**E4M3, "descriptors": False, "dtype_b": "fp8e5"}, **how)
+    assert ".e4m3.e5m2" in kernel.asm["ptx"]
+    assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= tile.shared_memory(1, descriptors=False)
 
 
 # Triton 3.6 and 3.7 wait behind a TMA store only until shared memory has been read; see `stores_ended`.

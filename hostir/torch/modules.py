@@ -1,0 +1,491 @@
+"""Linear layers of tensor-parallel models as modules; their parameters are DTensors, as those of torch's styles are.
+
+So state dicts, `torch.distributed.checkpoint`, optimizers and `fully_shard` treat them as they treat torch's own. A
+module is an `nn.Linear` whose `forward` runs the functions of this package where these apply, and else, with a
+`hi.FallbackWarning`, what torch's style does: collective and matmul of DTensors, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # as everywhere
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from hostir.ir.source import described, error, user_span, warn_once
+from hostir.torch.functional import column_parallel_linear, gated_linear, name_of, row_parallel_linear
+from hostir.torch.operators import SETTINGS
+from hostir.torch.programs import DTYPES, LEDGER
+
+LAST = Shard(-1)
+
+# Placements ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The placements of a layer's input and output on the ranks of a mesh.
+
+    Fields:
+        mesh: of one dimension.
+        group: the name of its process group.
+        input: the placement of inputs that are no DTensors.
+        output: the placement of the output.
+        local_output: whether the output is this rank's part as a plain tensor; else it is a DTensor.
+    """
+
+    mesh: DeviceMesh
+    group: str
+    input: Placement
+    output: Placement
+    local_output: bool = True
+
+    def dtensor(self, x: Tensor) -> DTensor:
+        """Return an input as a DTensor."""
+        return x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [self.input], run_check=False)
+
+    def placement(self, x: Tensor) -> Placement:
+        """Return the placement of an input, its axis counted from the first one."""
+        given = x.placements[0] if isinstance(x, DTensor) else self.input
+        return Shard(given.dim % x.ndim) if isinstance(given, Shard) and x.ndim else given
+
+    def local(self, x: Tensor) -> Tensor:
+        """Return this rank's part of an input."""
+        return x.to_local() if isinstance(x, DTensor) else x
+
+    def given(self, y: Tensor) -> Tensor:
+        """Return this rank's part of an output as the caller wants it."""
+        return y if self.local_output else DTensor.from_local(y, self.mesh, [self.output], run_check=False)
+
+    def redistributed(self, y: Any) -> Tensor:
+        """Return an output of torch's, a DTensor, as the caller wants it."""
+        y = y.redistribute(self.mesh, [self.output])
+        return y.to_local() if self.local_output else y
+
+
+def mesh_of(mesh: DeviceMesh) -> tuple[DeviceMesh, str]:
+    """Return a mesh of one dimension, and the name of its group. Raises HostIRError for anything else."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        expected = 'a DeviceMesh of one dimension, such as mesh["tp"]'
+        raise error(f"layers cannot be sharded over {described(mesh)}", user_span(), expected=expected)
+    return mesh, name_of(mesh)
+
+
+@torch._dynamo.assume_constant_result
+def leave(name: str, group: str, why: str) -> None:
+    """Say, once, why torch does what a layer is for; under torch.compile while the graph is traced."""
+    if SETTINGS.strict:
+        raise error(f"hostir cannot run {name}: {why}", user_span(), hint="without strict=True, torch runs it")
+    warn_once(name, f"torch runs {name}, and overlaps nothing: {why}.", "hostir.torch.report() counts the calls")
+    LEDGER.left(name, group, why)
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+Layer = TypeVar("Layer", bound="ShardedLinear")
+
+
+class ShardedLinear(nn.Linear):
+    """An `nn.Linear` whose parameters are DTensors over the ranks of a mesh.
+
+    Fields:
+        layouts: how inputs come and outputs go; the ranks.
+        weights: the placements of weight and bias.
+    """
+
+    layouts: Layouts
+    weights: tuple[Placement, Placement]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        layouts: Layouts,
+        bias: bool,
+        device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.become(layouts, 0)
+
+    def become(self, layouts: Layouts, source: int | None) -> None:
+        """Shard the parameters, which are whole, over the ranks: those of rank `source`, or with None this rank's."""
+        self.layouts = layouts
+        for (name, whole), placement in zip(self.named_parameters(), self.weights, strict=False):
+            sharded = distribute_tensor(whole.data, layouts.mesh, [placement], src_data_rank=source)
+            self.register_parameter(name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
+
+    @classmethod
+    def converted(cls: type[Layer], linear: nn.Linear, layouts: Layouts, source: int | None = 0) -> Layer:
+        """Return a layer with the parameters of `linear`, sharded."""
+        if not isinstance(linear, nn.Linear):
+            raise error(f"not a linear layer: {described(linear)}", user_span(), expected="a torch.nn.Linear")
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.in_features, layer.out_features = linear.in_features, linear.out_features
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.train(linear.training)
+        layer.become(layouts, source)
+        return layer
+
+    @classmethod
+    def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
+        """Return why calls cannot go through hostir, whatever their inputs; None if they can."""
+        raise NotImplementedError
+
+    def unfit_call(self, x: Tensor) -> str | None:
+        """Return why this call cannot go through hostir; None if it can. The same on all ranks."""
+        layouts = self.layouts
+        if why := self.unfit(self, layouts):
+            return why
+        if isinstance(x, DTensor) and x.device_mesh != layouts.mesh:
+            return f"its input is on another mesh, {x.device_mesh}"
+        if x.ndim < 2:
+            return f"its input has {x.ndim} axes"
+        if not torch.is_autocast_enabled(x.device.type) and (x.dtype != self.weight.dtype or x.dtype not in DTYPES):
+            return f"its input is {x.dtype}, its weight {self.weight.dtype}"
+        return None
+
+    def parts(self) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's part of weight and bias."""
+        weight: Any = self.weight
+        bias: Any = self.bias
+        if not isinstance(weight, DTensor) or weight.device_mesh != self.layouts.mesh:
+            raise error(
+                f"the weight of a {type(self).__name__} is not sharded over the ranks of its group alone",
+                expected="a call of a module around which fully_shard, if used, has gathered the parameters",
+                hint="layers that share a gather need one fully_shard around all of them",
+            )
+        if bias is not None:
+            whole = isinstance(
+                bias.placements[0], Replicate
+            )  # added to own tokens: all ranks have parts of its gradient
+            bias = bias.to_local(grad_placements=[Partial()]) if whole else bias.to_local()
+        return weight.to_local(), bias
+
+    def extra_repr(self) -> str:
+        layouts = self.layouts
+        return f"{super().extra_repr()}, {layouts.mesh.size()} ranks, {layouts.input} -> {layouts.output}"
+
+
+def _indivisible(what: str, length: int, layouts: Layouts) -> str | None:
+    ranks = layouts.mesh.size()
+    return f"its {ranks} ranks do not divide {what}, which are {length}" if length % ranks else None
+
+
+def _uneven(x: Tensor, axis: int, layouts: Layouts) -> str | None:
+    """Return why parts of an axis are not equal; those of plain tensors are taken to be."""
+    ranks = layouts.mesh.size()
+    uneven = isinstance(x, DTensor) and x.shape[axis] % ranks
+    return f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}" if uneven else None
+
+
+class ColumnParallelLinear(ShardedLinear):
+    """The first linear layer of a pair: gathers the tokens, and computes this rank's columns of the output.
+
+    Its input is this rank's tokens, `[..., in_features]`; its output `[..., out_features/ranks]` of all tokens. Either
+    may be a DTensor, sharded on the axis of the tokens and on the last one. `weight` and `bias` are sharded on rows.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        mesh: a DeviceMesh of one dimension; its ranks divide `out_features`.
+        bias: whether there is one.
+        gather_dim: the axis of the tokens, not the last one.
+        local_output: whether the output is a plain tensor, this rank's part.
+        device, dtype: of the parameters, as of `nn.Linear`. Rank 0's are those of all ranks.
+    """
+
+    weights = (Shard(0), Shard(0))
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: DeviceMesh,
+        *,
+        bias: bool = True,
+        gather_dim: int = 0,
+        local_output: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        layouts = Layouts(*mesh_of(mesh), Shard(gather_dim), LAST, local_output)
+        super().__init__(in_features, out_features, layouts, bias, device, dtype)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, mesh: DeviceMesh, *, gather_dim: int = 0, local_output: bool = True
+    ) -> ColumnParallelLinear:
+        """Return a sharded layer that computes what a whole one does, with the parameters that rank 0 has."""
+        return cls.converted(linear, Layouts(*mesh_of(mesh), Shard(gather_dim), LAST, local_output))
+
+    @classmethod
+    def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
+        if not isinstance(layouts.input, Shard):
+            return f"inputs are {layouts.input}, and only sharded tokens are gathered"
+        if layouts.input.dim == -1:
+            return "inputs are sharded on the axis that the product sums over"
+        if layouts.output != LAST:
+            return f"outputs are {layouts.output}, not sharded on the last axis"
+        return _indivisible("its out_features", linear.out_features, layouts)
+
+    def unfit_call(self, x: Tensor) -> str | None:
+        given = self.layouts.placement(x)
+        if why := super().unfit_call(x):
+            return why
+        if not isinstance(given, Shard):
+            return f"its input is {given}, and only sharded tokens are gathered"
+        if given.dim == x.ndim - 1:
+            return "its input is sharded on the axis that the product sums over"
+        return _uneven(x, given.dim, self.layouts)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return columns(input, [self])[0]
+
+
+def columns(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
+    """Return the outputs of layers that all have the input x, which is gathered once."""
+    layouts = layers[0].layouts
+    if why := next((why for layer in layers if (why := layer.unfit_call(x))), None):
+        leave("ColumnParallelLinear", layouts.group, why)
+        whole = layouts.dtensor(x).redistribute(layouts.mesh, [Replicate()])
+        return [layer.layouts.redistributed(F.linear(whole, layer.weight, layer.bias)) for layer in layers]
+    axis = _axis(layouts.placement(x))
+    weights, biases = zip(*(layer.parts() for layer in layers), strict=True)
+    wanted = None if all(bias is None for bias in biases) else biases
+    outputs = column_parallel_linear(layouts.local(x), weights, layouts.group, wanted, gather_dim=axis)
+    return [layer.layouts.given(y) for layer, y in zip(layers, outputs, strict=True)]
+
+
+def _axis(placement: Placement) -> int:
+    assert isinstance(placement, Shard), "else the call is unfit"
+    return placement.dim
+
+
+class RowParallelLinear(ShardedLinear):
+    """The second linear layer of a pair: multiplies this rank's columns, sums over the ranks, scatters the tokens.
+
+    Its input is this rank's columns of all tokens, `[..., in_features/ranks]`; its output this rank's tokens,
+    `[..., out_features]`. Either may be a DTensor, sharded on the last axis and on that of the tokens. `weight` is
+    sharded on its columns; `bias` is whole, and its gradient Partial where the tokens are scattered.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        mesh: a DeviceMesh of one dimension; its ranks divide `in_features`.
+        bias: whether there is one.
+        scatter_dim: the axis of the tokens, not the last one; None returns all tokens on every rank, and is torch's:
+            a product, then an all-reduce.
+        local_output: whether the output is a plain tensor, this rank's part.
+        device, dtype: of the parameters, as of `nn.Linear`. Rank 0's are those of all ranks.
+    """
+
+    weights = (Shard(1), Replicate())
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: DeviceMesh,
+        *,
+        bias: bool = True,
+        scatter_dim: int | None = 0,
+        local_output: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        layouts = Layouts(*mesh_of(mesh), LAST, _tokens(scatter_dim), local_output)
+        super().__init__(in_features, out_features, layouts, bias, device, dtype)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, mesh: DeviceMesh, *, scatter_dim: int | None = 0, local_output: bool = True
+    ) -> RowParallelLinear:
+        """Return a sharded layer that computes what a whole one does, with the parameters that rank 0 has."""
+        return cls.converted(linear, Layouts(*mesh_of(mesh), LAST, _tokens(scatter_dim), local_output))
+
+    @classmethod
+    def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
+        if layouts.input != LAST:
+            return f"inputs are {layouts.input}, not sharded on the last axis"
+        if not isinstance(layouts.output, Shard):
+            return f"outputs are {layouts.output}: an all-reduce, and only a reduce-scatter of tokens is overlapped"
+        if layouts.output.dim == -1:
+            return "outputs are sharded on the last axis, not on that of the tokens"
+        return _indivisible("its in_features", linear.in_features, layouts)
+
+    def unfit_call(self, x: Tensor) -> str | None:
+        if why := super().unfit_call(x):
+            return why
+        given, axis = self.layouts.placement(x), _axis(self.layouts.output) % x.ndim
+        if given != Shard(x.ndim - 1):
+            return f"its input is {given}, not sharded on the last axis"
+        if axis == x.ndim - 1:
+            return "its output is sharded on the last axis, not on that of the tokens"
+        return _indivisible(f"axis {axis} of its input", x.shape[axis], self.layouts)
+
+    def forward(self, input: Tensor) -> Tensor:
+        layouts = self.layouts
+        if why := self.unfit_call(input):
+            leave("RowParallelLinear", layouts.group, why)
+            mine = layouts.dtensor(input).redistribute(layouts.mesh, [LAST])
+            return layouts.redistributed(F.linear(mine, self.weight, self.bias))
+        weight, bias = self.parts()
+        axis = _axis(layouts.output)
+        return layouts.given(row_parallel_linear(layouts.local(input), weight, layouts.group, bias, scatter_dim=axis))
+
+
+def _tokens(axis: int | None) -> Placement:
+    return Replicate() if axis is None else Shard(axis)
+
+
+# Layers that share a gather -------------------------------------------------------------------------------------------
+
+
+class SharedGather:
+    """Layers that are called one after the other with one input: the first call gathers it and computes all of them.
+
+    The results that are not yet asked for are kept until they are, or until a call with another input.
+    """
+
+    def __init__(self, layers: Sequence[SharingLinear]) -> None:
+        self.layers = [*layers]
+        self.input: Tensor | None = None
+        self.state: tuple[int, bool] = (0, False)
+        self.outputs: list[Tensor | None] = [None] * len(self.layers)
+
+    def output(self, layer: SharingLinear, x: Tensor) -> Tensor:
+        """Return the output of one of the layers."""
+        index = next(i for i, each in enumerate(self.layers) if each is layer)
+        counts = not torch.compiler.is_compiling() and not x.is_inference()  # writes to x are not counted elsewhere
+        state = (x._version if counts else 0, torch.is_grad_enabled())
+        if self.input is not x or self.state != state or self.outputs[index] is None:
+            self.input, self.state, self.outputs = x, state, [*columns(x, self.layers)]
+        result = self.outputs[index]
+        assert result is not None, "it was computed"
+        self.outputs[index] = None
+        if all(y is None for y in self.outputs):
+            self.input = None
+        return result
+
+
+class SharingLinear(ColumnParallelLinear):
+    """A ColumnParallelLinear whose input is gathered for others, too."""
+
+    shared: SharedGather
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.shared.output(self, input)
+
+
+class QKVParallelLinear(nn.Module):
+    """The projections of attention behind one gather: returns q, k and v of all tokens, this rank's heads of each.
+
+    Its layers `q`, `k` and `v` are ColumnParallelLinear; state dicts have those names.
+
+    Args:
+        features: of the input.
+        q_features, kv_features: of the outputs, over all ranks: the number of heads times the size of one.
+        mesh, bias, gather_dim, device, dtype: as of ColumnParallelLinear.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        q_features: int,
+        kv_features: int,
+        mesh: DeviceMesh,
+        *,
+        bias: bool = False,
+        gather_dim: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+
+        def layer(width: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                features, width, mesh, bias=bias, gather_dim=gather_dim, device=device, dtype=dtype
+            )
+
+        self.q, self.k, self.v = layer(q_features), layer(kv_features), layer(kv_features)
+
+    @classmethod
+    def from_linear(
+        cls, q: nn.Linear, k: nn.Linear, v: nn.Linear, mesh: DeviceMesh, *, gather_dim: int = 0
+    ) -> QKVParallelLinear:
+        """Return sharded projections that compute what three whole ones do, with the parameters that rank 0 has."""
+        return _assembled(
+            cls, lambda x: ColumnParallelLinear.from_linear(x, mesh, gather_dim=gather_dim), q=q, k=k, v=v
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = columns(x, [self.q, self.k, self.v])
+        return q, k, v
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`: one gather before, a reduce-scatter after; this rank's tokens in and out.
+
+    Its layers `gate`, `up` and `down` have no biases. The two products are computed again in the backward call, which
+    saves `tokens x 3 x hidden/ranks` numbers of memory.
+
+    Args:
+        features: of input and output.
+        hidden: the width between, over all ranks.
+        mesh, device, dtype: as of ColumnParallelLinear.
+        sequence_dim: the axis of the tokens.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        mesh: DeviceMesh,
+        *,
+        sequence_dim: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+        self.gate = ColumnParallelLinear(features, hidden, mesh, gather_dim=sequence_dim, **made)
+        self.up = ColumnParallelLinear(features, hidden, mesh, gather_dim=sequence_dim, **made)
+        self.down = RowParallelLinear(hidden, features, mesh, scatter_dim=sequence_dim, **made)
+
+    @classmethod
+    def from_linear(
+        cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, mesh: DeviceMesh, *, sequence_dim: int = 0
+    ) -> GatedMLP:
+        """Return a sharded MLP that computes what three whole layers do, with the parameters that rank 0 has."""
+        if any(each.bias is not None for each in (gate, up)):
+            raise error("gate and up have biases", user_span(), expected="layers without, as of Llama's MLP")
+        mlp = _assembled(
+            cls, lambda x: ColumnParallelLinear.from_linear(x, mesh, gather_dim=sequence_dim), gate=gate, up=up
+        )
+        mlp.down = RowParallelLinear.from_linear(down, mesh, scatter_dim=sequence_dim)
+        return mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, layouts = self.gate, self.up, self.gate.layouts
+        if gate.unfit_call(x) or up.unfit_call(x):
+            g, u = columns(x, [gate, up])
+            return self.down(F.silu(g) * u)
+        axis = _axis(layouts.placement(x))
+        return self.down(gated_linear(layouts.local(x), gate.parts()[0], up.parts()[0], layouts.group, gather_dim=axis))
+
+
+Container = TypeVar("Container", bound=nn.Module)
+
+
+def _assembled(cls: type[Container], convert: Callable[[nn.Linear], nn.Module], **layers: nn.Linear) -> Container:
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    for name, layer in layers.items():
+        setattr(module, name, convert(layer))
+    return module

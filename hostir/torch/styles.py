@@ -1,0 +1,113 @@
+"""Styles for torch's `parallelize_module`: a plain model becomes tensor-parallel, its linear layers those of hostir.
+
+Each has the arguments of torch's style of that name, and what hostir cannot do is left to that style, with a
+`hi.FallbackWarning` that says why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import style
+from torch.distributed.tensor.placement_types import Placement
+
+from hostir.ir.source import error, user_span
+from hostir.torch.modules import (
+    ColumnParallelLinear,
+    Layouts,
+    RowParallelLinear,
+    ShardedLinear,
+    SharedGather,
+    SharingLinear,
+    leave,
+    mesh_of,
+)
+
+
+class ColwiseParallel(style.ColwiseParallel):
+    """Shard an `nn.Linear` on its output columns; its input, sharded on tokens, is gathered while it is multiplied.
+
+    With names, a style of the module that holds layers so called: all of them get the input that the first one is
+    called with, which is gathered once: `"attention": ColwiseParallel("wq", "wk", "wv", input_layouts=Shard(1))`.
+
+    Args:
+        names: of linear layers in the module, called with one input.
+        input_layouts: the placement of inputs that are no DTensors; hostir runs `Shard(d)`, not of the last axis.
+        output_layouts: the placement of the output; hostir runs `Shard(-1)`, the default.
+        use_local_output: whether the output is a plain tensor, this rank's part.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.names = names
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not self.names:
+            return _replaced(self, super()._apply, ColumnParallelLinear, module, device_mesh)
+        layers = [_layer(module, name) for name in self.names]
+        for layer in layers:
+            _replaced(self, super()._apply, SharingLinear, layer, device_mesh)
+        sharing = [layer for layer in layers if isinstance(layer, SharingLinear)]
+        shared = SharedGather(sharing)
+        for each in sharing:
+            each.shared = shared
+        return module
+
+
+def _layer(module: nn.Module, name: str) -> nn.Module:
+    found = getattr(module, name, None)
+    if isinstance(found, nn.Linear):
+        return found
+    has = [each for each, child in module.named_children() if isinstance(child, nn.Linear)]
+    raise error(
+        f"{type(module).__name__} has no linear layer '{name}'",
+        user_span(),
+        expected=f"one of {', '.join(has)}" if has else "a module with linear layers",
+    )
+
+
+class RowwiseParallel(style.RowwiseParallel):
+    """Shard an `nn.Linear` on its input columns; its products are summed over the ranks while others are computed.
+
+    Args:
+        input_layouts: the placement of inputs that are no DTensors; hostir runs `Shard(-1)`, the default.
+        output_layouts: the placement of the output; hostir runs `Shard(d)`, not of the last axis. The default,
+            `Replicate()`, is torch's: a product, then an all-reduce.
+        use_local_output: whether the output is a plain tensor, this rank's part.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return _replaced(self, super()._apply, RowParallelLinear, module, device_mesh)
+
+
+def _replaced(
+    given: ColwiseParallel | RowwiseParallel,
+    torchs: Any,
+    kind: type[ShardedLinear],
+    module: Any,
+    device_mesh: DeviceMesh,
+) -> nn.Module:
+    """Make a layer one of hostir, in place, or leave it to torch's style."""
+    layouts = Layouts(*mesh_of(device_mesh), given.input_layouts[0], given.output_layouts[0], given.use_local_output)
+    why = unfit(module, kind, layouts)
+    if why is None:
+        module.__class__ = kind
+        module.become(layouts, given.src_data_rank)
+        return module
+    leave(f"hostir.torch.{type(given).__name__} of {type(module).__name__}", layouts.group, why)
+    return torchs(module, device_mesh)
+
+
+def unfit(module: nn.Module, kind: type[ShardedLinear], layouts: Layouts) -> str | None:
+    """Return why a module cannot become a layer of hostir; None if it can."""
+    if type(module) is not nn.Linear:
+        return "it is not an nn.Linear itself, and what it computes is its own"
+    return kind.unfit(module, layouts)

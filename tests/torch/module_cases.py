@@ -1,0 +1,378 @@
+"""What the ranks of tests/torch/test_operators.py run of modules and styles: `module_cases.py NAME ...`.
+
+Whole modules of torch, with the same parameters on all ranks, are compared with sharded ones, in float64 and bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F  # noqa: N812  # as everywhere
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module, style
+from torch.utils.checkpoint import checkpoint
+
+import hostir as hi
+import hostir.torch
+from hostir.torch import (
+    ColumnParallelLinear,
+    ColwiseParallel,
+    GatedMLP,
+    QKVParallelLinear,
+    RowParallelLinear,
+    RowwiseParallel,
+)
+from tests.torch.layer_cases import leaf, near, whole
+from tests.torch.operator_cases import DEVICE, RANK, RANKS, everywhere, main, part
+
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def ranks() -> DeviceMesh:
+    return init_device_mesh(DEVICE, (RANKS,), mesh_dim_names=("tp",))
+
+
+def same(module: nn.Module) -> nn.Module:
+    """With the parameters of rank 0 on every rank."""
+    for parameter in module.parameters():
+        everywhere(parameter.data)
+    return module
+
+
+def full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def like(found: nn.Module, true: nn.Module) -> None:
+    """The gradients of a sharded module are those of the whole one, in float64."""
+    mine, theirs = dict(found.named_parameters()), dict(true.named_parameters())
+    assert mine.keys() == theirs.keys()
+    for name, parameter in mine.items():
+        assert parameter.grad is not None, name
+        near(full(parameter.grad), theirs[name].grad)
+
+
+def calls(operator: str) -> int:
+    return sum(row.calls for row in hi.torch.report() if row.operator == operator)
+
+
+class Block(nn.Module):
+    """Three layers of one input, and one of what they make together."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 16, bias, dtype=dtype) for bias in (True, False, False))
+        self.out = nn.Linear(16, 8, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(F.silu(self.a(x)) * self.b(x) + self.c(x))
+
+
+def plan(axis: int) -> dict[str, style.ParallelStyle]:
+    return {
+        "": ColwiseParallel("a", "b", "c", input_layouts=Shard(axis)),
+        "out": RowwiseParallel(output_layouts=Shard(axis)),
+    }
+
+
+# Styles ---------------------------------------------------------------------------------------------------------------
+
+
+@case
+def styles_are_torchs() -> None:
+    for axis, local_in, local_out, bias in itertools.product((0, 1), *[(True, False)] * 3):
+        shard = Shard(axis)
+        exact = same(nn.Sequential(nn.Linear(8, 16, bias), nn.GELU(), nn.Linear(16, 8, bias)))
+        x, weights = whole(4, 8, 8), whole(4, 8, 8)
+        results = []
+        for styles in ((ColwiseParallel, RowwiseParallel), (style.ColwiseParallel, style.RowwiseParallel)):
+            model = copy.deepcopy(exact)
+            col = styles[0](input_layouts=shard, use_local_output=local_in)
+            row = styles[1](output_layouts=shard, use_local_output=local_out)
+            parallelize_module(model, ranks(), {"0": col, "2": row})
+            mine = leaf(part(x, axis))
+            y = model(mine if local_in else DTensor.from_local(mine, ranks(), [shard]))
+            assert isinstance(y, DTensor) != local_out
+            (full(y) * weights).sum().backward() if not local_out else (y * part(weights, axis)).sum().backward()
+            results.append((model, y, mine))
+        true = copy.deepcopy(exact).double()
+        given = leaf(x.double())
+        true_y = true(given)
+        (true_y * weights).sum().backward()
+        for (model, y, mine), (other, theirs, _) in itertools.pairwise([*results, results[0]]):
+            near(full(y) if not local_out else y, true_y if not local_out else part(true_y, axis))
+            near(mine.grad, part(given.grad, axis))
+            like(model, true)
+            assert isinstance(y, DTensor) == isinstance(theirs, DTensor)
+            ours, of_torch = model.state_dict(), other.state_dict()
+            assert ours.keys() == of_torch.keys() == exact.state_dict().keys()
+            for name, value in ours.items():
+                assert value.placements == of_torch[name].placements
+                assert torch.equal(value.full_tensor(), exact.state_dict()[name])
+
+
+@case
+def one_gather_serves_several_layers() -> None:
+    for axis in (0, 1):
+        exact = same(Block())
+        model = parallelize_module(copy.deepcopy(exact), ranks(), plan(axis))
+        x, weights = whole(4, 8, 8), whole(4, 8, 8)
+        for _ in range(2):
+            model.zero_grad()
+            hi.torch.report(clear=True)
+            mine = leaf(part(x, axis))
+            with hi.torch.install(strict=True):
+                (model(mine) * part(weights, axis)).sum().backward()
+            assert calls("hostir::all_gather_matmul") == 2, "one before a, b and c; one of the gradient behind out"
+            assert calls("hostir::matmul_reduce_scatter") == 2
+        true, given = copy.deepcopy(exact).double(), leaf(x.double())
+        (true(given) * weights).sum().backward()
+        near(mine.grad, part(given.grad, axis))
+        like(model, true)
+    sharing = model.a, model.b
+    with torch.no_grad():
+        x = part(whole(4, 8, 8), 1).clone()
+        before = model.a(x)
+        after = model.b(x.add_(1))
+        near(after, part(F.linear(DTensor.from_local(x, ranks(), [Shard(1)]).full_tensor(), exact.b.weight), 2))
+        assert not torch.equal(before, model.a(x)), "a tensor that was written to is gathered again"
+    assert sharing[1](x).requires_grad, "nor does a result without gradients serve a call with them"
+
+
+@case
+def what_styles_cannot_do_is_torchs_and_said() -> None:
+    tp = ranks()
+    for made, kwargs, why in (
+        (ColwiseParallel, {}, "only sharded tokens are gathered"),
+        (ColwiseParallel, {"input_layouts": Shard(-1)}, "the axis that the product sums over"),
+        (ColwiseParallel, {"input_layouts": Shard(0), "output_layouts": Replicate()}, "not sharded on the last axis"),
+        (RowwiseParallel, {}, "all-reduce"),
+        (RowwiseParallel, {"output_layouts": Shard(-1)}, "not on that of the tokens"),
+        (RowwiseParallel, {"output_layouts": Shard(0), "input_layouts": Replicate()}, "not sharded on the last axis"),
+    ):
+        exact = same(nn.Linear(8, 16))
+        with pytest.raises(hi.HostIRError, match=why), hi.torch.install(strict=True):
+            parallelize_module(copy.deepcopy(exact), tp, made(**kwargs))
+        hi.torch.report(clear=True)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model = parallelize_module(copy.deepcopy(exact), tp, made(**kwargs, use_local_output=False))
+        assert [w.category for w in seen if why in str(w.message)] == [hi.FallbackWarning] * (RANK == 0)
+        assert [row.strategy for row in hi.torch.report()] == ["torch"]
+        x = whole(4, 8)
+        near(full(model(distribute_tensor(x, tp, [Shard(0)]))), exact.double()(x.double()))
+    with pytest.raises(hi.HostIRError, match="do not divide"), hi.torch.install(strict=True):
+        parallelize_module(nn.Linear(8, 15), tp, ColwiseParallel(input_layouts=Shard(0)))
+    with pytest.raises(hi.HostIRError, match="no linear layer 'wq'"):
+        parallelize_module(Block(), tp, ColwiseParallel("wq", input_layouts=Shard(0)))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        layer = parallelize_module(nn.Embedding(8, 16), tp, RowwiseParallel(output_layouts=Shard(0)))
+        assert isinstance(layer.weight, DTensor)
+    assert any("Embedding" in str(w.message) for w in seen) == (RANK == 0)
+
+
+@case
+def calls_that_do_not_fit_are_torchs_and_said() -> None:
+    tp = ranks()
+    exact = same(nn.Linear(8, 16))
+    layers = [
+        parallelize_module(copy.deepcopy(exact), tp, each)
+        for each in (
+            ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
+            RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+        )
+    ]
+    inputs = [(whole(4 * RANKS + 1, 8), Shard(0)), (whole(4 * RANKS, 8), Replicate()), (whole(8), Shard(0))]
+    for layer, (x, placement) in itertools.product(layers, inputs):
+        if x.ndim == 1 and layer is layers[1]:
+            continue  # torch has nothing to scatter, either
+        given = distribute_tensor(x, tp, [placement])
+        with hi.torch.install(strict=True), pytest.raises(hi.HostIRError, match="cannot run"):
+            layer(given)
+        with warnings.catch_warnings(record=True):
+            near(full(layer(given)), exact.double()(x.double()))
+        exact.float()
+
+
+# Modules --------------------------------------------------------------------------------------------------------------
+
+
+@case
+def modules_compute_what_whole_layers_do() -> None:
+    tp = ranks()
+    for axis, local in itertools.product((0, 1), (True, False)):
+        exact = same(nn.ModuleDict({n: nn.Linear(*s) for n, s in {"up": (8, 16), "down": (16, 8)}.items()}))
+        up = ColumnParallelLinear.from_linear(exact["up"], tp, gather_dim=axis, local_output=local)
+        down = RowParallelLinear.from_linear(exact["down"], tp, scatter_dim=axis, local_output=local)
+        x, weights = whole(4, 8, 8), whole(4, 8, 8)
+        true, given, mine = copy.deepcopy(exact).double(), leaf(x.double()), leaf(part(x, axis))
+        with hi.torch.install(strict=True):
+            y = down(up(mine if local else DTensor.from_local(mine, tp, [Shard(axis)])))
+            ((y if local else y.to_local()) * part(weights, axis)).sum().backward()
+        (true["down"](true["up"](given)) * weights).sum().backward()
+        near(mine.grad, part(given.grad, axis))
+        like(nn.ModuleDict({"up": up, "down": down}), true)
+    drawn = ColumnParallelLinear(8, 16, tp, dtype=torch.bfloat16, device=DEVICE)
+    assert drawn.weight.full_tensor().shape == (16, 8)
+    assert drawn.weight.dtype == torch.bfloat16
+    assert f"{RANKS} ranks" in repr(drawn)
+    with pytest.raises(hi.HostIRError, match="DeviceMesh of one dimension"):
+        ColumnParallelLinear(8, 16, dist.group.WORLD)
+
+
+@case
+def a_replicated_end_is_torchs() -> None:
+    exact = same(nn.Linear(16, 8))
+    down = RowParallelLinear.from_linear(exact, ranks(), scatter_dim=None)
+    x = whole(4, 16)
+    mine = leaf(part(x, 1))
+    with warnings.catch_warnings(record=True):
+        y = down(mine)
+    near(y, exact.double()(x.double()))
+    y.sum().backward()
+    near(mine.grad, part(exact.weight.sum(0).expand(4, 16), 1))
+
+
+@case
+def attention_and_gated_mlp_gather_once() -> None:
+    tp = ranks()
+    for axis in (0, 1):
+        q, k, v = (same(nn.Linear(8, n, bias=False)) for n in (16, 8, 8))
+        gate, up, down = (same(nn.Linear(*s, bias=False)) for s in ((8, 16), (8, 16), (16, 8)))
+        exact = nn.ModuleDict({"q": q, "k": k, "v": v, "gate": gate, "up": up, "down": down})
+        projections = QKVParallelLinear.from_linear(q, k, v, tp, gather_dim=axis)
+        mlp = GatedMLP.from_linear(gate, up, down, tp, sequence_dim=axis)
+        assert mlp.state_dict().keys() == {f"{n}.weight" for n in ("gate", "up", "down")}
+        x = whole(4, 8, 8)
+        mine = leaf(part(x, axis))
+        hi.torch.report(clear=True)
+        with hi.torch.install(strict=True):
+            parts = projections(mine)
+            y = mlp(mine)
+        assert calls("hostir::all_gather_matmul") == 1
+        assert calls("hostir::all_gather_gated") == 1
+        true, given = copy.deepcopy(exact).double(), leaf(x.double())
+        trues = [true[n](given) for n in "qkv"]
+        true_y = true["down"](F.silu(true["gate"](given)) * true["up"](given))
+        for found, each in zip(parts, trues, strict=True):
+            near(found, part(each, 2))
+        near(y, part(true_y, axis))
+        (sum(p.sum() for p in parts) + y.sum()).backward()
+        (sum(t.sum() for t in trues) + true_y.sum()).backward()
+        near(mine.grad, part(given.grad, axis))
+        like(nn.ModuleDict({**projections._modules, **mlp._modules}), true)
+        bf16 = mlp.bfloat16()
+        with pytest.raises(RuntimeError, match="dtype"), warnings.catch_warnings(record=True):
+            bf16(mine)  # the words are torch's
+    drawn = GatedMLP(8, 16, tp)
+    near(full(drawn.up.weight), drawn.up.weight.full_tensor().double())
+    QKVParallelLinear(8, 16, 8, tp)
+
+
+# With the rest of torch -----------------------------------------------------------------------------------------------
+
+
+@case
+def modules_compile_copy_and_recompute() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    exact = same(Block())
+    model = parallelize_module(copy.deepcopy(exact), ranks(), plan(0))
+    again = copy.deepcopy(model)
+    assert again.a.shared is again.b.shared is not model.a.shared
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(again, fullgraph=True, backend=counter, dynamic=True)
+    for rows in (4, 6, 10):
+        x = part(whole(rows * RANKS, 8), 0)
+        ways = [leaf(x) for _ in range(3)]
+        y = model(ways[0])
+        y.sum().backward()
+        for found, mine in (
+            (compiled(ways[1]), ways[1]),
+            (checkpoint(model, ways[2], use_reentrant=False), ways[2]),
+        ):
+            torch.testing.assert_close(found, y)
+            found.sum().backward()
+            torch.testing.assert_close(mine.grad, ways[0].grad)
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), 2 * full(q.grad))  # twice: checkpointed, too
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert model.b(x).dtype == torch.bfloat16
+
+
+@case
+def fully_shard_and_checkpoints() -> None:
+    if RANKS != 4:
+        return
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
+    exact = same(nn.Sequential(Block(), Block()))
+    model = copy.deepcopy(exact)
+    parallelize_module(model, mesh["tp"], {f"{i}{'.' * bool(n)}{n}": s for i in range(2) for n, s in plan(0).items()})
+    for block in model:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    true = copy.deepcopy(exact).double()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (model, true)]
+    for _ in range(3):
+        x = whole(2, 8, 8)  # a batch of each replica
+        with hi.torch.install(strict=True):
+            model(x[dp].chunk(2)[tp]).square().sum().backward()
+        (sum(true(x.double()[i]).square().sum() for i in range(2)) / 2).backward()
+        like(model, true)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        near(value.full_tensor(), true.state_dict()[name])
+
+
+@case
+def a_checkpoint_of_some_ranks_is_loaded_by_others() -> None:
+    if RANKS != 4:
+        return
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    exact = same(Block())
+    half = DeviceMesh(DEVICE, [0, 1])
+    if RANK < 2:
+        saved = parallelize_module(copy.deepcopy(exact), half, plan(0))
+        dcp.save(saved.state_dict(), checkpoint_id=folder[0], process_group=half.get_group())
+    dist.barrier()
+    fresh = parallelize_module(Block(), ranks(), plan(0))
+    state = fresh.state_dict()
+    dcp.load(state, checkpoint_id=folder[0])
+    fresh.load_state_dict(state)
+    alone = Block().state_dict()
+    dcp.load(alone, checkpoint_id=folder[0], no_dist=True)
+    for name, value in exact.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name].full_tensor(), value)
+        assert torch.equal(alone[name], value)
+    dist.barrier()
+    if RANK == 0:
+        shutil.rmtree(folder[0])
+
+
+if __name__ == "__main__":
+    main(CASES)
