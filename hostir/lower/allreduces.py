@@ -62,12 +62,13 @@ class AllReduceSteps:
         k, size = rows_axis(s), _bytes(s)
         if k is None:
             return 1
-        extent = s.x.tensor.local_shape[k].value
-        if extent is None or size is None:
-            return min(most, self.chunks)
-        rows = product(s.x.tensor.local_shape[:-1]).value or 0
-        fits = (n for n in range(most, 1, -1) if extent % (n * ranks) == 0 and rows >= n * self.min_rows)
-        return next((n for n in fits if size >= n * self.min_bytes), 1)
+        extent, rows = s.x.tensor.local_shape[k].value, product(s.x.tensor.local_shape[:-1]).value
+        if size is None or rows is None:  # whatever it is must divide the rows of every call
+            most = min(most, 2 if ranks > 1 else 4)
+        else:
+            most = min(most, rows // self.min_rows, size // self.min_bytes)
+        fits = (n for n in range(most, 1, -1) if extent is None or extent % (n * ranks) == 0)
+        return next(fits, 1)
 
 
 def _bytes(s: AllReduce) -> int | None:

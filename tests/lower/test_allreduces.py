@@ -182,6 +182,15 @@ def test_one_program_serves_every_number_of_rows(strategy: str, ranks: int) -> N
         hold(fusion, program, range(1), M=rows)
 
 
+@every_strategy
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_of_unknown_number_in_slices_of_known_number_are_cut_where_they_can_be(strategy: str, ranks: int) -> None:
+    fusion = matmul([ranks, "M"], ranks).program()
+    program = hi.lower(fusion, strategy)
+    for rows in (0, 5):
+        hold(fusion, program, range(1), M=rows)
+
+
 def test_auto_takes_any_number_of_rows() -> None:
     fusion = matmul(["M"], 3).program()
     executor = hi.compile(fusion, machine="local")
