@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hostir.ir.program import Program
 from hostir.ir.source import error, warn_once
+from hostir.lower.rows import SLICES
 from hostir.runtime.executor import Executor
 from hostir.runtime.started import Started
 from hostir.torch import programs
@@ -160,7 +161,8 @@ def all_gather_matmul(
     x, outside = grouped(a, 0 if contracted else axis)
     rows = [x.shape[outside], *x.shape[:outside], *x.shape[outside + 1 : -1]]
     if contracted:
-        key: tuple[Any, ...] = (K, columns, x.ndim - 2, rows[0] % ranks == 0, gathered)
+        slices = next((n for n in SLICES if rows[0] % n == 0), 1)
+        key: tuple[Any, ...] = (K, columns, x.ndim - 2, slices, gathered)
     else:
         rows[0] *= ranks
         key = (K, columns, x.ndim - 2, outside, gathered)

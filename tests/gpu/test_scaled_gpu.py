@@ -95,7 +95,8 @@ def test_types_biases_and_ragged_shapes_give_the_product(M, N, K, mode, dtype, a
             scaled_matmul(out, *given, bias, fast=fast, use_descriptors=use_descriptors)
             assert_only_view_written(out, buffer)
             rounding = exact.abs().max().item() * torch.finfo(dtype).eps
-            assert (out.double() - exact).abs().max().item() <= rounding + largest * 2.0**-12
+            summed = largest * 2.0 ** (-11 if fast else -12)  # tensor cores keep 13 bits behind the largest product
+            assert (out.double() - exact).abs().max().item() <= rounding + summed
 
 
 @pytest.mark.parametrize("split", [9, 40])

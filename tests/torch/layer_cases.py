@@ -6,7 +6,10 @@ same layers on whole tensors in float64.
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +35,7 @@ from hostir.torch import (
 )
 from hostir.torch.library import KERNELS, _all_gather_matmul_backward
 from hostir.torch.operators import Operator
+from hostir.torch.programs import group_named
 from tests.torch.operator_cases import DEVICE, OPS, RANKS, everywhere, group, main, part
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -246,6 +250,54 @@ def operators_are_what_tracers_take_them_for() -> None:
         torch.library.opcheck(ops.matmul_reduce_scatter_out, (y, bare, "sum", 1, name), {"out": out})
         given = {"out": [torch.empty(8 * RANKS, 4 // RANKS, 8)], "gathered": None}
         torch.library.opcheck(ops.all_gather_matmul_out, (x.detach(), [bare], 0, name), given)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+# On GPUs as on CPU processes: `DEVICE=cuda LAYERS=80 torchrun --nproc-per-node 2 tests/torch/layer_cases.py CASE`.
+
+LAYERS = int(os.environ.get("LAYERS", "2"))
+
+
+def held() -> dict[str, int]:
+    """The bytes that this process has allocated on the device, those of symmetric memory, and what executors keep."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    executors = [e for made in group_named(group()).compiled.values() if not isinstance(made, str) for e in each(made)]
+    alive = [x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor] if DEVICE == "cpu" else []
+    return {
+        "allocated": sum({s.data_ptr(): s.nbytes() for s in alive}.values()) or torch.cuda.memory_allocated(),
+        "symmetric": hi.torch.report().symmetric_bytes[group()],
+        "plans": sum(len(e.plans) for e in executors),
+        "calls": sum(len(e.bound) for e in executors),
+    }
+
+
+def each(executor: Any) -> list[Any]:
+    return list(getattr(executor, "executors", {0: executor}).values())
+
+
+@case
+def new_numbers_of_tokens_take_no_more_memory() -> None:
+    """Layers of one kind, of which each step runs all with a number of tokens of its own."""
+    draw, width = random.Random(int(whole(1)[0] * 1e6)), 16 if DEVICE == "cpu" else 1024  # the same on every rank
+    up, down = ([whole(*s) / width**0.5 for _ in range(LAYERS)] for s in ((2 * width, width), (width, 2 * width)))
+    for strategy in STRATEGIES if DEVICE == "cuda" else ("auto", "push"):
+        hi.torch.report(clear=True)
+        with hi.torch.install(strict=True, strategy=strategy), torch.no_grad():
+            for step in range(1, 201):
+                tokens = RANKS * (draw.randrange(1, 256) if step > 1 else 256)
+                x = whole(tokens, width)
+                for layer in range(LAYERS):
+                    h = column_parallel_linear(part(x, 0), part(up[layer], 0), group())
+                    y = row_parallel_linear(h, part(down[layer], 1), group())
+                if step % 20 == 0:
+                    near(y, part(x.double() @ up[-1].double().t() @ down[-1].double().t(), 0))
+                del x, h, y
+                if step == 20:
+                    before = held()
+            assert held() == before, (strategy, before, held())
+            assert (before["symmetric"] > 0) == (strategy != "auto" or DEVICE == "cuda")
 
 
 # Groups ---------------------------------------------------------------------------------------------------------------
