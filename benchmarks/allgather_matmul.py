@@ -189,9 +189,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser(__doc__, "allgather").parse_args(arguments)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measures, prints a line a row, and writes table and figures on rank 0."""
-    compare(options(), "allgather", Operands, finest=max(variant.slices for variant in VARIANTS))
+    compare(options(arguments), "allgather", Operands, finest=max(variant.slices for variant in VARIANTS))
 
 
 if __name__ == "__main__":

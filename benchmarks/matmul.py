@@ -1,14 +1,18 @@
 """hostir's Triton matmul against torch.matmul (cuBLAS) on one GPU: the local products of tensor-parallel Llama layers.
 
-    python -m benchmarks.matmul --out benchmarks/results/matmul [--b both] [--sweep]
+    python -m benchmarks.matmul --out benchmarks/results/matmul [--b both] [--fp8] [--sweep]
 
 For each shape it holds the results against float64, then times them in turn, with random bfloat16 data and a flushed
 L2, by CUDA events. A ratio above 1 means that cuBLAS is faster.
 
---sweep is for the products after an all-gather only. It holds many more tiles (with and without split tiles, several
-group sizes, several depths of the pipeline) against float64, times them briefly and the best of them well, which shows
-how well `choose` chooses. For the best one it also says how long the kernel goes on after the
-last of 8 blocks of rows has come late.
+--fp8 is for products of 8-bit floats, at the widths of 70B: with scales of tensors, of rows and of blocks, and tensor
+cores that add up all products (fast) or 128 of them at a time. The library is torch._scaled_mm; where it does not run,
+there is no ratio. With --sweep all tiles of the table, and some others, are timed.
+
+Without --fp8, --sweep is for the products after an all-gather only. It holds many more tiles (with and without split
+tiles, several group sizes, several depths of the pipeline) against float64, times them briefly and the best of them
+well, which shows how well `choose` chooses. For the best one it also says how long the kernel goes on after the last of
+8 blocks of rows has come late.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,12 @@ import torch
 from benchmarks.harness import environment, table, write
 from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts, timeout_error
 from hostir.runtime.kernels.matmul import matmul
+from hostir.runtime.kernels.scaled import (
+    library_takes,
+    scaled_matmul,
+    scaled_matmul_of_library,
+    scaled_matmul_reference,
+)
 from hostir.runtime.kernels.tiles import Gemm, Tile, candidates, choose
 
 ROWS = (64, 512, 2048, 4096, 8192, 16384)
@@ -40,6 +51,21 @@ HEAD_START = 400_000  # cycles the GPU sleeps before each run, so that launching
 BRIEF = 5  # runs of each tile in a sweep; the best FINAL tiles are timed again
 FINAL = 4
 DTYPE = torch.bfloat16
+FP8 = torch.float8_e4m3fn
+FP8_WIDTHS = (GATHER[1], REDUCE[1])
+FP8_ROWS = (2048, 4096, 8192, 16384)
+FP8_WAYS = (("tensor", True), ("rows", True), ("rows", False), ("blocks", True))  # scales, and whether it is fast
+# Tiles of a sweep that are not in the tables, with and without `fast`.
+FP8_TILES = {
+    "f8": (Tile(128, 128, 128, stages=6, warps=8), Tile(128, 256, 128, stages=3, warps=8, halves=True)),
+    "f8s": (
+        Tile(128, 256, 128, stages=4, warps=8, halves=True),
+        Tile(64, 256, 128, stages=4, warps=8),
+        Tile(128, 128, 128, stages=4, warps=8),
+        Tile(128, 128, 128, stages=6, warps=4),
+        Tile(128, 128, 64, stages=8, warps=8),
+    ),
+}
 COLUMNS = ("b", "cublas_us", "ours_us", "ratio", "tflops", "tile")
 
 
@@ -113,14 +139,14 @@ def median(pairs: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
 class Judge:
     """Holds results of one product against float64, as accurate as cuBLAS's (which may round once better by luck)."""
 
-    def __init__(self, a: torch.Tensor, b: torch.Tensor, cublas: torch.Tensor) -> None:
-        self.exact = a.double() @ b.double()
+    def __init__(self, exact: torch.Tensor, cublas: torch.Tensor) -> None:
+        self.exact = exact
         self.worst, self.mean = self._errors(cublas)
 
-    def check(self, name: str, out: torch.Tensor) -> None:
-        """End the program if `out` is wrong."""
+    def check(self, name: str, out: torch.Tensor, mean_too: float = 1.01) -> None:
+        """End the program if `out` is wrong: the mean error may be so many times cuBLAS's."""
         worst, mean = self._errors(out)
-        if not (worst <= 1.1 * self.worst + 1e-6 and mean <= 1.01 * self.mean + 1e-9):
+        if not (worst <= 1.1 * self.worst + 1e-6 and mean <= mean_too * self.mean + 1e-9):
             sys.exit(f"{name}: WRONG: error at most {worst}, on average {mean}; cuBLAS {self.worst}, {self.mean}")
 
     def _errors(self, out: torch.Tensor) -> tuple[float, float]:
@@ -183,7 +209,7 @@ def measure(M: int, N: int, K: int, major: str, clock: Clock, options: argparse.
         return matmul(a, right, out, use_descriptors=options.descriptors, tile=tile, ready=ready)
 
     cublas()
-    judge = Judge(a, b, theirs)
+    judge = Judge(a.double() @ b.double(), theirs)
     compile_together([lambda tile=tile: ours(tile) for tile in tiles])
     for tile in tiles:
         for _ in range(2):  # the second finds the tickets of the first
@@ -222,6 +248,67 @@ def measure(M: int, N: int, K: int, major: str, clock: Clock, options: argparse.
     return row
 
 
+def measure_scaled(
+    M: int, N: int, K: int, scaled: str, fast: bool, clock: Clock, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Check and time one product of 8-bit floats, with b as both kernels read it, by columns."""
+    a, b = torch.randn(M, K, device="cuda").to(FP8), torch.randn(N, K, device="cuda").to(FP8).t()
+    shapes = {"tensor": ((1, 1), (1, 1)), "rows": ((M, 1), (1, N)), "blocks": ((M, K // 128), (K // 128, N // 128))}
+    scales = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes[scaled]]
+    theirs, out = (torch.full((M, N), float("nan"), dtype=DTYPE, device="cuda") for _ in range(2))
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    family = "f8" if fast and scaled != "blocks" else "f8s"
+    chosen = choose(Gemm(M, N, K, family, result=2), sms, candidates(family, result=2))
+    more = (*candidates(family, result=2), *FP8_TILES[family]) if options.sweep else ()
+    tiles = [chosen, *(dataclasses.replace(tile, rate=1.0) for tile in more if scaled != "blocks" or tile.n <= 128)]
+    of_columns = [scale.t().contiguous().t() for scale in scales]  # as cuBLAS reads scales of blocks
+
+    def library() -> object:
+        if library_takes(theirs, a, b, *scales):
+            return scaled_matmul_of_library(theirs, a, b, *scales, fast=fast)
+        return torch._scaled_mm(a, b, *of_columns, out_dtype=DTYPE, out=theirs)
+
+    def ours(tile: Tile) -> object:
+        return scaled_matmul(out, a, b, *scales, fast=fast, tile=tile)
+
+    exact = scaled_matmul_reference(a, b, *scales, None, torch.float64)
+    peers = [library]
+    try:
+        library()
+        judge = Judge(exact, theirs)
+    except (RuntimeError, ValueError) as problem:
+        print(f"torch has no product with scales of {scaled}: {str(problem).splitlines()[0]}", flush=True)
+        peers, judge = [], Judge(exact, exact.to(DTYPE))
+    compile_together([lambda tile=tile: ours(tile) for tile in tiles])
+    for tile in tiles:
+        out.fill_(float("nan"))
+        ours(tile)
+        judge.check(f"{M},{N},{K} scales of {scaled}, {short(tile)}", out, 1.1)
+    del judge, exact
+    brief = clock.medians([lambda tile=tile: ours(tile) for tile in tiles], BRIEF, warm=1) if options.sweep else [0.0]
+    finalists = [tiles[i] for i in (0, *sorted(range(1, len(tiles)), key=brief.__getitem__)[:FINAL])]
+    works = [*peers, *(lambda tile=tile: ours(tile) for tile in finalists)]
+    times = clock.medians(works, options.repeats)
+    first, times = times[: len(peers)], times[len(peers) :]
+    row: dict[str, Any] = {
+        "M": M,
+        "N": N,
+        "K": K,
+        "b": f"{scaled}{' fast' if family == 'f8' else ''}",
+        "cublas_us": round(first[0], 1) if first else None,
+        "ours_us": round(times[0], 1),
+        "ratio": round(times[0] / first[0], 3) if first else None,
+        "tflops": round(2 * M * N * K / times[0] / 1e6),
+        "tile": short(chosen),
+    }
+    if options.sweep:
+        best = min(range(len(finalists)), key=times.__getitem__)
+        row["best_tile"] = short(finalists[best])
+        row["best_ratio"] = round(times[best] / (first or times)[0], 3)
+        row["tiles"] = {short(tile): round(t, 1) for tile, t in zip(tiles, brief, strict=True)}
+    return row
+
+
 def compile_together(works: Sequence[Callable[[], object]]) -> None:
     """Do each once: compiling takes seconds, and threads share the cores."""
     with ThreadPoolExecutor(initializer=torch.cuda.synchronize) as pool:
@@ -240,6 +327,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results here, as JSON and a table")
     parser.add_argument("--b", choices=("row", "column", "both"), default="row", help="how b is stored")
+    parser.add_argument("--fp8", action="store_true", help="products of 8-bit floats with scales")
     parser.add_argument("--sweep", action="store_true", help="time many tiles, not only the chosen one")
     parser.add_argument("--repeats", type=int, default=25, help="timed runs of each (default: %(default)s)")
     options = parser.parse_args()
@@ -250,17 +338,28 @@ def main() -> None:
     options.descriptors = torch.cuda.get_device_capability() >= (9, 0)
     path = "TMA descriptors" if options.descriptors else "pointers"
     print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
-    print(f"{'M,N,K':>18} {'b by':>7} {'cuBLAS us':>10} {'ours us':>9} {'ratio':>6} {'TFLOP/s':>8}  tile", flush=True)
+    print(f"{'M,N,K':>18} {'b by':>11} {'cuBLAS us':>10} {'ours us':>9} {'ratio':>6} {'TFLOP/s':>8}  tile", flush=True)
     clock = Clock()
     rows: list[dict[str, Any]] = []
     majors = ("row", "column") if options.b == "both" else (options.b,)
-    for N, K in GATHER if options.sweep else (*GATHER, *REDUCE):
-        for M in ROWS:
-            for major in majors:
-                rows.append(measure(M, N, K, major, clock, options))
-                print(line(rows[-1]), flush=True)
+    works: list[Callable[[], dict[str, Any]]] = [
+        partial(measure, M, N, K, major, clock, options)
+        for N, K in (GATHER if options.sweep else (*GATHER, *REDUCE))
+        for M in ROWS
+        for major in majors
+    ]
+    if options.fp8:
+        works = [
+            partial(measure_scaled, M, N, K, *way, clock, options)
+            for way in FP8_WAYS
+            for N, K in FP8_WIDTHS
+            for M in FP8_ROWS
+        ]
+    for work in works:
+        rows.append(work())
+        print(line(rows[-1]), flush=True)
     launch = host_times()
-    ratios = [row["ratio"] for row in rows]
+    ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
     print(f"ratio: geometric mean {statistics.geometric_mean(ratios):.3f}, worst {max(ratios)}")
     print("host time of a call, us: " + ", ".join(f"{name} {t}" for name, t in launch.items()))
     print(f"took {time.perf_counter() - began:.0f} s, path: {path}")
@@ -274,8 +373,8 @@ def line(row: dict[str, Any]) -> str:
     late = f"   tail {row['tail_us']}" if "tail_us" in row else ""
     shape = f"{row['M']},{row['N']},{row['K']}"
     return (
-        f"{shape:>18} {row['b']:>7} {row['cublas_us']:>10} {row['ours_us']:>9} "
-        f"{row['ratio']:>6} {row['tflops']:>8}  {row['tile']}{best}{late}"
+        f"{shape:>18} {row['b']:>11} {row['cublas_us']!s:>10} {row['ours_us']:>9} "
+        f"{row['ratio']!s:>6} {row['tflops']:>8}  {row['tile']}{best}{late}"
     )
 
 

@@ -315,9 +315,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measures, prints a line a row, and writes table and figures on rank 0."""
-    given = options()
+    given = options(arguments)
     if given.as_rank_of is None:
         return compare(given, "reduce_scatter", Operands)
     if given.out is not None:

@@ -175,9 +175,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     return options.parse_args(arguments)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measures, prints a line a row, and writes table and figures on rank 0."""
-    given = options()
+    given = options(arguments)
     if given.gated and given.out is not None:
         given.out = given.out.with_name(f"{given.out.name}_gated")
     compare(given, "mlp", partial(Operands, gated=given.gated))

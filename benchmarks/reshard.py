@@ -122,9 +122,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser(__doc__, "reshard").parse_args(arguments)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measures, prints a line a row, and writes table and figures on rank 0."""
-    compare(options(), "reshard", subject)
+    compare(options(arguments), "reshard", subject)
 
 
 if __name__ == "__main__":

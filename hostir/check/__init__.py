@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from hostir.check.signature import Signature, forget_forms
+from hostir.check.signature import Signature, SizesKey, forget_forms
 from hostir.check.structure import check_structure, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
@@ -44,11 +44,17 @@ def check(
 
 def _orders(program: Program, sizes: Mapping[str, int] | None, calls: int | None = None) -> list[Diagnostic]:
     """Findings about a program of sound structure."""
-    if program.phase is not Phase.HOST:
-        return program.misfits(sizes or {})
+    return program.misfits(sizes or {}) if program.phase is not Phase.HOST else _analysed(program, sizes, calls)[0]
+
+
+def _analysed(
+    program: Program, sizes: Mapping[str, int] | None, calls: int | None = None
+) -> tuple[list[Diagnostic], bool]:
+    """Findings about a host program of sound structure, and whether its symmetric buffers are resizable."""
     from hostir.check.proof import analyse_quickly  # loads numpy
 
-    return analyse_quickly(program, sizes, calls).findings
+    found = analyse_quickly(program, sizes, calls)
+    return found.findings, found.resizable
 
 
 def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
@@ -62,8 +68,27 @@ def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
         sizes: of symbols; those left out get small values.
     """
     verify(program)
-    if program.phase is not Phase.HOST:
-        return program
+    if program.phase is Phase.HOST:
+        proof_of(program, sizes)
+    return program
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A proof of a host program.
+
+    Fields:
+        kind: what all sizes that it holds for have in common, and no others.
+        resizable: whether calls with any of these sizes may use the same symmetric memory in any order: calls then use
+            each buffer one after another on all ranks, wherever in it the parts for their sizes are.
+    """
+
+    kind: SizesKey
+    resizable: bool
+
+
+def proof_of(program: Program, sizes: Mapping[str, int] | None = None) -> Proof:
+    """Return the proof of a host program whose structure is sound, as `prove` makes it and with the same errors."""
     known = _signature(program)
     bound = {name: value for name, value in (sizes or {}).items() if name in known.names}
     program.check_whole(bound)
@@ -72,12 +97,12 @@ def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
 
         bound = small_sizes(program, bound) or bound
     key = known.of(bound)
-    if key in known.proved:
-        return program
-    if errors := [found for found in _orders(program, bound) if found.level == "error"]:
-        raise HostIRError(*(_refused(found) if found.kind == UNCHECKED else found for found in errors))
-    known.proved.add(key)
-    return program
+    if key not in known.proved:
+        found, resizable = _analysed(program, bound)
+        if errors := [each for each in found if each.level == "error"]:
+            raise HostIRError(*(_refused(each) if each.kind == UNCHECKED else each for each in errors))
+        known.proved[key] = resizable
+    return Proof(key, known.proved[key])
 
 
 @lru_cache(maxsize=256)
@@ -95,4 +120,4 @@ def _refused(unchecked: Diagnostic) -> Diagnostic:
     return replace(unchecked, hint=f"{unchecked.hint}; or run it unproved: check=False, --no-check")
 
 
-__all__ = ["MAX_CALLS", "check", "check_calls", "check_structure", "forget", "prove", "verify"]
+__all__ = ["MAX_CALLS", "Proof", "check", "check_calls", "check_structure", "forget", "proof_of", "prove", "verify"]

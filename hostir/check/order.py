@@ -50,6 +50,7 @@ class Order:
     sent: dict[tuple[int, str, int], list[Flag]] = field(default_factory=dict)  # the signals of each flag
     needs: dict[Event, Clock] = field(default_factory=dict)  # of signals: `clocks`, and what may hold them up besides
     partners: dict[Flag, Event] = field(default_factory=dict)  # of a wait for a flag: the signal that ends it
+    resizable: bool = False  # as the `RaceDetector` that has visited it found
 
     def __post_init__(self) -> None:
         self.events = [event for rank in self.ranks for event in rank.events]
@@ -370,14 +371,27 @@ class History:
         yield from left
 
 
+@dataclass(eq=False, slots=True)
+class CallUses:
+    """The accesses of one call to a buffer: the ticks that a clock has reached once they have ended, or events."""
+
+    ticks: Clock
+    others: list[Event] = field(default_factory=list)  # that several ticks show, any one of them
+
+
 class RaceDetector:
     """Check the accesses of events, one event after another, against earlier accesses to the same memory.
 
     `conflicts` holds one conflict for each pair of statements and each buffer, with the number of times it was met.
+    `resizable` tells whether calls use each symmetric buffer one after another, whatever elements they access: then
+    buffers may have another size in every call.
     """
 
     def __init__(self, order: Order) -> None:
         self.order = order
+        self.resizable = True
+        self.kept = {buffer for rank in order.ranks for buffer in rank.kept.values()}
+        self.uses: dict[Buffer, dict[tuple[int, bool], CallUses]] = {}  # of symmetric buffers, by call and if writes
         self.histories: dict[Buffer, History] = {}
         self.conflicts: dict[tuple[object, ...], tuple[Conflict, int]] = {}
         self.raced: set[Buffer] = set()
@@ -386,6 +400,8 @@ class RaceDetector:
     def visit(self, event: Event, clock: Clock) -> None:
         for access in event.accesses:
             buffer = self._buffer(access)
+            if self.resizable and buffer in self.kept:
+                self.resizable = self._follows(buffer, event, access.writes, clock)
             history = self.histories.setdefault(buffer, History())
             touch = Touch(event, access)
             found = list(self._unordered(touch, history, clock))
@@ -401,6 +417,26 @@ class RaceDetector:
             if access.does == "frees":
                 history.freed = touch
             history.add(touch, clean=not found)
+
+    def _follows(self, buffer: Buffer, event: Event, writes: bool, clock: Clock) -> bool:
+        """Whether an access follows all of other calls that it could race with, wherever they are in the buffer."""
+        calls = self.uses.setdefault(buffer, {})
+        for (call, wrote), uses in calls.items():
+            if call == event.call or not (writes or wrote):
+                continue
+            seen = (clock >= uses.ticks).all() and all(self.order.known(other, clock) for other in uses.others)
+            if call > event.call or not seen:
+                return False
+        mine = calls.get((event.call, writes))
+        if mine is None:
+            mine = calls[event.call, writes] = CallUses(np.zeros(len(clock), dtype=np.int32))
+        if len(event.ends) == 1:
+            ((lane, tick),) = event.ends
+            at = self.order.lanes[lane]
+            mine.ticks[at] = max(mine.ticks[at], tick)
+        else:
+            mine.others.append(event)
+        return True
 
     def _buffer(self, access: Access) -> Buffer:
         if access.rank < 0:

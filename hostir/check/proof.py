@@ -38,12 +38,16 @@ VALUES = "give values: --set NAME=VALUE"
 
 @dataclass(frozen=True)
 class Analysis:
-    """The result of a check: findings, the order of events (None if none is kept), and the sizes and calls checked."""
+    """The result of a check: findings, the order of events (None if none is kept), and the sizes and calls checked.
+
+    `resizable`: whether symmetric buffers may have other sizes in every call, as `RaceDetector` says.
+    """
 
     findings: list[Diagnostic]
     order: Order | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     calls: int = 2
+    resizable: bool = False
 
 
 @uncollected()
@@ -75,7 +79,7 @@ def _of_one_rank(program: Program, sizes: Mapping[str, int], calls: int | None) 
     unsure = any(f.kind == "SMs held" for f in found)
     if more or unsure or (found and _statements(program, bound, number) <= MAX_STATEMENTS):
         return None
-    return Analysis(found, None, bound, number)
+    return Analysis(found, None, bound, number, order.resizable)
 
 
 @uncollected()
@@ -119,7 +123,7 @@ def _traced(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
     if problems := {key: problem for tracer in tracers for key, problem in tracer.problems.items()}:
         return Analysis(sorted(problems.values(), key=_in_program_order), None, sizes, calls)
     order = Order(tracers)
-    return Analysis(findings_of(program, order), order, sizes, calls)
+    return Analysis(findings_of(program, order), order, sizes, calls, order.resizable)
 
 
 def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic]:
@@ -153,6 +157,7 @@ def findings_of(program: Program, order: Order) -> list[Diagnostic]:
         return list(build.troubles(order.troubles))
     memory = RaceDetector(order)
     left = order.run(memory.visit)
+    order.resizable = memory.resizable
     found: list[Finding] = list(build.troubles([*cyclic_waits(order, left), *flags_out_of_order(order)]))
     if not left:
         memory.finish()

@@ -52,7 +52,7 @@ class Signature:
 
     Fields:
         names: the symbols of the program.
-        proved: the signatures for which programs of this form were proved.
+        proved: the signatures for which programs of this form were proved, with whether buffers are resizable.
     """
 
     def __init__(self, program: Program) -> None:
@@ -243,9 +243,9 @@ def sizes_of(program: Program) -> Iterator[Size]:
 
 # The form of a program: all of it but its sizes, its name and its places in a text --------------------------------
 @lru_cache(maxsize=256)
-def _proved(form: SizesKey) -> set[SizesKey]:
-    """Return the signatures that were proved for programs of a form."""
-    return set()
+def _proved(form: SizesKey) -> dict[SizesKey, bool]:
+    """Return the signatures that were proved for programs of a form, with whether their buffers are resizable."""
+    return {}
 
 
 def forget_forms() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hostir.choice.cache import Candidate
-from hostir.choice.ranges import LARGEST, Ranges
+from hostir.choice.ranges import Ranges
 from hostir.ir.op import Value
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
@@ -38,7 +38,7 @@ class RangedExecutor(Executor):
         self.executors: dict[Candidate, Executor] = {}
         self._execute = execute
         self._simulated, self._rank = rank is None, rank or 0
-        largest = self._executor(ranges.candidate(dict.fromkeys(ranges.free, 1 << LARGEST)))
+        largest = self._executor(ranges.candidate(ranges.largest))
         self._latest: tuple[list[int] | None, Executor] = None, largest  # with the extents of its call, at `_axes`
         self._axes = [  # of the inputs that this rank holds: axes that free sizes determine
             (i, k)

@@ -96,6 +96,11 @@ class Ranges:
         return next(iter(self.decider.found.programs.values()))
 
     @property
+    def largest(self) -> dict[str, int]:
+        """The largest sizes, if one is free; else sizes whose product is as large, since rows may be a product."""
+        return dict.fromkeys(self.free, 1 << LARGEST // max(len(self.free), 1))
+
+    @property
     def representatives(self) -> list[dict[str, int]]:
         """The sizes that choices are made for, if one size is free; none if several are, whose values are too many."""
         if len(self.free) > 1:
@@ -151,11 +156,10 @@ def agreed_ranges(
     """
     decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
     ranges = Ranges(decider, given)
-    largest = dict.fromkeys(ranges.free, 1 << LARGEST)
-    check_sizes(program, ranges.representative(largest))
+    check_sizes(program, ranges.representative(ranges.largest))
     agreed, speaks = from_rank_0(machine, group, lambda: _encoded(ranges))
     ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in entries} for name, entries in agreed.items()}
-    choice = ranges.choice(largest)
+    choice = ranges.choice(ranges.largest)
     if speaks:
         warn_fallbacks(program, choice, group)
     return ranges

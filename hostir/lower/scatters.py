@@ -14,7 +14,7 @@ from hostir.ir.host_ops import Chunk, For, Select
 from hostir.ir.onesided_ops import WaitSignal
 from hostir.ir.op import Bin, Expr, Lit, Ref, Value
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import ACTIVATIONS, Add, Sum, Unary, ViewStatement
+from hostir.ir.tensor_ops import ACTIVATIONS, Add, DenseCopy, Permute, Sum, Unary, ViewStatement
 from hostir.ir.types import Axis
 from hostir.lower.host import Host, modulo
 from hostir.lower.rows import piece_axis, shard_place
@@ -44,11 +44,13 @@ class ScatteredBlocks:
 
     @property
     def first(self) -> Expr:
-        """The block with which a product of all rows is to begin, so that flags rise in the order of the turns.
+        """The block with which a product of all rows begins, so that flags rise in about the order of the turns.
 
-        Blocks are computed as they lie in memory, round robin. With several blocks outside, only two ranks can begin
-        with the block that is sent first: with more, those for the ranks before this one would come last of all. So it
-        begins with what is sent last, and ends with its own block.
+        Blocks are computed as they lie in memory, round robin. Where the blocks for a rank lie together, or there are
+        two ranks, the product begins with the first one for the next rank, which is sent first. Else every outer block
+        holds one for each rank: a product that begins so comes last of all to those of the first outer block for the
+        ranks before this one, which are sent early. So it begins in the last outer block, directly behind this rank's
+        block: with blocks that are sent late. In both cases it ends with a block of this rank, which is not sent.
         """
         ranks, blocks = self.team.ranks, self.each * self.team.ranks
         if self.axis is None or ranks == 2:
@@ -102,7 +104,7 @@ class ScatteredBlocks:
         """Add the sum over all ranks, each block of it when they have sent theirs, and what it computes at once."""
         host, s, rank = self.host, self.scatter, self.team.rank
         result, addend, activation = self.epilogue()
-        out, full, place = host.destination(result), host.values[s.x.name], shard_place(s)
+        out, full, place = self.target(result), host.values[s.x.name], shard_place(s)
         own: list[ViewStatement] = []
         mine = made(Chunk(full, self.named("mine"), rank, place.count, place.axis, span=s.span), own)
         total = Sum(out, self.transfers.buffer, 0, addend=addend, activation=activation, span=s.span, note=note)
@@ -127,6 +129,19 @@ class ScatteredBlocks:
             result, activation = user.out, user.keyword()
             host.folded.add(result.name)
         return result, addend, activation
+
+    def target(self, result: Value) -> Value:
+        """Return where the sum goes: to a buffer of its own, or as a view to the only copy of it in another order."""
+        host, turned = self.host, self.host.only_user(result)
+        copy = host.only_user(turned.out) if isinstance(turned, Permute) else None
+        last = len(result.tensor.axes) - 1
+        if not isinstance(turned, Permute) or not isinstance(copy, DenseCopy) or turned.axes[last] != last:
+            return host.destination(result)
+        back = tuple(turned.axes.index(i) for i in range(last + 1))
+        out = Value(host.names.fresh(result.name), result.tensor.host(), result.span)
+        host.folded |= {turned.out.name, copy.out.name}
+        host.body.append(Permute(host.destination(copy.out), out, back, span=turned.span))
+        return out
 
     def piece(self, rows: Value, name: str, index: Expr, axis: int, views: list[ViewStatement]) -> Value:
         """Return a view of one of the pieces of rows, added to `views`."""

@@ -15,7 +15,7 @@ from hostir.runtime.kernels.layout import row_pieces
 from hostir.runtime.kernels.table import REPEATABLE, Kernel, repeating
 from hostir.runtime.order import NONE
 from hostir.runtime.sharding import torch_dtype
-from hostir.runtime.symmetric import SharedMemory
+from hostir.runtime.symmetric import SharedMemory, touches
 from hostir.runtime.unroll import (
     AllocateOp,
     ComputeOp,
@@ -26,6 +26,7 @@ from hostir.runtime.unroll import (
     UnrolledProgram,
     ViewOp,
     overlap,
+    unroll,
 )
 
 Step = Callable[[], object]
@@ -91,7 +92,18 @@ def compute_block(
     out, a, *others = registers[op.out], *(registers[x] for x in op.operands)
     ready = op.ready
     own = registers[ready.own] if ready is not None and ready.own is not None and block in ready.replaced else None
-    for out_part, a_part in with_rows(out, a, block, blocks, own):
+    of_rows = ready.along if ready is not None else op.done.along if op.done is not None else ()
+    if not of_rows:
+        for out_part, a_part in with_rows(out, a, block, blocks, own):
+            kernel(out_part, a_part, *others, **op.options)
+        return
+    height = out.shape[:-1].numel() // blocks
+    first = block * height
+    left = (a, first) if own is None else (own, 0)
+    parts = [(out, first), left, *((others[n - 1], first) for n in of_rows)]
+    for _, (out_part, a_part, *cut_alike) in row_pieces(parts, height):
+        for n, rows in zip(of_rows, cut_alike, strict=True):
+            others[n - 1] = rows
         kernel(out_part, a_part, *others, **op.options)
 
 
@@ -147,7 +159,9 @@ def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int,
     own = {register: op.home for register, op in unrolled.symmetric.items() if op.rank == me}
     at = unrolled.extents
     writes = [(home, at[r]) for op in unrolled.ops for r in op.writes if (home := own.get(unrolled.buffers[r]))]
-    writes += [((n, rounds), (low, high)) for o in memory.offers for n, rounds, r, low, high in o.touches if r == me]
+    peers = (p for p, offer in enumerate(memory.offers) if p != me and any(r == me for *_, r in offer.uses))
+    theirs = (touches(unroll(unrolled.program, peer, unrolled.sizes)) for peer in peers)
+    writes += [((n, rounds), (low, high)) for its in theirs for n, rounds, r, low, high in its if r == me]
     for op in unrolled.ops:
         home = own.get(unrolled.buffers[op.out]) if isinstance(op, CopyOp) else None
         if isinstance(op, CopyOp) and op.x in found and home is not None and (*home, me) not in memory.read:

@@ -18,7 +18,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._C._dynamo.guards import TensorGuards
 from torch.distributed import ProcessGroup
 
-from hostir.check import prove, verify
+from hostir.check import proof_of, prove, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, amount, check_known, described, error, logger, user_span
@@ -80,7 +80,7 @@ def untraced(function: F) -> F:
 # Remember what is known of a call, for later calls with the same kinds of tensors.
 
 Plan = CudaPlan | GlooPlan
-MAX_PLANS = 128  # plans that an executor keeps, the latest used ones: shapes may never repeat
+MAX_PLANS = 16  # plans that an executor keeps, the latest used ones: shapes may never repeat, and a plan is soon made
 MAX_BOUND = 256  # bound calls that an executor keeps, the latest used ones
 
 
@@ -151,7 +151,8 @@ class Executor:
     share no memory with the inputs or each other. On CUDA, the third and later such calls with the same addresses are
     replayed from a CUDA graph; docs/calls.md has the details.
 
-    Symmetric buffers and flags last from call to call, and each set of sizes has its own. Executors of equal programs
+    Symmetric buffers and flags last from call to call. Sizes of one kind share them, with room for the largest seen, so
+    that smaller ones need no rendezvous; docs/memory-model.md says which are of one kind. Executors of equal programs
     share them, and their calls run one after another, whatever streams they are made on.
 
     Gradients do not pass through: inputs that require them are refused, unless the call is under `torch.no_grad()`. An
@@ -178,7 +179,7 @@ class Executor:
 
     Fields:
         machine: the name of the machine.
-        plans: the latest 128 plans, by the shapes, strides and dtypes of their inputs.
+        plans: the latest 16 plans, by the shapes, strides and dtypes of their inputs.
         choice: what chose this program, and why; None if nothing did.
 
     Raises HostIRError, on every rank, if ranks run different programs, or if the job or the group has too few ranks.
@@ -430,6 +431,9 @@ class Executor:
             plan = self._choose(cache_key(inputs), inputs, places=True)
             if plan.memory is not None:
                 plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
+            # The call may be on another stream than this one, to which a new plan issues copies.
+            if self.machine == "cuda" and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream(self._machine.device).synchronize()
         found = places(plan.unrolled, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
 
@@ -502,7 +506,7 @@ class Executor:
         """Tell the other ranks that this one does not run the call; return the error to raise."""
         return self._blamed(refusal) if self._compare and self._agreement.refuse(refusal) else refusal
 
-    def _begin(self, sizes: Mapping[str, int], *, planned: bool | None = None, places: bool = False) -> None:
+    def _begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
         """Begin a call: raise if other ranks make another one, and tell a rank that may already run it."""
         try:
             self._agreement.begin(sizes, planned=planned, places=places)
@@ -553,12 +557,14 @@ class Executor:
         plan = self.plans.get(kind) if kind is not None else None
         if plan is None:
             self._refuse_in_capture()
-            began = time.perf_counter()
+            began, symmetric = time.perf_counter(), self._machine.symmetric
+            released = symmetric.released
             try:
                 plan = self._make(inputs, out, places, begun)
             finally:
-                for member in [self] if self.session is None else list(self.session.members):
-                    member._drop_stale()
+                if symmetric.released != released:
+                    for member in [self] if self.session is None else list(self.session.members):
+                        member._drop_stale()
             self._log(plan, time.perf_counter() - began)
         else:
             try:
@@ -626,8 +632,8 @@ class Executor:
         machine = self._machine
         try:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
-            if self.check:
-                prove(self.program, sizes)
+            proof = proof_of(self.program, sizes) if self.check else None
+            if proof is not None:
                 self._refuse_shared_queues(sizes)
             refuse_gradients(self.program, inputs)
             unrolled = unroll(self.program, self.rank, sizes, inputs)
@@ -637,14 +643,16 @@ class Executor:
             if self._agreement.refuse(refusal):
                 raise self._blamed(refusal) from refusal.__cause__
             raise
+        kind = tuple(sorted(sizes.items())) if proof is None else proof.kind
         if not begun:
-            self._begin(sizes, places=places)
-        self._agreement.reach(sizes)
+            self._begin(sizes, planned=kind in self._agreement.agreed, places=places)
+        self._agreement.reach(sizes, kind)
         warn_of_copies(unrolled)
+        shared = (kind if proof is not None and proof.resizable else None), self.symmetric_limit
         with torch.inference_mode(False):  # tensors that a plan holds are used by calls in any mode
             if isinstance(machine, GlooMachine):
-                return machine.plan(unrolled, self.trace)
-            return machine.plan(unrolled, Timeline(unrolled, self.trace) if self.trace is not None else None)
+                return machine.plan(unrolled, self.trace, *shared)
+            return machine.plan(unrolled, Timeline(unrolled, self.trace) if self.trace is not None else None, *shared)
 
     def _check_local(self, sizes: Mapping[str, int]) -> None:
         """Raise for sizes of a call on simulated ranks for which the program is not proved, or takes too much."""

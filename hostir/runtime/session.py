@@ -13,8 +13,8 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -75,7 +75,7 @@ class Call:
 
     @lru_cache(maxsize=1024)  # noqa: B019  # the same few, again and again
     def __str__(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self))
 
 
 def describe(by_rank: Mapping[int, Call]) -> str:
@@ -671,7 +671,7 @@ READ = "read "  # before a refusal that another rank has read
 
 
 class Meetings:
-    """The meetings of a job's ranks, one before each call with sizes that are new to an executor.
+    """The meetings of a job's ranks, one before each call with sizes of a kind that is new to an executor.
 
     Every rank posts its call in a slot of its own, and waits for the others'. A rank that refuses a call posts the
     refusal instead, and may replace that by a call until another rank, in the call that was refused, has read it: from
@@ -740,7 +740,7 @@ class Meetings:
 
 
 class Agreement:
-    """The agreement of all ranks on what an executor runs: before its first run at some sizes they compare it.
+    """The agreement of all ranks on what an executor runs: before its first run at sizes of a kind they compare it.
 
     With `compare`, also each call. Without a session there is nobody to agree with.
 
@@ -755,19 +755,17 @@ class Agreement:
         self.call = Call(program.name, program.digest if session is not None else "", None, (), kernels)
         self.calls.made(self.call.digest)
         self.program = program
-        self.agreed: set[tuple[tuple[str, int], ...]] = set()  # sizes
+        self.agreed: set[Hashable] = set()  # kinds of sizes
         self.made = 0
         self.failed = 0, 0  # the latest call that failed, as a number of calls made before it, and how often
 
-    def begin(self, sizes: Mapping[str, int], *, planned: bool | None = None, places: bool = False) -> None:
+    def begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
         """Raise if ranks that have reached this call make another one; the caller holds the lock of the calls.
 
-        `planned`, unless given, is whether the ranks have agreed on the sizes: then this one runs without meeting them.
+        `planned`: this one then runs without meeting them.
         """
         if not self.compare:
             return
-        if planned is None:
-            planned = tuple(sorted(sizes.items())) in self.agreed
         try:
             self.calls.begin(lambda: self.of(sizes, places), planned=planned)
         except HostIRError as refused:
@@ -783,11 +781,11 @@ class Agreement:
         self._announce(refusal)
         return running
 
-    def reach(self, sizes: Mapping[str, int]) -> None:
-        """Raise on every rank if one refuses, or if programs, sizes or kernels differ."""
-        bound = tuple(sorted(sizes.items()))
-        if self.session is None or bound in self.agreed:
+    def reach(self, sizes: Mapping[str, int], kind: Hashable) -> None:
+        """Raise on every rank if one refuses, or if programs, sizes or kernels differ; once for each kind of sizes."""
+        if self.session is None or kind in self.agreed:
             return
+        bound = tuple(sorted(sizes.items()))
         if broken := self.session.groups.broken:
             raise error(f"@{self.program.name} cannot run: {broken}", hint=ANEW)
         where = f"the call of @{self.program.name}" + "".join(f", {name}={size}" for name, size in bound)
@@ -811,7 +809,7 @@ class Agreement:
         if self.call.executor is None:
             self.call = replace(self.call, executor=self._made() if self.compare else meetings.number)
         self.session.groups.prepare(teams_of(self.program))
-        self.agreed.add(bound)
+        self.agreed.add(kind)
 
     def of(self, sizes: Mapping[str, int], places: bool = False) -> Call:
         """Return a call of the executor with these sizes."""

@@ -1,13 +1,19 @@
 """Symmetric memory: buffers, flags and barrier counters that the ranks of one host can access on each other.
 
-Ranks meet once for each program and set of sizes that they run it with: each allocates one piece of memory that holds
+Ranks meet once for each program and kind of sizes that they run it with: each allocates one piece of memory that holds
 its buffers, its flags and its barriers, and maps the pieces of the others. The machine defines how (`Sharing`). Flags
 are 0 and numbers NaN at first.
 
-The memory belongs to the process group. Executors of equal programs share it at equal sizes: their calls run one after
-another, so that they are like calls of one executor. Memory is released when ranks meet anyway: what no plan uses any
-more, and what was not used longest: of all programs, if they would take more than HOSTIR_SYMMETRIC_LIMIT together;
-without that limit, of the program that needs more, if its sizes take too much.
+Sizes are of one kind if one proof holds for all, and says that calls may differ in the sizes of their buffers
+(`hostir.check.Proof`). Each call then uses the beginnings of the buffers, and ranks meet again only for sizes that have
+no room in them. They find room for more the next time, so that sizes that grow step by step need few rendezvous. Every
+rank decides so by the program and the sizes alone, as all others do.
+
+The memory belongs to the process group. Executors of equal programs share it at sizes of one kind: their calls run one
+after another, so that they are like calls of one executor. Memory is released when ranks meet anyway: what has become
+too small, what no plan uses any more, and what was not used longest: of all programs, if they would take more than
+HOSTIR_SYMMETRIC_LIMIT together; without that limit, of the program that needs more, if its sizes take too much. What
+CUDA graphs of the caller use stays.
 """
 
 from __future__ import annotations
@@ -17,9 +23,9 @@ import json
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,31 +33,36 @@ from typing import Any, Protocol
 import torch
 
 from hostir.ir.onesided_ops import Barrier as BarrierStatement
+from hostir.ir.op import Statement, Value
 from hostir.ir.program import Program
+from hostir.ir.sizes import ONE, Size
 from hostir.ir.source import HostIRError, Span, error
-from hostir.ir.types import FLAG
+from hostir.ir.types import FLAG, bind_shape
 from hostir.knobs import SYMMETRIC_LIMIT
 from hostir.runtime.sharding import TORCH
 from hostir.runtime.unroll import SymmetricOp, UnrolledProgram
 
+GROWTH = 1.5  # times the bytes that are needed are allocated where sizes had no room in what there was
 KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of a program, unless HOSTIR_SYMMETRIC_LIMIT says otherwise
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
 BARRIERS = ""  # in the place of a name: a team's flags, one for each of its barriers and ranks; its round is the team
 ExchangeTexts = Callable[[str, str], list[str]]  # a key and this rank's text: the texts of all ranks
 BufferPlace = tuple[str, tuple[int, ...]]  # a name and a round
 PeerPlace = tuple[str, tuple[int, ...], int]  # a place, and a peer
-ProgramKey = tuple[str, tuple[tuple[str, int], ...]]  # a program's digest, and its sizes by name
+KindOfSizes = Hashable  # what sizes have in common that share memory: by default all, their names and values
+ProgramKey = tuple[str, KindOfSizes]  # a program's digest, and the kind of its sizes
 PeerRange = tuple[str, tuple[int, ...], int, int, int]  # the same, and from which element to before which
 
 
 @dataclass(frozen=True)
 class BufferInfo:
-    """The description of one buffer of a rank, for the other ranks."""
+    """The description of one buffer of a rank, for the other ranks. `room`: its bytes, if they are more than these."""
 
     name: str
     rounds: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
+    room: int = 0
 
     @property
     def place(self) -> BufferPlace:
@@ -63,11 +74,7 @@ class BufferInfo:
 
     @property
     def bytes(self) -> int:
-        return -(-prod(self.shape) * self.kind.itemsize // ALIGNMENT) * ALIGNMENT
-
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the tensor at the beginning of some bytes."""
-        return memory.view(self.kind)[: prod(self.shape)].view(self.shape)
+        return -(-max(prod(self.shape) * self.kind.itemsize, self.room) // ALIGNMENT) * ALIGNMENT
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -110,7 +117,9 @@ class Offer:
     @classmethod
     def read(cls, text: str) -> Offer:
         it = json.loads(text)
-        buffers = [BufferInfo(b["name"], tuple(b["rounds"]), tuple(b["shape"]), b["dtype"]) for b in it.pop("buffers")]
+        buffers = [
+            BufferInfo(**{**b, "rounds": tuple(b["rounds"]), "shape": tuple(b["shape"])}) for b in it.pop("buffers")
+        ]
         uses, reads = (
             tuple((name, tuple(rounds), rank) for name, rounds, rank in it.pop(k)) for k in ("uses", "reads")
         )
@@ -152,12 +161,56 @@ def shares_memory(program: Program) -> bool:
     return any(s.one_sided for s in program.walk())
 
 
+@dataclass(frozen=True)
+class Rooms:
+    """The symmetric buffers of a program, with the bytes of each that a rank has, the same on all ranks.
+
+    Fields:
+        buffers: each with the number of rounds of the loops around it.
+        bytes: by name.
+    """
+
+    buffers: tuple[tuple[Value, Size], ...]
+    bytes: Mapping[str, int]
+
+    @staticmethod
+    def of(program: Program, sizes: Mapping[str, int]) -> Rooms:
+        """Return what a program needs for some sizes."""
+        buffers = tuple(_symmetric_buffers(program.body, ONE))
+        return Rooms(buffers, {value.name: _bytes(value, sizes) for value, _ in buffers})
+
+    def hold(self, sizes: Mapping[str, int]) -> bool:
+        """Whether there is room for other sizes of the program."""
+        return all(_bytes(value, sizes) <= self.bytes[value.name] for value, _ in self.buffers)
+
+    def grown(self, sizes: Mapping[str, int], limit: int | None) -> Rooms:
+        """Return more room, or the same where that could be more bytes on a rank than the limit."""
+        fixed = {value.name for value, _ in self.buffers if value.tensor.dtype == FLAG}
+        more = {name: n if name in fixed else int(n * GROWTH) for name, n in self.bytes.items()}
+        most = sum((more[value.name] + ALIGNMENT) * rounds.bind(sizes) for value, rounds in self.buffers)
+        return self if limit is not None and most > limit else replace(self, bytes=more)
+
+
+def _symmetric_buffers(body: Sequence[Statement], rounds: Size) -> Iterator[tuple[Value, Size]]:
+    for s in body:
+        if s.symmetric and s.buffer is not None:
+            yield s.buffer, rounds
+        for inner in s.bodies:
+            yield from _symmetric_buffers(inner, rounds * s.repeats)
+
+
+def _bytes(value: Value, sizes: Mapping[str, int]) -> int:
+    return prod(bind_shape(value.tensor.local_shape, sizes)) * value.tensor.dtype.bytes
+
+
 class SharedMemory:
-    """The memory of all ranks for one program and set of sizes.
+    """The memory of all ranks for one program and kind of sizes.
 
     Fields:
         number: of the rendezvous at which it was made, the same on all ranks.
         offers: of all ranks.
+        rooms: the bytes of each buffer.
+        buffers: by place and rank, for the sizes at the rendezvous.
         read: the places, with their ranks, that a peer reads.
         plans: those that use it.
         captured: those of them that graphs of the caller's use.
@@ -165,28 +218,33 @@ class SharedMemory:
         calls: the runs of all plans, where the machine numbers them; the same on every rank.
         broken: why no plan can run again; empty if they can.
         gone: it was released; plans that hold it must be dropped.
-        handle: what the machine keeps as long as this.
+        kept: what the machine keeps as long as this.
     """
 
-    def __init__(self, number: int, offers: Sequence[Offer], maps: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, number: int, offers: Sequence[Offer], rooms: Rooms, maps: Mapping[int, torch.Tensor]) -> None:
         self.number = number
         self.offers = offers
+        self.rooms = rooms
         self.read = {use for offer in offers for use in offer.reads}
         self.plans = weakref.WeakSet[Any]()
         self.captured = weakref.WeakSet[Any]()
         self.used, self.calls = 0.0, 0
         self.broken, self.gone = "", False
-        self.handle: Any = None
+        self.kept: dict[Hashable, Any] = {}
+        self.whole: dict[tuple[BufferPlace, int], torch.Tensor] = {}  # the elements that each buffer has room for
         self.buffers: dict[tuple[BufferPlace, int], torch.Tensor] = {}
         for rank, memory in maps.items():
             at = 0
             for buffer in offers[rank].buffers:
-                self.buffers[buffer.place, rank] = buffer.of(memory[at : at + buffer.bytes])
+                whole = self.whole[buffer.place, rank] = memory[at : at + buffer.bytes].view(buffer.kind)
+                self.buffers[buffer.place, rank] = whole[: prod(buffer.shape)].view(buffer.shape)
                 at += buffer.bytes
 
     def buffer(self, op: SymmetricOp) -> torch.Tensor:
-        """Return a symmetric buffer of some rank."""
-        return self.buffers[(op.name, op.rounds), op.rank]
+        """Return a symmetric buffer of some rank, for the sizes of a call."""
+        place = (op.name, op.rounds), op.rank
+        buffer = self.buffers[place]
+        return buffer if buffer.shape == op.shape else self.whole[place][: prod(op.shape)].view(op.shape)
 
     def barriers(self, team: tuple[int, ...], rank: int) -> torch.Tensor:
         """Return a rank's flags for a team's barriers: `[barriers, ranks]`, the ranks by their places in the team."""
@@ -203,6 +261,7 @@ class SymmetricMemory:
 
     Fields:
         met: all that there is, with the same keys on every rank.
+        released: how much there was that has gone.
     """
 
     def __init__(self, rank: int, exchange: ExchangeTexts, sharing: Sharing) -> None:
@@ -210,23 +269,33 @@ class SymmetricMemory:
         self.exchange = exchange
         self.sharing = sharing
         self.met: dict[ProgramKey, SharedMemory] = {}
-        self.meetings = 0
+        self.meetings = self.released = 0
 
     @property
     def bytes(self) -> int:
         """The bytes on this rank."""
         return sum(memory.offers[self.rank].bytes for memory in list(self.met.values()))
 
-    def of(self, unrolled: UnrolledProgram, plan: object) -> SharedMemory | None:
-        """Return the memory for a plan; ranks meet if there is none for its program and sizes. None if it needs none.
+    def of(
+        self, unrolled: UnrolledProgram, plan: object, kind: KindOfSizes = None, limit: int | None = None
+    ) -> SharedMemory | None:
+        """Return the memory for a plan; ranks meet if there is none with room for its sizes. None if it needs none.
+
+        Args:
+            kind: of its sizes; None if they share memory with no others.
+            limit: the bytes that the program's memory does not grow beyond by itself.
 
         Raises HostIRError on every rank where they cannot share memory, or disagree on what they share.
         """
         if not shares_memory(unrolled.program):
             return None
-        key = unrolled.program.digest, tuple(sorted(unrolled.sizes.items()))
-        if key not in self.met:
-            self.met[key] = self.meet(unrolled)
+        key = unrolled.program.digest, tuple(sorted(unrolled.sizes.items())) if kind is None else kind
+        outgrown = self.met.get(key)
+        if outgrown is None or not outgrown.rooms.hold(unrolled.sizes):
+            made = self.meet(unrolled, outgrown, limit)
+            if outgrown is not None and not outgrown.gone:  # graphs of the caller use it
+                self.met[key[0], (outgrown.number, key[1])] = outgrown
+            self.met[key] = made
         self.met[key].plans.add(plan)
         return self.met[key]
 
@@ -239,11 +308,17 @@ class SymmetricMemory:
             if program == digest and len(memory.offers) > 1:
                 memory.broken = memory.broken or why
 
-    def meet(self, unrolled: UnrolledProgram) -> SharedMemory:
-        """Allocate this rank's memory, and map that of the ranks that it exchanges data with."""
+    def meet(self, unrolled: UnrolledProgram, outgrown: SharedMemory | None, limit: int | None) -> SharedMemory:
+        """Allocate this rank's memory, and map that of the ranks that it exchanges data with.
+
+        `outgrown`: the memory that it takes the place of.
+        """
         self.meetings += 1
+        rooms = Rooms.of(unrolled.program, unrolled.sizes)
+        if outgrown is not None:
+            rooms = rooms.grown(unrolled.sizes, limit)
         with contextlib.ExitStack() as until_all_have_mapped:
-            offer = self.offer(unrolled, until_all_have_mapped)
+            offer = self.offer(unrolled, rooms, outgrown, until_all_have_mapped)
             where = f"the symmetric memory of @{unrolled.program.name}"
             offers = [Offer.read(text) for text in self.exchange(where, json.dumps(asdict(offer)))]
             if refused := judge(offers, unrolled.program):
@@ -254,35 +329,42 @@ class SymmetricMemory:
             why = self.excess(unrolled.program, offer, drops) or self.reserve(offers)
             if refused := _refusal(self.exchange(f"{where}, made", why)):
                 raise refused
-            memory, why = self.map(unrolled, offers)
+            memory, why = self.map(unrolled, offers, rooms)
             if refused := _refusal(self.exchange(f"{where}, mapped", why)):
                 raise refused
         for key in [key for key, memory in self.met.items() if memory.number in drops]:
             self.met.pop(key).gone = True  # since they said that theirs is made, no rank has used it
+            self.released += 1
         assert memory is not None
         return memory
 
-    def offer(self, unrolled: UnrolledProgram, until_all_have_mapped: contextlib.ExitStack) -> Offer:
-        buffers, uses, reads = _needs(unrolled)
+    def offer(
+        self,
+        unrolled: UnrolledProgram,
+        rooms: Rooms,
+        outgrown: SharedMemory | None,
+        until_all_have_mapped: contextlib.ExitStack,
+    ) -> Offer:
+        buffers, uses, reads = _needs(unrolled, rooms)
         buffers += self.sharing.hidden(unrolled)
         size = Offer(buffers=buffers).bytes
         try:
             path = until_all_have_mapped.enter_context(self.sharing.offering(size))
             where = _host(), os.uname().nodename, path
-            notes, drops = self.sharing.notes(unrolled), self.surplus(unrolled.program, size)
+            notes, drops = self.sharing.notes(unrolled), self.surplus(unrolled.program, size, outgrown)
             pinned = tuple(memory.number for memory in self.met.values() if memory.captured)
-            return Offer(*where, buffers, uses, reads, _touches(unrolled), notes, drops, pinned)
+            return Offer(*where, buffers, uses, reads, touches(unrolled), notes, drops, pinned)
         except (OSError, RuntimeError) as problem:
             return Offer(refusal=str(problem))
 
-    def surplus(self, program: Program, size: int) -> tuple[int, ...]:
+    def surplus(self, program: Program, size: int, outgrown: SharedMemory | None) -> tuple[int, ...]:
         """Return what goes: all that no plan uses, and what was not used longest, to make room for `size` bytes."""
         limit = SYMMETRIC_LIMIT.get()
-        found = [memory.number for memory in self.met.values() if not memory.plans]
+        found = [memory.number for memory in self.met.values() if memory is outgrown or not memory.plans]
         held = [
             memory
             for (digest, _), memory in self.met.items()
-            if memory.plans and (limit is not None or digest == program.digest)
+            if memory.number not in found and (limit is not None or digest == program.digest)
         ]
         excess = (
             sum(memory.offers[self.rank].bytes for memory in held) + size - (KEPT_BYTES if limit is None else limit)
@@ -310,7 +392,7 @@ class SymmetricMemory:
             return str(problem)
         return ""
 
-    def map(self, unrolled: UnrolledProgram, offers: Sequence[Offer]) -> tuple[SharedMemory | None, str]:
+    def map(self, unrolled: UnrolledProgram, offers: Sequence[Offer], rooms: Rooms) -> tuple[SharedMemory | None, str]:
         """Return the mapped memory of this rank and its peers, initialised for the first call; or why there is none.
 
         Its peers are the ranks whose memory it names, and those that name its own.
@@ -318,20 +400,23 @@ class SymmetricMemory:
         users = (rank for rank, offer in enumerate(offers) if any(peer == self.rank for *_, peer in offer.uses))
         ranks = {self.rank, *users, *(peer for *_, peer in offers[self.rank].uses)}
         try:
-            memory = SharedMemory(self.meetings, offers, self.sharing.map(offers, ranks))
+            memory = SharedMemory(self.meetings, offers, rooms, self.sharing.map(offers, ranks))
         except (OSError, RuntimeError) as problem:
             return None, str(problem)
-        for (_, rank), buffer in memory.buffers.items():
+        for (_, rank), buffer in memory.whole.items():
             if rank == self.rank and buffer.is_floating_point():
                 buffer.fill_(float("nan"))
         self.sharing.begin(unrolled, memory)
         return memory, ""
 
 
-def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[PeerPlace, ...], tuple[PeerPlace, ...]]:
+def _needs(
+    unrolled: UnrolledProgram, rooms: Rooms
+) -> tuple[tuple[BufferInfo, ...], tuple[PeerPlace, ...], tuple[PeerPlace, ...]]:
     """Return the buffers in this rank's memory, the buffers of peers that it names, and those of them that it reads."""
     rank, uses = unrolled.rank, []
-    buffers = [BufferInfo(*op.home, op.shape, op.dtype.name) for op in unrolled.symmetric.values() if op.rank == rank]
+    mine = (op for op in unrolled.symmetric.values() if op.rank == rank)
+    buffers = [BufferInfo(*op.home, op.shape, op.dtype.name, rooms.bytes[op.name]) for op in mine]
     theirs: dict[int, PeerPlace] = {x: (*op.home, op.rank) for x, op in unrolled.symmetric.items() if op.rank != rank}
     barriers = Counter(op.of_team for op in unrolled.ops if op.of_team)
     for team, count in barriers.items():
@@ -341,7 +426,7 @@ def _needs(unrolled: UnrolledProgram) -> tuple[tuple[BufferInfo, ...], tuple[Pee
     return tuple(buffers), (*theirs.values(), *uses), tuple(use for x, use in theirs.items() if x in sources)
 
 
-def _touches(unrolled: UnrolledProgram) -> tuple[PeerRange, ...]:
+def touches(unrolled: UnrolledProgram) -> tuple[PeerRange, ...]:
     """Return the ranges of its peers' buffers that a rank copies from or to."""
     theirs = {register: op for register, op in unrolled.symmetric.items() if op.rank != unrolled.rank}
     touched = dict.fromkeys(register for op in unrolled.ops for register in unrolled.tensors(op))

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hostir.ir.source import described, error, user_span
 from hostir.runtime.guest import resolved
+from hostir.torch.library import call
 
 Ranks = ProcessGroup | DeviceMesh | str  # a DeviceMesh of one dimension
-OPS = torch.ops.hostir
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------
@@ -87,10 +87,10 @@ def all_gather_matmul(
     if out is not None:
         given = [out] if isinstance(out, Tensor) else [*out]
         full = a.new_empty(_times(a, axis, name)) if return_a else None
-        OPS.all_gather_matmul_out(a, bs, axis, name, out=given, gathered=full)
+        call("all_gather_matmul_out", [a, *bs, *given], a, bs, axis, name, out=given, gathered=full)
         products = given
     else:
-        full, products = OPS.all_gather_matmul(a, bs, axis, name, return_a)
+        full, products = call("all_gather_matmul", [a, *bs], a, bs, axis, name, return_a)
     result = products[0] if isinstance(b, Tensor) else products
     return (full, result) if return_a else result
 
@@ -124,8 +124,8 @@ def matmul_reduce_scatter(
     axis, name = axis_of(a, scatter_dim, "scatter_dim"), name_of(group)
     a, b = ready(a, b)
     if out is None:
-        return OPS.matmul_reduce_scatter(a, b, reduce_op, axis, name)
-    OPS.matmul_reduce_scatter_out(a, b, reduce_op, axis, name, out=out)
+        return call("matmul_reduce_scatter", (a, b), a, b, reduce_op, axis, name)
+    call("matmul_reduce_scatter_out", (a, b, out), a, b, reduce_op, axis, name, out=out)
     return out
 
 
@@ -159,7 +159,8 @@ def column_parallel_linear(
 ) -> Tensor | list[Tensor]:
     """The first linear layer of a pair: gather the tokens, and compute this rank's columns.
 
-    Differentiable. The gathered x is saved for the gradient of the weight, if that requires one, as with DTensor.
+    Differentiable. The gathered x is saved for the gradient of the weight, if that requires one, as with DTensor. That
+    gradient is computed in `weight.grad_dtype`.
 
     Args:
         x: this rank's tokens, `[..., K]`.
@@ -180,7 +181,7 @@ def column_parallel_linear(
     axis, name = axis_of(x, gather_dim, "gather_dim"), name_of(group)
     x, *weights = ready(x, *weights)
     keeps = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
-    _, products = OPS.all_gather_matmul(x, [w.t() for w in weights], axis, name, keeps)
+    _, products = call("all_gather_matmul", [x, *weights], x, weights, axis, name, keeps, True)
     if bias is not None:
         products = [y if b is None else y + b.to(y.dtype) for y, b in zip(products, biases, strict=True)]
     return products[0] if one else products
@@ -205,7 +206,7 @@ def row_parallel_linear(
     """
     axis, name = axis_of(x, scatter_dim, "scatter_dim"), name_of(group)
     x, weight = ready(x, weight)
-    y = OPS.matmul_reduce_scatter(x, weight.t(), "sum", axis, name)
+    y = call("matmul_reduce_scatter", (x, weight), x, weight, "sum", axis, name, True)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -223,5 +224,5 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, group: Ranks, *, gather_di
     axis, name = axis_of(x, gather_dim, "gather_dim"), name_of(group)
     x, gate, up = ready(x, gate, up)
     keeps = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    y, _ = OPS.all_gather_gated(x, gate.t(), up.t(), axis, name, keeps)
+    y, _ = call("all_gather_gated", (x, gate, up), x, gate, up, axis, name, keeps)
     return y

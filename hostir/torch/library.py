@@ -59,6 +59,9 @@ def check_out(name: str, *tensors: Tensor) -> None:
 # hostir's own operators -----------------------------------------------------------------------------------------------
 
 LIBRARY = torch.library.Library("hostir", "DEF")
+KERNELS: dict[str, Callable[..., Any]] = {}
+PLAIN = {Tensor, torch.nn.Parameter}
+_modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 Products = tuple[Tensor | None, list[Tensor]]
 
 
@@ -69,9 +72,29 @@ def define(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
         for key in KEYS:
             LIBRARY.impl(schema.partition("(")[0], kernel, key)
+        KERNELS[schema.partition("(")[0]] = kernel
         return kernel
 
     return register
+
+
+def call(name: str, tensors: Sequence[Tensor], *args: Any, **options: Any) -> Any:
+    """Call an operator of `torch.ops.hostir`, whose only tensors without gradients are these.
+
+    Where torch's dispatcher has nothing to add, which takes it 10 us, its kernel is called at once: no tracer, no mode,
+    no profiler, no tensors that require gradients or are not plain.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or _modes()
+        or _functions()
+        or torch._C._autograd._profiler_enabled()
+        or not all(type(x) in PLAIN for x in tensors)
+        or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    ):
+        return getattr(torch.ops.hostir, name)(*args, **options)
+    with torch._C._AutoDispatchBelowAutograd():
+        return KERNELS[name](*args, **options)
 
 
 def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -79,7 +102,15 @@ def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return torch.library.register_fake(f"hostir::{name}", lib=LIBRARY)
 
 
-AG_MM = "all_gather_matmul(Tensor a, Tensor[] bs, int gather_dim, str group_name, bool return_a) -> (Tensor?, Tensor[])"
+# With `linear`, matrices are transposed: [N, K], as weights of torch.nn.Linear.
+AG_MM = (
+    "all_gather_matmul(Tensor a, Tensor[] bs, int gather_dim, str group_name, bool return_a, bool linear=False) "
+    "-> (Tensor?, Tensor[])"
+)
+AG_MM_BACKWARD = (
+    "all_gather_matmul_backward(Tensor a, Tensor[] dys, Tensor[] bs, int gather_dim, str group_name, bool linear, "
+    "str[] dtypes) -> (Tensor, Tensor[])"
+)
 AG_MM_OUT = (
     "all_gather_matmul_out(Tensor a, Tensor[] bs, int gather_dim, str group_name, *, Tensor(a!)[] out, "
     "Tensor(b!)? gathered = None) -> ()"
@@ -88,7 +119,10 @@ AG_GATED = (
     "all_gather_gated(Tensor a, Tensor gate, Tensor up, int gather_dim, str group_name, bool return_a) "
     "-> (Tensor, Tensor?)"
 )
-MM_RS = "matmul_reduce_scatter(Tensor a, Tensor b, str reduce_op, int scatter_dim, str group_name) -> Tensor"
+MM_RS = (
+    "matmul_reduce_scatter(Tensor a, Tensor b, str reduce_op, int scatter_dim, str group_name, bool linear=False) "
+    "-> Tensor"
+)
 MM_RS_OUT = (
     "matmul_reduce_scatter_out(Tensor a, Tensor b, str reduce_op, int scatter_dim, str group_name, *, "
     "Tensor(a!) out) -> ()"
@@ -98,17 +132,20 @@ RS = "reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name) -
 
 
 @define(AG_MM)
-def _all_gather_matmul(a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, return_a: bool) -> Products:
+def _all_gather_matmul(
+    a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, return_a: bool, linear: bool = False
+) -> Products:
     check_gather(a, bs, gather_dim)
     op = operator("hostir::all_gather_matmul", group_name)
-    return op.run(lambda: operators.all_gather_matmul(op, a, bs, gather_dim, return_a))
+    right = [b.t() for b in bs] if linear else bs
+    return op.run(lambda: operators.all_gather_matmul(op, a, right, gather_dim, return_a))
 
 
 @fake("all_gather_matmul")
-def _(a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, return_a: bool) -> Products:
+def _(a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, return_a: bool, linear: bool = False) -> Products:
     check_gather(a, bs, gather_dim)
     full = gathered_like(a, gather_dim, group_name)
-    return full if return_a else None, [with_columns(full, b.shape[1], gather_dim) for b in bs]
+    return full if return_a else None, [with_columns(full, b.shape[0 if linear else 1], gather_dim) for b in bs]
 
 
 def gathered_like(x: Tensor, axis: int, group_name: str) -> Tensor:
@@ -135,11 +172,11 @@ def _all_gather_matmul_out(
     op = operator("hostir::all_gather_matmul_out", group_name)
     every = [*out] if gathered is None else [*out, gathered]
     check_out(op.name, a, *bs, *every)
-    rows = [x if gather_dim == a.ndim - 1 else x.movedim(gather_dim, 0) for x in every]
+    rows = [x if gather_dim in (0, a.ndim - 1) else x.movedim(gather_dim, 0) for x in every]
     if len(out) != len(bs):
         raise error(f"out has {len(out)} tensors", expected=f"{len(bs)}, one for each matrix")
     if bs and all(x.is_contiguous() for x in rows):
-        flat = [x.flatten(0, -2) for x in rows]
+        flat = [x if x.ndim == 2 else x.flatten(0, -2) for x in rows]
         op.run(lambda: operators.all_gather_matmul(op, a, bs, gather_dim, gathered is not None, flat))
         return
     full, products = op.run(lambda: operators.all_gather_matmul(op, a, bs, gather_dim, gathered is not None))
@@ -160,7 +197,7 @@ def _all_gather_gated(
 ) -> tuple[Tensor, Tensor | None]:
     check_gather(a, [gate, up], gather_dim)
     op = operator("hostir::all_gather_gated", group_name)
-    return op.run(lambda: operators.all_gather_gated(op, a, gate, up, gather_dim, return_a))
+    return op.run(lambda: operators.all_gather_gated(op, a, gate.t(), up.t(), gather_dim, return_a))
 
 
 @fake("all_gather_gated")
@@ -169,20 +206,23 @@ def _(
 ) -> tuple[Tensor, Tensor | None]:
     check_gather(a, [gate, up], gather_dim)
     full = gathered_like(a, gather_dim, group_name)
-    return with_columns(full, gate.shape[1], gather_dim), full if return_a else None
+    return with_columns(full, gate.shape[0], gather_dim), full if return_a else None
 
 
 @define(MM_RS)
-def _matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+def _matmul_reduce_scatter(
+    a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, linear: bool = False
+) -> Tensor:
     check_scatter(a, b, reduce_op, scatter_dim)
     op = operator("hostir::matmul_reduce_scatter", group_name)
-    return op.run(lambda: operators.matmul_reduce_scatter(op, a, b, reduce_op == "avg", scatter_dim))
+    right = b.t() if linear else b
+    return op.run(lambda: operators.matmul_reduce_scatter(op, a, right, reduce_op == "avg", scatter_dim))
 
 
 @fake("matmul_reduce_scatter")
-def _(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+def _(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, linear: bool = False) -> Tensor:
     check_scatter(a, b, reduce_op, scatter_dim)
-    shape = [*a.shape[:-1], b.shape[1]]
+    shape = [*a.shape[:-1], b.shape[0 if linear else 1]]
     shape[scatter_dim] //= _get_group_size_by_name(group_name)  # type: ignore[arg-type]
     return a.new_empty(shape)
 
@@ -249,9 +289,73 @@ def refuse_twice(name: str) -> None:
         )
 
 
-def times_rows(x: Tensor, y: Tensor) -> Tensor:
-    """Return `x^T @ y`, summed over all axes but the last."""
-    return x.flatten(0, -2).t() @ y.flatten(0, -2)
+def grad_dtype(b: Tensor) -> str:
+    """Return the name of the dtype of a tensor's gradient, for a leaf its `grad_dtype`; empty if it gets none."""
+    dtype = (b.grad_dtype or b.dtype) if b.is_leaf else b.dtype
+    return str(dtype).removeprefix("torch.") if b.requires_grad else ""
+
+
+def weight_gradient(x: Tensor, dy: Tensor, axis: int, dtype_name: str, linear: bool) -> Tensor:
+    """Return `x^T @ dy`, or its transpose if `linear`, summed over all axes but the last.
+
+    `axis` is the outermost one in memory. A product of half-precision operands in f32 has not been rounded before.
+    """
+    x, dy = ((t.movedim(axis, 0) if axis < t.ndim - 1 else t).flatten(0, -2) for t in (x, dy))
+    left, right = (dy.t(), x) if linear else (x.t(), dy)
+    dtype = getattr(torch, dtype_name)
+    if dtype == x.dtype:
+        return left @ right
+    if x.is_cuda and dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
+
+
+def beside(dys: Sequence[Tensor], bs: Sequence[Tensor], linear: bool) -> tuple[Tensor, Tensor]:
+    """Return `dys` and the transposes of `bs`, side by side: what is multiplied for the input gradient."""
+    weights = bs if linear else [b.t() for b in bs]
+    return (dys[0], weights[0]) if len(dys) == 1 else (torch.cat([*dys], dim=-1), torch.cat([*weights]))
+
+
+@define(AG_MM_BACKWARD)
+def _all_gather_matmul_backward(
+    a: Tensor,
+    dys: list[Tensor],
+    bs: list[Tensor],
+    gather_dim: int,
+    group_name: str,
+    linear: bool,
+    dtypes: list[str],
+) -> tuple[Tensor, list[Tensor]]:
+    """Both gradients of all-gather + matmul, where `a` has to be gathered once more.
+
+    Each of the two collectives runs beside the matmul that does not need it. `dtypes` are the names of those of the
+    weights' gradients, empty for those that nobody wants.
+    """
+    gather, scatter = (operator(f"hostir::{name}", group_name) for name in ("all_gather", "reduce_scatter"))
+    gathered = gather.run(lambda: operators.start_all_gather(gather, a, gather_dim))
+    dy, weight = beside(dys, bs, linear)
+    last = gather_dim == a.ndim - 1
+    part = dy @ weight if last else (dy.movedim(gather_dim, 0) @ weight).movedim(0, gather_dim)
+    full = gathered()
+    scattered = scatter.run(lambda: operators.start_reduce_scatter(scatter, part, gather_dim))
+    pairs = zip(dys, dtypes, strict=True)
+    d_bs = [weight_gradient(full, dy, gather_dim, dtype, linear) for dy, dtype in pairs if dtype]
+    return scattered(), d_bs
+
+
+@fake("all_gather_matmul_backward")
+def _(
+    a: Tensor,
+    dys: list[Tensor],
+    bs: list[Tensor],
+    gather_dim: int,
+    group_name: str,
+    linear: bool,
+    dtypes: list[str],
+) -> tuple[Tensor, list[Tensor]]:
+    moved = a.movedim(gather_dim, 0)
+    d_bs = [b.new_empty(b.shape, dtype=getattr(torch, name)) for b, name in zip(bs, dtypes, strict=True) if name]
+    return a.new_empty(moved.shape).movedim(0, gather_dim), d_bs
 
 
 def gathering(name: str, scatter: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -261,28 +365,33 @@ def gathering(name: str, scatter: Any) -> tuple[Callable[..., Any], Callable[...
         ctx.set_materialize_grads(False)  # zeros for a gathered tensor that nobody uses would be scattered
         a, bs, ctx.axis, ctx.group, *rest = inputs
         full = output[0]
-        ctx.gathered, ctx.more = full is not None, len(rest)
-        weights = any(b.requires_grad for b in bs)
-        ctx.save_for_backward((a if full is None else full) if weights else None, *bs)
+        ctx.gathered, ctx.linear = full is not None, rest[1:] == [True]
+        ctx.dtypes = [grad_dtype(b) for b in bs]
+        x = (a if full is None else full) if any(ctx.dtypes) else None
+        ctx.save_for_backward(x, *[b if a.requires_grad else None for b in bs])
 
     def backward(ctx: Any, d_full: Tensor | None, d_products: list[Tensor | None]) -> tuple[Any, ...]:
         refuse_twice(name)
         x, *bs = ctx.saved_tensors
-        wants_a, wants_bs = ctx.needs_input_grad[:2]
-        pairs = [(dy, b) for dy, b in zip(d_products, bs, strict=True) if dy is not None]
-        d_a = None
-        if wants_a and pairs:
-            dy = torch.cat([dy for dy, _ in pairs], dim=-1) if len(pairs) > 1 else pairs[0][0]
-            weight = torch.cat([b.t() for _, b in pairs]) if len(pairs) > 1 else pairs[0][1].t()
-            d_a = scatter(dy, weight, "sum", ctx.axis, ctx.group)
-        if wants_a and d_full is not None:
-            part = torch.ops.hostir.reduce_scatter(d_full, "sum", ctx.axis, ctx.group)
-            d_a = part if d_a is None else d_a + part
-        wanted = [w and dy is not None for w, dy in zip(wants_bs, d_products, strict=True)]
-        if any(wanted) and not ctx.gathered:
-            x = torch.ops.hostir.all_gather(x, ctx.axis, ctx.group)
-        d_bs = [times_rows(x, dy) if dy is not None and w else None for w, dy in zip(wanted, d_products, strict=True)]
-        return (d_a, d_bs, *[None] * (2 + ctx.more))
+        used = [i for i, dy in enumerate(d_products) if dy is not None]
+        dys, dtypes = [dy for dy in d_products if dy is not None], [ctx.dtypes[i] for i in used]
+        d_a, d_bs = None, [None] * len(bs)
+        wants_a, again = ctx.needs_input_grad[0] and used, any(dtypes) and not ctx.gathered
+        if wants_a and again:
+            some = [bs[i] for i in used], ctx.axis, ctx.group, ctx.linear, dtypes
+            d_a, found = torch.ops.hostir.all_gather_matmul_backward(x, dys, *some)
+        else:
+            if wants_a:
+                d_a = scatter(*beside(dys, [bs[i] for i in used], ctx.linear), "sum", ctx.axis, ctx.group)
+            x = torch.ops.hostir.all_gather(x, ctx.axis, ctx.group) if again else x
+            pairs = zip(dys, dtypes, strict=True)
+            found = [weight_gradient(x, dy, ctx.axis, dtype, ctx.linear) for dy, dtype in pairs if dtype]
+        for i in used:
+            d_bs[i] = found.pop(0) if ctx.dtypes[i] else None
+        if ctx.needs_input_grad[0] and d_full is not None:
+            mine = torch.ops.hostir.reduce_scatter(d_full, "sum", ctx.axis, ctx.group)
+            d_a = mine if d_a is None else d_a + mine
+        return (d_a, d_bs, *[None] * (len(ctx.needs_input_grad) - 2))  # torch leaves defaults away
 
     return backward, setup
 
@@ -291,7 +400,8 @@ def scattering(name: str, gather: Any) -> tuple[Callable[..., Any], Callable[...
     """Return backward and set-up of a matmul + reduce-scatter, whose input gradient `gather` computes."""
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        a, b, ctx.reduce_op, ctx.axis, ctx.group = inputs
+        a, b, ctx.reduce_op, ctx.axis, ctx.group, *rest = inputs
+        ctx.linear, ctx.dtype = rest == [True], grad_dtype(b)
         ctx.save_for_backward(a if b.requires_grad else None, b if a.requires_grad else None)
 
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
@@ -300,8 +410,10 @@ def scattering(name: str, gather: Any) -> tuple[Callable[..., Any], Callable[...
         wants_a, wants_b, *_ = ctx.needs_input_grad
         if ctx.reduce_op == "avg":
             dy = dy / _get_group_size_by_name(ctx.group)
-        full, products = gather(dy, [b.t()] if wants_a else [], ctx.axis, ctx.group, return_a=wants_b)
-        return products[0] if wants_a else None, times_rows(a, full) if wants_b else None, None, None, None
+        weights = [b if ctx.linear else b.t()] if wants_a else []
+        full, products = gather(dy, weights, ctx.axis, ctx.group, return_a=wants_b)
+        d_b = weight_gradient(a, full, ctx.axis, ctx.dtype, ctx.linear) if wants_b else None
+        return products[0] if wants_a else None, d_b, *[None] * (len(ctx.needs_input_grad) - 2)
 
     return backward, setup
 
@@ -309,7 +421,7 @@ def scattering(name: str, gather: Any) -> tuple[Callable[..., Any], Callable[...
 def _gated_setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
     a, gate, up, ctx.axis, ctx.group, _ = inputs
-    ctx.gathered = output[1] is not None
+    ctx.gathered, ctx.dtypes = output[1] is not None, [grad_dtype(w) for w in (gate, up)]
     ctx.save_for_backward(output[1] if ctx.gathered else a, gate, up)
 
 
@@ -317,21 +429,23 @@ def _gated_backward(ctx: Any, dy: Tensor | None, d_full: Tensor | None) -> tuple
     """The two products are computed again, from the gathered rows."""
     refuse_twice("hostir::all_gather_gated")
     x, gate, up = ctx.saved_tensors
-    wants_a, wants_gate, wants_up, *_ = ctx.needs_input_grad
+    wants_a, *wanted = ctx.needs_input_grad[:3]
     scatter = torch.ops.hostir.reduce_scatter
     d_a = scatter(d_full, "sum", ctx.axis, ctx.group) if wants_a and d_full is not None else None
     if dy is None:
         return d_a, None, None, None, None, None
     if not ctx.gathered:
         x = torch.ops.hostir.all_gather(x, ctx.axis, ctx.group)
-    g, u = x @ gate, x @ up
+    g, u = x @ gate.t(), x @ up.t()
     d_u = dy * torch.nn.functional.silu(g)
     d_g = torch.ops.aten.silu_backward(dy * u, g)
     if wants_a:
-        both = torch.cat([d_g, d_u], dim=-1), torch.cat([gate.t(), up.t()])
+        both = beside([d_g, d_u], [gate, up], linear=True)
         part = torch.ops.hostir.matmul_reduce_scatter(*both, "sum", ctx.axis, ctx.group)
         d_a = part if d_a is None else d_a + part
-    return d_a, times_rows(x, d_g) if wants_gate else None, times_rows(x, d_u) if wants_up else None, None, None, None
+    products = zip((d_g, d_u), ctx.dtypes, wanted, strict=True)
+    d_ws = [weight_gradient(x, d, ctx.axis, dtype, True) if wants else None for d, dtype, wants in products]
+    return d_a, *d_ws, None, None, None
 
 
 def collective(name: str, other: str) -> tuple[Callable[..., Any], Callable[..., Any]]:

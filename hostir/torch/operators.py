@@ -1,7 +1,7 @@
 """Compute torch's operators by executors: the layouts of their tensors, and what they leave to torch.
 
-The gathered or scattered axis is moved to the front, and the axes but the last one are rows of a matrix. Results have
-the strides that torch's own functions give them.
+All that is made here is views with fewer axes. Where a layout forces a copy, the program makes it, as its text says.
+Results have the strides that torch's own functions give them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from hostir.ir.program import Program
 from hostir.ir.source import error, warn_once
+from hostir.lower.rows import SLICES
+from hostir.runtime.executor import Executor
+from hostir.runtime.started import Started
 from hostir.torch import programs
 from hostir.torch.programs import DTYPES, LEDGER, OperatorGroup, Unfit, group_named
 
@@ -62,20 +65,30 @@ class Operator:
         out: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Run the program of a fusion on this rank's parts, as executors do. Raises Unfit."""
-        kind = dtype_of(inputs)
-        calls = "eager" if out is None else "out"
-        device = inputs[0].device
-        executor = self.group.program(build, kind, *key, strategy=SETTINGS.strategy, device=device, calls=calls)
+        executor = self._executor(build, key, inputs, "eager" if out is None else "out")
         outputs = executor(*inputs, out=out)
         LEDGER.ran(self.name, self.group.name, executor)
         return outputs
+
+    def start(self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor]) -> Started:
+        """Start the program of a fusion beside what the caller issues next. Raises Unfit."""
+        executor = self._executor(build, key, inputs, "eager")
+        started = executor.start(*inputs)
+        LEDGER.ran(self.name, self.group.name, executor)
+        return started
+
+    def _executor(
+        self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor], calls: str
+    ) -> Executor:
+        kind, device = dtype_of(inputs), inputs[0].device
+        return self.group.program(build, kind, *key, strategy=SETTINGS.strategy, device=device, calls=calls)
 
 
 def dtype_of(tensors: Sequence[Tensor]) -> str:
     """Return the dtype of tensors in the words of a program. Raises Unfit for one that hostir lacks, or several."""
     kind = tensors[0].dtype
-    if any(x.dtype != kind for x in tensors):
-        raise Unfit(f"operands of several dtypes, {', '.join(sorted({str(x.dtype) for x in tensors}))}")
+    if len(kinds := {x.dtype for x in tensors}) > 1:
+        raise Unfit(f"operands of several dtypes, {', '.join(sorted(map(str, kinds)))}")
     if kind not in DTYPES:
         raise Unfit(f"its dtype is {kind}, not one of {', '.join(map(str, DTYPES))}")
     return DTYPES[kind]
@@ -84,13 +97,36 @@ def dtype_of(tensors: Sequence[Tensor]) -> str:
 # Layouts --------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(x: Tensor, axis: int) -> Tensor:
-    """Return a tensor as a matrix, its rows along an axis first; contiguous, and a copy only if `x` is not so."""
-    moved = x.movedim(axis, 0) if axis else x
-    return (moved if moved.ndim == 2 else moved.flatten(0, -2)).contiguous()
+def grouped(x: Tensor, axis: int, last: int = 1, joined: bool = False) -> tuple[Tensor, int]:
+    """Return a view of as few axes as strides allow, and how many of them are outside the one of interest.
+
+    Axes outside are merged, and those inside up to the `last` ones: with the axis itself if nothing is outside, or
+    `joined`. With `last` 0 there are at least two axes.
+    """
+    end = x.ndim - last
+    if prod(x.shape[:axis]) > 1:
+        inner = merged(x, axis if joined else axis + 1, end)
+        x = x if inner is None else inner
+        outer = merged(x, 0, axis)
+        return (x, axis) if outer is None else (outer, 1)
+    x = x if axis == 0 else x.movedim(axis, 0)
+    for first in (0, 1) if last else (1,):
+        if (view := merged(x, first, end)) is not None:
+            return view, 0
+    return x, 0
 
 
-def from_rows(rows: Tensor, like: Tensor, axis: int, ranks: int) -> Tensor:
+def merged(x: Tensor, first: int, end: int) -> Tensor | None:
+    """Return a view in which the axes from `first` up to `end` are one; None if strides do not allow it."""
+    if end - first < 2:
+        return x
+    try:
+        return x.view(*x.shape[:first], prod(x.shape[first:end]), *x.shape[end:])
+    except RuntimeError:
+        return None
+
+
+def from_front(rows: Tensor, like: Tensor, axis: int, ranks: int) -> Tensor:
     """Return gathered rows as a tensor with the axes of a rank's part `like`; a view."""
     if like.ndim == 2:
         return rows
@@ -98,9 +134,11 @@ def from_rows(rows: Tensor, like: Tensor, axis: int, ranks: int) -> Tensor:
     return rows.view(like.shape[axis] * ranks, *others, rows.shape[-1]).movedim(0, axis)
 
 
-def own(result: Tensor, given: Tensor) -> Tensor:
-    """Return a result that is not a tensor of the caller's: on one rank, a gathered tensor is the input itself."""
-    return result.clone() if result is given or result._base is given else result
+def own(result: Tensor, given: Tensor, ranks: int) -> Tensor:
+    """Return a result that is not a tensor of the caller's: on one rank, what is gathered is a view of the input."""
+    if ranks > 1 or result.untyped_storage().data_ptr() != given.untyped_storage().data_ptr():
+        return result
+    return result.clone(memory_format=torch.contiguous_format)
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
@@ -119,14 +157,23 @@ def all_gather_matmul(
         return all_gather(op, a, axis) if gathered else None, []
     K = a.shape[-1] * (ranks if contracted else 1)
     _check_products(bs, K, f"A has {K} columns")
-    x = a.flatten(0, -2).contiguous() if contracted else rows_of(a, axis)
-    key = (K, tuple(b.shape[1] for b in bs), contracted, gathered)
-    *products, last = op.execute(programs.all_gather_matmul, key, [x, *bs], out)
-    products, full = (products, own(last, x)) if gathered else ([*products, last], None)
+    columns = tuple(b.shape[1] for b in bs)
+    x, outside = grouped(a, 0 if contracted else axis)
+    rows = [x.shape[outside], *x.shape[:outside], *x.shape[outside + 1 : -1]]
+    if contracted:
+        slices = next((n for n in SLICES if rows[0] % n == 0), 1)
+        key: tuple[Any, ...] = (K, columns, x.ndim - 2, slices, gathered)
+    else:
+        rows[0] *= ranks
+        key = (K, columns, x.ndim - 2, outside, gathered)
+    build = programs.all_gather_columns_matmul if contracted else programs.all_gather_matmul
+    given = None if out is None else [y.view(*rows, y.shape[-1]) for y in out]
+    *products, last = op.execute(build, key, [x, *bs], given)
+    products, full = (products, own(last, a, ranks)) if gathered else ([*products, last], None)
     if contracted:
         shaped = [y.view(*a.shape[:-1], y.shape[-1]) for y in products]
         return None if full is None else full.view(*a.shape[:-1], K), shaped
-    return None if full is None else from_rows(full, a, axis, ranks), [from_rows(y, a, axis, ranks) for y in products]
+    return None if full is None else from_front(full, a, axis, ranks), [from_front(y, a, axis, ranks) for y in products]
 
 
 def all_gather_gated(
@@ -138,9 +185,9 @@ def all_gather_gated(
     _check_products([gate, up], a.shape[-1], f"A has {a.shape[-1]} columns")
     if gate.shape != up.shape:
         raise Unfit(f"the two matrices have shapes {list(gate.shape)} and {list(up.shape)}")
-    x, ranks = rows_of(a, axis), op.group.size
-    y, *full = op.execute(programs.all_gather_gated, (*gate.shape, gathered), [x, gate, up])
-    return from_rows(y, a, axis, ranks), from_rows(own(full[0], x), a, axis, ranks) if gathered else None
+    ranks, (x, outside) = op.group.size, grouped(a, axis)
+    y, *full = op.execute(programs.all_gather_gated, (*gate.shape, x.ndim - 2, outside, gathered), [x, gate, up])
+    return from_front(y, a, axis, ranks), from_front(own(full[0], a, ranks), a, axis, ranks) if gathered else None
 
 
 def matmul_reduce_scatter(
@@ -153,52 +200,68 @@ def matmul_reduce_scatter(
     length = b.shape[1] if last else a.shape[axis]
     if length % ranks:
         raise Unfit(f"its {ranks} ranks do not divide axis {axis} of the product, which is {length}")
-    x = a if last else a.movedim(axis, 0)
-    if x.is_contiguous() or x.ndim > 3:  # of two or three axes any strides will do
-        x = x.flatten(0 if x.is_contiguous() else 1, -2)
-    key = (a.shape[-1] * ranks, b.shape[1], x.ndim, last)
-    direct = out is not None and (last or axis == 0)
-    given = None if out is None or not direct else [out.view(*_shape(x, b, ranks, last))]
-    (y,) = op.execute(programs.matmul_reduce_scatter, key, [x, b], given)
+    shape = [*a.shape[:-1], b.shape[1]]
+    shape[axis] //= ranks
+    x, outside = grouped(a, 0 if last else axis, joined=True)
+    key: tuple[Any, ...] = (a.shape[-1] * ranks, b.shape[1], x.ndim - 2)
+    build = programs.matmul_reduce_scatter_columns if last else programs.matmul_reduce_scatter
+    mine = [*x.shape[:-1], b.shape[1]]
+    mine[-1 if last else outside] //= ranks
+    given = None if out is None else [out.view(mine)]
+    (y,) = op.execute(build, key if last else (*key, outside), [x, b], given)
     if average:
         y.mul_(1 / ranks)
-    if direct and out is not None:
-        return out
-    shape = [*a.shape[:-1], b.shape[1] // ranks if last else b.shape[1]]
-    if last:
-        return y.view(shape)
-    shape[axis] //= ranks
-    moved = [shape[axis], *shape[:axis], *shape[axis + 1 :]]
-    result = y.view(moved).movedim(0, axis)
-    return result.flatten().view(shape) if out is None else out.copy_(result)
+    return y.view(shape) if out is None else out
 
 
-def _shape(x: Tensor, b: Tensor, ranks: int, last: bool) -> list[int]:
-    first, *others = x.shape[:-1]
-    return [first, *others, b.shape[1] // ranks] if last else [first // ranks, *others, b.shape[1]]
+def all_gather(op: Operator, x: Tensor, axis: int) -> Tensor:
+    """Gather a tensor along an axis; the result is contiguous with that axis first."""
+    key, seen, whole = _to_gather(op, x, axis)
+    (y,) = op.execute(programs.all_gather, key, [seen])
+    return whole(y)
 
 
-def all_gather(op: Operator, x: Tensor, axis: int, out: Tensor | None = None) -> Tensor:
-    """Gather a tensor along an axis; the result is contiguous with that axis first, or `out` with its rows."""
-    moved = x.movedim(axis, 0)
-    rows = moved.reshape(moved.shape[0], prod(moved.shape[1:])).contiguous()
-    (y,) = op.execute(programs.all_gather, (), [rows], None if out is None else [out])
-    return own(y, rows).view(moved.shape[0] * op.group.size, *moved.shape[1:]).movedim(0, axis)
+def start_all_gather(op: Operator, x: Tensor, axis: int) -> Callable[[], Tensor]:
+    """Do so beside what the caller issues next; what this returns waits for the result."""
+    key, seen, whole = _to_gather(op, x, axis)
+    started = op.start(programs.all_gather, key, [seen])
+    return lambda: whole(started.wait()[0])
+
+
+def _to_gather(op: Operator, x: Tensor, axis: int) -> tuple[tuple[int, ...], Tensor, Callable[[Tensor], Tensor]]:
+    """Return the key of the program, its operand, and what makes the whole tensor of its result."""
+    ranks, others = op.group.size, [n for k, n in enumerate(x.shape) if k != axis]
+    seen, outside = grouped(x if others else x.unsqueeze(1), axis, last=0)
+    whole = lambda y: own(y, x, ranks).view(x.shape[axis] * ranks, *others).movedim(0, axis)  # noqa: E731
+    return (seen.ndim - 1, outside), seen, whole
 
 
 def reduce_scatter(op: Operator, x: Tensor, average: bool, axis: int) -> Tensor:
     """Sum a tensor over all ranks; return this rank's part along an axis, contiguous with that axis first."""
-    ranks = op.group.size
+    key, seen, part = _to_scatter(op, x, average, axis)
+    (y,) = op.execute(programs.reduce_scatter, key, [seen])
+    y = part(y)
+    return y.mul_(1 / op.group.size) if average else y
+
+
+def start_reduce_scatter(op: Operator, x: Tensor, axis: int) -> Callable[[], Tensor]:
+    """Sum beside what the caller issues next; what this returns waits for the result."""
+    key, seen, part = _to_scatter(op, x, False, axis)
+    started = op.start(programs.reduce_scatter, key, [seen])
+    return lambda: part(started.wait()[0])
+
+
+def _to_scatter(
+    op: Operator, x: Tensor, average: bool, axis: int
+) -> tuple[tuple[int, ...], Tensor, Callable[[Tensor], Tensor]]:
+    """Return the key of the program, its operand, and what makes this rank's part of its result. Raises Unfit."""
+    ranks, others = op.group.size, [n for k, n in enumerate(x.shape) if k != axis]
     _check_mean(x, average)
     if x.shape[axis] % ranks:
         raise Unfit(f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}")
-    moved = x.movedim(axis, 0)
-    rows = moved.reshape(moved.shape[0], prod(moved.shape[1:])).contiguous()
-    (y,) = op.execute(programs.reduce_scatter, (), [rows])
-    y = own(y, rows)
-    if average:
-        y.mul_(1 / ranks)
-    return y.view(moved.shape[0] // ranks, *moved.shape[1:]).movedim(0, axis)
+    seen, outside = grouped(x if others else x.unsqueeze(1), axis, last=0)
+    part = lambda y: own(y, x, ranks).view(x.shape[axis] // ranks, *others).movedim(0, axis)  # noqa: E731
+    return (seen.ndim - 1, outside), seen, part
 
 
 def _check_mean(x: Tensor, average: bool) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,13 +14,15 @@ import torch
 from hostir.choice import Choice, compile
 from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, check_known
+from hostir.ir.source import HostIRError, amount, check_known
 from hostir.lower import AUTO, STRATEGIES, lower
 from hostir.runtime.executor import Executor
-from hostir.runtime.guest import resolved
+from hostir.runtime.guest import registered, resolved
 
 # Fusions --------------------------------------------------------------------------------------------------------------
-# As texts, with the numbers of rows free: M along the axis that is gathered or scattered, P beside it.
+# As texts, with the numbers of rows free: M along the axis that is gathered or scattered, P0, P1, ... along those
+# beside it, of which the first `outside` ones come before it. Communication has M outermost: `permute` brings it there.
+# Operands may have any strides; where memory must be dense, lowering says `copy`, or `dense` if it may be so already.
 
 DTYPES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 MACHINES = {"cpu": "gloo", "cuda": "cuda"}  # by the type of a device
@@ -32,49 +35,112 @@ def _fusion(name: str, ranks: int, inputs: Sequence[str], outputs: Sequence[str]
     return parse(f"hostir 1\nmesh @mesh [didx] = {mesh}\n{head} {{\n{lines}}}\n", f"@{name}")
 
 
+def _beside(count: int) -> list[str]:
+    return [f"P{i}" for i in range(count)]
+
+
+def _type(dtype: str, *sizes: Any) -> str:
+    return f"{dtype}[{', '.join(map(str, sizes))}]"
+
+
+def _in_front(x: str, dtype: str, sizes: Sequence[Any], outside: int, partial: str = "") -> tuple[str, list[str], str]:
+    """Return an operand with its type, the statements that bring the first of `sizes` outermost, and its name then."""
+    first, before, after = sizes[0], sizes[1 : outside + 1], sizes[outside + 1 :]
+    if not outside:
+        return f"{x}: {_type(dtype, *sizes)}{partial}", [], x
+    order = (outside, *range(outside), *range(outside + 1, len(sizes)))
+    seen = f"{x}_front: {_type(dtype, *sizes)}{partial} = permute {x} {order}"
+    return f"{x}: {_type(dtype, *before, first, *after)}{partial}", [seen], f"{x}_front"
+
+
 def all_gather_matmul(
-    ranks: int, dtype: str, K: int, columns: tuple[int, ...], contracted: bool, gathered: bool
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, outside: int, gathered: bool
 ) -> Program:
-    """`a` sharded on rows, or with `contracted` on K, gathered and multiplied with matrices of so many columns each."""
-    a = f"%a: {dtype}[M, {K}@didx]" if contracted else f"%a: {dtype}[M@didx, {K}]"
-    b = [f"%b{i}: {dtype}[{K}, {n}]" for i, n in enumerate(columns)]
-    body = [f"%a_full: {dtype}[M, {K}] = reshard %a"]
-    body += [f"%c{i}: {dtype}[M, {n}] = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
+    """`a`, of which each rank has rows, gathered and multiplied with matrices of so many columns each."""
+    others, b = _beside(beside), [f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)]
+    a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
+    body += [f"%a_full: {_type(dtype, 'M', *others, K)} = reshard {front}"]
+    body += [f"%c{i}: {_type(dtype, 'M', *others, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
     outputs = [f"%c{i}" for i in range(len(columns))] + ["%a_full"] * gathered
     return _fusion("all_gather_matmul", ranks, [a, *b], outputs, body)
 
 
-def all_gather_gated(ranks: int, dtype: str, K: int, columns: int, gathered: bool) -> Program:
+def all_gather_columns_matmul(
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, slices: int, gathered: bool
+) -> Program:
+    """`a`, of which each rank has columns, gathered and multiplied; `slices` divides the outermost axis."""
+    rows = (f"{slices}*M", *_beside(beside))
+    inputs = [
+        f"%a: {_type(dtype, *rows, f'{K}@didx')}",
+        *(f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)),
+    ]
+    body = [f"%a_full: {_type(dtype, *rows, K)} = reshard %a"]
+    body += [f"%c{i}: {_type(dtype, *rows, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
+    outputs = [f"%c{i}" for i in range(len(columns))] + ["%a_full"] * gathered
+    return _fusion("all_gather_matmul", ranks, inputs, outputs, body)
+
+
+def all_gather_gated(
+    ranks: int, dtype: str, K: int, columns: int, beside: int, outside: int, gathered: bool
+) -> Program:
     """`silu(a @ gate) * (a @ up)` of the gathered rows of `a`."""
-    inputs = [f"%a: {dtype}[M@didx, {K}]", *(f"%{b}: {dtype}[{K}, {columns}]" for b in ("gate", "up"))]
-    result = f"{dtype}[M, {columns}]"
-    body = [
-        f"%a_full: {dtype}[M, {K}] = reshard %a",
+    others = _beside(beside)
+    a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
+    result = _type(dtype, "M", *others, columns)
+    body += [
+        f"%a_full: {_type(dtype, 'M', *others, K)} = reshard {front}",
         f"%g: {result} = matmul %a_full, %gate",
         f"%u: {result} = matmul %a_full, %up",
         f"%s: {result} = silu %g",
         f"%y: {result} = mul %s, %u",
     ]
+    inputs = [a, *(f"%{b}: {_type(dtype, K, columns)}" for b in ("gate", "up"))]
     return _fusion("all_gather_gated", ranks, inputs, ["%y"] + ["%a_full"] * gathered, body)
 
 
-def matmul_reduce_scatter(ranks: int, dtype: str, K: int, columns: int, axes: int, last: bool) -> Program:
-    """The sum over all ranks of `a @ b`, of which each gets rows or, with `last`, columns; `a` has 2 or 3 axes."""
-    others = "P, " * (axes - 2)
-    inputs = [f"%a: {dtype}[M, {others}{K}@didx]", f"%b: {dtype}[{K}@didx, {columns}]"]
-    c = f"[M, {others}{columns}@didx]" if last else f"[M@didx, {others}{columns}]"
-    return _fusion("matmul_reduce_scatter", ranks, inputs, ["%c"], [f"%c: {dtype}{c} = matmul %a, %b"])
+def matmul_reduce_scatter(ranks: int, dtype: str, K: int, columns: int, beside: int, outside: int) -> Program:
+    """The sum over all ranks of `a @ b`, of which each gets rows."""
+    others, part = _beside(beside), "M@didx"
+    a, body, front = _in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
+    inputs = [a, f"%b: {_type(dtype, f'{K}@didx', columns)}"]
+    product = f"{_type(dtype, part, *others, columns)}"
+    if beside > 1:  # kernels take rows of two strides, not of more
+        rows = "*".join(others)
+        body += [f"%a_rows: {_type(dtype, 'M', rows, f'{K}@didx')} = reshape {front}"]
+        body += [
+            f"%c_rows: {_type(dtype, part, rows, columns)} = matmul %a_rows, %b",
+            f"%c0: {product} = reshape %c_rows",
+        ]
+    else:
+        body += [f"%c0: {product} = matmul {front}, %b"]
+    if outside:
+        order = (*range(1, outside + 1), 0, *range(outside + 1, beside + 2))
+        result = _type(dtype, *others[:outside], part, *others[outside:], columns)
+        body += [f"%c_back: {result} = permute %c0 {order}", f"%c: {result} = copy %c_back"]
+    return _fusion("matmul_reduce_scatter", ranks, inputs, ["%c" if outside else "%c0"], body)
 
 
-def all_gather(ranks: int, dtype: str) -> Program:
-    """The rows of all ranks."""
-    return _fusion("all_gather", ranks, [f"%x: {dtype}[M@didx, P]"], ["%y"], [f"%y: {dtype}[M, P] = reshard %x"])
+def matmul_reduce_scatter_columns(ranks: int, dtype: str, K: int, columns: int, beside: int) -> Program:
+    """The sum over all ranks of `a @ b`, of which each gets columns."""
+    rows = ("M", *_beside(beside))
+    inputs = [f"%a: {_type(dtype, *rows, f'{K}@didx')}", f"%b: {_type(dtype, f'{K}@didx', columns)}"]
+    product = f"%c: {_type(dtype, *rows, f'{columns}@didx')} = matmul %a, %b"
+    return _fusion("matmul_reduce_scatter", ranks, inputs, ["%c"], [product])
 
 
-def reduce_scatter(ranks: int, dtype: str) -> Program:
-    """The sum over all ranks, of which each gets rows."""
-    x, y = f"%x: {dtype}[M, P] partial(didx)", f"%y: {dtype}[M@didx, P]"
-    return _fusion("reduce_scatter", ranks, [x], ["%y"], [f"{y} = reshard %x"])
+def all_gather(ranks: int, dtype: str, beside: int, outside: int) -> Program:
+    """The parts of all ranks along an axis, which is then outermost."""
+    x, body, front = _in_front("%x", dtype, ("M@didx", *_beside(beside)), outside)
+    return _fusion(
+        "all_gather", ranks, [x], ["%y"], [*body, f"%y: {_type(dtype, 'M', *_beside(beside))} = reshard {front}"]
+    )
+
+
+def reduce_scatter(ranks: int, dtype: str, beside: int, outside: int) -> Program:
+    """The sum over all ranks, of which each gets a part along an axis, which is then outermost."""
+    x, body, front = _in_front("%x", dtype, ("M", *_beside(beside)), outside, " partial(didx)")
+    y = f"%y: {_type(dtype, 'M@didx', *_beside(beside))} = reshard {front}"
+    return _fusion("reduce_scatter", ranks, [x], ["%y"], [*body, y])
 
 
 # Compiled programs ----------------------------------------------------------------------------------------------------
@@ -128,10 +194,9 @@ _groups: dict[str, OperatorGroup] = {}
 
 def group_named(name: str) -> OperatorGroup:
     """Return the group of this name. Raises HostIRError for one that torch does not know."""
-    process_group = resolved(name)
     known = _groups.get(name)
-    if known is None or known.process_group is not process_group:  # torch numbers groups anew once all are destroyed
-        known = _groups[name] = OperatorGroup(name, process_group)
+    if known is None or known.process_group is not registered(name):  # torch numbers groups anew once all are destroyed
+        known = _groups[name] = OperatorGroup(name, resolved(name))
     return known
 
 
@@ -168,10 +233,19 @@ class Ran:
 
 
 class Report(tuple[Ran, ...]):
-    """The operators that ran on this rank, how and why; `print` shows a paragraph for each."""
+    """The operators that ran on this rank, how and why; `print` shows a paragraph for each.
+
+    Fields:
+        symmetric_bytes: the symmetric memory that the programs of each group hold on this rank, by the group's name.
+    """
+
+    symmetric_bytes: Mapping[str, int] = MappingProxyType({})
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or "no operator has been called"
+        held = (
+            f"group '{name}' holds {amount(n)} of symmetric memory" for name, n in self.symmetric_bytes.items() if n
+        )
+        return "\n".join([*map(str, self), *held]) or "no operator has been called"
 
 
 @dataclass
@@ -203,7 +277,10 @@ class Ledger:
         for (operator, group, strategy, why), count in rows:
             counts[operator, group, strategy] += count
             reasons.setdefault((operator, group, strategy), {}).update(dict.fromkeys(why))
-        return Report(Ran(*name, count, tuple(reasons[name])) for name, count in counts.items())
+        found = Report(Ran(*name, count, tuple(reasons[name])) for name, count in counts.items())
+        sessions = {group: executor.session for _, group, executor, _ in self.by_hostir}
+        found.symmetric_bytes = {group: it.symmetric_bytes for group, it in sessions.items() if it is not None}
+        return found
 
 
 LEDGER = Ledger()

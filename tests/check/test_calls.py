@@ -8,9 +8,12 @@ from random import Random
 import pytest
 
 import hostir as hi
+from examples import patterns
+from hostir.check import check, proof_of
 from hostir.check.proof import JOIN, analyse
-from hostir.ir import Program
+from hostir.ir import Program, parse
 from hostir.ir.source import UNCHECKED
+from hostir.lower import lower
 from tests.mutants import mutants
 from tests.mutation import errors, originals
 
@@ -104,3 +107,49 @@ def test_more_calls_show_nothing_new(seed: int) -> None:
         found = hi.check(edited)
         if all(d.kind != UNCHECKED for d in found):
             assert bool(errors(found)) == bool(errors(hi.check(edited, calls=program.ranks + 2))), mutant.what
+
+
+# Calls of other sizes -------------------------------------------------------------------------------------------------
+ACKNOWLEDGED = """hostir 1
+mesh @mesh [didx] = 0 1 2
+program @acknowledged(%x: f32[3@didx, M]) -> (%y) {
+  %r = rank of %x over didx
+  %box: f32[2, 1, M] = allocate_symmetric
+  %here: flag[2] = allocate_symmetric
+  %read: flag[2] = allocate_symmetric
+  %y: f32[2, 1, M] = allocate
+  for %i in 0..2 {
+    %b = select %box[%i]
+    put %x -> %b at (%r + 2 - %i) % 3 over didx
+    signal %here[%i] = 1 at (%r + 2 - %i) % 3 over didx
+  }
+  for %i in 0..2 {
+    wait_signal %here[%i] >= 1
+    %b = select %box[%i]
+    %y_i = select %y[%i]
+    copy %b -> %y_i
+    signal %read[%i] = 1 at (%r + 1 + %i) % 3 over didx  // to the rank that has sent it
+  }
+  for %i in 0..2 { wait_signal %read[%i] >= 1 }
+}
+"""
+
+
+def test_calls_of_other_sizes_share_buffers_if_each_call_has_them_to_itself() -> None:
+    """A rank may write one half of a peer's buffer while that still reads the other: at other sizes the halves meet."""
+    halves = parse(ACKNOWLEDGED)
+    assert check(halves) == []
+    assert not proof_of(halves, {"M": 4}).resizable
+    barrier = ACKNOWLEDGED.replace("  for %i", "  barrier of %box over didx\n  for %i", 1)
+    whole = parse(barrier)
+    proofs = [proof_of(whole, {"M": m}) for m in (4, 5, 1)]
+    assert all(proof.resizable for proof in proofs)
+    assert len(set(proofs)) == 1
+
+
+@pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
+def test_lowered_programs_share_buffers_with_calls_of_other_sizes(strategy: str) -> None:
+    for pattern in (patterns.allgather_matmul_rows, patterns.mlp, patterns.row_parallel_scattered):
+        program = lower(pattern(4, S=2, M="M"), strategy)  # type: ignore[arg-type]
+        proofs = {proof_of(program, {"M": m}) for m in (64, 128, 200, 320)}
+        assert [proof.resizable for proof in proofs] == [True], pattern

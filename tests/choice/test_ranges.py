@@ -227,6 +227,18 @@ def test_several_free_sizes_are_chosen_for_together() -> None:
     assert hi.compile(fusion, sizes={"K": 32, "N": 8}).choice.free == ("M",)
 
 
+def test_the_first_choice_is_for_tensors_that_a_machine_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost model goes through all tiles: of 65536 values of each of two sizes it would for minutes."""
+    asked: list[dict[str, int]] = []
+    decided = Decider.choice
+    monkeypatch.setattr(
+        Decider, "choice", lambda self, sizes, *rest: asked.append(sizes) or decided(self, sizes, *rest)
+    )
+    hi.compile(layer(k="K"))
+    hi.compile(layer(n="N", k="K"))
+    assert asked == [{"K": 256, "M": 256}, {"K": 32, "M": 32, "N": 32}]
+
+
 def test_sizes_that_are_given_are_chosen_for_as_one() -> None:
     executor = hi.compile(layer(), sizes={"M": 4096})
     assert isinstance(executor.choice, Choice)

@@ -2,10 +2,11 @@
 
     python tests/gpu/stress_lost.py --ranks N [--device cpu] [CASE ...]
 
-Starts the ranks itself, since a launcher would end the others. `killed_eager`, `killed_replayed`: rank 1 kills itself
-between two statements of a call, or while a replay runs; each other rank must end within 30 s with a diagnostic that
-names its statement. `stalled_ring`, `stalled_fused` and `stalled_spinning` (a kernel that waits): rank 1 leaves out a
-call; the others must end within HOSTIR_TIMEOUT seconds and 10 more, naming rank, statement, and the flag or barrier.
+Starts the ranks itself, since a launcher would end the others; all on one GPU where there are fewer GPUs than ranks.
+`killed_eager`, `killed_replayed`: rank 1 kills itself between two statements of a call, or while a replay runs; each
+other rank must end within 30 s with a diagnostic that names its statement. `stalled_ring`, `stalled_fused` and
+`stalled_spinning` (a kernel that waits): rank 1 leaves out a call; the others must end within HOSTIR_TIMEOUT seconds
+and 10 more, naming rank, statement, and the flag or barrier.
 Exits with 1 where one did not.
 """
 
@@ -24,8 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
 
+from tests.gpu import on_one_gpu
 from tests.launch import free_port
 
 if TYPE_CHECKING:
@@ -86,8 +90,6 @@ def lose(unit: Unit, case: Case, form: str) -> None:
     if not case.killed:
         time.sleep(10 * TIMEOUT)
     if unit.device.type == "cuda":
-        import torch
-
         from hostir.runtime.cuda.machine import CudaPlan
 
         torch.cuda._sleep(100_000_000)  # about 50 ms: the device is not through with what is now issued
@@ -129,6 +131,8 @@ class Ended:
 
 def start(name: str, rank: int, ranks: int, port: int, device: str, folder: Path) -> subprocess.Popen[bytes]:
     job = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        job |= on_one_gpu.environment(rank)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HOSTIR_TIMEOUT": f"{TIMEOUT:g}"}
     command = [sys.executable, __file__, "--ranks", str(ranks), "--device", device, name]
     said = (folder / f"{name}.{rank}").open("wb")

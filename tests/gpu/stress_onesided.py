@@ -231,9 +231,9 @@ class Stress:
         }
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs until the time is over and returns the exit code."""
-    chosen = cases.options(sys.argv[1:])
+    chosen = cases.options(sys.argv[1:] if arguments is None else arguments)
     os.environ.setdefault("HOSTIR_TIMEOUT", "60")
     begin = time.monotonic()
     with session(chosen.device) as job:

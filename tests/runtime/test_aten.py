@@ -205,6 +205,8 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
     assert set(kernel_table("triton", "cuda")) == set(KERNELS) | {
         "matmul_by_blocks",
         "linear_by_blocks",
+        "scaled_matmul",
+        "scaled_matmul_by_blocks",
         "sum_by_blocks",
     }
 

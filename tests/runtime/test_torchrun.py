@@ -31,6 +31,7 @@ TWO = [
     "blocks_of_no_rows_before_and_after_some",
     "rows_scattered_by_every_strategy",
     "shapes_and_executors_alternate",
+    "new_sizes_below_one_that_was_seen_need_no_rendezvous",
     "sizes_leave_room_for_others",
     "sizes_that_were_called_latest_keep_their_memory",
     "many_executors_share_memory",

@@ -27,11 +27,10 @@ from hostir.runtime.cuda.memory import PeerMemory
 from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts
 from hostir.runtime.cuda.streams import current, join, workers
 from hostir.runtime.groups import Groups
-from hostir.runtime.kernels.aten import BY_CUBLAS
-from hostir.runtime.kernels.table import Kernel, kernels_for
+from hostir.runtime.kernels.table import BY_CUBLAS, Kernel, kernels_for
 from hostir.runtime.order import CALLER, NONE, late_streams
 from hostir.runtime.sharding import torch_dtype
-from hostir.runtime.symmetric import shares_memory
+from hostir.runtime.symmetric import KindOfSizes, shares_memory
 from hostir.runtime.trace import Timeline
 from hostir.runtime.unroll import (
     AllocateOp,
@@ -197,10 +196,17 @@ class CudaMachine:
             self.cublas_streams[op.stream] = CublasStreams(self.device, priority)
         return self.cublas_streams[op.stream].wrap(kernel)
 
-    def plan(self, unrolled: UnrolledProgram, timeline: Timeline | None = None) -> CudaPlan:
+    def plan(
+        self,
+        unrolled: UnrolledProgram,
+        timeline: Timeline | None = None,
+        kind: KindOfSizes = None,
+        limit: int | None = None,
+    ) -> CudaPlan:
+        """Return a plan, whose symmetric memory is that of a kind of sizes; see `SymmetricMemory.of`."""
         teams = message_teams_of(unrolled.program)
         self.connect([team for team in teams if self.messages.rank in team and team not in self.messages.made])
-        return CudaPlan(self, unrolled, timeline)
+        return CudaPlan(self, unrolled, timeline, kind, limit)
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
         """Create this rank's groups for messages, and connect them: NCCL would else do it at the first message."""
@@ -215,7 +221,14 @@ class CudaMachine:
 class CudaPlan:
     """An unrolled program bound to a device: a flat list of steps (closures) over one list of registers."""
 
-    def __init__(self, machine: CudaMachine, unrolled: UnrolledProgram, timeline: Timeline | None) -> None:
+    def __init__(
+        self,
+        machine: CudaMachine,
+        unrolled: UnrolledProgram,
+        timeline: Timeline | None,
+        kind: KindOfSizes = None,
+        limit: int | None = None,
+    ) -> None:
         self.machine = machine
         self.unrolled = unrolled
         self.timeline = timeline
@@ -233,7 +246,7 @@ class CudaPlan:
         self.awaited_at_once = awaited_at_once(unrolled)
         self.inlined = set[int]()  # the handles of collectives that run on the caller's stream itself
         self.eager_only = uniform_only(unrolled)  # why its runs must not be captured; empty if they may
-        self.memory = machine.symmetric.of(unrolled, self)
+        self.memory = machine.symmetric.of(unrolled, self, kind, limit)
         self.one_sided: CudaOneSided | None = None
         if self.memory is not None:
             self.one_sided = CudaOneSided(

@@ -22,6 +22,7 @@ from hostir.runtime.kernels.aten import add_up
 from hostir.runtime.kernels.table import Kernel, kernels_for
 from hostir.runtime.order import CALLER, late_streams
 from hostir.runtime.sharding import torch_dtype
+from hostir.runtime.symmetric import KindOfSizes
 from hostir.runtime.trace import Trace, lane_of
 from hostir.runtime.unroll import (
     AllocateOp,
@@ -149,9 +150,12 @@ class GlooMachine:
         for stream in range(streams):
             self.queue(stream)
 
-    def plan(self, unrolled: UnrolledProgram, trace: Trace | None = None) -> GlooPlan:
+    def plan(
+        self, unrolled: UnrolledProgram, trace: Trace | None = None, kind: KindOfSizes = None, limit: int | None = None
+    ) -> GlooPlan:
+        """Return a plan, whose symmetric memory is that of a kind of sizes; see `SymmetricMemory.of`."""
         self.messages.prepare(message_teams_of(unrolled.program))
-        return GlooPlan(self, unrolled, trace)
+        return GlooPlan(self, unrolled, trace, kind, limit)
 
     def queue(self, key: LaneKey) -> Jobs:
         """Return the queue of the thread that runs a lane."""
@@ -172,7 +176,9 @@ def _work(jobs: Jobs) -> None:
 class GlooPlan:
     """An unrolled program distributed over lanes, one a thread."""
 
-    def __init__(self, machine: GlooMachine, unrolled: UnrolledProgram, trace: Trace | None) -> None:
+    def __init__(
+        self, machine: GlooMachine, unrolled: UnrolledProgram, trace: Trace | None, kind: KindOfSizes, limit: int | None
+    ) -> None:
         self.machine = machine
         self.unrolled = unrolled
         self.trace = trace
@@ -182,7 +188,7 @@ class GlooPlan:
         self.begun = False  # whether an operation that peers see has begun in the latest run
         self.events: list[threading.Event] = []
         self.arrivals: dict[int, threading.Event] = {}  # by handle
-        self.memory = machine.symmetric.of(unrolled, self)
+        self.memory = machine.symmetric.of(unrolled, self, kind, limit)
         self.runs = 0
         self.one_sided = GlooOneSided(self)
         self.host = ThreadLane(CALLER, self.fail)

@@ -42,23 +42,26 @@ class Limits:
         sms: number of SMs, which is the number of programs of a persistent grid.
         shared_memory: bytes of shared memory that one program may use.
         tma: whether the device has the Tensor Memory Accelerator (TMA; Hopper and later).
+        fp8: whether its tensor cores multiply 8-bit floats (Ada, Hopper and later).
     """
 
     sms: int
     shared_memory: int
     tma: bool
+    fp8: bool
 
 
 @functools.cache
 def limits(device: torch.device) -> Limits:
     """Return the limits of `device`. The interpreter claims three SMs, so that its programs loop over tiles."""
     if INTERPRETED:
-        return Limits(sms=3, shared_memory=1 << 30, tma=True)
+        return Limits(sms=3, shared_memory=1 << 30, tma=True, fp8=True)
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     return Limits(
         sms=properties["multiprocessor_count"],
         shared_memory=properties["max_shared_mem"],
         tma=torch.cuda.get_device_capability(device) >= (9, 0),
+        fp8=torch.cuda.get_device_capability(device) >= (8, 9),
     )
 
 

@@ -24,14 +24,15 @@ from hostir.runtime.kernels.layout import (
     limits,
     rows_or_copy,
 )
-from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Strides, Workspace, matmul_kernel
+from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
 from hostir.runtime.kernels.table import Again
-from hostir.runtime.kernels.tiles import INTERPRETER, MIN_OWN_ROWS, Gemm, Grid, Tile, candidates, choose
+from hostir.runtime.kernels.tiles import INTERPRETER, MIN_OWN_ROWS, SCALE_BLOCK, Gemm, Grid, Tile, candidates, choose
 
 # Operands -------------------------------------------------------------------------------------------------------------
 # The operands of a matmul: checks, rows as batches, and TMA descriptors.
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES_8_BIT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,17 @@ class Rows:
         )
 
 
-def check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool) -> None:
-    """Raise TypeError or ValueError unless dtypes and shapes are those of a matmul."""
+def check(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool, scaled: bool
+) -> None:
+    """Raise TypeError or ValueError unless dtypes and shapes are those of a matmul, of 8-bit operands if `scaled`."""
     dtypes = {name: t.dtype for name, t in (("a", a), ("b", b), ("out", out), ("bias", bias)) if t is not None}
-    if a.dtype not in DTYPES or set(dtypes.values()) != {a.dtype}:
-        found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    fits = {name: dtype in (DTYPES_8_BIT if name in "ab" else DTYPES) for name, dtype in dtypes.items()}
+    if scaled and not all(fits.values()):
+        expected = f"{', '.join(map(str, DTYPES_8_BIT))}, and out and bias of {', '.join(map(str, DTYPES))}"
+        raise TypeError(f"a scaled matmul expects a and b of {expected}; got {found}")
+    if not scaled and (a.dtype not in DTYPES or set(dtypes.values()) != {a.dtype}):
         raise TypeError(f"matmul expects one dtype of {', '.join(map(str, DTYPES))}; got {found}")
     if b.ndim != 2:
         raise ValueError(f"matmul expects b to have 2 axes, got shape {list(b.shape)}")
@@ -187,7 +194,10 @@ def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tup
             _for_graphs[device] = [torch.zeros(_CAPTURED_TICKETS, dtype=torch.int32, device=device)]
             torch.cuda.current_stream(device).synchronize()
         if found is not None:
-            sums, tickets = max(sums, len(found[0])), max(tickets, len(found[1]))
+            # Sizes that are new in every call then soon take no more.
+            sums, tickets = (
+                max(len(held), 1 << (n - 1).bit_length()) for n, held in zip((sums, tickets), found, strict=True)
+            )
         made = _sums(device, sums), torch.zeros(tickets, dtype=torch.int32, device=device)
         _by_stream[key] = made
     return made
@@ -212,6 +222,7 @@ def _captured(device: torch.device, tickets: int) -> torch.Tensor:
 # Prepared launches: for known layouts a call costs little host time.
 
 Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # a, b, out, own
+Vectors = tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]  # a bias; scales of a and of b
 
 _NO_FLAGS = (None,) * 5  # the arguments of the kernel from `flags` to `polls`, if rows are ready
 _NOT_RAISED = (None,) * 3  # from `raised_flags` to `raised_height`, if no flags rise
@@ -228,6 +239,7 @@ class MatmulLaunch:
         described: TMA layouts of a, b, out and own rows that are read in place; None: operands are pointers.
         blocks: the shape of the tile that each descriptor moves.
         bias_step: stride of the bias, in elements.
+        scale_steps: strides of the scales of a, then of those of b, as in `Scales`; empty without scales.
         block: rows per block of those that are waited for, with flags.
         raised_block: rows per block behind which flags rise, with flags.
         schedule: number of tiles before the split ones, of split ones, and of parts of each; None if none is split.
@@ -243,6 +255,7 @@ class MatmulLaunch:
     described: Sequence[Described] | None
     blocks: Sequence[tuple[int, int]]
     bias_step: int
+    scale_steps: tuple[int, ...]
     block: int | None
     raised_block: int | None
     schedule: tuple[int, int, int] | None
@@ -262,7 +275,7 @@ class MatmulLaunch:
         self._rest = (*self.sizes, self.strides, self.constants)
 
     def launch(
-        self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None, done: DoneFlags | None
+        self, matrices: Matrices, vectors: Vectors, ready: ReadyFlags | None, done: DoneFlags | None
     ) -> Again | None:
         """Launch for these tensors, on the current stream.
 
@@ -270,13 +283,13 @@ class MatmulLaunch:
         the kernel had to be compiled.
         """
         if self.compiled is None:
-            self._compile(matrices, bias, ready, done)
+            self._compile(matrices, vectors, ready, done)
             return None
         if torch.cuda.current_device() != self.device.index:
             with launching(self.device):
-                return self.launch(matrices, bias, ready, done)
+                return self.launch(matrices, vectors, ready, done)
         bind_thread(self.device)
-        given = self._arguments(self.compiled, matrices, bias, ready, done)
+        given = self._arguments(self.compiled, matrices, vectors, ready, done)
         self._start(self.compiled, given)
         return partial(self._again, self.compiled, given)
 
@@ -288,9 +301,7 @@ class MatmulLaunch:
         with launching(self.device):
             self._again(compiled, given)
 
-    def _compile(
-        self, matrices: Matrices, bias: torch.Tensor | None, ready: ReadyFlags | None, done: DoneFlags | None
-    ) -> None:
+    def _compile(self, matrices: Matrices, vectors: Vectors, ready: ReadyFlags | None, done: DoneFlags | None) -> None:
         """Launch through Triton, which compiles if needed; the interpreter has no other way."""
         operands: list[Any] = list(matrices)
         if self.described is not None:
@@ -307,8 +318,8 @@ class MatmulLaunch:
                 sums, tickets = workspace(self.device, stream, self.sums, self.tickets)
                 shared = shared if self.schedule is None else (Workspace(sums, tickets), *self.schedule)
                 counts = None if done is None else tickets[self.counts : self.tickets].view(torch.int64)
-            added = None if bias is None else Bias(bias, self.bias_step)
-            given = (*operands, added, *self._order(ready, done), *waits, *raised, counts, *shared)
+            operands += self._vectors(*vectors)
+            given = (*operands, *self._order(ready, done), *waits, *raised, counts, *shared)
             kernel = matmul_kernel[(self.programs,)](*given, *self._rest, **self.options)
         if not INTERPRETED:
             self.compiled = Compiled(kernel)
@@ -336,7 +347,7 @@ class MatmulLaunch:
         self,
         compiled: Compiled,
         matrices: Matrices,
-        bias: torch.Tensor | None,
+        vectors: Vectors,
         ready: ReadyFlags | None,
         done: DoneFlags | None,
     ) -> Sequence[Any]:
@@ -359,8 +370,17 @@ class MatmulLaunch:
         raised: Sequence[Any] = _NOT_RAISED
         if done is not None:
             raised = (done.flags.data_ptr(), done.epoch, self.raised_block)
-        added = None if bias is None else (bias.data_ptr(), self.bias_step)
-        return (*operands, added, *self._order(ready, done), *waits, *raised)
+        bias, scales = vectors
+        added = self._vectors(
+            None if bias is None else bias.data_ptr(),
+            None if scales is None else (scales[0].data_ptr(), scales[1].data_ptr()),
+        )
+        return (*operands, *added, *self._order(ready, done), *waits, *raised)
+
+    def _vectors(self, bias: Any, scales: tuple[Any, Any] | None) -> tuple[Bias | None, Scales | None]:
+        """Return the arguments `bias` and `scales`, of tensors or addresses."""
+        added = None if bias is None else Bias(bias, self.bias_step)
+        return added, None if scales is None else Scales(*scales, *self.scale_steps)
 
     def _descriptor(self, number: int, tensor: torch.Tensor) -> Any:
         assert self.described is not None
@@ -466,10 +486,15 @@ def multiply(
     own: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
     tile: Tile | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    fast: bool = False,
 ) -> Again | None:
     """Compute as `matmul`. Returns a function that repeats the call for the same layouts and addresses.
 
     None if more than one launch was needed, if a setting may change what is launched, or if the kernel was compiled.
+
+    `scales` and `fast` are for 8-bit operands: see `hostir.runtime.kernels.scaled`. The scales are of a, `[rows, 1]` or
+    `[rows, K / 128]` with all rows of `a`, and of b, `[1, N]` or `[K / 128, N / 128]`; strides may be 0.
     """
     wide, moved = a.dtype == torch.float32, False
     tf32 = wide and torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -479,11 +504,11 @@ def multiply(
         *(_layout(a), _layout(b), _layout(out), None if bias is None else _layout(bias), transpose_b),
         *(None if ready is None else _waits(ready), None if own is None else _layout(own)),
         None if done is None else (_layout(done.flags), _narrow(done.epoch)),
-        *(use_descriptors, tile, tf32),
+        *(use_descriptors, tile, tf32, fast, None if scales is None else tuple(map(_layout, scales))),
     )
     call = _calls.get(kind)
     if call is None:
-        call = _prepare((a, b, out, own), bias, transpose_b, ready, done, use_descriptors, tile, tf32)
+        call = _prepare((a, b, out, own), (bias, scales), transpose_b, ready, done, use_descriptors, tile, tf32, fast)
         if call is None:
             if bias is None:
                 out.zero_()
@@ -497,12 +522,14 @@ def multiply(
         assert ready is not None
         place_own(own, a, ready)
         own, moved = None, True
-    again = call.launch((a, b, out, own), bias, ready, done)
+    again = call.launch((a, b, out, own), (bias, scales), ready, done)
     return None if wide or moved else again
 
 
-def _dtype_name(t: torch.Tensor, tf32: bool) -> str:
-    """Return the dtype of a tensor as `Gemm` names it."""
+def _dtype_name(t: torch.Tensor, tf32: bool, stepwise: bool) -> str:
+    """Return the dtype of an operand as `Gemm` names it."""
+    if t.dtype in DTYPES_8_BIT:
+        return "f8s" if stepwise else "f8"
     return {torch.bfloat16: "bf16", torch.float16: "f16"}.get(t.dtype, "tf32" if tf32 else "f32")
 
 
@@ -526,18 +553,20 @@ def _narrow(epoch: int) -> bool:
 
 def _prepare(
     matrices: Matrices,
-    bias: torch.Tensor | None,
+    vectors: Vectors,
     transpose_b: bool,
     ready: ReadyFlags | None,
     done: DoneFlags | None,
     use_descriptors: bool | None,
     tile: Tile | None,
     tf32: bool,
+    fast: bool,
 ) -> MatmulLaunch | None:
     """Prepare the launch of such a matmul; None if nothing is multiplied, and only a bias or zeros are written."""
-    a, b, out, own = matrices
-    device = check_device(a=a, b=b, out=out, bias=bias, own=own)
-    check(a, b, out, bias, transpose_b)
+    (a, b, out, own), (bias, scales) = matrices, vectors
+    scale_a, scale_b = scales or (None, None)
+    device = check_device(a=a, b=b, out=out, bias=bias, own=own, scale_a=scale_a, scale_b=scale_b)
+    check(a, b, out, bias, transpose_b, scales is not None)
     block = None if ready is None else block_rows(ready, out)
     raised_block = None if done is None else done_rows(done, out)
     has_own = own is not None
@@ -553,6 +582,8 @@ def _prepare(
     if own is not None and block and rows.batches > 1 and block % rows.M:
         raise ValueError(f"own rows of {block} are no whole batches of {rows.M}")
     bounds = limits(device)
+    if scales is not None and not bounds.fp8:
+        raise ValueError(f"a scaled matmul needs tensor cores for 8-bit floats: {device} has none")
     if not bounds.tma:
         if use_descriptors:
             raise ValueError(f"matmul cannot use TMA descriptors: {device} has no TMA")
@@ -565,19 +596,30 @@ def _prepare(
     # Programmatic dependent launch came with TMA, on Hopper; a copy would be between the previous kernel and this one.
     overlapped = ready.overlapped_sms if ready is not None and bounds.tma and not copies_own else 0
     sms = max(1, bounds.sms - overlapped - (0 if ready is None else ready.reserved_sms))
-    gemm = Gemm(rows.M, N, K, _dtype_name(a, tf32), rows.batches, block, own is not None, overlapped > 0)
+    blockwise = scales is not None and (scales[0].shape[1], *scales[1].shape) != (1, 1, N)
+    stepwise = scales is not None and not fast
+    name, result = _dtype_name(a, tf32, stepwise or blockwise), out.element_size()
+    gemm = Gemm(rows.M, N, K, name, rows.batches, block, own is not None, overlapped > 0, result)
     if tile is None and INTERPRETED:
         tile = INTERPRETER
     elif tile is None:
-        fitting = candidates(gemm.dtype, descriptors=described is not None, shared_memory=bounds.shared_memory)
+        fitting = candidates(
+            gemm.dtype, descriptors=described is not None, shared_memory=bounds.shared_memory, result=result
+        )
         tile = choose(gemm, sms, fitting)
+    if blockwise and (SCALE_BLOCK % tile.n or SCALE_BLOCK % tile.k):
+        raise ValueError(f"scales of blocks need tiles whose columns and steps divide {SCALE_BLOCK}, got {tile}")
     grid = Grid.of(tile, gemm)
     if grid.rows != rows.M:
         rows = rows.in_batches(grid.rows)
         described = _described((a, weight, out, own), rows, use_descriptors)
     if bias is not None and grid.batches > 1:
-        fits = {"descriptors": described is not None, "biased_batch": True}
-        tile = tile.fitting(a.element_size(), bounds.shared_memory, **fits)
+        tile = tile.fitting(
+            *(a.element_size(), bounds.shared_memory),
+            descriptors=described is not None,
+            biased_batch=True,
+            result=result,
+        )
     plan = grid.schedule(tile, sms)
     left = grid.tiles + grid.early - plan.whole
     slots = left * (1 if plan.parts == 2 else plan.parts) + grid.early
@@ -599,6 +641,7 @@ def _prepare(
         described=described,
         blocks=((tile.m, tile.k), (tile.k, tile.n), (tile.m, halved), (tile.m, tile.k)),
         bias_step=0 if bias is None else bias.stride(0),
+        scale_steps=() if scales is None else (*scales[0].stride(), *scales[1].stride()),
         block=block,
         raised_block=raised_block,
         schedule=(grid.tiles - left, left, plan.parts) if slots else None,
@@ -628,6 +671,8 @@ def _prepare(
             PRECISION="tf32" if tf32 else "ieee",
             EXACT=gemm.dtype == "f32",
             RUN=max(1, EXACT_RUN // tile.k),
+            SCALES="" if scales is None else "blocks" if blockwise else "rows",
+            STEPWISE=stepwise,
         ),
         options={"num_stages": tile.stages, "num_warps": tile.warps, **({"launch_pdl": True} if overlapped else {})},
     )

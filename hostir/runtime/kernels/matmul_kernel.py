@@ -10,12 +10,14 @@ from triton.language.extra.cuda import gdc_wait
 
 from hostir.runtime.kernels.flags import MISSED, Awaited, Raised, count, stores_ended, wait_for_rows
 from hostir.runtime.kernels.layout import INTERPRETED
+from hostir.runtime.kernels.tiles import SCALE_BLOCK
 
 # Conversions ----------------------------------------------------------------------------------------------------------
 # Conversions between float32 and the operands' types that are correct on the GPU and in Triton's interpreter.
 #
-# The interpreter holds bfloat16 as raw 16-bit integers: arithmetic on it is meaningless, widening loses subnormals and
-# narrowing truncates where the GPU rounds to nearest even. There the conversions are done on the bits.
+# The interpreter holds bfloat16 and 8-bit floats as raw integers: arithmetic on them is meaningless, widening loses
+# subnormals or NaN, and narrowing truncates where the GPU rounds to nearest even. There the conversions are done on
+# the bits.
 
 _ON_BITS = tl.constexpr(INTERPRETED)
 
@@ -26,6 +28,13 @@ def to_float32(x):
     if _ON_BITS and x.dtype == tl.bfloat16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32)
         return (bits << 16).to(tl.float32, bitcast=True)
+    elif _ON_BITS and x.dtype == tl.float8e5:  # the upper half of a float16
+        return (x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    elif _ON_BITS and x.dtype == tl.float8e4nv:
+        bits = x.to(tl.uint8, bitcast=True).to(tl.uint32)
+        size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120  # exponents differ by 127 - 7
+        size = tl.where((bits & 0x7F) == 0x7F, float("nan"), size)
+        return tl.where(bits >= 0x80, -size, size)
     else:
         return x.to(tl.float32)
 
@@ -68,6 +77,11 @@ class Constants(NamedTuple):
         OVERLAPS: it may have started before the previous kernel of the stream has ended.
         PRECISION: `tf32` or `ieee`.
         EXACT: float32 on plain FMAs, of which it sums up RUN steps of BK at a time.
+        SCALES: of 8-bit operands: `rows`, a scale for each row of a and column of b (or for all of them); `blocks`, one
+            for SCALE_BLOCK elements of a row of a, and for SCALE_BLOCK^2 of b; BK and BN divide SCALE_BLOCK. Empty
+            without scales.
+        STEPWISE: the sum of each step along K is added to the others in float32, as with `blocks`; else tensor cores
+            add up all steps. Of 8-bit operands they keep fewer bits of a sum than float32 has.
     """
 
     BM: int
@@ -89,6 +103,8 @@ class Constants(NamedTuple):
     PRECISION: str
     EXACT: bool
     RUN: int
+    SCALES: str = ""
+    STEPWISE: bool = False
 
 
 class Strides(NamedTuple):
@@ -105,6 +121,22 @@ class Bias(NamedTuple):
 
     base: Any
     step: Any
+
+
+class Scales(NamedTuple):
+    """The scales of a and b, in float32: pointers and strides.
+
+    Fields:
+        a_row, a_step: strides between rows, counted through all batches, and between blocks along K.
+        b_step, b_column: strides between blocks along K, and between columns, or blocks of them.
+    """
+
+    a: Any
+    b: Any
+    a_row: Any
+    a_step: Any
+    b_step: Any
+    b_column: Any
 
 
 class Workspace(NamedTuple):
@@ -145,6 +177,7 @@ class Product(NamedTuple):
     b: Any
     out: Any
     bias: Any
+    scales: Any
     batches: Any
     M: Any
     N: Any
@@ -204,17 +237,36 @@ def halves(x, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def finish(product, place, acc, C: tl.constexpr):
-    """Add the bias to the sums of a tile, and store it."""
-    batch, row, column = place
+def scales_of_rows(product, place, step, C: tl.constexpr):
+    """Return the scales `[BM, 1]` of the rows of a tile, at block `step` along K."""
+    batch, row, _ = place
+    r = row + tl.arange(0, C.BM)
+    at = (batch * product.M + r).to(tl.int64) * product.scales.a_row + step * product.scales.a_step
+    return tl.load(product.scales.a + at, mask=r < product.M, other=0.0)[:, None]
+
+
+@triton.jit
+def finish_columns(product, place, x, BC: tl.constexpr, C: tl.constexpr):
+    """Scale the sums of a tile, or of `BC` of its columns, add the bias, and store them."""
+    _, _, column = place
+    if C.SCALES == "rows":
+        of_columns = load_pointers(product.scales.b, 0, column, 1, product.N, 0, product.scales.b_column, 1, BC)
+        x = x * scales_of_rows(product, place, 0, C) * of_columns
     if C.HAS_BIAS:
-        acc += to_float32(load_pointers(product.bias.base, 0, column, 1, product.N, 0, product.bias.step, 1, C.BN))
+        x += to_float32(load_pointers(product.bias.base, 0, column, 1, product.N, 0, product.bias.step, 1, BC))
+    store(product, place, x, BC, C)
+
+
+@triton.jit
+def finish(product, place, acc, C: tl.constexpr):
+    """Finish all columns of a tile, the two halves one after the other."""
+    batch, row, column = place
     if C.HALVES:
         left, right = halves(acc, C.BM, C.BN)
-        store(product, place, left, C.BN // 2, C)
-        store(product, (batch, row, column + C.BN // 2), right, C.BN // 2, C)
+        finish_columns(product, place, left, C.BN // 2, C)
+        finish_columns(product, (batch, row, column + C.BN // 2), right, C.BN // 2, C)
     else:
-        store(product, place, acc, C.BN, C)
+        finish_columns(product, place, acc, C.BN, C)
 
 
 # Tiles that several programs share ------------------------------------------------------------------------------------
@@ -326,6 +378,7 @@ def add_to_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr):
 # The position of a tile, and the computation of a whole tile or of a part along K.
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
 
 
 @triton.jit
@@ -383,6 +436,25 @@ def _dot(x, y, acc, C: tl.constexpr):
 
 
 @triton.jit
+def _add_step(x, y, acc, product, place, k, C: tl.constexpr):
+    """Add the products of the step at `k` to `acc`.
+
+    Triton's `max_num_imprecise_acc` is no way to sum up a step by itself: Triton 3.7 adds the sum to the others before
+    it waits for the tensor cores, which PTX leaves undefined.
+    """
+    if C.SCALES == "blocks":
+        block = k // _SCALE_BLOCK
+        of_b = block * product.scales.b_step + place[2] // _SCALE_BLOCK * product.scales.b_column
+        # Loaded first: what they take is hidden behind the products.
+        scales = scales_of_rows(product, place, block, C) * tl.load(product.scales.b + of_b)
+        return acc + _dot(x, y, None, C) * scales
+    elif C.STEPWISE:
+        return acc + _dot(x, y, None, C)
+    else:
+        return _dot(x, y, acc, C)
+
+
+@triton.jit
 def _contract(left, product, place, begin, stop, C: tl.constexpr):
     """Sum up, in float32, the products of steps `begin` to before `stop` along K for a tile."""
     BM: tl.constexpr = C.BM
@@ -405,7 +477,7 @@ def _contract(left, product, place, begin, stop, C: tl.constexpr):
             rows = left.base + batch.to(tl.int64) * a_batch
             x = load_pointers(rows, row, k, product.M, product.K, a_row, a_column, C.BM, C.BK)
             y = load_pointers(product.b, k, column, product.K, product.N, b_row, b_column, C.BK, C.BN)
-        acc = _dot(x, y, acc, C)
+        acc = _add_step(x, y, acc, product, place, k, C)
         if C.EXACT and step % C.RUN == C.RUN - 1:  # a sum of short sums is more accurate than one long sum
             total += acc
             acc = tl.zeros((BM, BN), dtype=tl.float32)
@@ -458,10 +530,7 @@ def part_of_tile(left, product, place, number, part, parts, workspace, PAIRS: tl
             for half in tl.static_range(2 if C.HALVES else 1):
                 at = column + half * COLUMNS
                 total = add_sums(sums, number * parts, parts, half, C.BM, C.BN, COLUMNS)
-                if C.HAS_BIAS:
-                    base, step = product.bias
-                    total += to_float32(load_pointers(base, 0, at, 1, product.N, 0, step, 1, COLUMNS))
-                store(product, (batch, row, at), total, COLUMNS, C)
+                finish_columns(product, (batch, row, at), total, COLUMNS, C)
             if C.DONE:
                 count_tiles(product, place, 1, 1, C)
 
@@ -514,6 +583,7 @@ def matmul_kernel(
     out,
     own,  # the rows of block `first`, if they are elsewhere; then each block consists of whole batches
     bias,  # a Bias, or None
+    scales,  # Scales, with SCALES only
     first,  # the block to begin with and the rows of a block, of those of READY, else of DONE; None without
     height,
     flags,  # flags, timeouts, epoch, polls: as in ReadyFlags, with READY only; blocks: the number of flags
@@ -543,7 +613,7 @@ def matmul_kernel(
     tiles = batches * tl.cdiv(M, C.BM) * tl.cdiv(N, C.BN)
     alone = whole if C.SPLIT else tiles
     raised = Raised(raised_flags, raised_epoch, raised_height, counts)
-    product = Product(b, out, bias, batches, M, N, K, strides, group, first, height, raised)
+    product = Product(b, out, bias, scales, batches, M, N, K, strides, group, first, height, raised)
     rows = Left(a, 0, strides.a)
     before = alone  # pieces of work handed out, program by program, before the split tiles
     if C.READY:

@@ -65,8 +65,8 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
 
     With `triton`, and with `auto` on `cuda` if Triton is installed, sums of few tensors are in Triton, and there are
     also kernels that wait for flags of blocks of rows, or raise them, by themselves: `matmul_by_blocks`,
-    `linear_by_blocks` and `sum_by_blocks`, which take the options `ready`, `done` and `own`. Without them, the executor
-    waits for flags, computes block by block, and raises flags.
+    `linear_by_blocks`, `scaled_matmul_by_blocks` and `sum_by_blocks`, which take the options `ready`, `done` and `own`.
+    Without them, the executor waits for flags, computes block by block, and raises flags.
     """
     if policy not in POLICIES:
         hint = did_you_mean(policy, POLICIES)
@@ -74,7 +74,7 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     if policy == "triton":
         return {**aten.KERNELS, **_triton_kernels(device_type), **BY_BLOCKS}
     if policy == "auto" and device_type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return {**aten.KERNELS, "sum": _sum_of_few, **BY_BLOCKS}
+        return {**aten.KERNELS, "scaled_matmul": _scaled_matmul_of_either, "sum": _sum_of_few, **BY_BLOCKS}
     return aten.KERNELS
 
 
@@ -97,7 +97,7 @@ def matmul_by_blocks(
     Raises the flags of `done` behind blocks of `out`. Raises HostIRError if the blocks do not fit the slices of a
     tensor whose leading axes do not merge: see `_contract_ready`.
     """
-    return _contract_by_blocks(out, a, b, None, False, ready, done, own)
+    return _contract_by_blocks(out, a, _product(b, None, False), ready, done, own)
 
 
 def linear_by_blocks(
@@ -111,7 +111,24 @@ def linear_by_blocks(
     own: torch.Tensor | None = None,
 ) -> Again | None:
     """Compute `out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once; else as `matmul_by_blocks`."""
-    return _contract_by_blocks(out, a, weight, bias, True, ready, done, own)
+    return _contract_by_blocks(out, a, _product(weight, bias, True), ready, done, own)
+
+
+def scaled_matmul_by_blocks(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    fast: bool = False,
+    ready: ReadyFlags | None = None,
+    done: DoneFlags | None = None,
+    own: torch.Tensor | None = None,
+) -> Again | None:
+    """Compute as `hostir.runtime.kernels.scaled.scaled_matmul`; else as `matmul_by_blocks`."""
+    return _contract_by_blocks(out, a, _scaled_product(a, b, scale_a, scale_b, bias, fast), ready, done, own)
 
 
 def sum_by_blocks(
@@ -131,15 +148,48 @@ def sum_by_blocks(
     return add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own=own)
 
 
-BY_BLOCKS: Mapping[str, Kernel] = {f.__name__: f for f in (matmul_by_blocks, linear_by_blocks, sum_by_blocks)}
+BY_BLOCKS: Mapping[str, Kernel] = {
+    f.__name__: f for f in (matmul_by_blocks, linear_by_blocks, scaled_matmul_by_blocks, sum_by_blocks)
+}
+
+
+# A contraction with its right side: f(out, a, row, **flags), of rows that begin with number `row` of all.
+Multiply = Callable[..., Again | None]
+
+
+def _product(b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool) -> Multiply:
+    from hostir.runtime.kernels.matmul import multiply  # loads Triton: only where it is used
+
+    def product(out: torch.Tensor, a: torch.Tensor, row: int, **flags: Any) -> Again | None:
+        return multiply(a, b, out, bias=bias, transpose_b=transpose_b, **flags)
+
+    return product
+
+
+def _scaled_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    fast: bool,
+) -> Multiply:
+    from hostir.runtime.kernels.scaled import readable, scaled_matmul
+
+    along_k, (of_a, of_b), copied = readable(a, b, scale_a, scale_b)
+
+    def product(out: torch.Tensor, a: torch.Tensor, row: int, **flags: Any) -> Again | None:
+        mine = of_a[row : row + a.shape[:-1].numel()].view(*a.shape[:-1], -1)
+        again = scaled_matmul(out, a, along_k, mine, of_b, bias, fast=fast, **flags)
+        return None if copied else again
+
+    return product
 
 
 def _contract_by_blocks(
     out: torch.Tensor,
     a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    transpose_b: bool,
+    product: Multiply,
     ready: ReadyFlags | None,
     done: DoneFlags | None,
     own: torch.Tensor | None,
@@ -149,14 +199,13 @@ def _contract_by_blocks(
     Else flags are raised together, by a launch of their own behind the others.
     """
     from hostir.runtime.kernels.flags import raise_flags
-    from hostir.runtime.kernels.matmul import multiply  # loads Triton: only where it is used
 
     if (own is None and _merges(out, a)) or (own is not None and ready and _in_whole_batches(out, a, len(ready.flags))):
-        return multiply(a, b, out, bias=bias, transpose_b=transpose_b, ready=ready, done=done, own=own)
+        return product(out, a, 0, ready=ready, done=done, own=own)
     if ready is None:
-        _contract(out, a, b, bias, transpose_b)
+        _contract(out, a, product)
     else:
-        _contract_ready(out, a, b, bias, transpose_b, ready, own)
+        _contract_ready(out, a, product, 0, ready, own)
     if done is not None:
         raise_flags(done, None if ready is None else ready.timeouts)
     return None
@@ -165,9 +214,8 @@ def _contract_by_blocks(
 def _contract_ready(
     out: torch.Tensor,
     a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    transpose_b: bool,
+    product: Multiply,
+    row: int,
     ready: ReadyFlags,
     own: torch.Tensor | None = None,
 ) -> Again | None:
@@ -178,22 +226,22 @@ def _contract_ready(
     consist of whole blocks, or a block of whole slices; HostIRError otherwise. With `own` rows, and blocks that do not
     consist of whole batches, each block is a launch.
     """
-    from hostir.runtime.kernels.matmul import multiply  # loads Triton: only where it is used
-
+    count = a.shape[:-1].numel()
     if own is not None:
         if _in_whole_batches(out, a, len(ready.flags)):
-            return multiply(a, b, out, bias=bias, transpose_b=transpose_b, ready=ready, own=own)
+            return product(out, a, row, ready=ready, own=own)
         pairs = with_all_rows(out, a, len(ready.flags), ready.first, own)
         for block in (*range(ready.first, len(pairs)), *range(ready.first)):
-            flag = None if block == ready.first else _of_block(ready, block)
+            flag, at = None if block == ready.first else _of_block(ready, block), row + block * count // len(pairs)
             for out_part, a_part in pairs[block]:
                 if flag is None:
-                    _contract(out_part, a_part, b, bias, transpose_b)
+                    _contract(out_part, a_part, product, at)
                 else:
-                    _contract_ready(out_part, a_part, b, bias, transpose_b, flag)
+                    _contract_ready(out_part, a_part, product, at, flag)
+                at += a_part.shape[:-1].numel()
         return None
     if _merges(out, a):
-        return multiply(a, b, out, bias=bias, transpose_b=transpose_b, ready=ready)
+        return product(out, a, row, ready=ready)
     slices, blocks = len(out), len(ready.flags)
     if slices % blocks and blocks % slices:
         raise error(
@@ -207,7 +255,7 @@ def _contract_ready(
         end = max(begin + 1, (i + 1) * blocks // slices)
         first = ready.first - begin if begin <= ready.first < end else 0
         part = replace(ready, flags=ready.flags[begin:end], timeouts=ready.timeouts[begin:end], first=first)
-        _contract_ready(out[i], a[i], b, bias, transpose_b, part)
+        _contract_ready(out[i], a[i], product, row + i * count // slices, part)
         ready = replace(ready, overlapped_sms=0)  # the first launch ended after the kernel that it overlapped
     return None
 
@@ -224,25 +272,53 @@ def _in_whole_batches(out: torch.Tensor, a: torch.Tensor, blocks: int) -> bool:
     return len(levels) < 2 or (len(levels) == 2 and levels[0][0] % blocks == 0)
 
 
-def _contract(
-    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool
-) -> Again | None:
+def _contract(out: torch.Tensor, a: torch.Tensor, product: Multiply, row: int = 0) -> Again | None:
     """Compute a contraction whose rows are all ready, with a launch for each slice if leading axes do not merge."""
-    from hostir.runtime.kernels.matmul import multiply
-
     if _merges(out, a):
-        return multiply(a, b, out, bias=bias, transpose_b=transpose_b)
-    for out_part, a_part in zip(out, a, strict=True):
-        _contract(out_part, a_part, b, bias, transpose_b)
+        return product(out, a, row)
+    for i, (out_part, a_part) in enumerate(zip(out, a, strict=True)):
+        _contract(out_part, a_part, product, row + i * a_part.shape[:-1].numel())
     return None
 
 
 def _matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Again | None:
-    return _contract(out, a, b, None, False)
+    return _contract(out, a, _product(b, None, False))
 
 
 def _linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Again | None:
-    return _contract(out, a, weight, bias, True)
+    return _contract(out, a, _product(weight, bias, True))
+
+
+def _scaled_matmul(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    fast: bool = False,
+) -> Again | None:
+    return _contract(out, a, _scaled_product(a, b, scale_a, scale_b, bias, fast))
+
+
+def _scaled_matmul_of_either(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    fast: bool = False,
+) -> Again | None:
+    """Compute as `_scaled_matmul`, by torch's library where it takes such operands."""
+    from hostir.runtime.kernels.scaled import library_takes, scaled_matmul_of_library
+
+    if not library_takes(out, a, b, scale_a, scale_b, bias):
+        return _scaled_matmul(out, a, b, scale_a, scale_b, bias, fast=fast)
+    scaled_matmul_of_library(out, a, b, scale_a, scale_b, bias, fast=fast)
+    return None
 
 
 ATEN = "use ATen: kernels='aten' in Python, --kernels aten on the command line"
@@ -267,7 +343,9 @@ def _sum_of_few(
 
 
 # Kernels that may return a function that repeats the call, see `repeating`.
-REPEATABLE: tuple[Kernel, ...] = (_matmul, _linear, _sum, _sum_of_few)
+REPEATABLE: tuple[Kernel, ...] = (_matmul, _linear, _scaled_matmul, _scaled_matmul_of_either, _sum, _sum_of_few)
+# Kernels that call cuBLAS, at least for some operands.
+BY_CUBLAS: tuple[Kernel, ...] = (*aten.BY_CUBLAS, _scaled_matmul_of_either)
 
 
 def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
@@ -288,4 +366,4 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint=f"set it, or {ATEN}",
         )
 
-    return {"matmul": _matmul, "linear": _linear, "sum": _sum}
+    return {"matmul": _matmul, "linear": _linear, "scaled_matmul": _scaled_matmul, "sum": _sum}

@@ -20,6 +20,7 @@ from hostir.ir.types import DTYPES
 
 MIN_STEPS = 4  # the fewest steps along K of a part of a split tile: fewer do not pay for summing the parts
 MAX_PARTS = 8  # the most parts of a split tile: the last program reads the partial sums of all others
+SCALE_BLOCK = 128  # elements along K, and columns of the right side, that share a scale of blocks
 MIN_OWN_ROWS = 64  # fewer own rows are copied to their block: with tiles of their own, B would be read once more
 
 
@@ -28,10 +29,12 @@ class Gemm:
     """A matmul `[batches, m, k] @ [k, n]`, and how its rows arrive.
 
     Fields:
-        dtype: `bf16`, `f16`, `f32`, or `tf32` for f32 on tensor cores.
+        dtype: `bf16`, `f16`, `f32`, `tf32` for f32 on tensor cores, `f8` for 8-bit operands whose products tensor cores
+            add up, or `f8s` where each step along K is scaled, or added to the others in f32.
         block: the number of rows of a block, if they arrive block by block while the kernel runs; None: all are ready.
         separate: whether no tile may span two blocks, as the rows of one block are elsewhere in memory.
         overlapped: whether a kernel directly before this one copies the blocks, and overlaps it; else copy engines do.
+        result: the bytes of an element of the result; None: as many as an operand's.
     """
 
     m: int
@@ -42,11 +45,12 @@ class Gemm:
     block: int | None = None
     separate: bool = False
     overlapped: bool = False
+    result: int | None = None
 
     @property
     def itemsize(self) -> int:
-        """The bytes of an element."""
-        return DTYPES[self.dtype.removeprefix("t")].bytes
+        """The bytes of an element of an operand."""
+        return 1 if self.dtype.startswith("f8") else DTYPES[self.dtype.removeprefix("t")].bytes
 
 
 @dataclass(frozen=True)
@@ -80,22 +84,32 @@ class Tile:
     rate_waiting: float | None = None
     early_blocks: int = 0
 
-    def shared_memory(self, itemsize: int, *, descriptors: bool, biased_batch: bool = False) -> int:
-        """Return the bytes of shared memory that it takes for elements of `itemsize` bytes.
+    def shared_memory(
+        self, itemsize: int, *, descriptors: bool, biased_batch: bool = False, result: int | None = None
+    ) -> int:
+        """Return the bytes of shared memory that it takes for operands of `itemsize` bytes, and results of `result`.
 
         They are those of the pipeline, of the tile that a TMA store reads, and of barriers and layout conversions; the
         latter take more if a bias is added to whole tiles of a batch.
         """
         pipeline = self.stages * (self.m + self.n) * self.k * itemsize
-        outgoing = self.m * self.n * itemsize // (2 if self.halves else 1)
+        outgoing = self.m * self.n * (result or itemsize) // (2 if self.halves else 1)
         changes = _BIASED_BATCH if biased_batch and not self.halves else 0
         return pipeline + (outgoing if descriptors else 0) + _SCRATCH + changes
 
-    def fitting(self, itemsize: int, shared_memory: int, *, descriptors: bool, biased_batch: bool) -> Tile:
+    def fitting(
+        self,
+        itemsize: int,
+        shared_memory: int,
+        *,
+        descriptors: bool,
+        biased_batch: bool = False,
+        result: int | None = None,
+    ) -> Tile:
         """Return the same tile with as many of its stages as fit into `shared_memory` bytes, at least one."""
         tile = self
         while tile.stages > 1 and shared_memory < tile.shared_memory(
-            itemsize, descriptors=descriptors, biased_batch=biased_batch
+            itemsize, descriptors=descriptors, biased_batch=biased_batch, result=result
         ):
             tile = replace(tile, stages=tile.stages - 1)
         return tile
@@ -132,20 +146,58 @@ _IEEE_32_BIT = (
     Tile(64, 64, 16, stages=4, warps=4),
     Tile(32, 32, 32, stages=3, warps=4, rate=0.6),
 )
+# A step of 128 is as wide as TMA's widest swizzle, and as a block with a scale of its own.
+_TMA_8_BIT = (
+    Tile(128, 256, 128, stages=4, warps=8, halves=True),
+    Tile(256, 128, 128, stages=4, warps=8, halves=True, rate=0.98),
+    Tile(128, 128, 128, stages=6, warps=4, rate=0.9),
+    Tile(64, 256, 128, stages=4, warps=4, rate=0.85),
+    Tile(64, 128, 128, stages=6, warps=4, rate=0.7),
+    Tile(128, 64, 128, stages=6, warps=4, rate=0.65),
+    Tile(64, 64, 256, stages=5, warps=4, rate=0.5),
+    Tile(64, 64, 128, stages=4, warps=4, rate=0.3),
+)
+# A step's sum takes registers of its own, and scales of blocks allow no more than 128 columns.
+_TMA_8_BIT_STEPS = (
+    Tile(128, 128, 128, stages=4, warps=8),
+    Tile(64, 128, 128, stages=6, warps=4, rate=0.9),
+    Tile(128, 64, 128, stages=6, warps=4, rate=0.8),
+    Tile(64, 64, 128, stages=6, warps=4, rate=0.55),
+)
+_POINTERS_8_BIT = (
+    Tile(128, 128, 128, stages=3, warps=8),
+    Tile(128, 64, 128, stages=3, warps=8, rate=0.8),
+    Tile(64, 64, 128, stages=3, warps=4, rate=0.6),
+    Tile(64, 64, 64, stages=3, warps=4, rate=0.5),
+)
 
 # In Triton's interpreter an operation costs the same for any size; a small tile lets small tests have partial tiles.
 INTERPRETER = Tile(32, 32, 32, stages=1, warps=1, group=2)
 
 
-def candidates(dtype: str, *, descriptors: bool = True, shared_memory: int = 227 << 10) -> tuple[Tile, ...]:
+def candidates(
+    dtype: str, *, descriptors: bool = True, shared_memory: int = 227 << 10, result: int | None = None
+) -> tuple[Tile, ...]:
     """Return the tiles worth trying for a dtype, as `Gemm` names it, that fit into `shared_memory` bytes.
+
+    `result` is as in `Gemm`: with wider results than operands, tiles have as many of their stages as fit.
 
     Raises ValueError if none fits.
     """
     tables = {"f32": _IEEE_32_BIT, "tf32": _TF32}
+    if dtype in ("f8", "f8s"):
+        tables[dtype] = (_TMA_8_BIT if dtype == "f8" else _TMA_8_BIT_STEPS) if descriptors else _POINTERS_8_BIT
     tiles = tables.get(dtype, _TMA_16_BIT if descriptors else _POINTERS_16_BIT)
     itemsize = Gemm(1, 1, 1, dtype).itemsize
-    fitting = tuple(t for t in tiles if t.shared_memory(itemsize, descriptors=descriptors) <= shared_memory)
+    if itemsize == 1 and result == 4:
+        # Seen by compiling: of a batch, a piece of 128 columns or more per 4 warps changes its layout in memory of its
+        # own, as large as the piece, before it is stored.
+        tiles = tuple(replace(t, halves=t.n > 64) for t in tiles if t.n <= 32 * t.warps)
+    if result is not None and result > itemsize:
+        tiles = tuple(t.fitting(itemsize, shared_memory, descriptors=descriptors, result=result) for t in tiles)
+    fitting = tuple(
+        t for t in tiles if t.shared_memory(itemsize, descriptors=descriptors, result=result) <= shared_memory
+    )
     if not fitting:
         raise ValueError(f"no {dtype} matmul tile fits into {shared_memory} bytes of shared memory")
     return fitting
@@ -239,7 +291,8 @@ class Grid:
 # How long a matmul takes with a tile, and with which tile it is fastest.
 
 
-PEAK = {"bf16": 820.0, "f16": 820.0, "f32": 14.0, "tf32": 410.0}  # TFLOP/s of an H200 before power limits it
+# TFLOP/s of an H200 before power limits it.
+PEAK = {"bf16": 820.0, "f16": 820.0, "f32": 14.0, "tf32": 410.0, "f8": 1500.0, "f8s": 1000.0}
 
 
 @dataclass(frozen=True)

@@ -87,5 +87,6 @@ def test_an_operation_keeps_what_its_kernel_returns_where_that_is_repeatable(
 
 def test_contractions_and_sums_in_triton_are_repeatable_and_those_in_aten_are_not() -> None:
     triton, aten = kernel_table("triton", "cuda"), kernel_table("aten", "cuda")
-    assert {kind for kind, kernel in triton.items() if kernel in table.REPEATABLE} == {"matmul", "linear", "sum"}
+    kinds = {"matmul", "linear", "scaled_matmul", "sum"}
+    assert {kind for kind, kernel in triton.items() if kernel in table.REPEATABLE} == kinds
     assert not any(kernel in table.REPEATABLE for kernel in aten.values())

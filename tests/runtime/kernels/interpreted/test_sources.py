@@ -99,7 +99,7 @@ def test_a_source_that_stays_away_is_named_and_its_block_is_neither_written_nor_
 
 
 def test_blocks_are_done_from_the_first_on(monkeypatch):
-    monkeypatch.setattr(module, "limits", lambda device: Limits(1, 1 << 20, True))
+    monkeypatch.setattr(module, "limits", lambda device: Limits(1, 1 << 20, tma=True, fp8=True))
     x, out = filled([2, 8, 24], torch.float32), torch.empty(8, 24)
     raised = torch.zeros(4, dtype=torch.int64)
     watched = Watched(monkeypatch, raised, out)

@@ -1,0 +1,76 @@
+"""Rewrite products whose columns are scattered: the rows of the transposed product are, `c^T = b^T @ a^T`.
+
+So what `ring`, `fused` and `push` do with rows, they do with columns. The transposed operands are views. A rank's part
+of the sum is transposed back by a copy, as a tensor lies in memory by rows.
+"""
+
+from __future__ import annotations
+
+from hostir.ir.comm_ops import AllGather, ReduceScatter
+from hostir.ir.op import Statement, Value
+from hostir.ir.program import Names, Program
+from hostir.ir.sizes import product
+from hostir.ir.tensor_ops import Contraction, DenseCopy, Matmul, Permute, Reshape
+from hostir.ir.types import Axis
+from hostir.lower.propagate import operands_of, result_of, users_of
+
+SWAPPED = (1, 0)
+
+
+def columns_as_rows(program: Program) -> Program:
+    """Transpose each product of which only a reduce_scatter of columns reads the result."""
+    made = {result_of(s).name: s for s in program.body}
+    users, names = users_of(program), Names.of(program)
+    turned: dict[str, list[Statement]] = {}  # by the results of the product and of the reduce_scatter
+    for s in program.body:
+        maker = made.get(s.x.name) if isinstance(s, ReduceScatter) else None
+        if not isinstance(s, ReduceScatter) or not isinstance(maker, Contraction) or not _by_columns(s):
+            continue
+        alone = users[s.x.name] == [s] and s.x not in program.outputs
+        if alone and _can_be_transposed(maker) and not isinstance(made.get(maker.a.name), AllGather):
+            turned |= {s.x.name: [], s.out.name: _transposed(maker, s, names)}
+    body = [each for s in program.body for each in turned.get(result_of(s).name, [s])]
+    return program.with_body(body) if turned else program
+
+
+def _by_columns(s: ReduceScatter) -> bool:
+    return s.mesh.size(s.over) > 1 and s.out.tensor.axis_on(s.over) == len(s.out.tensor.axes) - 1
+
+
+def _can_be_transposed(s: Contraction) -> bool:
+    """Whether the left side is a matrix, or rows that lie whole on each rank and so can be seen as one."""
+    rows = s.a.tensor.host().axes[:-1]
+    alone = len(operands_of(s)) == 2  # a linear has no bias: that of a sum over ranks is added after it
+    return alone and (len(rows) == 1 or (len(rows) > 1 and not any(axis.marks for axis in rows)))
+
+
+def _transposed(s: Contraction, scatter: ReduceScatter, names: Names) -> list[Statement]:
+    """Return the transposed product, the reduce_scatter of its rows, and the copy that transposes them back."""
+    body: list[Statement] = []
+
+    def view(cls: type[Permute | Reshape], x: Value, axes: tuple[Axis, ...], suffix: str) -> Value:
+        out = Value(names.fresh(f"{x.name}_{suffix}"), x.tensor.host().with_axes(axes), s.span)
+        body.append(Permute(x, out, SWAPPED, span=s.span) if cls is Permute else Reshape(x, out, span=s.span))
+        return out
+
+    def swapped(x: Value) -> Value:
+        return view(Permute, x, x.tensor.host().axes[::-1], "t")
+
+    a, (b, contracted) = s.a, s.right_side
+    if len(a.tensor.axes) > 2:
+        rows = product(a.tensor.shape[:-1])
+        a = view(Reshape, a, (Axis.of(rows), a.tensor.host().axes[-1]), "rows")
+    left, right = b if contracted else swapped(b), swapped(a)
+    columns, rows_axis = scatter.out.tensor.host().axes[-1], a.tensor.host().axes[0]
+    whole, part = s.out.tensor.host(), scatter.out.tensor.host()
+    full = Value(names.fresh(f"{s.out.name}_t"), whole.with_axes((whole.axes[-1], rows_axis)), s.span)
+    mine = Value(names.fresh(f"{scatter.out.name}_t"), part.with_axes((columns, rows_axis)), scatter.span)
+    body += [
+        Matmul(out=full, a=left, b=right, span=s.span, note=f"{s.out} transposed: its columns are scattered"),
+        ReduceScatter(full, mine, over=scatter.over, span=scatter.span),
+    ]
+    back = swapped(mine)
+    if len(part.axes) > 2:
+        back = view(Reshape, back, part.axes, "rows")
+    note = f"copy: the columns of {scatter.out} were summed up as rows"
+    return [*body, DenseCopy(out=scatter.out, x=back, span=scatter.span, note=note)]

@@ -1,0 +1,200 @@
+"""Products of 8-bit floats with scales, compiled, on a real GPU (tests/conftest.py says so where there is none)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, no_timeouts
+from hostir.runtime.kernels.matmul import DTYPES, DTYPES_8_BIT
+from hostir.runtime.kernels.matmul import _by_stream as workspaces
+from hostir.runtime.kernels.scaled import (
+    library_takes,
+    scaled_matmul,
+    scaled_matmul_of_library,
+    scaled_matmul_reference,
+)
+from hostir.runtime.kernels.table import kernel_table
+from hostir.runtime.kernels.tiles import Tile, candidates
+from tests.runtime.kernels.checking import assert_as_accurate, assert_only_view_written, embedded
+
+CUDA = "cuda"
+BF16 = torch.bfloat16
+E4M3, E5M2 = DTYPES_8_BIT
+MODES = ("tensor", "rows", "blocks")
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no tensor cores for 8-bit floats"
+)
+
+
+def operands(
+    M: int, N: int, K: int, mode: str, a_type: torch.dtype = E4M3, b_type: torch.dtype = E4M3
+) -> tuple[torch.Tensor, ...]:
+    """Random a and b, b by columns, and their scales."""
+    shapes = {"tensor": ((1, 1), (1, 1)), "rows": ((M, 1), (1, N)), "blocks": ((M, K // 128), (K // 128, -(-N // 128)))}
+    of_a, of_b = (torch.rand(shape, device=CUDA) + 0.5 for shape in shapes[mode])
+    a, b = torch.randn(M, K, device=CUDA).to(a_type), torch.randn(N, K, device=CUDA).to(b_type).t()
+    return a, b, of_a, of_b
+
+
+def magnitude(a: torch.Tensor, b: torch.Tensor, of_a: torch.Tensor, of_b: torch.Tensor) -> torch.Tensor:
+    positive = [x.float().abs().to(x.dtype) for x in (a, b)]
+    return scaled_matmul_reference(*positive, of_a, of_b, None, torch.float64)
+
+
+def tiles_for(mode: str, fast: bool, *, descriptors: bool, result: int = 2) -> tuple[Tile, ...]:
+    return candidates("f8" if fast and mode != "blocks" else "f8s", descriptors=descriptors, result=result)
+
+
+def descriptor_modes() -> list[bool]:
+    return [False, True] if torch.cuda.get_device_capability() >= (9, 0) else [False]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("M", "N", "K"), [(64, 3584, 8192), (2048, 3584, 8192), (1000, 1024, 3584), (16, 256, 128)])
+def test_the_error_is_at_most_that_of_torch(M, N, K, mode, fast):
+    given = operands(M, N, K, mode)
+    out, buffer = embedded([M, N], BF16, pad=[1, 16], device=CUDA)
+    exact = scaled_matmul_reference(*given, None, torch.float64)
+    theirs = torch.empty(M, N, dtype=BF16, device=CUDA)
+    if mode == "blocks":  # a sum in float32, rounded once
+        a, b, of_a, of_b = given
+        wide = of_a.repeat_interleave(128, 1), of_b.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :N]
+        theirs.copy_((a.float() * wide[0]) @ (b.float() * wide[1]))
+    else:
+        assert library_takes(theirs, *given)
+        scaled_matmul_of_library(theirs, *given, fast=fast)
+    for use_descriptors in descriptor_modes():
+        for tile in (None, *tiles_for(mode, fast, descriptors=use_descriptors)[:3]):
+            scaled_matmul(out.fill_(math.nan), *given, fast=fast, use_descriptors=use_descriptors, tile=tile)
+            assert_only_view_written(out, buffer)
+            assert_as_accurate(out, theirs, exact, magnitude(*given))
+            before = out.clone()
+            scaled_matmul(out.fill_(math.nan), *given, fast=fast, use_descriptors=use_descriptors, tile=tile)
+            assert torch.equal(out, before), "results repeat bit for bit"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 16, 128), (7, 48, 384), (130, 272, 256), (300, 1000, 640)])
+@pytest.mark.parametrize(("a_type", "b_type"), [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)])
+def test_types_biases_and_ragged_shapes_give_the_product(M, N, K, mode, dtype, a_type, b_type):
+    given = operands(M, N, K, mode, a_type, b_type)
+    bias = torch.randn(N, device=CUDA).to(dtype)
+    exact = scaled_matmul_reference(*given, bias, torch.float64)
+    largest = magnitude(*given).max().item()
+    for use_descriptors in descriptor_modes():
+        for fast in (True, False):
+            out, buffer = embedded([M, N], dtype, pad=[1, 16], device=CUDA)
+            scaled_matmul(out, *given, bias, fast=fast, use_descriptors=use_descriptors)
+            assert_only_view_written(out, buffer)
+            rounding = exact.abs().max().item() * torch.finfo(dtype).eps
+            summed = largest * 2.0 ** (-11 if fast else -12)  # tensor cores keep 13 bits behind the largest product
+            assert (out.double() - exact).abs().max().item() <= rounding + summed
+
+
+@pytest.mark.parametrize("split", [9, 40])
+@pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_split_tiles_give_the_same_whatever_program_is_last(mode, split, parts):
+    a, b, of_a, of_b = operands(1024, 3584, 4096, mode)
+    a, b = (torch.randint(-4, 5, x.shape, device=CUDA).float().to(E4M3) for x in (a, b.t()))
+    of_a, of_b = (torch.randint(-3, 3, x.shape, device=CUDA).float().exp2() for x in (of_a, of_b))
+    expected = scaled_matmul_reference(a, b.t(), of_a, of_b, None, torch.float32)
+    for tile in tiles_for(mode, False, descriptors=True, result=4)[:2]:
+        out = torch.full((1024, 3584), math.nan, device=CUDA)
+        scaled_matmul(out, a, b.t(), of_a, of_b, tile=dataclasses.replace(tile, split=split, parts=parts))
+        assert torch.equal(out, expected)
+    assert not any(tickets.any().item() for _, tickets in workspaces.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fast", [True, False])
+def test_nan_infinity_zero_rows_and_scales_of_zero_are_as_in_torch(mode, fast):
+    a, b, of_a, of_b = operands(128, 256, 256, mode, E5M2)
+    a[0], a[1, 3], a[2, 5] = 0, math.nan, math.inf
+    if mode == "tensor":
+        of_b.zero_()
+    else:
+        of_a[3], of_a[4], of_a[5], of_a[0] = 0, math.inf, math.nan, math.inf
+    out, theirs = torch.empty(128, 256, dtype=BF16, device=CUDA), torch.empty(128, 256, dtype=BF16, device=CUDA)
+    scaled_matmul(out, a, b, of_a, of_b, fast=fast)
+    if mode == "blocks":
+        theirs = scaled_matmul_reference(a, b, of_a, of_b, None, BF16)
+    else:
+        scaled_matmul_of_library(theirs, a, b, of_a, of_b, fast=fast)
+    torch.testing.assert_close(out, theirs, rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_that_arrive_and_flags_that_rise_change_no_bit(mode, own):
+    M, N, K, blocks, first = 2048, 3584, 4096, 8, 3
+    a, b, of_a, of_b = operands(M, N, K, mode)
+    height = M // blocks
+    for tile in tiles_for(mode, True, descriptors=True)[:2]:
+        plain = torch.empty(M, N, dtype=BF16, device=CUDA)
+        scaled_matmul(plain, a, b, of_a, of_b, fast=True, tile=tile)
+        out = torch.empty(M, N, dtype=BF16, device=CUDA)
+        given, mine, late_scale = torch.empty_like(a), a[first * height :][:height].clone(), torch.empty_like(of_a)
+        flags, raised = (torch.zeros(blocks, dtype=torch.int64, device=CUDA) for _ in range(2))
+        side = torch.cuda.Stream()
+        # From the host: a copy within the GPU may need SMs, which the kernel holds.
+        rows, scales = a.cpu().pin_memory(), of_a.cpu().pin_memory()
+        epochs = torch.arange(4).repeat_interleave(blocks).view(4, blocks).pin_memory()
+        for epoch in (1, 2, 3):
+            out.fill_(math.nan)
+            given.view(torch.uint8).fill_(0x7F)  # NaN
+            late_scale.fill_(math.nan)
+            if own:  # their scales are not waited for either
+                late_scale[first * height :][:height] = of_a[first * height :][:height]
+            if mode == "tensor":
+                late_scale.copy_(of_a)
+            torch.cuda.synchronize()
+            ready = ReadyFlags(flags, epoch, no_timeouts(blocks, CUDA), first=first)
+            options: dict[str, Any] = {"own": mine} if own else {}
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(500_000)
+                for block in range(blocks):
+                    part = slice(block * height, (block + 1) * height)
+                    given[part].copy_(rows[part], non_blocking=True)
+                    late_scale[part].copy_(scales[part], non_blocking=True)
+                    flags[block : block + 1].copy_(epochs[epoch, block : block + 1], non_blocking=True)
+            done = DoneFlags(raised, epoch, first)
+            scaled_matmul(out, given, b, late_scale, of_b, fast=True, ready=ready, done=done, tile=tile, **options)
+            torch.cuda.synchronize()
+            assert not ready.timeouts.any()
+            assert raised.tolist() == [epoch] * blocks
+            assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("policy", ["auto", "triton"])
+@pytest.mark.parametrize("mode", MODES)
+def test_tables_of_kernels_take_every_layout(mode, policy):
+    a, b, of_a, of_b = operands(256, 512, 256, mode)
+    exact = scaled_matmul_reference(a, b, of_a, of_b, None, torch.float64)
+    for right in (b, b.contiguous()):
+        for dtype in DTYPES:
+            out = torch.full((256, 512), math.nan, dtype=dtype, device=CUDA)
+            kernel_table(policy, "cuda")["scaled_matmul"](out, a, right, of_a, of_b)
+            assert (out.double() - exact).abs().max() <= exact.abs().max() * 2.0**-8
+
+
+def test_a_graph_replays_the_product():
+    given = operands(512, 3584, 1024, "rows")
+    out, plain = (torch.empty(512, 3584, dtype=BF16, device=CUDA) for _ in range(2))
+    scaled_matmul(plain, *given, fast=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scaled_matmul(out, *given, fast=True)
+    for _ in range(3):
+        out.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, plain)

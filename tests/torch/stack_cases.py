@@ -1,0 +1,280 @@
+"""Random stacks of layers against DTensor, which the ranks of tests/torch/test_operators.py run: as operator_cases.py.
+
+    STACKS=200 SEED=1 torchrun --standalone --nproc-per-node 4 tests/torch/stack_cases.py
+
+Result and gradients of each stack are held against float64 on whole tensors. Their error, and the memory that is saved
+for the backward call, are held against those of the same stack by DTensor: parallelize_module with ColwiseParallel,
+RowwiseParallel and SequenceParallel, eager.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import geometric_mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  # as everywhere
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import hostir as hi
+import hostir.torch
+from hostir.torch import column_parallel_linear, gated_linear, row_parallel_linear
+from tests.torch.layer_cases import STRATEGIES, leaf, near, whole
+from tests.torch.operator_cases import DEVICE, RANKS, group, main, part
+
+CASES: dict[str, Callable[[], None]] = {}
+COUNT = int(os.environ.get("STACKS", "12"))
+WIDTH, HIDDEN = 32, 64
+SHARDED = {"gate": 0, "up": 0, "bias": 0, "down": 1}  # the axis of a weight; norms and last biases are whole
+Weights = dict[str, Tensor]
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def draws() -> random.Random:
+    """The same on every rank."""
+    seed = torch.randint(1 << 31, (1,))
+    dist.broadcast(seed, 0)
+    return random.Random(int(seed))
+
+
+def activated(kind: str, hs: list[Tensor]) -> Tensor:
+    if kind == "gelu":
+        return F.gelu(hs[0])
+    return F.silu(hs[0]) * hs[1] if kind == "gated" else torch.tanh(hs[0]) + hs[1]
+
+
+def normed(x: Tensor, w: Weights) -> Tensor:
+    return F.rms_norm(x, (WIDTH,), w["norm"], 1e-5) if "norm" in w else x
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Layer:
+    """A pair of linear layers beside a residual: what is between them, and their whole weights."""
+
+    kind: str
+    weights: Weights
+
+    def exact(self, x: Tensor, w: Weights) -> Tensor:
+        full = normed(x, w)
+        hs = [F.linear(full, w[name]) for name in ("gate", "up") if name in w]
+        hs[-1] = hs[-1] + w["bias"] if "bias" in w else hs[-1]
+        y = x + F.linear(activated(self.kind, hs), w["down"])
+        return y + w["last"] if "last" in w else y
+
+    def sharded(self, x: Tensor, w: Weights, ranks: Any, axis: int) -> Tensor:
+        mine, firsts = normed(x, w), [w[name] for name in ("gate", "up") if name in w]
+        if self.kind == "gated" and "bias" not in w:
+            h = gated_linear(mine, *firsts, ranks, gather_dim=axis)
+        else:
+            biases = [*[None] * (len(firsts) - 1), w.get("bias")]
+            h = activated(self.kind, column_parallel_linear(mine, firsts, ranks, biases, gather_dim=axis))
+        return x + row_parallel_linear(h, w["down"], ranks, w.get("last"), scatter_dim=axis)
+
+
+class Mlp(nn.Module):
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.kind, w = layer.kind, layer.weights
+        self.firsts = nn.ModuleList([linear(w["gate"])] if "gate" in w else [])
+        self.firsts.append(linear(w["up"], w.get("bias")))
+        self.down = linear(w["down"], w.get("last"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(activated(self.kind, [first(x) for first in self.firsts]))
+
+
+class ByDTensor(nn.Module):
+    """The same layer as a module of torch's, which `parallelize_module` shards."""
+
+    def __init__(self, layer: Layer, mesh: DeviceMesh, axis: int) -> None:
+        super().__init__()
+        self.norm: nn.Module | None = None
+        self.mlp = Mlp(layer)
+        styles: dict[str, Any] = {
+            "mlp": PrepareModuleInput(input_layouts=(Shard(axis),), desired_input_layouts=(Replicate(),)),
+            "mlp.firsts.*": ColwiseParallel(use_local_output=False),
+            "mlp.down": RowwiseParallel(output_layouts=Shard(axis)),
+        }
+        if "norm" in layer.weights:
+            self.norm = nn.RMSNorm(WIDTH, 1e-5, dtype=layer.weights["norm"].dtype)
+            self.norm.weight.data.copy_(layer.weights["norm"])
+            styles["norm"] = SequenceParallel(sequence_dim=axis)
+        parallelize_module(self, mesh, styles)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x if self.norm is None else self.norm(x))
+
+    def gradients(self) -> Weights:
+        """This rank's, by the names of weights; of whole weights the total."""
+        named = {"up": self.mlp.firsts[-1].weight, "bias": self.mlp.firsts[-1].bias}
+        named |= {"gate": self.mlp.firsts[0].weight} if len(self.mlp.firsts) > 1 else {}
+        named |= {"down": self.mlp.down.weight, "last": self.mlp.down.bias}
+        named |= {} if self.norm is None else {"norm": self.norm.weight}
+        grads = {name: weight.grad for name, weight in named.items() if weight is not None}
+        assert all(isinstance(grad, DTensor) for grad in grads.values())
+        return {name: g.to_local() if name in SHARDED else g.full_tensor() for name, g in grads.items()}
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    made = nn.Linear(*reversed(weight.shape), bias=bias is not None, dtype=weight.dtype)
+    made.weight.data.copy_(weight)
+    if bias is not None:
+        made.bias.data.copy_(bias)
+    return made
+
+
+# Stacks ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Gradients:
+    """A result, the gradient of the input, and those of the weights of each layer; this rank's parts.
+
+    Fields:
+        saved: bytes that were saved for the backward call, weights among them.
+    """
+
+    y: Tensor
+    x: Tensor | None
+    weights: list[Weights]
+    saved: int = 0
+
+    def all(self) -> list[Tensor]:
+        return [self.y, self.x, *(w[name] for w in self.weights for name in sorted(w))]
+
+
+class Stack:
+    """Random layers on whole tensors."""
+
+    def __init__(self, draw: random.Random, dtype: torch.dtype) -> None:
+        self.axis = draw.choice((0, 1))
+        batch, tokens = draw.choice((1, 2, 3)), 4 * draw.choice((1, 2, 5, 9))
+        self.x = whole(*((batch, tokens) if self.axis else (tokens, batch)), WIDTH, dtype=dtype)
+        self.target = whole(*self.x.shape)
+        self.layers = [self.layer(draw, dtype) for _ in range(draw.choice((1, 2, 3)))]
+
+    def layer(self, draw: random.Random, dtype: torch.dtype) -> Layer:
+        kind = draw.choice(("gelu", "gated", "several"))
+        shapes: dict[str, tuple[int, ...]] = {"up": (HIDDEN, WIDTH), "down": (WIDTH, HIDDEN)}
+        shapes |= {"gate": (HIDDEN, WIDTH)} if kind != "gelu" else {}
+        vectors = {"bias": (HIDDEN,), "last": (WIDTH,), "norm": (WIDTH,)}
+        shapes |= {name: shape for name, shape in vectors.items() if draw.random() < 0.5}
+        return Layer(kind, {name: whole(*shape, dtype=dtype) / len(shape) ** 2 for name, shape in shapes.items()})
+
+    def exact(self) -> Gradients:
+        """In float64 on whole tensors, of which this rank's parts are taken."""
+        x, weights = leaf(self.x.double()), [{n: leaf(w.double()) for n, w in it.weights.items()} for it in self.layers]
+        y = x
+        for layer, w in zip(self.layers, weights, strict=True):
+            y = layer.exact(y, w)
+        (y * self.target).sum().backward()
+        grads = [{n: self.mine(n, t.grad) for n, t in w.items()} for w in weights]
+        return Gradients(part(y.detach(), self.axis), part(x.grad, self.axis), grads)
+
+    def mine(self, name: str, w: Tensor) -> Tensor:
+        return part(w, SHARDED[name]) if name in SHARDED else w
+
+    def sharded(self, ranks: Any) -> Gradients:
+        """By hostir's functions."""
+        x = leaf(part(self.x, self.axis))
+        weights = [{n: leaf(self.mine(n, w)) for n, w in it.weights.items()} for it in self.layers]
+        y = x
+        with saving() as saved:
+            for layer, w in zip(self.layers, weights, strict=True):
+                y = layer.sharded(y, w, ranks, self.axis)
+        (y * part(self.target, self.axis)).sum().backward()
+        grads = [{n: total(n, t.grad) for n, t in w.items()} for w in weights]
+        return Gradients(y.detach(), x.grad, grads, sum(saved.values()))
+
+    def by_dtensor(self, mesh: DeviceMesh) -> Gradients:
+        x = leaf(part(self.x, self.axis))
+        layers = [ByDTensor(layer, mesh, self.axis) for layer in self.layers]
+        y = x
+        with saving() as saved:
+            for layer in layers:
+                y = layer(y)
+        (y * part(self.target, self.axis)).sum().backward()
+        return Gradients(y.detach(), x.grad, [layer.gradients() for layer in layers], sum(saved.values()))
+
+
+@contextmanager
+def saving() -> Iterator[dict[int, int]]:
+    """The memory that autograd saves within: the bytes at each address."""
+    saved: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        memory = (x._local_tensor if isinstance(x, DTensor) else x).untyped_storage()
+        saved[memory.data_ptr()] = memory.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield saved
+
+
+def total(name: str, grad: Tensor) -> Tensor:
+    """The gradient of a whole weight is that of this rank's tokens; of all tokens, it is the sum."""
+    if name not in SHARDED:
+        dist.all_reduce(grad)
+    return grad
+
+
+def error(found: list[Tensor], true: list[Tensor]) -> float:
+    """The root mean square of the relative errors of tensors, over all ranks."""
+    pairs = [((f.double() - t).square().sum(), t.square().sum()) for f, t in zip(found, true, strict=True)]
+    sums = torch.tensor([[float(n) for n in pair] for pair in pairs], dtype=torch.float64)
+    dist.all_reduce(sums)
+    return math.sqrt(float((sums[:, 0] / sums[:, 1]).mean()))
+
+
+@case
+def random_stacks_of_layers_are_as_exact_as_those_of_dtensor() -> None:
+    draw = draws()
+    mesh = init_device_mesh(DEVICE, (RANKS,), mesh_dim_names=("tp",))
+    ratios, saved = [], []
+    for n in range(COUNT):
+        dtype = draw.choice((torch.float32, torch.float64)) if n % 8 == 7 else torch.bfloat16
+        ranks, strategy = (mesh, dist.group.WORLD, group())[n % 3], STRATEGIES[n % len(STRATEGIES)]
+        stack = Stack(draw, dtype)
+        by_dtensor = stack.by_dtensor(mesh)
+        with hi.torch.install(strict=True, strategy=strategy):
+            by_hostir, once_more = stack.sharded(ranks), stack.sharded(ranks)
+        assert by_hostir.saved <= by_dtensor.saved, (by_hostir.saved, by_dtensor.saved, stack.layers)
+        saved += [by_hostir.saved / by_dtensor.saved]
+        ours, again, theirs, exact = (it.all() for it in (by_hostir, once_more, by_dtensor, stack.exact()))
+        for found, true in zip(ours, exact, strict=True):
+            near(found, true)
+        assert all(torch.equal(x, y) for x, y in zip(ours, again, strict=True)), "the same bits in every run"
+        if dtype == torch.bfloat16:
+            ratios.append(error(ours, exact) / error(theirs, exact))
+    mean = geometric_mean(ratios)  # of many: the rounding of one stack is that of all its gradients
+    if dist.get_rank() == 0:
+        print(f"{len(ratios)} stacks in bf16: error ratio {mean:.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+        print(f"{COUNT} stacks: bytes saved, of DTensor's, from {min(saved):.3f} to {max(saved):.3f}")
+    assert mean <= 1.1, ratios
+
+
+if __name__ == "__main__":
+    main(CASES)
