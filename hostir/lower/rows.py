@@ -1,16 +1,18 @@
-"""Allgathers and reduce_scatters of rows, and how the shards lie in them; for `ring`, `fused` and `push`."""
+"""Collectives of rows, and how the shards lie in them; for `ring`, `fused` and `push`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import AllGather, Collective, Communication, ReduceScatter
+from hostir.ir.comm_ops import AllGather, AllReduce, Collective, Communication, ReduceScatter
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Names, Program
+from hostir.ir.scaled_ops import ScaledMatmul, Scaling
 from hostir.ir.sizes import Size, product
-from hostir.ir.tensor_ops import Contraction, Linear, Matmul, Reshape
+from hostir.ir.tensor_ops import Contraction, Reshape
 from hostir.ir.types import Axis
+from hostir.lower.allreduces import in_two_steps
 from hostir.lower.host import isolate
 from hostir.lower.pipeline import with_reasons
 from hostir.lower.propagate import operands_of, result_of
@@ -27,74 +29,140 @@ RowCollective = AllGather | ReduceScatter
 class RowCollectives:
     """The collectives of a program that move whole rows, and reasons why its other communications are not overlapped.
 
-    Matmuls read the rows of an allgather; those of a reduce_scatter are sums of products.
+    Matmuls read the rows of an allgather; those of a reduce_scatter are sums of products. `scales` are the allgathers
+    of scales that go with the rows of others: each scaled matmul that reads these reads the scales of the same rows.
+
+    Fields:
+        reduces: allreduces in one step, or in chunks.
+        regathered: what is gathered as the second step of an allreduce, whatever reads it.
+        reasons: by the result of a communication.
     """
 
     program: Program
     moves: tuple[RowCollective, ...]
-    reasons: Mapping[str, str]  # by the result of a communication
+    reduces: tuple[AllReduce, ...]
+    regathered: frozenset[str]
+    reasons: Mapping[str, str]
 
     @staticmethod
-    def of(program: Program, strategy: str) -> RowCollectives:
+    def of(program: Program, strategy: str, two_steps: Callable[[AllReduce], bool]) -> RowCollectives:
+        """Return those of a program; `two_steps` is whether an allreduce becomes two collectives."""
+        program = _with_reshapes_last(program)
+        program, regathered = in_two_steps(program, lambda s: not _left_whole(s) and two_steps(s))
         moves = [s for s in program.body if isinstance(s, Communication) and not _of_one_rank(s)]
-        reasons = {s.out.name: why for s in moves if (why := _why_whole(s, program, strategy))}
+        reasons = {
+            s.out.name: why for s in moves if s.out.name not in regathered and (why := _why_whole(s, program, strategy))
+        }
         rows = [s for s in moves if isinstance(s, RowCollective) and s.out.name not in reasons]
-        return RowCollectives(program, tuple(rows), reasons)
+        reduces = [s for s in moves if isinstance(s, AllReduce) and s.out.name not in reasons]
+        return RowCollectives(program, tuple(rows), tuple(reduces), regathered, reasons)
 
     @property
     def gathers(self) -> list[AllGather]:
         return [s for s in self.moves if isinstance(s, AllGather)]
 
     @property
+    def scales(self) -> list[AllGather]:
+        return [s for s in self.program.body if isinstance(s, AllGather) and s not in self.moves and self._go_along(s)]
+
+    def _go_along(self, s: AllGather) -> bool:
+        """Whether the gathered tensor is nothing but the scales of rows that this strategy moves as well."""
+        if s.out in self.program.outputs or not users(self.program, s.out) or _of_one_rank(s):
+            return False
+        return all(self._scales_of(user, s) is not None for user in users(self.program, s.out))
+
+    def _scales_of(self, user: Statement, s: AllGather) -> AllGather | None:
+        """Return the allgather of the left side of a scaled matmul, if `s` gathers the scales of its rows alike."""
+        if not isinstance(user, ScaledMatmul) or [v.name for v in operands_of(user)].count(s.out.name) != 1:
+            return None
+        gather = next((g for g in self.gathers if g.out.name == user.a.name), None)
+        if user.scale_a.name != s.out.name or gather is None or user.scaling is Scaling.TENSOR:
+            return None
+        alike = gather.over == s.over and gather.x.tensor.mesh == s.x.tensor.mesh
+        same = gather.x.tensor.host().axes[:-1] == s.x.tensor.host().axes[:-1]
+        before = _needed_for(self.program, s)
+        return gather if alike and same and gather.out.name not in before else None
+
+    def with_scales_first(self) -> RowCollectives:
+        """Move the allgathers of scales in front of those of the rows: who has the rows then has their scales too."""
+        rows = self
+        for scale in self.scales:
+            body = rows.program.body
+            gathers = {g.out.name for user in users(rows.program, scale.out) if (g := rows._scales_of(user, scale))}
+            start, end = next(n for n, s in enumerate(body) if result_of(s).name in gathers), body.index(scale)
+            if end < start:
+                continue
+            needed = _needed_for(rows.program, scale) | {scale.out.name}
+            early = [s for s in body[start : end + 1] if result_of(s).name in needed]
+            late = [s for s in body[start : end + 1] if result_of(s).name not in needed]
+            rows = replace(rows, program=rows.program.with_body([*body[:start], *early, *late, *body[end + 1 :]]))
+        return rows
+
+    @property
     def scatters(self) -> list[ReduceScatter]:
         return [s for s in self.moves if isinstance(s, ReduceScatter)]
 
-    def ordered(self, program: Program) -> frozenset[tuple[str, str]]:
-        """Return the teams, by mesh and axis, whose flags order calls of this program with the same collectives."""
-        return frozenset((s.mesh.name, s.over) for s in self.moves if self._orders_calls(s, program))
+    def ordered(self, program: Program, gathering: Collection[AllReduce] = ()) -> frozenset[tuple[str, str]]:
+        """Return the teams, by mesh and axis, whose flags order calls of this program with the same collectives.
 
-    def _orders_calls(self, s: RowCollective, program: Program) -> bool:
+        `gathering`: the allreduces that end with a gather.
+        """
+        teams = {(s.mesh.name, s.over) for s in (*self.moves, *self.reduces)}
+        return frozenset(team for team in teams if self._orders_calls(*team, program, gathering))
+
+    def _orders_calls(self, mesh: str, over: str, program: Program, gathering: Collection[AllReduce]) -> bool:
         """Whether the flags of a team's collectives order its calls, so that buffers need no barrier to be used again.
 
         Every rank waits for blocks of every other in each of them. If the last one sums up what a product makes after
         all gathered rows have been read, then whoever has its sum knows that the others have read these rows; and who
-        has the first gathered rows of the next call knows that the others have their sums.
+        has the first gathered rows of the next call knows that the others have their sums. Gathered rows that are an
+        output, and that nothing reads, count as read at the end of the call: a rank sends its first rows of the next
+        call after that, and others overwrite those behind the first matmul, which has waited for these first rows.
+        Likewise if the first one is a sum and the last one gathers.
         """
-        team = [other for other in self.moves if (other.mesh, other.over) == (s.mesh, s.over)]
-        last = product_of_rows(program, team[-1]) if isinstance(team[-1], ReduceScatter) else None
-        if last is None or not isinstance(team[0], AllGather) or first_matmul(program, team[0]) is None:
-            return False
+        every = {s.out.name for s in (*self.moves, *self.reduces) if (s.mesh.name, s.over) == (mesh, over)}
         body = program.body
+        team = [s for s in body if isinstance(s, RowCollective | AllReduce) and s.out.name in every]
+        first, last = team[0], team[-1]
+        if not isinstance(first, AllGather) and (isinstance(last, AllGather) or last in gathering):
+            return True
+        made = product_of_rows(program, last) if isinstance(last, ReduceScatter) else None
+        if made is None or not isinstance(first, AllGather) or first_matmul(program, first) is None:
+            return False
         readers = [user for move in team if isinstance(move, AllGather) for user in users(program, move.out)]
-        return all(body.index(reader) < body.index(last) for reader in readers)
+        sums = any(isinstance(s, AllReduce) for s in team)
+        return not sums and all(body.index(reader) < body.index(made) for reader in readers)
 
     def only(self, fits: Callable[[RowCollective], bool], why_not: str) -> RowCollectives:
         """Keep the collectives that fit; the others get `why_not` as their reason."""
         out = {s.out.name: why_not for s in self.moves if not fits(s)}
         moves = tuple(s for s in self.moves if s.out.name not in out)
-        return RowCollectives(self.program, moves, {**self.reasons, **out})
+        return replace(self, moves=moves, reasons={**self.reasons, **out})
 
     def noted(self, strategy: str) -> RowCollectives:
         """Write the reasons into the program; raise if it communicates but moves no rows."""
-        if self.moves or not self.reasons:
-            return replace(self, program=with_reasons(self.program, self.reasons))
+        if self.moves or self.reduces or not self.reasons:
+            along = {s.out.name for s in self.scales}
+            reasons = {name: why for name, why in self.reasons.items() if name not in along}
+            return replace(self, program=with_reasons(self.program, reasons))
         s = next(s for s in self.program.body if result_of(s).name in self.reasons)
         raise s.fail(
             f"'{strategy}' cannot overlap the {s.keyword()}: {self.reasons[result_of(s).name]}",
-            expected="an allgather of the rows of a matmul's left side, or a reduce_scatter of rows",
+            expected="an allgather of the rows of a matmul's left side, a reduce_scatter of rows, or an allreduce",
             hint="use 'pipeline', which slices any communication along a Stream axis, or 'sequential'",
         )
 
     def with_block_axes(self, wanted: Callable[[RowCollective], bool]) -> RowCollectives:
         """Rewrite the collectives that want block axes, and the matmuls of gathered rows, to tensors that have them."""
         names = Names.of(self.program)
-        full: dict[str, Value] = {}  # by what was gathered: the same with block axes
+        full: dict[str, Value] = {}  # by what was gathered, or another operand: the same with block axes
         body: list[Statement] = []
         moves: list[RowCollective] = []
+        scales = self.scales
         for s in self.program.body:
-            if isinstance(s, RowCollective) and s in self.moves:
+            if isinstance(s, RowCollective) and (s in self.moves or s in scales):
                 if not wanted(s):
-                    moves.append(s)
+                    moves += [s] if s in self.moves else []
                     body.append(s)
                     continue
                 axes = block_axes(s)
@@ -105,16 +173,60 @@ class RowCollectives:
                     body += [Reshape(s.x, whole, span=s.span), moves[-1], Reshape(shard, s.out, span=s.span)]
                     continue
                 full[s.out.name] = whole
-                moves.append(replace(s, x=shard, out=whole))
-                body += [Reshape(s.x, shard, span=s.span), moves[-1]]
-                body += [Reshape(whole, s.out, span=s.span)] if wanted_otherwise(self.program, s.out) else []
-            elif isinstance(s, (Matmul, Linear)) and s.a.name in full and reads_rows(s, s.a):
+                cut = replace(s, x=shard, out=whole)
+                moves += [cut] if s in self.moves else []
+                body += [Reshape(s.x, shard, span=s.span), cut]
+                otherwise = s in self.moves and wanted_otherwise(self.program, s.out)
+                body += [Reshape(whole, s.out, span=s.span)] if otherwise else []
+            elif isinstance(s, Contraction) and s.a.name in full and reads_rows(s, s.a):
                 a = full[s.a.name]
                 out = _like(s.out, (*a.tensor.axes[:-1], s.out.tensor.axes[-1]), names)
+                if isinstance(s, ScaledMatmul) and s.scaling is not Scaling.TENSOR:
+                    if s.scale_a.name not in full:
+                        axes = (*a.tensor.axes[:-1], s.scale_a.tensor.axes[-1])
+                        full[s.scale_a.name] = _like(s.scale_a, axes, names)
+                        body.append(Reshape(s.scale_a, full[s.scale_a.name], span=s.span))
+                    s = replace(s, scale_a=full[s.scale_a.name])
                 body += [replace(s, a=a, out=out), Reshape(out, s.out, span=s.span)]
             else:
                 body.append(s)
         return replace(self, program=self.program.with_body(body), moves=tuple(moves))
+
+
+def _with_reshapes_last(program: Program) -> Program:
+    """Let matmuls read gathered rows as they are gathered, where the program reshapes them first: then the results are.
+
+    A matmul takes rows of any axes. So the reshape of a flattened batch costs nothing, and moves no rows.
+    """
+    names = Names.of(program)
+    made = {result_of(s).name: s for s in program.body}
+    body: list[Statement] = []
+    for s in program.body:
+        a = _seen_from(s.a, made) if isinstance(s, Contraction) else None
+        if a is None or not isinstance(s, Contraction) or not isinstance(made.get(a.name), AllGather) or a == s.a:
+            body.append(s)
+            continue
+        out = _like(s.out, (*a.tensor.host().axes[:-1], s.out.tensor.host().axes[-1]), names)
+        moved = replace(s, a=a, out=out)
+        if isinstance(moved, ScaledMatmul) and moved.scaling is not Scaling.TENSOR:
+            scale = _seen_from(moved.scale_a, made)
+            if scale.tensor.shape[:-1] != a.tensor.shape[:-1]:
+                axes = (*a.tensor.host().axes[:-1], moved.scale_a.tensor.host().axes[-1])
+                scale = _like(moved.scale_a, axes, names)
+                body.append(Reshape(moved.scale_a, scale, span=s.span))
+            moved = replace(moved, scale_a=scale)
+        body += [moved, Reshape(out, s.out, span=s.span)]
+    read = {v.name for s in body for v in operands_of(s)} | {v.name for v in program.outputs}
+    return program.with_body(s for s in body if not isinstance(s, Reshape) or s.out.name in read)
+
+
+def _seen_from(rows: Value, made: Mapping[str, Statement]) -> Value:
+    """Return the tensor that these rows are a reshape of, with other axes in front of the last one; or themselves."""
+    maker = made.get(rows.name)
+    while isinstance(maker, Reshape) and maker.x.tensor.host().axes[-1] == maker.out.tensor.host().axes[-1]:
+        rows = maker.x
+        maker = made.get(rows.name)
+    return rows
 
 
 def _like(value: Value, axes: tuple[Axis, ...], names: Names) -> Value:
@@ -126,9 +238,16 @@ def _of_one_rank(s: Communication) -> bool:
     return isinstance(s, Collective) and s.mesh.size(s.over) == 1
 
 
+def _left_whole(s: AllReduce) -> bool:
+    """Whether an allreduce stays a collective: of one rank, or of a single number."""
+    return _of_one_rank(s) or not s.x.tensor.axes
+
+
 def _why_whole(s: Communication, program: Program, strategy: str) -> str:
+    if isinstance(s, AllReduce):
+        return f"{s.x} has no axes" if _left_whole(s) else ""
     if not isinstance(s, RowCollective):
-        return f"{strategy} handles only allgathers and reduce_scatters of rows"
+        return f"{strategy} handles only allgathers and reduce_scatters of rows, and allreduces"
     columns = by_columns(s)
     if isinstance(s, ReduceScatter):
         return f"it scatters the last axis of {s.x}, which no product alone makes" if columns else ""
@@ -138,6 +257,8 @@ def _why_whole(s: Communication, program: Program, strategy: str) -> str:
         return f"no matmul has {s.out} as its left side"
     if first_matmul(program, s) is None:
         return f"every matmul with {s.out} as its left side needs it for its right side too"
+    if columns and any(isinstance(user, ScaledMatmul) for user in users(program, s.out)):
+        return "it gathers the axis that a scaled matmul sums over"
     if columns and strategy == "push":
         return f"it gathers the axis that the matmul sums over, and only copy engines take parts of the rows of {s.out}"
     if columns and row_slices(s) == 1:
@@ -161,10 +282,18 @@ def users(program: Program, value: Value) -> list[Statement]:
     return [s for s in program.body if any(v.name == value.name for v in operands_of(s))]
 
 
+def _needed_for(program: Program, s: Statement) -> set[str]:
+    """Return the names of all values on which a statement depends."""
+    needed = {v.name for v in operands_of(s)}
+    for other in reversed(program.body):
+        needed |= {v.name for v in operands_of(other)} if result_of(other).name in needed else set()
+    return needed
+
+
 def reads_rows(s: Statement, rows: Value) -> bool:
     """Whether a matmul reads a tensor as its left side, and nowhere else."""
     reads = [v.name for v in operands_of(s)]
-    return isinstance(s, (Matmul, Linear)) and s.a.name == rows.name and reads.count(rows.name) == 1
+    return isinstance(s, Contraction) and s.a.name == rows.name and reads.count(rows.name) == 1
 
 
 def first_matmul(program: Program, s: AllGather) -> Statement | None:
@@ -184,14 +313,14 @@ def wanted_otherwise(program: Program, rows: Value) -> bool:
     return rows in program.outputs or not all(reads_rows(s, rows) for s in users(program, rows))
 
 
-def product_of_rows(program: Program, s: ReduceScatter) -> Contraction | None:
-    """Return the product whose rows a reduce_scatter sums up, perhaps seen with other axes of rows; else None."""
+def product_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Contraction | None:
+    """Return the product whose rows a collective sums up, perhaps seen with other axes of rows; else None."""
     maker = maker_of_rows(program, s)
     return maker if isinstance(maker, Contraction) else None
 
 
-def maker_of_rows(program: Program, s: ReduceScatter) -> Statement | None:
-    """Return the statement that makes the rows that a reduce_scatter sums up; None if they are an input."""
+def maker_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Statement | None:
+    """Return the statement that makes the rows that a collective sums up; None if they are an input."""
     made = {result_of(other).name: other for other in program.body}
     maker = made.get(s.x.name)
     while isinstance(maker, Reshape) and maker.x.tensor.shape[-1] == maker.out.tensor.shape[-1]:

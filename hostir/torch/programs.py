@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ import torch
 from hostir.choice import Choice, compile
 from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, check_known
+from hostir.ir.source import HostIRError, amount, check_known
 from hostir.lower import AUTO, STRATEGIES, lower
 from hostir.runtime.executor import Executor
-from hostir.runtime.guest import resolved
+from hostir.runtime.guest import registered, resolved
 
 # Fusions --------------------------------------------------------------------------------------------------------------
 # As texts, with the numbers of rows free: M along the axis that is gathered or scattered, P0, P1, ... along those
@@ -142,6 +143,35 @@ def reduce_scatter(ranks: int, dtype: str, beside: int, outside: int) -> Program
     return _fusion("reduce_scatter", ranks, [x], ["%y"], [*body, y])
 
 
+def matmul_all_reduce(ranks: int, dtype: str, K: int, columns: int, beside: int, addend: int) -> Program:
+    """The sum over all ranks of `a @ b`, for each; with an addend of 1 axis, or of as many as the result has."""
+    others = _beside(beside)
+    rows = "*".join(("M", *others))
+    a, b = f"%a: {_type(dtype, 'M', *others, f'{K}@didx')}", f"%b: {_type(dtype, f'{K}@didx', columns)}"
+    body, left, z = [], "%a", "%z"
+    if beside:
+        body, left = [f"%a_rows: {_type(dtype, rows, f'{K}@didx')} = reshape %a"], "%a_rows"
+    if beside and addend > 1:
+        z = "%z_rows"
+        body.append(f"%z_rows: {_type(dtype, rows, columns)} = reshape %z")
+    body.append(f"%y0: {_type(dtype, rows, columns)} = matmul {left}, %b")
+    last = "%y0"
+    if addend:
+        body.append(f"%y1: {_type(dtype, rows, columns)} = add {last}, {z}")
+        last = "%y1"
+    if beside:
+        body.append(f"%y: {_type(dtype, 'M', *others, columns)} = reshape {last}")
+        last = "%y"
+    third = [f"%z: {_type(dtype, *(('M', *others) if addend > 1 else ()), columns)}"] if addend else []
+    return _fusion("matmul_all_reduce", ranks, [a, b, *third], [last], body)
+
+
+def all_reduce(ranks: int, dtype: str) -> Program:
+    """The sum over all ranks, for each."""
+    x, y = f"%x: {_type(dtype, 'M', 'P')} partial(didx)", f"%y: {_type(dtype, 'M', 'P')} = reshard %x"
+    return _fusion("all_reduce", ranks, [x], ["%y"], [y])
+
+
 # Compiled programs ----------------------------------------------------------------------------------------------------
 
 
@@ -193,10 +223,9 @@ _groups: dict[str, OperatorGroup] = {}
 
 def group_named(name: str) -> OperatorGroup:
     """Return the group of this name. Raises HostIRError for one that torch does not know."""
-    process_group = resolved(name)
     known = _groups.get(name)
-    if known is None or known.process_group is not process_group:  # torch numbers groups anew once all are destroyed
-        known = _groups[name] = OperatorGroup(name, process_group)
+    if known is None or known.process_group is not registered(name):  # torch numbers groups anew once all are destroyed
+        known = _groups[name] = OperatorGroup(name, resolved(name))
     return known
 
 
@@ -233,10 +262,19 @@ class Ran:
 
 
 class Report(tuple[Ran, ...]):
-    """The operators that ran on this rank, how and why; `print` shows a paragraph for each."""
+    """The operators that ran on this rank, how and why; `print` shows a paragraph for each.
+
+    Fields:
+        symmetric_bytes: the symmetric memory that the programs of each group hold on this rank, by the group's name.
+    """
+
+    symmetric_bytes: Mapping[str, int] = MappingProxyType({})
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or "no operator has been called"
+        held = (
+            f"group '{name}' holds {amount(n)} of symmetric memory" for name, n in self.symmetric_bytes.items() if n
+        )
+        return "\n".join([*map(str, self), *held]) or "no operator has been called"
 
 
 @dataclass
@@ -268,7 +306,10 @@ class Ledger:
         for (operator, group, strategy, why), count in rows:
             counts[operator, group, strategy] += count
             reasons.setdefault((operator, group, strategy), {}).update(dict.fromkeys(why))
-        return Report(Ran(*name, count, tuple(reasons[name])) for name, count in counts.items())
+        found = Report(Ran(*name, count, tuple(reasons[name])) for name, count in counts.items())
+        sessions = {group: executor.session for _, group, executor, _ in self.by_hostir}
+        found.symmetric_bytes = {group: it.symmetric_bytes for group, it in sessions.items() if it is not None}
+        return found
 
 
 LEDGER = Ledger()

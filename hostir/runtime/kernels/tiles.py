@@ -189,6 +189,10 @@ def candidates(
         tables[dtype] = (_TMA_8_BIT if dtype == "f8" else _TMA_8_BIT_STEPS) if descriptors else _POINTERS_8_BIT
     tiles = tables.get(dtype, _TMA_16_BIT if descriptors else _POINTERS_16_BIT)
     itemsize = Gemm(1, 1, 1, dtype).itemsize
+    if itemsize == 1 and result == 4:
+        # Seen by compiling: of a batch, a piece of 128 columns or more per 4 warps changes its layout in memory of its
+        # own, as large as the piece, before it is stored.
+        tiles = tuple(replace(t, halves=t.n > 64) for t in tiles if t.n <= 32 * t.warps)
     if result is not None and result > itemsize:
         tiles = tuple(t.fitting(itemsize, shared_memory, descriptors=descriptors, result=result) for t in tiles)
     fitting = tuple(
