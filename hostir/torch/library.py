@@ -487,3 +487,111 @@ differentiable("hostir::matmul_reduce_scatter", scattering("hostir::matmul_reduc
 differentiable("hostir::all_gather_gated", (_gated_backward, _gated_setup), LIBRARY)
 differentiable("hostir::all_gather", collective("hostir::all_gather", "reduce_scatter"), LIBRARY)
 differentiable("hostir::reduce_scatter", collective("hostir::reduce_scatter", "all_gather"), LIBRARY)
+
+
+# All-reduces ----------------------------------------------------------------------------------------------------------
+# All ranks have one result, and compute one loss of it: the gradient of the result is the same on all of them, and that
+# of what a rank adds to the sum is this gradient itself. So backward does not communicate.
+
+MM_AR = "matmul_all_reduce(Tensor a, Tensor b, str group_name, bool linear=False, Tensor? addend=None) -> Tensor"
+MM_AR_OUT = "matmul_all_reduce_out(Tensor a, Tensor b, str group_name, *, Tensor(a!) out, Tensor? addend=None) -> ()"
+AR = "all_reduce(Tensor x, str group_name) -> Tensor"
+AR_OUT = "all_reduce_out(Tensor x, str group_name, *, Tensor(a!) out) -> ()"
+
+
+def check_product(a: Tensor, b: Tensor) -> None:
+    """Raise ValueError in the words of torch's fused operators."""
+    if a.dim() < 2:
+        raise ValueError("A_shard must be a matrix")
+    if b.dim() != 2:
+        raise ValueError("B must be a matrix")
+
+
+@define(MM_AR)
+def _matmul_all_reduce(
+    a: Tensor, b: Tensor, group_name: str, linear: bool = False, addend: Tensor | None = None
+) -> Tensor:
+    check_product(a, b)
+    op = operator("hostir::matmul_all_reduce", group_name)
+    return op.run(lambda: operators.matmul_all_reduce(op, a, b.t() if linear else b, addend))
+
+
+@fake("matmul_all_reduce")
+def _(a: Tensor, b: Tensor, group_name: str, linear: bool = False, addend: Tensor | None = None) -> Tensor:
+    check_product(a, b)
+    return a.new_empty([*a.shape[:-1], b.shape[0 if linear else 1]])
+
+
+@define(MM_AR_OUT)
+def _matmul_all_reduce_out(a: Tensor, b: Tensor, group_name: str, *, out: Tensor, addend: Tensor | None = None) -> None:
+    check_product(a, b)
+    op = operator("hostir::matmul_all_reduce_out", group_name)
+    check_out(op.name, *(x for x in (a, b, out, addend) if x is not None))
+    given = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    op.run(lambda: operators.matmul_all_reduce(op, a, b, addend, given))
+    if given is not out:
+        out.copy_(given)
+
+
+@fake("matmul_all_reduce_out")
+def _(a: Tensor, b: Tensor, group_name: str, *, out: Tensor, addend: Tensor | None = None) -> None:
+    check_product(a, b)
+
+
+@define(AR)
+def _all_reduce(x: Tensor, group_name: str) -> Tensor:
+    op = operator("hostir::all_reduce", group_name)
+    return op.run(lambda: operators.all_reduce(op, x))
+
+
+@fake("all_reduce")
+def _(x: Tensor, group_name: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@define(AR_OUT)
+def _all_reduce_out(x: Tensor, group_name: str, *, out: Tensor) -> None:
+    op = operator("hostir::all_reduce_out", group_name)
+    check_out(op.name, x, out)
+    given = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    op.run(lambda: operators.all_reduce(op, x, given))
+    if given is not out:
+        out.copy_(given)
+
+
+@fake("all_reduce_out")
+def _(x: Tensor, group_name: str, *, out: Tensor) -> None:
+    return None
+
+
+def _summed_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    a, b, _, *rest = inputs
+    addend = rest[1] if len(rest) > 1 else None
+    ctx.linear, ctx.dtype = rest[:1] == [True], grad_dtype(b)
+    ctx.axes = 0 if addend is None else addend.ndim
+    ctx.save_for_backward(a if b.requires_grad else None, b if a.requires_grad else None)
+
+
+def _summed_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    refuse_twice("hostir::matmul_all_reduce")
+    a, b = ctx.saved_tensors
+    wants_a, wants_b, *others = ctx.needs_input_grad
+    d_a = dy @ (b if ctx.linear else b.t()) if wants_a else None
+    d_b = weight_gradient(a, dy, 0, ctx.dtype, ctx.linear) if wants_b else None
+    rest: list[Tensor | None] = [None] * len(others)
+    if len(others) > 2 and others[2]:
+        rest[2] = dy if ctx.axes > 1 else dy.sum(dim=tuple(range(dy.ndim - 1)))
+    return d_a, d_b, *rest
+
+
+def _all_reduce_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
+
+
+def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    refuse_twice("hostir::all_reduce")
+    return dy.clone(), None
+
+
+differentiable("hostir::matmul_all_reduce", (_summed_backward, _summed_setup), LIBRARY)
+differentiable("hostir::all_reduce", (_all_reduce_backward, _all_reduce_setup), LIBRARY)

@@ -259,17 +259,18 @@ def test_ranks_that_are_alone_have_a_plain_matmul(strategy: str) -> None:
 def test_what_stays_whole_says_why(strategy: str) -> None:
     text = """hostir 1
 mesh @mesh [didx] = 0 1
-fusion @reduced(%x: f32[4@didx, 4], %w1: f32[4, 6@didx], %w2: f32[6@didx, 4]) -> (%y) {
+fusion @turned(%x: f32[4@didx, 4], %w: f32[4, 6@didx]) -> (%y) {
   %full: f32[4, 4] = allgather %x over didx
-  %h: f32[4, 6@didx] = matmul %full, %w1
-  %p: f32[4, 4] partial(didx) = matmul %h, %w2
-  %y: f32[4, 4] = allreduce %p over didx
+  %h: f32[4, 6@didx] = matmul %full, %w
+  %y: f32[4@didx, 6] = alltoall %h over didx
 }
 """
     program = hi.lower(hi.parse(text), strategy)
     (left,) = [s for s in program.walk() if isinstance(s, Communication)]
-    assert left.keyword() == "allreduce"
-    assert left.note == f"not overlapped: {strategy} handles only allgathers and reduce_scatters of rows"
+    assert left.keyword() == "alltoall"
+    assert (
+        left.note == f"not overlapped: {strategy} handles only allgathers and reduce_scatters of rows, and allreduces"
+    )
 
 
 @every_strategy
@@ -277,7 +278,7 @@ fusion @reduced(%x: f32[4@didx, 4], %w1: f32[4, 6@didx], %w2: f32[6@didx, 4]) ->
     ("pattern", "why"),
     [
         (patterns.weight_gathered, "no matmul has %b_full as its left side"),
-        (patterns.row_parallel, "handles only allgathers and reduce_scatters of rows"),
+        (patterns.alltoall, "handles only allgathers and reduce_scatters of rows"),
         (patterns.sendrecv, "handles only allgathers and reduce_scatters of rows"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -317,7 +318,7 @@ def test_a_ring_gathers_the_axis_that_products_sum_over_in_slices_of_rows(ranks:
     program = hi.lower(fusion, "ring", streams=2)
     assert not [s for s in program.walk() if isinstance(s, Communication)]
     assert [s.keyword() for s in program.walk() if isinstance(s, DenseCopy)] == ["copy"] * (1 + (ranks == 3))
-    hold(fusion, program, range(3), M=1)
+    hold(fusion, program, range(3), {"M": 1})
     alone = hi.lower(gather_of_columns("8*M", ranks), "ring", streams=2)
     for missing, body in without_each(alone.body):
         found = [f for f in hi.check(alone.with_body(body)) if f.level == "error"]
