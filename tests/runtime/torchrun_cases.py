@@ -26,7 +26,10 @@ from hostir.ir import parse
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.types import DTYPES
-from hostir.lower.strategies import lower
+from hostir.lower.allreduces import AllReduceSteps
+from hostir.lower.fused import Fused, Push
+from hostir.lower.ring import Ring
+from hostir.lower.strategies import EXPLICIT, FINISH, lower, run_passes
 from hostir.runtime import kernels, symmetric
 from hostir.runtime.executor import Executor, run
 from hostir.runtime.reference import reference
@@ -338,6 +341,25 @@ def rows_scattered_by_every_strategy() -> None:
 
         for strategy in ("ring", "fused", "push"):
             as_simulated(str(lower(fusion, strategy)), exact, count=3)
+
+
+@case
+def rows_summed_up_on_all_ranks_by_every_strategy() -> None:
+    """In one step, in blocks, in chunks, in two steps: the bits of simulated ranks, and the unsharded result."""
+    small = AllReduceSteps(min_rows=1, min_bytes=1)
+    two = AllReduceSteps(extra_bytes=-1, min_rows=1, min_bytes=1)
+    forms = (Ring(2), Fused(2), Fused(2, steps=small), Fused(2, steps=two), Push(), Push(two))
+    for dtype, pattern in (
+        *((dtype, patterns.row_parallel_bias) for dtype in DTYPES),
+        ("bf16", patterns.mlp_replicated),
+    ):
+        fusion = pattern(SIZE, S=1, M=4 * SIZE, K=4 * SIZE, dtype=dtype).program()
+
+        def exact(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(reference(fusion, [x.to(TORCH[dtype]) for x in inputs]))  # noqa: B023
+
+        for form in forms:
+            as_simulated(str(run_passes(fusion, [*EXPLICIT, form, *FINISH])), exact, count=2)
 
 
 def as_simulated(text: str, reference: Reference, count: int = 4) -> None:
