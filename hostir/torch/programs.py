@@ -27,119 +27,122 @@ DTYPES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", to
 MACHINES = {"cpu": "gloo", "cuda": "cuda"}  # by the type of a device
 
 
-def _fusion(name: str, ranks: int, inputs: Sequence[str], outputs: Sequence[str], body: Sequence[str]) -> Program:
+def fusion(name: str, ranks: int, inputs: Sequence[str], outputs: Sequence[str], body: Sequence[str]) -> Program:
+    """Return the fusion of these inputs, outputs and statements, on a mesh of so many ranks."""
     mesh = " ".join(map(str, range(ranks)))
     head = f"fusion @{name}({', '.join(inputs)}) -> ({', '.join(outputs)})"
     lines = "".join(f"  {line}\n" for line in body)
     return parse(f"hostir 1\nmesh @mesh [didx] = {mesh}\n{head} {{\n{lines}}}\n", f"@{name}")
 
 
-def _beside(count: int) -> list[str]:
+def free_axes(count: int) -> list[str]:
+    """Return the names of the axes beside the one that is gathered or scattered."""
     return [f"P{i}" for i in range(count)]
 
 
-def _type(dtype: str, *sizes: Any) -> str:
+def typed(dtype: str, *sizes: Any) -> str:
+    """Return a type in the words of a program."""
     return f"{dtype}[{', '.join(map(str, sizes))}]"
 
 
-def _in_front(x: str, dtype: str, sizes: Sequence[Any], outside: int, partial: str = "") -> tuple[str, list[str], str]:
+def in_front(x: str, dtype: str, sizes: Sequence[Any], outside: int, partial: str = "") -> tuple[str, list[str], str]:
     """Return an operand with its type, the statements that bring the first of `sizes` outermost, and its name then."""
     first, before, after = sizes[0], sizes[1 : outside + 1], sizes[outside + 1 :]
     if not outside:
-        return f"{x}: {_type(dtype, *sizes)}{partial}", [], x
+        return f"{x}: {typed(dtype, *sizes)}{partial}", [], x
     order = (outside, *range(outside), *range(outside + 1, len(sizes)))
-    seen = f"{x}_front: {_type(dtype, *sizes)}{partial} = permute {x} {order}"
-    return f"{x}: {_type(dtype, *before, first, *after)}{partial}", [seen], f"{x}_front"
+    seen = f"{x}_front: {typed(dtype, *sizes)}{partial} = permute {x} {order}"
+    return f"{x}: {typed(dtype, *before, first, *after)}{partial}", [seen], f"{x}_front"
 
 
 def all_gather_matmul(
     ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, outside: int, gathered: bool
 ) -> Program:
     """`a`, of which each rank has rows, gathered and multiplied with matrices of so many columns each."""
-    others, b = _beside(beside), [f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)]
-    a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
-    body += [f"%a_full: {_type(dtype, 'M', *others, K)} = reshard {front}"]
-    body += [f"%c{i}: {_type(dtype, 'M', *others, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
+    others, b = free_axes(beside), [f"%b{i}: {typed(dtype, K, n)}" for i, n in enumerate(columns)]
+    a, body, front = in_front("%a", dtype, ("M@didx", *others, K), outside)
+    body += [f"%a_full: {typed(dtype, 'M', *others, K)} = reshard {front}"]
+    body += [f"%c{i}: {typed(dtype, 'M', *others, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
     outputs = [f"%c{i}" for i in range(len(columns))] + ["%a_full"] * gathered
-    return _fusion("all_gather_matmul", ranks, [a, *b], outputs, body)
+    return fusion("all_gather_matmul", ranks, [a, *b], outputs, body)
 
 
 def all_gather_columns_matmul(
     ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, even: bool, gathered: bool
 ) -> Program:
     """`a`, of which each rank has columns, gathered and multiplied; if `even`, the ranks divide the outermost axis."""
-    rows = (f"{ranks}*M" if even else "M", *_beside(beside))
+    rows = (f"{ranks}*M" if even else "M", *free_axes(beside))
     inputs = [
-        f"%a: {_type(dtype, *rows, f'{K}@didx')}",
-        *(f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)),
+        f"%a: {typed(dtype, *rows, f'{K}@didx')}",
+        *(f"%b{i}: {typed(dtype, K, n)}" for i, n in enumerate(columns)),
     ]
-    body = [f"%a_full: {_type(dtype, *rows, K)} = reshard %a"]
-    body += [f"%c{i}: {_type(dtype, *rows, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
+    body = [f"%a_full: {typed(dtype, *rows, K)} = reshard %a"]
+    body += [f"%c{i}: {typed(dtype, *rows, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
     outputs = [f"%c{i}" for i in range(len(columns))] + ["%a_full"] * gathered
-    return _fusion("all_gather_matmul", ranks, inputs, outputs, body)
+    return fusion("all_gather_matmul", ranks, inputs, outputs, body)
 
 
 def all_gather_gated(
     ranks: int, dtype: str, K: int, columns: int, beside: int, outside: int, gathered: bool
 ) -> Program:
     """`silu(a @ gate) * (a @ up)` of the gathered rows of `a`."""
-    others = _beside(beside)
-    a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
-    result = _type(dtype, "M", *others, columns)
+    others = free_axes(beside)
+    a, body, front = in_front("%a", dtype, ("M@didx", *others, K), outside)
+    result = typed(dtype, "M", *others, columns)
     body += [
-        f"%a_full: {_type(dtype, 'M', *others, K)} = reshard {front}",
+        f"%a_full: {typed(dtype, 'M', *others, K)} = reshard {front}",
         f"%g: {result} = matmul %a_full, %gate",
         f"%u: {result} = matmul %a_full, %up",
         f"%s: {result} = silu %g",
         f"%y: {result} = mul %s, %u",
     ]
-    inputs = [a, *(f"%{b}: {_type(dtype, K, columns)}" for b in ("gate", "up"))]
-    return _fusion("all_gather_gated", ranks, inputs, ["%y"] + ["%a_full"] * gathered, body)
+    inputs = [a, *(f"%{b}: {typed(dtype, K, columns)}" for b in ("gate", "up"))]
+    return fusion("all_gather_gated", ranks, inputs, ["%y"] + ["%a_full"] * gathered, body)
 
 
 def matmul_reduce_scatter(ranks: int, dtype: str, K: int, columns: int, beside: int, outside: int) -> Program:
     """The sum over all ranks of `a @ b`, of which each gets rows."""
-    others, part = _beside(beside), "M@didx"
-    a, body, front = _in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
-    inputs = [a, f"%b: {_type(dtype, f'{K}@didx', columns)}"]
-    product = f"{_type(dtype, part, *others, columns)}"
+    others, part = free_axes(beside), "M@didx"
+    a, body, front = in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
+    inputs = [a, f"%b: {typed(dtype, f'{K}@didx', columns)}"]
+    product = f"{typed(dtype, part, *others, columns)}"
     if beside > 1:  # kernels take rows of two strides, not of more
         rows = "*".join(others)
-        body += [f"%a_rows: {_type(dtype, 'M', rows, f'{K}@didx')} = reshape {front}"]
+        body += [f"%a_rows: {typed(dtype, 'M', rows, f'{K}@didx')} = reshape {front}"]
         body += [
-            f"%c_rows: {_type(dtype, part, rows, columns)} = matmul %a_rows, %b",
+            f"%c_rows: {typed(dtype, part, rows, columns)} = matmul %a_rows, %b",
             f"%c0: {product} = reshape %c_rows",
         ]
     else:
         body += [f"%c0: {product} = matmul {front}, %b"]
     if outside:
         order = (*range(1, outside + 1), 0, *range(outside + 1, beside + 2))
-        result = _type(dtype, *others[:outside], part, *others[outside:], columns)
+        result = typed(dtype, *others[:outside], part, *others[outside:], columns)
         body += [f"%c_back: {result} = permute %c0 {order}", f"%c: {result} = copy %c_back"]
-    return _fusion("matmul_reduce_scatter", ranks, inputs, ["%c" if outside else "%c0"], body)
+    return fusion("matmul_reduce_scatter", ranks, inputs, ["%c" if outside else "%c0"], body)
 
 
 def matmul_reduce_scatter_columns(ranks: int, dtype: str, K: int, columns: int, beside: int) -> Program:
     """The sum over all ranks of `a @ b`, of which each gets columns."""
-    rows = ("M", *_beside(beside))
-    inputs = [f"%a: {_type(dtype, *rows, f'{K}@didx')}", f"%b: {_type(dtype, f'{K}@didx', columns)}"]
-    product = f"%c: {_type(dtype, *rows, f'{columns}@didx')} = matmul %a, %b"
-    return _fusion("matmul_reduce_scatter", ranks, inputs, ["%c"], [product])
+    rows = ("M", *free_axes(beside))
+    inputs = [f"%a: {typed(dtype, *rows, f'{K}@didx')}", f"%b: {typed(dtype, f'{K}@didx', columns)}"]
+    product = f"%c: {typed(dtype, *rows, f'{columns}@didx')} = matmul %a, %b"
+    return fusion("matmul_reduce_scatter", ranks, inputs, ["%c"], [product])
 
 
 def all_gather(ranks: int, dtype: str, beside: int, outside: int) -> Program:
     """The parts of all ranks along an axis, which is then outermost."""
-    x, body, front = _in_front("%x", dtype, ("M@didx", *_beside(beside)), outside)
-    return _fusion(
-        "all_gather", ranks, [x], ["%y"], [*body, f"%y: {_type(dtype, 'M', *_beside(beside))} = reshard {front}"]
+    x, body, front = in_front("%x", dtype, ("M@didx", *free_axes(beside)), outside)
+    return fusion(
+        "all_gather", ranks, [x], ["%y"], [*body, f"%y: {typed(dtype, 'M', *free_axes(beside))} = reshard {front}"]
     )
 
 
 def reduce_scatter(ranks: int, dtype: str, beside: int, outside: int) -> Program:
     """The sum over all ranks, of which each gets a part along an axis, which is then outermost."""
-    x, body, front = _in_front("%x", dtype, ("M", *_beside(beside)), outside, " partial(didx)")
-    y = f"%y: {_type(dtype, 'M@didx', *_beside(beside))} = reshard {front}"
-    return _fusion("reduce_scatter", ranks, [x], ["%y"], [*body, y])
+    x, body, front = in_front("%x", dtype, ("M", *free_axes(beside)), outside, " partial(didx)")
+    y = f"%y: {typed(dtype, 'M@didx', *free_axes(beside))} = reshard {front}"
+    return fusion("reduce_scatter", ranks, [x], ["%y"], [*body, y])
 
 
 # Compiled programs ----------------------------------------------------------------------------------------------------
