@@ -237,6 +237,8 @@ class ByBlocks(TensorOp):
                 flags_of(self, flags)
         if self.own is not None:
             self._stands_in(self.own)
+        if self.first != ZERO:
+            self._begins()
 
     @property
     def flag_operands(self) -> tuple[FlagOperand, ...]:
@@ -273,6 +275,14 @@ class ByBlocks(TensorOp):
         same_dtype(self, [self.rows, own])
         if own.tensor.shape[-1:] != self.rows.tensor.shape[-1:]:
             raise self.fail(f"{own} is {own.type}, {self.rows} is {self.rows.type}", expected="rows of one length")
+
+    def _begins(self) -> None:
+        """Raise where nothing uses `first`."""
+        if self.ready is None and self.done is None:
+            message = f"'from' names the first of several blocks, and this {self.keyword()} has no blocks"
+            raise self.fail(
+                message, hint="write 'ready %flags >= 1' or 'done %flags = 1' before 'from', or leave it out"
+            )
 
     def verify_layout(self) -> None:
         others = (v for v in (self.ready, self.done, self.own) if v)
@@ -618,6 +628,12 @@ class Sum(ByBlocks, Unary):
                 f"it sums over axis {self.axis} of {self.x}, and waits for flags",
                 expected="'axis 0': the sources, each with the blocks of the result",
             )
+
+    def _begins(self) -> None:
+        super()._begins()
+        if self.ready is not None and self.own is None:
+            message = "'from' names the source whose rows are 'own', and this sum has no own rows"
+            raise self.fail(message, hint="write 'own %rows' behind 'from', or leave it out")
 
     def waits_for(self, frame: Frame) -> Ready | None:
         """Return the flags it waits for, if any. Raise where they do not divide the rows of each source."""

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -80,7 +81,7 @@ def untraced(function: F) -> F:
 # Remember what is known of a call, for later calls with the same kinds of tensors.
 
 Plan = CudaPlan | GlooPlan
-MAX_PLANS = 128  # plans that an executor keeps, the latest used ones: shapes may never repeat
+MAX_PLANS = 16  # plans that an executor keeps, the latest used ones: shapes may never repeat, and a plan is soon made
 MAX_BOUND = 256  # bound calls that an executor keeps, the latest used ones
 
 
@@ -179,7 +180,7 @@ class Executor:
 
     Fields:
         machine: the name of the machine.
-        plans: the latest 128 plans, by the shapes, strides and dtypes of their inputs.
+        plans: the latest 16 plans, by the shapes, strides and dtypes of their inputs.
         choice: what chose this program, and why; None if nothing did.
 
     Raises HostIRError, on every rank, if ranks run different programs, or if the job or the group has too few ranks.
@@ -395,7 +396,7 @@ class Executor:
                 watchdog.observe(plan)
             return plan.run(inputs, given)
         if (problem := plan.problem()) is not None:
-            raise problem
+            raise self._noted(problem)
         graphs, capturing = self._graphs, torch._C._cuda_isCurrentStreamCapturing()
         if watchdog is not None and (plan is not watchdog.plan or watchdog.replaced):
             watchdog.observe(plan, capturing)
@@ -431,6 +432,9 @@ class Executor:
             plan = self._choose(cache_key(inputs), inputs, places=True)
             if plan.memory is not None:
                 plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
+            # The call may be on another stream than this one, to which a new plan issues copies.
+            if self.machine == "cuda" and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream(self._machine.device).synchronize()
         found = places(plan.unrolled, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
 
@@ -473,7 +477,7 @@ class Executor:
             if self.watchdog is not None and self.watchdog.died is not None:  # what needs no more of it ends soon
                 deadline = min(deadline, time.monotonic() + LAST_WORDS)
             if time.monotonic() > deadline:
-                raise self._blamed(self._stuck())
+                raise self._blamed(self._noted(self._stuck()))
             time.sleep(1e-4)
         self._raise_problem()
 
@@ -481,7 +485,13 @@ class Executor:
         """Raise what the device has reported so far."""
         plan = self.latest.plan if self.latest is not None else None
         if isinstance(plan, CudaPlan) and (problem := plan.problem()) is not None:
-            raise self._blamed(problem)
+            raise self._blamed(self._noted(problem))
+
+    def _noted(self, late: HostIRError) -> HostIRError:
+        """Add to the error of a wait that took too long what else it may be due to."""
+        first, *others = late.diagnostics
+        notes = self.session.crossing() if self.session is not None else ()
+        return HostIRError(replace(first, notes=(*first.notes, *notes)), *others)
 
     def _blamed(self, failure: HostIRError) -> HostIRError:
         return self.watchdog.blame(failure) if self.watchdog is not None else failure
@@ -554,12 +564,14 @@ class Executor:
         plan = self.plans.get(kind) if kind is not None else None
         if plan is None:
             self._refuse_in_capture()
-            began = time.perf_counter()
+            began, symmetric = time.perf_counter(), self._machine.symmetric
+            released = symmetric.released
             try:
                 plan = self._make(inputs, out, places, begun)
             finally:
-                for member in [self] if self.session is None else list(self.session.members):
-                    member._drop_stale()
+                if symmetric.released != released:
+                    for member in [self] if self.session is None else list(self.session.members):
+                        member._drop_stale()
             self._log(plan, time.perf_counter() - began)
         else:
             try:

@@ -6,28 +6,35 @@ from torch import Tensor  # annotations of `hostir` say torch.Tensor, and find t
 
 from hostir.torch.functional import (
     all_gather_matmul,
+    all_reduce,
     column_parallel_linear,
     gated_linear,
+    matmul_all_reduce,
     matmul_reduce_scatter,
     row_parallel_linear,
 )
 from hostir.torch.installing import install, report, uninstall
 from hostir.torch.modules import ColumnParallelLinear, GatedMLP, QKVParallelLinear, RowParallelLinear
+from hostir.torch.overlap import OverlapPass, overlap_pass
 from hostir.torch.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColumnParallelLinear",
     "ColwiseParallel",
     "GatedMLP",
+    "OverlapPass",
     "QKVParallelLinear",
     "RowParallelLinear",
     "RowwiseParallel",
     "Tensor",
     "all_gather_matmul",
+    "all_reduce",
     "column_parallel_linear",
     "gated_linear",
     "install",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "overlap_pass",
     "report",
     "row_parallel_linear",
     "uninstall",

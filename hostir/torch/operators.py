@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hostir.ir.program import Program
 from hostir.ir.source import error, warn_once
+from hostir.lower.rows import SLICES
 from hostir.runtime.executor import Executor
 from hostir.runtime.started import Started
 from hostir.torch import programs
@@ -90,8 +91,8 @@ class Operator:
 def dtype_of(tensors: Sequence[Tensor]) -> str:
     """Return the dtype of tensors in the words of a program. Raises Unfit for one that hostir lacks, or several."""
     kind = tensors[0].dtype
-    if any(x.dtype != kind for x in tensors):
-        raise Unfit(f"operands of several dtypes, {', '.join(sorted({str(x.dtype) for x in tensors}))}")
+    if len(kinds := {x.dtype for x in tensors}) > 1:
+        raise Unfit(f"operands of several dtypes, {', '.join(sorted(map(str, kinds)))}")
     if kind not in DTYPES:
         raise Unfit(f"its dtype is {kind}, not one of {', '.join(map(str, DTYPES))}")
     return DTYPES[kind]
@@ -164,7 +165,8 @@ def all_gather_matmul(
     x, outside = grouped(a, 0 if contracted else axis)
     rows = [x.shape[outside], *x.shape[:outside], *x.shape[outside + 1 : -1]]
     if contracted:
-        key: tuple[Any, ...] = (K, columns, x.ndim - 2, rows[0] % ranks == 0, gathered)
+        slices = next((n for n in SLICES if rows[0] % n == 0), 1)
+        key: tuple[Any, ...] = (K, columns, x.ndim - 2, slices, gathered)
     else:
         rows[0] *= ranks
         key = (K, columns, x.ndim - 2, outside, gathered)
@@ -214,6 +216,33 @@ def matmul_reduce_scatter(
     if average:
         y.mul_(1 / ranks)
     return y.view(shape) if out is None else out
+
+
+def matmul_all_reduce(
+    op: Operator, a: Tensor, b: Tensor, addend: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Multiply, sum over all ranks, and add what is given; contiguous, and `out` if given, which is contiguous."""
+    _check_products([b], a.shape[-1], f"A has {a.shape[-1]} columns")
+    shape = [*a.shape[:-1], b.shape[1]]
+    if addend is not None and list(addend.shape) not in (shape, shape[-1:]):
+        raise Unfit(f"the addend has shape {list(addend.shape)}, and the product {shape}")
+    x, _ = grouped(a, 0, joined=True)
+    z = addend
+    if addend is not None and addend.ndim > 1 and addend.ndim > x.ndim:
+        z = addend.reshape(*x.shape[:-1], b.shape[1])
+    key = (a.shape[-1] * op.group.size, b.shape[1], x.ndim - 2, 0 if addend is None else 1 + (addend.ndim > 1))
+    given = None if out is None else [out.view(*x.shape[:-1], b.shape[1])]
+    (y,) = op.execute(programs.matmul_all_reduce, key, [x, b] if z is None else [x, b, z], given)
+    return y.view(shape) if out is None else out
+
+
+def all_reduce(op: Operator, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sum a tensor over all ranks; contiguous, and `out` if given, which is contiguous."""
+    rows = (prod(x.shape[:-1]), x.shape[-1]) if x.ndim else (1, 1)
+    (y,) = op.execute(programs.all_reduce, (), [x.reshape(rows)], None if out is None else [out.view(rows)])
+    if out is not None:
+        return out
+    return own(y, x, op.group.size).view(x.shape)
 
 
 def all_gather(op: Operator, x: Tensor, axis: int) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ import torch
 from hostir.choice import Choice, compile
 from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, check_known
+from hostir.ir.source import HostIRError, amount, check_known
 from hostir.lower import AUTO, STRATEGIES, lower
 from hostir.runtime.executor import Executor
-from hostir.runtime.guest import resolved
+from hostir.runtime.guest import registered, resolved
 
 # Fusions --------------------------------------------------------------------------------------------------------------
 # As texts, with the numbers of rows free: M along the axis that is gathered or scattered, P0, P1, ... along those
@@ -27,122 +28,148 @@ DTYPES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", to
 MACHINES = {"cpu": "gloo", "cuda": "cuda"}  # by the type of a device
 
 
-def fusion(name: str, ranks: int, inputs: Sequence[str], outputs: Sequence[str], body: Sequence[str]) -> Program:
-    """Return the fusion of these inputs, outputs and statements, on a mesh of so many ranks."""
+def _fusion(name: str, ranks: int, inputs: Sequence[str], outputs: Sequence[str], body: Sequence[str]) -> Program:
     mesh = " ".join(map(str, range(ranks)))
     head = f"fusion @{name}({', '.join(inputs)}) -> ({', '.join(outputs)})"
     lines = "".join(f"  {line}\n" for line in body)
     return parse(f"hostir 1\nmesh @mesh [didx] = {mesh}\n{head} {{\n{lines}}}\n", f"@{name}")
 
 
-def free_axes(count: int) -> list[str]:
-    """Return the names of the axes beside the one that is gathered or scattered."""
+def _beside(count: int) -> list[str]:
     return [f"P{i}" for i in range(count)]
 
 
-def typed(dtype: str, *sizes: Any) -> str:
-    """Return a type in the words of a program."""
+def _type(dtype: str, *sizes: Any) -> str:
     return f"{dtype}[{', '.join(map(str, sizes))}]"
 
 
-def in_front(x: str, dtype: str, sizes: Sequence[Any], outside: int, partial: str = "") -> tuple[str, list[str], str]:
+def _in_front(x: str, dtype: str, sizes: Sequence[Any], outside: int, partial: str = "") -> tuple[str, list[str], str]:
     """Return an operand with its type, the statements that bring the first of `sizes` outermost, and its name then."""
     first, before, after = sizes[0], sizes[1 : outside + 1], sizes[outside + 1 :]
     if not outside:
-        return f"{x}: {typed(dtype, *sizes)}{partial}", [], x
+        return f"{x}: {_type(dtype, *sizes)}{partial}", [], x
     order = (outside, *range(outside), *range(outside + 1, len(sizes)))
-    seen = f"{x}_front: {typed(dtype, *sizes)}{partial} = permute {x} {order}"
-    return f"{x}: {typed(dtype, *before, first, *after)}{partial}", [seen], f"{x}_front"
+    seen = f"{x}_front: {_type(dtype, *sizes)}{partial} = permute {x} {order}"
+    return f"{x}: {_type(dtype, *before, first, *after)}{partial}", [seen], f"{x}_front"
 
 
 def all_gather_matmul(
     ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, outside: int, gathered: bool
 ) -> Program:
     """`a`, of which each rank has rows, gathered and multiplied with matrices of so many columns each."""
-    others, b = free_axes(beside), [f"%b{i}: {typed(dtype, K, n)}" for i, n in enumerate(columns)]
-    a, body, front = in_front("%a", dtype, ("M@didx", *others, K), outside)
-    body += [f"%a_full: {typed(dtype, 'M', *others, K)} = reshard {front}"]
-    body += [f"%c{i}: {typed(dtype, 'M', *others, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
+    others, b = _beside(beside), [f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)]
+    a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
+    body += [f"%a_full: {_type(dtype, 'M', *others, K)} = reshard {front}"]
+    body += [f"%c{i}: {_type(dtype, 'M', *others, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
     outputs = [f"%c{i}" for i in range(len(columns))] + ["%a_full"] * gathered
-    return fusion("all_gather_matmul", ranks, [a, *b], outputs, body)
+    return _fusion("all_gather_matmul", ranks, [a, *b], outputs, body)
 
 
 def all_gather_columns_matmul(
-    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, even: bool, gathered: bool
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, slices: int, gathered: bool
 ) -> Program:
-    """`a`, of which each rank has columns, gathered and multiplied; if `even`, the ranks divide the outermost axis."""
-    rows = (f"{ranks}*M" if even else "M", *free_axes(beside))
+    """`a`, of which each rank has columns, gathered and multiplied; `slices` divides the outermost axis."""
+    rows = (f"{slices}*M", *_beside(beside))
     inputs = [
-        f"%a: {typed(dtype, *rows, f'{K}@didx')}",
-        *(f"%b{i}: {typed(dtype, K, n)}" for i, n in enumerate(columns)),
+        f"%a: {_type(dtype, *rows, f'{K}@didx')}",
+        *(f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)),
     ]
-    body = [f"%a_full: {typed(dtype, *rows, K)} = reshard %a"]
-    body += [f"%c{i}: {typed(dtype, *rows, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
+    body = [f"%a_full: {_type(dtype, *rows, K)} = reshard %a"]
+    body += [f"%c{i}: {_type(dtype, *rows, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
     outputs = [f"%c{i}" for i in range(len(columns))] + ["%a_full"] * gathered
-    return fusion("all_gather_matmul", ranks, inputs, outputs, body)
+    return _fusion("all_gather_matmul", ranks, inputs, outputs, body)
 
 
 def all_gather_gated(
     ranks: int, dtype: str, K: int, columns: int, beside: int, outside: int, gathered: bool
 ) -> Program:
     """`silu(a @ gate) * (a @ up)` of the gathered rows of `a`."""
-    others = free_axes(beside)
-    a, body, front = in_front("%a", dtype, ("M@didx", *others, K), outside)
-    result = typed(dtype, "M", *others, columns)
+    others = _beside(beside)
+    a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
+    result = _type(dtype, "M", *others, columns)
     body += [
-        f"%a_full: {typed(dtype, 'M', *others, K)} = reshard {front}",
+        f"%a_full: {_type(dtype, 'M', *others, K)} = reshard {front}",
         f"%g: {result} = matmul %a_full, %gate",
         f"%u: {result} = matmul %a_full, %up",
         f"%s: {result} = silu %g",
         f"%y: {result} = mul %s, %u",
     ]
-    inputs = [a, *(f"%{b}: {typed(dtype, K, columns)}" for b in ("gate", "up"))]
-    return fusion("all_gather_gated", ranks, inputs, ["%y"] + ["%a_full"] * gathered, body)
+    inputs = [a, *(f"%{b}: {_type(dtype, K, columns)}" for b in ("gate", "up"))]
+    return _fusion("all_gather_gated", ranks, inputs, ["%y"] + ["%a_full"] * gathered, body)
 
 
 def matmul_reduce_scatter(ranks: int, dtype: str, K: int, columns: int, beside: int, outside: int) -> Program:
     """The sum over all ranks of `a @ b`, of which each gets rows."""
-    others, part = free_axes(beside), "M@didx"
-    a, body, front = in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
-    inputs = [a, f"%b: {typed(dtype, f'{K}@didx', columns)}"]
-    product = f"{typed(dtype, part, *others, columns)}"
+    others, part = _beside(beside), "M@didx"
+    a, body, front = _in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
+    inputs = [a, f"%b: {_type(dtype, f'{K}@didx', columns)}"]
+    product = f"{_type(dtype, part, *others, columns)}"
     if beside > 1:  # kernels take rows of two strides, not of more
         rows = "*".join(others)
-        body += [f"%a_rows: {typed(dtype, 'M', rows, f'{K}@didx')} = reshape {front}"]
+        body += [f"%a_rows: {_type(dtype, 'M', rows, f'{K}@didx')} = reshape {front}"]
         body += [
-            f"%c_rows: {typed(dtype, part, rows, columns)} = matmul %a_rows, %b",
+            f"%c_rows: {_type(dtype, part, rows, columns)} = matmul %a_rows, %b",
             f"%c0: {product} = reshape %c_rows",
         ]
     else:
         body += [f"%c0: {product} = matmul {front}, %b"]
     if outside:
         order = (*range(1, outside + 1), 0, *range(outside + 1, beside + 2))
-        result = typed(dtype, *others[:outside], part, *others[outside:], columns)
+        result = _type(dtype, *others[:outside], part, *others[outside:], columns)
         body += [f"%c_back: {result} = permute %c0 {order}", f"%c: {result} = copy %c_back"]
-    return fusion("matmul_reduce_scatter", ranks, inputs, ["%c" if outside else "%c0"], body)
+    return _fusion("matmul_reduce_scatter", ranks, inputs, ["%c" if outside else "%c0"], body)
 
 
 def matmul_reduce_scatter_columns(ranks: int, dtype: str, K: int, columns: int, beside: int) -> Program:
     """The sum over all ranks of `a @ b`, of which each gets columns."""
-    rows = ("M", *free_axes(beside))
-    inputs = [f"%a: {typed(dtype, *rows, f'{K}@didx')}", f"%b: {typed(dtype, f'{K}@didx', columns)}"]
-    product = f"%c: {typed(dtype, *rows, f'{columns}@didx')} = matmul %a, %b"
-    return fusion("matmul_reduce_scatter", ranks, inputs, ["%c"], [product])
+    rows = ("M", *_beside(beside))
+    inputs = [f"%a: {_type(dtype, *rows, f'{K}@didx')}", f"%b: {_type(dtype, f'{K}@didx', columns)}"]
+    product = f"%c: {_type(dtype, *rows, f'{columns}@didx')} = matmul %a, %b"
+    return _fusion("matmul_reduce_scatter", ranks, inputs, ["%c"], [product])
 
 
 def all_gather(ranks: int, dtype: str, beside: int, outside: int) -> Program:
     """The parts of all ranks along an axis, which is then outermost."""
-    x, body, front = in_front("%x", dtype, ("M@didx", *free_axes(beside)), outside)
-    return fusion(
-        "all_gather", ranks, [x], ["%y"], [*body, f"%y: {typed(dtype, 'M', *free_axes(beside))} = reshard {front}"]
+    x, body, front = _in_front("%x", dtype, ("M@didx", *_beside(beside)), outside)
+    return _fusion(
+        "all_gather", ranks, [x], ["%y"], [*body, f"%y: {_type(dtype, 'M', *_beside(beside))} = reshard {front}"]
     )
 
 
 def reduce_scatter(ranks: int, dtype: str, beside: int, outside: int) -> Program:
     """The sum over all ranks, of which each gets a part along an axis, which is then outermost."""
-    x, body, front = in_front("%x", dtype, ("M", *free_axes(beside)), outside, " partial(didx)")
-    y = f"%y: {typed(dtype, 'M@didx', *free_axes(beside))} = reshard {front}"
-    return fusion("reduce_scatter", ranks, [x], ["%y"], [*body, y])
+    x, body, front = _in_front("%x", dtype, ("M", *_beside(beside)), outside, " partial(didx)")
+    y = f"%y: {_type(dtype, 'M@didx', *_beside(beside))} = reshard {front}"
+    return _fusion("reduce_scatter", ranks, [x], ["%y"], [*body, y])
+
+
+def matmul_all_reduce(ranks: int, dtype: str, K: int, columns: int, beside: int, addend: int) -> Program:
+    """The sum over all ranks of `a @ b`, for each; with an addend of 1 axis, or of as many as the result has."""
+    others = _beside(beside)
+    rows = "*".join(("M", *others))
+    a, b = f"%a: {_type(dtype, 'M', *others, f'{K}@didx')}", f"%b: {_type(dtype, f'{K}@didx', columns)}"
+    body, left, z = [], "%a", "%z"
+    if beside:
+        body, left = [f"%a_rows: {_type(dtype, rows, f'{K}@didx')} = reshape %a"], "%a_rows"
+    if beside and addend > 1:
+        z = "%z_rows"
+        body.append(f"%z_rows: {_type(dtype, rows, columns)} = reshape %z")
+    body.append(f"%y0: {_type(dtype, rows, columns)} = matmul {left}, %b")
+    last = "%y0"
+    if addend:
+        body.append(f"%y1: {_type(dtype, rows, columns)} = add {last}, {z}")
+        last = "%y1"
+    if beside:
+        body.append(f"%y: {_type(dtype, 'M', *others, columns)} = reshape {last}")
+        last = "%y"
+    third = [f"%z: {_type(dtype, *(('M', *others) if addend > 1 else ()), columns)}"] if addend else []
+    return _fusion("matmul_all_reduce", ranks, [a, b, *third], [last], body)
+
+
+def all_reduce(ranks: int, dtype: str) -> Program:
+    """The sum over all ranks, for each."""
+    x, y = f"%x: {_type(dtype, 'M', 'P')} partial(didx)", f"%y: {_type(dtype, 'M', 'P')} = reshard %x"
+    return _fusion("all_reduce", ranks, [x], ["%y"], [y])
 
 
 # Compiled programs ----------------------------------------------------------------------------------------------------
@@ -196,10 +223,9 @@ _groups: dict[str, OperatorGroup] = {}
 
 def group_named(name: str) -> OperatorGroup:
     """Return the group of this name. Raises HostIRError for one that torch does not know."""
-    process_group = resolved(name)
     known = _groups.get(name)
-    if known is None or known.process_group is not process_group:  # torch numbers groups anew once all are destroyed
-        known = _groups[name] = OperatorGroup(name, process_group)
+    if known is None or known.process_group is not registered(name):  # torch numbers groups anew once all are destroyed
+        known = _groups[name] = OperatorGroup(name, resolved(name))
     return known
 
 
@@ -236,10 +262,19 @@ class Ran:
 
 
 class Report(tuple[Ran, ...]):
-    """The operators that ran on this rank, how and why; `print` shows a paragraph for each."""
+    """The operators that ran on this rank, how and why; `print` shows a paragraph for each.
+
+    Fields:
+        symmetric_bytes: the symmetric memory that the programs of each group hold on this rank, by the group's name.
+    """
+
+    symmetric_bytes: Mapping[str, int] = MappingProxyType({})
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or "no operator has been called"
+        held = (
+            f"group '{name}' holds {amount(n)} of symmetric memory" for name, n in self.symmetric_bytes.items() if n
+        )
+        return "\n".join([*map(str, self), *held]) or "no operator has been called"
 
 
 @dataclass
@@ -271,7 +306,10 @@ class Ledger:
         for (operator, group, strategy, why), count in rows:
             counts[operator, group, strategy] += count
             reasons.setdefault((operator, group, strategy), {}).update(dict.fromkeys(why))
-        return Report(Ran(*name, count, tuple(reasons[name])) for name, count in counts.items())
+        found = Report(Ran(*name, count, tuple(reasons[name])) for name, count in counts.items())
+        sessions = {group: executor.session for _, group, executor, _ in self.by_hostir}
+        found.symmetric_bytes = {group: it.symmetric_bytes for group, it in sessions.items() if it is not None}
+        return found
 
 
 LEDGER = Ledger()

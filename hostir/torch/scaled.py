@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hostir.ir.program import Program
 from hostir.torch.operators import Operator, from_front, grouped
-from hostir.torch.programs import Unfit, free_axes, fusion, in_front, typed
+from hostir.torch.programs import Unfit, _beside, _fusion, _in_front, _type
 
 FP8 = {torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2"}
 RESULTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -21,7 +21,7 @@ RESULTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 @dataclass(frozen=True)
-class Product:
+class ScaledProduct:
     """One product of the gathered rows.
 
     Fields:
@@ -42,93 +42,93 @@ class Product:
 
 
 def gathered_program(
-    ranks: int, dtype: str, K: int, products: tuple[Product, ...], scales: str, free: int, outside: int
+    ranks: int, dtype: str, K: int, products: tuple[ScaledProduct, ...], scales: str, free: int, outside: int
 ) -> Program:
     """`a`, of which each rank has rows, gathered and multiplied with matrices; the scales of `a` are
 
     tensor-wise (`one`), or of rows: each rank has those of its own (`sharded`), or of all (`replicated`).
     """
-    others = free_axes(free)
-    a, body, front = in_front("%a", dtype, ("M@didx", *others, K), outside)
+    others = _beside(free)
+    a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
     ones = [1] * (free + 2)
     rows = ones if scales == "one" else ["M@didx" if scales == "sharded" else "M", *others, 1]
-    inputs, outputs = [a, f"%s: {typed('f32', *rows)}"], []
-    body.append(f"%a_full: {typed(dtype, 'M', *others, K)} = reshard {front}")
+    inputs, outputs = [a, f"%s: {_type('f32', *rows)}"], []
+    body.append(f"%a_full: {_type(dtype, 'M', *others, K)} = reshard {front}")
     scale = "%s"
     if scales == "sharded":
         scale = "%s_full"
-        body.append(f"%s_full: {typed('f32', 'M', *others, 1)} = reshard %s")
+        body.append(f"%s_full: {_type('f32', 'M', *others, 1)} = reshard %s")
     for i, p in enumerate(products):
         wide = p.dtype if p.dtype in RESULTS.values() else "f32"
         result = "M", *others, p.columns
         inputs += [
-            f"%b{i}: {typed(p.b, K, p.columns)}",
-            f"%t{i}: {typed('f32', 1, 1 if scales == 'one' else p.columns)}",
+            f"%b{i}: {_type(p.b, K, p.columns)}",
+            f"%t{i}: {_type('f32', 1, 1 if scales == 'one' else p.columns)}",
         ]
         plus, fast = "", " accumulate fast" if p.fast else ""
         if p.bias:
-            inputs.append(f"%bias{i}: {typed(p.bias, p.columns)}")
+            inputs.append(f"%bias{i}: {_type(p.bias, p.columns)}")
             plus = f" plus %bias{i}"
         if p.bias not in ("", wide):
-            body.append(f"%wide{i}: {typed(wide, p.columns)} = cast %bias{i} to {wide}")
+            body.append(f"%wide{i}: {_type(wide, p.columns)} = cast %bias{i} to {wide}")
             plus = f" plus %wide{i}"
         narrow = wide != p.dtype
         name = f"%y{i}" if narrow else f"%c{i}"
         body.append(
-            f"{name}: {typed(wide, *result)} = scaled_matmul %a_full, %b{i} scaled {scale}, %t{i}{plus} to {wide}{fast}"
+            f"{name}: {_type(wide, *result)} = scaled_matmul %a_full, %b{i} scaled {scale}, %t{i}{plus} to {wide}{fast}"
         )
         if p.scaled:
-            inputs.append(f"%r{i}: {typed('f32', 1)}")
-            body.append(f"%z{i}: {typed(wide, *result)} = mul %y{i}, %r{i}")
+            inputs.append(f"%r{i}: {_type('f32', 1)}")
+            body.append(f"%z{i}: {_type(wide, *result)} = mul %y{i}, %r{i}")
         if narrow:
-            inputs += [f"%one: {typed('f32', *ones)}"] if "%one" not in " ".join(inputs) else []
+            inputs += [f"%one: {_type('f32', *ones)}"] if "%one" not in " ".join(inputs) else []
             last = f"%z{i}" if p.scaled else f"%y{i}"
-            body.append(f"%c{i}: {typed(p.dtype, *result)} = quantize {last} by %one to {p.dtype}")
+            body.append(f"%c{i}: {_type(p.dtype, *result)} = quantize {last} by %one to {p.dtype}")
         outputs.append(f"%c{i}")
-    return fusion("all_gather_scaled_matmul", ranks, inputs, [*outputs, "%a_full"], body)
+    return _fusion("all_gather_scaled_matmul", ranks, inputs, [*outputs, "%a_full"], body)
 
 
 def scattered_program(
-    ranks: int, dtype: str, K: int, product: Product, by_rows: bool, free: int, outside: int
+    ranks: int, dtype: str, K: int, product: ScaledProduct, by_rows: bool, free: int, outside: int
 ) -> Program:
     """The sum over all ranks of `a @ b`, of which each gets rows; each rank has scales of its own, which are of rows
 
     and columns if `by_rows`.
     """
-    others, part = free_axes(free), "M@didx"
-    a, body, front = in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
+    others, part = _beside(free), "M@didx"
+    a, body, front = _in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
     lead = ["M", *others] if by_rows else [1] * (free + 1)
     columns = product.columns
     inputs = [
         a,
-        f"%s: {typed('f32', *lead, f'{ranks}@didx')}",
-        f"%b: {typed(product.b, f'{K}@didx', columns)}",
-        f"%t: {typed('f32', f'{ranks}@didx', columns if by_rows else 1)}",
+        f"%s: {_type('f32', *lead, f'{ranks}@didx')}",
+        f"%b: {_type(product.b, f'{K}@didx', columns)}",
+        f"%t: {_type('f32', f'{ranks}@didx', columns if by_rows else 1)}",
     ]
     scale, rows, plus = "%s", others, ""
     if product.bias:
-        inputs.append(f"%bias: {typed(product.bias, columns)} partial(didx)")
+        inputs.append(f"%bias: {_type(product.bias, columns)} partial(didx)")
         plus = " plus %bias"
     if free > 1:  # kernels take rows of two strides, not of more
         rows = ["*".join(others)]
-        body.append(f"%a_rows: {typed(dtype, 'M', *rows, f'{K}@didx')} = reshape {front}")
+        body.append(f"%a_rows: {_type(dtype, 'M', *rows, f'{K}@didx')} = reshape {front}")
         front = "%a_rows"
         if by_rows:
-            body.append(f"%s_rows: {typed('f32', 'M', *rows, f'{ranks}@didx')} = reshape %s")
+            body.append(f"%s_rows: {_type('f32', 'M', *rows, f'{ranks}@didx')} = reshape %s")
             scale = "%s_rows"
     fast = " accumulate fast" if product.fast else ""
     made = "%c0" if free < 2 else "%c_rows"
     body.append(
-        f"{made}: {typed(product.dtype, part, *rows, columns)} = "
+        f"{made}: {_type(product.dtype, part, *rows, columns)} = "
         f"scaled_matmul {front}, %b scaled {scale}, %t{plus} to {product.dtype}{fast}"
     )
     if free > 1:
-        body.append(f"%c0: {typed(product.dtype, part, *others, columns)} = reshape %c_rows")
+        body.append(f"%c0: {_type(product.dtype, part, *others, columns)} = reshape %c_rows")
     if outside:
         order = (*range(1, outside + 1), 0, *range(outside + 1, free + 2))
-        result = typed(product.dtype, *others[:outside], part, *others[outside:], columns)
+        result = _type(product.dtype, *others[:outside], part, *others[outside:], columns)
         body += [f"%c_back: {result} = permute %c0 {order}", f"%c: {result} = copy %c_back"]
-    return fusion("scaled_matmul_reduce_scatter", ranks, inputs, ["%c" if outside else "%c0"], body)
+    return _fusion("scaled_matmul_reduce_scatter", ranks, inputs, ["%c" if outside else "%c0"], body)
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def _name(x: Tensor, what: str) -> str:
 
 def _product(
     a: Tensor, b: Tensor, bias: Tensor | None, scaled: bool, out_dtype: torch.dtype | None, fast: bool | None
-) -> Product:
+) -> ScaledProduct:
     """Return what a product is compiled for. Raises Unfit for what hostir does not compute."""
     if b.shape[0] != a.shape[-1]:
         raise Unfit(f"A has {a.shape[-1]} columns, and B has {b.shape[0]} rows")
@@ -193,7 +193,7 @@ def _product(
         raise Unfit(f"its bias is of shape {[*bias.shape]}, {bias.dtype}")
     narrow = dtype in FP8
     word = FP8[dtype] if narrow else RESULTS[dtype]
-    return Product(
+    return ScaledProduct(
         _name(b, "B"), b.shape[1], word, "" if bias is None else RESULTS[bias.dtype], scaled and narrow, bool(fast)
     )
 
