@@ -245,6 +245,26 @@ def mlp(ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, H: int = 128, dty
     return fusion
 
 
+def mlp_replicated(
+    ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, H: int = 128, dtype: str = "f32"
+) -> hi.Fusion:
+    """The same with replicated ends, as inference runs it: all ranks have all of x, and of what is added to it."""
+    with hi.Fusion("mlp_replicated") as fusion:
+        x = hi.tensor("x", [M, K], dtype)
+        w1 = hi.tensor("w1", [K, H], dtype)
+        w2 = hi.tensor("w2", [H, K], dtype)
+        y = hi.gelu(x @ w1) @ w2 + x
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.set_device_mesh(mesh)
+    w1.shard(1, mesh)
+    w2.shard(0, mesh)
+    y.set_device_mesh(mesh)
+    y.split(0, S)
+    y.axis(0).parallelize(Stream)
+    return fusion
+
+
 def mlp_2d(
     ranks: int = 4, S: int = 2, M: int = 256, K: int = 64, H: int = 128, dtype: str = "f32", dp: int = 2
 ) -> hi.Fusion:
@@ -329,6 +349,18 @@ def reduce_scatter(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32")
     return fusion
 
 
+def all_reduce(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi.Fusion:
+    """Partial sums, one on each rank, to the sum on all: the collective alone."""
+    with hi.Fusion("all_reduce") as fusion:
+        x = hi.tensor("x", [M, N], dtype)
+        y = hi.reshard(x)
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.partial(mesh)
+    y.set_device_mesh(mesh)
+    return fusion
+
+
 def all_gather(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi.Fusion:
     """Rows sharded over the ranks, to all rows on each: the collective alone."""
     devices = tuple(range(ranks))
@@ -350,12 +382,14 @@ PATTERNS = (
     weight_gathered_k,
     mlp,
     mlp_2d,
+    mlp_replicated,
     gather,
     scatter,
     broadcast,
     alltoall,
     sendrecv,
     reduce_scatter,
+    all_reduce,
     all_gather,
 )
 

@@ -24,6 +24,9 @@ from hostir.ir.program import Program, format_program
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.tensor_ops import ByBlocks
 from hostir.lower import STRATEGIES, passes_of, run_passes
+from hostir.lower.allreduces import AllReduceSteps
+from hostir.lower.fused import Fused, Push
+from hostir.lower.strategies import EXPLICIT, FINISH
 from hostir.runtime.sharding import random_inputs
 from hostir.runtime.simulated.machine import LocalMachine, rehearse
 from tests.mutants import Mutant, mutants
@@ -36,8 +39,12 @@ SENT = (  # rows that peers send one another by copies
     patterns.column_parallel,
     patterns.gate_up,
     patterns.mlp,
+    patterns.mlp_replicated,
     patterns.row_parallel_scattered,
 )
+SMALL = AllReduceSteps(min_rows=1, min_bytes=1)  # in one step, blocks as small as they like
+TWO = AllReduceSteps(extra_bytes=-1, chunks=2, min_rows=1, min_bytes=1)  # in two
+SUMMED = ((Fused(2, steps=SMALL), 2), (Fused(2, steps=TWO), 4), (Fused(1, steps=TWO), 3), (Push(TWO), 3))
 
 
 # Programs that are right ------------------------------------------------------------------------------------------
@@ -59,6 +66,9 @@ def _lowered() -> Iterator[Program]:
     for pattern in SENT:
         for ranks, slices in ((2, 1), (2, 2), (4, 1)):
             yield from (hi.lower(tiny(pattern, ranks, slices), strategy) for strategy in ("ring", "fused", "push"))
+    for form, ranks in SUMMED:
+        for pattern in (patterns.row_parallel, patterns.all_reduce):
+            yield run_passes(tiny(pattern, ranks, 1, M=2 * ranks).program(), [*EXPLICIT, form, *FINISH])
 
 
 def _examples() -> Iterator[Program]:

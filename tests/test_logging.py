@@ -15,7 +15,7 @@ import hostir as hi
 from examples import patterns
 from hostir.ir.source import logger
 from hostir.runtime.executor import Executor
-from tests.choice.fusions import summed_on_all
+from tests.choice.fusions import turned
 from tests.pages import ROOT, environment
 
 
@@ -53,10 +53,10 @@ def test_what_is_not_overlapped_is_logged_at_every_compilation(records: pytest.L
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
-            hi.compile(summed_on_all(), "fused")
+            hi.compile(turned(), "fused")
     told = [r.getMessage() for r in records.records if "is not overlapped: fused handles only" in r.getMessage()]
     assert len(told) == 2
-    assert all(message.startswith("@summed_on_all: the allreduce at ") for message in told)
+    assert all(message.startswith("@turned: the alltoall at ") for message in told)
 
 
 def test_a_plan_is_logged_when_it_is_made_and_later_calls_log_nothing(

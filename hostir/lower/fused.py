@@ -1,6 +1,7 @@
 """Passes `fused` and `push`: each rank sends blocks of rows to all, and one kernel takes each as it arrives.
 
-For an allgather, the blocks are the ranks' shards, and a matmul waits for them. For a reduce_scatter, they are the rows
+For an allgather, the blocks are the ranks' shards, or of an axis that is summed over parts of slices of the rows, and a
+matmul waits for them. For a reduce_scatter, they are the rows
 that a matmul makes for each other rank. In `fused` the matmul raises a flag after each block, so copies begin while it
 runs; in `push` they begin when it has ended. A sum waits for what all ranks have sent.
 
@@ -18,37 +19,44 @@ separate reduction. The two passes differ in who moves the bytes:
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 
-from hostir.ir.comm_ops import AllGather, ReduceScatter
-from hostir.ir.host_ops import For, SetStream
+from hostir.ir.comm_ops import AllGather, AllReduce, ReduceScatter
+from hostir.ir.host_ops import Chunk, For, SetStream
+from hostir.ir.onesided_ops import Signal
 from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.tensor_ops import Contraction, DenseCopy, Shard, ViewStatement
 from hostir.lower import Pass
+from hostir.lower.allreduces import AllReduceSteps, fits_chunks
+from hostir.lower.chunks import Chunks
 from hostir.lower.columns import columns_as_rows
 from hostir.lower.host import Host
 from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.lower.propagate import operands_of, result_of
+from hostir.lower.reshard import Reduction
 from hostir.lower.rows import (
     RowCollective,
     RowCollectives,
     block_axes,
+    by_columns,
     first_matmul,
     long_axes,
     maker_of_rows,
     piece_axis,
     product_of_rows,
     reads_rows,
+    row_slices,
     shard_in_pieces,
     shard_of,
+    users,
     wanted_otherwise,
 )
 from hostir.lower.scales import SMS, send_scales
-from hostir.lower.scatters import ScatteredBlocks, one_of
-from hostir.lower.transfers import ARRIVED, COPY_STREAM, Blocks, Mover, Transfers, Turns
+from hostir.lower.scatters import OneStep, ScatteredBlocks, made, one_of
+from hostir.lower.transfers import ARRIVED, COPY_STREAM, SIGNAL_STREAM, Blocks, Mover, Transfers, Turns
 
 MIN_PIECE_ROWS = 256  # two tiles
 
@@ -85,9 +93,10 @@ class Fused(Pass):
     name = "fused"
     streams: int = 4
     pieces: Pieces = Pieces()
+    steps: AllReduceSteps = field(default_factory=AllReduceSteps)
 
     def run(self, program: Program) -> Program:
-        return sent(program, self.name, Mover(streams=self.streams), self.pieces)
+        return sent(program, self.name, Mover(streams=self.streams), self.pieces, self.steps)
 
 
 @dataclass(frozen=True)
@@ -95,35 +104,57 @@ class Push(Pass):
     """Replaces collectives of rows by a kernel that copies to all ranks, and one that starts while it runs."""
 
     name = "push"
+    steps: AllReduceSteps = field(default_factory=AllReduceSteps)
 
     def run(self, program: Program) -> Program:
-        return sent(program, self.name, Mover(sms=SMS))
+        return sent(program, self.name, Mover(sms=SMS), Pieces(), self.steps)
 
 
-def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces = Pieces()) -> Program:
+def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: AllReduceSteps) -> Program:
     """Return the host program in which each rank sends its blocks of rows to the others, by this mover."""
+
+    def two(s: AllReduce) -> bool:
+        return not steps.one(s, unknown=mover.sms > 0)
+
+    def as_collectives(s: AllReduce) -> bool:
+        return two(s) and (mover.sms > 0 or not _in_chunks(s, program))
+
     reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
     program = columns_as_rows(program)
     rows = (
-        RowCollectives.of(program, strategy).only(_in_blocks, reason).noted(strategy).with_block_axes(_needs_block_axes)
-    ).with_scales_first()
+        RowCollectives.of(program, strategy, as_collectives)
+        .only(_in_blocks, reason)
+        .noted(strategy)
+        .with_block_axes(_needs_block_axes)
+        .with_scales_first()
+    )
     ordered = _matmuls_first(rows)
-    host = Host(ordered, rows.ordered(ordered))
+    chunked = {s: _whole_product(s, ordered) for s in rows.reduces if two(s)}
+    host = Host(ordered, rows.ordered(ordered, chunked))
+    host.apart |= {s.out.name for s in rows.reduces}
+    later = {s.out.name for s in chunked.values() if s is not None}  # products that are computed in chunks
     arriving: dict[str, SentRows] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
-    leaving = _scatters_of_products(rows)
-    scattered: dict[ReduceScatter, ScatteredRows] = {}
+    leaving = _sums_of_products(rows, [*rows.scatters, *(s for s in rows.reduces if s not in chunked)])
+    scattered: dict[Reduction, ScatteredRows] = {}
     workers = 0
     scales = {s.out.name for s in rows.scales}
     for s in host.program.body:
         if isinstance(s, AllGather) and s.out.name in scales:
             send_scales(host, s)
             continue
-        if isinstance(s, AllGather) and s in rows.moves:
-            arriving[s.out.name] = SentRows(host, s, mover, scales)
-            workers = max(workers, arriving[s.out.name].transfers.workers)
+        if result_of(s).name in later:
+            host.destination(result_of(s))
             continue
-        if isinstance(s, ReduceScatter) and s in rows.moves:
-            scatter = scattered.get(s) or ScatteredRows(host, s, mover, pieces)
+        if isinstance(s, AllReduce) and s in chunked:
+            chunks = Chunks(host, s, steps.chunks_of(s), mover.streams, chunked[s])
+            workers = max(workers, chunks.build())
+            continue
+        if isinstance(s, AllGather) and s in rows.moves:
+            arriving[s.out.name] = (SentColumns if by_columns(s) else SentRows)(host, s, mover, scales)
+            workers = max(workers, arriving[s.out.name].workers)
+            continue
+        if isinstance(s, Reduction) and (s in rows.moves or s in rows.reduces):
+            scatter = scattered.get(s) or ScatteredRows(host, s, mover, pieces, steps)
             scatter.send()
             scatter.receive()
             workers = max(workers, scatter.transfers.workers)
@@ -131,7 +162,7 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces = Pieces(
         scatter_of = leaving.get(result_of(s).name)
         if isinstance(s, Contraction) and scatter_of is not None:
             host.destination(s.out)
-            scattered[scatter_of] = ScatteredRows(host, scatter_of, mover, pieces, s)
+            scattered[scatter_of] = ScatteredRows(host, scatter_of, mover, pieces, steps, s)
         needed = [arriving.pop(v.name) for v in operands_of(s) if v.name in arriving]
         if len(needed) == 1 and isinstance(s, Contraction) and reads_rows(s, needed[0].gather.out):
             needed[0].multiply(s, scattered.get(scatter_of) if scatter_of else None)
@@ -147,10 +178,35 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces = Pieces(
     return host.finished(workers)
 
 
-def _scatters_of_products(rows: RowCollectives) -> dict[str, ReduceScatter]:
-    """Map the results of products to the reduce_scatters of their rows; of several, to the first."""
-    found: dict[str, ReduceScatter] = {}
-    for scatter in rows.scatters:
+def in_one_step(host: Host, s: AllReduce) -> int:
+    """Add an allreduce in one step, by copy engines; return the number of worker streams that it uses."""
+    reduced = ScatteredRows(host, s, Mover(streams=1), Pieces(), AllReduceSteps(blocks=1))
+    reduced.send()
+    reduced.receive()
+    return reduced.transfers.workers
+
+
+def _in_chunks(s: AllReduce, program: Program) -> bool:
+    """Whether an allreduce in two steps is done in chunks: unless a matmul can wait for the gathered rows."""
+    readers = [user for user in program.body if reads_rows(user, s.out)]
+    maker = maker_of_rows(program, s)
+    waits = isinstance(maker, Contraction) and any(
+        isinstance(other, AllGather) and other.out in operands_of(maker) for other in program.body
+    )
+    return fits_chunks(s) and not readers and not waits
+
+
+def _whole_product(s: AllReduce, program: Program) -> Contraction | None:
+    """Return the product whose result an allreduce sums up, if nothing else reads it."""
+    maker = next((other for other in program.body if result_of(other) == s.x), None)
+    alone = s.x not in program.outputs and len(users(program, s.x)) == 1
+    return maker if alone and isinstance(maker, Contraction) else None
+
+
+def _sums_of_products(rows: RowCollectives, sums: Iterable[Reduction]) -> dict[str, Reduction]:
+    """Map the results of products to the collectives that sum up their rows; of several, to the first."""
+    found: dict[str, Reduction] = {}
+    for scatter in sums:
         if (product := product_of_rows(rows.program, scatter)) is not None:
             found.setdefault(product.out.name, scatter)
     return found
@@ -161,6 +217,8 @@ def _in_blocks(s: RowCollective) -> bool:
 
     Of those that a rank sends to be summed up, the number must be known.
     """
+    if isinstance(s, AllGather) and by_columns(s):  # sent in slices of rows
+        return True
     axes = shard_of(s).tensor.host().axes
     outside = [block_axes(s)[0]] if _needs_block_axes(s) else [axes[j] for j in long_axes(s)]
     known = isinstance(s, AllGather) or all(axis.extent.value is not None for axis in outside)
@@ -168,7 +226,7 @@ def _in_blocks(s: RowCollective) -> bool:
 
 
 def _needs_block_axes(s: RowCollective) -> bool:
-    return shard_in_pieces(s) or len(long_axes(s)) > 1
+    return not by_columns(s) and (shard_in_pieces(s) or len(long_axes(s)) > 1)
 
 
 def _matmuls_first(rows: RowCollectives) -> Program:
@@ -205,10 +263,15 @@ class SentRows:
         name = host.names.fresh(f"{gather.out.name}_shared") if self.whole else gather.out.name
         buffer = Value(name, gather.out.tensor.host(), gather.span)
         host.values.setdefault(gather.out.name, buffer)
-        count = ONE if self.axis is None else gather.x.tensor.local_shape[self.axis]
+        count = self.count()
         self.transfers = Transfers(host, gather, buffer, flags=count * self.team.ranks)
         self.blocks = self.blocks_of(x, buffer, count)
         self.send()
+        self.workers = self.transfers.workers
+
+    def count(self) -> Size:
+        """Return the number of blocks that a shard is."""
+        return ONE if self.axis is None else self.gather.x.tensor.local_shape[self.axis]
 
     def send(self) -> None:
         """Send the shard to all ranks: first to the one before this rank, and so on down.
@@ -298,30 +361,107 @@ class SentRows:
             self.host.body.append(DenseCopy(out=self.whole, x=self.transfers.buffer, span=self.gather.span, note=note))
 
 
-# One reduce_scatter ---------------------------------------------------------------------------------------------------
+class SentColumns(SentRows):
+    """Builds one allgather of the axis that matmuls sum over: ranks send their parts of slices of the rows.
+
+    The matmul waits for one flag for each slice. A worker stream raises it when the parts of all peers have arrived.
+    """
+
+    def __init__(self, host: Host, gather: AllGather, mover: Mover, scales: Collection[str] = ()) -> None:
+        super().__init__(host, gather, replace(mover, streams=1), scales)  # the other worker stream raises the flags
+        self.workers = 2
+
+    def count(self) -> Size:
+        """Return the number of slices."""
+        return Size(row_slices(self.gather))
+
+    def blocks_of(self, x: Value, buffer: Value, count: Size) -> Blocks:
+        """Return this rank's parts of the slices."""
+        views: list[ViewStatement] = []
+        index = self.host.index("s")
+        mine = Value(self.host.names.fresh("mine"), x.tensor, self.gather.span)
+        self.own = Shard(buffer, mine, span=self.gather.span)
+
+        def slice(of: Value, name: str) -> Value:
+            out = Value(self.host.names.fresh(name), of.type, self.gather.span)
+            return made(Chunk(of, out, index, count, 0, span=self.gather.span), views)
+
+        source, target = slice(x, "part"), slice(mine, "place")
+        return Blocks(source, target, tuple(views), self.flag(index, self.team.rank), index, count)
+
+    def flag(self, slice: Expr, rank: Expr) -> Expr:
+        """Return the number of the flag that says that the part of a rank has arrived."""
+        return Bin("+", Bin("*", slice, Lit(self.team.ranks)), rank)
+
+    def copy_own(self) -> list[Statement]:
+        """Return the copy of this rank's own parts to the buffer; the matmul comes after it."""
+        return [self.own, self.transfers.put(self.x, self.own.out, self.team.rank)]
+
+    @property
+    def copies_own(self) -> bool:
+        return True
+
+    def multiply(self, s: Contraction, scatter: ScatteredRows | None) -> None:
+        """Add the matmul that waits for the slices."""
+        host, flags = self.host, self.transfers.row(f"{self.gather.out.name}_whole", self.blocks.count)
+        index = host.index("s")
+        raised = Signal(flags, index, ARRIVED, self.team.rank, self.team.over, span=self.gather.span)
+        host.body += [SetStream(SIGNAL_STREAM), For(index.value, self.blocks.count, (self.arrivals(index), raised))]
+        host.body.append(SetStream(host.user))
+        host.destination(s.out)
+        on_buffers = s.rename(host.values)
+        assert isinstance(on_buffers, Contraction)
+        note = "each slice of the rows when all parts of it are there"
+        waiting = replace(on_buffers, a=self.transfers.buffer, ready=flags, epoch=ARRIVED, note=note)
+        host.body.append(waiting if scatter is None else scatter.raising(waiting))
+        self.finish()
+
+    def wait(self) -> None:
+        """Make the caller's stream wait for all parts of all slices."""
+        index = self.host.index("s")
+        self.host.body.append(For(index.value, self.blocks.count, (self.arrivals(index),)))
+        self.finish()
+
+    def arrivals(self, slice: Ref) -> For:
+        """Return the waits for the parts of a slice that peers send."""
+        index = self.host.index("i")
+        peer = self.team.peer(Bin("+", index, Lit(1)))
+        return For(index.value, Size(self.team.ranks - 1), (self.transfers.wait(self.flag(slice, peer)),))
+
+
+# One reduce_scatter, or an allreduce in one step ----------------------------------------------------------------------
 
 
 class ScatteredRows:
-    """Builds one reduce_scatter: copies begin while the product runs that makes the rows, if there is one.
+    """Builds one sum over ranks: copies begin while the product runs that makes the rows, if there is one.
 
     With copy engines, the product raises a flag after each block. It ends with a block of its own rank, unless it waits
     for gathered rows: then their order decides.
     """
 
     def __init__(
-        self, host: Host, s: ReduceScatter, mover: Mover, pieces: Pieces, product: Contraction | None = None
+        self,
+        host: Host,
+        s: Reduction,
+        mover: Mover,
+        pieces: Pieces,
+        steps: AllReduceSteps,
+        product: Contraction | None = None,
     ) -> None:
         # By the stream itself: a kernel that signals would find no SM while the product runs.
         self.host, self.scatter, self.mover, self.product = host, s, replace(mover, streams=1), product
         made = host.values[s.x.name if product is None else product.out.name]
         early = product is not None and not mover.sms
-        axis = next(iter(long_axes(s)), None)
-        count = pieces.of(s) if early and axis is None else 1
-        self.blocks = ScatteredBlocks(host, s, made, axis, count)
+        if isinstance(s, ReduceScatter):
+            axis = next(iter(long_axes(s)), None)
+            self.blocks = ScatteredBlocks(host, s, made, axis, pieces.of(s) if early and axis is None else 1)
+        else:
+            self.blocks = OneStep(host, s, made, steps.blocks_of(s) if early else 1)
+            early = early and self.blocks.parts > 1  # else the copies begin after the product
         self.transfers, self.team = self.blocks.transfers, self.blocks.team
         self.done: Value | None = None
         if early:
-            self.done = self.transfers.row(f"{made.name}_done", Size(self.blocks.each * self.team.ranks))
+            self.done = self.transfers.row(f"{made.name}_done", Size(self.blocks.parts))
             if not (self.team.past_last_call and host.forked):
                 self.transfers.fork()
                 host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]
@@ -333,6 +473,8 @@ class ScatteredRows:
         assert isinstance(s, Contraction)
         last = ", its own come last" if self.blocks.axis is None and s.ready is None else ""
         note = f"the rows for each rank are sent when they are done{last}"
+        if isinstance(self.scatter, AllReduce):
+            note = "each block is sent to all ranks when it is done"
         raising = replace(s, done=self.done, raised=ARRIVED, note=f"{s.note}; {note}" if s.note else note)
         return raising if s.ready is not None else replace(raising, first=self.blocks.first)
 
@@ -346,7 +488,8 @@ class ScatteredRows:
         elif not self.mover.sms:
             self.transfers.fork()
         host.body += self.transfers.once(sent)
-        self.transfers.send(sent, turns, self.mover, "to the rank that sums up these rows")
+        note = "to all, who sum them up" if isinstance(s, AllReduce) else "to the rank that sums up these rows"
+        self.transfers.send(sent, turns, self.mover, note)
 
     def receive(self) -> None:
         """Add the sum of what all ranks have sent.

@@ -209,6 +209,7 @@ class Host(Scope):
         self.outputs = {v.name for v in program.outputs}
         self.teams: dict[tuple[str, str], Team] = {}
         self.folded: set[str] = set()  # results of statements that another one computes as well
+        self.apart: set[str] = set()  # results of allreduces that do not take the memory of what they sum up
         self.forked = False  # whether a copy stream has begun, behind the beginning of the call
 
     @cached_property
@@ -278,7 +279,7 @@ class Host(Scope):
     def only_reduced(self, value: Value) -> AllReduce | None:
         """Return the allreduce that is the only user of a value, or None."""
         user = self.only_user(value)
-        return user if isinstance(user, AllReduce) else None
+        return user if isinstance(user, AllReduce) and user.out.name not in self.apart else None
 
     def only_user(self, value: Value) -> Statement | None:
         """Return the only statement that reads a value, or None if there are others or it is an output."""

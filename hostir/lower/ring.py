@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from hostir.ir.comm_ops import AllGather, ReduceScatter
+from hostir.ir.comm_ops import AllGather, AllReduce, ReduceScatter
 from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
 from hostir.ir.onesided_ops import Get
 from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
@@ -24,7 +24,9 @@ from hostir.ir.sizes import ONE, Size
 from hostir.ir.tensor_ops import DenseCopy, TensorOp, ViewStatement
 from hostir.ir.types import Axis
 from hostir.lower import Pass
+from hostir.lower.allreduces import shared_axis
 from hostir.lower.columns import columns_as_rows
+from hostir.lower.fused import in_one_step
 from hostir.lower.host import Host, modulo
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.rows import (
@@ -54,13 +56,15 @@ class Ring(Pass):
 
     def run(self, program: Program) -> Program:
         program = columns_as_rows(program)
-        rows = RowCollectives.of(program, self.name)
+        rows = RowCollectives.of(program, self.name, two_steps=lambda s: shared_axis(s) is not None)
         after = _after(rows)
         reason = "every matmul of these rows also needs what a later allgather brings"
-        rows = rows.only(lambda s: isinstance(s, ReduceScatter) or _in_turn(s, rows.program, after), reason)
+        rows = rows.only(lambda s: isinstance(s, ReduceScatter) or _in_turn(s, rows, after), reason)
         rows = rows.noted(self.name).with_block_axes(shard_in_pieces).with_scales_first()
         host = Host(rows.program, rows.ordered(rows.program))
+        host.apart |= {s.out.name for s in rows.reduces}
         scales = rows.scales
+        pools = [_pool(s, self.streams) for s in rows.moves]
         for step in schedule(host.program.body, _groups(rows)):
             if isinstance(step, AllGather) and step in scales:
                 send_scales(host, step)
@@ -68,9 +72,11 @@ class Ring(Pass):
                 first = step.statements[0]
                 by_slices = isinstance(first, AllGather) and by_columns(first)
                 (GatheredColumns if by_slices else Peers)(host, step).build(self.streams)
+            elif isinstance(step, AllReduce) and step in rows.reduces:
+                pools.append(in_one_step(host, step))
             else:
                 host.whole(step)
-        return host.finished(max((_pool(s, self.streams) for s in rows.moves), default=0))
+        return host.finished(max(pools, default=0))
 
 
 def _pool(s: RowCollective, streams: int) -> int:
@@ -137,11 +143,11 @@ def _computed_for(scatter: ReduceScatter, rows: RowCollectives, taken: set[str])
     return group
 
 
-def _in_turn(s: RowCollective, program: Program, after: dict[str, int]) -> bool:
-    """Whether some matmul of the rows does not depend on a later allgather, or nothing reads them."""
-    readers = [user for user in program.body if reads_rows(user, s.out)]
+def _in_turn(s: RowCollective, rows: RowCollectives, after: dict[str, int]) -> bool:
+    """Whether some matmul of the rows does not depend on a later allgather, or no matmul needs to read them."""
+    readers = [user for user in rows.program.body if reads_rows(user, s.out)]
     early = (all(after.get(v.name, -1) < after[s.out.name] for v in operands_of(u) if v != s.out) for u in readers)
-    return any(early) or not users(program, s.out)
+    return any(early) or not users(rows.program, s.out) or s.out.name in rows.regathered
 
 
 def _after(rows: RowCollectives) -> dict[str, int]:

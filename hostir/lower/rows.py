@@ -1,17 +1,18 @@
-"""Allgathers and reduce_scatters of rows, and how the shards lie in them; for `ring`, `fused` and `push`."""
+"""Collectives of rows, and how the shards lie in them; for `ring`, `fused` and `push`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import AllGather, Collective, Communication, ReduceScatter
+from hostir.ir.comm_ops import AllGather, AllReduce, Collective, Communication, ReduceScatter
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.scaled_ops import ScaledMatmul, Scaling
 from hostir.ir.sizes import Size, product
 from hostir.ir.tensor_ops import Contraction, Reshape
 from hostir.ir.types import Axis
+from hostir.lower.allreduces import in_two_steps
 from hostir.lower.host import isolate
 from hostir.lower.pipeline import with_reasons
 from hostir.lower.propagate import operands_of, result_of
@@ -30,19 +31,31 @@ class RowCollectives:
 
     Matmuls read the rows of an allgather; those of a reduce_scatter are sums of products. `scales` are the allgathers
     of scales that go with the rows of others: each scaled matmul that reads these reads the scales of the same rows.
+
+    Fields:
+        reduces: allreduces in one step, or in chunks.
+        regathered: what is gathered as the second step of an allreduce, whatever reads it.
+        reasons: by the result of a communication.
     """
 
     program: Program
     moves: tuple[RowCollective, ...]
-    reasons: Mapping[str, str]  # by the result of a communication
+    reduces: tuple[AllReduce, ...]
+    regathered: frozenset[str]
+    reasons: Mapping[str, str]
 
     @staticmethod
-    def of(program: Program, strategy: str) -> RowCollectives:
+    def of(program: Program, strategy: str, two_steps: Callable[[AllReduce], bool]) -> RowCollectives:
+        """Return those of a program; `two_steps` is whether an allreduce becomes two collectives."""
         program = _with_reshapes_last(program)
+        program, regathered = in_two_steps(program, lambda s: not _left_whole(s) and two_steps(s))
         moves = [s for s in program.body if isinstance(s, Communication) and not _of_one_rank(s)]
-        reasons = {s.out.name: why for s in moves if (why := _why_whole(s, program, strategy))}
+        reasons = {
+            s.out.name: why for s in moves if s.out.name not in regathered and (why := _why_whole(s, program, strategy))
+        }
         rows = [s for s in moves if isinstance(s, RowCollective) and s.out.name not in reasons]
-        return RowCollectives(program, tuple(rows), reasons)
+        reduces = [s for s in moves if isinstance(s, AllReduce) and s.out.name not in reasons]
+        return RowCollectives(program, tuple(rows), tuple(reduces), regathered, reasons)
 
     @property
     def gathers(self) -> list[AllGather]:
@@ -89,11 +102,15 @@ class RowCollectives:
     def scatters(self) -> list[ReduceScatter]:
         return [s for s in self.moves if isinstance(s, ReduceScatter)]
 
-    def ordered(self, program: Program) -> frozenset[tuple[str, str]]:
-        """Return the teams, by mesh and axis, whose flags order calls of this program with the same collectives."""
-        return frozenset((s.mesh.name, s.over) for s in self.moves if self._orders_calls(s, program))
+    def ordered(self, program: Program, gathering: Collection[AllReduce] = ()) -> frozenset[tuple[str, str]]:
+        """Return the teams, by mesh and axis, whose flags order calls of this program with the same collectives.
 
-    def _orders_calls(self, s: RowCollective, program: Program) -> bool:
+        `gathering`: the allreduces that end with a gather.
+        """
+        teams = {(s.mesh.name, s.over) for s in (*self.moves, *self.reduces)}
+        return frozenset(team for team in teams if self._orders_calls(*team, program, gathering))
+
+    def _orders_calls(self, mesh: str, over: str, program: Program, gathering: Collection[AllReduce]) -> bool:
         """Whether the flags of a team's collectives order its calls, so that buffers need no barrier to be used again.
 
         Every rank waits for blocks of every other in each of them. If the last one sums up what a product makes after
@@ -101,31 +118,37 @@ class RowCollectives:
         has the first gathered rows of the next call knows that the others have their sums. Gathered rows that are an
         output, and that nothing reads, count as read at the end of the call: a rank sends its first rows of the next
         call after that, and others overwrite those behind the first matmul, which has waited for these first rows.
+        Likewise if the first one is a sum and the last one gathers.
         """
-        team = [other for other in self.moves if (other.mesh, other.over) == (s.mesh, s.over)]
-        last = product_of_rows(program, team[-1]) if isinstance(team[-1], ReduceScatter) else None
-        if last is None or not isinstance(team[0], AllGather) or first_matmul(program, team[0]) is None:
-            return False
+        every = {s.out.name for s in (*self.moves, *self.reduces) if (s.mesh.name, s.over) == (mesh, over)}
         body = program.body
+        team = [s for s in body if isinstance(s, RowCollective | AllReduce) and s.out.name in every]
+        first, last = team[0], team[-1]
+        if not isinstance(first, AllGather) and (isinstance(last, AllGather) or last in gathering):
+            return True
+        made = product_of_rows(program, last) if isinstance(last, ReduceScatter) else None
+        if made is None or not isinstance(first, AllGather) or first_matmul(program, first) is None:
+            return False
         readers = [user for move in team if isinstance(move, AllGather) for user in users(program, move.out)]
-        return all(body.index(reader) < body.index(last) for reader in readers)
+        sums = any(isinstance(s, AllReduce) for s in team)
+        return not sums and all(body.index(reader) < body.index(made) for reader in readers)
 
     def only(self, fits: Callable[[RowCollective], bool], why_not: str) -> RowCollectives:
         """Keep the collectives that fit; the others get `why_not` as their reason."""
         out = {s.out.name: why_not for s in self.moves if not fits(s)}
         moves = tuple(s for s in self.moves if s.out.name not in out)
-        return RowCollectives(self.program, moves, {**self.reasons, **out})
+        return replace(self, moves=moves, reasons={**self.reasons, **out})
 
     def noted(self, strategy: str) -> RowCollectives:
         """Write the reasons into the program; raise if it communicates but moves no rows."""
-        if self.moves or not self.reasons:
+        if self.moves or self.reduces or not self.reasons:
             along = {s.out.name for s in self.scales}
             reasons = {name: why for name, why in self.reasons.items() if name not in along}
             return replace(self, program=with_reasons(self.program, reasons))
         s = next(s for s in self.program.body if result_of(s).name in self.reasons)
         raise s.fail(
             f"'{strategy}' cannot overlap the {s.keyword()}: {self.reasons[result_of(s).name]}",
-            expected="an allgather of the rows of a matmul's left side, or a reduce_scatter of rows",
+            expected="an allgather of the rows of a matmul's left side, a reduce_scatter of rows, or an allreduce",
             hint="use 'pipeline', which slices any communication along a Stream axis, or 'sequential'",
         )
 
@@ -215,9 +238,16 @@ def _of_one_rank(s: Communication) -> bool:
     return isinstance(s, Collective) and s.mesh.size(s.over) == 1
 
 
+def _left_whole(s: AllReduce) -> bool:
+    """Whether an allreduce stays a collective: of one rank, or of a single number."""
+    return _of_one_rank(s) or not s.x.tensor.axes
+
+
 def _why_whole(s: Communication, program: Program, strategy: str) -> str:
+    if isinstance(s, AllReduce):
+        return f"{s.x} has no axes" if _left_whole(s) else ""
     if not isinstance(s, RowCollective):
-        return f"{strategy} handles only allgathers and reduce_scatters of rows"
+        return f"{strategy} handles only allgathers and reduce_scatters of rows, and allreduces"
     columns = by_columns(s)
     if isinstance(s, ReduceScatter):
         return f"it scatters the last axis of {s.x}, which no product alone makes" if columns else ""
@@ -227,8 +257,10 @@ def _why_whole(s: Communication, program: Program, strategy: str) -> str:
         return f"no matmul has {s.out} as its left side"
     if first_matmul(program, s) is None:
         return f"every matmul with {s.out} as its left side needs it for its right side too"
-    if columns and strategy != "ring":
-        return f"it gathers the axis that the matmul sums over; 'ring' does that in slices of the rows of {s.out}"
+    if columns and any(isinstance(user, ScaledMatmul) for user in users(program, s.out)):
+        return "it gathers the axis that a scaled matmul sums over"
+    if columns and strategy == "push":
+        return f"it gathers the axis that the matmul sums over, and only copy engines take parts of the rows of {s.out}"
     if columns and row_slices(s) == 1:
         return f"it gathers the axis that the matmul sums over, and the rows of {s.out} are not known to be even"
     return ""
@@ -281,14 +313,14 @@ def wanted_otherwise(program: Program, rows: Value) -> bool:
     return rows in program.outputs or not all(reads_rows(s, rows) for s in users(program, rows))
 
 
-def product_of_rows(program: Program, s: ReduceScatter) -> Contraction | None:
-    """Return the product whose rows a reduce_scatter sums up, perhaps seen with other axes of rows; else None."""
+def product_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Contraction | None:
+    """Return the product whose rows a collective sums up, perhaps seen with other axes of rows; else None."""
     maker = maker_of_rows(program, s)
     return maker if isinstance(maker, Contraction) else None
 
 
-def maker_of_rows(program: Program, s: ReduceScatter) -> Statement | None:
-    """Return the statement that makes the rows that a reduce_scatter sums up; None if they are an input."""
+def maker_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Statement | None:
+    """Return the statement that makes the rows that a collective sums up; None if they are an input."""
     made = {result_of(other).name: other for other in program.body}
     maker = made.get(s.x.name)
     while isinstance(maker, Reshape) and maker.x.tensor.shape[-1] == maker.out.tensor.shape[-1]:

@@ -1,4 +1,4 @@
-"""A reduce_scatter of rows in one-sided form: where each rank puts its part of a sum, and the sum; for all who send.
+"""A sum over ranks in one-sided form: where each rank puts its part of it, and the sum; for all who send.
 
 Every rank has a buffer with room for one shard from each rank. A rank puts the rows that another rank is to have in its
 own place there, and that rank adds up its places in the order of ranks. So sums have the same bits in every run, and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hostir.ir.comm_ops import ReduceScatter
+from hostir.ir.comm_ops import AllReduce, ReduceScatter
 from hostir.ir.host_ops import Chunk, For, Select
 from hostir.ir.onesided_ops import WaitSignal
 from hostir.ir.op import Bin, Expr, Lit, Ref, Value
@@ -17,6 +17,7 @@ from hostir.ir.sizes import ONE, Size
 from hostir.ir.tensor_ops import ACTIVATIONS, Add, DenseCopy, Permute, Sum, Unary, ViewStatement
 from hostir.ir.types import Axis
 from hostir.lower.host import Host, modulo
+from hostir.lower.reshard import Reduction
 from hostir.lower.rows import piece_axis, shard_place
 from hostir.lower.transfers import ARRIVED, Blocks, Transfers, Turns
 
@@ -31,7 +32,7 @@ class ScatteredBlocks:
         pieces: the number of blocks in which the rows are sent to each rank.
     """
 
-    def __init__(self, host: Host, s: ReduceScatter, like: Value, axis: int | None, pieces: int = 1) -> None:
+    def __init__(self, host: Host, s: Reduction, like: Value, axis: int | None, pieces: int = 1) -> None:
         self.host, self.scatter, self.axis, self.pieces = host, s, axis, pieces
         self.team = host.team(s, like)
         shard = s.out.tensor.host()
@@ -41,6 +42,11 @@ class ScatteredBlocks:
         room = shard.with_axes([Axis.of(self.team.ranks), *shard.axes])
         buffer = Value(host.names.fresh(f"{s.out.name}_sent"), room, s.span)
         self.transfers = Transfers(host, s, buffer, flags=Size(self.each * self.team.ranks))
+
+    @property
+    def parts(self) -> int:
+        """The number of blocks of all rows: as many flags say which of them are ready."""
+        return self.each * self.team.ranks
 
     @property
     def first(self) -> Expr:
@@ -72,6 +78,7 @@ class ScatteredBlocks:
     def blocks(self, full: Value, block: Expr, done: Value | None = None) -> Blocks:
         """Return block number `block` of `full`: all rows for a rank, a piece of them, or those in each outer block."""
         host, s, team, pieces = self.host, self.scatter, self.team, self.pieces
+        assert isinstance(s, ReduceScatter)
         views: list[ViewStatement] = []
         in_turn: list[ViewStatement] = []
         k, index, flag, awaited = shard_place(s).axis, None, _times(team.rank, self.each), block
@@ -103,32 +110,19 @@ class ScatteredBlocks:
     def add_up(self, note: str = "each block when all ranks have sent it") -> None:
         """Add the sum over all ranks, each block of it when they have sent theirs, and what it computes at once."""
         host, s, rank = self.host, self.scatter, self.team.rank
-        result, addend, activation = self.epilogue()
-        out, full, place = self.target(result), host.values[s.x.name], shard_place(s)
+        result, addend, activation = epilogue(host, s.out)
+        out = self.target(result)
         own: list[ViewStatement] = []
-        mine = made(Chunk(full, self.named("mine"), rank, place.count, place.axis, span=s.span), own)
+        mine = self.mine(host.values[s.x.name], own)
         total = Sum(out, self.transfers.buffer, 0, addend=addend, activation=activation, span=s.span, note=note)
         host.body += [*own, replace(total, ready=self.transfers.flags, epoch=ARRIVED, first=rank, own=mine)]
 
-    def epilogue(self) -> tuple[Value, Value | None, str]:
-        """Take over the statements that the sum can compute as well; return their result and what they say.
-
-        That is the addition of a tensor that is there already, such as a bias or a residual, and then an activation,
-        each of which alone uses the result of the one before.
-        """
-        host, result = self.host, self.scatter.out
-        addend, activation = None, ""
-        user = host.only_user(result)
-        if isinstance(user, Add) and user.out.tensor.shape == result.tensor.shape:
-            other = user.y if user.x == result else user.x
-            if other != result and other.name in host.values:
-                result, addend = user.out, host.values[other.name]
-                host.folded.add(result.name)
-                user = host.only_user(result)
-        if isinstance(user, Unary) and user.keyword() in ACTIVATIONS:
-            result, activation = user.out, user.keyword()
-            host.folded.add(result.name)
-        return result, addend, activation
+    def mine(self, full: Value, views: list[ViewStatement]) -> Value:
+        """Return what this rank itself adds to its sum: a view of its rows, added to `views`."""
+        assert isinstance(self.scatter, ReduceScatter)
+        place = shard_place(self.scatter)
+        chunk = Chunk(full, self.named("mine"), self.team.rank, place.count, place.axis, span=self.scatter.span)
+        return made(chunk, views)
 
     def target(self, result: Value) -> Value:
         """Return where the sum goes: to a buffer of its own, or as a view to the only copy of it in another order."""
@@ -150,6 +144,70 @@ class ScatteredBlocks:
     def named(self, name: str) -> Value:
         """Return a new value for a view, whose type follows from the statement that makes it."""
         return Value(self.host.names.fresh(name), self.scatter.out.type, self.scatter.span)
+
+
+class OneStep(ScatteredBlocks):
+    """The blocks of an allreduce in one step: every rank sends all of its rows to all others.
+
+    With `pieces`, in as many blocks; each goes to all ranks before the next one does.
+    """
+
+    def __init__(self, host: Host, s: AllReduce, like: Value, pieces: int = 1) -> None:
+        super().__init__(host, s, like, None, pieces)
+
+    @property
+    def parts(self) -> int:
+        return self.pieces
+
+    @property
+    def first(self) -> Expr:
+        return Lit(0)
+
+    def in_turns(self, full: Value, done: Value | None = None) -> tuple[Turns, Blocks]:
+        index, others = self.host.index("i"), self.team.ranks - 1
+        if self.pieces == 1:
+            return Turns(index, Size(others), self.team.peer(Bin("+", index, Lit(1)))), self.blocks(full, Lit(0), done)
+        piece = index if others == 1 else Bin("/", index, Lit(others))
+        to = Lit(1) if others == 1 else Bin("+", modulo(index, others), Lit(1))
+        return Turns(index, Size(others * self.pieces), self.team.peer(to)), self.blocks(full, piece, done)
+
+    def blocks(self, full: Value, block: Expr, done: Value | None = None) -> Blocks:
+        """Return block number `block` of `full`."""
+        views: list[ViewStatement] = []
+        in_turn: list[ViewStatement] = []
+        rank, span = self.team.rank, self.scatter.span
+        source, target = full, made(Select(self.transfers.buffer, self.named("slot"), rank, span=span), views)
+        flag: Expr = rank
+        if self.pieces > 1:
+            axis = next(k for k, size in enumerate(full.tensor.local_shape) if not size.is_one)
+            source = self.piece(source, "block", block, axis, in_turn)
+            target = self.piece(target, "place", block, axis, in_turn)
+            flag = Bin("+", _times(rank, self.pieces), block)
+        wait = None if done is None else WaitSignal(done, block, ARRIVED, span=span)
+        return Blocks(source, target, tuple(views), flag, in_turn=tuple(in_turn), awaited=wait)
+
+    def mine(self, full: Value, views: list[ViewStatement]) -> Value:
+        return full
+
+
+def epilogue(host: Host, result: Value) -> tuple[Value, Value | None, str]:
+    """Take over the statements that a sum can compute as well; return their result and what they say.
+
+    That is the addition of a tensor that is there already, such as a bias or a residual, and then an activation, each
+    of which alone uses the result of the one before.
+    """
+    shape, addend, activation = result.tensor.shape, None, ""
+    user = host.only_user(result)
+    if isinstance(user, Add) and user.out.tensor.shape == shape:
+        other = user.y if user.x == result else user.x
+        if other != result and other.name in host.values:
+            result, addend = user.out, host.values[other.name]
+            host.folded.add(result.name)
+            user = host.only_user(result)
+    if isinstance(user, Unary) and user.keyword() in ACTIVATIONS:
+        result, activation = user.out, user.keyword()
+        host.folded.add(result.name)
+    return result, addend, activation
 
 
 def one_of(host: Host, value: Value, axis: int, index: Ref, count: Size, views: list[ViewStatement]) -> Value:

@@ -6,8 +6,10 @@ from torch import Tensor  # annotations of `hostir` say torch.Tensor, and find t
 
 from hostir.torch.functional import (
     all_gather_matmul,
+    all_reduce,
     column_parallel_linear,
     gated_linear,
+    matmul_all_reduce,
     matmul_reduce_scatter,
     row_parallel_linear,
 )
@@ -26,9 +28,11 @@ __all__ = [
     "RowwiseParallel",
     "Tensor",
     "all_gather_matmul",
+    "all_reduce",
     "column_parallel_linear",
     "gated_linear",
     "install",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "overlap_pass",
     "report",

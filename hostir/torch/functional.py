@@ -7,13 +7,15 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hostir.ir.source import described, error, user_span
+from hostir.ir.source import check_known, described, error, user_span
 from hostir.runtime.guest import resolved
 from hostir.torch.library import call
 
+_transforms = torch._C._functorch.peek_interpreter_stack
 Ranks = ProcessGroup | DeviceMesh | str  # a DeviceMesh of one dimension
 
 
@@ -38,12 +40,12 @@ def axis_of(x: Tensor, axis: int, what: str) -> int:
 
 
 def ready(*tensors: Tensor) -> list[Tensor]:
-    """Return operands as a matmul of torch takes them: cast where autocast is on. Refuses transforms of torch.func."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    """Return operands as a matmul of torch takes them: cast where autocast is on. Refuses what torch.func does."""
+    if not torch.compiler.is_compiling() and (_transforms() is not None or forward_ad._current_level >= 0):
         raise error(
-            "torch.func transforms do not go through hostir's functions",
+            "torch.func transforms and forward-mode gradients do not go through hostir's functions",
             user_span(),
-            expected="a call outside torch.vmap, torch.func.grad and their like",
+            expected="a call outside torch.vmap, torch.func.grad, forward_ad.dual_level and their like",
         )
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -188,11 +190,18 @@ def column_parallel_linear(
 
 
 def row_parallel_linear(
-    x: Tensor, weight: Tensor, group: Ranks, bias: Tensor | None = None, *, scatter_dim: int = 0
+    x: Tensor,
+    weight: Tensor,
+    group: Ranks,
+    bias: Tensor | None = None,
+    *,
+    scatter_dim: int = 0,
+    reduce: str = "scatter",
 ) -> Tensor:
     """The second linear layer of a pair: multiply this rank's columns, sum over the ranks, and scatter the tokens.
 
-    Differentiable: `dy` is gathered once, for both gradients.
+    Differentiable: `dy` is gathered once, for both gradients. With `reduce="all"` every rank gets all tokens, and no
+    gradient communicates: `dy` must be the same on all ranks (see `matmul_all_reduce`).
 
     Args:
         x: all tokens, this rank's columns, `[..., K/ranks]`.
@@ -200,12 +209,17 @@ def row_parallel_linear(
         group: as for `all_gather_matmul`.
         bias: the whole bias, `[N]`, which is added once. Each rank gets the gradient that its own tokens give it.
         scatter_dim: the axis of the tokens.
+        reduce: `scatter` or `all`.
 
     Returns:
-        this rank's tokens, `[..., N]`.
+        this rank's tokens, `[..., N]`; all tokens with `reduce="all"`.
     """
+    check_known("reduction", reduce, ("scatter", "all"))
     axis, name = axis_of(x, scatter_dim, "scatter_dim"), name_of(group)
     x, weight = ready(x, weight)
+    if reduce == "all":
+        addends = [] if bias is None else [bias.to(x.dtype)]
+        return call("matmul_all_reduce", [x, weight, *addends], x, weight, name, True, *addends)
     y = call("matmul_reduce_scatter", (x, weight), x, weight, "sum", axis, name, True)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -226,3 +240,48 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, group: Ranks, *, gather_di
     keeps = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
     y, _ = call("all_gather_gated", (x, gate, up), x, gate, up, axis, name, keeps)
     return y
+
+
+# All-reduces ----------------------------------------------------------------------------------------------------------
+
+
+def matmul_all_reduce(
+    a: Tensor, b: Tensor, group: Ranks, *, addend: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Multiply, and sum over the ranks: `all_reduce(a @ b)`, the same on every rank, plus an addend.
+
+    Sums are in f32 (f64 for f64) and rounded once. Differentiable, without communication: `dy` must be the same on all
+    ranks, as it is where they compute one loss of the result, and then `da = dy @ b^T` and `db = a^T @ dy`.
+
+    Args:
+        a: this rank's columns, `[..., K/ranks]`; any number of rows, the same on every rank.
+        b: this rank's rows, `[K/ranks, N]`.
+        group: as for `all_gather_matmul`.
+        addend: a bias, `[N]`, or a residual of the shape of the result; the same on every rank, and added once.
+        out: a tensor for the result; it has no gradients.
+    """
+    name = name_of(group)
+    a, b, *rest = ready(a, b, *([] if addend is None else [addend]))
+    if out is None:
+        return call("matmul_all_reduce", [a, b, *rest], a, b, name, False, *rest)
+    call("matmul_all_reduce_out", [a, b, out, *rest], a, b, name, out=out, addend=rest[0] if rest else None)
+    return out
+
+
+def all_reduce(x: Tensor, group: Ranks, *, out: Tensor | None = None) -> Tensor:
+    """Sum over the ranks; the sum is the same on every rank.
+
+    Sums are in f32 (f64 for f64) and rounded once. Differentiable, without communication: the gradient of `x` is `dy`,
+    which must be the same on all ranks, as it is where they compute one loss of the result.
+
+    Args:
+        x: what this rank adds; of the same shape on every rank.
+        group: as for `all_gather_matmul`.
+        out: a tensor for the result; it has no gradients.
+    """
+    name = name_of(group)
+    (x,) = ready(x)
+    if out is None:
+        return call("all_reduce", [x], x, name)
+    call("all_reduce_out", [x, out], x, name, out=out)
+    return out

@@ -79,7 +79,7 @@ def define(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def call(name: str, tensors: Sequence[Tensor], *args: Any, **options: Any) -> Any:
-    """Call an operator of `torch.ops.hostir`, whose only tensors without gradients are these.
+    """Call an operator of `torch.ops.hostir`; `tensors` are all those among its arguments.
 
     Where torch's dispatcher has nothing to add, which takes it 10 us, its kernel is called at once: no tracer, no mode,
     no profiler, no tensors that require gradients or are not plain.
@@ -378,8 +378,9 @@ def gathering(name: str, scatter: Any) -> tuple[Callable[..., Any], Callable[...
         d_a, d_bs = None, [None] * len(bs)
         wants_a, again = ctx.needs_input_grad[0] and used, any(dtypes) and not ctx.gathered
         if wants_a and again:
-            some = [bs[i] for i in used], ctx.axis, ctx.group, ctx.linear, dtypes
-            d_a, found = torch.ops.hostir.all_gather_matmul_backward(x, dys, *some)
+            weights = [bs[i] for i in used]
+            every = x, dys, weights, ctx.axis, ctx.group, ctx.linear, dtypes
+            d_a, found = call("all_gather_matmul_backward", [x, *dys, *weights], *every)
         else:
             if wants_a:
                 d_a = scatter(*beside(dys, [bs[i] for i in used], ctx.linear), "sum", ctx.axis, ctx.group)
@@ -441,7 +442,7 @@ def _gated_backward(ctx: Any, dy: Tensor | None, d_full: Tensor | None) -> tuple
     d_g = torch.ops.aten.silu_backward(dy * u, g)
     if wants_a:
         both = beside([d_g, d_u], [gate, up], linear=True)
-        part = torch.ops.hostir.matmul_reduce_scatter(*both, "sum", ctx.axis, ctx.group)
+        part = _scatter(*both, "sum", ctx.axis, ctx.group)
         d_a = part if d_a is None else d_a + part
     products = zip((d_g, d_u), ctx.dtypes, wanted, strict=True)
     d_ws = [weight_gradient(x, d, ctx.axis, dtype, True) if wants else None for d, dtype, wants in products]
@@ -473,11 +474,124 @@ def differentiable(name: str, formula: tuple[Callable[..., Any], Callable[..., A
     torch.library.register_autograd(name, backward, setup_context=setup, lib=library)
 
 
-OPS = torch.ops.hostir
-differentiable("hostir::all_gather_matmul", gathering("hostir::all_gather_matmul", OPS.matmul_reduce_scatter), LIBRARY)
-differentiable(
-    "hostir::matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", OPS.all_gather_matmul), LIBRARY
-)
+def _gather(dy: Tensor, bs: list[Tensor], *args: Any, return_a: bool) -> Any:
+    return call("all_gather_matmul", [dy, *bs], dy, bs, *args, return_a)
+
+
+def _scatter(dy: Tensor, b: Tensor, *args: Any) -> Any:
+    return call("matmul_reduce_scatter", (dy, b), dy, b, *args)
+
+
+differentiable("hostir::all_gather_matmul", gathering("hostir::all_gather_matmul", _scatter), LIBRARY)
+differentiable("hostir::matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", _gather), LIBRARY)
 differentiable("hostir::all_gather_gated", (_gated_backward, _gated_setup), LIBRARY)
 differentiable("hostir::all_gather", collective("hostir::all_gather", "reduce_scatter"), LIBRARY)
 differentiable("hostir::reduce_scatter", collective("hostir::reduce_scatter", "all_gather"), LIBRARY)
+
+
+# All-reduces ----------------------------------------------------------------------------------------------------------
+# All ranks have one result, and compute one loss of it: the gradient of the result is the same on all of them, and that
+# of what a rank adds to the sum is this gradient itself. So backward does not communicate.
+
+MM_AR = "matmul_all_reduce(Tensor a, Tensor b, str group_name, bool linear=False, Tensor? addend=None) -> Tensor"
+MM_AR_OUT = "matmul_all_reduce_out(Tensor a, Tensor b, str group_name, *, Tensor(a!) out, Tensor? addend=None) -> ()"
+AR = "all_reduce(Tensor x, str group_name) -> Tensor"
+AR_OUT = "all_reduce_out(Tensor x, str group_name, *, Tensor(a!) out) -> ()"
+
+
+def check_product(a: Tensor, b: Tensor) -> None:
+    """Raise ValueError in the words of torch's fused operators."""
+    if a.dim() < 2:
+        raise ValueError("A_shard must be a matrix")
+    if b.dim() != 2:
+        raise ValueError("B must be a matrix")
+
+
+@define(MM_AR)
+def _matmul_all_reduce(
+    a: Tensor, b: Tensor, group_name: str, linear: bool = False, addend: Tensor | None = None
+) -> Tensor:
+    check_product(a, b)
+    op = operator("hostir::matmul_all_reduce", group_name)
+    return op.run(lambda: operators.matmul_all_reduce(op, a, b.t() if linear else b, addend))
+
+
+@fake("matmul_all_reduce")
+def _(a: Tensor, b: Tensor, group_name: str, linear: bool = False, addend: Tensor | None = None) -> Tensor:
+    check_product(a, b)
+    return a.new_empty([*a.shape[:-1], b.shape[0 if linear else 1]])
+
+
+@define(MM_AR_OUT)
+def _matmul_all_reduce_out(a: Tensor, b: Tensor, group_name: str, *, out: Tensor, addend: Tensor | None = None) -> None:
+    check_product(a, b)
+    op = operator("hostir::matmul_all_reduce_out", group_name)
+    check_out(op.name, *(x for x in (a, b, out, addend) if x is not None))
+    given = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    op.run(lambda: operators.matmul_all_reduce(op, a, b, addend, given))
+    if given is not out:
+        out.copy_(given)
+
+
+@fake("matmul_all_reduce_out")
+def _(a: Tensor, b: Tensor, group_name: str, *, out: Tensor, addend: Tensor | None = None) -> None:
+    check_product(a, b)
+
+
+@define(AR)
+def _all_reduce(x: Tensor, group_name: str) -> Tensor:
+    op = operator("hostir::all_reduce", group_name)
+    return op.run(lambda: operators.all_reduce(op, x))
+
+
+@fake("all_reduce")
+def _(x: Tensor, group_name: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@define(AR_OUT)
+def _all_reduce_out(x: Tensor, group_name: str, *, out: Tensor) -> None:
+    op = operator("hostir::all_reduce_out", group_name)
+    check_out(op.name, x, out)
+    given = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    op.run(lambda: operators.all_reduce(op, x, given))
+    if given is not out:
+        out.copy_(given)
+
+
+@fake("all_reduce_out")
+def _(x: Tensor, group_name: str, *, out: Tensor) -> None:
+    return None
+
+
+def _summed_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    a, b, _, *rest = inputs
+    addend = rest[1] if len(rest) > 1 else None
+    ctx.linear, ctx.dtype = rest[:1] == [True], grad_dtype(b)
+    ctx.axes = 0 if addend is None else addend.ndim
+    ctx.save_for_backward(a if b.requires_grad else None, b if a.requires_grad else None)
+
+
+def _summed_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    refuse_twice("hostir::matmul_all_reduce")
+    a, b = ctx.saved_tensors
+    wants_a, wants_b, *others = ctx.needs_input_grad
+    d_a = dy @ (b if ctx.linear else b.t()) if wants_a else None
+    d_b = weight_gradient(a, dy, 0, ctx.dtype, ctx.linear) if wants_b else None
+    rest: list[Tensor | None] = [None] * len(others)
+    if len(others) > 2 and others[2]:
+        rest[2] = dy if ctx.axes > 1 else dy.sum(dim=tuple(range(dy.ndim - 1)))
+    return d_a, d_b, *rest
+
+
+def _all_reduce_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
+
+
+def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    refuse_twice("hostir::all_reduce")
+    return dy.clone(), None
+
+
+differentiable("hostir::matmul_all_reduce", (_summed_backward, _summed_setup), LIBRARY)
+differentiable("hostir::all_reduce", (_all_reduce_backward, _all_reduce_setup), LIBRARY)

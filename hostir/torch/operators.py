@@ -63,9 +63,13 @@ class Operator:
         key: tuple[Any, ...],
         inputs: Sequence[Tensor],
         out: Sequence[Tensor] | None = None,
+        dtype: str = "",
     ) -> tuple[Tensor, ...]:
-        """Run the program of a fusion on this rank's parts, as executors do. Raises Unfit."""
-        executor = self._executor(build, key, inputs, "eager" if out is None else "out")
+        """Run the program of a fusion on this rank's parts, as executors do. Raises Unfit.
+
+        `dtype` is the one that the program is built for; by default that of all inputs.
+        """
+        executor = self._executor(build, key, inputs, "eager" if out is None else "out", dtype)
         outputs = executor(*inputs, out=out)
         LEDGER.ran(self.name, self.group.name, executor)
         return outputs
@@ -78,9 +82,9 @@ class Operator:
         return started
 
     def _executor(
-        self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor], calls: str
+        self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor], calls: str, dtype: str = ""
     ) -> Executor:
-        kind, device = dtype_of(inputs), inputs[0].device
+        kind, device = dtype or dtype_of(inputs), inputs[0].device
         return self.group.program(build, kind, *key, strategy=SETTINGS.strategy, device=device, calls=calls)
 
 
@@ -212,6 +216,33 @@ def matmul_reduce_scatter(
     if average:
         y.mul_(1 / ranks)
     return y.view(shape) if out is None else out
+
+
+def matmul_all_reduce(
+    op: Operator, a: Tensor, b: Tensor, addend: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Multiply, sum over all ranks, and add what is given; contiguous, and `out` if given, which is contiguous."""
+    _check_products([b], a.shape[-1], f"A has {a.shape[-1]} columns")
+    shape = [*a.shape[:-1], b.shape[1]]
+    if addend is not None and list(addend.shape) not in (shape, shape[-1:]):
+        raise Unfit(f"the addend has shape {list(addend.shape)}, and the product {shape}")
+    x, _ = grouped(a, 0, joined=True)
+    z = addend
+    if addend is not None and addend.ndim > 1 and addend.ndim > x.ndim:
+        z = addend.reshape(*x.shape[:-1], b.shape[1])
+    key = (a.shape[-1] * op.group.size, b.shape[1], x.ndim - 2, 0 if addend is None else 1 + (addend.ndim > 1))
+    given = None if out is None else [out.view(*x.shape[:-1], b.shape[1])]
+    (y,) = op.execute(programs.matmul_all_reduce, key, [x, b] if z is None else [x, b, z], given)
+    return y.view(shape) if out is None else out
+
+
+def all_reduce(op: Operator, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sum a tensor over all ranks; contiguous, and `out` if given, which is contiguous."""
+    rows = (prod(x.shape[:-1]), x.shape[-1]) if x.ndim else (1, 1)
+    (y,) = op.execute(programs.all_reduce, (), [x.reshape(rows)], None if out is None else [out.view(rows)])
+    if out is not None:
+        return out
+    return own(y, x, op.group.size).view(x.shape)
 
 
 def all_gather(op: Operator, x: Tensor, axis: int) -> Tensor:

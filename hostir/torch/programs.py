@@ -143,6 +143,35 @@ def reduce_scatter(ranks: int, dtype: str, beside: int, outside: int) -> Program
     return _fusion("reduce_scatter", ranks, [x], ["%y"], [*body, y])
 
 
+def matmul_all_reduce(ranks: int, dtype: str, K: int, columns: int, beside: int, addend: int) -> Program:
+    """The sum over all ranks of `a @ b`, for each; with an addend of 1 axis, or of as many as the result has."""
+    others = _beside(beside)
+    rows = "*".join(("M", *others))
+    a, b = f"%a: {_type(dtype, 'M', *others, f'{K}@didx')}", f"%b: {_type(dtype, f'{K}@didx', columns)}"
+    body, left, z = [], "%a", "%z"
+    if beside:
+        body, left = [f"%a_rows: {_type(dtype, rows, f'{K}@didx')} = reshape %a"], "%a_rows"
+    if beside and addend > 1:
+        z = "%z_rows"
+        body.append(f"%z_rows: {_type(dtype, rows, columns)} = reshape %z")
+    body.append(f"%y0: {_type(dtype, rows, columns)} = matmul {left}, %b")
+    last = "%y0"
+    if addend:
+        body.append(f"%y1: {_type(dtype, rows, columns)} = add {last}, {z}")
+        last = "%y1"
+    if beside:
+        body.append(f"%y: {_type(dtype, 'M', *others, columns)} = reshape {last}")
+        last = "%y"
+    third = [f"%z: {_type(dtype, *(('M', *others) if addend > 1 else ()), columns)}"] if addend else []
+    return _fusion("matmul_all_reduce", ranks, [a, b, *third], [last], body)
+
+
+def all_reduce(ranks: int, dtype: str) -> Program:
+    """The sum over all ranks, for each."""
+    x, y = f"%x: {_type(dtype, 'M', 'P')} partial(didx)", f"%y: {_type(dtype, 'M', 'P')} = reshard %x"
+    return _fusion("all_reduce", ranks, [x], ["%y"], [y])
+
+
 # Compiled programs ----------------------------------------------------------------------------------------------------
 
 

@@ -18,18 +18,17 @@ def weight_gathered_whole() -> hi.Fusion:
     return fusion
 
 
-def summed_on_all() -> hi.Fusion:
-    """Column parallel, then row parallel, its result on all ranks: rows are gathered, partial sums are all-reduced."""
-    with hi.Fusion("summed_on_all") as fusion:
-        x, w, v = hi.tensor("x", [2, 4, 8, 32], "f32"), hi.tensor("w", [32, 64], "f32"), hi.tensor("v", [64, 16], "f32")
+def turned() -> hi.Fusion:
+    """Column parallel, its result turned back to rows: rows are gathered, and then exchanged."""
+    with hi.Fusion("turned") as fusion:
+        x, w = hi.tensor("x", [2, 4, 8, 32], "f32"), hi.tensor("w", [32, 64], "f32")
         y = x @ w
-        z = y @ v
+        z = hi.reshard(y)
         fusion.output(z)
     mesh = hi.DeviceMesh(range(4))
     x.shard(1, mesh)
     w.shard(1, mesh)
-    v.shard(0, mesh)
-    z.set_device_mesh(mesh)
+    z.shard(1, mesh)
     z.axis(0).parallelize(hi.ParallelType.Stream)
     return fusion
 

@@ -14,7 +14,7 @@ from hostir.choice.cache import Candidate
 from hostir.choice.decision import candidates, uses_peers
 from hostir.choice.platforms import CPU, FOR_TESTING, H200, Platform, reference
 from hostir.lower import STRATEGIES
-from tests.choice.fusions import summed_on_all
+from tests.choice.fusions import turned
 
 H200X4 = reference(H200, 4)
 GPUS = Platform("cuda", "NVIDIA H200", 4, "nvlink", (("torch", "2.11"),), H200)
@@ -54,10 +54,11 @@ def test_without_a_stream_axis_there_is_no_pipeline() -> None:
 
 
 def test_what_a_lowering_refuses_is_the_reason() -> None:
-    found = reasons(patterns.row_parallel())
-    assert "handles only allgathers and reduce_scatters of rows" in found["ring"]
-    assert "handles only allgathers and reduce_scatters of rows" in found["fused"]
-    assert strategies(patterns.row_parallel()) == {"sequential", "pipeline"}
+    found = reasons(patterns.alltoall())
+    assert "handles only allgathers and reduce_scatters of rows, and allreduces" in found["ring"]
+    assert "handles only allgathers and reduce_scatters of rows, and allreduces" in found["fused"]
+    assert strategies(patterns.alltoall()) == {"sequential"}
+    assert strategies(patterns.row_parallel()) == {"sequential", "pipeline", "ring", "fused", "push"}
 
 
 def test_what_communicates_nothing_runs_one_way() -> None:
@@ -70,7 +71,7 @@ def test_what_communicates_nothing_runs_one_way() -> None:
 
 
 def test_what_lowering_leaves_whole_in_every_way_is_told() -> None:
-    found = candidates(summed_on_all().program(), H200X4)
+    found = candidates(turned().program(), H200X4)
     fused = next(p for c, p in found.programs.items() if c.strategy == "fused")
     assert any(s.note.startswith("not overlapped: ") for s in fused.walk())
     assert found.whole == ()  # the pipeline overlaps them

@@ -21,7 +21,7 @@ from hostir.choice.platforms import CPU, FOR_TESTING, H200, Platform, reference
 from hostir.ir import source as notices
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
-from tests.choice.fusions import summed_on_all, weight_gathered_whole
+from tests.choice.fusions import turned, weight_gathered_whole
 
 GPUS = Platform("cuda", "NVIDIA H200", 8, "nvlink", (("torch", "2.11"),), H200)
 PROCESSES = Platform("gloo", "CPU", 4, "one host", (), CPU, FOR_TESTING, runs_all=True)
@@ -219,13 +219,13 @@ def test_a_strategy_that_is_asked_for_is_taken() -> None:
 
 def test_what_an_asked_for_strategy_leaves_whole_is_a_warning() -> None:
     with pytest.warns(hi.FallbackWarning) as told:
-        executor = hi.compile(summed_on_all(), "fused")
-    hi.compile(summed_on_all(), "fused")  # a second warning would be an error
+        executor = hi.compile(turned(), "fused")
+    hi.compile(turned(), "fused")  # a second warning would be an error
     (said,) = told
     first, hint = str(said.message).splitlines()
-    place = r"the allreduce at .*fusions.py:\d+:\d+"
-    why = "fused handles only allgathers and reduce_scatters of rows"
-    assert re.fullmatch(rf"warning: In @summed_on_all {place} is not overlapped: {why}\.", first)
+    place = r"the alltoall at .*fusions.py:\d+:\d+"
+    why = "fused handles only allgathers and reduce_scatters of rows, and allreduces"
+    assert re.fullmatch(rf"warning: In @turned {place} is not overlapped: {why}\.", first)
     assert hint.startswith("  hint: 'pipeline' slices any communication")
     assert Path(said.filename) == Path(__file__)
     assert executor.choice.notes
@@ -235,7 +235,7 @@ def test_of_several_ranks_one_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hi.compile(summed_on_all(), "fused", machine="local")
+        hi.compile(turned(), "fused", machine="local")
 
 
 def test_streams_and_auto_do_not_go_together() -> None:

@@ -40,12 +40,12 @@ def shown(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
 def test_explain_says_what_is_taken_the_times_and_why_the_rest_is_not_possible(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    out, err = shown(capfd, "explain", "examples/patterns.py:row_parallel", "--machine", "h200x4")
+    out, err = shown(capfd, "explain", "examples/patterns.py:weight_gathered", "--machine", "h200x4")
     assert not err
     first, *rest = out.splitlines()
-    assert re.fullmatch(r"@row_parallel runs '\w+.*' \(estimated \d+ us\) on 4 x h200 as estimated elsewhere", first)
+    assert re.fullmatch(r"@weight_gathered runs '\w+.*' \(estimated \d+ us\) on 4 x h200 as estimated elsewhere", first)
     assert "not possible:" in rest
-    assert sum("handles only allgathers and reduce_scatters of rows" in line for line in rest) == 3
+    assert sum("no matmul has %b_full as its left side" in line for line in rest) == 3
     times = [line.split() for line in rest if line.startswith(("  sequential", "  pipeline"))]
     assert len(times) == 6
 

@@ -42,10 +42,11 @@ class Product:
 class Config:
     """A program and what computes it. A is `[slices, ranks, M, depth]`, with one slice `[ranks, M, depth]`.
 
-    Either its rows are gathered and multiplied, or the products of parts along K are reduced and scattered.
+    Either its rows are gathered and multiplied, or the products of parts along K are reduced, and scattered or not.
 
     Fields:
-        scattered: the latter.
+        reduced: the latter.
+        scattered: each rank gets rows of the sum, instead of all of it.
         mesh: the ranks that hold parts, in the order of their parts.
         rows: the two M that it is called with; where they are one, the program has the number in the place of a symbol,
             which a rank that holds nothing could not bind.
@@ -63,6 +64,7 @@ class Config:
     products: tuple[Product, ...]
     kept: bool
     priorities: tuple[int, ...]
+    reduced: bool = False
     scattered: bool = False
 
     @property
@@ -76,8 +78,8 @@ class Config:
 
     def fusion(self) -> Program:
         """What is computed, before lowering: its outputs are the products, then the gathered A where it is kept."""
-        if self.scattered:
-            return self._scattered()
+        if self.reduced:
+            return self._reduced()
         type, k = self.dtype, str(self.depth)
         inputs = [f"%a: {type}[{self.shape(k, '@tp')}]"]
         body = [f"  %full: {type}[{self.shape(k)}] = allgather %a over tp"]
@@ -93,15 +95,15 @@ class Config:
         outputs = [f"%c{i}" for i in range(len(self.products))] + ["%full"] * self.kept
         return self._parsed(inputs, outputs, body)
 
-    def _scattered(self) -> Program:
-        """Every rank holds a part of all K; its rows of the sum are what a rank gets."""
-        type, k = self.dtype, f"{self.depth}@tp"
+    def _reduced(self) -> Program:
+        """Every rank holds a part of all K; its rows of the sum, or all, are what a rank gets."""
+        type, k, rows = self.dtype, f"{self.depth}@tp", "@tp" * self.scattered
         inputs, body = [f"%a: {type}[{self.shape(k)}]"], []
         for i, product in enumerate(self.products):
             n = str(product.columns)
             inputs.append(f"%b{i}: {type}[{f'{n}, {k}' if product.linear else f'{k}, {n}'}]")
             kind = "linear" if product.linear else "matmul"
-            body.append(f"  %c{i}: {type}[{self.shape(n, '@tp')}] = {kind} %a, %b{i}")
+            body.append(f"  %c{i}: {type}[{self.shape(n, rows)}] = {kind} %a, %b{i}")
         return self._parsed(inputs, [f"%c{i}" for i in range(len(self.products))], body)
 
     def _parsed(self, inputs: list[str], outputs: list[str], body: list[str]) -> Program:
@@ -114,7 +116,7 @@ class Config:
         m = f", M {self.rows[0]} or {self.rows[1]}" if len(set(self.rows)) > 1 else ""
         a = f"[{self.shape(str(self.depth))}]{m}{', kept' * self.kept}"
         mesh = " ".join(map(str, self.mesh))
-        what = "summed up and scattered: " if self.scattered else ""
+        what = f"summed up{' and scattered' * self.scattered}: " if self.reduced else ""
         return f"{self.strategy} {self.kernels} {self.dtype} on {mesh}: {what}A {a}, times {sides}"
 
 
@@ -125,10 +127,10 @@ def products_of(
 
     In so many pieces of rows, and of columns where these are split over the ranks, as each rank would multiply those
     that it holds: for other shapes cuBLAS may take another algorithm, which rounds in other places. Of few columns with
-    a bias in bf16 it rounds twice. Where the sum of ranks' products is scattered, each of these is rounded.
+    a bias in bf16 it rounds twice. Where ranks' products are summed up, each of these is rounded.
     """
     a, *rest = wholes
-    if config.scattered:
+    if config.reduced:
         return tuple(_sum_of_products(config, a, product, b) for product, b in zip(config.products, rest, strict=True))
     outputs = []
     for product in config.products:
@@ -170,17 +172,18 @@ def _config(random: Random, ranks: int, strategy: str, kernels: str) -> Config:
     )
     most = SMALL if dtype == "f32" else max(DEPTHS)
     rows = [m for m in ROWS if m * slices * len(mesh) <= MOST_ROWS]
-    m, scattered = random.choice(rows), random.random() < 0.4
+    m, reduced = random.choice(rows), random.random() < 0.5
     depth = random.choice([k for k in DEPTHS if k <= most])
     products = [_product(random, len(mesh), most) for _ in range(random.choice((1, 1, 2)))]
     return Config(
         *(strategy, kernels, dtype, mesh, slices),
         rows=(m, random.choice(rows) if len(mesh) == ranks else m),
-        depth=max(1, depth // len(mesh)) * len(mesh) if scattered else depth,
-        products=tuple(replace(p, bias=False, split=False) if scattered else p for p in products),
-        kept=random.random() < 0.3 and not scattered,
+        depth=max(1, depth // len(mesh)) * len(mesh) if reduced else depth,
+        products=tuple(replace(p, bias=False, split=False) if reduced else p for p in products),
+        kept=random.random() < 0.3 and not reduced,
         priorities=tuple(random.choice((0, -1)) for _ in range(8)),
-        scattered=scattered,
+        reduced=reduced,
+        scattered=reduced and random.random() < 0.5,
     )
 
 

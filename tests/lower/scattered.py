@@ -9,8 +9,10 @@ from hostir.ir import Program
 from tests.lower.gathered import GRID, LINE, NAMED_GRID, NAMED_LINE, Text, counted, row, shape_of
 
 
-def scattered(ranks: int, seed: int, *, named: bool = False) -> Program:
+def scattered(ranks: int, seed: int, *, named: bool = False, to_all: bool = False) -> Program:
     """A reduce_scatter of rows over `ranks` ranks, on a mesh with another axis or none, and what is around it.
+
+    With `to_all` it is an allreduce.
 
     The rows are those of a product, of a sum of two, or nothing here makes them; perhaps they are gathered before, and
     bias, activation or other rows come after. With `named` the number of rows depends on the size M.
@@ -32,7 +34,10 @@ def scattered(ranks: int, seed: int, *, named: bool = False) -> Program:
     if text.chance(0.2):
         other = text.add(f"{whole} partial(tp)", _product(text, text.input(f"{rows}, {k}@tp]"), k))
         part = text.add(f"{whole} partial(tp)", f"add {part}, {other}")
-    out = text.add(lies, f"reduce_scatter {part} over tp")
+    if to_all:
+        lies = whole
+    reduced = f"{'allreduce' if to_all else 'reduce_scatter'} {part} over tp"
+    out = text.add(lies, reduced)
     if text.chance(0.3):
         out = text.add(lies, f"add {out}, {text.input('[4]')}")
     if text.chance(0.3):
@@ -41,7 +46,7 @@ def scattered(ranks: int, seed: int, *, named: bool = False) -> Program:
         out = text.add(lies, f"add {out}, {text.input(lies)}")
     outputs = [out]
     if text.chance(0.2):
-        outputs.append(text.add(lies, f"reduce_scatter {part} over tp"))
+        outputs.append(text.add(lies, reduced))
     if text.chance(0.2):
         outputs.append(text.add([*shape_of(whole)[:-1], 6], f"matmul {out}, {text.input('[4, 6]')}"))
     meshes = f"[dp, tp] = {row(0, ranks)} {row(ranks, ranks)}" if grid else f"[tp] = {row(0, ranks)[1:-1]}"

@@ -176,7 +176,7 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
 KERNELS: dict[str, Callable[..., None]] = {
     f.__name__: f for f in (matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum)
 }
-BY_CUBLAS = (matmul, linear)
+BY_CUBLAS = (matmul, linear, scaled_matmul)
 KERNELS |= {f.__name__: f for f in (scaled_matmul, row_scales, largest, quantize)}
 
 

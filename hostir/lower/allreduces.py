@@ -1,0 +1,182 @@
+"""An allreduce in one-sided form: in one step, or in two, a reduce_scatter of rows and an allgather.
+
+In one step every rank sends its whole partial sum to all others, and adds up those of all (`hostir/lower/scatters.py`).
+In two, each rank adds up its share of the rows, and then all have to get it. With R ranks these are 2 / R of the bytes,
+but they travel in two turns, and the ranks must divide the rows. All ranks add in the order of ranks, or have the sums
+of one: so all have the same bits, in every run.
+
+Two steps are either two collectives, which are replaced as others are (`in_two_steps`), or chunks of rows, of which one
+is gathered while the product of the next runs (`hostir/lower/chunks.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hostir.ir.comm_ops import AllGather, AllReduce, ReduceScatter
+from hostir.ir.op import Statement, Value
+from hostir.ir.program import Names, Program
+from hostir.ir.sizes import product
+from hostir.ir.tensor_ops import ACTIVATIONS, Add, Shard, Unary
+from hostir.ir.types import Axis, Factor, TensorType
+from hostir.lower.propagate import result_of, users_of
+
+
+@dataclass(frozen=True)
+class AllReduceSteps:
+    """Chooses in how many steps an allreduce is done, and in how many blocks or chunks of rows.
+
+    Fields:
+        extra_bytes: the most that a rank sends more in one step than in two. A second step takes about as long.
+        blocks: the most blocks in which one step sends the rows of a product, each when it is done.
+        chunks: the most chunks of rows in two steps.
+        min_rows, min_bytes: the least that a block or a chunk has.
+    """
+
+    extra_bytes: int = 3 << 20
+    blocks: int = 16
+    chunks: int = 4
+    min_rows: int = 256  # two tiles
+    min_bytes: int = 4 << 20
+
+    def one(self, s: AllReduce, *, unknown: bool) -> bool:
+        """Whether an allreduce is done in one step: the ranks do not divide its rows, or it is small.
+
+        `unknown`: the answer where the size is not known, with more than two ranks.
+        """
+        ranks, size = s.mesh.size(s.over), _bytes(s)
+        if shared_axis(s) is None or ranks == 2:
+            return True
+        return unknown if size is None else (ranks - 1) * (ranks - 2) * size <= ranks * self.extra_bytes
+
+    def blocks_of(self, s: AllReduce) -> int:
+        """Return the number of blocks in which one step sends the rows of a product."""
+        return self._parts(s, self.blocks, 1)
+
+    def chunks_of(self, s: AllReduce) -> int:
+        """Return the number of chunks in two steps."""
+        return self._parts(s, self.chunks, s.mesh.size(s.over))
+
+    def _parts(self, s: AllReduce, most: int, ranks: int) -> int:
+        k, size = rows_axis(s), _bytes(s)
+        if k is None:
+            return 1
+        extent, rows = s.x.tensor.local_shape[k].value, product(s.x.tensor.local_shape[:-1]).value
+        if size is None or rows is None:  # whatever it is must divide the rows of every call
+            most = min(most, 2 if ranks > 1 else 4)
+        else:
+            most = min(most, rows // self.min_rows, size // self.min_bytes)
+        fits = (n for n in range(most, 1, -1) if extent is None or extent % (n * ranks) == 0)
+        return next(fits, 1)
+
+
+def _bytes(s: AllReduce) -> int | None:
+    count = product(s.x.tensor.local_shape).value
+    return None if count is None else count * s.x.tensor.dtype.bytes
+
+
+def rows_axis(s: AllReduce) -> int | None:
+    """Return the first axis of which a rank has more than one element; None if it is sharded, or the last one."""
+    axes = zip(s.out.tensor.host().axes[:-1], s.x.tensor.local_shape, strict=False)
+    first = next((k for k, (_, size) in enumerate(axes) if not size.is_one), None)
+    return None if first is None or s.out.tensor.host().axes[first].marks else first
+
+
+def shared_axis(s: AllReduce) -> int | None:
+    """Return the first axis of rows that the ranks can divide; None if there is none."""
+    ranks = s.mesh.size(s.over)
+    for k, axis in enumerate(s.out.tensor.host().axes[:-1]):
+        if not axis.marks and not axis.extent.is_one and (axis.extent.value is None or axis.extent.value % ranks == 0):
+            return k
+        if axis.extent.value is None:  # the number of blocks outside the shared axis must be known
+            return None
+    return None
+
+
+def fits_chunks(s: AllReduce) -> bool:
+    """Whether the rows that ranks share are the outermost axis of a rank's memory, so that chunks lie in one piece."""
+    return shared_axis(s) is not None and shared_axis(s) == rows_axis(s)
+
+
+# Two collectives ------------------------------------------------------------------------------------------------------
+
+
+def in_two_steps(program: Program, wanted: Callable[[AllReduce], bool]) -> tuple[Program, frozenset[str]]:
+    """Replace allreduces by a reduce_scatter of rows and an allgather; return also the names of what these gather.
+
+    The addition of a tensor and an activation that come next are computed before the allgather, on a rank's own rows.
+    """
+    steps = _TwoSteps(program)
+    for s in program.body:
+        if result_of(s).name in steps.moved:
+            continue
+        if isinstance(s, AllReduce) and wanted(s):
+            steps.replace(s)
+        else:
+            steps.body.append(s)
+        steps.defined.add(result_of(s).name)
+    return program.with_body(steps.body), frozenset(steps.gathered)
+
+
+class _TwoSteps:
+    """The body of a program in which allreduces are replaced, as far as it has been made."""
+
+    def __init__(self, program: Program) -> None:
+        self.names, self.users = Names.of(program), users_of(program)
+        self.outputs = {v.name for v in program.outputs}
+        self.body: list[Statement] = []
+        self.defined = {v.name for v in program.inputs}
+        self.moved: set[str] = set()  # results of statements that are computed before an allgather
+        self.gathered: set[str] = set()
+
+    def replace(self, s: AllReduce) -> None:
+        """Add what replaces an allreduce, with what is elementwise after it."""
+        k, type = shared_axis(s), s.out.tensor.host()
+        assert k is not None
+        axis = Axis((Factor(type.axes[k].extent, s.over),))
+        share = type.with_axes(axis if j == k else a for j, a in enumerate(type.axes))
+
+        def rows(value: Value) -> Value:
+            return Value(self.names.fresh(f"{value.name}_rows"), share, s.span)
+
+        result, mine = s.out, rows(s.out)
+        scatter = ReduceScatter(s.x, mine, over=s.over, span=s.span)
+        after: list[Statement] = []
+        user = self._only_user(result)
+        if isinstance(user, Add) and user.out.tensor.host() == type and user.x != user.y:
+            other = user.y if user.x == result else user.x
+            way = self._added(other, type, k)
+            if way == "rows":
+                other = self._shared(other, rows(other), user)
+            if way:
+                result, total = user.out, rows(user.out)
+                after.append(Add(out=total, x=mine, y=other, span=user.span))
+                mine, user = total, self._only_user(result)
+        if isinstance(user, Unary) and user.keyword() in ACTIVATIONS:
+            result, applied = user.out, rows(user.out)
+            after.append(replace(user, x=mine, out=applied))
+            mine = applied
+        self.moved |= {result.name} | ({result_of(s).name for s in self.users.get(s.out.name, [])} if after else set())
+        self.gathered.add(result.name)
+        self.body += [scatter, *after, AllGather(mine, result, over=s.over, span=s.span)]
+
+    def _added(self, other: Value, type: TensorType, k: int) -> str:
+        """Return how a tensor can be added to a rank's rows: `whole`, or its `rows`; empty if it cannot."""
+        if other.name not in self.defined:
+            return ""
+        at = k - (len(type.axes) - len(other.tensor.axes))
+        if at < 0 or other.tensor.axes[at].extent.is_one:
+            return "whole"
+        alike = other.tensor.host() == type and all(a.extent.is_one for a in type.axes[:k])
+        return "rows" if alike else ""
+
+    def _shared(self, value: Value, rows: Value, user: Statement) -> Value:
+        """Return a rank's rows of a tensor: a view, as soon as there is the tensor."""
+        made = [n for n, s in enumerate(self.body, 1) if result_of(s) == value]
+        self.body.insert(made[0] if made else 0, Shard(value, rows, span=user.span))
+        return rows
+
+    def _only_user(self, value: Value) -> Statement | None:
+        users = self.users.get(value.name, [])
+        return users[0] if len(users) == 1 and value.name not in self.outputs else None

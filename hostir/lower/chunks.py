@@ -1,0 +1,161 @@
+"""An allreduce in two steps, chunk by chunk of rows: while one is gathered, the product of the next ones runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostir.ir.comm_ops import AllReduce
+from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
+from hostir.ir.onesided_ops import Signal, WaitSignal
+from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
+from hostir.ir.sizes import Size
+from hostir.ir.tensor_ops import Contraction, DenseCopy, Sum, ViewStatement
+from hostir.ir.types import Axis, TensorType
+from hostir.lower.allreduces import rows_axis
+from hostir.lower.host import Host
+from hostir.lower.scatters import epilogue, made
+from hostir.lower.transfers import COPY_STREAM, SIGNAL_STREAM, Transfers
+
+
+class Chunks:
+    """Builds an allreduce in chunks of rows.
+
+    The product of a chunk raises a flag after the rows for each rank, and copy engines send them. A chunk is summed up
+    after the product of the next one has run, so that its rows have arrived. Then each rank gets what others summed up.
+
+    Args:
+        product: the product whose rows are summed up, if nothing else reads it; computed here then.
+    """
+
+    def __init__(self, host: Host, s: AllReduce, count: int, streams: int, product: Contraction | None) -> None:
+        self.host, self.reduce, self.count, self.product = host, s, count, product
+        axis = rows_axis(s)
+        assert axis is not None
+        self.axis = axis
+        self.gathering = SIGNAL_STREAM if streams > 1 else COPY_STREAM
+        self.workers = 1 + (streams > 1)
+        part = host.destination(product.out) if product else host.values[s.x.name]
+        self.team = host.team(s, part)
+        self.result, self.addend, self.activation = epilogue(host, s.out)
+        ranks, type = self.team.ranks, s.out.tensor.host()
+        block = Axis.of(type.axes[axis].extent / Size(count * ranks))
+        share = type.with_axes(block if j == axis else a for j, a in enumerate(type.axes))
+        self.sent = Transfers(host, s, self.buffer("sent", share, count, ranks), flags=Size(ranks))
+        self.sums = Transfers(host, s, self.buffer("sums", share, count))
+        self.summed = self.sums.row(f"{s.out.name}_summed", Size(ranks))
+        self.done = self.sent.row(f"{part.name}_done", Size(ranks)) if product else None
+        self.out = host.destination(self.result)
+        self.part = host.packed(part, s)
+
+    def build(self) -> int:
+        """Add all statements; return the number of worker streams that they use."""
+        host, index = self.host, self.host.index("c")
+        if self.product is None or not (self.team.past_last_call and host.forked):
+            self.sent.fork()
+            host.body += [*self.sent.reuse_barrier(), SetStream(host.user)]
+        if self.product is None:
+            loop = self.each(index, self.count, [*self.send(index), *self.add_up(index)])
+            host.body += [loop, SetStream(host.user)]
+        else:
+            following = _plus(index, 1)
+            host.body += self.send(Lit(0))
+            if self.count > 1:
+                host.body.append(self.each(index, self.count - 1, [*self.send(following), *self.add_up(index)]))
+            host.body += self.add_up(Lit(self.count - 1))
+        host.body += [Synchronize(COPY_STREAM), *([Synchronize(self.gathering)] if self.workers > 1 else [])]
+        return self.workers
+
+    def send(self, chunk: Expr) -> list[Statement]:
+        """Return the product of a chunk, and the copies of its rows to the ranks that are to sum them up."""
+        host, s, team, views = self.host, self.reduce, self.team, list[ViewStatement]()
+        part = self.chunk(self.part, chunk, views)
+        computed: list[Statement] = []
+        if self.product is not None and self.done is not None:
+            a = self.chunk(host.values[self.product.a.name], chunk, views)
+            product = self.product.rename(host.values)
+            assert isinstance(product, Contraction)
+            raising = replace(product, a=a, out=part, done=self.done, raised=_epoch(chunk), first=team.peer(Lit(1)))
+            note = "the rows for each rank are sent when they are done, its own come last"
+            computed = [replace(raising, note=note)]
+        slot = self.slot(self.sent.buffer, chunk, views)
+        slot = made(Select(slot, self.named("slot"), team.rank, span=s.span), views)
+        index = host.index("i")
+        peer = team.peer(Bin("+", index, Lit(1)))
+        turn: list[ViewStatement] = []
+        block = self.rows(part, peer, turn)
+        wait = [] if self.done is None else [WaitSignal(self.done, peer, _epoch(chunk), span=s.span)]
+        put = self.sent.put(block, slot, peer, note="to the rank that sums up these rows")
+        signal = Signal(self.sent.flags, team.rank, _epoch(chunk), peer, team.over, span=s.span)
+        loop = self.each(index, team.ranks - 1, [*turn, *wait, put, signal])
+        return [*views, *computed, SetStream(COPY_STREAM), loop, SetStream(host.user)]
+
+    def add_up(self, chunk: Expr) -> list[Statement]:
+        """Return the sum of this rank's rows of a chunk, and the copies of what the other ranks have summed up."""
+        host, s, team, views = self.host, self.reduce, self.team, list[ViewStatement]()
+        mine = self.rows(self.chunk(self.part, chunk, views), team.rank, views)
+        sent, sums = (self.slot(t.buffer, chunk, views) for t in (self.sent, self.sums))
+        out = self.chunk(self.out, chunk, views)
+        own = self.rows(out, team.rank, views)
+        addend = self.addend
+        at = self.axis - len(self.out.tensor.axes) + (len(addend.tensor.axes) if addend else 0)
+        if addend is not None and at >= 0 and not addend.tensor.axes[at].extent.is_one:
+            addend = self.rows(self.chunk(addend, chunk, views, at), team.rank, views, at)
+        total = Sum(sums, sent, 0, addend=addend, activation=self.activation, span=s.span)
+        total = replace(total, ready=self.sent.flags, epoch=_epoch(chunk), first=team.rank, own=mine)
+        index = host.index("i")
+        peer = team.peer(Bin("+", index, Lit(1)))
+        others = team.ranks - 1
+        before: list[Statement] = []
+        if self.product is None:  # while bytes travel, no SM is held
+            before = [self.each(index, others, [WaitSignal(self.sent.flags, peer, _epoch(chunk), span=s.span)])]
+        turn: list[ViewStatement] = []
+        theirs = self.rows(out, peer, turn)
+        wait = WaitSignal(self.summed, peer, _epoch(chunk), span=s.span)
+        return [
+            *(*views, *before),
+            replace(total, note="of the rows that this rank sums up"),
+            *(SetStream(self.gathering), Synchronize(host.user)),
+            self.each(index, others, [Signal(self.summed, team.rank, _epoch(chunk), peer, team.over, span=s.span)]),
+            self.each(index, others, [*turn, wait, self.sums.get(sums, theirs, peer)]),
+            SetStream(host.user),
+            DenseCopy(out=own, x=sums, span=s.span, note="copy: what this rank itself has summed up"),
+        ]
+
+    def buffer(self, name: str, share: TensorType, *lead: int) -> Value:
+        """Return a buffer of a rank's rows of a chunk, with axes in front."""
+        type = share.with_axes([*(Axis.of(n) for n in lead), *share.axes])
+        return Value(self.host.names.fresh(f"{self.reduce.out.name}_{name}"), type, self.reduce.span)
+
+    def slot(self, buffer: Value, chunk: Expr, views: list[ViewStatement]) -> Value:
+        return made(Select(buffer, self.named(f"{buffer.name}_c"), chunk, span=self.reduce.span), views)
+
+    def chunk(self, x: Value, chunk: Expr, views: list[ViewStatement], axis: int | None = None) -> Value:
+        """Return a view of a chunk, added to `views`; `axis` where that of its rows is another one."""
+        name, k = self.named(f"{x.name}_c"), self.axis if axis is None else axis
+        return made(Chunk(x, name, chunk, Size(self.count), k, span=self.reduce.span), views)
+
+    def rows(self, x: Value, rank: Expr, views: list[ViewStatement], axis: int | None = None) -> Value:
+        """Return a view of the rows of a chunk that a rank sums up, added to `views`."""
+        name, k = f"{x.name}_{'own' if rank == self.team.rank else 'i'}", self.axis if axis is None else axis
+        chunk = Chunk(x, self.named(name), rank, Size(self.team.ranks), k, span=self.reduce.span)
+        return made(chunk, views)
+
+    def named(self, name: str) -> Value:
+        """Return a new value for a view, whose type follows from the statement that makes it."""
+        return Value(self.host.names.fresh(name), self.reduce.out.type, self.reduce.span)
+
+    def each(self, index: Ref, count: int, statements: list[Statement]) -> For:
+        return For(index.value, Size(count), tuple(statements), span=self.reduce.span)
+
+
+def _epoch(chunk: Expr) -> Expr:
+    """Return the epoch in which the flags of a chunk are raised."""
+    return _plus(chunk, 1)
+
+
+def _plus(index: Expr, more: int) -> Expr:
+    if isinstance(index, Lit):
+        return Lit(index.value + more)
+    if isinstance(index, Bin) and index.op == "+" and isinstance(index.right, Lit):
+        return Bin("+", index.left, Lit(index.right.value + more))
+    return Bin("+", index, Lit(more))

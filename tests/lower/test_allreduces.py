@@ -1,0 +1,271 @@
+"""Allreduces by `ring`, `fused` and `push`: in one step, in two, in chunks; right under every schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+import hostir as hi
+from examples import patterns
+from hostir.ir import HostIRError, Program, Statement, parse
+from hostir.ir.comm_ops import Communication
+from hostir.ir.host_ops import Synchronize
+from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
+from hostir.ir.op import Lit
+from hostir.ir.tensor_ops import Contraction, Sum, TensorOp
+from hostir.lower import Pass, passes_of, run_passes
+from hostir.lower.allreduces import AllReduceSteps
+from hostir.lower.fused import Fused, Pieces, Push
+from hostir.lower.ring import Ring
+from hostir.lower.strategies import EXPLICIT, FINISH
+from hostir.runtime.sharding import random_inputs
+from tests.lower.held import every_strategy, hold, one_sided, without_each
+from tests.lower.scattered import scattered
+from tests.mutation import convicted
+from tests.runtime.whole import run_whole
+
+Dtype = str
+SMALL = AllReduceSteps(min_rows=1, min_bytes=1)  # blocks may be as small as they like
+TWO = AllReduceSteps(extra_bytes=-1, chunks=2, min_rows=1, min_bytes=1)  # two steps wherever the ranks divide the rows
+FORMS: dict[str, Pass] = {
+    "ring": Ring(2),
+    "fused": Fused(2),
+    "fused in blocks": Fused(2, Pieces(), SMALL),
+    "fused in chunks": Fused(2, Pieces(), TWO),
+    "fused in chunks, one stream": Fused(1, Pieces(), TWO),
+    "push": Push(),
+    "push in two steps": Push(TWO),
+}
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=[*FORMS])
+
+
+def lowered(fusion: Program, form: Pass) -> Program:
+    """What becomes of a fusion with this pass in the middle."""
+    return run_passes(fusion, [*EXPLICIT, form, *FINISH])
+
+
+def matmul(shape: Sequence[int | str], ranks: int, dtype: Dtype = "f32", *, epilogue: bool = False) -> hi.Fusion:
+    """A product that is summed over all ranks, on all ranks; perhaps with a bias, rows and an activation after it."""
+    with hi.Fusion("reduced") as fusion:
+        x, w = hi.tensor("x", [*shape, 4 * ranks], dtype), hi.tensor("w", [6, 4 * ranks], dtype)
+        bias, rest = hi.tensor("bias", [6], dtype), hi.tensor("rest", [*shape, 6], dtype)
+        y = hi.gelu(hi.linear(x, w) + rest) if epilogue else hi.linear(x, w, bias)
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.shard(len(shape), mesh)
+    w.shard(1, mesh)
+    y.set_device_mesh(mesh)
+    return fusion
+
+
+LAYOUTS: dict[str, Callable[[int], list[int]]] = {
+    "rows": lambda ranks: [4 * ranks],
+    "one row": lambda ranks: [1],
+    "rows that the ranks do not divide": lambda ranks: [4 * ranks + 1],
+    "batch of one": lambda ranks: [1, 4 * ranks],
+    "sequence": lambda ranks: [3, 2 * ranks],
+}
+
+
+@every_form
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=[*LAYOUTS])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_rows_of_every_layout_and_number_are_summed_up_on_all(
+    layout: Callable[[int], list[int]], form: Pass, ranks: int
+) -> None:
+    fusion = matmul(layout(ranks), ranks, epilogue=ranks == 3).program()
+    program = lowered(fusion, form)
+    assert not [s for s in program.walk() if isinstance(s, Communication)]
+    hold(fusion, program, range(2))
+
+
+@every_form
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_partial_sums_of_two_bytes_are_added_up_in_f32_with_the_same_bits_on_all_ranks(
+    form: Pass, dtype: Dtype
+) -> None:
+    """In every run, on every schedule: sums in another order of the ranks would show."""
+    ranks = 4
+    fusion = matmul([4 * ranks], ranks, dtype).program()
+    program = lowered(fusion, form)
+    hold(fusion, program, range(1))
+    inputs = random_inputs(fusion, {}, seed=1)
+    (first,) = run_whole(program, inputs, seed=0)  # which raises where the copies of two ranks differ
+    assert all(torch.equal(first, run_whole(program, inputs, seed=seed)[0]) for seed in range(1, 6))
+
+
+def test_the_forms_differ_as_they_are_to() -> None:
+    """The sum takes all rows, or those of a rank, or of a chunk; each once."""
+    ranks = 4
+    fusion = matmul([8 * ranks], ranks).program()
+    sums = {name: [s for s in lowered(fusion, f).walk() if isinstance(s, Sum)] for name, f in FORMS.items()}
+    rows = {name: found[0].out.tensor.local_shape[0].value for name, found in sums.items()}
+    assert rows == {
+        "ring": 8,
+        "fused": 32,
+        "fused in blocks": 32,
+        "fused in chunks": 4,
+        "fused in chunks, one stream": 4,
+        "push": 32,
+        "push in two steps": 8,
+    }
+    raising = {
+        name: [s.done.tensor.shape[0].value for s in lowered(fusion, f).walk() if isinstance(s, Contraction) and s.done]
+        for name, f in FORMS.items()
+    }
+    assert {name: found for name, found in raising.items() if found} == {
+        "fused in blocks": [16],
+        "fused in chunks": [4, 4],
+        "fused in chunks, one stream": [4, 4],
+    }
+
+
+@every_form
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_elementwise_after_it_is_computed_with_the_sum(form: Pass, ranks: int) -> None:
+    program = lowered(matmul([4 * ranks], ranks, epilogue=True).program(), form)
+    sums = [s for s in program.walk() if isinstance(s, Sum)]
+    assert sums
+    assert all(s.addend is not None and s.activation == "gelu" for s in sums)
+    words = {s.keyword() for s in program.walk() if isinstance(s, TensorOp)}
+    assert words <= {"linear", "sum", "copy"}
+
+
+@every_form
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_checker_reports_whatever_is_left_out(form: Pass, ranks: int) -> None:
+    """But for the first `synchronize`, where flags order the copies too, and signals that a later one stands in for."""
+    program = lowered(matmul([2 * ranks], ranks).program(), form)
+    kinds: Counter[type[Statement]] = Counter()
+    unnoticed: list[Statement] = []
+    for missing, body in without_each(program.body):
+        kinds[type(missing)] += 1
+        found = [f for f in hi.check(program.with_body(body)) if f.level == "error"]
+        if not found:
+            unnoticed.append(missing)
+    chunked = any(isinstance(s, Signal) and s.epoch == Lit(2) for s in program.walk())
+    assert [s.keyword() for s in unnoticed if not isinstance(s, Synchronize)] == ["signal"] * chunked
+    assert sum(isinstance(s, Synchronize) for s in unnoticed) <= 2
+    assert {Put, Signal} <= kinds.keys()
+    assert kinds.keys() & {Barrier, Synchronize, WaitSignal, Get}
+    assert convicted(program, 2) == ""
+
+
+@every_form
+def test_random_fusions_give_the_unsharded_result(form: Pass) -> None:
+    covered = 0
+    for seed in range(24):
+        ranks = 2 + seed % 3
+        fusion = scattered(ranks, seed, to_all=True)
+        try:
+            program = lowered(fusion, form)
+        except HostIRError as refused:
+            if "lie over several axes of the mesh" not in str(refused):
+                raise
+            continue
+        covered += 1
+        assert one_sided(program)
+        hold(fusion, program, range(seed, seed + 1))
+    assert covered > 16
+
+
+@every_strategy
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_program_serves_every_number_of_rows(strategy: str, ranks: int) -> None:
+    """That the ranks divide, and the chunks; `push` takes any."""
+    fusion = matmul(["M"], ranks).program()
+    program = hi.lower(fusion, strategy)
+    for rows in (0, 12 * ranks, *((1, 7) if strategy == "push" else ())):
+        hold(fusion, program, range(1), {"M": rows})
+
+
+@every_strategy
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_of_unknown_number_in_slices_of_known_number_are_cut_where_they_can_be(strategy: str, ranks: int) -> None:
+    fusion = matmul([ranks, "M"], ranks).program()
+    program = hi.lower(fusion, strategy)
+    for rows in (0, 5):
+        hold(fusion, program, range(1), {"M": rows})
+
+
+def test_auto_takes_any_number_of_rows() -> None:
+    fusion = matmul(["M"], 3).program()
+    executor = hi.compile(fusion, machine="local")
+    for rows in (1, 7, 48):
+        x, w, bias = torch.randn(rows, 12), torch.randn(6, 12), torch.randn(6)
+        rest = torch.zeros(rows, 6)
+        (y,) = executor([*x.chunk(3, 1)], [*w.chunk(3, 1)], [bias] * 3, [rest] * 3)
+        for each in y:
+            torch.testing.assert_close(each, torch.nn.functional.linear(x, w, bias), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["ring", "push in two steps", "fused in chunks"])
+def test_the_next_matmul_takes_the_rows_as_they_are_gathered(form: str) -> None:
+    text = """hostir 1
+mesh @mesh [tp] = 0 1 2
+fusion @stack(%a: f32[12, 6@tp], %b: f32[6@tp, 4], %w: f32[4, 5]) -> (%y) {
+  %p: f32[12, 4] partial(tp) = matmul %a, %b
+  %c: f32[12, 4] = allreduce %p over tp
+  %y: f32[12, 5] = matmul %c, %w
+}
+"""
+    fusion = parse(text)
+    program = lowered(fusion, FORMS[form])
+    waiting = [s for s in program.walk() if isinstance(s, Contraction) and s.ready is not None]
+    assert len(waiting) == (form != "ring")
+    hold(fusion, program, range(3))
+    assert convicted(program, 2) == ""
+
+
+@every_strategy
+def test_an_allreduce_alone_holds_no_sm_while_copy_engines_send(strategy: str) -> None:
+    fusion = patterns.all_reduce(3, M=6, N=4).program()
+    program = hi.lower(fusion, strategy)
+    assert [s.keyword() for s in program.walk() if isinstance(s, Sum)] == ["sum"]
+    waits = [s for s in program.walk() if isinstance(s, WaitSignal)]
+    assert bool(waits) == (strategy != "push")
+    hold(fusion, program, range(2))
+    chunked = lowered(fusion, Fused(2, Pieces(), TWO))
+    hold(fusion, chunked, range(2))
+    assert convicted(chunked, 2) == ""
+
+
+def test_ranks_that_are_alone_have_a_plain_matmul() -> None:
+    for strategy in ("ring", "fused", "push"):
+        program = hi.lower(patterns.row_parallel(ranks=1), strategy)
+        assert [s.keyword() for s in program.walk()] == ["allocate", "matmul"]
+
+
+def test_real_sizes_take_the_form_that_moves_them_soonest() -> None:
+    def form(ranks: int, M: int | str) -> tuple[int, int, int]:
+        """The copies in the text of `fused`, those of `push`, and the flags that the product of `fused` raises."""
+        with hi.Fusion("decode") as fusion:
+            a, b = hi.tensor("a", [M, 28672], "bf16"), hi.tensor("b", [28672, 8192], "bf16")
+            c = a @ b
+            fusion.output(c)
+        mesh = hi.DeviceMesh(range(ranks))
+        a.shard(1, mesh)
+        b.shard(0, mesh)
+        c.set_device_mesh(mesh)
+        fused, push = (run_passes(fusion.program(), passes_of(s, 2)) for s in ("fused", "push"))
+        done = [s.done.tensor.shape[0].value or 0 for s in fused.walk() if isinstance(s, Contraction) and s.done]
+        return len(one_sided(fused)), len(one_sided(push)), (done or [0])[0]
+
+    assert form(2, 16) == (1, 1, 0)
+    assert form(2, 8192) == (1, 1, 16)  # blocks of 8 MiB
+    assert form(8, 16) == (1, 1, 0)
+    assert form(8, 512)[1:] == (2, 8)  # in two steps
+    assert form(8, 8192)[2] == 8
+    assert form(8, 8191)[1:] == (1, 16) or form(8, 8191)[1:] == (1, 0)  # the ranks do not divide them
+    assert form(8, "M")[1] == 1
+
+
+def test_the_text_of_chunks_is_a_page_and_one_rank_stands_for_all() -> None:
+    program = lowered(matmul([32 * 8], 8).program(), FORMS["fused in chunks"])
+    assert str(program).count("\n") <= 85
+    from hostir.check.alike import alike
+
+    assert alike(program, {}, 2) is not None
