@@ -308,6 +308,10 @@ class Judge:
         """A candidate's result as rows in the order of `unfused`."""
         return c.reshape(self.unfused.shape)
 
+    def spoil(self, c: torch.Tensor) -> None:
+        """Overwrites a candidate's result."""
+        c.fill_(float("nan"))
+
     def error_of(self, c: torch.Tensor) -> float:
         """Relative, in the sample."""
         off = torch.linalg.vector_norm(c[self.sample].double() - self.exact)
@@ -318,7 +322,7 @@ class Judge:
 
         Raises WrongResultError where its result is not as good as torch's.
         """
-        candidate.call().fill_(float("nan"))  # an eager one gets the same memory again from torch's allocator
+        self.spoil(candidate.call())  # an eager one gets the same memory again from torch's allocator
         c = self.rows_of(candidate.call())
         if lost := int((~c.isfinite()).any(dim=1).sum()):
             raise WrongResultError(f"{lost} rows hold NaN or infinity")

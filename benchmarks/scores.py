@@ -13,6 +13,7 @@ MODES = (EAGER, GRAPH)
 COMPILED = "hi.compile"  # the candidate that is taken untuned
 BY_HAND, TORCH = "NCCL + cuBLAS", "torch fused"  # peers
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
+HOSTIR = "hostir"  # the candidate that is a function of hostir.torch
 NVFUSER = "nvFuser"
 # N and K of a rank; for Llama 3 they are those of the first weight of the MLP at tensor parallel 8.
 MODELS = {"8B": (1792, 4096), "70B": (3584, 8192), "405B": (6656, 16384), NVFUSER: (8192, 16384)}
@@ -183,6 +184,16 @@ def _of_reshard(row: Result) -> Asked:
     return _of_peers(row, (fastest(nccl, ours=False, modes=modes_of(row)), 1.0, 1.1))
 
 
+def _of_functions(row: Result) -> Asked:
+    """In each mode, almost as fast as the fastest peer in it."""
+    ours = row["times"].get(HOSTIR, {})
+    alike = [(m, fastest(row["times"], ours=False, modes=(m,))) for m in MODES if m in ours]
+    behind = [ours[m] / peer[2] for m, peer in alike if peer is not None]
+    if not behind:
+        return None, None
+    return round(OF_BEST_PEER * max(behind) * row["floor_us"] / row["ours_us"], 4), None
+
+
 def _of_peers(row: Result, *asked: tuple[tuple[str, str, float] | None, float, float]) -> Asked:
     """Scores that are so many times as high as peers', each given as `fastest` does."""
     ran = [(row["floor_us"] / peer[2], must, goal) for peer, must, goal in asked if peer]
@@ -197,6 +208,13 @@ def modes_of(row: Result) -> tuple[str, ...]:
 
 
 SHARDED = {model: (k, n) for model, (n, k) in MODELS.items() if model in FIRST}  # the second weight of the MLP
+TRAINED = {  # a layer's N and K of a rank, forward alone and with its gradients
+    f"{model}-{kind}{trained}": (n, k) if kind == "gather" else (k, n)
+    for model, (n, k) in MODELS.items()
+    if model in ("8B", "70B")
+    for kind in ("gather", "scatter")
+    for trained in ("", "-trained")
+}
 BESIDE = {f"K={k} N={n}": (n, k) for k, n in ((3696, 8192), (2304, 7168), (4608, 4608), (768, 6144))}
 KINDS = {
     "allgather": Kind("All-gather + matmul", "all-gather", "M,N/rank,K", MODELS, SIZES, _of_gathered),
@@ -247,6 +265,14 @@ KINDS = {
         {"reduce_scatter": (16384, 0), "all_gather": (8192, 0), "all_reduce": (8192, 0)},
         {"reduce_scatter": (8192,), "all_gather": (4096, 16384), "all_reduce": (1, 16, 64, 512, 4096)},
         _of_reshard,
+    ),
+    "torch_operators": Kind(
+        "Functions for torch",
+        "collectives",
+        "M,N/rank,K/rank",
+        TRAINED,
+        dict.fromkeys(TRAINED, (16, 64, 256, 1024, 4096, 16384)),
+        _of_functions,
     ),
 }
 GATHERED = KINDS["allgather"]

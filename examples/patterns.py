@@ -394,9 +394,122 @@ PATTERNS = (
 )
 
 
+def _scale_shapes(scales: str, rows: list[int], K: int, N: int) -> tuple[list[int], list[int]]:
+    """The shapes of the scales of both sides: of the `tensor`, of `rows` and columns, or of `blocks`."""
+    return {
+        "tensor": ([1] * (len(rows) + 1), [1, 1]),
+        "rows": ([*rows, 1], [1, N]),
+        "blocks": ([*rows, K // 128], [K // 128, N // 128]),
+    }[scales]
+
+
+def scaled_allgather_matmul(
+    ranks: int = 4, M: int = 48, K: int = 256, N: int = 128, dtype: str = "bf16", scales: str = "rows"
+) -> hi.Fusion:
+    """Rows of fp8 gathered with their scales, and multiplied."""
+    of_a, of_b = _scale_shapes(scales, [M], K, N)
+    with hi.Fusion("scaled_allgather_matmul") as fusion:
+        a, b = hi.tensor("a", [M, K], "f8e4m3"), hi.tensor("b", [K, N], "f8e4m3")
+        scale_a, scale_b = hi.tensor("scale_a", of_a, "f32"), hi.tensor("scale_b", of_b, "f32")
+        c = hi.scaled_matmul(a, b, scale_a, scale_b, dtype)
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(ranks))
+    a.shard(0, mesh)
+    if scales != "tensor":
+        scale_a.shard(0, mesh)
+    c.set_device_mesh(mesh)
+    return fusion
+
+
+def quantized_rows(
+    ranks: int = 4, M: int = 48, K: int = 256, N: int = 128, dtype: str = "bf16", scales: str = "rows"
+) -> hi.Fusion:
+    """Each rank quantizes its rows; fp8 and scales are gathered instead of bf16. The weight is sharded on N."""
+    with hi.Fusion("quantized_rows") as fusion:
+        x, b = hi.tensor("x", [M, K], "bf16"), hi.tensor("b", [K, N * ranks], "f8e4m3")
+        scale_b = hi.tensor("scale_b", _scale_shapes(scales, [M], K, N * ranks)[1], "f32")
+        bias = hi.tensor("bias", [N * ranks], dtype)
+        a, scale_a = hi.quantize(x, "f8e4m3", scales)
+        y = hi.gelu(hi.scaled_matmul(a, b, scale_a, scale_b, dtype, bias, fast=True))
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.shard(0, mesh)
+    b.shard(1, mesh)
+    y.shard(1, mesh)
+    return fusion
+
+
+def scaled_row_parallel(
+    ranks: int = 4, M: int = 48, K: int = 128, N: int = 128, dtype: str = "bf16", scales: str = "rows"
+) -> hi.Fusion:
+    """K is sharded; each rank has quantized its own part of it, with scales of its own; partial sums are scattered."""
+    of_a, of_b = _scale_shapes(scales, [M], K * ranks, N)
+    if scales != "blocks":  # one for each rank's part of K
+        of_a, of_b = [*of_a[:-1], ranks], [ranks, *of_b[1:]]
+    with hi.Fusion("scaled_row_parallel") as fusion:
+        a, b = hi.tensor("a", [M, K * ranks], "f8e4m3"), hi.tensor("b", [K * ranks, N], "f8e4m3")
+        scale_a, scale_b = hi.tensor("scale_a", of_a, "f32"), hi.tensor("scale_b", of_b, "f32")
+        bias = hi.tensor("bias", [N], dtype)
+        y = hi.scaled_matmul(a, b, scale_a, scale_b, dtype, bias)
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    for t, axis in ((a, 1), (scale_a, 1), (b, 0), (scale_b, 0), (y, 0)):
+        t.shard(axis, mesh)
+    return fusion
+
+
+def scaled_batch_gathered(
+    ranks: int = 4, M: int = 24, K: int = 256, N: int = 128, dtype: str = "bf16", scales: str = "rows", axis: int = 1
+) -> hi.Fusion:
+    """`[2, T, K]`, gathered along an axis, flattened for the matmul, and shaped back. The weight is sharded on N."""
+    batch, T = (2, M) if axis else (M, 2)
+    of_a, of_b = _scale_shapes(scales, [batch, T], K, N * ranks)
+    with hi.Fusion("scaled_batch_gathered") as fusion:
+        a, b = hi.tensor("a", [batch, T, K], "f8e4m3"), hi.tensor("b", [K, N * ranks], "f8e4m3")
+        scale_a, scale_b = hi.tensor("scale_a", of_a, "f32"), hi.tensor("scale_b", of_b, "f32")
+        rows, rows_scale = hi.reshape(a, [-1, K]), hi.reshape(scale_a, [-1, of_a[-1]])
+        y = hi.reshape(hi.scaled_matmul(rows, b, rows_scale, scale_b, dtype), [batch, T, N * ranks])
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    a.shard(axis, mesh)
+    if scales != "tensor":
+        scale_a.shard(axis, mesh)
+    b.shard(1, mesh)
+    y.shard(2, mesh)
+    return fusion
+
+
+def scaled_batch_scattered(
+    ranks: int = 4, M: int = 24, K: int = 128, N: int = 128, dtype: str = "bf16", scales: str = "rows", axis: int = 1
+) -> hi.Fusion:
+    """`[2, T, K]` with K sharded, flattened for the matmul, shaped back, and scattered along an axis."""
+    batch, T = (2, M) if axis else (M, 2)
+    of_a, of_b = _scale_shapes(scales, [batch, T], K * ranks, N)
+    with hi.Fusion("scaled_batch_scattered") as fusion:
+        a, b = hi.tensor("a", [batch, T, K * ranks], "f8e4m3"), hi.tensor("b", [K * ranks, N], "f8e4m3")
+        scale_a, scale_b = hi.tensor("scale_a", of_a, "f32"), hi.tensor("scale_b", of_b, "f32")
+        rows, rows_scale = hi.reshape(a, [-1, K * ranks]), hi.reshape(scale_a, [-1, of_a[-1]])
+        y = hi.reshape(hi.scaled_matmul(rows, b, rows_scale, scale_b, dtype), [batch, T, N])
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    a.shard(2, mesh)
+    b.shard(0, mesh)
+    y.shard(axis, mesh)
+    return fusion
+
+
+SCALED = (  # fp8: dtypes and sizes are not those of the others
+    scaled_allgather_matmul,
+    quantized_rows,
+    scaled_row_parallel,
+    scaled_batch_gathered,
+    scaled_batch_scattered,
+)
+
+
 def main() -> None:
     """Prints what each pattern lowers to, in one line."""
-    for pattern in PATTERNS:
+    for pattern in (*PATTERNS, *SCALED):
         program = hi.lower(pattern())
         words = [s.keyword() for s in program.walk()]
         moves = [

@@ -198,12 +198,16 @@ def supervised(ranks: int, ends: socket.socket) -> None:
 
 def main() -> None:
     import networkx  # noqa: F401
+    import torch._inductor.config  # noqa: F401, which torch.use_deterministic_algorithms imports: more than a second
 
     import examples.patterns  # noqa: F401
     import hostir.choice.measure
     import hostir.cli.run
-    import hostir.runtime.executor  # noqa: F401
+    import hostir.runtime.executor
+    import hostir.torch  # noqa: F401
+    from hostir.ir.parser import tree_of
 
+    tree_of("hostir 1\nmesh @one [rank] = 0\nfusion @none() -> () {\n}\n", "")  # makes the parser, once for all
     gc.collect()
     gc.freeze()  # or each fork copies all pages when it ends
     request, ends = served(socket.socket(fileno=int(sys.argv[1])))

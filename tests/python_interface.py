@@ -19,7 +19,10 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Writing a fusion", ("Fusion", "tensor", "Tensor", "LoopAxis", "DeviceMesh", "ParallelType")),
     (
         "Computations",
-        ("matmul", "linear", "add", "mul", "relu", "gelu", "silu", "cast", "sum", "reshape", "permute", "reshard"),
+        (
+            *("matmul", "linear", "scaled_matmul", "quantize", "add", "mul", "relu", "gelu", "silu", "cast", "sum"),
+            *("reshape", "permute", "reshard"),
+        ),
     ),
     ("Lowering and checking", ("lower", "compile", "Choice", "Ranges", "FallbackWarning", "parse", "check", "Program")),
     ("Running", ("run", "Executor", "Started", "session", "Session", "Trace", "knobs.scope")),

@@ -23,7 +23,7 @@ from hostir.ir.op import (
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
 from hostir.ir.source import Diagnostic, HostIRError, described, did_you_mean
-from hostir.ir.types import DTYPES, FLAG, STREAM, Axis, Factor, Kind, Mesh, TensorType
+from hostir.ir.types import DTYPES, FLAG, FP8, STREAM, Axis, Factor, Kind, Mesh, TensorType
 
 # What programs are made of --------------------------------------------------------------------------------------------
 # Types of the fields of a program. The parser guarantees them; a program built in Python may violate them.
@@ -390,6 +390,13 @@ class _Checker:
         if value.name in self.scope:
             yield Diagnostic(f"{value} is defined twice", s.span if s else value.span, hint="give it another name")
         self.scope[value.name] = value
+        if isinstance(value.type, TensorType) and value.type.partial and value.type.dtype.name in FP8:
+            over = ", ".join(value.type.partial)
+            yield Diagnostic(
+                f"{value} is a partial sum over {over} in {value.type.dtype}",
+                s.span if s else value.span,
+                expected="partial sums in f64, f32, f16 or bf16",
+            )
 
     def known(self, value: Value, s: Statement | None) -> Iterator[Diagnostic]:
         span = s.span if s else value.span

@@ -531,13 +531,15 @@ class Tracer(Observer, OptionalMethods):
     ) -> BlockEvents:
         """Add the events of a computation by blocks: of a product, or of a sum over an axis."""
         x, *others = [x for x in operands if x is not None]
+        of_rows = ready.along if ready else done.along if done else ()
+        cut_alike = [view for n, view in enumerate(operands) if view is not None and n in of_rows]
         sources, inner = [x], 1
         if axis is not None and ready is not None:
             sources = [self.select(x, axis, n) for n in range(x.shape[axis])]
         elif axis is not None:  # nobody asks for one source
             sources, inner = [self.permute(x, (*(n for n in range(len(x.shape)) if n != axis), axis))], 2
         count = lcm(ready.results if ready else 1, done.blocks if done else 1)
-        whole = [access(other, "reads") for other in others]
+        whole = [access(other, "reads") for other in others if other not in cut_alike]
         writes = [access(self._rows(out, n, count), "writes") for n in range(count)]
         parts, waits = list[Event](), list[Flag]()
         for source, rows in enumerate(sources):
@@ -546,6 +548,7 @@ class Tracer(Observer, OptionalMethods):
                 own = self._own(ready, source * count + n, count) if ready and block in ready.replaced else None
                 accesses = [access(own, "reads")] if own else []
                 accesses += [access(self._rows(rows, n, count, inner), "undefines" if own else "reads"), *whole]
+                accesses += [access(self._rows(other, n, count), "reads") for other in cut_alike]
                 accesses += writes[n : n + 1] if axis is None else []
                 parts.append(part := self.event("runs", accesses, [start]))
                 if ready and not own:

@@ -13,6 +13,7 @@ from typing import Any
 from hostir.choice.platforms import Hardware
 from hostir.ir.machine import Done, Ready, uncollected
 from hostir.ir.program import Program
+from hostir.ir.types import FP8
 from hostir.runtime.binding import Pushes
 from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, Grid, Tile, block_ends, choose, duration
 from hostir.runtime.order import CALLER, NONE
@@ -229,11 +230,20 @@ class RankTasks:
         """Return the matmul of an operation, whose own rows are `own` in number and apart from the others."""
         out, ready = self.unrolled.layouts[op.out], op.ready
         rows, k = prod(out.shape[:-1]), self.unrolled.layouts[op.operands[0]].shape[-1]
-        plain = Gemm(rows, out.shape[-1], k, self.unrolled.dtypes[out.buffer].name)
+        dtype, result = self.gemm_dtype(op), self.unrolled.dtypes[out.buffer].bytes
+        plain = Gemm(rows, out.shape[-1], k, dtype, result=result if dtype.startswith("f8") else None)
         if ready is None:
             return plain
         block = max(rows // ready.results, 1)
         return replace(plain, block=block, separate=own >= MIN_OWN_ROWS, overlapped=ready.overlapped_sms > 0)
+
+    def gemm_dtype(self, op: ComputeOp) -> str:
+        """Return the dtype of a matmul's operands, as `Gemm` names it."""
+        layouts, (a, _, *scales) = self.unrolled.layouts, op.operands
+        name = self.unrolled.dtypes[layouts[a].buffer].name
+        if name not in FP8:
+            return name
+        return "f8" if op.options["fast"] and layouts[scales[0]].shape[-1] == 1 else "f8s"
 
     def by_blocks(self, task: CostTask, op: ComputeOp, ready: Ready) -> None:
         """Make a task wait for the flags of its blocks while it runs."""

@@ -212,7 +212,7 @@ def closeness(program: Program, sizes: Mapping[str, int]) -> float:
             dtype = torch_dtype(s.computed.tensor.dtype)
             rounding = torch.finfo(dtype).eps / 2
             terms = prod(n.bind(sizes) for n in s.summed) if s.contracts else 0
-            summed = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * sqrt(terms)
+            summed = min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) * sqrt(terms)
             once += (rounding + summed) ** 2
     return SLACK * 2 * sqrt(once * (1 + reductions(program, ring=True)))
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from hostir.dsl.tensor import NAME, SizeLike, Tensor
-from hostir.ir import comm_ops, tensor_ops
+from hostir.ir import comm_ops, scaled_ops, tensor_ops
 from hostir.ir import tensor_ops as view_ops
 from hostir.ir.op import Phase, Statement, Value
 from hostir.ir.program import Names, Program
@@ -22,7 +22,10 @@ from hostir.ir.types import DTYPES, Axis, DType, Mesh, TensorType
 # Fusions --------------------------------------------------------------------------------------------------------------
 # A fusion under construction: `with hi.Fusion(...)`, its inputs and outputs, and the program it makes.
 
-TORCH_NAMES = {"torch.float64": "f64", "torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
+TORCH_NAMES = {
+    **{"torch.float64": "f64", "torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"},
+    **{"torch.float8_e4m3fn": "f8e4m3", "torch.float8_e5m2": "f8e5m2"},
+}
 MAX_AXES = 64  # torch's limit for a tensor
 NUMBER = "a number enters as an input of one element: hi.tensor('scale', [1], dtype)"
 
@@ -111,7 +114,7 @@ class Fusion:
     def combine(self, cls: type[Any], **operands: Any) -> Tensor:
         """Add a statement on these tensors of the fusion being built."""
         span = user_span()
-        return apply(cls, None, **{name: operand(t, span) for name, t in operands.items()})
+        return apply(cls, None, "", **{name: operand(t, span) for name, t in operands.items()})
 
     def size(self, extent: SizeLike, span: Span | None) -> Size:
         """Return the size of a result or a split, whose symbols must be those of inputs."""
@@ -176,7 +179,7 @@ def tensor(name: str, shape: Sequence[SizeLike], dtype: Any = "bf16") -> Tensor:
     Args:
         name: letters, digits and `_`, not starting with a digit.
         shape: of the whole tensor: integers, names bound at run time ("M"), or products and quotients of them ("M/8").
-        dtype: `f64`, `f32`, `f16` or `bf16`, or the torch dtype.
+        dtype: `f64`, `f32`, `f16`, `bf16`, `f8e4m3` or `f8e5m2`, or the torch dtype.
     """
     span = user_span()
     fusion = building(span)
@@ -203,8 +206,11 @@ def operand(t: Any, span: Span | None) -> Value:
     return Value(t.name, TensorType(t.dtype, tuple(Axis.of(s) for s in t.shape)), t.span)
 
 
-def apply(cls: type[Any], shape: Sequence[Size] | None = None, **fields: Any) -> Tensor:
-    """Add a statement of the user's line; its result has `shape`, or the one that the statement infers."""
+def apply(cls: type[Any], shape: Sequence[Size] | None = None, name: str = "", **fields: Any) -> Tensor:
+    """Add a statement of the user's line; its result has `shape`, or the one that the statement infers.
+
+    It is called `name`, or after the variable that it is assigned to.
+    """
     span = user_span()
     fusion = building(span)
     unknown = Value("out", TensorType(DTYPES["f32"], ()))
@@ -215,7 +221,7 @@ def apply(cls: type[Any], shape: Sequence[Size] | None = None, **fields: Any) ->
         dtype, shape = draft.infer().dtype, draft.infer().shape
     else:
         dtype = draft.x.tensor.dtype
-    t = fusion._new(_assigned(span, cls.keyword()), dtype, shape, span)
+    t = fusion._new(name or _assigned(span, cls.keyword()), dtype, shape, span)
     statement = replace(draft, out=Value(t.name, TensorType(dtype, tuple(Axis.of(s) for s in shape)), span))
     statement.verify()
     fusion._statements.append(statement)
@@ -256,6 +262,76 @@ def linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return apply(tensor_ops.Linear, a=operand(a, span), weight=operand(weight, span), bias=added)
 
 
+def scaled_matmul(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    dtype: Any = "bf16",
+    bias: Tensor | None = None,
+    fast: bool = False,
+) -> Tensor:
+    """`(a * scale_a)[..., K] @ (b * scale_b)[K, N] + bias[N]` of fp8 operands, of shape `[..., N]`.
+
+    The two scales are f32, and either both tensor-wise, of one element; both row-wise, `[..., 1]` with the rows of `a`
+    and `[1, N]`; or both block-wise, `[..., K/128]` and `[K/128, N/128]`. Where ranks hold parts of K with scales of
+    their own, tensor-wise and row-wise scales are as many along K as there are ranks, and sharded as K is: `[..., R]`
+    and `[R, ...]`. Sums are in f32. Raises HostIRError for other dtypes, and for scales that do not fit.
+
+    Args:
+        a, b: `f8e4m3` or `f8e5m2`. GPUs want the elements of a column of `b` side by side: a transposed `[N, K]`.
+        dtype: of the result: `bf16`, `f16` or `f32`. Partial sums cross ranks in it.
+        bias: in the dtype of the result.
+        fast: whether the tensor cores may accumulate as with `use_fast_accum` of `torch._scaled_mm`.
+    """
+    span = user_span()
+    if not isinstance(fast, bool):
+        raise error(f"fast is {described(fast)}", span, expected="True or False")
+    return apply(
+        scaled_ops.ScaledMatmul,
+        a=operand(a, span),
+        b=operand(b, span),
+        scale_a=operand(scale_a, span),
+        scale_b=operand(scale_b, span),
+        dtype=dtype_name(dtype),
+        bias=None if bias is None else operand(bias, span),
+        accumulate="fast" if fast else "",
+    )
+
+
+SCALES = ("tensor", "rows", "blocks")
+
+
+def quantize(
+    x: Tensor, dtype: Any = "f8e4m3", scales: str = "rows", scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`x` in fp8, and the f32 scales to multiply it by: `x` is about `q * scale`, for `q, scale = quantize(x)`.
+
+    A scale is `max(amax / max, 2^-126)`: `amax` the largest absolute value of the elements that share it, `max` that
+    of the dtype, 448 for `f8e4m3` and 57344 for `f8e5m2`. `q` is `x / scale` in f32, limited to the dtype's range and
+    rounded to nearest even. Zeros stay zeros, with the least scale. Elements that share a scale with a NaN are NaN;
+    with an infinity, whose scale is infinite, they are zeros, and itself NaN: products with either are NaN.
+
+    Args:
+        dtype: `f8e4m3` or `f8e5m2`.
+        scales: which elements share a scale: those of the whole `tensor`, of each of the `rows`, or of `blocks` of 128
+            elements of a row. Ranks that hold parts of a tensor agree on its one scale by gathering those of its rows.
+        scale: the scale to use instead, `[1, ..., 1]`, `[..., 1]` or `[..., K/128]`, as one from earlier batches.
+    """
+    span = user_span()
+    value, kind = operand(x, span), dtype_name(dtype)
+    if scale is None:
+        if scales not in SCALES:
+            hint = did_you_mean(scales, SCALES) if isinstance(scales, str) else ""
+            raise error(f"unknown scales {described(scales)}", span, expected=f"one of: {', '.join(SCALES)}", hint=hint)
+        block = scaled_ops.BLOCK if scales == "blocks" else 0
+        scale = apply(scaled_ops.RowScales, name="scale", x=value, dtype=kind, block=block)
+        if scales == "tensor":
+            scale = apply(scaled_ops.Largest, name="scale", x=operand(scale, span))
+    q = apply(scaled_ops.Quantize, name="quantized", x=value, scale=operand(scale, span), dtype=kind)
+    return q, scale
+
+
 def add(x: Tensor, y: Tensor) -> Tensor:
     """The elementwise sum, also written `x + y`.
 
@@ -290,7 +366,8 @@ def silu(x: Tensor) -> Tensor:
 def cast(x: Tensor, dtype: Any) -> Tensor:
     """The same values in another dtype, rounded to nearest even.
 
-    `dtype` is `"f64"`, `"f32"`, `"f16"` or `"bf16"`, or torch's dtype of that kind; HostIRError for any other.
+    `dtype` is one that `tensor` takes; HostIRError for any other. To fp8 it is torch's conversion, without a scale:
+    `quantize` makes one.
     """
     return apply(tensor_ops.Cast, x=operand(x, user_span()), dtype=dtype_name(dtype))
 

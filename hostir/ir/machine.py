@@ -64,6 +64,9 @@ class Ready:
     `own` replaces `own_blocks` of the operand's blocks, from `own_first` on: they are read from there, without waiting,
     and are left undefined in the operand.
 
+    `along` are the numbers of further operands whose rows belong to those of the first: the flag of a block says that
+    they are ready too. `own` does not replace them.
+
     A machine that plans also sets the SMs that the kernel does not get: `overlapped_sms` are those of the copies
     directly before it on its stream, which may still run; `reserved_sms` are left to signals sent by kernels.
     """
@@ -78,6 +81,7 @@ class Ready:
     own_blocks: int = 0
     overlapped_sms: int = 0
     reserved_sms: int = 0
+    along: tuple[int, ...] = ()
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -103,13 +107,15 @@ class Ready:
 class Done:
     """The flags of this rank that a computation raises while it runs: one for each of `blocks` equal blocks of rows.
 
-    Flag `i` is set to `epoch` once block `i` of the result has been written. Block `first` is computed first.
+    Flag `i` is set to `epoch` once block `i` of the result has been written. Block `first` is computed first. `along`
+    as in `Ready`.
     """
 
     flags: Handle
     epoch: int
     first: int
     blocks: int
+    along: tuple[int, ...] = ()
 
     @cached_property
     def order(self) -> tuple[int, ...]:

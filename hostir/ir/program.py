@@ -244,7 +244,14 @@ class Program:
         """Yield every statement, outer before inner, in order."""
         return _walk(self.body)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.phase, self.meshes, self.inputs, self.outputs, self.body, self.streams))
+
+    @cached_property
     def size_names(self) -> frozenset[str]:
         """The symbols that must be bound to run it."""
         values = [*self.inputs, *(v for s in self.walk() for v in s.named)]

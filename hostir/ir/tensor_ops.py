@@ -37,7 +37,7 @@ from hostir.ir.op import (
 )
 from hostir.ir.sizes import Division, Size, product
 from hostir.ir.source import HostIRError, described, did_you_mean
-from hostir.ir.types import DTYPES, DType, TensorType, flat_marks, join, leads
+from hostir.ir.types import DTYPES, FP8, DType, TensorType, flat_marks, join, leads
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 # slicing and type inference all read it.
 
 CONTRACTED = -1  # in a Map: the axis is summed away
-ALONE = -2  # in a Map: the axis has extent one and is spread over the result's axis
-Map = tuple[int, ...]  # for each axis of an operand, the axis of the result that it becomes
+ALONE = -2  # in a Map: each rank reads all of the axis, as one of extent one that is spread over the result's
+Map = tuple[int, ...]  # for each axis of an operand, the axis of the result that it becomes, or each block of which
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,12 +62,21 @@ class TensorOp(Statement):
     phases: ClassVar[frozenset[Phase]] = BOTH
     whole: ClassVar[bool] = True
     stand_ins: ClassVar[frozenset[str]] = frozenset()  # fields that are read in place of a part of an operand
+    followers: ClassVar[frozenset[str]] = frozenset()  # operands that lie as the others do, wherever these lie
+    takes_fp8: ClassVar[bool] = False  # whether operands may be fp8: most computations have no scales for them
 
     out: Write
 
     @property
     def operands(self) -> tuple[Value, ...]:
         return tuple(value for value in self._operands_or_none if value is not None)
+
+    @cached_property
+    def following(self) -> frozenset[int]:
+        """The numbers of the operands that lie as the others do."""
+        names = [n for n, codec in codecs_of(type(self)).items() if codec is Codec.READ and n not in self.stand_ins]
+        given = [n for n in names if getattr(self, n) is not None]
+        return frozenset(i for i, n in enumerate(given) if n in self.followers)
 
     @cached_property
     def _operands_or_none(self) -> list[Value | None]:
@@ -82,6 +91,9 @@ class TensorOp(Statement):
         """Return one Map for each operand."""
         raise AssertionError(type(self).__name__)
 
+    def check_parts(self, operands: Sequence[TensorType]) -> None:
+        """Raise where a rank cannot compute on its parts of operands of these types, which match."""
+
     def infer(self) -> TensorType:
         """Return the result's type when every rank computes on its own parts; raise where the parts do not match."""
         dtype, shape = self.result()
@@ -89,6 +101,12 @@ class TensorOp(Statement):
         return join(self, dtype, shape, self.operands, self.maps())
 
     def verify(self) -> None:
+        if not self.takes_fp8 and (narrow := next((v for v in self.operands if v.tensor.dtype.name in FP8), None)):
+            raise self.fail(
+                f"{self.keyword()} cannot compute with {narrow}, which is {narrow.tensor.dtype}",
+                expected="operands in f64, f32, f16 or bf16",
+                hint="scaled_matmul multiplies fp8 with its scales; cast makes numbers of it",
+            )
         (dtype, shape), declared = self.result(), self.out.tensor
         if declared.dtype != dtype or declared.shape != shape:
             gives = f"{dtype}[{', '.join(map(str, shape))}]"
@@ -167,7 +185,8 @@ def same_dtype(op: Statement, values: Sequence[Value]) -> DType:
     return first.tensor.dtype
 
 
-def _contract(op: Statement, a: Value, b: Value, b_axis: int) -> None:
+def check_contracted(op: Statement, a: Value, b: Value, b_axis: int) -> None:
+    """Raise unless `b` is a matrix whose axis `b_axis` is as long as the last one of `a`."""
     if len(b.tensor.axes) != 2:
         raise op.fail(f"{b} has {len(b.tensor.axes)} axes", expected="a right side with 2 axes")
     if not a.tensor.axes:
@@ -218,6 +237,8 @@ class ByBlocks(TensorOp):
                 flags_of(self, flags)
         if self.own is not None:
             self._stands_in(self.own)
+        if self.first != ZERO:
+            self._begins()
 
     @property
     def flag_operands(self) -> tuple[FlagOperand, ...]:
@@ -231,6 +252,11 @@ class ByBlocks(TensorOp):
     def rows_in_blocks(self) -> tuple[Value, ...]:
         """Return the values whose rows are a block for each flag of `ready`."""
         return self.rows, self.out
+
+    @property
+    def along(self) -> tuple[int, ...]:
+        """The numbers of the operands whose rows belong to those of `rows`: a block is read with its rows of them."""
+        return ()
 
     def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
         if self.ready is not None or own == self.rows:
@@ -249,6 +275,14 @@ class ByBlocks(TensorOp):
         same_dtype(self, [self.rows, own])
         if own.tensor.shape[-1:] != self.rows.tensor.shape[-1:]:
             raise self.fail(f"{own} is {own.type}, {self.rows} is {self.rows.type}", expected="rows of one length")
+
+    def _begins(self) -> None:
+        """Raise where nothing uses `first`."""
+        if self.ready is None and self.done is None:
+            message = f"'from' names the first of several blocks, and this {self.keyword()} has no blocks"
+            raise self.fail(
+                message, hint="write 'ready %flags >= 1' or 'done %flags = 1' before 'from', or leave it out"
+            )
 
     def verify_layout(self) -> None:
         others = (v for v in (self.ready, self.done, self.own) if v)
@@ -289,7 +323,8 @@ class ByBlocks(TensorOp):
             raise self.fail(
                 f"{self.own} has {count} rows", expected=f"{rows // blocks} rows, as a block of {self.rows}"
             )
-        return Ready(frame[self.ready], epoch, first, blocks, frame[self.own], blocks, first, int(self.own is not None))
+        replaced = frame[self.own], blocks, first, int(self.own is not None)
+        return Ready(frame[self.ready], epoch, first, blocks, *replaced, along=self.along)
 
     def raises(self, frame: Frame) -> Done | None:
         """Return the flags that it raises, if any. Raise where flags do not divide the rows."""
@@ -297,7 +332,7 @@ class ByBlocks(TensorOp):
             return None
         blocks, epoch = self._blocks(frame, self.done, self.out), epoch_of(self, frame, self.raised)
         first = slot_of(self, frame, self.done, self.first) if self.ready is None else 0
-        return Done(frame[self.done], epoch, first, blocks)
+        return Done(frame[self.done], epoch, first, blocks, self.along)
 
     def _blocks(self, frame: Frame, flags: Value, x: Value) -> int:
         """Return the number of flags; raise unless they divide the rows of `x`."""
@@ -349,7 +384,7 @@ class Matmul(Contraction):
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         dtype = same_dtype(self, [self.a, self.b])
-        _contract(self, self.a, self.b, 0)
+        check_contracted(self, self.a, self.b, 0)
         return dtype, (*self.a.tensor.shape[:-1], self.b.tensor.shape[1])
 
     def maps(self) -> tuple[Map, ...]:
@@ -373,7 +408,7 @@ class Linear(Contraction):
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         dtype = same_dtype(self, self.operands)
-        _contract(self, self.a, self.weight, 1)
+        check_contracted(self, self.a, self.weight, 1)
         n = self.weight.tensor.shape[0]
         if self.bias is not None and self.bias.tensor.shape != (n,):
             raise self.fail(f"the bias {self.bias} is {self.bias.type}", expected=f"one axis of {n}")
@@ -505,6 +540,7 @@ class DenseCopy(Unary):
     """
 
     syntax = "copy {x} -> {out}"
+    takes_fp8: ClassVar[bool] = True
 
     def infer(self) -> TensorType:
         return self.x.tensor  # a partial sum stays one
@@ -519,6 +555,7 @@ class Cast(Unary):
     """
 
     syntax = "cast {x} to {dtype} -> {out}"
+    takes_fp8: ClassVar[bool] = True
     dtype: Name
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
@@ -569,6 +606,11 @@ class Sum(ByBlocks, Unary):
         summed = tuple(CONTRACTED if i == self.axis else i - (i > self.axis) for i in range(len(self.x.tensor.axes)))
         return (summed,) if self.addend is None else (summed, _spread(self.addend, self.result()[1]))
 
+    @property
+    def addends(self) -> int:
+        """The number of sources, if it waits for them: they are partial sums of ranks."""
+        return 0 if self.ready is None else self.x.tensor.shape[0].value or 0
+
     def options(self) -> dict[str, Any]:
         return {name: given for name, given in super().options().items() if given != ""}
 
@@ -586,6 +628,12 @@ class Sum(ByBlocks, Unary):
                 f"it sums over axis {self.axis} of {self.x}, and waits for flags",
                 expected="'axis 0': the sources, each with the blocks of the result",
             )
+
+    def _begins(self) -> None:
+        super()._begins()
+        if self.ready is not None and self.own is None:
+            message = "'from' names the source whose rows are 'own', and this sum has no own rows"
+            raise self.fail(message, hint="write 'own %rows' behind 'from', or leave it out")
 
     def waits_for(self, frame: Frame) -> Ready | None:
         """Return the flags it waits for, if any. Raise where they do not divide the rows of each source."""

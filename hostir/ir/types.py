@@ -28,8 +28,8 @@ class DType:
         return self.name
 
 
-# fp8 joins here, with its scales as operands of the statements that use it.
-DTYPES = {d.name: d for d in (DType("f64", 8), DType("f32", 4), DType("f16", 2), DType("bf16", 2))}
+FP8 = {d.name: d for d in (DType("f8e4m3", 1), DType("f8e5m2", 1))}  # only with scales: see `scaled_matmul`
+DTYPES = {d.name: d for d in (DType("f64", 8), DType("f32", 4), DType("f16", 2), DType("bf16", 2))} | FP8
 FLAG = DType("flag", 8)  # of host programs only: what signals set and streams wait for
 
 
@@ -115,6 +115,16 @@ class Axis:
     def marks(self) -> tuple[str, ...]:
         """The mesh axes and STREAM that its factors lie on, outermost first."""
         return tuple(f.on for f in self.factors if f.on)
+
+    def resized(self, extent: Size) -> Axis:
+        """Return an axis of another extent that lies over the mesh alike: equal blocks of it on the same ranks.
+
+        The innermost factor changes. It may then not be whole: the types' own checks say so.
+        """
+        if extent == self.extent:
+            return self
+        *outer, last = self.factors
+        return Axis((*outer, replace(last, extent=last.extent * extent / self.extent)))
 
     def without(self, *marks: str) -> Axis:
         """Return the same axis with these marks removed."""
@@ -224,7 +234,8 @@ def join(
     """Return the type of the result that each rank computes from its own parts of the operands.
 
     An axis of the result lies where the operands' axes lie that map to it; axes summed away leave a partial sum over
-    the mesh axes they lie on. Raises where the parts of two operands do not meet, as they then need a reshard first.
+    the mesh axes they lie on. An axis of another extent, one element for a block of others, lies as these do. Raises
+    where the parts of two operands do not meet, as they then need a reshard first.
     """
     mesh = next((v.tensor.mesh for v in operands if v.tensor.mesh), None)
     axes: list[Axis | None] = [None] * len(shape)
@@ -234,10 +245,10 @@ def join(
             raise op.fail(f"{value} is a partial sum over {', '.join(value.tensor.partial)}", hint="reduce it first")
         for axis, to in zip(value.tensor.host().axes, map, strict=True):
             if to == -1:
-                summed.append((value, axis))
+                summed.append((value, axis.resized(summed[0][1].extent) if summed else axis))
             elif to >= 0 and axes[to] is None:
-                axes[to] = axis
-            elif (to >= 0 and axes[to] != axis) or (to < -1 and axis.marks):
+                axes[to] = axis.resized(shape[to])
+            elif (to >= 0 and axes[to] != axis.resized(shape[to])) or (to < -1 and axis.marks):
                 raise op.fail(
                     f"{value} lies over the mesh otherwise than the other operands: {axis} meets {axes[to]}",
                     hint=MEET,

@@ -159,19 +159,24 @@ def _touched(s: Statement) -> Iterable[str]:
 def _joined_after(body: tuple[Statement, ...]) -> list[bool]:
     """Return, for each statement, whether after it the caller's stream is current and has joined all workers."""
     joined: list[bool] = []
-    on_worker = pending = False  # another stream than the caller's is current; the caller's has work to wait for
+    on_worker = pending = False
     for s in body:
-        inner = [each for body in s.bodies for each in body] or [s]
-        if any(each.sets_stream is not None for each in inner):
-            on_worker = not isinstance(s.sets_stream, Ref)
-        joins = [each.orders is Sync.STREAMS for each in inner]
-        if not on_worker and all(joins):
-            pending = False
-        pending |= on_worker and not all(
-            joined or each.sets_stream is not None for joined, each in zip(joins, inner, strict=True)
-        )
+        on_worker, pending = _streams_after(s, on_worker, pending)
         joined.append(not on_worker and not pending)
     return joined
+
+
+def _streams_after(s: Statement, on_worker: bool, pending: bool) -> tuple[bool, bool]:
+    """Return whether another stream than the caller's is current then, and whether that has work to wait for."""
+    if s.bodies:
+        for inner in (each for body in s.bodies for each in body):
+            on_worker, pending = _streams_after(inner, on_worker, pending)
+        return on_worker, pending
+    if s.sets_stream is not None:
+        return not (isinstance(s.sets_stream, Ref) and s.sets_stream.value.type is Kind.STREAM), pending
+    if s.orders is Sync.STREAMS:
+        return on_worker, pending and on_worker
+    return on_worker, pending or on_worker
 
 
 @dataclass(frozen=True)

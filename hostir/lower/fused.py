@@ -18,7 +18,7 @@ separate reduction. The two passes differ in who moves the bytes:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from hostir.ir.comm_ops import AllGather, AllReduce, ReduceScatter
@@ -50,10 +50,10 @@ from hostir.lower.rows import (
     users,
     wanted_otherwise,
 )
+from hostir.lower.scales import SMS, send_scales
 from hostir.lower.scatters import OneStep, ScatteredBlocks, one_of
 from hostir.lower.transfers import ARRIVED, COPY_STREAM, Blocks, Mover, Transfers, Turns
 
-SMS = 16  # that copy in `push`: fewer do not fill the links, more leave too few to the matmul
 MIN_PIECE_ROWS = 256  # two tiles
 
 
@@ -122,6 +122,7 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
         .only(_in_blocks, reason)
         .noted(strategy)
         .with_block_axes(_needs_block_axes)
+        .with_scales_first()
     )
     ordered = _matmuls_first(rows)
     chunked = {s: _whole_product(s, ordered) for s in rows.reduces if two(s)}
@@ -132,7 +133,11 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
     leaving = _sums_of_products(rows, [*rows.scatters, *(s for s in rows.reduces if s not in chunked)])
     scattered: dict[Reduction, ScatteredRows] = {}
     workers = 0
+    scales = {s.out.name for s in rows.scales}
     for s in host.program.body:
+        if isinstance(s, AllGather) and s.out.name in scales:
+            send_scales(host, s)
+            continue
         if result_of(s).name in later:
             host.destination(result_of(s))
             continue
@@ -141,7 +146,7 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
             workers = max(workers, chunks.build())
             continue
         if isinstance(s, AllGather) and s in rows.moves:
-            arriving[s.out.name] = SentRows(host, s, mover)
+            arriving[s.out.name] = SentRows(host, s, mover, scales)
             workers = max(workers, arriving[s.out.name].transfers.workers)
             continue
         if isinstance(s, Reduction) and (s in rows.moves or s in rows.reduces):
@@ -241,8 +246,8 @@ def _matmuls_first(rows: RowCollectives) -> Program:
 class SentRows:
     """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks."""
 
-    def __init__(self, host: Host, gather: AllGather, mover: Mover) -> None:
-        self.host, self.gather, self.mover = host, gather, mover
+    def __init__(self, host: Host, gather: AllGather, mover: Mover, scales: Collection[str] = ()) -> None:
+        self.host, self.gather, self.mover, self.scales = host, gather, mover, scales
         self.axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's shard is several blocks
         self.team = host.team(gather)
         self.multiplied = first_matmul(host.program, gather) is not None
@@ -292,13 +297,12 @@ class SentRows:
 
     def copy_own(self) -> list[Statement]:
         """Return the copy of this rank's own rows to the buffer, and the signals that they are there."""
-        s, (_, signal) = self.gather, self.transfers.put_and_signal(self.blocks, self.team.rank, "")
+        s, signal = self.gather, self.transfers.signal(self.blocks, self.team.rank)
         mine = Value(self.host.names.fresh("mine"), self.x.tensor, s.span)
         note = "the matmul begins with these rows" if self.multiplied else ""
         put = self.transfers.put(self.x, mine, self.team.rank, note=note)
-        if self.blocks.index is None:
-            return [Shard(self.transfers.buffer, mine, span=s.span), put, signal]
-        signals = For(self.blocks.index.value, self.blocks.count, (signal,), span=s.span)
+        index, count = self.blocks.index, self.blocks.count
+        signals = signal if index is None else For(index.value, count, (signal,), span=s.span)
         return [Shard(self.transfers.buffer, mine, span=s.span), put, signals]
 
     @property
@@ -306,13 +310,13 @@ class SentRows:
         """Whether this rank's own rows are copied to the buffer too.
 
         They need not be if they are one block, a single matmul reads them, and copy engines move the other rows: the
-        matmul then reads them where they are. It must not read another gathered tensor, as it would wait for all of
-        that before it starts.
+        matmul then reads them where they are. It must not read another gathered tensor but their scales, as it would
+        wait for all of that before it starts.
         """
         users = self.host.users.get(self.gather.out.name, [])
         if self.mover.sms or self.axis is not None or self.whole is not None or len(users) != 1:
             return True
-        operands = {v.name for v in users[0].values(Codec.READ)} - {self.gather.out.name}
+        operands = {v.name for v in users[0].values(Codec.READ)} - {self.gather.out.name, *self.scales}
         return any(isinstance(s, AllGather) and s.out.name in operands for s in self.host.program.body)
 
     def multiply(self, s: Contraction, scatter: ScatteredRows | None) -> None:

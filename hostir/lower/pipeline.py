@@ -10,7 +10,7 @@ from hostir.ir.host_ops import For
 from hostir.ir.op import Ref, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
-from hostir.ir.tensor_ops import Binary, Linear, Matmul
+from hostir.ir.tensor_ops import Binary, Contraction
 from hostir.ir.types import STREAM, Kind
 from hostir.lower import Pass
 from hostir.lower.host import Host
@@ -180,7 +180,7 @@ class _Groups:
 
 def _needs_axis(s: Statement, place: SlicePlace) -> bool:
     """Whether a statement needs the sliced axis whole: the columns of a matrix, or what aligns other operands."""
-    if isinstance(s, (Matmul, Linear)):
+    if isinstance(s, Contraction):
         return place.axis == len(s.out.tensor.axes) - 1
     return isinstance(s, Binary) and any(
         place.axis not in map and len(map) > len(s.out.tensor.axes) - 1 - place.axis for map in s.maps()

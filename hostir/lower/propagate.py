@@ -14,9 +14,8 @@ from hostir.ir.tensor_ops import (
     CONTRACTED,
     Add,
     Binary,
-    Linear,
+    Contraction,
     Map,
-    Matmul,
     Permute,
     Reshape,
     Shard,
@@ -45,11 +44,13 @@ def choose(op: TensorOp, types: Sequence[TensorType], wanted: TensorType) -> Ope
 
     In this order: a contraction whose operands are all sharded there stays where it is (a partial sum); what an
     annotated result asks for; the weight's rows or columns; an axis of the left side; else nothing, and sharded
-    operands are gathered.
+    operands are gathered. Raises where ranks cannot compute on such parts.
     """
     mesh = wanted.mesh or next(t.mesh for t in types if t.mesh)
     here = tuple(t if t.mesh == mesh else _replicated(t, mesh) for t in types)
-    return _Computation(op, mesh, here, op.maps(), wanted).choose(types)
+    chosen = _Computation(op, mesh, here, op.maps(), wanted).choose(types)
+    op.check_parts(chosen.operands)
+    return chosen
 
 
 def _replicated(type: TensorType, mesh: Mesh) -> TensorType:
@@ -75,7 +76,8 @@ class _Computation:
         inner = self.contracted_layout(_at(homes, CONTRACTED))
 
         def layout(axis: Axis, to: int) -> Axis:
-            return layouts[to] if to >= 0 else inner if to == CONTRACTED and inner else Axis.of(axis.extent)
+            found = layouts[to] if to >= 0 else inner if to == CONTRACTED else None
+            return Axis.of(axis.extent) if found is None else found.resized(axis.extent)
 
         operands = tuple(
             replace(
@@ -91,8 +93,8 @@ class _Computation:
 
     @property
     def contracting(self) -> list[int]:
-        """Return the numbers of the operands that have an axis which is summed away."""
-        return [i for i, m in enumerate(self.maps) if CONTRACTED in m]
+        """Return the numbers of the operands that have an axis which is summed away; others may follow them."""
+        return [i for i, m in enumerate(self.maps) if CONTRACTED in m and i not in self.op.following]
 
     @property
     def added(self) -> set[str]:
@@ -110,8 +112,9 @@ class _Computation:
             return CONTRACTED
         if self.wanted.mesh is not None:
             return self.wanted.axis_on(mark)
-        first = (1, 0, 2) if isinstance(self.op, (Matmul, Linear)) else range(len(at))
-        return next((to for i in first if i < len(at) and (to := at[i]) is not None and to >= 0), None)
+        first = (1, 0, 2) if isinstance(self.op, Contraction) else range(len(at))
+        leading = [i for i in first if i < len(at) and i not in self.op.following]
+        return next((to for i in leading if (to := at[i]) is not None and to >= 0), None)
 
     def thin_out(self, axis: int, size: Size, homes: dict[str, int | None]) -> None:
         """Remove mesh axes from an axis of the result that is too short for all that the operands would put there."""
@@ -123,12 +126,15 @@ class _Computation:
 
     def layout(self, axis: int, size: Size, marks: set[str]) -> Axis:
         """Return the sharding of an axis of the result: as annotated, as in an operand, or plain blocks."""
-        return self.as_found(axis, marks) or _blocks(self.mesh, size, marks)
+        return (self.as_found(axis, marks) or _blocks(self.mesh, size, marks)).resized(size)
 
     def as_found(self, axis: int, marks: set[str]) -> Axis | None:
         """Return an axis with exactly these marks, as found in the annotation or in an operand."""
         found = [self.wanted.axes[axis]] if self.wanted.mesh else []
-        found += [t.axes[k] for t, m in zip(self.types, self.maps, strict=True) for k, to in enumerate(m) if to == axis]
+        operands = (
+            pair for i, pair in enumerate(zip(self.types, self.maps, strict=True)) if i not in self.op.following
+        )
+        found += [t.axes[k] for t, m in operands for k, to in enumerate(m) if to == axis]
         return next((a.without(STREAM) for a in found if set(a.without(STREAM).marks) == marks), None)
 
     def contracted_layout(self, marks: set[str]) -> Axis | None:
@@ -276,13 +282,17 @@ def _on(type: TensorType, mesh: Mesh) -> TensorType:
 
 
 def _wanted(program: Program) -> dict[str, TensorType]:
-    """Map each tensor to the sharding that its one elementwise user needs: what a partial sum is reduced to."""
+    """Map each tensor to the sharding that its one user needs, elementwise or a reshape: what a partial sum becomes."""
     users = users_of(program)
     wanted: dict[str, TensorType] = {}
     for s in reversed(program.body):
         result = result_of(s)
         if result.tensor.mesh is not None:
             wanted[result.name] = result.tensor
+        if isinstance(s, Reshape) and result.name in wanted and s.x.tensor.mesh is None and users[s.x.name] == [s]:
+            axes = place_marks(s.x.tensor.shape, flat_marks(wanted[result.name]))
+            if axes is not None:
+                wanted[s.x.name] = replace(wanted[result.name], axes=axes)
         if not isinstance(s, (Unary, Binary)) or isinstance(s, Sum) or result.name not in wanted:
             continue
         for v in s.operands:

@@ -20,6 +20,7 @@ from hostir.ir.comm_ops import (
 )
 from hostir.ir.op import Codec, Statement, Value, codecs_of
 from hostir.ir.program import Names, Program
+from hostir.ir.scaled_ops import ScaledMatmul
 from hostir.ir.tensor_ops import Add, DenseCopy, Linear, Reshape, Shard, TensorOp, ViewStatement
 from hostir.ir.types import Axis, Mesh, TensorType, leads
 from hostir.lower import Pass
@@ -55,7 +56,7 @@ def _explicit(s: Statement, names: Names, resharded: dict[tuple[str, TensorType]
         yield s
         return
     choice = _choice(s, declared)
-    if isinstance(s, Linear) and s.bias is not None and choice.result.partial:
+    if isinstance(s, (Linear, ScaledMatmul)) and s.bias is not None and choice.result.partial:
         yield from _bias_last(s, names, resharded)
         return
     operands = {
@@ -93,12 +94,15 @@ def _choice(s: Statement, declared: TensorType) -> OperandShardings:
     return choose_view(s, s.x.tensor, declared)
 
 
-def _bias_last(s: Linear, names: Names, resharded: dict[tuple[str, TensorType], Value]) -> Iterator[Statement]:
+def _bias_last(
+    s: Linear | ScaledMatmul, names: Names, resharded: dict[tuple[str, TensorType], Value]
+) -> Iterator[Statement]:
     """Move the bias of a partial sum behind the reduction, so that it is added once and not on every rank."""
     assert s.bias is not None
+    bias = s.bias
     product = Value(names.fresh(f"{s.out.name}_sum"), s.out.type, s.span)
     yield from _explicit(replace(s, bias=None, out=product), names, resharded)
-    yield from _explicit(Add(out=s.out, x=product, y=s.bias, span=s.span), names, resharded)
+    yield from _explicit(Add(out=s.out, x=product, y=bias, span=s.span), names, resharded)
 
 
 def _same(a: TensorType, b: TensorType) -> bool:

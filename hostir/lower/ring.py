@@ -1,7 +1,8 @@
 """Pass `ring`: each rank takes its peers in turn, and computes for one while the rows of another travel.
 
 An allgather becomes copies of the peers' shards, each followed by its matmuls; a reduce_scatter becomes a product for
-each rank, followed by the copy to it, and one sum. Own rows are multiplied first if rows are gathered, else last.
+each rank, followed by the copy to it, and one sum. Own rows are multiplied first if rows are gathered, else last. If
+matmuls sum over the gathered axis, the turns are slices of the rows, each with the parts that all peers have of it.
 
 The schedule of the allgather is that of the pipelined all-gather of torch's asynchronous tensor parallelism
 (`torch.distributed._symmetric_memory`): copies over symmetric memory instead of a collective, the own shard first, and
@@ -19,8 +20,8 @@ from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
 from hostir.ir.onesided_ops import Get
 from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
 from hostir.ir.program import Program
-from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import DenseCopy, TensorOp
+from hostir.ir.sizes import ONE, Size
+from hostir.ir.tensor_ops import DenseCopy, TensorOp, ViewStatement
 from hostir.ir.types import Axis
 from hostir.lower import Pass
 from hostir.lower.allreduces import shared_axis
@@ -28,8 +29,18 @@ from hostir.lower.columns import columns_as_rows
 from hostir.lower.fused import in_one_step
 from hostir.lower.host import Host, modulo
 from hostir.lower.propagate import operands_of, result_of
-from hostir.lower.rows import RowCollective, RowCollectives, reads_rows, shard_in_pieces, shard_place, users
-from hostir.lower.scatters import ScatteredBlocks
+from hostir.lower.rows import (
+    RowCollective,
+    RowCollectives,
+    by_columns,
+    reads_rows,
+    row_slices,
+    shard_in_pieces,
+    shard_place,
+    users,
+)
+from hostir.lower.scales import send_scales
+from hostir.lower.scatters import ScatteredBlocks, made
 from hostir.lower.slices import SlicedGroup, SlicePlace, Slices, operand_places, result_place, schedule, why_not
 from hostir.lower.transfers import Transfers
 
@@ -49,13 +60,18 @@ class Ring(Pass):
         after = _after(rows)
         reason = "every matmul of these rows also needs what a later allgather brings"
         rows = rows.only(lambda s: isinstance(s, ReduceScatter) or _in_turn(s, rows, after), reason)
-        rows = rows.noted(self.name).with_block_axes(shard_in_pieces)
+        rows = rows.noted(self.name).with_block_axes(shard_in_pieces).with_scales_first()
         host = Host(rows.program, rows.ordered(rows.program))
         host.apart |= {s.out.name for s in rows.reduces}
+        scales = rows.scales
         pools = [_pool(s, self.streams) for s in rows.moves]
         for step in schedule(host.program.body, _groups(rows)):
-            if isinstance(step, SlicedGroup):
-                Peers(host, step).build(self.streams)
+            if isinstance(step, AllGather) and step in scales:
+                send_scales(host, step)
+            elif isinstance(step, SlicedGroup):
+                first = step.statements[0]
+                by_slices = isinstance(first, AllGather) and by_columns(first)
+                (GatheredColumns if by_slices else Peers)(host, step).build(self.streams)
             elif isinstance(step, AllReduce) and step in rows.reduces:
                 pools.append(in_one_step(host, step))
             else:
@@ -80,7 +96,8 @@ def _groups(rows: RowCollectives) -> list[SlicedGroup]:
     groups: list[SlicedGroup] = []
     taken: set[str] = set()
     for n, gather in enumerate(rows.gathers):
-        group = SlicedGroup([gather], {gather.out.name: shard_place(gather)})
+        rows_of_slice = SlicePlace(0, ONE, Size(row_slices(gather)))
+        group = SlicedGroup([gather], {gather.out.name: rows_of_slice if by_columns(gather) else shard_place(gather)})
         made = {gather.out.name}
         late = {name for name, latest in after.items() if latest >= n}
         for s in rows.program.body:
@@ -104,6 +121,8 @@ def _groups(rows: RowCollectives) -> list[SlicedGroup]:
 def _alike(group: SlicedGroup, scatter: ReduceScatter) -> bool:
     """Whether a group runs in turns over the ranks to which a reduce_scatter sends."""
     first = group.statements[0]
+    if isinstance(first, AllGather) and by_columns(first):
+        return False
     return isinstance(first, RowCollective) and (first.mesh, first.over) == (scatter.mesh, scatter.over)
 
 
@@ -302,3 +321,72 @@ class GatheredShards:
         if self.kept:
             return Chunk(self.host.values[full.name], out, index, self.place.count, self.place.axis, span=full.span)
         return Select(shared, out, index, span=full.span)
+
+
+class GatheredColumns:
+    """Builds an allgather of the axis that matmuls sum over: in each turn a slice of the rows, with the parts of peers.
+
+    The parts lie side by side in one symmetric buffer, from which peers get them. So each product sums over the whole
+    axis at once, in one order on every rank, and rounds once.
+    """
+
+    def __init__(self, host: Host, group: SlicedGroup) -> None:
+        gather = group.statements[0]
+        assert isinstance(gather, AllGather)
+        self.host, self.group, self.gather, self.team = host, group, gather, host.team(gather)
+        self.computations = [s for s in group.statements if isinstance(s, TensorOp)]
+        self.x = host.values[gather.x.name]
+        inside = {result_of(s).name for s in group.statements[1:]}
+        self.whole = host.destination(gather.out) if host.used_outside(gather.out, inside) else None
+        for s in self.computations:
+            host.destination(s.out)
+        full = gather.out.tensor.host()
+        self.transfers = Transfers(
+            host, gather, Value(host.names.fresh(f"{gather.out.name}_shared"), full, gather.span)
+        )
+
+    def build(self, streams: int) -> None:
+        """Add all statements."""
+        host, body, team, transfers = self.host, self.host.body, self.team, self.transfers
+        pool, worker = min(streams, team.ranks - 1), host.index("s")
+        mine: list[ViewStatement] = []
+        own = self.part(transfers.buffer, team.rank, mine)
+        body += [*transfers.reuse_barrier(), *mine, transfers.put(self.x, own, team.rank)]
+        body += [SetStream(FIRST), Synchronize(host.user)]
+        body.append(transfers.barrier(f"all ranks have their columns in {transfers.buffer}"))
+        if pool > 1:
+            body.append(For(worker.value, Size(pool - 1), (SetStream(Bin("+", worker, Lit(1))), Synchronize(FIRST))))
+        turn = host.index("i")
+        join = For(worker.value, Size(pool), (Synchronize(worker),))
+        rows = Chunk(transfers.buffer, self.named("rows"), turn, self.group.count, 0, span=self.gather.span)
+        views: list[ViewStatement] = []
+        slice = made(rows, views)
+        statements = (*views, self.gets(slice, pool), SetStream(host.user), join, *self.computed(turn, slice))
+        body.append(For(turn.value, self.group.count, statements))
+        if self.whole:
+            note = f"copy: {self.gather.out} is wanted whole"
+            body.append(DenseCopy(out=self.whole, x=transfers.buffer, span=self.gather.span, note=note))
+
+    def gets(self, rows: Value, pool: int) -> For:
+        """Return the copies of the parts that peers have of some rows, on the worker streams in turn."""
+        index, views = self.host.index("j"), list[ViewStatement]()
+        peer = self.team.peer(Bin("+", index, Lit(1)))
+        part = self.part(rows, peer, views)
+        each = (SetStream(modulo(index, pool)), *views, self.transfers.get(part, part, peer))
+        return For(index.value, Size(self.team.ranks - 1), each)
+
+    def computed(self, turn: Ref, rows: Value) -> list[Statement]:
+        """Return the computations on a slice of the rows."""
+        slices = Slices(self.host, self.group, turn, turn.value.name)
+        slices.slices[self.gather.out.name] = rows
+        for s in self.computations:
+            slices.statement(s)
+        return slices.body
+
+    def part(self, rows: Value, rank: Expr, views: list[ViewStatement]) -> Value:
+        """Return a view of the columns of a rank, added to `views`."""
+        last = len(rows.tensor.axes) - 1
+        return made(Chunk(rows, self.named("part"), rank, Size(self.team.ranks), last, span=self.gather.span), views)
+
+    def named(self, name: str) -> Value:
+        return Value(self.host.names.fresh(name), self.gather.out.type, self.gather.span)

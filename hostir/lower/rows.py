@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 from hostir.ir.comm_ops import AllGather, AllReduce, Collective, Communication, ReduceScatter
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Names, Program
+from hostir.ir.scaled_ops import ScaledMatmul, Scaling
 from hostir.ir.sizes import Size, product
-from hostir.ir.tensor_ops import Contraction, Linear, Matmul, Reshape
+from hostir.ir.tensor_ops import Contraction, Reshape
 from hostir.ir.types import Axis
 from hostir.lower.allreduces import in_two_steps
 from hostir.lower.host import isolate
 from hostir.lower.pipeline import with_reasons
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.slices import SlicePlace
+
+SLICES = (4, 2)  # into how many slices the rows may be cut whose columns are gathered
 
 # Which they are -------------------------------------------------------------------------------------------------------
 
@@ -26,7 +29,8 @@ RowCollective = AllGather | ReduceScatter
 class RowCollectives:
     """The collectives of a program that move whole rows, and reasons why its other communications are not overlapped.
 
-    Matmuls read the rows of an allgather; those of a reduce_scatter are sums of products.
+    Matmuls read the rows of an allgather; those of a reduce_scatter are sums of products. `scales` are the allgathers
+    of scales that go with the rows of others: each scaled matmul that reads these reads the scales of the same rows.
 
     Fields:
         reduces: allreduces in one step, or in chunks.
@@ -43,6 +47,7 @@ class RowCollectives:
     @staticmethod
     def of(program: Program, strategy: str, two_steps: Callable[[AllReduce], bool]) -> RowCollectives:
         """Return those of a program; `two_steps` is whether an allreduce becomes two collectives."""
+        program = _with_reshapes_last(program)
         program, regathered = in_two_steps(program, lambda s: not _left_whole(s) and two_steps(s))
         moves = [s for s in program.body if isinstance(s, Communication) and not _of_one_rank(s)]
         reasons = {
@@ -55,6 +60,43 @@ class RowCollectives:
     @property
     def gathers(self) -> list[AllGather]:
         return [s for s in self.moves if isinstance(s, AllGather)]
+
+    @property
+    def scales(self) -> list[AllGather]:
+        return [s for s in self.program.body if isinstance(s, AllGather) and s not in self.moves and self._go_along(s)]
+
+    def _go_along(self, s: AllGather) -> bool:
+        """Whether the gathered tensor is nothing but the scales of rows that this strategy moves as well."""
+        if s.out in self.program.outputs or not users(self.program, s.out) or _of_one_rank(s):
+            return False
+        return all(self._scales_of(user, s) is not None for user in users(self.program, s.out))
+
+    def _scales_of(self, user: Statement, s: AllGather) -> AllGather | None:
+        """Return the allgather of the left side of a scaled matmul, if `s` gathers the scales of its rows alike."""
+        if not isinstance(user, ScaledMatmul) or [v.name for v in operands_of(user)].count(s.out.name) != 1:
+            return None
+        gather = next((g for g in self.gathers if g.out.name == user.a.name), None)
+        if user.scale_a.name != s.out.name or gather is None or user.scaling is Scaling.TENSOR:
+            return None
+        alike = gather.over == s.over and gather.x.tensor.mesh == s.x.tensor.mesh
+        same = gather.x.tensor.host().axes[:-1] == s.x.tensor.host().axes[:-1]
+        before = _needed_for(self.program, s)
+        return gather if alike and same and gather.out.name not in before else None
+
+    def with_scales_first(self) -> RowCollectives:
+        """Move the allgathers of scales in front of those of the rows: who has the rows then has their scales too."""
+        rows = self
+        for scale in self.scales:
+            body = rows.program.body
+            gathers = {g.out.name for user in users(rows.program, scale.out) if (g := rows._scales_of(user, scale))}
+            start, end = next(n for n, s in enumerate(body) if result_of(s).name in gathers), body.index(scale)
+            if end < start:
+                continue
+            needed = _needed_for(rows.program, scale) | {scale.out.name}
+            early = [s for s in body[start : end + 1] if result_of(s).name in needed]
+            late = [s for s in body[start : end + 1] if result_of(s).name not in needed]
+            rows = replace(rows, program=rows.program.with_body([*body[:start], *early, *late, *body[end + 1 :]]))
+        return rows
 
     @property
     def scatters(self) -> list[ReduceScatter]:
@@ -73,8 +115,10 @@ class RowCollectives:
 
         Every rank waits for blocks of every other in each of them. If the last one sums up what a product makes after
         all gathered rows have been read, then whoever has its sum knows that the others have read these rows; and who
-        has the first gathered rows of the next call knows that the others have their sums. Likewise if the first one is
-        a sum and the last one gathers.
+        has the first gathered rows of the next call knows that the others have their sums. Gathered rows that are an
+        output, and that nothing reads, count as read at the end of the call: a rank sends its first rows of the next
+        call after that, and others overwrite those behind the first matmul, which has waited for these first rows.
+        Likewise if the first one is a sum and the last one gathers.
         """
         every = {s.out.name for s in (*self.moves, *self.reduces) if (s.mesh.name, s.over) == (mesh, over)}
         body = program.body
@@ -98,7 +142,9 @@ class RowCollectives:
     def noted(self, strategy: str) -> RowCollectives:
         """Write the reasons into the program; raise if it communicates but moves no rows."""
         if self.moves or self.reduces or not self.reasons:
-            return replace(self, program=with_reasons(self.program, self.reasons))
+            along = {s.out.name for s in self.scales}
+            reasons = {name: why for name, why in self.reasons.items() if name not in along}
+            return replace(self, program=with_reasons(self.program, reasons))
         s = next(s for s in self.program.body if result_of(s).name in self.reasons)
         raise s.fail(
             f"'{strategy}' cannot overlap the {s.keyword()}: {self.reasons[result_of(s).name]}",
@@ -109,13 +155,14 @@ class RowCollectives:
     def with_block_axes(self, wanted: Callable[[RowCollective], bool]) -> RowCollectives:
         """Rewrite the collectives that want block axes, and the matmuls of gathered rows, to tensors that have them."""
         names = Names.of(self.program)
-        full: dict[str, Value] = {}  # by what was gathered: the same with block axes
+        full: dict[str, Value] = {}  # by what was gathered, or another operand: the same with block axes
         body: list[Statement] = []
         moves: list[RowCollective] = []
+        scales = self.scales
         for s in self.program.body:
-            if isinstance(s, RowCollective) and s in self.moves:
+            if isinstance(s, RowCollective) and (s in self.moves or s in scales):
                 if not wanted(s):
-                    moves.append(s)
+                    moves += [s] if s in self.moves else []
                     body.append(s)
                     continue
                 axes = block_axes(s)
@@ -126,16 +173,60 @@ class RowCollectives:
                     body += [Reshape(s.x, whole, span=s.span), moves[-1], Reshape(shard, s.out, span=s.span)]
                     continue
                 full[s.out.name] = whole
-                moves.append(replace(s, x=shard, out=whole))
-                body += [Reshape(s.x, shard, span=s.span), moves[-1]]
-                body += [Reshape(whole, s.out, span=s.span)] if wanted_otherwise(self.program, s.out) else []
-            elif isinstance(s, (Matmul, Linear)) and s.a.name in full and reads_rows(s, s.a):
+                cut = replace(s, x=shard, out=whole)
+                moves += [cut] if s in self.moves else []
+                body += [Reshape(s.x, shard, span=s.span), cut]
+                otherwise = s in self.moves and wanted_otherwise(self.program, s.out)
+                body += [Reshape(whole, s.out, span=s.span)] if otherwise else []
+            elif isinstance(s, Contraction) and s.a.name in full and reads_rows(s, s.a):
                 a = full[s.a.name]
                 out = _like(s.out, (*a.tensor.axes[:-1], s.out.tensor.axes[-1]), names)
+                if isinstance(s, ScaledMatmul) and s.scaling is not Scaling.TENSOR:
+                    if s.scale_a.name not in full:
+                        axes = (*a.tensor.axes[:-1], s.scale_a.tensor.axes[-1])
+                        full[s.scale_a.name] = _like(s.scale_a, axes, names)
+                        body.append(Reshape(s.scale_a, full[s.scale_a.name], span=s.span))
+                    s = replace(s, scale_a=full[s.scale_a.name])
                 body += [replace(s, a=a, out=out), Reshape(out, s.out, span=s.span)]
             else:
                 body.append(s)
         return replace(self, program=self.program.with_body(body), moves=tuple(moves))
+
+
+def _with_reshapes_last(program: Program) -> Program:
+    """Let matmuls read gathered rows as they are gathered, where the program reshapes them first: then the results are.
+
+    A matmul takes rows of any axes. So the reshape of a flattened batch costs nothing, and moves no rows.
+    """
+    names = Names.of(program)
+    made = {result_of(s).name: s for s in program.body}
+    body: list[Statement] = []
+    for s in program.body:
+        a = _seen_from(s.a, made) if isinstance(s, Contraction) else None
+        if a is None or not isinstance(s, Contraction) or not isinstance(made.get(a.name), AllGather) or a == s.a:
+            body.append(s)
+            continue
+        out = _like(s.out, (*a.tensor.host().axes[:-1], s.out.tensor.host().axes[-1]), names)
+        moved = replace(s, a=a, out=out)
+        if isinstance(moved, ScaledMatmul) and moved.scaling is not Scaling.TENSOR:
+            scale = _seen_from(moved.scale_a, made)
+            if scale.tensor.shape[:-1] != a.tensor.shape[:-1]:
+                axes = (*a.tensor.host().axes[:-1], moved.scale_a.tensor.host().axes[-1])
+                scale = _like(moved.scale_a, axes, names)
+                body.append(Reshape(moved.scale_a, scale, span=s.span))
+            moved = replace(moved, scale_a=scale)
+        body += [moved, Reshape(out, s.out, span=s.span)]
+    read = {v.name for s in body for v in operands_of(s)} | {v.name for v in program.outputs}
+    return program.with_body(s for s in body if not isinstance(s, Reshape) or s.out.name in read)
+
+
+def _seen_from(rows: Value, made: Mapping[str, Statement]) -> Value:
+    """Return the tensor that these rows are a reshape of, with other axes in front of the last one; or themselves."""
+    maker = made.get(rows.name)
+    while isinstance(maker, Reshape) and maker.x.tensor.host().axes[-1] == maker.out.tensor.host().axes[-1]:
+        rows = maker.x
+        maker = made.get(rows.name)
+    return rows
 
 
 def _like(value: Value, axes: tuple[Axis, ...], names: Names) -> Value:
@@ -157,7 +248,7 @@ def _why_whole(s: Communication, program: Program, strategy: str) -> str:
         return f"{s.x} has no axes" if _left_whole(s) else ""
     if not isinstance(s, RowCollective):
         return f"{strategy} handles only allgathers and reduce_scatters of rows, and allreduces"
-    columns = shard_of(s).tensor.axis_on(s.over) == len(s.out.tensor.axes) - 1
+    columns = by_columns(s)
     if isinstance(s, ReduceScatter):
         return f"it scatters the last axis of {s.x}, which no product alone makes" if columns else ""
     if not users(program, s.out):
@@ -166,9 +257,22 @@ def _why_whole(s: Communication, program: Program, strategy: str) -> str:
         return f"no matmul has {s.out} as its left side"
     if first_matmul(program, s) is None:
         return f"every matmul with {s.out} as its left side needs it for its right side too"
-    if columns:
-        return f"it gathers the axis that the matmul sums over, of which every row of {s.out} needs all"
+    if columns and strategy != "ring":
+        return f"it gathers the axis that the matmul sums over; 'ring' does that in slices of the rows of {s.out}"
+    if columns and row_slices(s) == 1:
+        return f"it gathers the axis that the matmul sums over, and the rows of {s.out} are not known to be even"
     return ""
+
+
+def by_columns(s: RowCollective) -> bool:
+    """Whether each rank has a part of the last axis."""
+    return shard_of(s).tensor.axis_on(s.over) == len(s.out.tensor.axes) - 1
+
+
+def row_slices(s: AllGather) -> int:
+    """Return the number of slices of rows in which a gather of columns can run; 1 if none is known to divide them."""
+    first = s.out.tensor.host().axes[0]
+    return 1 if first.marks else next((n for n in SLICES if (first.extent / n).whole), 1)
 
 
 def users(program: Program, value: Value) -> list[Statement]:
@@ -176,10 +280,18 @@ def users(program: Program, value: Value) -> list[Statement]:
     return [s for s in program.body if any(v.name == value.name for v in operands_of(s))]
 
 
+def _needed_for(program: Program, s: Statement) -> set[str]:
+    """Return the names of all values on which a statement depends."""
+    needed = {v.name for v in operands_of(s)}
+    for other in reversed(program.body):
+        needed |= {v.name for v in operands_of(other)} if result_of(other).name in needed else set()
+    return needed
+
+
 def reads_rows(s: Statement, rows: Value) -> bool:
     """Whether a matmul reads a tensor as its left side, and nowhere else."""
     reads = [v.name for v in operands_of(s)]
-    return isinstance(s, (Matmul, Linear)) and s.a.name == rows.name and reads.count(rows.name) == 1
+    return isinstance(s, Contraction) and s.a.name == rows.name and reads.count(rows.name) == 1
 
 
 def first_matmul(program: Program, s: AllGather) -> Statement | None:

@@ -50,11 +50,13 @@ class ScatteredBlocks:
 
     @property
     def first(self) -> Expr:
-        """The block with which a product of all rows is to begin, so that flags rise in the order of the turns.
+        """The block with which a product of all rows begins, so that flags rise in about the order of the turns.
 
-        Blocks are computed as they lie in memory, round robin. With several blocks outside, only two ranks can begin
-        with the block that is sent first: with more, those for the ranks before this one would come last of all. So it
-        begins with what is sent last, and ends with its own block.
+        Blocks are computed as they lie in memory, round robin. Where the blocks for a rank lie together, or there are
+        two ranks, the product begins with the first one for the next rank, which is sent first. Else every outer block
+        holds one for each rank: a product that begins so comes last of all to those of the first outer block for the
+        ranks before this one, which are sent early. So it begins in the last outer block, directly behind this rank's
+        block: with blocks that are sent late. In both cases it ends with a block of this rank, which is not sent.
         """
         ranks, blocks = self.team.ranks, self.each * self.team.ranks
         if self.axis is None or ranks == 2:

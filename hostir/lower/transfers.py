@@ -118,12 +118,15 @@ class Transfers:
 
     def wait(self, flag: Expr) -> WaitSignal:
         """Return the wait of the current stream for a block of this rank's buffer."""
-        return WaitSignal(self.flags, flag, ARRIVED)
+        return WaitSignal(self.flags, flag, ARRIVED, span=self.span)
 
     def put_and_signal(self, blocks: Blocks, to: Expr, note: str, sms: int = 0) -> tuple[Put, Signal]:
         """Return the copy of a block to a rank, and the signal that it has arrived."""
-        signal = Signal(self.flags, blocks.flag, ARRIVED, to, self.team.over, span=self.span)
-        return self.put(blocks.source, blocks.target, to, note=note, sms=sms), signal
+        return self.put(blocks.source, blocks.target, to, note=note, sms=sms), self.signal(blocks, to)
+
+    def signal(self, blocks: Blocks, to: Expr) -> Signal:
+        """Return the signal to a rank that a block has arrived."""
+        return Signal(self.flags, blocks.flag, ARRIVED, to, self.team.over, span=self.span)
 
     def once(self, blocks: Blocks) -> tuple[ViewStatement, ...]:
         """Return the views that all turns use, if there is one block only."""

@@ -92,7 +92,18 @@ def compute_block(
     out, a, *others = registers[op.out], *(registers[x] for x in op.operands)
     ready = op.ready
     own = registers[ready.own] if ready is not None and ready.own is not None and block in ready.replaced else None
-    for out_part, a_part in with_rows(out, a, block, blocks, own):
+    of_rows = ready.along if ready is not None else op.done.along if op.done is not None else ()
+    if not of_rows:
+        for out_part, a_part in with_rows(out, a, block, blocks, own):
+            kernel(out_part, a_part, *others, **op.options)
+        return
+    height = out.shape[:-1].numel() // blocks
+    first = block * height
+    left = (a, first) if own is None else (own, 0)
+    parts = [(out, first), left, *((others[n - 1], first) for n in of_rows)]
+    for _, (out_part, a_part, *cut_alike) in row_pieces(parts, height):
+        for n, rows in zip(of_rows, cut_alike, strict=True):
+            others[n - 1] = rows
         kernel(out_part, a_part, *others, **op.options)
 
 

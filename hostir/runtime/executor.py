@@ -80,7 +80,7 @@ def untraced(function: F) -> F:
 # Remember what is known of a call, for later calls with the same kinds of tensors.
 
 Plan = CudaPlan | GlooPlan
-MAX_PLANS = 128  # plans that an executor keeps, the latest used ones: shapes may never repeat
+MAX_PLANS = 16  # plans that an executor keeps, the latest used ones: shapes may never repeat, and a plan is soon made
 MAX_BOUND = 256  # bound calls that an executor keeps, the latest used ones
 
 
@@ -179,7 +179,7 @@ class Executor:
 
     Fields:
         machine: the name of the machine.
-        plans: the latest 128 plans, by the shapes, strides and dtypes of their inputs.
+        plans: the latest 16 plans, by the shapes, strides and dtypes of their inputs.
         choice: what chose this program, and why; None if nothing did.
 
     Raises HostIRError, on every rank, if ranks run different programs, or if the job or the group has too few ranks.
@@ -431,6 +431,9 @@ class Executor:
             plan = self._choose(cache_key(inputs), inputs, places=True)
             if plan.memory is not None:
                 plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
+            # The call may be on another stream than this one, to which a new plan issues copies.
+            if self.machine == "cuda" and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream(self._machine.device).synchronize()
         found = places(plan.unrolled, plan.memory)
         return tuple(None if register == NONE else plan.registers[register] for register in found)
 
@@ -554,12 +557,14 @@ class Executor:
         plan = self.plans.get(kind) if kind is not None else None
         if plan is None:
             self._refuse_in_capture()
-            began = time.perf_counter()
+            began, symmetric = time.perf_counter(), self._machine.symmetric
+            released = symmetric.released
             try:
                 plan = self._make(inputs, out, places, begun)
             finally:
-                for member in [self] if self.session is None else list(self.session.members):
-                    member._drop_stale()
+                if symmetric.released != released:
+                    for member in [self] if self.session is None else list(self.session.members):
+                        member._drop_stale()
             self._log(plan, time.perf_counter() - began)
         else:
             try:

@@ -107,13 +107,13 @@ def resolved(group: object) -> ProcessGroup:
         named = named.group_name
     if not isinstance(named, str):
         raise error(f"group={described(group)}", user_span(), expected=KINDS)
-    if (known := _registered(named)) is None:
+    if (known := registered(named)) is None:
         hint = "it may have been destroyed, or this process is not in it"
         raise error(f"torch knows no group '{named}' in this process", user_span(), expected=KINDS, hint=hint)
     return known
 
 
-def _registered(name: Any) -> ProcessGroup | None:
+def registered(name: Any) -> ProcessGroup | None:
     """Return the group of this name that torch knows in this process."""
     try:
         return _resolve_process_group(name)
@@ -143,7 +143,7 @@ def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
 def _sweep() -> None:
     """Close the sessions of groups that were destroyed."""
     for name, guest in list(_guests.items()):
-        if _registered(name) is not guest.group:
+        if registered(name) is not guest.group:
             _guests.pop(name).leave(done=True, wait=False)
 
 

@@ -236,7 +236,7 @@ def reductions(program: Program, *, ring: bool = False) -> float:
 
     `ring`: they are made by NCCL, in the dtype, hop by hop.
     """
-    return sum((s.addends + 1) / 2 if ring else 1 for s in program.walk() if s.addends)
+    return sum((s.addends + 1) / 2 if ring and s.collective else 1 for s in program.walk() if s.addends)
 
 
 def bound(

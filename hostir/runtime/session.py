@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -75,7 +75,7 @@ class Call:
 
     @lru_cache(maxsize=1024)  # noqa: B019  # the same few, again and again
     def __str__(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self))
 
 
 def describe(by_rank: Mapping[int, Call]) -> str:

@@ -90,7 +90,7 @@ def _bytes_of(x: torch.Tensor, offset: int) -> Region:
 # Convert between whole tensors and the parts that ranks hold, and bind symbols to the sizes of a call's tensors.
 
 FLOATS = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-TORCH = {**FLOATS, FLAG.name: torch.int64}
+TORCH = {**FLOATS, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2, FLAG.name: torch.int64}
 Part = torch.Tensor | None  # what a rank holds of a tensor: None if it is no device of its mesh
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -345,7 +345,7 @@ def random_inputs(
     def normal(value: Value) -> torch.Tensor:
         shape = bind_shape(value.tensor.shape, sizes)
         dtype = torch_dtype(value.tensor.dtype)
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
         x = torch.randn(shape, generator=generator, dtype=wide, device=device)
         return (x * scales.get(value.name, 1.0)).to(dtype)
 

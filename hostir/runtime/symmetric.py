@@ -261,6 +261,7 @@ class SymmetricMemory:
 
     Fields:
         met: all that there is, with the same keys on every rank.
+        released: how much there was that has gone.
     """
 
     def __init__(self, rank: int, exchange: ExchangeTexts, sharing: Sharing) -> None:
@@ -268,7 +269,7 @@ class SymmetricMemory:
         self.exchange = exchange
         self.sharing = sharing
         self.met: dict[ProgramKey, SharedMemory] = {}
-        self.meetings = 0
+        self.meetings = self.released = 0
 
     @property
     def bytes(self) -> int:
@@ -333,6 +334,7 @@ class SymmetricMemory:
                 raise refused
         for key in [key for key, memory in self.met.items() if memory.number in drops]:
             self.met.pop(key).gone = True  # since they said that theirs is made, no rank has used it
+            self.released += 1
         assert memory is not None
         return memory
 

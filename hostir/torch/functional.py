@@ -7,14 +7,16 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hostir.ir.source import check_known, described, error, user_span
 from hostir.runtime.guest import resolved
+from hostir.torch.library import call
 
+_transforms = torch._C._functorch.peek_interpreter_stack
 Ranks = ProcessGroup | DeviceMesh | str  # a DeviceMesh of one dimension
-OPS = torch.ops.hostir
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------
@@ -38,12 +40,12 @@ def axis_of(x: Tensor, axis: int, what: str) -> int:
 
 
 def ready(*tensors: Tensor) -> list[Tensor]:
-    """Return operands as a matmul of torch takes them: cast where autocast is on. Refuses transforms of torch.func."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    """Return operands as a matmul of torch takes them: cast where autocast is on. Refuses what torch.func does."""
+    if not torch.compiler.is_compiling() and (_transforms() is not None or forward_ad._current_level >= 0):
         raise error(
-            "torch.func transforms do not go through hostir's functions",
+            "torch.func transforms and forward-mode gradients do not go through hostir's functions",
             user_span(),
-            expected="a call outside torch.vmap, torch.func.grad and their like",
+            expected="a call outside torch.vmap, torch.func.grad, forward_ad.dual_level and their like",
         )
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -87,10 +89,10 @@ def all_gather_matmul(
     if out is not None:
         given = [out] if isinstance(out, Tensor) else [*out]
         full = a.new_empty(_times(a, axis, name)) if return_a else None
-        OPS.all_gather_matmul_out(a, bs, axis, name, out=given, gathered=full)
+        call("all_gather_matmul_out", [a, *bs, *given], a, bs, axis, name, out=given, gathered=full)
         products = given
     else:
-        full, products = OPS.all_gather_matmul(a, bs, axis, name, return_a)
+        full, products = call("all_gather_matmul", [a, *bs], a, bs, axis, name, return_a)
     result = products[0] if isinstance(b, Tensor) else products
     return (full, result) if return_a else result
 
@@ -124,8 +126,8 @@ def matmul_reduce_scatter(
     axis, name = axis_of(a, scatter_dim, "scatter_dim"), name_of(group)
     a, b = ready(a, b)
     if out is None:
-        return OPS.matmul_reduce_scatter(a, b, reduce_op, axis, name)
-    OPS.matmul_reduce_scatter_out(a, b, reduce_op, axis, name, out=out)
+        return call("matmul_reduce_scatter", (a, b), a, b, reduce_op, axis, name)
+    call("matmul_reduce_scatter_out", (a, b, out), a, b, reduce_op, axis, name, out=out)
     return out
 
 
@@ -181,7 +183,7 @@ def column_parallel_linear(
     axis, name = axis_of(x, gather_dim, "gather_dim"), name_of(group)
     x, *weights = ready(x, *weights)
     keeps = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
-    _, products = OPS.all_gather_matmul(x, weights, axis, name, keeps, True)
+    _, products = call("all_gather_matmul", [x, *weights], x, weights, axis, name, keeps, True)
     if bias is not None:
         products = [y if b is None else y + b.to(y.dtype) for y, b in zip(products, biases, strict=True)]
     return products[0] if one else products
@@ -216,8 +218,9 @@ def row_parallel_linear(
     axis, name = axis_of(x, scatter_dim, "scatter_dim"), name_of(group)
     x, weight = ready(x, weight)
     if reduce == "all":
-        return OPS.matmul_all_reduce(x, weight, name, True, None if bias is None else bias.to(x.dtype))
-    y = OPS.matmul_reduce_scatter(x, weight, "sum", axis, name, True)
+        addends = [] if bias is None else [bias.to(x.dtype)]
+        return call("matmul_all_reduce", [x, weight, *addends], x, weight, name, True, *addends)
+    y = call("matmul_reduce_scatter", (x, weight), x, weight, "sum", axis, name, True)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -235,7 +238,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, group: Ranks, *, gather_di
     axis, name = axis_of(x, gather_dim, "gather_dim"), name_of(group)
     x, gate, up = ready(x, gate, up)
     keeps = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    y, _ = OPS.all_gather_gated(x, gate, up, axis, name, keeps)
+    y, _ = call("all_gather_gated", (x, gate, up), x, gate, up, axis, name, keeps)
     return y
 
 
@@ -259,10 +262,9 @@ def matmul_all_reduce(
     """
     name = name_of(group)
     a, b, *rest = ready(a, b, *([] if addend is None else [addend]))
-    addend = rest[0] if rest else None
     if out is None:
-        return OPS.matmul_all_reduce(a, b, name, False, addend)
-    OPS.matmul_all_reduce_out(a, b, name, out=out, addend=addend)
+        return call("matmul_all_reduce", [a, b, *rest], a, b, name, False, *rest)
+    call("matmul_all_reduce_out", [a, b, out, *rest], a, b, name, out=out, addend=rest[0] if rest else None)
     return out
 
 
@@ -280,6 +282,6 @@ def all_reduce(x: Tensor, group: Ranks, *, out: Tensor | None = None) -> Tensor:
     name = name_of(group)
     (x,) = ready(x)
     if out is None:
-        return OPS.all_reduce(x, name)
-    OPS.all_reduce_out(x, name, out=out)
+        return call("all_reduce", [x], x, name)
+    call("all_reduce_out", [x, out], x, name, out=out)
     return out

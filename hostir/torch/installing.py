@@ -204,7 +204,7 @@ def report(*, clear: bool = False) -> Report:
     """Return what operators ran on this rank, how often, by which strategy, and why; what is left to torch, too.
 
     A tuple with a row for each operator, group and strategy (fields `operator`, `group`, `strategy`, `calls`, `why`);
-    `print` shows it as text. `clear` begins to count anew.
+    `print` shows it as text. Its `symmetric_bytes` are what each group holds, by name. `clear` begins anew.
     """
     found = LEDGER.report()
     if clear:

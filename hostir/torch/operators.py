@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hostir.ir.program import Program
 from hostir.ir.source import error, warn_once
+from hostir.lower.rows import SLICES
 from hostir.runtime.executor import Executor
 from hostir.runtime.started import Started
 from hostir.torch import programs
@@ -86,8 +87,8 @@ class Operator:
 def dtype_of(tensors: Sequence[Tensor]) -> str:
     """Return the dtype of tensors in the words of a program. Raises Unfit for one that hostir lacks, or several."""
     kind = tensors[0].dtype
-    if any(x.dtype != kind for x in tensors):
-        raise Unfit(f"operands of several dtypes, {', '.join(sorted({str(x.dtype) for x in tensors}))}")
+    if len(kinds := {x.dtype for x in tensors}) > 1:
+        raise Unfit(f"operands of several dtypes, {', '.join(sorted(map(str, kinds)))}")
     if kind not in DTYPES:
         raise Unfit(f"its dtype is {kind}, not one of {', '.join(map(str, DTYPES))}")
     return DTYPES[kind]
@@ -160,7 +161,8 @@ def all_gather_matmul(
     x, outside = grouped(a, 0 if contracted else axis)
     rows = [x.shape[outside], *x.shape[:outside], *x.shape[outside + 1 : -1]]
     if contracted:
-        key: tuple[Any, ...] = (K, columns, x.ndim - 2, rows[0] % ranks == 0, gathered)
+        slices = next((n for n in SLICES if rows[0] % n == 0), 1)
+        key: tuple[Any, ...] = (K, columns, x.ndim - 2, slices, gathered)
     else:
         rows[0] *= ranks
         key = (K, columns, x.ndim - 2, outside, gathered)

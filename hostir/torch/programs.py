@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ import torch
 from hostir.choice import Choice, compile
 from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, check_known
+from hostir.ir.source import HostIRError, amount, check_known
 from hostir.lower import AUTO, STRATEGIES, lower
 from hostir.runtime.executor import Executor
-from hostir.runtime.guest import resolved
+from hostir.runtime.guest import registered, resolved
 
 # Fusions --------------------------------------------------------------------------------------------------------------
 # As texts, with the numbers of rows free: M along the axis that is gathered or scattered, P0, P1, ... along those
@@ -65,10 +66,10 @@ def all_gather_matmul(
 
 
 def all_gather_columns_matmul(
-    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, even: bool, gathered: bool
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, slices: int, gathered: bool
 ) -> Program:
-    """`a`, of which each rank has columns, gathered and multiplied; if `even`, the ranks divide the outermost axis."""
-    rows = (f"{ranks}*M" if even else "M", *_beside(beside))
+    """`a`, of which each rank has columns, gathered and multiplied; `slices` divides the outermost axis."""
+    rows = (f"{slices}*M", *_beside(beside))
     inputs = [
         f"%a: {_type(dtype, *rows, f'{K}@didx')}",
         *(f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)),
@@ -222,10 +223,9 @@ _groups: dict[str, OperatorGroup] = {}
 
 def group_named(name: str) -> OperatorGroup:
     """Return the group of this name. Raises HostIRError for one that torch does not know."""
-    process_group = resolved(name)
     known = _groups.get(name)
-    if known is None or known.process_group is not process_group:  # torch numbers groups anew once all are destroyed
-        known = _groups[name] = OperatorGroup(name, process_group)
+    if known is None or known.process_group is not registered(name):  # torch numbers groups anew once all are destroyed
+        known = _groups[name] = OperatorGroup(name, resolved(name))
     return known
 
 
@@ -262,10 +262,19 @@ class Ran:
 
 
 class Report(tuple[Ran, ...]):
-    """The operators that ran on this rank, how and why; `print` shows a paragraph for each."""
+    """The operators that ran on this rank, how and why; `print` shows a paragraph for each.
+
+    Fields:
+        symmetric_bytes: the symmetric memory that the programs of each group hold on this rank, by the group's name.
+    """
+
+    symmetric_bytes: Mapping[str, int] = MappingProxyType({})
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or "no operator has been called"
+        held = (
+            f"group '{name}' holds {amount(n)} of symmetric memory" for name, n in self.symmetric_bytes.items() if n
+        )
+        return "\n".join([*map(str, self), *held]) or "no operator has been called"
 
 
 @dataclass
@@ -297,7 +306,10 @@ class Ledger:
         for (operator, group, strategy, why), count in rows:
             counts[operator, group, strategy] += count
             reasons.setdefault((operator, group, strategy), {}).update(dict.fromkeys(why))
-        return Report(Ran(*name, count, tuple(reasons[name])) for name, count in counts.items())
+        found = Report(Ran(*name, count, tuple(reasons[name])) for name, count in counts.items())
+        sessions = {group: executor.session for _, group, executor, _ in self.by_hostir}
+        found.symmetric_bytes = {group: it.symmetric_bytes for group, it in sessions.items() if it is not None}
+        return found
 
 
 LEDGER = Ledger()

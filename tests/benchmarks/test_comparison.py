@@ -18,6 +18,7 @@ from benchmarks.matmul_reduce_scatter import WAYS, Way, row_parallel, text
 from benchmarks.scores import (
     BY_HAND,
     COMPILED,
+    HOSTIR,
     KINDS,
     ODD,
     ONE_SHOT,
@@ -132,6 +133,31 @@ def test_reshard_runs_from_one_end_to_the_other(tmp_path: Path) -> None:
         assert {"NCCL", COMPILED, "sequential"} <= right(row)
         assert took_part(row) == {"NCCL", COMPILED, "sequential", "push", *torchs}
         assert row["floor_us"] == row["nccl_us"]
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(200)
+def test_functions_for_torch_run_from_one_end_to_the_other(tmp_path: Path) -> None:
+    kinds = [f"8B-{kind}{trained}" for kind in ("gather", "scatter") for trained in ("", "-trained")]
+    rows, _ = measured(tmp_path, "torch_operators", "--rows", ",".join(f"{kind}:4096" for kind in kinds))
+    assert [(row["model"], row["M"], row["N"], row["K"]) for row in rows] == [
+        (kind, 64, *((28, 64) if "gather" in kind else (64, 28))) for kind in kinds
+    ]
+    for row in rows:
+        names = {BY_HAND, TORCH, HOSTIR} | (set() if "trained" in row["model"] else {f"{HOSTIR} out="})
+        assert set(row["times"]) == names
+        assert right(row) == {BY_HAND, TORCH, HOSTIR}
+        assert row["floor_us"] == max(row["gemm_us"], row["nccl_us"])
+
+
+def test_functions_for_torch_are_held_against_the_fastest_peer_of_each_mode() -> None:
+    row = KINDS["torch_operators"].rows("70B-gather-trained:4096")[0]
+    times = {BY_HAND: {"ours": False, "eager": 200.0, "graph": 100.0}, TORCH: {"ours": False, "eager": 150.0}}
+    for eager, graph, met in ((150.0, 100.0, True), (153.0, 102.0, True), (154.0, 90.0, False), (140.0, 103.0, False)):
+        ours = {HOSTIR: {"ours": True, "eager": eager, "graph": graph}}
+        found = figures("torch_operators", row) | {"times": times | ours}
+        del found["compiled"]
+        assert scored(found)["met"] is met
 
 
 @pytest.mark.torchrun

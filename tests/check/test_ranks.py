@@ -86,6 +86,9 @@ def findings(body: str, inputs: str = INPUTS, outputs: str = "") -> list[Diagnos
         ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %b >= 1 from 0", 9, "%b is not a row of flags"),
         ("%m: f32[4, 8] = allocate\nlinear %b, %n -> %m ready %b >= 1 from 0", 9, "%b is not a row of flags"),
         ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m own %b", 9, "own rows are those of one block"),
+        ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m from 99", 9, "and this matmul has no blocks"),
+        ("%m: f32[8] = allocate\nsum %b axis 0 -> %m from 1", 9, "and this sum has no blocks"),
+        ("%m: f32[8] = allocate\nsum %b axis 0 -> %m ready %f >= 1 from 1", 9, "this sum has no own rows"),
         (
             "%m: f32[4, 8] = allocate\n%o: bf16[2, 8] = allocate\nmatmul %b, %n -> %m ready %f >= 1 from 0 own %o",
             10,

@@ -81,6 +81,7 @@ def test_in_a_host_program_no_axis_is_on_the_stream() -> None:
     assert tensor(axis((2, STREAM), (4, None))).host() == tensor(axis((8, None)))
 
 
-def test_there_is_room_for_more_dtypes() -> None:
-    assert {name: d.bytes for name, d in DTYPES.items()} == {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
+def test_dtypes_and_their_sizes() -> None:
+    wide = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
+    assert {name: d.bytes for name, d in DTYPES.items()} == wide | {"f8e4m3": 1, "f8e5m2": 1}
     assert str(tensor(Axis.of(4), mesh=None).__class__(DType("f8e4m3", 1), (Axis.of(4),))) == "f8e4m3[4]"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -18,10 +18,15 @@ from tests.runtime.whole import run_whole
 every_strategy = pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
 
 
-def hold(fusion: Program, program: Program, seeds: range, **sizes: int) -> None:
-    """The program reads back, checks, and gives the unsharded result under these schedules."""
+def hold(fusion: Program, program: Program, seeds: range, *calls: Mapping[str, int]) -> None:
+    """The program reads back, checks, and gives the unsharded result of these sizes under these schedules."""
     assert hi.parse(str(program)) == program
     assert hi.check(program) == []
+    for sizes in calls or [{}]:
+        right(fusion, program, seeds, sizes)
+
+
+def right(fusion: Program, program: Program, seeds: range, sizes: Mapping[str, int]) -> None:
     inputs = random_inputs(fusion, sizes, seed=seeds.start + 1)
     plain, exact = reference(fusion, inputs, sizes, None), reference(fusion, inputs, sizes)
     for seed in seeds:

@@ -16,10 +16,10 @@ from hostir.ir import HostIRError, Program
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import Synchronize
 from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
-from hostir.ir.tensor_ops import Contraction, TensorOp
+from hostir.ir.tensor_ops import Contraction, DenseCopy, TensorOp
 from hostir.ir.types import DTYPES
 from hostir.runtime.reference import reference
-from hostir.runtime.sharding import torch_dtype
+from hostir.runtime.sharding import random_inputs, torch_dtype
 from tests.lower.gathered import gathered
 from tests.lower.held import every_strategy, hold, one_sided, without_each
 from tests.mutation import convicted
@@ -80,8 +80,9 @@ def test_one_program_serves_every_size_bound_at_run_time(strategy: str, ranks: i
     w.shard(1, mesh)
     program = hi.lower(fusion, strategy)
     assert one_sided(program)
-    for slices, rows, inner in ((1, 3, 5), (3, 2, 1), (2, 1, 8)):
-        hold(fusion.program(), program, range(2), S=slices, M=rows, K=inner, N=4 * ranks)
+    some = ((1, 3, 5), (3, 2, 1), (2, 1, 8))
+    sizes = [{"S": slices, "M": rows, "K": inner, "N": 4 * ranks} for slices, rows, inner in some]
+    hold(fusion.program(), program, range(2), *sizes)
 
 
 class Operands(Tracer):
@@ -293,17 +294,64 @@ def test_a_fusion_that_moves_no_rows_is_refused_at_the_users_line(pattern: Patte
     assert "'pipeline'" in found.hint
 
 
-@every_strategy
-def test_a_gather_of_the_contracted_axis_is_refused(strategy: str) -> None:
-    with hi.Fusion("inner") as fusion:
-        a, b = hi.tensor("a", [8, 16], "f32"), hi.tensor("b", [16, 8], "f32")
-        full = hi.reshard(a)
-        fusion.output(full @ b)
-    mesh = hi.DeviceMesh(range(2))
-    a.shard(1, mesh)
-    full.set_device_mesh(mesh)
-    with pytest.raises(HostIRError, match="it gathers the axis that the matmul sums over"):
-        hi.lower(fusion, strategy)
+COLUMNS = """hostir 1
+mesh @mesh [tp] = {ranks}
+fusion @columns(%a: {dtype}[{rows}, 2, {K}@tp], %b: {dtype}[{K}, {H}@tp], %w: {dtype}[{H}@tp, {K}]) -> (%y, %c{more}) {{
+  %x: {dtype}[{rows}, 2, {K}@tp] = relu %a
+  %f: {dtype}[{rows}, 2, {K}] = reshard %x
+  %c: {dtype}[{rows}, 2, {H}@tp] = matmul %f, %b
+  %g: {dtype}[{rows}, 2, {H}@tp] = gelu %c
+  %y: {dtype}[{rows}, 2, {K}@tp] = matmul %g, %w
+}}
+"""
+
+
+def columns(ranks: int, rows: int | str, dtype: str = "f32", *, whole: bool = False) -> Program:
+    """An MLP whose input and output are sharded on their columns; the gathered input is an output too if `whole`."""
+    names, more = " ".join(map(str, range(ranks))), ", %f" if whole else ""
+    return hi.parse(COLUMNS.format(ranks=names, rows=rows, dtype=dtype, K=2 * ranks, H=3 * ranks, more=more))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_ring_gathers_the_axis_that_products_sum_over_in_slices_of_rows(ranks: int) -> None:
+    fusion = columns(ranks, "8*M", whole=ranks == 3)
+    program = hi.lower(fusion, "ring", streams=2)
+    assert not [s for s in program.walk() if isinstance(s, Communication)]
+    assert [s.keyword() for s in program.walk() if isinstance(s, DenseCopy)] == ["copy"] * (1 + (ranks == 3))
+    hold(fusion, program, range(3), {"M": 1})
+    alone = hi.lower(gather_of_columns("8*M", ranks), "ring", streams=2)
+    for missing, body in without_each(alone.body):
+        found = [f for f in hi.check(alone.with_body(body)) if f.level == "error"]
+        assert found, f"'{missing.keyword()}' was left out unnoticed\n{alone}"
+
+
+def test_a_sum_over_a_gathered_axis_has_one_rounding_and_the_same_bits_on_every_rank_and_in_every_run() -> None:
+    fusion = columns(4, 8, "bf16")
+    program = hi.lower(fusion, "ring")
+    inputs = random_inputs(fusion, {}, seed=1)
+    hold(fusion, program, range(2))
+    first = run_whole(program, inputs, seed=0)  # which compares the copies of all ranks
+    assert all(map(torch.equal, first, run_whole(program, inputs, seed=3)))
+
+
+def test_a_gather_of_the_contracted_axis_is_refused_with_the_reason() -> None:
+    for strategy in ("fused", "push"):
+        with pytest.raises(HostIRError, match="it gathers the axis that the matmul sums over; 'ring' does that"):
+            hi.lower(gather_of_columns("8"), strategy)
+    for rows in ("7", "M"):
+        with pytest.raises(HostIRError, match="the rows of %full are not known to be even"):
+            hi.lower(gather_of_columns(rows), "ring")
+
+
+def gather_of_columns(rows: str, ranks: int = 2) -> Program:
+    text = f"""hostir 1
+mesh @mesh [tp] = {" ".join(map(str, range(ranks)))}
+fusion @inner(%a: f32[{rows}, {6 * ranks}@tp], %b: f32[{6 * ranks}, 8]) -> (%c) {{
+  %full: f32[{rows}, {6 * ranks}] = reshard %a
+  %c: f32[{rows}, 8] = matmul %full, %b
+}}
+"""
+    return hi.parse(text)
 
 
 @pytest.mark.parametrize("streams", [1, 2, 5])

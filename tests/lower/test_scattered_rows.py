@@ -80,7 +80,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=[*LAYOUTS
 
 @every_strategy
 @every_layout
-@RANKS
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_rows_of_every_layout_are_summed_up_where_they_are_to_be(
     layout: Callable[[int, Dtype], hi.Fusion], strategy: str, ranks: int
 ) -> None:
@@ -89,8 +89,8 @@ def test_rows_of_every_layout_are_summed_up_where_they_are_to_be(
     assert not collectives(program)
     assert len(waiting(program)) == 1
     assert len(raising(program)) == (strategy == "fused")
-    hold(fusion, program, range(3))
-    assert convicted(program, 2) == ""
+    hold(fusion, program, range(3 if ranks < 8 else 1))
+    assert convicted(program, 2 if ranks < 8 else 1) == ""
 
 
 @every_strategy
@@ -296,8 +296,7 @@ def test_one_program_serves_every_number_of_rows(strategy: str, ranks: int) -> N
                 raise
             continue
         covered += 1
-        for rows in (0, 2 * ranks, 6 * ranks):
-            hold(fusion, program, range(seed, seed + 1), M=rows)
+        hold(fusion, program, range(seed, seed + 1), *({"M": rows} for rows in (0, 2 * ranks, 6 * ranks)))
     assert covered > 8
 
 
@@ -491,7 +490,7 @@ fusion @columns(%x: f32[M, 9@tp], %w: f32[6, 9@tp], %bias: f32[6]) -> (%z) {
     fusion = parse(text)
     program = hi.lower(fusion, strategy)
     assert not collectives(program)
-    hold(fusion, program, range(3), M=5)
+    hold(fusion, program, range(3), {"M": 5})
 
 
 @every_strategy
@@ -523,6 +522,20 @@ fusion @sequence(%a: f32[2, 6, 9@tp], %b: f32[9@tp, 4]) -> (%z) {
     assert not [s for s in program.walk() if s.keyword() in ("copy", "dense")]
     hold(fusion, program, range(3))
     assert convicted(program, 2) == ""
+
+
+@every_strategy
+def test_waits_for_what_all_ranks_send_point_to_the_collective(strategy: str) -> None:
+    text = """hostir 1
+mesh @mesh [tp] = 0 1 2
+fusion @both(%x: f32[6@tp, 4], %p: f32[6, 4] partial(tp)) -> (%full, %y) {
+  %full: f32[6, 4] = allgather %x over tp
+  %y: f32[6@tp, 4] = reduce_scatter %p over tp
+}
+"""
+    waits = [s for s in hi.lower(parse(text), strategy).walk() if isinstance(s, WaitSignal)]
+    lines = {"ring": {5}, "fused": {4, 5}, "push": {4}}[strategy]  # the others are those of a sum
+    assert {s.span.line if s.span else None for s in waits} == lines
 
 
 @every_strategy

@@ -103,8 +103,8 @@ def wrong_inputs() -> None:
 
 
 def uncompared(text: str = GATHER) -> hi.Executor:
-    """One whose calls are compared at new sizes only, as on CUDA."""
-    executor = hi.Executor(hi.parse(text))
+    """One whose calls are compared at new sizes only, as on CUDA: without a proof no two are of one kind."""
+    executor = hi.Executor(hi.parse(text), check=False)
     executor._compare = executor._agreement.compare = False
     return executor
 

@@ -6,6 +6,7 @@ import gc
 import types
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -150,12 +151,20 @@ def test_a_plan_that_makes_room_goes_at_once(executor: Executor, monkeypatch: py
     assert len(executor.bound) == 1
 
 
-def test_a_plan_whose_memory_went_is_not_held(executor: Executor) -> None:
+def test_a_plan_whose_memory_went_is_not_held(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = called(executor, 1)
     called(executor, 2)
     plan.memory = types.SimpleNamespace(gone=True)
     held = weakref.ref(plan)
     del plan
+    machine = executor._machine
+    make = machine.plan
+
+    def at_a_rendezvous(*args: Any) -> Any:
+        machine.symmetric.released += 1
+        return make(*args)
+
+    monkeypatch.setattr(machine, "plan", at_a_rendezvous)
     called(executor, 3)
     gc.collect()
     assert held() is None

@@ -6,7 +6,10 @@ same layers on whole tensors in float64.
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # as everywhere
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -32,8 +36,9 @@ from hostir.torch import (
     matmul_reduce_scatter,
     row_parallel_linear,
 )
-from hostir.torch.library import _all_gather_matmul_backward
+from hostir.torch.library import KERNELS, _all_gather_matmul_backward
 from hostir.torch.operators import Operator
+from hostir.torch.programs import group_named
 from tests.torch.operator_cases import DEVICE, OPS, RANKS, everywhere, group, main, part
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -250,6 +255,54 @@ def operators_are_what_tracers_take_them_for() -> None:
         torch.library.opcheck(ops.all_gather_matmul_out, (x.detach(), [bare], 0, name), given)
 
 
+# Memory ---------------------------------------------------------------------------------------------------------------
+# On GPUs as on CPU processes: `DEVICE=cuda LAYERS=80 torchrun --nproc-per-node 2 tests/torch/layer_cases.py CASE`.
+
+LAYERS = int(os.environ.get("LAYERS", "4"))
+
+
+def held() -> dict[str, int]:
+    """The bytes that this process has allocated on the device, those of symmetric memory, and what executors keep."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    executors = [e for made in group_named(group()).compiled.values() if not isinstance(made, str) for e in each(made)]
+    alive = [x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor] if DEVICE == "cpu" else []
+    return {
+        "allocated": sum({s.data_ptr(): s.nbytes() for s in alive}.values()) or torch.cuda.memory_allocated(),
+        "symmetric": hi.torch.report().symmetric_bytes[group()],
+        "plans": sum(len(e.plans) for e in executors),
+        "calls": sum(len(e.bound) for e in executors),
+    }
+
+
+def each(executor: Any) -> list[Any]:
+    return list(getattr(executor, "executors", {0: executor}).values())
+
+
+@case
+def new_numbers_of_tokens_take_no_more_memory() -> None:
+    """Layers of one kind, in steps that have a number of tokens of their own each; on CPUs few steps run all layers."""
+    draw, width = random.Random(int(whole(1)[0] * 1e6)), 16 if DEVICE == "cpu" else 1024  # the same on every rank
+    up, down = ([whole(*s) / width**0.5 for _ in range(LAYERS)] for s in ((2 * width, width), (width, 2 * width)))
+    for strategy in STRATEGIES if DEVICE == "cuda" else ("auto", "push"):
+        hi.torch.report(clear=True)
+        with hi.torch.install(strict=True, strategy=strategy), torch.no_grad():
+            for step in range(1, 201):
+                tokens = RANKS * (draw.randrange(1, 256) if step > 1 else 256)
+                x = whole(2, tokens, width)
+                for layer in range(LAYERS if DEVICE == "cuda" or step % 20 == 0 else 1):
+                    h = column_parallel_linear(part(x, 1), part(up[layer], 0), group(), gather_dim=1)
+                    y = row_parallel_linear(h, part(down[layer], 1), group(), scatter_dim=1)
+                if step % 20 == 0:
+                    near(y, part(x.double() @ up[layer].double().t() @ down[layer].double().t(), 1))
+                del x, h, y
+                if step == 20:
+                    before = held()
+            assert held() == before, (strategy, before, held())
+            assert (before["symmetric"] > 0) == (strategy != "auto" or DEVICE == "cuda")
+
+
 # All-reduces ----------------------------------------------------------------------------------------------------------
 
 
@@ -390,27 +443,140 @@ def results_go_where_the_caller_says() -> None:
         all_gather_matmul(part(x, 0), w, group(), out=outs[0])
 
 
+def block(x: Tensor, first: Tensor, gate: Tensor, second: Tensor) -> Tensor:
+    """Each of the functions once."""
+    h = column_parallel_linear(x, first, group()) + gated_linear(x, first, gate, group())
+    h = torch.tanh(h + all_gather_matmul(x, gate.t(), group()))
+    return row_parallel_linear(h, second, group()) * matmul_reduce_scatter(h, second.t(), group())
+
+
 @case
 def modes_of_torch() -> None:
-    x, w = whole(4 * RANKS, 8), whole(6, 8)
-    exact = x.double() @ w.double().t()
+    x, *ws = part(whole(4 * RANKS, 8), 0), whole(6, 8), whole(6, 8), whole(8, 6)
+    plain, leaves = block(x, *ws), [leaf(t) for t in (x, *ws)]
     with torch.inference_mode():
-        near(column_parallel_linear(part(x, 0), w, group()), exact)
+        y = block(x, *ws)
+        assert torch.equal(y, plain)
+        assert y.is_inference()
     with torch.no_grad():
-        assert not column_parallel_linear(part(x, 0), leaf(w), group()).requires_grad
+        assert not block(*leaves).requires_grad
+    y = block(*leaves)
+    assert torch.equal(y, plain)
+    true = torch.autograd.grad(y.sum(), leaves)
+    for reentrant in (False, True):
+        again = checkpoint(block, *leaves, use_reentrant=reentrant)
+        again.sum().backward()
+        assert all(torch.equal(t.grad, g) for t, g in zip(leaves, true, strict=True)), "the same programs run again"
+        for t in leaves:
+            t.grad = None
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        y = column_parallel_linear(part(x, 0), w, group(), w[:, 0])
-        assert y.dtype == torch.bfloat16
-        near(y, exact + w[:, 0].double())
-    a, b = leaf(part(x, 0)), leaf(w)
-    checkpoint(column_parallel_linear, a, b, group(), use_reentrant=False).sum().backward()
-    near(b.grad, x.double().sum(0).expand(6, 8))
-    with pytest.raises(hi.HostIRError, match=r"torch\.func"):
-        torch.vmap(lambda x: column_parallel_linear(x, w, group()))(x[None])
+        y = block(*leaves)
+        z = column_parallel_linear(x, ws[0], group(), ws[1][:, 0])
+    assert y.dtype == z.dtype == torch.bfloat16
+    near(z, torch.cat(gathered(x)).double() @ ws[0].double().t() + ws[1][:, 0].double())
+    y.sum().backward()
+    for t, g in zip(leaves, true, strict=True):
+        assert t.grad.dtype == torch.float32
+        assert (t.grad - g).norm() <= 0.05 * g.norm()
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        double = column_parallel_linear(x.double(), ws[0].double(), group())
+    assert double.dtype == torch.float64, "as with torch.nn.functional.linear"
+
+
+@case
+def what_is_no_call_is_refused() -> None:
+    x, w = part(whole(4 * RANKS, 8), 0), whole(6, 8)
+    layers: tuple[tuple[Callable[[Tensor], Tensor], Tensor], ...] = (
+        (lambda x: column_parallel_linear(x, w, group()), x),
+        (lambda x: gated_linear(x, w, w, group()), x),
+        (lambda h: row_parallel_linear(h, w.t(), group()), whole(4 * RANKS, 6)),
+    )
+    for function, given in layers:
+        for transform in (
+            lambda f, x: torch.vmap(f)(x[None]),
+            lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+            lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        ):
+            with pytest.raises(hi.HostIRError, match=r"torch\.func"):
+                transform(function, given)
+        with forward_ad.dual_level(), pytest.raises(hi.HostIRError, match="forward-mode"):
+            function(forward_ad.make_dual(given, given))
     with pytest.raises(hi.HostIRError, match="gather_dim=2"):
         column_parallel_linear(x, w, group(), gather_dim=2)
     with pytest.raises(hi.HostIRError, match="no group 'nobody'"):
         column_parallel_linear(x, w, "nobody")
+
+
+def cuda_graphs_of_the_callers() -> None:
+    """Forward and backward in one, for each strategy; replayed on other data."""
+    for strategy in STRATEGIES:
+        with hi.torch.install(strict=True, strategy=strategy):
+            leaves = [leaf(t) for t in (part(whole(64 * RANKS, 64), 0), whole(32, 64), whole(32, 64), whole(64, 32))]
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    torch.autograd.grad(block(*leaves).sum(), leaves)
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+            dist.barrier()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                y = block(*leaves)
+                grads = torch.autograd.grad(y.sum(), leaves)
+            for seed in range(3):
+                with torch.no_grad():
+                    for t in leaves:
+                        t.normal_(generator=torch.Generator(DEVICE).manual_seed(seed))
+                for t in (y, *grads):
+                    t.detach().fill_(torch.nan)
+                torch.cuda.synchronize()
+                dist.barrier()
+                graph.replay()
+                torch.cuda.synchronize()
+                exact = block(*leaves)
+                torch.testing.assert_close(y, exact)
+                for found, true in zip(grads, torch.autograd.grad(exact.sum(), leaves), strict=True):
+                    torch.testing.assert_close(found, true)
+            del graph
+            torch.cuda.synchronize()
+            dist.barrier()
+
+
+if DEVICE == "cuda":
+    case(cuda_graphs_of_the_callers)
+
+
+@case
+def calls_pass_by_the_dispatcher_where_it_has_nothing_to_add() -> None:
+    x, w = part(whole(4 * RANKS, 8), 0), whole(6, 8)
+    calls: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def at_once(*args: Any) -> Any:
+        calls.append("at once")
+        return kernel(*args)
+
+    kernel = KERNELS["all_gather_matmul"]
+    with mock.patch.dict(KERNELS, all_gather_matmul=at_once):
+        for weight in (w, nn.Parameter(w, requires_grad=False)):
+            y = column_parallel_linear(x, weight, group())
+            assert not y._is_view(), "it may be changed in place"
+        with torch.no_grad(), torch.inference_mode():
+            column_parallel_linear(x, leaf(w), group())
+        assert calls == ["at once"] * 3
+        assert column_parallel_linear(x, leaf(w), group()).requires_grad
+        with torch.profiler.profile() as seen:
+            column_parallel_linear(x, w, group())
+        assert "hostir::all_gather_matmul" in {event.name for event in seen.events()}
+        assert calls == ["at once"] * 3
+        with Seen():
+            column_parallel_linear(x, w, group())
+    assert calls[3:] == ["hostir.all_gather_matmul.default"]
 
 
 @case

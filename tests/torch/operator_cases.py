@@ -29,7 +29,6 @@ from hostir.torch.programs import group_named
 DEVICE = os.environ.get("DEVICE", "cpu")
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STRATEGIES = ("auto", "sequential", "pipeline", "ring", "fused", "push")
-ONE_SIDED = ("ring", "fused", "push")
 OPS = torch.ops.symm_mem
 CASES: dict[str, Callable[[], None]] = {}
 
@@ -72,11 +71,6 @@ def close(found: torch.Tensor, true: torch.Tensor) -> None:
     assert found.stride() == true.stride(), (found.stride(), true.stride())
 
 
-def each_strategy(overlaps: bool) -> Iterator[str]:
-    """The strategies that a case runs with: where it overlaps nothing, those of one-sided copies refuse it."""
-    return (s for s in STRATEGIES if overlaps or s not in ONE_SIDED)
-
-
 def refused(strategy: str, call: Callable[[], object], why: str) -> None:
     with hi.torch.install(strict=True, strategy=strategy), pytest.raises(hi.HostIRError, match=why):
         call()
@@ -91,7 +85,7 @@ def fused_all_gather_matmul() -> None:
         whole, bs = everywhere(torch.rand(8, 64, 32)), [torch.rand(32, 16) for _ in range(3)]
         a = part(whole, axis)
         full, products = symm_mem._fused_all_gather_matmul_fallback(a, bs, axis, group())
-        for strategy in each_strategy(overlaps=axis != 2):
+        for strategy in STRATEGIES if axis != 2 else ("auto", "sequential", "pipeline", "ring"):
             with hostirs(strategy, "fused_all_gather_matmul"):
                 found, cs = OPS.fused_all_gather_matmul(a, bs, axis, group())
             close(found, full)
@@ -99,7 +93,7 @@ def fused_all_gather_matmul() -> None:
             for c, b, product in zip(cs, bs, products, strict=True):
                 close(c, product)
                 torch.testing.assert_close(c, whole @ b)
-        for strategy in ONE_SIDED if axis == 2 else ():
+        for strategy in ("fused", "push") if axis == 2 else ():
             refused(strategy, lambda a=a, bs=bs: OPS.fused_all_gather_matmul(a, bs, 2, group()), "sums over")
 
 

@@ -162,9 +162,17 @@ def _begins_with(
     return not any(overlap(extent, theirs.get((name, tuple(rounds)), ())) for (name, rounds), extent in own)
 
 
+def flow_control_of(unrolled: UnrolledProgram, memory: SharedMemory) -> FlowControl:
+    """Return the flow control of all plans with a memory: their sizes are of one kind, and have the same flags."""
+    if FlowControl not in memory.kept:
+        memory.kept[FlowControl] = FlowControl.of(unrolled, memory.offers)
+    found: FlowControl = memory.kept[FlowControl]
+    return found
+
+
 def prepare(unrolled: UnrolledProgram, memory: SharedMemory) -> None:
     """Initialise a rank's flags for its first call: it has all credits, and its stream-ordered flags are raised."""
-    flow_control = FlowControl.of(unrolled, memory.offers)
+    flow_control = flow_control_of(unrolled, memory)
     memory.buffers[CREDITS, unrolled.rank].fill_(len(flow_control.signaled))
     for place, slot in flow_control.stream_ordered:
         memory.buffers[place, unrolled.rank][slot] = ALWAYS_RAISED

@@ -13,7 +13,7 @@ from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.types import FLAG
 from hostir.knobs import TIMEOUT
 from hostir.runtime.binding import Pushes, Step, bind_compute, completed, compute_block, copy_here
-from hostir.runtime.cuda.memory import CREDITS, FlowControl, Slot, waits
+from hostir.runtime.cuda.memory import CREDITS, Slot, flow_control_of, waits
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
 from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.table import Again, Kernel, kernels_for, repeating
@@ -163,7 +163,7 @@ class CudaOneSided:
         self.streams = streams
         self.kernels, self.kernel, self.timeouts = kernels, kernel, timeouts
         self.rank = unrolled.rank
-        self.flow_control = FlowControl.of(unrolled, memory.offers)
+        self.flow_control = flow_control_of(unrolled, memory)
         self.credits_taken: torch.cuda.Event | None = None  # recorded by the stream that takes the credits
         self.after_credits: set[int] = set()  # the streams that wait for that event
         self.forked = set[int]()  # the streams that wait for `start`
@@ -427,7 +427,12 @@ class CudaOneSided:
         flags = [*map(self.slot, self.flow_control.raised), *self.arrivals()]
         counters = [self.flag(CREDITS, 0, peer) for peer in sorted(self.flow_control.signalers)]
         wait: list[Step] = [self.on(CALLER, in_batches(late))] if late else []
-        return [*joins, *wait, *([self.flag_reset(flags, counters)] if flags or counters else [])]
+        if not flags and not counters:
+            return [*joins, *wait]
+        key = "flag reset", *flags, NONE, *counters
+        if key not in self.memory.kept:  # the same for all sizes, so that new ones take no memory for it
+            self.memory.kept[key] = self.flag_reset(flags, counters)
+        return [*joins, *wait, self.memory.kept[key]]
 
     def flag_reset(self, flags: Sequence[int], counters: Sequence[int]) -> Step:
         from hostir.runtime.kernels.flags import FlagResetKernel  # which needs Triton

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hostir.runtime.kernels.layout import rows
+from hostir.runtime.kernels.scaled import library_takes, scaled_matmul_of_library, scaled_matmul_reference
+from hostir.runtime.kernels.tiles import SCALE_BLOCK
 
 # torch's settings that let cuBLAS add up the parts of split-K in the dtype of the result.
 REDUCED_PRECISION = {
@@ -111,10 +113,71 @@ def add_up(
     out.copy_(total)
 
 
+FP8 = {"f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
+LEAST_SCALE = 2.0**-126  # the smallest normal number of f32
+
+
+def scaled_matmul(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    fast: bool = False,
+) -> None:
+    """`out[..., n] = bias[n] + sum over k of (a * scale_a)[..., k] (b * scale_b)[k, n]`, rounded once.
+
+    By torch's library where that takes such operands, else in float64. Tensor-wise and row-wise scales may be G along
+    K, one for each K/G elements, as the reference on whole tensors has them. `fast` is for the library.
+    """
+    if out.dtype != torch.float64 and library_takes(out, a, b, scale_a, scale_b, bias):
+        scaled_matmul_of_library(out, a, b, scale_a, scale_b, bias, fast=fast)
+        return
+    scale_a, scale_b = scale_a.float(), scale_b.float()  # all are f64 where the reference is
+    groups, K, columns = scale_a.shape[-1], a.shape[-1], -(-out.shape[-1] // SCALE_BLOCK)
+    block_wise = groups * SCALE_BLOCK == K and scale_a.shape[:-1] == a.shape[:-1] and scale_b.shape[-1] == columns
+    if groups == 1 or block_wise:
+        out.copy_(scaled_matmul_reference(a, b, scale_a, scale_b, bias, out.dtype))
+        return
+    total = torch.zeros(out.shape, dtype=torch.float64, device=out.device)
+    for group in range(groups):
+        part, one = slice(group * K // groups, (group + 1) * K // groups), slice(group, group + 1)
+        scales = scale_a[..., one], scale_b[one]
+        total += scaled_matmul_reference(a[..., part], b[part], *scales, None, torch.float64)
+    out.copy_(total if bias is None else total + bias)
+
+
+def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
+    """`out = max(amax / max, 2^-126)` in f32: of each row of `x`, or of each `block` elements of one."""
+    blocks = x.unflatten(-1, (-1, block)) if block else x.unsqueeze(-2)
+    amax = blocks.float().abs().amax(-1) if x.shape[-1] else torch.zeros_like(out, dtype=torch.float32)
+    out.copy_((amax / torch.finfo(FP8[dtype]).max).clamp_min_(LEAST_SCALE))
+
+
+def largest(out: torch.Tensor, x: torch.Tensor) -> None:
+    """`out` is the largest element of `x`, NaN if there is one."""
+    out.copy_(x.amax().view(out.shape))
+
+
+def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: str) -> None:
+    """`out = x / scale` in fp8, computed in f32, limited to the dtype's range and rounded to nearest even.
+
+    `scale` has the axes of `x`, each 1 or as long; the last one may be of blocks of equal length.
+    """
+    narrow = FP8[dtype]
+    limit = torch.finfo(narrow).max
+    if scale.shape[-1] not in (1, x.shape[-1]):
+        scale = scale.repeat_interleave(x.shape[-1] // scale.shape[-1], -1)
+    out.copy_((x.float() / scale.float()).clamp_(-limit, limit).to(narrow))
+
+
 KERNELS: dict[str, Callable[..., None]] = {
     f.__name__: f for f in (matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum)
 }
-BY_CUBLAS = (matmul, linear)
+BY_CUBLAS = (matmul, linear, scaled_matmul)
+KERNELS |= {f.__name__: f for f in (scaled_matmul, row_scales, largest, quantize)}
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -552,6 +552,12 @@ def _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES: tl.co
         tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
 
 
+def _numbers(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """Return integers on a device, for what is issued to the current stream from now on; the host waits for nothing."""
+    found = torch.tensor(rows, dtype=torch.int64)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+
 class PushKernel:
     """A kernel on the current stream that copies pieces and raises flags.
 
@@ -572,7 +578,7 @@ class PushKernel:
         assert len(set(raised)) == len(raised), "flags rise in any order: one cannot rise twice"
         self.together = min(max(BATCH // max(size, 1), 1), MAX_PIECES, self.count)
         rows = ((p.offset, p.target, p.flag, p.epoch) for p in pieces)
-        self.table = torch.tensor([*zip(*rows, strict=True)], dtype=torch.int64, device=device)
+        self.table = _numbers([*zip(*rows, strict=True)], device)
         self.arrived = torch.zeros(-(-self.count // self.together), dtype=torch.int32, device=device)
         self.groups = min(GROUPS, self.sms, len(self.arrived))  # each has a batch: further groups would idle
         self.alignment = size  # all sizes and addresses, ored: their common low zero bits
@@ -594,7 +600,7 @@ class PushKernel:
     def _compile(self, source: torch.Tensor, aligned: bool) -> None:
         """Launch through Triton, which compiles if needed; the interpreter has no other way."""
         width = 8 if aligned else source.element_size()
-        unit = {8: tl.int64, 4: tl.int32, 2: tl.int16}[width]
+        unit = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[width]
         block = 32 * WARPS * PER_THREAD // width
         sizes = (self.size // width, self.count, self.together)
         dependents = not INTERPRETED and limits(self.device).tma

@@ -194,7 +194,10 @@ def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tup
             _for_graphs[device] = [torch.zeros(_CAPTURED_TICKETS, dtype=torch.int32, device=device)]
             torch.cuda.current_stream(device).synchronize()
         if found is not None:
-            sums, tickets = max(sums, len(found[0])), max(tickets, len(found[1]))
+            # Sizes that are new in every call then soon take no more.
+            sums, tickets = (
+                max(len(held), 1 << (n - 1).bit_length()) for n, held in zip((sums, tickets), found, strict=True)
+            )
         made = _sums(device, sums), torch.zeros(tickets, dtype=torch.int32, device=device)
         _by_stream[key] = made
     return made

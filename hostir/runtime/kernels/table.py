@@ -74,7 +74,13 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     if policy == "triton":
         return {**aten.KERNELS, **_triton_kernels(device_type), **BY_BLOCKS}
     if policy == "auto" and device_type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return {**aten.KERNELS, "scaled_matmul": _scaled_matmul_of_either, "sum": _sum_of_few, **BY_BLOCKS}
+        return {
+            **aten.KERNELS,
+            "scaled_matmul": _scaled_matmul_of_either,
+            "sum": _sum_of_few,
+            **_QUANTIZING,
+            **BY_BLOCKS,
+        }
     return aten.KERNELS
 
 
@@ -321,6 +327,20 @@ def _scaled_matmul_of_either(
     return None
 
 
+def _row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
+    from hostir.runtime.kernels.quantize import row_scales  # loads Triton: only where it is used
+
+    row_scales(out, x, dtype=dtype, block=block)
+
+
+def _quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: str) -> None:
+    from hostir.runtime.kernels.quantize import quantize
+
+    quantize(out, x, scale, dtype=dtype)
+
+
+_QUANTIZING: Mapping[str, Kernel] = {"row_scales": _row_scales, "quantize": _quantize}
+
 ATEN = "use ATen: kernels='aten' in Python, --kernels aten on the command line"
 
 
@@ -366,4 +386,5 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint=f"set it, or {ATEN}",
         )
 
-    return {"matmul": _matmul, "linear": _linear, "scaled_matmul": _scaled_matmul, "sum": _sum}
+    contractions: dict[str, Kernel] = {"matmul": _matmul, "linear": _linear, "scaled_matmul": _scaled_matmul}
+    return {**contractions, "sum": _sum, **_QUANTIZING}

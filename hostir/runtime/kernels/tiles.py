@@ -159,7 +159,7 @@ _TMA_8_BIT = (
 )
 # A step's sum takes registers of its own, and scales of blocks allow no more than 128 columns.
 _TMA_8_BIT_STEPS = (
-    Tile(128, 128, 128, stages=6, warps=8),
+    Tile(128, 128, 128, stages=4, warps=8),
     Tile(64, 128, 128, stages=6, warps=4, rate=0.9),
     Tile(128, 64, 128, stages=6, warps=4, rate=0.8),
     Tile(64, 64, 128, stages=6, warps=4, rate=0.55),
@@ -189,6 +189,10 @@ def candidates(
         tables[dtype] = (_TMA_8_BIT if dtype == "f8" else _TMA_8_BIT_STEPS) if descriptors else _POINTERS_8_BIT
     tiles = tables.get(dtype, _TMA_16_BIT if descriptors else _POINTERS_16_BIT)
     itemsize = Gemm(1, 1, 1, dtype).itemsize
+    if itemsize == 1 and result == 4:
+        # Seen by compiling: of a batch, a piece of 128 columns or more per 4 warps changes its layout in memory of its
+        # own, as large as the piece, before it is stored.
+        tiles = tuple(replace(t, halves=t.n > 64) for t in tiles if t.n <= 32 * t.warps)
     if result is not None and result > itemsize:
         tiles = tuple(t.fitting(itemsize, shared_memory, descriptors=descriptors, result=result) for t in tiles)
     fitting = tuple(

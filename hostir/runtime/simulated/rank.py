@@ -329,7 +329,10 @@ class RankMachine(Observer, OptionalMethods):
             added = [y.expand_as(out) for y in others if y is not None]  # read as one more source
             sources, kernel = (*x.unbind(options["axis"]), *added), partial(_sum_of, kernel, len(added))
             others, options = [], {**options, "axis": 0}
-        whole, rows = tuple(y for y in others if y is not None), out.shape[:-1].numel()
+        of_rows = ready.along if ready is not None else done.along if done is not None else ()
+        cut_alike = [y for y in (others[n - 1] for n in of_rows) if y is not None]
+        left_whole = (y for n, y in enumerate(others, 1) if n not in of_rows)
+        whole, rows = tuple(y for y in left_whole if y is not None), out.shape[:-1].numel()
         height = rows if ready is None else rows // ready.results
         cuts = range(0) if done is None else range(0, rows, rows // done.blocks)
         found, before = list[tuple[int, Task]](), list[Task]()
@@ -348,10 +351,15 @@ class RankMachine(Observer, OptionalMethods):
             for source in range(len(parts)):
                 together.setdefault(arrived.get(source, start), []).append(source)
             now = []
-            cut = row_pieces([(out, first), *parts, *replaced], height, [row - first for row in cuts])
+            cut = row_pieces(
+                [(out, first), *parts, *replaced, *((y, first) for y in cut_alike)],
+                height,
+                [row - first for row in cuts],
+            )
             for row, (target, *views) in cut:
                 lane = f"row {first + row} of task {start.order}"
-                undefined = dict(zip(own, views[len(parts) :], strict=True))
+                undefined = dict(zip(own, views[len(parts) : len(parts) + len(own)], strict=True))
+                along = tuple(views[len(parts) + len(own) :])
                 taken: dict[int, torch.Tensor] = {}
                 takes = []
                 for after, read in together.items():
@@ -360,8 +368,11 @@ class RankMachine(Observer, OptionalMethods):
                     run = partial(_take, given, taken, left)
                     take = self.task(run, tuple(given.values()), undefines=left, lane=f"source {read[0]} of {lane}")
                     takes.append(take.follow([after]))
-                compute = partial(_compute, kernel, target, taken, others, options)
-                task = self.task(compute, whole, (target,), lane=lane, timed=True).follow([start, *takes])
+                given_others = [*others]
+                for n, view in zip(of_rows, along, strict=True):
+                    given_others[n - 1] = view
+                compute = partial(_compute, kernel, target, taken, given_others, options)
+                task = self.task(compute, (*whole, *along), (target,), lane=lane, timed=True).follow([start, *takes])
                 now.append(task.held_by(before))
                 found.append((first + row, task))
             before = now if ready is not None and done is not None else []  # a machine may compute one after another

@@ -92,9 +92,9 @@ def test_any_number_of_multiprocessors_gives_the_product(sms, most, config):
 
 @pytest.mark.parametrize("early", [0, 1, 2])
 @pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("use_descriptors", [True, False])
 @pytest.mark.parametrize(("sms", "most"), [(4, 2), (4, 8), (7, 3)])
-def test_tiles_whose_rows_are_waited_for_are_split_alike(own, use_descriptors, early, sms, most):
+def test_tiles_whose_rows_are_waited_for_are_split_alike(own, early, sms, most):
+    use_descriptors = (own + early + most) % 2 == 0  # both ways with every value of the others
     blocks, height, K, N = 3, 64 if own else 32, 208, 48  # fewer own rows would be copied
     whole, b = whole_numbers(blocks * height, K), whole_numbers(K, N)
     a = whole.clone()
@@ -141,6 +141,6 @@ def test_launches_of_one_stream_share_memory_that_grows_and_other_streams_have_t
     assert other[1].data_ptr() != tickets.data_ptr()
     grown = workspace.workspace(cpu, 1, 8, 40)
     assert len(grown[0]) == 10
-    assert len(grown[1]) == 40
+    assert len(grown[1]) == 64  # soon enough for whatever comes
     for stream in (1, 2):
         del workspace._by_stream[cpu, stream]

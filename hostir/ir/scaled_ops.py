@@ -1,0 +1,335 @@
+"""Define products of fp8 matrices with scales, and the statements that quantize to fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any, ClassVar
+
+from hostir.ir.op import Int, Name, Read, ReadIf, Shape, Value, statement
+from hostir.ir.sizes import ONE, Division, Size
+from hostir.ir.source import did_you_mean
+from hostir.ir.tensor_ops import ALONE, BY_BLOCKS, CONTRACTED, Contraction, Map, TensorOp, check_contracted
+from hostir.ir.types import DTYPES, FP8, DType, TensorType
+
+BLOCK = 128  # elements along K for which a block-wise scale stands, and columns of B
+F32 = DTYPES["f32"]
+RESULTS = ("bf16", "f16", "f32")  # dtypes of the product of fp8 matrices
+
+
+def _shown(shape: Shape) -> str:
+    return f"f32[{', '.join(map(str, shape))}]"
+
+
+def _whole_f32(op: TensorOp, scale: Value) -> None:
+    if scale.tensor.dtype != F32:
+        raise op.fail(f"the scale {scale} is {scale.tensor.dtype}", expected="scales in f32")
+
+
+def _fp8_named(op: TensorOp, name: str) -> DType:
+    """Return the fp8 type of this name; raise for any other."""
+    if name not in FP8:
+        expected, hint = f"one of: {', '.join(FP8)}", did_you_mean(name, FP8)
+        raise op.fail(f"'{name}' is no fp8 dtype", expected=expected, hint=hint)
+    return FP8[name]
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+class Scaling(Enum):
+    """The elements that share a scale."""
+
+    TENSOR = "tensor-wise"
+    ROW = "row-wise"
+    BLOCK = "block-wise"
+
+
+@dataclass(frozen=True)
+class ScaleShapes:
+    """The shapes of both scales in one form."""
+
+    scaling: Scaling
+    a: Shape
+    b: Shape
+
+    def __str__(self) -> str:
+        return f"{self.scaling.value} {_shown(self.a)} and {_shown(self.b)}"
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class ScaledMatmul(Contraction):
+    """`out[..., N] = sum over k of (a * scale_a)[..., k] (b * scale_b)[k, n]`, of fp8 operands, accumulated in f32.
+
+    Scales are f32, and multiply. They are
+
+    - tensor-wise: one element each, all axes 1;
+    - row-wise: `[..., 1]` with the rows of `a`, and `[1, N]`;
+    - block-wise: `[..., K/128]` and `[K/128, N/128]`: one for 128 elements of a row of `a`, and for 128 x 128 of `b`.
+
+    Tensor-wise and row-wise scales may be several along K: `[..., G]` and `[G, ...]`, one for each of the G ranks that
+    hold parts of K. With `plus %bias` it adds a row of N elements in the dtype of the result, which is bf16, f16 or
+    f32, and rounds once. With `accumulate fast` sums of a whole K may stay in the tensor core's accumulators, as with
+    `use_fast_accum` of `torch._scaled_mm`; on a CPU it changes nothing.
+
+    Flags are as in `matmul`. The flag of a block of rows of `a` says that these rows of `scale_a` are there as well;
+    `own %x` replaces rows of `a` only.
+
+    Example: %c: f32[8, 4] = scaled_matmul %a: f8e4m3[8, 64], %b: f8e5m2[64, 4] scaled %s: f32[1], %t: f32[1] to f32
+    """
+
+    syntax = (
+        "scaled_matmul {a}, {b} scaled {scale_a}, {scale_b}<? plus {bias}?> to {dtype}"
+        "<? accumulate {accumulate}?> -> {out}" + BY_BLOCKS
+    )
+    takes_fp8: ClassVar[bool] = True
+    followers: ClassVar[frozenset[str]] = frozenset({"scale_a", "scale_b", "bias"})
+
+    b: Read
+    scale_a: Read
+    scale_b: Read
+    dtype: Name
+    bias: ReadIf = field(default=None, kw_only=True)
+    accumulate: Name = field(default="", kw_only=True)
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        for x in (self.a, self.b):
+            if x.tensor.dtype.name not in FP8:
+                raise self.fail(
+                    f"{x} is {x.tensor.dtype}",
+                    expected=f"operands in {' or '.join(FP8)}",
+                    hint="hi.quantize makes them, with their scales; matmul multiplies the wider dtypes",
+                )
+        check_contracted(self, self.a, self.b, 0)
+        if self.dtype not in RESULTS:
+            hint = did_you_mean(self.dtype, RESULTS)
+            if self.dtype in FP8:
+                hint = "write the product to bf16, and quantize it: its scales are not known before"
+            raise self.fail(
+                f"a product of fp8 matrices is no '{self.dtype}'", expected=f"one of: {', '.join(RESULTS)}", hint=hint
+            )
+        if self.accumulate not in ("", "fast"):
+            raise self.fail(f"it cannot accumulate '{self.accumulate}'", expected="'accumulate fast', or neither word")
+        self._check_scales()
+        dtype, n = DTYPES[self.dtype], self.b.tensor.shape[1]
+        if self.bias is not None and (self.bias.tensor.shape != (n,) or self.bias.tensor.dtype != dtype):
+            raise self.fail(f"the bias {self.bias} is {self.bias.type}", expected=f"{dtype}[{n}]")
+        return dtype, (*self.a.tensor.shape[:-1], n)
+
+    def _check_scales(self) -> None:
+        """Raise unless the two scales have one of the forms, and the same one."""
+        for scale in (self.scale_a, self.scale_b):
+            _whole_f32(self, scale)
+        if self.scaling is not None:
+            return
+        a, b, K = self.scale_a.tensor.shape, self.scale_b.tensor.shape, self.a.tensor.shape[-1]
+        forms = list(self._forms(ONE))
+        alike = [form for form in forms if form.a == a]
+        if not alike and len(a) > 1 and not a[0].is_one:
+            alike = [form for form in self._forms(self._groups) if form.a == a]
+        hint = ""
+        if a[-1:] != (ONE,) and not (K / BLOCK).whole and not K.symbols:
+            hint = f"block-wise scales stand for {BLOCK} elements each, and K is {K}"
+        if any(form.b == a and form.a == b for form in forms):
+            hint = f"{self.scale_a} fits {self.b}, and {self.scale_b} fits {self.a}: exchange them"
+        if alike:
+            raise self.fail(
+                f"{self.scale_a} is a {alike[0].scaling.value} scale of {self.a}, and {self.scale_b} is "
+                f"{self.scale_b.tensor}",
+                expected=" or ".join(dict.fromkeys(_shown(form.b) for form in alike)),
+                hint=hint or "both scales are tensor-wise, both row-wise, or both block-wise",
+            )
+        raise self.fail(
+            f"{self.scale_a}: {self.scale_a.tensor} is no scale of {self.a}: {self.a.tensor}",
+            expected=" or ".join(dict.fromkeys(_shown(form.a) for form in forms)),
+            hint=hint,
+        )
+
+    @property
+    def _groups(self) -> Size:
+        """The number of scales along K: of each of which the ranks may hold one."""
+        groups, K = self.scale_a.tensor.shape[-1:], self.a.tensor.shape[-1]
+        return groups[0] if groups and groups[0].value is not None and K.divisible_by(groups[0]) else ONE
+
+    def _forms(self, groups: Size) -> Iterator[ScaleShapes]:
+        *rows, K = self.a.tensor.shape
+        N = self.b.tensor.shape[1]
+        yield ScaleShapes(Scaling.TENSOR, (*(ONE for _ in rows), ONE), (ONE, ONE))
+        yield ScaleShapes(Scaling.ROW, (*rows, ONE), (ONE, N))
+        if K.divisible_by(BLOCK) and N.divisible_by(BLOCK):
+            yield ScaleShapes(Scaling.BLOCK, (*rows, K / BLOCK), (K / BLOCK, N / BLOCK))
+        if groups != ONE:
+            yield ScaleShapes(Scaling.TENSOR, (*(ONE for _ in rows), groups), (groups, ONE))
+            yield ScaleShapes(Scaling.ROW, (*rows, groups), (groups, N))
+
+    @cached_property
+    def scaling(self) -> Scaling | None:
+        """The form that both scales have; None if they have none."""
+        a, b, groups = self.scale_a.tensor.shape, self.scale_b.tensor.shape, self._groups
+        if not a or not b:
+            return None
+        found = next((form.scaling for form in self._forms(groups) if (form.a, form.b) == (a, b)), None)
+        if found is None and all(size.is_one for size in (*a[:-1], *b[1:])) and a[-1] == b[0] and b[0] in (ONE, groups):
+            return Scaling.TENSOR  # with any number of axes: a slice of the rows may have lost one
+        return found
+
+    def maps(self) -> tuple[Map, ...]:
+        rows, scaling = len(self.a.tensor.axes) - 1, self.scaling
+        lead = tuple(range(rows))
+        of_a: Map = tuple(ALONE for _ in self.scale_a.tensor.axes[:-1]) if scaling is Scaling.TENSOR else lead
+        groups = CONTRACTED if not self.scale_a.tensor.shape[-1].is_one else ALONE
+        columns = ALONE if scaling is Scaling.TENSOR else rows
+        of_b: Map = (
+            (groups, columns) if len(self.scale_b.tensor.axes) == 2 else (ALONE,) * len(self.scale_b.tensor.axes)
+        )
+        maps = (*lead, CONTRACTED), (CONTRACTED, rows), (*of_a, groups), of_b, (rows,)
+        return maps[: len(self.operands)]
+
+    def verify_layout(self) -> None:
+        super().verify_layout()
+        self.check_parts([v.tensor for v in self.operands])
+
+    def check_parts(self, operands: Sequence[TensorType]) -> None:
+        a, b, scale, *_ = (type.local_shape for type in operands)
+        if self.scaling is Scaling.BLOCK:
+            for x, size in ((self.a, a[-1]), (self.b, b[1])):
+                if not size.divisible_by(BLOCK):
+                    message = f"a rank holds {size} elements of an axis of {x}, and block-wise scales stand for {BLOCK}"
+                    raise self.fail(message, expected=f"a multiple of {BLOCK} on each rank")
+        elif not scale[-1].is_one:
+            raise self.fail(
+                f"{self.scale_a} has {scale[-1]} scales along the {a[-1]} elements of K that a rank holds",
+                expected=f"one, or one for {BLOCK} elements each",
+                hint="several are for as many ranks: shard the last axis of the operand over them",
+            )
+
+    def divisions(self) -> Iterator[Division]:
+        yield from super().divisions()
+        if self.scaling is Scaling.BLOCK:
+            for x, axis in ((self.a, -1), (self.b, 1)):
+                why = f"block-wise scales stand for {BLOCK} elements of {x} each"
+                yield Division(x.tensor.local_shape[axis] / BLOCK, why, self.span)
+
+    def rows_in_blocks(self) -> tuple[Value, ...]:
+        scales = () if self.scaling is Scaling.TENSOR else (self.scale_a,)
+        return (self.rows, self.out, *scales)
+
+    @property
+    def along(self) -> tuple[int, ...]:
+        return () if self.scaling is Scaling.TENSOR else (2,)
+
+    def options(self) -> dict[str, Any]:
+        given = super().options()
+        return {n: x for n, x in given.items() if n not in ("dtype", "accumulate")} | {"fast": bool(self.accumulate)}
+
+
+# Quantization ---------------------------------------------------------------------------------------------------------
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class RowScales(TensorOp):
+    """The scales with which rows of `x` fit an fp8 dtype: `max(amax / max, 2^-126)`, in f32.
+
+    `amax` is the largest absolute value of a row, and `max` the dtype's, 448 or 57344; with `each 128`, the scales are
+    of so many elements of a row. A row of zeros has the scale 2^-126, so that nothing is divided by 0; one with a NaN
+    has the scale NaN, and one with an infinity an infinite one.
+
+    Example: %s: f32[16, 1] = row_scales %x: bf16[16, 256] to f8e4m3
+    """
+
+    syntax = "row_scales {x} to {dtype}<? each {block}?> -> {out}"
+    x: Read
+    dtype: Name
+    block: Int = field(default=0, kw_only=True)
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        _fp8_named(self, self.dtype)
+        *rows, K = self.x.tensor.shape or (ONE,)
+        if self.x.tensor.dtype.name in FP8 or not self.x.tensor.shape:
+            raise self.fail(f"{self.x} is {self.x.type}", expected="rows in f64, f32, f16 or bf16")
+        if self.block and not K.divisible_by(self.block):
+            raise self.fail(
+                f"blocks of {self.block} elements do not divide the rows of {self.x}, of {K}",
+                expected=f"a last axis that {self.block} divides",
+            )
+        return F32, (*rows, K / self.block if self.block else ONE)
+
+    def maps(self) -> tuple[Map, ...]:
+        rows = len(self.x.tensor.axes) - 1
+        return ((*range(rows), rows if self.block else ALONE),)
+
+    def divisions(self) -> Iterator[Division]:
+        if self.block:
+            why = f"a scale stands for {self.block} elements of {self.x}"
+            yield Division(self.x.tensor.local_shape[-1] / self.block, why, self.span)
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class Largest(TensorOp):
+    """The largest element of a tensor, with all axes 1; NaN if there is one.
+
+    Example: %y: f32[1, 1] = largest %x: f32[16, 32]
+    """
+
+    syntax = "largest {x} -> {out}"
+    x: Read
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        return self.x.tensor.dtype, tuple(ONE for _ in self.x.tensor.shape)
+
+    def maps(self) -> tuple[Map, ...]:
+        return ((ALONE,) * len(self.x.tensor.axes),)
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class Quantize(TensorOp):
+    """`x / scale` in an fp8 dtype: computed in f32, limited to the dtype's range, rounded to nearest even.
+
+    The scale is f32, and has the axes of `x`: each 1 or that of `x`, or, of the last one, a scale for each 128
+    elements. NaN stays NaN.
+
+    Example: %y: f8e4m3[16, 32] = quantize %x: bf16[16, 32] by %s: f32[16, 1] to f8e4m3
+    """
+
+    syntax = "quantize {x} by {scale} to {dtype} -> {out}"
+    x: Read
+    scale: Read
+    dtype: Name
+    followers: ClassVar[frozenset[str]] = frozenset({"scale"})
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        dtype, shape, scale = _fp8_named(self, self.dtype), self.x.tensor.shape, self.scale.tensor.shape
+        if self.x.tensor.dtype.name in FP8:
+            raise self.fail(f"{self.x} is {self.x.tensor.dtype} already", expected="a tensor in f64, f32, f16 or bf16")
+        _whole_f32(self, self.scale)
+        if len(scale) != len(shape) or not shape or not self._fits():
+            ones = ", ".join("1" for _ in shape)
+            rows = _shown((*shape[:-1], ONE))
+            raise self.fail(
+                f"{self.scale}: {self.scale.tensor} is no scale of {self.x}: {self.x.tensor}",
+                expected=f"f32[{ones}], {rows}, or a scale for {BLOCK} elements of a row each",
+            )
+        return dtype, shape
+
+    def _fits(self) -> bool:
+        *rows, K = self.x.tensor.shape
+        *scales, last = self.scale.tensor.shape
+        whole = all(size in (extent, ONE) for size, extent in zip(scales, rows, strict=True))
+        return whole and (last in (K, ONE) or (K.divisible_by(BLOCK) and last == K / BLOCK))
+
+    def maps(self) -> tuple[Map, ...]:
+        pairs = enumerate(zip(self.scale.tensor.shape, self.x.tensor.shape, strict=True))
+        spread = tuple(ALONE if size.is_one and not extent.is_one else i for i, (size, extent) in pairs)
+        return tuple(range(len(self.x.tensor.axes))), spread
+
+    def divisions(self) -> Iterator[Division]:
+        *_, last = self.scale.tensor.shape
+        if last not in (ONE, self.x.tensor.shape[-1]):
+            why = f"a scale stands for {BLOCK} elements of {self.x}"
+            yield Division(self.x.tensor.local_shape[-1] / BLOCK, why, self.span)

@@ -1,0 +1,53 @@
+"""Send the scales of gathered rows in one-sided form: to all ranks, before the rows; for `ring`, `fused` and `push`.
+
+Scales are few bytes. One kernel of the caller's stream puts a rank's own to all others, and what says later that rows
+have arrived, a flag or a barrier, says that their scales are there: the rank that signals had sent them before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostir.ir.comm_ops import AllGather
+from hostir.ir.host_ops import For
+from hostir.ir.op import Bin, Expr, Lit, Statement, Value
+from hostir.ir.sizes import Size
+from hostir.ir.tensor_ops import Shard, ViewStatement
+from hostir.lower.host import Host
+from hostir.lower.rows import long_axes
+from hostir.lower.scatters import one_of
+from hostir.lower.transfers import Transfers
+
+SMS = 16  # that copy in `push`, and scales: fewer do not fill the links, more leave too few to the matmul
+
+
+def send_scales(host: Host, gather: AllGather) -> None:
+    """Add the transfers of an allgather of scales, which nobody waits for; its result is the symmetric buffer.
+
+    The rank's own scales are copied last, by a kernel of their own: the matmul may overlap copies by SMs directly
+    before it, and must not overlap that.
+    """
+    team, x = host.team(gather), host.packed(host.values[gather.x.name], gather)
+    buffer = replace(gather.out, type=gather.out.tensor.host())
+    host.values[gather.out.name] = buffer
+    host.dense.add(buffer.name)
+    transfers = Transfers(host, gather, buffer)
+    host.body += transfers.reuse_barrier()
+    axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's scales are several blocks
+
+    def each(to: Expr, sms: int, note: str) -> list[Statement]:
+        """Return the copies of the rank's own scales to a rank."""
+        views: list[ViewStatement] = []
+        source, target = x, buffer
+        if axis is not None:
+            index, count = host.index("s"), x.tensor.local_shape[axis]
+            source, target = (one_of(host, value, axis, index, count, views) for value in (x, buffer))
+        mine = Value(host.names.fresh("mine"), source.tensor, gather.span)
+        copy = transfers.put(source, mine, to, note=note, sms=sms)
+        statements = *views, Shard(target, mine, span=gather.span), copy
+        return [*statements] if axis is None else [For(index.value, count, statements, span=gather.span)]
+
+    turn = host.index("i")
+    copies = each(team.peer(Bin("+", turn, Lit(1))), SMS, "the scales of the rows that follow")
+    host.body.append(For(turn.value, Size(team.ranks - 1), tuple(copies), span=gather.span))
+    host.body += each(team.rank, 0, "")

@@ -1,0 +1,14 @@
+# error: %t: f32[1, 128] is no scale of %a
+# at: 12:13
+# expected: f32[64, 1]
+# hint: %t fits %b, and %s fits %a: exchange them
+import hostir as hi
+
+
+def bad(ranks: int = 4) -> hi.Fusion:
+    with hi.Fusion("bad") as fusion:
+        a, b = hi.tensor("a", [64, 256], "f8e4m3"), hi.tensor("b", [256, 128], "f8e4m3")
+        s, t = hi.tensor("s", [64, 1], "f32"), hi.tensor("t", [1, 128], "f32")
+        c = hi.scaled_matmul(a, b, t, s)
+        fusion.output(c)
+    return fusion

@@ -1,0 +1,14 @@
+# error: a product of fp8 matrices is no 'f8e4m3'
+# at: 12:13
+# expected: one of: bf16, f16, f32
+# hint: quantize it
+import hostir as hi
+
+
+def bad(ranks: int = 4) -> hi.Fusion:
+    with hi.Fusion("bad") as fusion:
+        a, b = hi.tensor("a", [64, 256], "f8e4m3"), hi.tensor("b", [256, 128], "f8e4m3")
+        s, t = hi.tensor("s", [64, 1], "f32"), hi.tensor("t", [1, 128], "f32")
+        c = hi.scaled_matmul(a, b, s, t, "f8e4m3")
+        fusion.output(c)
+    return fusion

@@ -1,0 +1,101 @@
+"""Products of fp8 matrices with scales: every pattern, scaling, strategy and axis gives the unsharded result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import hostir as hi
+from examples import patterns
+from hostir.ir import HostIRError
+from hostir.ir.comm_ops import Communication
+from hostir.ir.onesided_ops import Put
+from hostir.ir.scaled_ops import ScaledMatmul
+from hostir.lower import STRATEGIES
+from tests.lower.held import every_strategy, hold, one_sided, without_each
+from tests.mutation import convicted
+
+Pattern = Callable[..., hi.Fusion]
+SCALES = ("tensor", "rows", "blocks")
+every_pattern = pytest.mark.parametrize("pattern", patterns.SCALED, ids=lambda p: p.__name__)
+
+
+def variants(pattern: Pattern, ranks: int) -> Iterator[hi.Fusion]:
+    """The pattern with all scalings, axes and dtypes; of many ranks with a third of them."""
+    names = pattern.__code__.co_varnames[: pattern.__code__.co_argcount]
+    for number, scales in enumerate(SCALES):
+        dtype = ("bf16", "f16", "f32")[(number + ranks) % 3]
+        for axis in (0, 1) if "axis" in names else (0,):
+            if ranks < 3 or (number + axis) % 3 == ranks % 3:
+                yield pattern(**{"axis": axis} if "axis" in names else {}, ranks=ranks, dtype=dtype, scales=scales)
+
+
+@every_pattern
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_a_pattern_gives_the_unsharded_result_by_every_strategy(pattern: Pattern, ranks: int) -> None:
+    for fusion in variants(pattern, ranks):
+        for strategy in STRATEGIES:
+            hold(fusion.program(), hi.lower(fusion, strategy), range(2 if ranks < 4 else 1))
+
+
+@every_strategy
+@pytest.mark.parametrize("pattern", patterns.SCALED[:4], ids=lambda p: p.__name__)
+def test_products_overlap_and_no_communication_is_left_whole(pattern: Pattern, strategy: str) -> None:
+    for fusion in variants(pattern, 2):
+        program = hi.lower(fusion, strategy)
+        assert one_sided(program)
+        whole = [s for s in program.walk() if isinstance(s, Communication)]
+        assert [str(s.x.tensor) for s in whole] in ([], ["f32[48@didx, 1]"])  # where a tensor's one scale is made
+        products = [s for s in program.walk() if isinstance(s, ScaledMatmul)]
+        if strategy == "ring":
+            assert len(products) == 2
+        elif pattern is not patterns.scaled_row_parallel or strategy == "fused":
+            assert products[0].ready or products[0].done
+
+
+@every_strategy
+def test_scales_that_nobody_sends_are_missed(strategy: str) -> None:
+    program = hi.lower(patterns.scaled_allgather_matmul(ranks=2), strategy)
+    assert convicted(program, 4) == ""
+    mutants = [(s, body) for s, body in without_each(program.body)]
+    missed = [s for s, body in mutants if not hi.check(program.with_body(body))]
+    assert any(isinstance(s, Put) and s.x.tensor.dtype.name == "f32" for s, _ in mutants)
+    assert not missed, f"'{missed[0].keyword()}' could be left out"
+
+
+def test_partial_sums_cross_ranks_in_the_dtype_of_the_result() -> None:
+    for strategy in STRATEGIES:
+        for dtype in ("bf16", "f32"):
+            program = hi.lower(patterns.scaled_row_parallel(2, dtype=dtype), strategy)
+            moved = {s.x.tensor.dtype.name for s in program.walk() if isinstance(s, (Communication, Put))}
+            assert moved == {dtype}
+
+
+def test_a_scale_for_each_rank_needs_k_to_be_sharded_over_them() -> None:
+    text = """hostir 1
+mesh @mesh [tp] = 0 1
+fusion @f(%a: f8e4m3[8, 64], %b: f8e4m3[64, 8], %s: f32[8, 2], %t: f32[2, 8]) -> (%c) {
+  %c: bf16[8, 8] auto = scaled_matmul %a, %b scaled %s, %t to bf16
+}
+"""
+    with pytest.raises(HostIRError, match="%s has 2 scales along the 64 elements of K that a rank holds"):
+        hi.lower(hi.parse(text))
+
+
+def test_a_tensors_scale_is_the_largest_of_its_rows_and_gathers_these_only() -> None:
+    with hi.Fusion("whole") as fusion:
+        x = hi.tensor("x", [8, 256], "f32")
+        q, scale = hi.quantize(x, scales="tensor")
+        fusion.output(q, scale)
+    mesh = hi.DeviceMesh(range(2))
+    x.shard(0, mesh)
+    q.shard(0, mesh)
+    program = hi.lower(fusion, "sequential")
+    given = torch.randn(8, 256) * torch.arange(1, 9)[:, None]
+    quantized, found = hi.run(program, given)
+    torch.testing.assert_close(found, (given.abs().max() / 448).view(1, 1))
+    torch.testing.assert_close(quantized.float() * found, given, rtol=2**-4, atol=float(found) * 2**-9)
+    gathered = [s.x.tensor for s in program.walk() if isinstance(s, Communication)]
+    assert [str(t) for t in gathered] == ["f32[8@didx, 1]"]
