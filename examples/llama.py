@@ -54,19 +54,22 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, features: int, heads: int, kv_heads: int) -> None:
+    def __init__(self, features: int, heads: int, kv_heads: int, size: int) -> None:
         super().__init__()
-        self.size = features // heads
-        self.wq = nn.Linear(features, features, bias=False)
+        self.size = size
+        self.wq = nn.Linear(features, heads * self.size, bias=False)
         self.wk = nn.Linear(features, kv_heads * self.size, bias=False)
         self.wv = nn.Linear(features, kv_heads * self.size, bias=False)
-        self.wo = nn.Linear(features, features, bias=False)
+        self.wo = nn.Linear(heads * self.size, features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (-1, self.size)) for each in (self.wq(x), self.wk(x), self.wv(x)))
+        return self.wo(self.attended(self.wq(x), self.wk(x), self.wv(x)))
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (-1, self.size)) for each in (q, k, v))
         q, k, v = rotated(q).transpose(1, 2), rotated(k).transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(y.transpose(1, 2).flatten(2))
+        return y.transpose(1, 2).flatten(2)
 
 
 class FeedForward(nn.Module):
@@ -80,9 +83,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, features: int, heads: int, kv_heads: int, hidden: int) -> None:
+    def __init__(self, features: int, heads: int, kv_heads: int, hidden: int, size: int | None = None) -> None:
         super().__init__()
-        self.attention, self.attention_norm = Attention(features, heads, kv_heads), RMSNorm(features)
+        self.attention = Attention(features, heads, kv_heads, size or features // heads)
+        self.attention_norm = RMSNorm(features)
         self.feed_forward, self.ffn_norm = FeedForward(features, hidden), RMSNorm(features)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Passes `fused` and `push`: each rank sends blocks of rows to all, and one kernel takes each as it arrives.
 
-For an allgather, the blocks are the ranks' shards, and a matmul waits for them. For a reduce_scatter, they are the rows
+For an allgather, the blocks are the ranks' shards, or of an axis that is summed over parts of slices of the rows, and a
+matmul waits for them. For a reduce_scatter, they are the rows
 that a matmul makes for each other rank. In `fused` the matmul raises a flag after each block, so copies begin while it
 runs; in `push` they begin when it has ended. A sum waits for what all ranks have sent.
 
@@ -22,7 +23,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from hostir.ir.comm_ops import AllGather, AllReduce, ReduceScatter
-from hostir.ir.host_ops import For, SetStream
+from hostir.ir.host_ops import Chunk, For, SetStream
+from hostir.ir.onesided_ops import Signal
 from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size, product
@@ -39,20 +41,22 @@ from hostir.lower.rows import (
     RowCollective,
     RowCollectives,
     block_axes,
+    by_columns,
     first_matmul,
     long_axes,
     maker_of_rows,
     piece_axis,
     product_of_rows,
     reads_rows,
+    row_slices,
     shard_in_pieces,
     shard_of,
     users,
     wanted_otherwise,
 )
 from hostir.lower.scales import SMS, send_scales
-from hostir.lower.scatters import OneStep, ScatteredBlocks, one_of
-from hostir.lower.transfers import ARRIVED, COPY_STREAM, Blocks, Mover, Transfers, Turns
+from hostir.lower.scatters import OneStep, ScatteredBlocks, made, one_of
+from hostir.lower.transfers import ARRIVED, COPY_STREAM, SIGNAL_STREAM, Blocks, Mover, Transfers, Turns
 
 MIN_PIECE_ROWS = 256  # two tiles
 
@@ -146,8 +150,8 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
             workers = max(workers, chunks.build())
             continue
         if isinstance(s, AllGather) and s in rows.moves:
-            arriving[s.out.name] = SentRows(host, s, mover, scales)
-            workers = max(workers, arriving[s.out.name].transfers.workers)
+            arriving[s.out.name] = (SentColumns if by_columns(s) else SentRows)(host, s, mover, scales)
+            workers = max(workers, arriving[s.out.name].workers)
             continue
         if isinstance(s, Reduction) and (s in rows.moves or s in rows.reduces):
             scatter = scattered.get(s) or ScatteredRows(host, s, mover, pieces, steps)
@@ -213,6 +217,8 @@ def _in_blocks(s: RowCollective) -> bool:
 
     Of those that a rank sends to be summed up, the number must be known.
     """
+    if isinstance(s, AllGather) and by_columns(s):  # sent in slices of rows
+        return True
     axes = shard_of(s).tensor.host().axes
     outside = [block_axes(s)[0]] if _needs_block_axes(s) else [axes[j] for j in long_axes(s)]
     known = isinstance(s, AllGather) or all(axis.extent.value is not None for axis in outside)
@@ -220,7 +226,7 @@ def _in_blocks(s: RowCollective) -> bool:
 
 
 def _needs_block_axes(s: RowCollective) -> bool:
-    return shard_in_pieces(s) or len(long_axes(s)) > 1
+    return not by_columns(s) and (shard_in_pieces(s) or len(long_axes(s)) > 1)
 
 
 def _matmuls_first(rows: RowCollectives) -> Program:
@@ -257,10 +263,15 @@ class SentRows:
         name = host.names.fresh(f"{gather.out.name}_shared") if self.whole else gather.out.name
         buffer = Value(name, gather.out.tensor.host(), gather.span)
         host.values.setdefault(gather.out.name, buffer)
-        count = ONE if self.axis is None else gather.x.tensor.local_shape[self.axis]
+        count = self.count()
         self.transfers = Transfers(host, gather, buffer, flags=count * self.team.ranks)
         self.blocks = self.blocks_of(x, buffer, count)
         self.send()
+        self.workers = self.transfers.workers
+
+    def count(self) -> Size:
+        """Return the number of blocks that a shard is."""
+        return ONE if self.axis is None else self.gather.x.tensor.local_shape[self.axis]
 
     def send(self) -> None:
         """Send the shard to all ranks: first to the one before this rank, and so on down.
@@ -348,6 +359,74 @@ class SentRows:
         if self.whole:
             note = f"copy: {self.whole} is wanted whole"
             self.host.body.append(DenseCopy(out=self.whole, x=self.transfers.buffer, span=self.gather.span, note=note))
+
+
+class SentColumns(SentRows):
+    """Builds one allgather of the axis that matmuls sum over: ranks send their parts of slices of the rows.
+
+    The matmul waits for one flag for each slice. A worker stream raises it when the parts of all peers have arrived.
+    """
+
+    def __init__(self, host: Host, gather: AllGather, mover: Mover, scales: Collection[str] = ()) -> None:
+        super().__init__(host, gather, replace(mover, streams=1), scales)  # the other worker stream raises the flags
+        self.workers = 2
+
+    def count(self) -> Size:
+        """Return the number of slices."""
+        return Size(row_slices(self.gather))
+
+    def blocks_of(self, x: Value, buffer: Value, count: Size) -> Blocks:
+        """Return this rank's parts of the slices."""
+        views: list[ViewStatement] = []
+        index = self.host.index("s")
+        mine = Value(self.host.names.fresh("mine"), x.tensor, self.gather.span)
+        self.own = Shard(buffer, mine, span=self.gather.span)
+
+        def slice(of: Value, name: str) -> Value:
+            out = Value(self.host.names.fresh(name), of.type, self.gather.span)
+            return made(Chunk(of, out, index, count, 0, span=self.gather.span), views)
+
+        source, target = slice(x, "part"), slice(mine, "place")
+        return Blocks(source, target, tuple(views), self.flag(index, self.team.rank), index, count)
+
+    def flag(self, slice: Expr, rank: Expr) -> Expr:
+        """Return the number of the flag that says that the part of a rank has arrived."""
+        return Bin("+", Bin("*", slice, Lit(self.team.ranks)), rank)
+
+    def copy_own(self) -> list[Statement]:
+        """Return the copy of this rank's own parts to the buffer; the matmul comes after it."""
+        return [self.own, self.transfers.put(self.x, self.own.out, self.team.rank)]
+
+    @property
+    def copies_own(self) -> bool:
+        return True
+
+    def multiply(self, s: Contraction, scatter: ScatteredRows | None) -> None:
+        """Add the matmul that waits for the slices."""
+        host, flags = self.host, self.transfers.row(f"{self.gather.out.name}_whole", self.blocks.count)
+        index = host.index("s")
+        raised = Signal(flags, index, ARRIVED, self.team.rank, self.team.over, span=self.gather.span)
+        host.body += [SetStream(SIGNAL_STREAM), For(index.value, self.blocks.count, (self.arrivals(index), raised))]
+        host.body.append(SetStream(host.user))
+        host.destination(s.out)
+        on_buffers = s.rename(host.values)
+        assert isinstance(on_buffers, Contraction)
+        note = "each slice of the rows when all parts of it are there"
+        waiting = replace(on_buffers, a=self.transfers.buffer, ready=flags, epoch=ARRIVED, note=note)
+        host.body.append(waiting if scatter is None else scatter.raising(waiting))
+        self.finish()
+
+    def wait(self) -> None:
+        """Make the caller's stream wait for all parts of all slices."""
+        index = self.host.index("s")
+        self.host.body.append(For(index.value, self.blocks.count, (self.arrivals(index),)))
+        self.finish()
+
+    def arrivals(self, slice: Ref) -> For:
+        """Return the waits for the parts of a slice that peers send."""
+        index = self.host.index("i")
+        peer = self.team.peer(Bin("+", index, Lit(1)))
+        return For(index.value, Size(self.team.ranks - 1), (self.transfers.wait(self.flag(slice, peer)),))
 
 
 # One reduce_scatter, or an allreduce in one step ----------------------------------------------------------------------

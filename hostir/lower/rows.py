@@ -257,8 +257,10 @@ def _why_whole(s: Communication, program: Program, strategy: str) -> str:
         return f"no matmul has {s.out} as its left side"
     if first_matmul(program, s) is None:
         return f"every matmul with {s.out} as its left side needs it for its right side too"
-    if columns and strategy != "ring":
-        return f"it gathers the axis that the matmul sums over; 'ring' does that in slices of the rows of {s.out}"
+    if columns and any(isinstance(user, ScaledMatmul) for user in users(program, s.out)):
+        return "it gathers the axis that a scaled matmul sums over"
+    if columns and strategy == "push":
+        return f"it gathers the axis that the matmul sums over, and only copy engines take parts of the rows of {s.out}"
     if columns and row_slices(s) == 1:
         return f"it gathers the axis that the matmul sums over, and the rows of {s.out} are not known to be even"
     return ""

@@ -31,7 +31,7 @@ SPLITS = (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default)
 SCALED = (aten._scaled_mm.default,)
 
 
-class Left(Exception):  # noqa: N818  # no error: the graph stays as it is
+class LeftAlone(Exception):  # noqa: N818  # no error: the graph stays as it is
     """Raised for a collective that is left alone; its text says why."""
 
 
@@ -190,7 +190,7 @@ def parts_of(cat: Node) -> tuple[Node, int] | None:
 
 
 @dataclass
-class Product:
+class GatheredProduct:
     """A matmul of gathered rows: the node, the matrix on its right, and what is added."""
 
     node: Node
@@ -202,10 +202,10 @@ def waited(collective: Node) -> Node:
     """Return the only wait for a collective."""
     waits = [user for user in collective.users if user.target is WAIT]
     if len(waits) != 1:
-        raise Left(f"{len(waits)} nodes wait for it")
+        raise LeftAlone(f"{len(waits)} nodes wait for it")
     others = [user for user in collective.users if user is not waits[0] and user.op != "output"]
     if others:
-        raise Left(f"{others[0].name} uses it without a wait")
+        raise LeftAlone(f"{others[0].name} uses it without a wait")
     return waits[0]
 
 
@@ -219,7 +219,7 @@ def gathered(gather: Node) -> tuple[Node, int]:
         axis = argument(cat, 1, "dim", 0)
         if parts_of(cat) == (wait, 0) and axis % len(shape_of(shard)):
             if len(cats) > 1 or any(user is not cat and cat not in _cats(user) for user in users):
-                raise Left("its result is used in several orders of axes")
+                raise LeftAlone("its result is used in several orders of axes")
             return cat, axis % len(shape_of(shard))
     return wait, 0
 
@@ -239,15 +239,15 @@ def rows_of_views(full: Node) -> Iterator[Node]:
             yield from rows_of_views(user)
 
 
-def products_of(full: Node) -> list[Product]:
-    """Return the matmuls that have the gathered rows on their left. Raises Left if there are none."""
+def products_of(full: Node) -> list[GatheredProduct]:
+    """Return the matmuls that have the gathered rows on their left. Raises LeftAlone if there are none."""
     found, scaled, others, right = [], [], [], []
     for rows in rows_of_views(full):
         for user in rows.users:
             if user.target is aten.mm.default and user.args[0] is rows:
-                product = Product(user, user.args[1], None)  # type: ignore[arg-type]
+                product = GatheredProduct(user, user.args[1], None)  # type: ignore[arg-type]
             elif user.target is aten.addmm.default and user.args[1] is rows and not user.kwargs:
-                product = Product(user, user.args[2], user.args[0])  # type: ignore[arg-type]
+                product = GatheredProduct(user, user.args[2], user.args[0])  # type: ignore[arg-type]
             else:
                 scaled += [user] if user.target in SCALED else []
                 others += [user] if not keeps_rows(user) else []
@@ -257,29 +257,29 @@ def products_of(full: Node) -> list[Product]:
     if found:
         return found
     if scaled:
-        raise Left(f"{scaled[0].name} is a scaled matmul")
+        raise LeftAlone(f"{scaled[0].name} is a scaled matmul")
     if right:
-        raise Left(f"it is the right side of {right[0].name}: a gathered weight")
+        raise LeftAlone(f"it is the right side of {right[0].name}: a gathered weight")
     uses = ", ".join(sorted({getattr(user.target, "__name__", str(user.target)) for user in others})) or "nothing"
-    raise Left(f"no matmul has its rows on the left; it is used by {uses}")
+    raise LeftAlone(f"no matmul has its rows on the left; it is used by {uses}")
 
 
 def check_dtype(*nodes: Node) -> None:
-    """Raise Left unless all tensors have one dtype that hostir computes with."""
+    """Raise LeftAlone unless all tensors have one dtype that hostir computes with."""
     dtypes = {value(node).dtype for node in nodes}
     if len(dtypes) > 1 or not dtypes <= DTYPES.keys():
-        raise Left(f"its dtypes are {', '.join(sorted(map(str, dtypes)))}")
+        raise LeftAlone(f"its dtypes are {', '.join(sorted(map(str, dtypes)))}")
 
 
 def fuse_gather(graph: Graph, gather: Node) -> str:
-    """Replace an all-gather and the matmuls of its rows; return what became of it. Raises Left."""
+    """Replace an all-gather and the matmuls of its rows; return what became of it. Raises LeftAlone."""
     full, axis = gathered(gather)
     shard: Any = gather.args[0]
     shape = shape_of(shard)
     if len(shape) < 2:
-        raise Left(f"it gathers a tensor of {len(shape)} axes")
+        raise LeftAlone(f"it gathers a tensor of {len(shape)} axes")
     if axis == len(shape) - 1:
-        raise Left("it gathers the axis that the products sum over")
+        raise LeftAlone("it gathers the axis that the products sum over")
     products = products_of(full)
     check_dtype(shard, *(product.right for product in products))
     nodes = {product.node for product in products}
@@ -307,7 +307,7 @@ def _used_otherwise(full: Node, products: set[Node]) -> bool:
     )
 
 
-def _give_product(graph: Graph, product: Product, y: Node) -> None:
+def _give_product(graph: Graph, product: GatheredProduct, y: Node) -> None:
     """Let a product of several axes, or rows, take the place of a matmul and of views of it."""
     if product.added is not None:
         y = made(graph, aten.add.Tensor, y, product.added)
@@ -332,13 +332,15 @@ def scattered(scatter: Node) -> tuple[Node, int]:
 
 
 def only_user(node: Node) -> None:
-    """Raise Left if a tensor has more than one user."""
+    """Raise LeftAlone if a tensor has more than one user."""
     if len(node.users) > 1:
-        raise Left(f"{node.name} has {len(node.users)} users, and would have to be computed for the others as well")
+        raise LeftAlone(
+            f"{node.name} has {len(node.users)} users, and would have to be computed for the others as well"
+        )
 
 
 def products_before(node: Node, divided: bool) -> Iterator[Node]:
-    """Yield the matmuls whose sum a tensor is; it may be `divided`, with a user for each part. Raises Left."""
+    """Yield the matmuls whose sum a tensor is; it may be `divided`, with a user for each part. Raises LeftAlone."""
     if not divided:
         only_user(node)
     if keeps_rows(node):
@@ -349,9 +351,9 @@ def products_before(node: Node, divided: bool) -> Iterator[Node]:
     elif node.target is aten.mm.default:
         yield node
     elif node.target in SCALED:
-        raise Left(f"{node.name} is a scaled matmul")
+        raise LeftAlone(f"{node.name} is a scaled matmul")
     else:
-        raise Left(f"{node.name} before it is {getattr(node.target, '__name__', node.op)}, not a matmul")
+        raise LeftAlone(f"{node.name} before it is {getattr(node.target, '__name__', node.op)}, not a matmul")
 
 
 def _alike(node: Node) -> bool:
@@ -360,15 +362,15 @@ def _alike(node: Node) -> bool:
 
 
 def fuse_scatter(graph: Graph, scatter: Node) -> str:
-    """Replace a reduce-scatter and the matmul before it; return what became of it. Raises Left."""
+    """Replace a reduce-scatter and the matmul before it; return what became of it. Raises LeftAlone."""
     wait = waited(scatter)
     given, axis = scattered(scatter)
     shape = shape_of(given)
     reduce_op = argument(scatter, 1, "reduce_op")
     if reduce_op not in ("sum", "avg"):
-        raise Left(f"its sum is {reduce_op!r}")
+        raise LeftAlone(f"its sum is {reduce_op!r}")
     if len(shape) < 2 or axis == len(shape) - 1:
-        raise Left("it scatters columns" if len(shape) > 1 else f"it scatters a tensor of {len(shape)} axes")
+        raise LeftAlone("it scatters columns" if len(shape) > 1 else f"it scatters a tensor of {len(shape)} axes")
     products = [*products_before(given, divided=given is not scatter.args[0])]
     lefts, rights = zip(*(product.args for product in products), strict=True)
     check_dtype(*lefts, *rights)
@@ -443,7 +445,7 @@ class OverlapPass(CustomGraphPass):
             return Visited(self.graphs, node.name, packet, group, "", "only all-gathers and reduce-scatters are fused")
         try:
             return Visited(self.graphs, node.name, packet, group, name, fuse(graph, node))
-        except Left as why:
+        except LeftAlone as why:
             return Visited(self.graphs, node.name, packet, group, "", str(why))
 
 

@@ -179,7 +179,7 @@ def test_one_program_serves_every_number_of_rows(strategy: str, ranks: int) -> N
     fusion = matmul(["M"], ranks).program()
     program = hi.lower(fusion, strategy)
     for rows in (0, 12 * ranks, *((1, 7) if strategy == "push" else ())):
-        hold(fusion, program, range(1), M=rows)
+        hold(fusion, program, range(1), {"M": rows})
 
 
 @every_strategy
@@ -188,7 +188,7 @@ def test_rows_of_unknown_number_in_slices_of_known_number_are_cut_where_they_can
     fusion = matmul([ranks, "M"], ranks).program()
     program = hi.lower(fusion, strategy)
     for rows in (0, 5):
-        hold(fusion, program, range(1), M=rows)
+        hold(fusion, program, range(1), {"M": rows})
 
 
 def test_auto_takes_any_number_of_rows() -> None:

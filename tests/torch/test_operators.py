@@ -15,7 +15,7 @@ from tests.launch import launch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SCRIPTS = [HERE / f"{name}_cases.py" for name in ("operator", "layer", "stack", "module", "overlap")]
+SCRIPTS = [HERE / f"{name}_cases.py" for name in ("operator", "scaled", "layer", "stack", "module", "overlap")]
 CASES = {s: re.findall(r"@case\ndef (\w+)\(", s.read_text(encoding="utf-8")) for s in SCRIPTS}
 TIMEOUT = 280
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.timeout(TIMEOUT + 60)]

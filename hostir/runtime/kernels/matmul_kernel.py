@@ -462,9 +462,10 @@ def _add_step(x, y, acc, product, place, k, C: tl.constexpr):
     if C.SCALES == "blocks":
         block = k // _SCALE_BLOCK
         of_b = block * product.scales.b_step + place[2] // _SCALE_BLOCK * product.scales.b_column
-        # Loaded first: what they take is hidden behind the products.
-        scales = scales_of_rows(product, place, block, C) * tl.load(product.scales.b + of_b)
-        return acc + _dot(x, y, None, C) * scales
+        # Loaded before the products, which hide what that takes, and first used behind them.
+        scales_a, scale_b = scales_of_rows(product, place, block, C), tl.load(product.scales.b + of_b)
+        part = _dot(x, y, None, C)
+        return acc + part * (scales_a * scale_b)
     elif C.STEPWISE:
         return acc + _dot(x, y, None, C)
     else:
