@@ -14,10 +14,24 @@ import pytest
 import torch
 
 import hostir as hi
-from benchmarks import chart, matmul_reduce_scatter, mlp, reshard
+from benchmarks import chart, matmul_all_reduce, matmul_reduce_scatter, mlp, reshard
 from benchmarks.comparison import Candidate, Judge, WrongResultError
 from benchmarks.matmul_reduce_scatter import WAYS, Way, row_parallel, text
-from benchmarks.scores import BY_HAND, COMPILED, HOSTIR, KINDS, ODD, TORCH, Row, file_name, line, report, scored
+from benchmarks.scores import (
+    BY_HAND,
+    COMPILED,
+    HOSTIR,
+    KINDS,
+    ODD,
+    ONE_SHOT,
+    TORCH,
+    TWO_SHOT,
+    Row,
+    file_name,
+    line,
+    report,
+    scored,
+)
 from hostir.lower import STRATEGIES
 from hostir.runtime.simulated.machine import run_local
 from tests.launch import ROOT, launch
@@ -36,22 +50,24 @@ def on_ranks(test: Callable[..., None]) -> Callable[..., None]:
 # From one end to the other ----------------------------------------------------------------------------------------
 TRAINED = [f"8B-{kind}{trained}" for kind in ("gather", "scatter") for trained in ("", "-trained")]
 RUNS = {
-    "matmul_reduce_scatter_2": "--rows 8B:2048,70B:512",
-    "matmul_reduce_scatter_as_rank_of": "--rows 8B:2048 --as-rank-of 8",
-    "mlp_2": "--rows 8B:2048 --only sequential,fused",
-    "mlp_gated_2": "--rows 8B:2048 --only sequential,fused --gated",
-    "reshard_2": "--only sequential,push",
-    "torch_operators_2": f"--rows {','.join(f'{kind}:4096' for kind in TRAINED)}",
-    "allgather_matmul_2": "--rows 8B:2048",
-}  # by what is written
+    "matmul_reduce_scatter_2": "matmul_reduce_scatter --rows 8B:2048,70B:512",
+    "matmul_reduce_scatter_as_rank_of": "matmul_reduce_scatter --rows 8B:2048 --as-rank-of 8",
+    "matmul_all_reduce_2": "matmul_all_reduce --rows 70B:64 --only sequential,fused,push",
+    "decoder_2": "matmul_all_reduce --decode --layers 3 --rows 70B:64 --only push",
+    "mlp_2": "mlp --rows 8B:2048 --only sequential,fused",
+    "mlp_gated_2": "mlp --rows 8B:2048 --only sequential,fused --gated",
+    "reshard_2": "reshard --only sequential,push --rows reduce_scatter,all_gather,all_reduce:64",
+    "torch_operators_2": f"torch_operators --rows {','.join(f'{kind}:4096' for kind in TRAINED)}",
+    "allgather_matmul_2": "allgather_matmul --rows 8B:2048",
+}  # by what they write
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one job of two CPU processes has written the results of all `RUNS`."""
     folder = tmp_path_factory.mktemp("comparison")
-    names = {name: re.sub("(_gated)?_2$|_as_rank_of$", "", name) for name in RUNS}
-    commands = [f"{names[name]} {SMALL} --out {folder / names[name]} {given}" for name, given in RUNS.items()]
+    outs = {name: folder / re.sub("(_gated)?_2$|_as_rank_of$", "", name) for name in RUNS}  # the rest is added to it
+    commands = [f"{command} {SMALL} --out {outs[name]}" for name, command in RUNS.items()]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(folder)}
     done = launch(2, str(Path(__file__).with_name("on_ranks.py")), *commands, env=env, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -96,6 +112,17 @@ def test_matmul_reduce_scatter_runs_from_one_end_to_the_other(folder: Path) -> N
 
 
 @on_ranks
+def test_matmul_all_reduce_and_its_layers_run_from_one_end_to_the_other(folder: Path) -> None:
+    rows, _ = measured(folder, "matmul_all_reduce_2")
+    assert [(row["M"], row["N"], row["K"]) for row in rows] == [(1, 128, 56)]
+    assert right(rows[0]) == {BY_HAND, COMPILED, "sequential", "fused", "push"}
+    assert took_part(rows[0]) >= {ONE_SHOT, TWO_SHOT, "one_shot", "two_shot"}
+    rows, _ = measured(folder, "decoder_2")
+    assert right(rows[0]) == {BY_HAND, COMPILED, "push"}
+    assert (rows[0]["layers"], rows[0]["compiled"]["mode"]) == (3, "eager")
+
+
+@on_ranks
 def test_a_few_ranks_stand_for_more(folder: Path) -> None:
     rows, _ = measured(folder, "matmul_reduce_scatter_as_rank_of")
     assert set(rows[0]["times"]) == {str(way) for way in WAYS if way.kernels == "aten"}
@@ -119,10 +146,12 @@ def test_reshard_runs_from_one_end_to_the_other(folder: Path) -> None:
         ("reduce_scatter", 128),
         ("all_gather", 64),
         ("all_gather", 256),
+        ("all_reduce", 1),
     ]
     for row in rows:
+        torchs = {ONE_SHOT, "one_shot", "two_shot"} if row["model"] == "all_reduce" else {"torch"}
         assert {"NCCL", COMPILED, "sequential"} <= right(row)
-        assert took_part(row) == {"NCCL", COMPILED, "sequential", "push", "torch"}
+        assert took_part(row) == {"NCCL", COMPILED, "sequential", "push", *torchs}
         assert row["floor_us"] == row["nccl_us"]
 
 
@@ -180,6 +209,17 @@ def test_all_gathers_are_of_64_and_of_256_mib() -> None:
     rows = reshard.options([]).rows
     assert [row.M * row.N * 2 >> 20 for row in rows if row.model == "all_gather"] == [64, 256]
     assert [(row.M, row.N) for row in rows if row.model == "reduce_scatter"] == [(8192, 16384)]
+    sums = sorted(row.M * row.N * 2 >> 10 for row in rows if row.model == "all_reduce")
+    assert sums == [16, 256, 1 << 10, 8 << 10, 64 << 10]
+
+
+def test_sums_on_all_ranks_are_of_few_and_of_many_rows() -> None:
+    assert [row.M for row in matmul_all_reduce.options([]).rows] == [2048, 8192, 512, 64, 1, 16, 128]
+    assert sorted(row.M for row in matmul_all_reduce.options(["--decode"]).rows) == [1, 16, 64]
+    row = scored(figures("all_reduce", Row("70B", 8192, 8192, 3584)))
+    assert (row["must"], row["goal"], row["met"]) == (0.80, 0.92, True)
+    few = scored(figures("all_reduce", Row("70B", 16, 8192, 3584)))
+    assert few["must"] == round(0.98 * 100 / few["alike_us"], 4)
 
 
 # Scores -----------------------------------------------------------------------------------------------------------
@@ -238,6 +278,8 @@ def test_an_mlp_is_held_against_both_peers() -> None:
 def test_a_reshard_is_held_against_nccl() -> None:
     row = scored(figures("reshard", Row("all_gather", 4096, 8192, 0)))
     assert (row["gemm_us"], row["floor_us"], row["must"], row["met"]) == (None, 100.0, 0.6667, True)
+    row = scored(figures("reshard", Row("all_reduce", 64, 8192, 0)))
+    assert (row["must"], row["goal"]) == (0.98, 1.1)
 
 
 def test_an_emulated_row_has_scores_of_its_own() -> None:
