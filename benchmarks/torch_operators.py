@@ -268,9 +268,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser(__doc__, "torch_operators").parse_args(arguments)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measures, prints a line a row, and writes table and figures on rank 0."""
-    compare(options(), "torch_operators", Operands)
+    compare(options(arguments), "torch_operators", Operands)
 
 
 if __name__ == "__main__":

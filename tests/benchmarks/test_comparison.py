@@ -12,10 +12,24 @@ import pytest
 import torch
 
 import hostir as hi
-from benchmarks import chart, matmul_reduce_scatter, mlp, reshard
+from benchmarks import chart, matmul_all_reduce, matmul_reduce_scatter, mlp, reshard
 from benchmarks.comparison import Candidate, Judge, WrongResultError
 from benchmarks.matmul_reduce_scatter import WAYS, Way, row_parallel, text
-from benchmarks.scores import BY_HAND, COMPILED, HOSTIR, KINDS, ODD, TORCH, Row, file_name, line, report, scored
+from benchmarks.scores import (
+    BY_HAND,
+    COMPILED,
+    HOSTIR,
+    KINDS,
+    ODD,
+    ONE_SHOT,
+    TORCH,
+    TWO_SHOT,
+    Row,
+    file_name,
+    line,
+    report,
+    scored,
+)
 from hostir.lower import STRATEGIES
 from hostir.runtime.simulated.machine import run_local
 from tests.launch import ROOT, launch
@@ -69,6 +83,20 @@ def test_matmul_reduce_scatter_runs_from_one_end_to_the_other(tmp_path: Path) ->
 
 
 @pytest.mark.torchrun
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_matmul_all_reduce_and_its_layers_run_from_one_end_to_the_other(tmp_path: Path) -> None:
+    rows, _ = measured(tmp_path, "matmul_all_reduce", "--rows", "70B:64", "--only", "sequential,fused,push")
+    assert [(row["M"], row["N"], row["K"]) for row in rows] == [(1, 128, 56)]
+    assert right(rows[0]) == {BY_HAND, COMPILED, "sequential", "fused", "push"}
+    assert took_part(rows[0]) >= {ONE_SHOT, TWO_SHOT, "one_shot", "two_shot"}
+    arguments = ("--decode", "--layers", "3", "--rows", "70B:64", "--only", "push")
+    rows, _ = measured(tmp_path, "matmul_all_reduce", *arguments)
+    assert right(rows[0]) == {BY_HAND, COMPILED, "push"}
+    assert (rows[0]["layers"], rows[0]["compiled"]["mode"]) == (3, "eager")
+
+
+@pytest.mark.torchrun
 @pytest.mark.timeout(200)
 def test_a_few_ranks_stand_for_more(tmp_path: Path) -> None:
     arguments = ("--rows", "8B:2048", "--as-rank-of", "8")
@@ -92,15 +120,18 @@ def test_mlp_runs_from_one_end_to_the_other(tmp_path: Path, gated: bool) -> None
 @pytest.mark.torchrun
 @pytest.mark.timeout(200)
 def test_reshard_runs_from_one_end_to_the_other(tmp_path: Path) -> None:
-    rows, _ = measured(tmp_path, "reshard", "--only", "sequential,push")
+    few = "reduce_scatter,all_gather,all_reduce:64"
+    rows, _ = measured(tmp_path, "reshard", "--only", "sequential,push", "--rows", few)
     assert [(row["model"], row["M"]) for row in rows] == [
         ("reduce_scatter", 128),
         ("all_gather", 64),
         ("all_gather", 256),
+        ("all_reduce", 1),
     ]
     for row in rows:
+        torchs = {ONE_SHOT, "one_shot", "two_shot"} if row["model"] == "all_reduce" else {"torch"}
         assert {"NCCL", COMPILED, "sequential"} <= right(row)
-        assert took_part(row) == {"NCCL", COMPILED, "sequential", "push", "torch"}
+        assert took_part(row) == {"NCCL", COMPILED, "sequential", "push", *torchs}
         assert row["floor_us"] == row["nccl_us"]
 
 
@@ -161,6 +192,17 @@ def test_all_gathers_are_of_64_and_of_256_mib() -> None:
     rows = reshard.options([]).rows
     assert [row.M * row.N * 2 >> 20 for row in rows if row.model == "all_gather"] == [64, 256]
     assert [(row.M, row.N) for row in rows if row.model == "reduce_scatter"] == [(8192, 16384)]
+    sums = sorted(row.M * row.N * 2 >> 10 for row in rows if row.model == "all_reduce")
+    assert sums == [16, 256, 1 << 10, 8 << 10, 64 << 10]
+
+
+def test_sums_on_all_ranks_are_of_few_and_of_many_rows() -> None:
+    assert [row.M for row in matmul_all_reduce.options([]).rows] == [2048, 8192, 512, 64, 1, 16, 128]
+    assert sorted(row.M for row in matmul_all_reduce.options(["--decode"]).rows) == [1, 16, 64]
+    row = scored(figures("all_reduce", Row("70B", 8192, 8192, 3584)))
+    assert (row["must"], row["goal"], row["met"]) == (0.80, 0.92, True)
+    few = scored(figures("all_reduce", Row("70B", 16, 8192, 3584)))
+    assert few["must"] == round(0.98 * 100 / few["alike_us"], 4)
 
 
 # Scores -----------------------------------------------------------------------------------------------------------
@@ -219,6 +261,8 @@ def test_an_mlp_is_held_against_both_peers() -> None:
 def test_a_reshard_is_held_against_nccl() -> None:
     row = scored(figures("reshard", Row("all_gather", 4096, 8192, 0)))
     assert (row["gemm_us"], row["floor_us"], row["must"], row["met"]) == (None, 100.0, 0.6667, True)
+    row = scored(figures("reshard", Row("all_reduce", 64, 8192, 0)))
+    assert (row["must"], row["goal"]) == (0.98, 1.1)
 
 
 def test_an_emulated_row_has_scores_of_its_own() -> None:
