@@ -66,7 +66,7 @@ class Attention(nn.Module):
         return self.wo(self.attended(self.wq(x), self.wk(x), self.wv(x)))
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (-1, self.size)) for each in (q, k, v))
+        q, k, v = (each.view(*each.shape[:-1], -1, self.size) for each in (q, k, v))
         q, k, v = rotated(q).transpose(1, 2), rotated(k).transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return y.transpose(1, 2).flatten(2)
