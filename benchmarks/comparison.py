@@ -308,6 +308,10 @@ class Judge:
         """A candidate's result as rows in the order of `unfused`."""
         return c.reshape(self.unfused.shape)
 
+    def spoil(self, c: torch.Tensor) -> None:
+        """Overwrites a candidate's result."""
+        c.fill_(float("nan"))
+
     def error_of(self, c: torch.Tensor) -> float:
         """Relative, in the sample."""
         off = torch.linalg.vector_norm(c[self.sample].double() - self.exact)
@@ -318,7 +322,7 @@ class Judge:
 
         Raises WrongResultError where its result is not as good as torch's.
         """
-        candidate.call().fill_(float("nan"))  # an eager one gets the same memory again from torch's allocator
+        self.spoil(candidate.call())  # an eager one gets the same memory again from torch's allocator
         c = self.rows_of(candidate.call())
         if lost := int((~c.isfinite()).any(dim=1).sum()):
             raise WrongResultError(f"{lost} rows hold NaN or infinity")
@@ -573,6 +577,7 @@ def compare(
     *,
     finest: int = 1,
     ranks: int = 0,
+    any_rows: bool = False,
 ) -> None:
     """Measures the rows that are asked for, prints a line for each, and writes table and figures on rank 0.
 
@@ -582,6 +587,7 @@ def compare(
         subject: what is compared on a row.
         finest: the number of slices that rows of each rank have to fall into.
         ranks: how many there have to be, if that matters.
+        any_rows: whether ranks need not divide the rows.
     """
     dtype = DTYPES[given.dtype]
     results: list[Result] = []
@@ -590,9 +596,10 @@ def compare(
             sys.exit("start it with torchrun, one process a GPU")
         if ranks and joined.size != ranks:
             sys.exit(f"start it with {ranks} processes, not {joined.size}")
-        wanted = [shrunk(row, given.shrink, joined.size * finest) for row in given.rows]
-        if uneven := [row for row in wanted if row.M % (joined.size * finest)]:
-            sys.exit(f"{uneven[0]}: rows do not divide by {joined.size * finest}, the ranks times the slices")
+        parts = 1 if any_rows else joined.size * finest
+        wanted = [shrunk(row, given.shrink, parts) for row in given.rows]
+        if uneven := [row for row in wanted if row.M % parts]:
+            sys.exit(f"{uneven[0]}: rows do not divide by {parts}, the ranks times the slices")
         bench = Bench(joined, given, kind, lambda row: subject(row, dtype, joined))
         left = bench.measure_all(wanted, results)
         asked = [row for row in results if row["met"] is not None]

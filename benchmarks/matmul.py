@@ -261,10 +261,10 @@ def measure_scaled(
     chosen = choose(Gemm(M, N, K, family, result=2), sms, candidates(family, result=2))
     more = (*candidates(family, result=2), *FP8_TILES[family]) if options.sweep else ()
     tiles = [chosen, *(dataclasses.replace(tile, rate=1.0) for tile in more if scaled != "blocks" or tile.n <= 128)]
-    of_columns = [scale.t().contiguous().t() for scale in scales]  # as cuBLAS reads scales of blocks
+    of_columns = [scale.t().contiguous().t() for scale in scales]  # as cuBLAS reads scales of blocks, without a copy
 
     def library() -> object:
-        if library_takes(theirs, a, b, *scales):
+        if scaled != "blocks" and library_takes(theirs, a, b, *scales):
             return scaled_matmul_of_library(theirs, a, b, *scales, fast=fast)
         return torch._scaled_mm(a, b, *of_columns, out_dtype=DTYPE, out=theirs)
 

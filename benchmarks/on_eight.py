@@ -17,15 +17,17 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import TextIOBase
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import hostir.__main__
 from benchmarks.harness import environment
@@ -33,6 +35,7 @@ from hostir.runtime.session import Session, session
 
 ROOT = Path(__file__).parents[1]
 LEAST = 60.0  # seconds; no part begins with fewer left
+OTHER_ROWS = ("reshard", "torch_operators")  # than the layers of models
 TUNED = ("allgather_matmul", "row_parallel_scattered", "mlp")
 
 
@@ -69,7 +72,7 @@ def compared(job: Job, *, module: str, options: Sequence[str] = ()) -> bool:
     arguments = ["--out", str(given.out / module), "--device", given.device, "--budget", str(job.seconds), *options]
     if given.shrink > 1:
         arguments += ["--shrink", str(given.shrink), "--repeats", "2"]
-    if given.rows and module != "reshard":
+    if given.rows and module not in OTHER_ROWS:
         arguments += ["--rows", given.rows]
     importlib.import_module(f"benchmarks.{module}").main(arguments)
     return True
@@ -102,18 +105,37 @@ def tune(job: Job) -> bool:
 
 
 def lost(job: Job) -> bool:
-    """A rank that dies or stays away, in a job of its own, which rank 0 starts."""
-    text = ""
+    """A rank that dies or stays away."""
+    cases = ["killed_eager"] if job.given.shrink > 1 else []
+    where = ["--device", job.given.device, "--folder", str(job.given.out / "lost")]
+    script = str(ROOT / "tests/gpu/stress_lost.py")
+    return apart(job, "lost", [script, "--ranks", str(job.joined.size), *where, *cases])
+
+
+def llama_block(job: Job) -> bool:
+    """A block of Llama-3, forward and backward, by torch's ways and ours."""
+    given = job.given
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.joined.size)]
+    options = ["--out", str(given.out / "llama_block"), "--device", given.device, "--shrink", str(given.shrink)]
+    tiny = ["--models", "8B", "--tokens", "2048", "--repeats", "2"] if given.shrink > 1 else []
+    return apart(job, "llama_block", [*torchrun, "-m", "benchmarks.llama_block", *options, *tiny])
+
+
+def apart(job: Job, name: str, command: Sequence[str]) -> bool:
+    """Let rank 0 run Python in a process of its own, which starts ranks; return whether it ended well."""
+    problem = ""
     if job.joined.rank == 0:
-        cases = ["killed_eager"] if job.given.shrink > 1 else []
-        command = [sys.executable, str(ROOT / "tests/gpu/stress_lost.py"), "--ranks", str(job.joined.size)]
-        where = ["--device", job.given.device, "--folder", str(job.given.out / "lost")]
         launchers = re.compile("(TORCHELASTIC_|GROUP_|ROLE_|MASTER_|LOCAL_|RANK$|WORLD_SIZE$)")  # of this job
         variables = {name: value for name, value in os.environ.items() if not launchers.match(name)}
-        ran = subprocess.run([*command, *where, *cases], capture_output=True, text=True, check=False, env=variables)
-        print(ran.stdout or ran.stderr)
-        text = "" if ran.returncode == 0 else "failed"
-    return not job.joined.exchange("on_eight, lost", text, job.seconds + LEAST)[0]
+        how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+        with subprocess.Popen([sys.executable, *command], env=variables, text=True, **how) as process:
+            ends = threading.Timer(job.seconds, os.killpg, (process.pid, signal.SIGKILL))
+            ends.start()
+            for line in process.stdout or ():
+                print(line, end="", flush=True)
+            ends.cancel()
+        problem = f"exit code {process.returncode}" if process.returncode else ""
+    return not job.joined.exchange(f"on_eight, {name}", problem, job.seconds + LEAST)[0]
 
 
 PARTS = (
@@ -121,9 +143,11 @@ PARTS = (
     Part("all_gather", 120, functools.partial(compared, module="allgather_matmul")),
     Part("mlp", 60, functools.partial(compared, module="mlp")),
     Part("reshard", 40, functools.partial(compared, module="reshard")),
+    Part("torch_operators", 90, functools.partial(compared, module="torch_operators")),
     Part("patterns", 60, patterns, on_cpu=False),
     Part("stress", 90, stress),
     Part("tune", 60, tune, on_cpu=False),
+    Part("llama_block", 150, llama_block),
     Part("lost", 240, lost),
 )
 

@@ -16,7 +16,8 @@ from tests.launch import launch
 from tests.pages import ROOT, environment
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-PAGES = [path for path in EXAMPLES if path.stem != "patterns"]  # patterns.py holds many fusions, and no way to run them
+# patterns.py holds many fusions, and no way to run them; llama.py none, and tests of its own
+PAGES = [path for path in EXAMPLES if path.stem not in ("patterns", "llama")]
 LONGEST_PAGE = 100
 SEVERAL = {"autograd": ("forward", "backward")}  # what --compare runs, where an example has more than one fusion
 FUSIONS = [f"{path}{name}" for path in PAGES for name in [f":{n}" for n in SEVERAL.get(path.stem, ())] or [""]]

@@ -29,6 +29,8 @@ from hostir.ir.types import FLAG, TensorType
 #   (i1 + (i2 + .. (ik-1 + u) / ek-1 ..) / e2) / e1, u being that in the innermost; and split one so. All extents
 #   but the innermost have to be the same: the innermost only says how fine the cells are. A reshape falls apart into
 #   groups of axes between which products of the old and of the new extents are equal as formulas.
+# - Blocks of rows of several axes are pieces of the first axis where their number divides its extent, and no extent
+#   matters then.
 # - Everything else takes whole tensors, or has their axes in another order.
 #
 # So with these numbers the same, each view is the same part of its buffer's cube, and with every division exact its
@@ -62,6 +64,7 @@ class Signature:
         extents = [n for v in values_of(program) for n in v.tensor.local_shape]
         self.exact = walk.exact if walk.fits else list(sizes_of(program))
         self.extents = extents if walk.by_chance else []
+        self.cut = walk.cut if walk.fits else []
         self.compared = [shapes if len(set(shapes)) > 1 else [] for shapes in walk.compared]
         self.proved = _proved((*_form(program), walk.fits, walk.by_chance, tuple(walk.groups)))
 
@@ -75,11 +78,22 @@ class Signature:
                 division.size.bind(sizes)
             exact = [size.bind(sizes) for size in self.exact]
             ones = [size.bind(sizes) == 1 for size in self.extents]
+            cut = [_cut(*rows, sizes) for rows in self.cut]
             compared = [[tuple([n.bind(sizes) for n in shape]) for shape in shapes] for shapes in self.compared]
         except HostIRError:
             return alone
         same = [tuple(map(shapes.index, shapes)) for shapes in compared]
-        return tuple(exact), tuple(ones), tuple(same)
+        return tuple(exact), tuple(cut), tuple(ones), tuple(same)
+
+
+def _cut(axes: Shape, counts: Shape, share: tuple[Size, Size], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the extents that matter where rows of several axes are in blocks: none where the first axis is cut."""
+    if len(axes) < 2:
+        return ()
+    mine, others = (n.bind(sizes) for n in share)
+    if axes[0].bind(sizes) % (lcm(*(n.bind(sizes) for n in counts)) * mine // others) == 0:
+        return ()
+    return tuple(n.bind(sizes) for n in axes[:-1])
 
 
 class _Walk:
@@ -90,6 +104,9 @@ class _Walk:
         self.messages: list[Shape] = []  # element counts
         self.groups: list[tuple[int, int]] = []  # where those of each reshape end
         self.collectives: list[Shape] = []  # shapes, or element counts
+        self.cut: list[
+            tuple[Shape, tuple[Size, ...], tuple[Size, Size]]
+        ] = []  # rows in blocks: their axes, and how many
         self.branched = False  # whether ranks may issue collectives in different orders
         self.symmetric: dict[str, Shape] = {}
         self.strides: dict[str, Shape] = {v.name: _packed(v.tensor.local_shape) for v in program.inputs}
@@ -164,13 +181,29 @@ class _Walk:
 
     def in_blocks(self, s: Statement) -> None:
         """Record the rows of a computation by blocks: leading axes, which are cut as far as they merge."""
-        for x in s.values(Codec.READ, Codec.WRITE):
-            leading = x.tensor.local_shape[:-1]
-            self.exact += leading[:-1]
-            self.by_chance |= not _nested(leading, self.strides[x.name][:-1])
+        (out,) = s.values(Codec.WRITE)
+        counts: list[Size] = []  # the number of blocks is their least common multiple
+        own: dict[str, tuple[Size, Size]] = {}  # so many blocks, for so many of the others, have rows that stand in
+        sources: dict[str, int] = {}  # the axis of sources, in front, of what is summed up source by source
         for use in s.flag_operands:
+            flags, x = use.flags.tensor.shape[0], use.rows[0]
+            results = flags
+            if not use.raises and out not in use.rows:
+                self.exact.append(x.tensor.shape[0])
+                results, sources[x.name] = flags / x.tensor.shape[0], 1
+            counts.append(results)
             if use.own is not None:
-                self.exact.append(_rows(use.own) * use.flags.tensor.shape[0] / _rows(use.rows[0]))  # blocks of it
+                blocks = _rows(use.own) * flags / _rows(x)
+                self.exact.append(blocks)
+                own[use.own.name] = blocks, results
+        for value in s.values(Codec.READ, Codec.WRITE):
+            shape, skipped = value.tensor.local_shape, sources.get(value.name, 0)
+            self.by_chance |= not _nested(shape[:-1], self.strides[value.name][:-1])
+            leading = shape[skipped:-1]
+            if len(leading) == len(out.tensor.axes) - 1:
+                self.cut.append((leading, tuple(counts), own.get(value.name, (ONE, ONE))))
+            else:
+                self.exact += leading[:-1]
 
 
 @dataclass(frozen=True)

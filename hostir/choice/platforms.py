@@ -137,8 +137,8 @@ _CUBLAS_TILES = (
     Tile(64, 64, rate=0.51),
 )
 _GEMMS = (*(dtype for dtype in DTYPES if dtype not in FP8), "f8", "f8s")  # as `Gemm` names dtypes of operands
-# fp8 is not fitted yet: 1.9 times bf16, and less where sums of 128 products are added in f32.
-_CUBLAS_PEAK = {"bf16": 820.0, "f16": 820.0, "f32": 52.0, "f64": 60.0, "f8": 1560.0, "f8s": 1000.0}
+# Of fp8 operands as measured for the largest products of benchmarks/results/fp8_matmul.md.
+_CUBLAS_PEAK = {"bf16": 820.0, "f16": 820.0, "f32": 52.0, "f64": 60.0, "f8": 1560.0, "f8s": 1400.0}
 H200 = Hardware(
     "h200",
     sms=132,

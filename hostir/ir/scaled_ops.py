@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar
@@ -70,10 +70,11 @@ class ScaledMatmul(Contraction):
     - row-wise: `[..., 1]` with the rows of `a`, and `[1, N]`;
     - block-wise: `[..., K/128]` and `[K/128, N/128]`: one for 128 elements of a row of `a`, and for 128 x 128 of `b`.
 
-    Tensor-wise and row-wise scales may be several along K: `[..., G]` and `[G, ...]`, one for each of the G ranks that
-    hold parts of K. With `plus %bias` it adds a row of N elements in the dtype of the result, which is bf16, f16 or
-    f32, and rounds once. With `accumulate fast` sums of a whole K may stay in the tensor core's accumulators, as with
-    `use_fast_accum` of `torch._scaled_mm`; on a CPU it changes nothing.
+    Tensor-wise and row-wise scales may be several along K: `[..., G]` and `[G, ...]`, one for each of the G ranks
+    that hold parts of K. With `plus %bias` it adds a row of N elements in the dtype of the result, which is bf16,
+    f16 or f32, and rounds once; of a partial sum, the bias may be one too. With `accumulate fast` sums of a whole K
+    may stay in the tensor core's accumulators, as with `use_fast_accum` of `torch._scaled_mm`; on a CPU it changes
+    nothing.
 
     Flags are as in `matmul`. The flag of a block of rows of `a` says that these rows of `scale_a` are there as well;
     `own %x` replaces rows of `a` only.
@@ -192,6 +193,16 @@ class ScaledMatmul(Contraction):
         super().verify_layout()
         self.check_parts([v.tensor for v in self.operands])
 
+    def infer(self) -> TensorType:
+        bias = self.bias
+        if bias is None or not bias.tensor.partial:
+            return super().infer()
+        found = replace(self, bias=None).infer()
+        if bias.tensor.partial != found.partial:
+            sums = " and ".join(", ".join(over) or "none" for over in (bias.tensor.partial, found.partial))
+            raise self.fail(f"the bias {bias} and the product are partial sums over different axes: {sums}")
+        return found
+
     def check_parts(self, operands: Sequence[TensorType]) -> None:
         a, b, scale, *_ = (type.local_shape for type in operands)
         if self.scaling is Scaling.BLOCK:
@@ -271,7 +282,7 @@ class RowScales(TensorOp):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Largest(TensorOp):
-    """The largest element of a tensor, with all axes 1; NaN if there is one.
+    """The largest element of a tensor, with all axes 1; NaN if there is one, 0 if there are no elements.
 
     Example: %y: f32[1, 1] = largest %x: f32[16, 32]
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -83,10 +83,10 @@ class _Computation:
             replace(
                 t,
                 mesh=self.mesh,
-                partial=tuple(mark for mark in t.partial if mark in self.added),
+                partial=tuple(mark for mark in t.partial if self.stays(mark, homes, i)),
                 axes=tuple(layout(axis, to) for axis, to in zip(t.axes, m, strict=True)),
             )
-            for t, m in zip(types, self.maps, strict=True)
+            for i, (t, m) in enumerate(zip(types, self.maps, strict=True))
         )
         partial = tuple(sorted(_at(homes, CONTRACTED)))
         return OperandShardings(operands, TensorType(dtype, tuple(layouts), self.mesh, partial))
@@ -102,6 +102,11 @@ class _Computation:
         if not isinstance(self.op, Add):
             return set()
         return set.intersection(*(set(t.partial) for t in self.types))
+
+    def stays(self, mark: str, homes: Mapping[str, int | None], operand: int) -> bool:
+        """Whether an operand may be a partial sum over a mesh axis: a term of a sum, or what is added to a product."""
+        added = operand in self.op.following and homes[mark] == CONTRACTED
+        return mark in self.added or added
 
     def home(self, mark: str) -> int | None:
         """Return the axis of the result that a mesh axis shards, CONTRACTED for a partial sum, or None."""

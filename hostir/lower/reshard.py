@@ -56,7 +56,7 @@ def _explicit(s: Statement, names: Names, resharded: dict[tuple[str, TensorType]
         yield s
         return
     choice = _choice(s, declared)
-    if isinstance(s, (Linear, ScaledMatmul)) and s.bias is not None and choice.result.partial:
+    if isinstance(s, (Linear, ScaledMatmul)) and s.bias is not None and _added_once(s.bias, choice.result):
         yield from _bias_last(s, names, resharded)
         return
     operands = {
@@ -92,6 +92,11 @@ def _choice(s: Statement, declared: TensorType) -> OperandShardings:
         return choose(s, [v.tensor for v in s.operands], declared)
     assert isinstance(s, ViewStatement)
     return choose_view(s, s.x.tensor, declared)
+
+
+def _added_once(bias: Value, product: TensorType) -> bool:
+    """Whether a bias must not be added to a partial sum, as it is none itself."""
+    return bool(product.partial) and bias.tensor.partial != product.partial
 
 
 def _bias_last(

@@ -265,6 +265,8 @@ def _why_whole(s: Communication, program: Program, strategy: str) -> str:
         )
     if columns and strategy == "push":
         return f"it gathers the axis that the matmul sums over, and only copy engines take parts of the rows of {s.out}"
+    if columns and shard_in_pieces(s):
+        return f"it gathers the axis that the matmul sums over, of which each rank has several parts in {s.x}"
     if columns and row_slices(s) == 1:
         return f"it gathers the axis that the matmul sums over, and the rows of {s.out} are not known to be even"
     return ""

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -395,7 +396,7 @@ class Executor:
                 watchdog.observe(plan)
             return plan.run(inputs, given)
         if (problem := plan.problem()) is not None:
-            raise problem
+            raise self._noted(problem)
         graphs, capturing = self._graphs, torch._C._cuda_isCurrentStreamCapturing()
         if watchdog is not None and (plan is not watchdog.plan or watchdog.replaced):
             watchdog.observe(plan, capturing)
@@ -476,7 +477,7 @@ class Executor:
             if self.watchdog is not None and self.watchdog.died is not None:  # what needs no more of it ends soon
                 deadline = min(deadline, time.monotonic() + LAST_WORDS)
             if time.monotonic() > deadline:
-                raise self._blamed(self._stuck())
+                raise self._blamed(self._noted(self._stuck()))
             time.sleep(1e-4)
         self._raise_problem()
 
@@ -484,7 +485,13 @@ class Executor:
         """Raise what the device has reported so far."""
         plan = self.latest.plan if self.latest is not None else None
         if isinstance(plan, CudaPlan) and (problem := plan.problem()) is not None:
-            raise self._blamed(problem)
+            raise self._blamed(self._noted(problem))
+
+    def _noted(self, late: HostIRError) -> HostIRError:
+        """Add to the error of a wait that took too long what else it may be due to."""
+        first, *others = late.diagnostics
+        notes = self.session.crossing() if self.session is not None else ()
+        return HostIRError(replace(first, notes=(*first.notes, *notes)), *others)
 
     def _blamed(self, failure: HostIRError) -> HostIRError:
         return self.watchdog.blame(failure) if self.watchdog is not None else failure

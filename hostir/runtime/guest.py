@@ -59,6 +59,20 @@ class Guest(Session):
         if lost := self.watchdog.loss():
             raise error(f"rank {self.rank} waits at {where}, and {lost}")
 
+    def crossing(self) -> tuple[tuple[None, str], ...]:
+        """Return a note on the groups that have two ranks or more in common with this one, on this device."""
+        mine, found = set(dist.get_process_group_ranks(self.group)), list[str]()
+        for name, other in list(_guests.items()):
+            if other is self or other.device != self.device or registered(name) is not other.group:
+                continue
+            if len(mine & set(dist.get_process_group_ranks(other.group))) > 1:
+                found.append(f"'{name}'")
+        if not found:
+            return ()
+        groups = f"group{'s' * (len(found) > 1)} {', '.join(found)}"
+        what = f"this rank has made executors of {groups}, too, which have ranks in common with this group"
+        return ((None, f"{what}: if ranks call the groups in different orders, their calls wait for each other"),)
+
     def leave(self, done: bool, wait: bool) -> None:
         """Leave the group, which stays as it is. `wait` for the others if their GPUs may use this one's memory."""
         shared = self.device.type == "cuda" and self.groups.memory is not None and bool(self.groups.memory.met)

@@ -413,7 +413,7 @@ class Session:
                     f"rank {self.rank} waited {timeout or self.timeout:.0f} s for {_ranks(late)} at {where}",
                     expected=ALIKE,
                     hint=f"{PAGE}; {self.limit} sets how long one may wait for the others",
-                    notes=tuple((None, text) for rank in late if (text := note(rank))),
+                    notes=(*((None, text) for rank in late if (text := note(rank))), *self.crossing()),
                 )
             time.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE)
@@ -425,6 +425,10 @@ class Session:
 
     def check(self, where: str) -> None:
         """Raise if a rank is lost for which this one waits. Of the job's, the watchdog ends them all."""
+
+    def crossing(self) -> tuple[tuple[None, str], ...]:
+        """Return a note for an error of waiting too long, if calls of other groups may wait for this rank's."""
+        return ()
 
     def first(self, what: str) -> bool:
         """Whether no rank has asked this before, for messages that one rank prints for all."""

@@ -177,7 +177,10 @@ class Rooms:
     def of(program: Program, sizes: Mapping[str, int]) -> Rooms:
         """Return what a program needs for some sizes."""
         buffers = tuple(_symmetric_buffers(program.body, ONE))
-        return Rooms(buffers, {value.name: _bytes(value, sizes) for value, _ in buffers})
+        bytes = dict[str, int]()
+        for value, _ in buffers:  # ranks may allocate one of this name in different statements
+            bytes[value.name] = max(bytes.get(value.name, 0), _bytes(value, sizes))
+        return Rooms(buffers, bytes)
 
     def hold(self, sizes: Mapping[str, int]) -> bool:
         """Whether there is room for other sizes of the program."""

@@ -15,12 +15,14 @@ from hostir.torch.functional import (
 )
 from hostir.torch.installing import install, report, uninstall
 from hostir.torch.modules import ColumnParallelLinear, GatedMLP, QKVParallelLinear, RowParallelLinear
+from hostir.torch.overlap import OverlapPass, overlap_pass
 from hostir.torch.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColumnParallelLinear",
     "ColwiseParallel",
     "GatedMLP",
+    "OverlapPass",
     "QKVParallelLinear",
     "RowParallelLinear",
     "RowwiseParallel",
@@ -32,6 +34,7 @@ __all__ = [
     "install",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "overlap_pass",
     "report",
     "row_parallel_linear",
     "uninstall",

@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,6 +15,7 @@ from hostir.ir.source import check_known, described, error, user_span
 from hostir.runtime.guest import resolved
 from hostir.torch.library import call
 
+_transforms = torch._C._functorch.peek_interpreter_stack
 Ranks = ProcessGroup | DeviceMesh | str  # a DeviceMesh of one dimension
 
 
@@ -38,12 +40,12 @@ def axis_of(x: Tensor, axis: int, what: str) -> int:
 
 
 def ready(*tensors: Tensor) -> list[Tensor]:
-    """Return operands as a matmul of torch takes them: cast where autocast is on. Refuses transforms of torch.func."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    """Return operands as a matmul of torch takes them: cast where autocast is on. Refuses what torch.func does."""
+    if not torch.compiler.is_compiling() and (_transforms() is not None or forward_ad._current_level >= 0):
         raise error(
-            "torch.func transforms do not go through hostir's functions",
+            "torch.func transforms and forward-mode gradients do not go through hostir's functions",
             user_span(),
-            expected="a call outside torch.vmap, torch.func.grad and their like",
+            expected="a call outside torch.vmap, torch.func.grad, forward_ad.dual_level and their like",
         )
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):

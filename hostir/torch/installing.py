@@ -16,11 +16,12 @@ from torch.distributed.distributed_c10d import _get_group_size_by_name
 
 from hostir.ir.source import error, user_span
 from hostir.lower import AUTO
-from hostir.torch import library, operators
+from hostir.torch import library, operators, scaled
 from hostir.torch.operators import SETTINGS, operator
 from hostir.torch.programs import LEDGER, Report, check_taken
 
 FUSED_GATHER, FUSED_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 GATHER, SCATTER = "_low_contention_all_gather", "_low_contention_reduce_scatter"
 
 
@@ -47,6 +48,80 @@ def _fused_matmul_reduce_scatter(torchs: Callable[..., Any]) -> Callable[..., An
             f"symm_mem::{FUSED_SCATTER}", group_name, lambda: torchs(A, B, reduce_op, scatter_dim, group_name)
         )
         return op.run(lambda: operators.matmul_reduce_scatter(op, A, B, reduce_op == "avg", scatter_dim))
+
+    return kernel
+
+
+NUMBERED = {23: torch.float8_e5m2, 24: torch.float8_e4m3fn}  # which torch's own function leaves out
+
+
+def _dtype_numbered(given: Any) -> torch.dtype | None:
+    """Return a dtype of a list, in which the dispatcher gives them as numbers."""
+    if given in NUMBERED:
+        return NUMBERED[given]
+    found: list[torch.dtype | None] = symm_mem._maybe_convert_scalar_types_to_dtypes([given])
+    return found[0]
+
+
+def _fused_all_gather_scaled_matmul(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(
+        A: Tensor,
+        Bs: list[Tensor],
+        A_scale: Tensor,
+        B_scales: list[Tensor],
+        gather_dim: int,
+        group_name: str,
+        biases: list[Tensor | None],
+        result_scales: list[Tensor | None],
+        out_dtypes: list[torch.dtype | None],
+        use_fast_accum: list[bool],
+    ) -> tuple[Tensor, list[Tensor]]:
+        library.check_gather(A, Bs, gather_dim)
+        dtypes = [_dtype_numbered(given) for given in out_dtypes]
+        rest = biases, result_scales, dtypes, use_fast_accum
+        names = "B_scales", "biases", "result_scales", "out_dtypes", "use_fast_accum"
+        scaled.check_lists(Bs, dict(zip(names, (B_scales, *rest), strict=True)))
+        fallback = lambda: torchs(A, Bs, A_scale, B_scales, gather_dim, group_name, *rest)  # noqa: E731
+        op = operator(f"symm_mem::{SCALED_GATHER}", group_name, fallback)
+        return op.run(lambda: scaled.all_gather_scaled_matmul(op, A, Bs, A_scale, B_scales, gather_dim, *rest))
+
+    return kernel
+
+
+def _fused_scaled_matmul_reduce_scatter(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(
+        A: Tensor,
+        B: Tensor,
+        A_scale: Tensor,
+        B_scale: Tensor,
+        reduce_op: str,
+        orig_scatter_dim: int,
+        scatter_dim_after_maybe_reshape: int,
+        group_name: str,
+        output_shape: list[int] | None,
+        bias: Tensor | None = None,
+        result_scale: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        use_fast_accum: bool = False,
+    ) -> Tensor:
+        library.check_scatter(A, B, reduce_op, scatter_dim_after_maybe_reshape)
+        shape = output_shape or [*A.shape[:-1], B.shape[1]]
+        operands = A, B, A_scale, B_scale
+        dims = orig_scatter_dim, scatter_dim_after_maybe_reshape
+        rest = bias, result_scale, out_dtype, use_fast_accum
+        fallback = lambda: torchs(*operands, reduce_op, *dims, group_name, [*shape], *rest)  # noqa: E731
+        op = operator(f"symm_mem::{SCALED_SCATTER}", group_name, fallback)
+        return op.run(
+            lambda: scaled.scaled_matmul_reduce_scatter(
+                *(op, A, B, A_scale, B_scale),
+                average=reduce_op == "avg",
+                axis=orig_scatter_dim,
+                output_shape=shape,
+                bias=bias,
+                out_dtype=out_dtype,
+                fast=use_fast_accum,
+            )
+        )
 
     return kernel
 
@@ -101,12 +176,16 @@ TORCHS: dict[str, dict[str, Callable[..., Any]]] = {
     "CUDA": {
         FUSED_GATHER: symm_mem._fused_all_gather_matmul,
         FUSED_SCATTER: symm_mem._fused_matmul_reduce_scatter,
+        SCALED_GATHER: symm_mem._fused_all_gather_scaled_matmul,
+        SCALED_SCATTER: symm_mem._fused_scaled_matmul_reduce_scatter,
         GATHER: symm_mem._low_contention_all_gather,
         SCATTER: symm_mem._low_contention_reduce_scatter,
     },
     "CPU": {
         FUSED_GATHER: symm_mem._fused_all_gather_matmul_fallback,
         FUSED_SCATTER: symm_mem._fused_matmul_reduce_scatter_fallback,
+        SCALED_GATHER: symm_mem._fused_all_gather_scaled_matmul_fallback,
+        SCALED_SCATTER: symm_mem._fused_scaled_matmul_reduce_scatter_fallback,
         GATHER: _plain_all_gather,
         SCATTER: _plain_reduce_scatter,
     },
@@ -114,6 +193,8 @@ TORCHS: dict[str, dict[str, Callable[..., Any]]] = {
 KERNELS = {
     FUSED_GATHER: _fused_all_gather_matmul,
     FUSED_SCATTER: _fused_matmul_reduce_scatter,
+    SCALED_GATHER: _fused_all_gather_scaled_matmul,
+    SCALED_SCATTER: _fused_scaled_matmul_reduce_scatter,
     GATHER: _low_contention_all_gather,
     SCATTER: _low_contention_reduce_scatter,
 }
@@ -151,12 +232,13 @@ _library: Any = None  # the registrations, which torch drops with it
 
 
 def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
-    """Take over four operators of `torch.ops.symm_mem`, for tensors on CUDA and on CPU; torch has none for a CPU.
+    """Take over six operators of `torch.ops.symm_mem`, for tensors on CUDA and on CPU; torch has none for a CPU.
 
-    These are `fused_all_gather_matmul`, `fused_matmul_reduce_scatter`, `_low_contention_all_gather` and
-    `_low_contention_reduce_scatter`: whoever calls them by name calls hostir, also from compiled graphs. They get
-    gradients, too. What hostir cannot do goes to torch's own function, with a `hi.FallbackWarning` that says why, once.
-    `uninstall()` gives them back, as does the end of `with install():`. A second call changes the settings.
+    These are `fused_all_gather_matmul`, `fused_matmul_reduce_scatter`, `fused_all_gather_scaled_matmul`,
+    `fused_scaled_matmul_reduce_scatter`, `_low_contention_all_gather` and `_low_contention_reduce_scatter`: whoever
+    calls them by name calls hostir, also from compiled graphs. All but the scaled ones get gradients, too. What hostir
+    cannot do goes to torch's own function, with a `hi.FallbackWarning` that says why, once. `uninstall()` gives them
+    back, as does the end of `with install():`. A second call changes the settings.
 
     Args:
         strict: raise HostIRError instead of leaving anything to torch.

@@ -79,7 +79,7 @@ def define(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def call(name: str, tensors: Sequence[Tensor], *args: Any, **options: Any) -> Any:
-    """Call an operator of `torch.ops.hostir`, whose only tensors without gradients are these.
+    """Call an operator of `torch.ops.hostir`; `tensors` are all those among its arguments.
 
     Where torch's dispatcher has nothing to add, which takes it 10 us, its kernel is called at once: no tracer, no mode,
     no profiler, no tensors that require gradients or are not plain.
@@ -378,8 +378,9 @@ def gathering(name: str, scatter: Any) -> tuple[Callable[..., Any], Callable[...
         d_a, d_bs = None, [None] * len(bs)
         wants_a, again = ctx.needs_input_grad[0] and used, any(dtypes) and not ctx.gathered
         if wants_a and again:
-            some = [bs[i] for i in used], ctx.axis, ctx.group, ctx.linear, dtypes
-            d_a, found = torch.ops.hostir.all_gather_matmul_backward(x, dys, *some)
+            weights = [bs[i] for i in used]
+            every = x, dys, weights, ctx.axis, ctx.group, ctx.linear, dtypes
+            d_a, found = call("all_gather_matmul_backward", [x, *dys, *weights], *every)
         else:
             if wants_a:
                 d_a = scatter(*side_by_side(dys, [bs[i] for i in used], ctx.linear), "sum", ctx.axis, ctx.group)
@@ -441,7 +442,7 @@ def _gated_backward(ctx: Any, dy: Tensor | None, d_full: Tensor | None) -> tuple
     d_g = torch.ops.aten.silu_backward(dy * u, g)
     if wants_a:
         both = side_by_side([d_g, d_u], [gate, up], linear=True)
-        part = torch.ops.hostir.matmul_reduce_scatter(*both, "sum", ctx.axis, ctx.group)
+        part = _scatter(*both, "sum", ctx.axis, ctx.group)
         d_a = part if d_a is None else d_a + part
     products = zip((d_g, d_u), ctx.dtypes, wanted, strict=True)
     d_ws = [weight_gradient(x, d, ctx.axis, dtype, True) if wants else None for d, dtype, wants in products]
@@ -473,11 +474,16 @@ def differentiable(name: str, formula: tuple[Callable[..., Any], Callable[..., A
     torch.library.register_autograd(name, backward, setup_context=setup, lib=library)
 
 
-OPS = torch.ops.hostir
-differentiable("hostir::all_gather_matmul", gathering("hostir::all_gather_matmul", OPS.matmul_reduce_scatter), LIBRARY)
-differentiable(
-    "hostir::matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", OPS.all_gather_matmul), LIBRARY
-)
+def _gather(dy: Tensor, bs: list[Tensor], *args: Any, return_a: bool) -> Any:
+    return call("all_gather_matmul", [dy, *bs], dy, bs, *args, return_a)
+
+
+def _scatter(dy: Tensor, b: Tensor, *args: Any) -> Any:
+    return call("matmul_reduce_scatter", (dy, b), dy, b, *args)
+
+
+differentiable("hostir::all_gather_matmul", gathering("hostir::all_gather_matmul", _scatter), LIBRARY)
+differentiable("hostir::matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", _gather), LIBRARY)
 differentiable("hostir::all_gather_gated", (_gated_backward, _gated_setup), LIBRARY)
 differentiable("hostir::all_gather", collective("hostir::all_gather", "reduce_scatter"), LIBRARY)
 differentiable("hostir::reduce_scatter", collective("hostir::reduce_scatter", "all_gather"), LIBRARY)

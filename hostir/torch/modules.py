@@ -50,11 +50,6 @@ class Layouts:
         """Return an input as a DTensor."""
         return x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [self.input], run_check=False)
 
-    def placement(self, x: Tensor) -> Placement:
-        """Return the placement of an input, its axis counted from the first one."""
-        given = x.placements[0] if isinstance(x, DTensor) else self.input
-        return Shard(given.dim % x.ndim) if isinstance(given, Shard) and x.ndim else given
-
     def local(self, x: Tensor) -> Tensor:
         """Return this rank's part of an input."""
         return x.to_local() if isinstance(x, DTensor) else x
@@ -97,10 +92,14 @@ class ShardedLinear(nn.Linear):
     Fields:
         layouts: how inputs come and outputs go; the ranks.
         weights: the placements of weight and bias.
+        input_axis, output_axis: those that are sharded, of plain tensors; None for whole ones. As ints of a module,
+            they are constants of the graphs of torch.compile.
     """
 
     layouts: Layouts
     weights: tuple[Placement, Placement]
+    input_axis: int | None
+    output_axis: int | None
 
     def __init__(
         self,
@@ -117,6 +116,9 @@ class ShardedLinear(nn.Linear):
     def become(self, layouts: Layouts, source: int | None) -> None:
         """Shard the parameters, which are whole, over the ranks: those of rank `source`, or with None this rank's."""
         self.layouts = layouts
+        self.input_axis, self.output_axis = (
+            placement.dim if isinstance(placement, Shard) else None for placement in (layouts.input, layouts.output)
+        )
         for (name, whole), placement in zip(self.named_parameters(), self.weights, strict=False):
             sharded = distribute_tensor(whole.data, layouts.mesh, [placement], src_data_rank=source)
             self.register_parameter(name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
@@ -152,6 +154,13 @@ class ShardedLinear(nn.Linear):
             return f"its input is {x.dtype}, its weight {self.weight.dtype}"
         return None
 
+    def sharded_axis(self, x: Tensor) -> int | None:
+        """Return the axis of an input that is sharded, counted from the first one; None if none is."""
+        if isinstance(x, DTensor):
+            given = x.placements[0]
+            return given.dim if isinstance(given, Shard) else None
+        return None if self.input_axis is None else self.input_axis % x.ndim
+
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's part of weight and bias."""
         weight: Any = self.weight
@@ -163,10 +172,8 @@ class ShardedLinear(nn.Linear):
                 hint="layers that share a gather need one fully_shard around all of them",
             )
         if bias is not None:
-            whole = isinstance(
-                bias.placements[0], Replicate
-            )  # added to own tokens: all ranks have parts of its gradient
-            bias = bias.to_local(grad_placements=[Partial()]) if whole else bias.to_local()
+            own_tokens = isinstance(bias.placements[0], Replicate) and self.output_axis is not None
+            bias = bias.to_local(grad_placements=[Partial()] if own_tokens else None)
         return weight.to_local(), bias
 
     def extra_repr(self) -> str:
@@ -236,14 +243,14 @@ class ColumnParallelLinear(ShardedLinear):
         return _indivisible("its out_features", linear.out_features, layouts)
 
     def unfit_call(self, x: Tensor) -> str | None:
-        given = self.layouts.placement(x)
         if why := super().unfit_call(x):
             return why
-        if not isinstance(given, Shard):
-            return f"its input is {given}, and only sharded tokens are gathered"
-        if given.dim == x.ndim - 1:
+        axis = self.sharded_axis(x)
+        if axis is None:
+            return "its input is not sharded, and only sharded tokens are gathered"
+        if axis == x.ndim - 1:
             return "its input is sharded on the axis that the product sums over"
-        return _uneven(x, given.dim, self.layouts)
+        return _uneven(x, axis, self.layouts)
 
     def forward(self, input: Tensor) -> Tensor:
         return columns(input, [self])[0]
@@ -256,16 +263,11 @@ def columns(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
         leave("ColumnParallelLinear", layouts.group, why)
         whole = layouts.dtensor(x).redistribute(layouts.mesh, [Replicate()])
         return [layer.layouts.redistributed(F.linear(whole, layer.weight, layer.bias)) for layer in layers]
-    axis = _axis(layouts.placement(x))
+    axis = layers[0].sharded_axis(x) or 0
     weights, biases = zip(*(layer.parts() for layer in layers), strict=True)
     wanted = None if all(bias is None for bias in biases) else biases
     outputs = column_parallel_linear(layouts.local(x), weights, layouts.group, wanted, gather_dim=axis)
     return [layer.layouts.given(y) for layer, y in zip(layers, outputs, strict=True)]
-
-
-def _axis(placement: Placement) -> int:
-    assert isinstance(placement, Shard), "else the call is unfit"
-    return placement.dim
 
 
 class RowParallelLinear(ShardedLinear):
@@ -279,8 +281,7 @@ class RowParallelLinear(ShardedLinear):
         in_features, out_features: of the whole layer.
         mesh: a DeviceMesh of one dimension; its ranks divide `in_features`.
         bias: whether there is one.
-        scatter_dim: the axis of the tokens, not the last one; None returns all tokens on every rank, and is torch's:
-            a product, then an all-reduce.
+        scatter_dim: the axis of the tokens, not the last one; with None every rank gets all tokens.
         local_output: whether the output is a plain tensor, this rank's part.
         device, dtype: of the parameters, as of `nn.Linear`. Rank 0's are those of all ranks.
     """
@@ -313,18 +314,20 @@ class RowParallelLinear(ShardedLinear):
     def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
         if layouts.input != LAST:
             return f"inputs are {layouts.input}, not sharded on the last axis"
-        if not isinstance(layouts.output, Shard):
-            return f"outputs are {layouts.output}: an all-reduce, and only a reduce-scatter of tokens is overlapped"
-        if layouts.output.dim == -1:
+        if not isinstance(layouts.output, (Shard, Replicate)):
+            return f"outputs are {layouts.output}, neither sharded on tokens nor whole"
+        if layouts.output == LAST:
             return "outputs are sharded on the last axis, not on that of the tokens"
         return _indivisible("its in_features", linear.in_features, layouts)
 
     def unfit_call(self, x: Tensor) -> str | None:
         if why := super().unfit_call(x):
             return why
-        given, axis = self.layouts.placement(x), _axis(self.layouts.output) % x.ndim
-        if given != Shard(x.ndim - 1):
-            return f"its input is {given}, not sharded on the last axis"
+        if self.sharded_axis(x) != x.ndim - 1:
+            return "its input is not sharded on the last axis"
+        if self.output_axis is None:
+            return None
+        axis = self.output_axis % x.ndim
         if axis == x.ndim - 1:
             return "its output is sharded on the last axis, not on that of the tokens"
         return _indivisible(f"axis {axis} of its input", x.shape[axis], self.layouts)
@@ -336,8 +339,8 @@ class RowParallelLinear(ShardedLinear):
             mine = layouts.dtensor(input).redistribute(layouts.mesh, [LAST])
             return layouts.redistributed(F.linear(mine, self.weight, self.bias))
         weight, bias = self.parts()
-        axis = _axis(layouts.output)
-        return layouts.given(row_parallel_linear(layouts.local(input), weight, layouts.group, bias, scatter_dim=axis))
+        how: Any = {"reduce": "all"} if self.output_axis is None else {"scatter_dim": self.output_axis}
+        return layouts.given(row_parallel_linear(layouts.local(input), weight, layouts.group, bias, **how))
 
 
 def _tokens(axis: int | None) -> Placement:
@@ -476,7 +479,7 @@ class GatedMLP(nn.Module):
         if gate.unfit_call(x) or up.unfit_call(x):
             g, u = columns(x, [gate, up])
             return self.down(F.silu(g) * u)
-        axis = _axis(layouts.placement(x))
+        axis = gate.sharded_axis(x) or 0
         return self.down(gated_linear(layouts.local(x), gate.parts()[0], up.parts()[0], layouts.group, gather_dim=axis))
 
 

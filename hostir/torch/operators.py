@@ -63,9 +63,13 @@ class Operator:
         key: tuple[Any, ...],
         inputs: Sequence[Tensor],
         out: Sequence[Tensor] | None = None,
+        dtype: str = "",
     ) -> tuple[Tensor, ...]:
-        """Run the program of a fusion on this rank's parts, as executors do. Raises Unfit."""
-        executor = self._executor(build, key, inputs, "eager" if out is None else "out")
+        """Run the program of a fusion on this rank's parts, as executors do. Raises Unfit.
+
+        `dtype` is the one that the program is built for; by default that of all inputs.
+        """
+        executor = self._executor(build, key, inputs, "eager" if out is None else "out", dtype)
         outputs = executor(*inputs, out=out)
         LEDGER.ran(self.name, self.group.name, executor)
         return outputs
@@ -78,9 +82,9 @@ class Operator:
         return started
 
     def _executor(
-        self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor], calls: str
+        self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor], calls: str, dtype: str = ""
     ) -> Executor:
-        kind, device = dtype_of(inputs), inputs[0].device
+        kind, device = dtype or dtype_of(inputs), inputs[0].device
         return self.group.program(build, kind, *key, strategy=SETTINGS.strategy, device=device, calls=calls)
 
 

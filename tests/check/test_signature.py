@@ -437,3 +437,34 @@ def test_numbers_that_do_not_divide_share_no_proof() -> None:
     for rows in (6, 7):
         with pytest.raises(HostIRError, match="4 flags do not divide"):
             prove(text(flags.replace("R", f"{rows}"), head.replace("R", f"{rows}"), ranks=1))
+
+
+# Blocks of rows of several axes -----------------------------------------------------------------------------------
+GATHERED = "%a: f32[M@didx, 3, 8], %b: f32[8, 4]) -> (%c) {\n  %f: f32[M, 3, 8] = reshard %a\n  %c: f32[M, 3, 4]"
+SCATTERED = "%f: f32[M, 3, 8@didx], %b: f32[8@didx, 4]) -> (%c) {\n  %c: f32[M@didx, 3, 4]"
+
+
+@pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
+@pytest.mark.parametrize("ends", [GATHERED, SCATTERED])
+def test_blocks_of_rows_of_several_axes_are_pieces_of_the_first_axis_where_it_divides(ends: str, strategy: str) -> None:
+    fusion = hi.parse(f"hostir 1\nmesh @mesh [didx] = 0 1\nfusion @rows({ends} = matmul %f, %b\n}}\n")
+    program = hi.lower(fusion, strategy)
+    (many,) = by_signature(program, range(2, 40, 2)).values()
+    first = relations(program, {"M": many[0]}, calls=2)
+    assert first != "refused"
+    assert all(relations(program, {"M": m}, calls=2) == first for m in many[1:])
+
+
+def test_blocks_of_rows_that_the_first_axis_does_not_divide_count_its_extent() -> None:
+    program = hi.parse("""hostir 1
+mesh @mesh [didx] = 0
+program @rows(%a: f32[M, 4, 8], %b: f32[8, 4]) -> (%c) {
+  %f: flag[4] = allocate_symmetric
+  %c: f32[M, 4, 4] = allocate
+  for %i in 0..4 { signal %f[%i] = 1 at 0 over didx }
+  matmul %a, %b -> %c ready %f >= 1 from 0
+}
+""")
+    groups = by_signature(program, (1, 2, 3, 4, 5, 6, 8, 12))
+    assert [4, 8, 12] in groups.values()
+    assert all(len(group) == 1 for group in groups.values() if group != [4, 8, 12])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, no_timeouts
 from hostir.runtime.kernels.matmul import DTYPES, DTYPES_8_BIT
 from hostir.runtime.kernels.matmul import _by_stream as workspaces
@@ -67,6 +68,9 @@ def test_the_error_is_at_most_that_of_torch(M, N, K, mode, fast):
         a, b, of_a, of_b = given
         wide = of_a.repeat_interleave(128, 1), of_b.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :N]
         theirs.copy_((a.float() * wide[0]) @ (b.float() * wide[1]))
+        if library_takes(out, *given):
+            scaled_matmul_of_library(out.fill_(math.nan), *given)
+            assert_as_accurate(out, theirs, exact, magnitude(*given))
     else:
         assert library_takes(theirs, *given)
         scaled_matmul_of_library(theirs, *given, fast=fast)
@@ -198,3 +202,21 @@ def test_a_graph_replays_the_product():
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("policy", ["auto", "triton"])
+@pytest.mark.parametrize("kind", aten.FP8)
+@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_and_quotients_have_the_bits_of_a_cpu(dtype, block, kind, policy):
+    x = (torch.randn(300, 8192) * torch.logspace(-20, 3, 8192)).to(dtype)
+    x[0], x[1, 7], x[2, 3] = 0, math.nan, math.inf
+    scale, table = torch.empty(300, 8192 // (block or 8192)), kernel_table(policy, "cuda")
+    q = torch.empty(x.shape, dtype=aten.FP8[kind])
+    aten.row_scales(scale, x, dtype=kind, block=block)
+    aten.quantize(q, x, scale, dtype=kind)
+    there, of_there, out = (torch.empty_like(t, device=CUDA) for t in (x, scale, q))
+    table["row_scales"](of_there, there.copy_(x), dtype=kind, block=block)
+    table["quantize"](out, there, of_there, dtype=kind)
+    torch.testing.assert_close(of_there.cpu(), scale, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(out.cpu().float(), q.float(), rtol=0, atol=0, equal_nan=True)

@@ -349,12 +349,15 @@ def test_a_gather_of_the_contracted_axis_is_refused_with_the_reason() -> None:
     for rows, strategy in itertools.product(("7", "M"), ("ring", "fused")):
         with pytest.raises(HostIRError, match="the rows of %full are not known to be even"):
             hi.lower(gather_of_columns(rows), strategy)
+    for strategy in ("ring", "fused"):
+        with pytest.raises(HostIRError, match="sums over, of which each rank has several parts in %a"):
+            hi.lower(gather_of_columns("8", parts="(3 2@tp 2)"), strategy)
 
 
-def gather_of_columns(rows: str, ranks: int = 2) -> Program:
+def gather_of_columns(rows: str, ranks: int = 2, parts: str = "") -> Program:
     text = f"""hostir 1
 mesh @mesh [tp] = {" ".join(map(str, range(ranks)))}
-fusion @inner(%a: f32[{rows}, {6 * ranks}@tp], %b: f32[{6 * ranks}, 8]) -> (%c) {{
+fusion @inner(%a: f32[{rows}, {parts or f"{6 * ranks}@tp"}], %b: f32[{6 * ranks}, 8]) -> (%c) {{
   %full: f32[{rows}, {6 * ranks}] = reshard %a
   %c: f32[{rows}, 8] = matmul %full, %b
 }}

@@ -171,6 +171,8 @@ def groups_that_wait_for_each_other_in_a_circle_are_refused() -> None:
     began = time.monotonic()
     said = refused(lambda: layers[0].check(4, 1))
     contains(said, f"rank {RANK} waited 5 s for rank {1 - RANK} at the call of @row_parallel", "the group's timeout")
+    other = layers[1].executor.session
+    contains(said, f"'{other.group.group_name}', too", "if ranks call the groups in different orders")  # type: ignore[union-attr]
     assert time.monotonic() - began < 30
 
 

@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 import hostir as hi
 import hostir.torch
 from hostir.torch import column_parallel_linear, gated_linear, row_parallel_linear
-from tests.torch.layer_cases import STRATEGIES, leaf, near, whole
+from tests.torch.layer_cases import STRATEGIES, leaf, whole
 from tests.torch.operator_cases import DEVICE, RANKS, group, main, part
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -264,11 +264,11 @@ def random_stacks_of_layers_are_as_exact_as_those_of_dtensor() -> None:
         assert by_hostir.saved <= by_dtensor.saved, (by_hostir.saved, by_dtensor.saved, stack.layers)
         saved += [by_hostir.saved / by_dtensor.saved]
         ours, again, theirs, exact = (it.all() for it in (by_hostir, once_more, by_dtensor, stack.exact()))
-        for found, true in zip(ours, exact, strict=True):
-            near(found, true)
+        mine, its = error(ours, exact), error(theirs, exact)
+        assert mine <= max(2 * its, 1e-12), (dtype, strategy, mine, its, stack.layers)
         assert all(torch.equal(x, y) for x, y in zip(ours, again, strict=True)), "the same bits in every run"
         if dtype == torch.bfloat16:
-            ratios.append(error(ours, exact) / error(theirs, exact))
+            ratios.append(mine / its)
     mean = geometric_mean(ratios)  # of many: the rounding of one stack is that of all its gradients
     if dist.get_rank() == 0:
         print(f"{len(ratios)} stacks in bf16: error ratio {mean:.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")

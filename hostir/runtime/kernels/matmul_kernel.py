@@ -40,6 +40,21 @@ def to_float32(x):
 
 
 @triton.jit
+def _from_float32_to_8_bits(x, MANTISSA: tl.constexpr):
+    """Return the bits of `x`, which is within the range of the 8-bit type, rounded to nearest even; NaN stays NaN."""
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    LEAST: tl.constexpr = 121 if MANTISSA == 3 else 113  # exponent of the least normal number, as float32 has it
+    sign, bits = x.to(tl.uint32, bitcast=True) >> 31, x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    normal = ((bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED) - ((LEAST - 1) << MANTISSA)
+    # Adding so large a number leaves the multiple of the least subnormal number in the lowest bits.
+    size = bits.to(tl.float32, bitcast=True)
+    subnormal = (size * 2.0 ** (127 - LEAST + MANTISSA) + 2.0**23).to(tl.uint32, bitcast=True) & 0xFF
+    made = tl.where(bits < (LEAST << 23), subnormal, normal)
+    made = tl.where(x == x, made, 0x7F)
+    return (made | (sign << 7)).to(tl.uint8)
+
+
+@triton.jit
 def from_float32(x, dtype: tl.constexpr):
     """Return the float32 tensor `x` as `dtype`, rounded to nearest even."""
     if _ON_BITS and dtype == tl.bfloat16:
@@ -49,6 +64,8 @@ def from_float32(x, dtype: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x == x, rounded, 0x7FC0)
         return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    elif _ON_BITS and (dtype == tl.float8e4nv or dtype == tl.float8e5):
+        return _from_float32_to_8_bits(x, 3 if dtype == tl.float8e4nv else 2).to(dtype, bitcast=True)
     else:
         return x.to(dtype)
 
@@ -445,9 +462,10 @@ def _add_step(x, y, acc, product, place, k, C: tl.constexpr):
     if C.SCALES == "blocks":
         block = k // _SCALE_BLOCK
         of_b = block * product.scales.b_step + place[2] // _SCALE_BLOCK * product.scales.b_column
-        # Loaded first: what they take is hidden behind the products.
-        scales = scales_of_rows(product, place, block, C) * tl.load(product.scales.b + of_b)
-        return acc + _dot(x, y, None, C) * scales
+        # Loaded before the products, which hide what that takes, and first used behind them.
+        scales_a, scale_b = scales_of_rows(product, place, block, C), tl.load(product.scales.b + of_b)
+        part = _dot(x, y, None, C)
+        return acc + part * (scales_a * scale_b)
     elif C.STEPWISE:
         return acc + _dot(x, y, None, C)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -142,6 +143,13 @@ def readable(
 _QUANTUM = 16  # elements that K and N are multiples of
 
 
+@functools.cache
+def _takes_blocks(device: torch.device) -> bool:
+    """Whether cuBLAS has scales of blocks on a GPU: only on Hopper, from CUDA 12.9 on."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def library_takes(
     out: torch.Tensor,
     a: torch.Tensor,
@@ -150,10 +158,7 @@ def library_takes(
     scale_b: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """Whether `torch._scaled_mm` computes this product on its GPU, without copies of more than scales.
-
-    Block-wise it does only with CUDA 12.9, and only on some GPUs: Triton does that everywhere.
-    """
+    """Whether `torch._scaled_mm` computes this product on its GPU, without copies of more than scales."""
     K, N, narrow = a.shape[-1], b.shape[1], (torch.bfloat16, torch.float16)
     if not out.is_cuda or out.numel() == 0 or K == 0 or K % _QUANTUM or N % _QUANTUM:
         return False
@@ -167,8 +172,13 @@ def library_takes(
         return False
     if scale_a.numel() == scale_b.numel() == 1:
         return bias is None or (out.dtype in narrow and bias.dtype == out.dtype)
-    rowwise = not of_blocks(flat_scales(a, b, scale_a, scale_b), N)
-    return rowwise and out.dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
+    if out.dtype != torch.bfloat16 or (bias is not None and bias.dtype != torch.bfloat16):
+        return False
+    if not of_blocks(flat_scales(a, b, scale_a, scale_b), N):
+        return True
+    # cuBLAS reads four scales at once, along the rows of a and along K.
+    fours = flat_a.shape[0] % 4 == 0 and K % (4 * BLOCK) == 0 and N % BLOCK == 0
+    return fours and bias is None and _takes_blocks(out.device)
 
 
 def scaled_matmul_of_library(
@@ -185,7 +195,11 @@ def scaled_matmul_of_library(
     if scale_a.numel() == scale_b.numel() == 1:
         of_a, of_b = scale_a.reshape(()), scale_b.reshape(())
     else:
-        of_a, of_b = (x.contiguous() for x in flat_scales(a, b, scale_a, scale_b))
+        of_a, of_b = scales = flat_scales(a, b, scale_a, scale_b)
+        if of_blocks(scales, b.shape[1]):  # which cuBLAS reads by columns
+            of_a, of_b = of_a.t().contiguous().t(), of_b.t().contiguous().t()
+        else:
+            of_a, of_b = of_a.contiguous(), of_b.contiguous()
     bias = None if bias is None else bias.contiguous()
     torch._scaled_mm(
         *(rows_or_copy(a), b, of_a, of_b, bias),

@@ -58,7 +58,8 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     """Return a kernel for each kind of computation: `table[kind](out, *operands, **options)`, options as in statements.
 
     `policy` is `aten`, `triton` (contractions and sums in Triton, the rest in ATen) or `auto`: what suits the device,
-    `cpu` or `cuda`. Raises HostIRError for an unknown policy, and if Triton cannot run on the device.
+    `cpu` or `cuda`. Products of fp8 that ATen lacks on `cuda` are Triton's with `aten` as well, if it is installed.
+    Raises HostIRError for an unknown policy, and if Triton cannot run on the device.
 
     Results in f64 need those of `kernels_for`. Kernels in `REPEATABLE` may return a function that repeats the call, see
     `repeating`.
@@ -73,9 +74,10 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
         raise error(f"unknown kernels '{policy}'", expected=f"one of: {', '.join(POLICIES)}", hint=hint)
     if policy == "triton":
         return {**aten.KERNELS, **_triton_kernels(device_type), **BY_BLOCKS}
-    if policy == "auto" and device_type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return {**aten.KERNELS, "scaled_matmul": _scaled_matmul_of_either, "sum": _sum_of_few, **BY_BLOCKS}
-    return aten.KERNELS
+    if device_type != "cuda" or importlib.util.find_spec("triton") is None:
+        return aten.KERNELS
+    scaled = {**aten.KERNELS, "scaled_matmul": _scaled_matmul_of_either}  # ATen lacks scales of blocks
+    return {**scaled, "sum": _sum_of_few, **_QUANTIZING, **BY_BLOCKS} if policy == "auto" else scaled
 
 
 def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str, Kernel]:
@@ -321,6 +323,20 @@ def _scaled_matmul_of_either(
     return None
 
 
+def _row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
+    from hostir.runtime.kernels.quantize import row_scales  # loads Triton: only where it is used
+
+    row_scales(out, x, dtype=dtype, block=block)
+
+
+def _quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: str) -> None:
+    from hostir.runtime.kernels.quantize import quantize
+
+    quantize(out, x, scale, dtype=dtype)
+
+
+_QUANTIZING: Mapping[str, Kernel] = {"row_scales": _row_scales, "quantize": _quantize}
+
 ATEN = "use ATen: kernels='aten' in Python, --kernels aten on the command line"
 
 
@@ -366,4 +382,5 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint=f"set it, or {ATEN}",
         )
 
-    return {"matmul": _matmul, "linear": _linear, "scaled_matmul": _scaled_matmul, "sum": _sum}
+    contractions: dict[str, Kernel] = {"matmul": _matmul, "linear": _linear, "scaled_matmul": _scaled_matmul}
+    return {**contractions, "sum": _sum, **_QUANTIZING}

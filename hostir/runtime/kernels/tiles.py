@@ -149,20 +149,20 @@ _IEEE_32_BIT = (
 # A step of 128 is as wide as TMA's widest swizzle, and as a block with a scale of its own.
 _TMA_8_BIT = (
     Tile(128, 256, 128, stages=4, warps=8, halves=True),
-    Tile(256, 128, 128, stages=4, warps=8, halves=True, rate=0.98),
-    Tile(128, 128, 128, stages=6, warps=4, rate=0.9),
-    Tile(64, 256, 128, stages=4, warps=4, rate=0.85),
-    Tile(64, 128, 128, stages=6, warps=4, rate=0.7),
-    Tile(128, 64, 128, stages=6, warps=4, rate=0.65),
-    Tile(64, 64, 256, stages=5, warps=4, rate=0.5),
-    Tile(64, 64, 128, stages=4, warps=4, rate=0.3),
+    Tile(256, 128, 128, stages=4, warps=8, halves=True, rate=0.99),
+    Tile(128, 128, 128, stages=6, warps=4, rate=0.97),
+    Tile(64, 256, 128, stages=4, warps=4, rate=0.94),
+    Tile(64, 128, 128, stages=6, warps=4, rate=0.78),
+    Tile(128, 64, 128, stages=6, warps=4, rate=0.68),
+    Tile(64, 64, 256, stages=5, warps=4, rate=0.56),
+    Tile(64, 64, 128, stages=4, warps=4, rate=0.39),
 )
 # A step's sum takes registers of its own, and scales of blocks allow no more than 128 columns.
 _TMA_8_BIT_STEPS = (
     Tile(128, 128, 128, stages=4, warps=8),
-    Tile(64, 128, 128, stages=6, warps=4, rate=0.9),
-    Tile(128, 64, 128, stages=6, warps=4, rate=0.8),
-    Tile(64, 64, 128, stages=6, warps=4, rate=0.55),
+    Tile(64, 128, 128, stages=6, warps=4, rate=0.8),
+    Tile(128, 64, 128, stages=6, warps=4, rate=0.65),
+    Tile(64, 64, 128, stages=6, warps=4, rate=0.45),
 )
 _POINTERS_8_BIT = (
     Tile(128, 128, 128, stages=3, warps=8),

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from hostir.runtime.kernels.flags import PER_THREAD, WARPS, push_kernel
 from hostir.runtime.kernels.matmul import EXACT_RUN
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
+from hostir.runtime.kernels.quantize import _quantize_kernel, _row_scales_kernel
 from hostir.runtime.kernels.reduce import SumConstants, SumPart, sum_kernel
 from hostir.runtime.kernels.tiles import Tile, candidates
 
@@ -306,7 +307,7 @@ STEPS = {"scales": "blocks", "stepwise": True}, {"scales": "rows", "stepwise": T
 
 @pytest.mark.parametrize(
     ("tile", "how"),
-    [(candidates("f8", result=2)[i], {"scales": "rows"}) for i in (0, 2)]
+    [(candidates("f8", result=2)[i], {"scales": "rows"}) for i in (0, 4)]
     + [(candidates("f8s", result=2)[i], STEPS[i]) for i in (0, 1)],
     ids=str,
 )
@@ -330,11 +331,10 @@ def test_the_sum_of_a_step_is_read_only_when_the_tensor_cores_have_ended(tile, h
         assert not re.search(r"(add|fma|mul)\S*\.f32", ptx[products.end() : products.end() + following.start()])
 
 
-@pytest.mark.parametrize("how", [{"scales": "rows"}, STEPS[0]], ids=str)
-def test_scales_with_a_bias_and_wide_results_of_batches_fit_where_flags_are_waited_for_and_raised(how):
-    tile, memory = candidates("f8s", result=4)[1], {"descriptors": True, "biased_batch": True, "result": 4}
+def test_scales_with_a_bias_and_wide_results_of_batches_fit_where_flags_are_waited_for_and_raised():
+    tile, memory = candidates("f8s", result=4)[2], {"descriptors": True, "biased_batch": True, "result": 4}
     tile = tile.fitting(1, SHARED_MEMORY, **memory)
-    options = {**E4M3, **how, "result": "fp32", "batched": True, "bias": True, "own": True, "done": 2}
+    options = {**E4M3, **STEPS[1], "result": "fp32", "batched": True, "bias": True, "own": True, "done": 2}
     kernel = compiled(tile, ready={"flags": "*i64", "epoch": "i32"}, **options)
     assert kernel.metadata.shared <= tile.shared_memory(1, **memory) <= SHARED_MEMORY
     assert kernel.metadata.spilled == 0
@@ -434,6 +434,28 @@ def test_a_sum_reads_behind_the_flags_and_raises_others_behind_its_stores():
     barrier = ptx.rfind("bar.sync", 0, counted)
     assert not re.search(r"st\.global|\$L__BB", ptx[barrier:counted]), "in one block, behind all stores"
     assert counted < ptx.find("bar.sync", counted) < raised
+
+
+@pytest.mark.parametrize(("x", "out"), [("bf16", "fp8e4nv"), ("fp32", "fp8e5")])
+def test_quantizing_moves_16_bytes_at_a_time_rounds_in_hardware_and_spills_nothing(x, out):
+    sizes, floats = {"COUNT": 1, "WIDTH": 4096}, {"limit": "fp32", "least": "fp32"}
+    for kernel, types in (
+        (_row_scales_kernel, {"x": f"*{x}", "out": "*fp32"}),
+        (_quantize_kernel, {"x": f"*{x}", "scale": "*fp32", "out": f"*{out}"}),
+    ):
+        names = kernel.arg_names
+        constants = {name: size for name, size in sizes.items() if name in names} | {"x_column": 1, "out_column": 1}
+        signature = {name: "constexpr" if name in constants else {**floats, **types}.get(name, "i32") for name in names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
+        source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+        made = triton.compile(source, target=HOPPER, options={"num_warps": 8})
+        ptx = made.asm["ptx"]
+        assert re.search(r"ld\.global\.(v4\.b32|v2\.b64)", ptx)
+        assert "div.rn.f32" in ptx
+        assert made.metadata.spilled == 0
+        if kernel is _quantize_kernel:
+            assert f"cvt.rn.satfinite.{'e4m3' if out == 'fp8e4nv' else 'e5m2'}x2.f32" in ptx
+            assert re.search(r"st\.global\.(v4\.b32|v2\.b32|b64|v2\.b64)", ptx)
 
 
 def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flags_behind_them():

@@ -50,7 +50,7 @@ def scales(mode: str, leading: Sequence[int], N: int, K: int) -> tuple[torch.Ten
     return torch.rand(of_a) + 0.5, torch.rand(of_b) * 4
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_any_types_scales_and_layouts_give_the_product(data):
     draw = data.draw

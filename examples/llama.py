@@ -1,0 +1,307 @@
+"""A small Llama-3 stack, a plain torch module, is trained; one plan makes it tensor- and sequence-parallel.
+
+    python examples/llama.py                                             one rank
+    torchrun --nproc-per-node 4 examples/llama.py                        4 ranks share each layer; GPUs if there are any
+    torchrun --nproc-per-node 4 examples/llama.py --tp 2 --fsdp          2 of them share a layer, 2 share parameters
+    torchrun --nproc-per-node 4 examples/llama.py --compare --dtype bf16 --steps 3
+
+`--compare` holds losses and gradients of each step against those of one rank with the same parameters; `--varying`
+draws the length of sequences anew each step; `--save DIR` and `--load DIR` are checkpoints of any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F  # noqa: N812  # as everywhere
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
+from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel, parallelize_module
+
+from hostir.torch import ColwiseParallel, RowwiseParallel, report
+
+# The model ------------------------------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary positions of heads, `[batch, tokens, heads, size]`."""
+    tokens, half = x.shape[1], x.shape[3] // 2
+    frequencies = 500_000.0 ** (-torch.arange(half, device=x.device) / half)
+    angles = torch.arange(tokens, device=x.device)[:, None, None] * frequencies
+    a, b = x.float().chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, features: int, heads: int, kv_heads: int, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.wq = nn.Linear(features, heads * self.size, bias=False)
+        self.wk = nn.Linear(features, kv_heads * self.size, bias=False)
+        self.wv = nn.Linear(features, kv_heads * self.size, bias=False)
+        self.wo = nn.Linear(heads * self.size, features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wo(self.attended(self.wq(x), self.wk(x), self.wv(x)))
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (-1, self.size)) for each in (q, k, v))
+        q, k, v = rotated(q).transpose(1, 2), rotated(k).transpose(1, 2), v.transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return y.transpose(1, 2).flatten(2)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(features, hidden, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(hidden, features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, features: int, heads: int, kv_heads: int, hidden: int, size: int | None = None) -> None:
+        super().__init__()
+        self.attention = Attention(features, heads, kv_heads, size or features // heads)
+        self.attention_norm = RMSNorm(features)
+        self.feed_forward, self.ffn_norm = FeedForward(features, hidden), RMSNorm(features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, vocabulary: int, layers: int, features: int, heads: int, kv_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, features)
+        self.layers = nn.ModuleList(Block(features, heads, kv_heads, hidden) for _ in range(layers))
+        self.norm, self.output = RMSNorm(features), nn.Linear(features, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+# The plan: between layers each rank has a part of every sequence, inside them its heads and its columns. --------------
+
+SEQUENCE = Shard(1)
+PLAN = {
+    "embedding": TorchRowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
+    "layers.*.attention_norm": SequenceParallel(use_local_output=True),
+    "layers.*.attention": ColwiseParallel("wq", "wk", "wv", input_layouts=SEQUENCE),
+    "layers.*.attention.wo": RowwiseParallel(output_layouts=SEQUENCE),
+    "layers.*.ffn_norm": SequenceParallel(use_local_output=True),
+    "layers.*.feed_forward": ColwiseParallel("w1", "w3", input_layouts=SEQUENCE),
+    "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE),
+    "norm": SequenceParallel(use_local_output=True),
+    "output": ColwiseParallel(input_layouts=SEQUENCE, use_local_output=False),
+}
+
+
+def parallelized(model: Llama, mesh: DeviceMesh, fsdp: bool) -> Llama:
+    parallelize_module(model, mesh["tp"], PLAN)
+    if fsdp:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+# Of a loss, and of the gradient of each parameter by its norm, relative: sums of another order are rounded otherwise.
+BOUNDS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 1e-1)}
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens[:, :-1])
+    with loss_parallel() if isinstance(logits, DTensor) else contextlib.nullcontext():
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+    return loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach()
+
+
+def average(model: nn.Module, replicas: DeviceMesh) -> None:
+    """What fully_shard does itself: gradients of all replicas, each of which has other sequences."""
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        dist.all_reduce(local, group=replicas.get_group())
+        local.div_(replicas.size())
+
+
+def sequences(count: int, tokens: int, vocabulary: int, fresh: torch.Generator) -> Tensor:
+    """Each counts on from a random token in steps of 1, 2 or 3, which a model can learn."""
+    first = torch.randint(vocabulary, (count, 1), generator=fresh)
+    return (first + torch.randint(1, 4, (count, 1), generator=fresh) * torch.arange(tokens + 1)) % vocabulary
+
+
+def full(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+def compare(model: nn.Module, alone: nn.Module, loss: Tensor, tokens: Tensor, states: dict[str, Tensor]) -> str:
+    """Loss and gradients of one rank with the same parameters."""
+    alone.load_state_dict(states)
+    alone.zero_grad()
+    true = loss_of(alone, tokens)
+    bounds = BOUNDS[next(alone.parameters()).dtype]
+    off = abs(loss - true).item() / true.item()
+    errors = {}
+    for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        errors[name] = ((full(mine.grad) - theirs.grad).norm() / theirs.grad.norm()).item()
+    worst = max(errors, key=errors.__getitem__)
+    text = f", off one rank's by {off:.0e}, gradients by up to {errors[worst]:.0e}"
+    if off > bounds[0] or errors[worst] > bounds[1]:
+        raise SystemExit(f"loss {loss:.6f}{text} ({worst}); the bounds are {bounds}")
+    return text
+
+
+class Trainer:
+    """A model, its data and its optimizer; `mesh` of replicas and of ranks that share layers, None for one rank."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None) -> None:
+        self.options, self.device, self.mesh = options, device, mesh
+        self.replicas, self.replica = (mesh["dp"].size(), mesh["dp"].get_local_rank()) if mesh else (1, 0)
+        dtype = torch.float32 if options.dtype == "f32" else torch.bfloat16
+        sizes = (options.vocabulary, options.layers, options.features, 8, 4, 3 * options.features)
+        torch.manual_seed(0)
+        model = Llama(*sizes).to(device, dtype)
+        self.model = parallelized(model, mesh, options.fsdp) if mesh else model
+        self.alone = Llama(*sizes).to(device, dtype) if options.compare else None
+        for layer in self.model.layers if options.compile else ():
+            layer.compile(backend=options.compile, dynamic=options.varying or None)
+        if options.compile:  # torch 2.13 loses the gradient of a compiled layer's input that is still on its way
+            self.model.embedding.register_forward_hook(lambda module, inputs, x: x * 1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        self.fresh = torch.Generator().manual_seed(1)
+        self.graph, self.given, self.loss = None, None, None
+
+    def tokens(self) -> Tensor:
+        """Sequences, the same on all ranks; of another length each time with --varying."""
+        tp = self.mesh["tp"].size() if self.mesh else 1
+        drawn = tp * int(torch.randint(2, self.options.tokens // tp + 1, (), generator=self.fresh))
+        length = drawn if self.options.varying else self.options.tokens
+        return sequences(self.options.batch, length, self.options.vocabulary, self.fresh).to(self.device)
+
+    def gradients(self, tokens: Tensor) -> Tensor:
+        """Forward and backward; the loss, averaged over the replicas."""
+        if not self.options.graph:
+            return self.computed(tokens)
+        if self.graph is None:
+            self.capture(tokens)
+        self.given.copy_(tokens)
+        self.graph.replay()
+        return self.loss
+
+    def computed(self, tokens: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model, tokens[self.replica :: self.replicas])
+        if self.replicas > 1:
+            dist.all_reduce(loss, group=self.mesh["dp"].get_group())
+            loss /= self.replicas
+            if not self.options.fsdp:
+                average(self.model, self.mesh["dp"])
+        return loss
+
+    def capture(self, tokens: Tensor) -> None:
+        """Record a CUDA graph of forward and backward, after runs that allocate and choose all that they need."""
+        self.given, self.graph, side = tokens.clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.computed(self.given)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(self.graph):
+            self.loss = self.computed(self.given)
+
+    def step(self) -> str:
+        """One step of training; what is to be said of it."""
+        tokens = self.tokens()
+        states = {name: full(value).clone() for name, value in self.model.state_dict().items()} if self.alone else {}
+        loss = self.gradients(tokens)
+        said = f"{tokens.shape[1] - 1} tokens, loss {loss:.4f}"
+        said += compare(self.model, self.alone, loss, tokens, states) if self.alone else ""
+        self.optimizer.step()
+        return said + (f", {torch.cuda.memory_allocated()} bytes" if self.device.type == "cuda" else "")
+
+    def checkpoint(self, action: str, folder: str) -> None:
+        """Save parameters, or load what any number of ranks has saved."""
+        state = self.model.state_dict()
+        (dcp.save if action == "save" else dcp.load)(state, checkpoint_id=folder, no_dist=self.mesh is None)
+        self.model.load_state_dict(state)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {
+        "vocabulary": 256,
+        "layers": 2,
+        "features": 64,
+        "batch": 4,
+        "tokens": 32,
+        "steps": 20,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tp", type=int, help="ranks that share a layer; all, unless given")
+    parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32")
+    parser.add_argument("--compile", metavar="BACKEND", help="of torch.compile: inductor, aot_eager")
+    parser.add_argument("--graph", action="store_true", help="replay forward and backward from a CUDA graph")
+    for name in ("fsdp", "compare", "varying", "report"):
+        parser.add_argument(f"--{name}", action="store_true")
+    for name in ("save", "load"):
+        parser.add_argument(f"--{name}", metavar="DIR")
+    options = parser.parse_args(argv)
+    ranks, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local) if torch.cuda.device_count() > local else torch.device("cpu")
+    mesh = None
+    if "RANK" in os.environ:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        tp = options.tp or ranks
+        mesh = init_device_mesh(device.type, (ranks // tp, tp), mesh_dim_names=("dp", "tp"))
+    first = mesh is None or dist.get_rank() == 0
+    trainer = Trainer(options, device, mesh)
+    if options.load:
+        trainer.checkpoint("load", options.load)
+    terminal = Console(stderr=True)
+    for number in track(range(options.steps), "steps", console=terminal, disable=not (first and terminal.is_terminal)):
+        said = trainer.step()
+        if first and number + 1 in {1, 2, 3, 20, options.steps}:
+            print(f"step {number + 1}: {said}", flush=True)
+    if options.save:
+        trainer.checkpoint("save", options.save)
+    if options.report and first:
+        print(report())
+
+
+if __name__ == "__main__":
+    main()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,461 @@
+"""A pass over graphs of torch.compile: all-gather + matmuls, and matmul + reduce-scatter, become one operator.
+
+    torch._inductor.config.post_grad_custom_post_pass = hi.torch.overlap_pass
+    print(hi.torch.overlap_pass.report)
+
+Methods: rows are what counts. A gathered tensor, and one that is to be scattered, is seen as a matrix of rows; views
+keep their order, and `split` with `cat` moves an axis to the front, as torch's collectives do that know axis 0 only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from hostir.torch.programs import DTYPES
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
+WAIT = c10d.wait_tensor.default
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+SPLITS = (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default)
+SCALED = (aten._scaled_mm.default,)
+
+
+class LeftAlone(Exception):  # noqa: N818  # no error: the graph stays as it is
+    """Raised for a collective that is left alone; its text says why."""
+
+
+# The report -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Visited:
+    """A collective that the pass has seen.
+
+    Fields:
+        graph: the number of its graph, from 1.
+        node: its name there.
+        collective: such as `all_gather_into_tensor`.
+        group: the name of the process group.
+        fused: the operator that it is part of now; empty if it was left alone.
+        why: with how many products it was fused, or why it was left alone.
+    """
+
+    graph: int
+    node: str
+    collective: str
+    group: str
+    fused: str
+    why: str
+
+    def __str__(self) -> str:
+        fate = f"{self.fused}, {self.why}" if self.fused else f"left alone: {self.why}"
+        return f"graph {self.graph}, {self.node} ({self.collective} on group '{self.group}'): {fate}"
+
+
+class Overlaps(tuple[Visited, ...]):
+    """The collectives that the pass has seen; `print` shows a line for each."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "the pass has seen no collective"
+
+
+# Graphs ---------------------------------------------------------------------------------------------------------------
+
+
+def value(node: Node) -> Tensor:
+    """Return the tensor that a node gives, without data."""
+    return node.meta["val"]
+
+
+def shape_of(node: Node) -> list[Any]:
+    """Return the sizes of a node's tensor."""
+    return [*value(node).shape]
+
+
+def made(graph: Graph, target: Any, *args: Any) -> Node:
+    """Insert a call, with its tensor."""
+    from torch._guards import detect_fake_mode
+
+    node = graph.call_function(target, args)
+    given = torch.fx.map_arg(args, lambda each: each.meta["val"])
+    with detect_fake_mode(torch.utils._pytree.tree_leaves(given)) or contextlib.nullcontext():
+        node.meta["val"] = target(*given)
+    return node
+
+
+def viewed(graph: Graph, node: Node, shape: list[Any]) -> Node:
+    """Return a node with this shape."""
+    if equal(shape_of(node), shape):
+        return node
+    sizes = [size if isinstance(size, int) else size_node(graph, node, size) for size in shape]
+    return made(graph, aten.reshape.default, node, sizes)
+
+
+def size_node(graph: Graph, node: Node, size: Any) -> Any:
+    """Return a size that is not known yet as a node; -1 where the graph has none."""
+    for each in graph.nodes:
+        found = each.meta.get("val")
+        if isinstance(found, torch.SymInt) and found.node.expr == size.node.expr:
+            return each
+    return -1
+
+
+def depends(node: Node, on: Node) -> bool:
+    """Return whether a node needs another's result."""
+    seen, todo = set(), [node]
+    while todo:
+        each = todo.pop()
+        if each is on:
+            return True
+        if each not in seen:
+            seen.add(each)
+            todo += each.all_input_nodes
+    return False
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether sizes, or lists of them, are known to be equal; this adds no guard on sizes that are free."""
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return statically_known_true(one == other)
+
+
+def keeps_rows(node: Node) -> bool:
+    """Return whether a node has the rows of its first operand, in their order."""
+    if node.target in VIEWS:
+        return equal(shape_of(node.args[0])[-1:], shape_of(node)[-1:])  # type: ignore[arg-type]
+    if node.target is aten.slice.Tensor:  # DTensor cuts off what uneven parts are filled up with, if they were uneven
+        return equal(shape_of(node.args[0]), shape_of(node))  # type: ignore[arg-type]
+    return False
+
+
+def is_trivial(size: Any) -> bool:
+    """Return whether an axis is known to have one element."""
+    return isinstance(size, int) and size == 1
+
+
+def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
+    """Return an argument of a call, given by place or by name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def group_of(node: Node, index: int) -> str:
+    """Return the name of a collective's group."""
+    group = argument(node, index, "group_name")
+    return group if isinstance(group, str) else group.group_name
+
+
+def parts_of(cat: Node) -> tuple[Node, int] | None:
+    """Return the tensor that all operands of a `cat` are equal parts of, in order, and the axis they divide."""
+    pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
+    sources = {(each.target, each.args[0]) for each in pieces if isinstance(each, Node) and each.op == "call_function"}
+    if len(sources) != 1 or len(pieces) < 2:
+        return None
+    ((target, source),) = sources
+    if target is operator.getitem and isinstance(source, Node) and source.target in SPLITS:
+        if [each.args[1] for each in pieces] != [*range(len(source.meta["val"]))]:
+            return None
+        whole: Any = source.args[0]
+        axis = argument(source, 2, "dim", 0)
+    elif target is aten.slice.Tensor and isinstance(source, Node):
+        axes = {argument(each, 1, "dim", 0) for each in pieces}
+        if len(axes) != 1 or any(len(each.args) > 4 for each in pieces):
+            return None
+        whole, axis = source, axes.pop()
+        starts = [argument(each, 2, "start", 0) for each in pieces]
+        starts = [start.meta["val"] if isinstance(start, Node) else start for start in starts]
+        length = shape_of(pieces[0])[axis]
+        if not equal(starts, [i * length for i in range(len(pieces))]):
+            return None
+    else:
+        return None
+    axis %= len(shape_of(whole))
+    lengths = [shape_of(each)[axis] for each in pieces]
+    same = equal(lengths, lengths[:1] * len(lengths)) and equal(lengths[0] * len(lengths), shape_of(whole)[axis])
+    return (whole, axis) if same else None
+
+
+# All-gathers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class GatheredProduct:
+    """A matmul of gathered rows: the node, the matrix on its right, and what is added."""
+
+    node: Node
+    right: Node
+    added: Node | None
+
+
+def waited(collective: Node) -> Node:
+    """Return the only wait for a collective."""
+    waits = [user for user in collective.users if user.target is WAIT]
+    if len(waits) != 1:
+        raise LeftAlone(f"{len(waits)} nodes wait for it")
+    others = [user for user in collective.users if user is not waits[0] and user.op != "output"]
+    if others:
+        raise LeftAlone(f"{others[0].name} uses it without a wait")
+    return waits[0]
+
+
+def gathered(gather: Node) -> tuple[Node, int]:
+    """Return the node of the gathered tensor, and the axis that it is gathered along."""
+    wait, shard = waited(gather), gather.args[0]
+    assert isinstance(shard, Node)
+    users = [*wait.users]
+    cats = {cat for user in users for cat in _cats(user)}
+    for cat in cats:
+        axis = argument(cat, 1, "dim", 0)
+        if parts_of(cat) == (wait, 0) and axis % len(shape_of(shard)):
+            if len(cats) > 1 or any(user is not cat and cat not in _cats(user) for user in users):
+                raise LeftAlone("its result is used in several orders of axes")
+            return cat, axis % len(shape_of(shard))
+    return wait, 0
+
+
+def _cats(node: Node) -> set[Node]:
+    """Return the `cat`s of parts of a tensor, of which a node is one, or divides it."""
+    if node.target in SPLITS:
+        return {cat for piece in node.users for cat in _cats(piece)}
+    return {user for user in node.users if user.target is aten.cat.default}
+
+
+def rows_of_views(full: Node) -> Iterator[Node]:
+    """Yield the nodes that have the rows of a tensor in their order."""
+    yield full
+    for user in full.users:
+        if keeps_rows(user):
+            yield from rows_of_views(user)
+
+
+def products_of(full: Node) -> list[GatheredProduct]:
+    """Return the matmuls that have the gathered rows on their left. Raises LeftAlone if there are none."""
+    found, scaled, others, right = [], [], [], []
+    for rows in rows_of_views(full):
+        for user in rows.users:
+            if user.target is aten.mm.default and user.args[0] is rows:
+                product = GatheredProduct(user, user.args[1], None)  # type: ignore[arg-type]
+            elif user.target is aten.addmm.default and user.args[1] is rows and not user.kwargs:
+                product = GatheredProduct(user, user.args[2], user.args[0])  # type: ignore[arg-type]
+            else:
+                scaled += [user] if user.target in SCALED else []
+                others += [user] if not keeps_rows(user) else []
+                right += [user] if user.target in (aten.mm.default, aten.addmm.default) else []
+                continue
+            found += [product] if not depends(product.right, full) else []
+    if found:
+        return found
+    if scaled:
+        raise LeftAlone(f"{scaled[0].name} is a scaled matmul")
+    if right:
+        raise LeftAlone(f"it is the right side of {right[0].name}: a gathered weight")
+    uses = ", ".join(sorted({getattr(user.target, "__name__", str(user.target)) for user in others})) or "nothing"
+    raise LeftAlone(f"no matmul has its rows on the left; it is used by {uses}")
+
+
+def check_dtype(*nodes: Node) -> None:
+    """Raise LeftAlone unless all tensors have one dtype that hostir computes with."""
+    dtypes = {value(node).dtype for node in nodes}
+    if len(dtypes) > 1 or not dtypes <= DTYPES.keys():
+        raise LeftAlone(f"its dtypes are {', '.join(sorted(map(str, dtypes)))}")
+
+
+def fuse_gather(graph: Graph, gather: Node) -> str:
+    """Replace an all-gather and the matmuls of its rows; return what became of it. Raises LeftAlone."""
+    full, axis = gathered(gather)
+    shard: Any = gather.args[0]
+    shape = shape_of(shard)
+    if len(shape) < 2:
+        raise LeftAlone(f"it gathers a tensor of {len(shape)} axes")
+    if axis == len(shape) - 1:
+        raise LeftAlone("it gathers the axis that the products sum over")
+    products = products_of(full)
+    check_dtype(shard, *(product.right for product in products))
+    nodes = {product.node for product in products}
+    kept = _used_otherwise(full, nodes)
+    name = group_of(gather, 2)
+    with graph.inserting_before(full.next):
+        moved = not all(is_trivial(size) for size in shape[:axis])
+        part = shard if moved else viewed(graph, shard, [-1, shape[-1]] if len(shape) > 2 else shape)
+        rights = [product.right for product in products]
+        fused = made(graph, torch.ops.hostir.all_gather_matmul.default, part, rights, axis if moved else 0, name, kept)
+        both = [made(graph, operator.getitem, fused, i) for i in range(1 + kept)] if kept else []
+        outputs = both[1] if kept else made(graph, operator.getitem, fused, 1)
+        for index, product in enumerate(products):
+            y = made(graph, operator.getitem, outputs, index)
+            _give_product(graph, product, y)
+        if kept:
+            full.replace_all_uses_with(viewed(graph, both[0], shape_of(full)), lambda user: user not in {fused, *both})
+    return f"{len(products)} product{'s' * (len(products) > 1)}{' and the gathered tensor' * kept}"
+
+
+def _used_otherwise(full: Node, products: set[Node]) -> bool:
+    """Return whether anything but these products needs the rows of a tensor."""
+    return any(
+        user not in products and (not keeps_rows(user) or _used_otherwise(user, products)) for user in full.users
+    )
+
+
+def _give_product(graph: Graph, product: GatheredProduct, y: Node) -> None:
+    """Let a product of several axes, or rows, take the place of a matmul and of views of it."""
+    if product.added is not None:
+        y = made(graph, aten.add.Tensor, y, product.added)
+    for user in [*product.node.users]:
+        if user.target in VIEWS and equal(shape_of(user), shape_of(y)):
+            user.replace_all_uses_with(y)
+    if product.node.users:
+        product.node.replace_all_uses_with(viewed(graph, y, shape_of(product.node)))
+
+
+# Reduce-scatters ------------------------------------------------------------------------------------------------------
+
+
+def scattered(scatter: Node) -> tuple[Node, int]:
+    """Return the tensor that is scattered, and the axis."""
+    given: Any = scatter.args[0]
+    if given.target is aten.clone.default:
+        given = given.args[0]
+    if given.target is not aten.cat.default or argument(given, 1, "dim", 0) != 0:
+        return given, 0
+    return parts_of(given) or (given, 0)
+
+
+def only_user(node: Node) -> None:
+    """Raise LeftAlone if a tensor has more than one user."""
+    if len(node.users) > 1:
+        raise LeftAlone(
+            f"{node.name} has {len(node.users)} users, and would have to be computed for the others as well"
+        )
+
+
+def products_before(node: Node, divided: bool) -> Iterator[Node]:
+    """Yield the matmuls whose sum a tensor is; it may be `divided`, with a user for each part. Raises LeftAlone."""
+    if not divided:
+        only_user(node)
+    if keeps_rows(node):
+        yield from products_before(node.args[0], False)  # type: ignore[arg-type]
+    elif node.target is aten.add.Tensor and not node.kwargs and _alike(node):
+        for term in node.args:
+            yield from products_before(term, False)  # type: ignore[arg-type]
+    elif node.target is aten.mm.default:
+        yield node
+    elif node.target in SCALED:
+        raise LeftAlone(f"{node.name} is a scaled matmul")
+    else:
+        raise LeftAlone(f"{node.name} before it is {getattr(node.target, '__name__', node.op)}, not a matmul")
+
+
+def _alike(node: Node) -> bool:
+    """Return whether the terms of a sum are tensors of its own shape."""
+    return all(isinstance(term, Node) and equal(shape_of(term), shape_of(node)) for term in node.args)
+
+
+def fuse_scatter(graph: Graph, scatter: Node) -> str:
+    """Replace a reduce-scatter and the matmul before it; return what became of it. Raises LeftAlone."""
+    wait = waited(scatter)
+    given, axis = scattered(scatter)
+    shape = shape_of(given)
+    reduce_op = argument(scatter, 1, "reduce_op")
+    if reduce_op not in ("sum", "avg"):
+        raise LeftAlone(f"its sum is {reduce_op!r}")
+    if len(shape) < 2 or axis == len(shape) - 1:
+        raise LeftAlone("it scatters columns" if len(shape) > 1 else f"it scatters a tensor of {len(shape)} axes")
+    products = [*products_before(given, divided=given is not scatter.args[0])]
+    lefts, rights = zip(*(product.args for product in products), strict=True)
+    check_dtype(*lefts, *rights)
+    moved = not all(is_trivial(size) for size in shape[:axis])
+    with graph.inserting_before(wait):
+        rows = [_as_axes(graph, left, [*shape[:-1], shape_of(left)[-1]]) if moved else left for left in lefts]
+        left = made(graph, aten.cat.default, rows, -1) if len(rows) > 1 else rows[0]
+        right = made(graph, aten.cat.default, [*rights], 0) if len(rows) > 1 else rights[0]
+        operands = (left, right, reduce_op, axis if moved else 0, group_of(scatter, 3))
+        fused = made(graph, torch.ops.hostir.matmul_reduce_scatter.default, *operands)
+        result = viewed(graph, fused, shape_of(wait))
+    for node in (wait, scatter):  # the collective's own result is an output where it is saved for the backward graph
+        node.replace_all_uses_with(result, lambda user: user is not wait)
+    return "1 product" if len(products) == 1 else f"a sum of {len(products)} products, made one"
+
+
+def _as_axes(graph: Graph, left: Node, shape: list[Any]) -> Node:
+    """Return the rows of a matmul with all axes; the tensor that they are a view of, if it has them."""
+    source = left.args[0] if left.target in VIEWS else None
+    return source if isinstance(source, Node) and equal(shape_of(source), shape) else viewed(graph, left, shape)
+
+
+# The pass -------------------------------------------------------------------------------------------------------------
+
+FUSIONS: dict[Any, tuple[Callable[[Graph, Node], str], str]] = {
+    GATHER: (fuse_gather, "hostir::all_gather_matmul"),
+    SCATTER: (fuse_scatter, "hostir::matmul_reduce_scatter"),
+}
+
+
+class OverlapPass(CustomGraphPass):
+    """Replaces collectives and matmuls in a graph by operators of hostir; the report says which, and why not others.
+
+    For `torch._inductor.config.post_grad_custom_post_pass`, or any graph of ATen operators with functional
+    collectives, forward or backward. A graph that comes from inductor's cache has been through the pass, and is not in
+    the report.
+
+    Fields:
+        report: the collectives of all graphs so far.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin the report anew."""
+        self.graphs, self.report = 0, Overlaps()
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
+
+    def __call__(self, graph: Graph) -> None:
+        self.graphs += 1
+        found = [self._visited(graph, node) for node in [*graph.nodes] if _is_collective(node)]
+        self.report = Overlaps((*self.report, *found))
+        if not any(each.fused for each in found):
+            return
+        from torch._inductor.pattern_matcher import stable_topological_sort
+
+        for node in graph.nodes:
+            if node.target is aten.view.default:
+                node.target = aten.reshape.default  # results of operators have other strides
+        stable_topological_sort(graph)
+        graph.eliminate_dead_code(_is_impure)
+        graph.lint()
+
+    def _visited(self, graph: Graph, node: Node) -> Visited:
+        packet = node.target._overloadpacket.__name__  # type: ignore[union-attr]
+        group = str(node.args[-1] if isinstance(node.args[-1], str) else getattr(node.args[-1], "group_name", "?"))
+        fuse, name = FUSIONS.get(node.target, (None, ""))
+        if fuse is None:
+            return Visited(self.graphs, node.name, packet, group, "", "only all-gathers and reduce-scatters are fused")
+        try:
+            return Visited(self.graphs, node.name, packet, group, name, fuse(graph, node))
+        except LeftAlone as why:
+            return Visited(self.graphs, node.name, packet, group, "", str(why))
+
+
+def _is_collective(node: Node) -> bool:
+    return getattr(node.target, "namespace", "") == "_c10d_functional" and node.target is not WAIT
+
+
+def _is_impure(node: Node) -> bool:
+    """Collectives without users are of no use; everything else is as torch says."""
+    return node.is_impure() and not (node.target is WAIT or node.target in FUSIONS)
+
+
+overlap_pass = OverlapPass()

@@ -1,0 +1,25 @@
+"""What the ranks of tests/torch/test_llama.py run: `llama_runs.py ARGUMENTS...`, each one run of the example."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from examples import llama
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for arguments in sys.argv[1:]:
+        if os.environ["RANK"] == "0":
+            print(f"== {arguments}", flush=True)
+        llama.main(arguments.split())
+        torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

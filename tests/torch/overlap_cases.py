@@ -1,0 +1,220 @@
+"""What the ranks of tests/torch/test_operators.py run of the pass over graphs: `overlap_cases.py NAME ...`.
+
+Graphs are those that AOTAutograd traces of torch's own DTensors and collectives; no code is generated for them.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from examples.llama import Block
+from hostir.torch import OverlapPass
+from tests.torch.layer_cases import leaf, near, whole
+from tests.torch.module_cases import full, like, ranks, same
+from tests.torch.operator_cases import RANKS, group, main, part
+
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def passed(overlap: OverlapPass) -> Any:
+    """A backend of torch.compile that runs the graphs as they are behind the pass."""
+
+    def compiler(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        overlap(module.graph)
+        module.recompile()
+        return make_boxed_func(module.forward)
+
+    return aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+
+
+def traced(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> tuple[Any, OverlapPass]:
+    torch._dynamo.reset()
+    overlap = OverlapPass()
+    return torch.compile(function, fullgraph=True, backend=passed(overlap), dynamic=dynamic)(*inputs), overlap
+
+
+def fused(overlap: OverlapPass) -> list[str]:
+    return [each.fused.removeprefix("hostir::") for each in overlap.report]
+
+
+AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
+
+
+@case
+def mlps_of_dtensors() -> None:
+    for axis, batch, bias, dynamic in ((1, 1, True, None), (1, 2, False, True)):
+        shape = (batch, 4 * RANKS, 8) if axis else (4 * RANKS, batch, 8)
+        exact = same(nn.Sequential(nn.Linear(8, 16, bias), nn.GELU(), nn.Linear(16, 8, False)))
+        styles = ColwiseParallel(input_layouts=Shard(axis)), RowwiseParallel(output_layouts=Shard(axis))
+        model = parallelize_module(copy.deepcopy(exact), ranks(), {"0": styles[0], "2": styles[1]})
+        x, weights = whole(*shape), whole(*shape)
+        mine = leaf(part(x, axis))
+        y, overlap = traced(model, DTensor.from_local(mine, ranks(), [Shard(axis)]), dynamic=dynamic)
+        (y * part(weights, axis)).sum().backward()
+        true, given = copy.deepcopy(exact).double(), leaf(x.double())
+        true_y = true(given)
+        (true_y * weights).sum().backward()
+        near(y, part(true_y, axis))
+        near(mine.grad, part(given.grad, axis))
+        like(model, true)
+        assert fused(overlap) == [AG, RS, AG, RS]
+
+
+PLAN = {
+    "attention_norm": SequenceParallel(),
+    "attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+    "attention.wo": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    "ffn_norm": SequenceParallel(),
+    "feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    **{f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")},
+    "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+}
+
+
+@case
+def blocks_of_llama() -> None:
+    exact = same(Block(64, 8, 4, 96))
+    model = parallelize_module(copy.deepcopy(exact), ranks(), PLAN)
+    x, weights = whole(2, 8 * RANKS, 64), whole(2, 8 * RANKS, 64)
+    mine = leaf(part(x, 1))
+    y, overlap = traced(model, DTensor.from_local(mine, ranks(), [Shard(1)]))
+    (y.to_local() * part(weights, 1)).sum().backward()
+    true, given = copy.deepcopy(exact).double(), leaf(x.double())
+    true_y = true(given)
+    (true_y * weights).sum().backward()
+    near(full(y), true_y)
+    near(mine.grad, part(given.grad, 1))
+    like(model, true)
+    assert fused(overlap)[:4] == [AG, RS, AG, RS], overlap.report
+    assert "3 products and the gathered tensor" in str(overlap.report[0])
+    assert "2 products and the gathered tensor" in str(overlap.report[2])
+    backward = fused(overlap)[4:]
+    assert backward.count(AG) == 2
+    assert backward.count(RS) == 2
+    assert "a sum of 2 products" in str(overlap.report)
+    assert "a sum of 3 products" in str(overlap.report)
+
+
+# MicroPipelineTPTest --------------------------------------------------------------------------------------------------
+
+
+@case
+def all_gathers_of_torchs_tests() -> None:
+    for axes, axis, return_a in itertools.product((2, 3), (0, 1, 2), (True, False)):
+        if axis >= axes or (axis and not return_a):
+            continue
+        whole_a, b = whole(*(64, 32) if axes == 2 else (2, 64, 32)), whole(32, 16)
+
+        def function(a: Tensor, b: Tensor, axis: int = axis, return_a: bool = return_a) -> Any:
+            full = funcol.all_gather_tensor(a, gather_dim=axis, group=group())
+            return (full, full @ b) if return_a else full @ b
+
+        b = b.repeat(RANKS, 1) if axis == axes - 1 else b
+        a = torch.cat([whole_a] * RANKS, 0) if axes == 3 and axis == 0 else whole_a
+        a = torch.cat([whole_a] * RANKS, axis) if axis == axes - 1 else a
+        found, overlap = traced(function, part(a, axis), b)
+        full, c = found if return_a else (a, found)
+        assert torch.equal(full, a)
+        near(c, a.double() @ b.double())
+        fits = axis < axes - 1
+        assert fused(overlap) == [AG * fits]
+        assert ("the axis that the products sum over" in str(overlap.report)) != fits
+        assert ("and the gathered tensor" in str(overlap.report)) == (fits and return_a)
+
+
+@case
+def reduce_scatters_of_torchs_tests() -> None:
+    for axes, axis, op in itertools.product((2, 3), (0, 1, 2), ("sum", "avg")):
+        if axis >= axes or (op == "avg" and torch.distributed.get_backend() == "gloo"):
+            continue
+        a, b = whole(*(64, 32) if axes == 2 else (4, 64, 32)), whole(32, 16)
+
+        def function(a: Tensor, b: Tensor, axis: int = axis, op: str = op) -> Tensor:
+            return funcol.reduce_scatter_tensor(a @ b, op, scatter_dim=axis, group=group())
+
+        found, overlap = traced(function, a, b)
+        near(found, part(a.double() @ b.double(), axis) * (RANKS if op == "sum" else 1))
+        fits = axis < axes - 1
+        assert fused(overlap) == [RS * fits]
+        assert ("it scatters columns" in str(overlap.report)) != fits
+
+
+@case
+def collectives_that_are_left_alone_say_why() -> None:
+    a, b = whole(8, 8), whole(8, 8)
+    gather = lambda x, axis=0: funcol.all_gather_tensor(x, axis, group())  # noqa: E731
+    scatter = lambda x, axis=0, op="sum": funcol.reduce_scatter_tensor(x, op, axis, group())  # noqa: E731
+
+    def twice(a: Tensor, b: Tensor) -> Any:
+        c = a @ b
+        return scatter(c), c.relu()
+
+    def of_its_own(a: Tensor, b: Tensor) -> Tensor:
+        full = gather(a)
+        return full.relu() @ full[:8]
+
+    functions: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "used by relu": lambda a, b: gather(a).relu(),
+        "right side of mm: a gathered weight": lambda a, b: b.repeat(1, RANKS) @ gather(a),
+        "before it is relu": lambda a, b: scatter((a @ b).relu()),
+        "has 2 users": twice,
+        "its sum is 'max'": lambda a, b: scatter(a @ b, op="max"),
+        "only all-gathers and reduce-scatters": lambda a, b: funcol.all_reduce(a @ b, "sum", group()),
+        "its dtypes are torch.int64": lambda a, b: gather(a.long()) @ b.long(),
+        "it gathers a tensor of 1 axes": lambda a, b: gather(a[0]) * 2,
+        "relu": of_its_own,
+    }
+    for why, function in functions.items():
+        found, overlap = traced(function, a, b)
+        assert why in str(overlap.report), overlap.report
+        assert not any(fused(overlap)), overlap.report
+        for mine, true in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, function(a, b))), strict=True):
+            torch.testing.assert_close(mine, true)
+    assert str(OverlapPass().report) == "the pass has seen no collective"
+
+
+@case
+def several_gathers_of_one_graph() -> None:
+    a, b, c = whole(8, 16), whole(16, 16), whole(16, 16)
+
+    def function(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        full = funcol.all_gather_tensor(a, 0, group())
+        x = full @ b
+        late = x.sum() * c  # a right side that comes after another product of the same rows
+        y = full @ late + full @ (c * 2)
+        return funcol.reduce_scatter_tensor(torch.addmm(x[0], y, c), "sum", 0, group())
+
+    found, overlap = traced(function, part(a, 0), b, c)
+    full = a.double()
+    x = full @ b.double()
+    y = full @ (x.sum() * c.double()) + full @ (c.double() * 2)
+    near(found, part(y @ c.double() + x[0], 0) * RANKS)
+    assert fused(overlap)[0] == AG
+    assert "2 products and the gathered tensor" in str(overlap.report)
+
+
+if __name__ == "__main__":
+    main(CASES)

@@ -1,0 +1,60 @@
+"""The example of a model: losses, gradients and checkpoints of several ranks are those of one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from examples import llama
+from tests.launch import launch
+from tests.pages import environment
+
+RUNS = Path(__file__).parent / "llama_runs.py"
+pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.xdist_group("torch operators")]
+
+
+def ran(ranks: int, *runs: str) -> list[str]:
+    """What each run prints; a run with --compare ends the job where its bounds do not hold."""
+    done = launch(ranks, str(RUNS), *runs, env=environment(), timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    printed = re.split(r"^== .*\n", done.stdout, flags=re.MULTILINE)[1:]
+    assert len(printed) == len(runs)
+    for text, arguments in zip(printed, runs, strict=True):
+        assert ("off one rank's by" in text) == ("--compare" in arguments)
+    return printed
+
+
+def losses(printed: str) -> list[float]:
+    found = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert found
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load, of one process
+def test_ranks_train_as_one_does_and_read_what_others_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, one = tmp_path / "checkpoint", "--layers 1"
+    llama.main([*one.split(), "--steps", "2"])
+    alone = losses(capsys.readouterr().out)
+    bf16, two, compiled, varying = ran(
+        2,
+        f"{one} --compare --dtype bf16 --steps 2",
+        f"{one} --steps 2 --save {folder}",
+        f"{one} --compare --varying --steps 3 --compile aot_eager",
+        f"{one} --varying --steps 40 --batch 8",
+    )
+    assert bf16.count("step") == 2
+    assert compiled.count("step") == 3
+    assert losses(varying)[-1] < 0.8 * losses(varying)[0], "it learns"
+    assert len(set(re.findall(r"(\d+) tokens", varying))) > 1
+    four, _, loaded = ran(
+        4,
+        f"{one} --compare --steps 2",
+        f"{one} --compare --tp 2 --steps 1",
+        f"{one} --compare --tp 2 --fsdp --dtype bf16 --steps 1 --load {folder}",
+    )
+    assert losses(two) == pytest.approx(alone, abs=2e-4)
+    assert losses(four) == pytest.approx(alone, abs=2e-4)
+    llama.main([*one.split(), "--steps", "1", "--load", str(folder)])
+    assert losses(loaded) == pytest.approx(losses(capsys.readouterr().out), abs=2e-2), "in bf16"
