@@ -259,10 +259,6 @@ def _why_whole(s: Communication, program: Program, strategy: str) -> str:
         return f"every matmul with {s.out} as its left side needs it for its right side too"
     if columns and any(isinstance(user, ScaledMatmul) for user in users(program, s.out)):
         return "it gathers the axis that a scaled matmul sums over"
-    if columns and shard_in_pieces(s):
-        return (
-            f"it gathers the axis that the matmul sums over, of which every rank has several pieces of a row of {s.out}"
-        )
     if columns and strategy == "push":
         return f"it gathers the axis that the matmul sums over, and only copy engines take parts of the rows of {s.out}"
     if columns and shard_in_pieces(s):
