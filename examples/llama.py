@@ -249,7 +249,13 @@ class Trainer:
         said = f"{tokens.shape[1] - 1} tokens, loss {loss:.4f}"
         said += compare(self.model, self.alone, loss, tokens, states) if self.alone else ""
         self.optimizer.step()
-        return said + (f", {torch.cuda.memory_allocated()} bytes" if self.device.type == "cuda" else "")
+        return said
+
+    def memory(self) -> str:
+        if self.device.type == "cpu":
+            return ""
+        symmetric = sum(report().symmetric_bytes.values())
+        return f", {torch.cuda.memory_allocated()} bytes, of symmetric memory {symmetric}"
 
     def checkpoint(self, action: str, folder: str) -> None:
         """Save parameters, or load what any number of ranks has saved."""
@@ -294,7 +300,7 @@ def main(argv: list[str] | None = None) -> None:
     for number in track(range(options.steps), "steps", console=terminal, disable=not (first and terminal.is_terminal)):
         said = trainer.step()
         if first and number + 1 in {1, 2, 3, 20, options.steps}:
-            print(f"step {number + 1}: {said}", flush=True)
+            print(f"step {number + 1}: {said}{trainer.memory()}", flush=True)
     if options.save:
         trainer.checkpoint("save", options.save)
     if options.report and first:
