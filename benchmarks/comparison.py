@@ -577,6 +577,7 @@ def compare(
     *,
     finest: int = 1,
     ranks: int = 0,
+    any_rows: bool = False,
 ) -> None:
     """Measures the rows that are asked for, prints a line for each, and writes table and figures on rank 0.
 
@@ -586,6 +587,7 @@ def compare(
         subject: what is compared on a row.
         finest: the number of slices that rows of each rank have to fall into.
         ranks: how many there have to be, if that matters.
+        any_rows: whether ranks need not divide the rows.
     """
     dtype = DTYPES[given.dtype]
     results: list[Result] = []
@@ -594,9 +596,10 @@ def compare(
             sys.exit("start it with torchrun, one process a GPU")
         if ranks and joined.size != ranks:
             sys.exit(f"start it with {ranks} processes, not {joined.size}")
-        wanted = [shrunk(row, given.shrink, joined.size * finest) for row in given.rows]
-        if uneven := [row for row in wanted if row.M % (joined.size * finest)]:
-            sys.exit(f"{uneven[0]}: rows do not divide by {joined.size * finest}, the ranks times the slices")
+        parts = 1 if any_rows else joined.size * finest
+        wanted = [shrunk(row, given.shrink, parts) for row in given.rows]
+        if uneven := [row for row in wanted if row.M % parts]:
+            sys.exit(f"{uneven[0]}: rows do not divide by {parts}, the ranks times the slices")
         bench = Bench(joined, given, kind, lambda row: subject(row, dtype, joined))
         left = bench.measure_all(wanted, results)
         asked = [row for row in results if row["met"] is not None]

@@ -4,7 +4,7 @@
     python -m benchmarks.differential --cases 20000 --gloo 500 --out benchmarks/results/differential
     python -m benchmarks.differential --seed 0 --case 1234 [--gloo 1]                        one case again, in full
 
-Cases are even over the patterns (those of examples/patterns.py and three kinds of random fusions) x strategies x 1, 2,
+Cases are even over the patterns (those of examples/patterns.py and four kinds of random fusions) x strategies x 1, 2,
 3, 4 and 8 ranks x a number of rows M that divides, does not divide, is 0, or is 1. Each has fresh random inputs,
 slices, streams, dtypes and sizes, where M is bound when it runs. Simulated ranks run it in a random legal order, in
 memory that holds NaN, half of them into `out=` full of NaN. With `--gloo` some of the cases run on 4 real processes.
@@ -60,13 +60,18 @@ from hostir.runtime.reference import reductions, reference, relative_error
 from hostir.runtime.sharding import assemble, random_inputs, shard, torch_dtype
 from tests.launch import launch
 from tests.lower.gathered import gathered
+from tests.lower.scaled import scaled
 from tests.lower.scattered import scattered
 from tests.strategies import Drawn, fusions
 
 RANKS = (1, 2, 3, 4, 8)
 ROWS = ("divides", "does not", "M = 0", "M = 1")
 FIXED = {pattern.__name__: pattern for pattern in patterns.PATTERNS}
-ROW_FUSIONS = {"random gathered rows": gathered, "random scattered rows": scattered}
+ROW_FUSIONS = {
+    "random gathered rows": gathered,
+    "random scattered rows": scattered,
+    "random fp8 products": scaled,
+}
 RANDOM = ("random fusions", *ROW_FUSIONS)
 OUTCOMES = ("right", "refused", "wrong", "exception")
 BATCH = 60  # random fusions that are drawn at once

@@ -3,18 +3,21 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.reshard --out benchmarks/results/reshard
     torchrun --standalone --nproc-per-node 2 -m benchmarks.reshard --device cpu --shrink 64
 
-A reduce-scatter of partial sums of 8192 x 16384, and all-gathers to 64 and to 256 MiB in bf16. The floor is NCCL alone.
+A reduce-scatter of partial sums of 8192 x 16384, all-gathers to 64 and to 256 MiB, and all-reduces of 16 KiB to 64 MiB,
+in bf16. The floor is NCCL alone; of all-reduces the best of NCCL and torch.
 
 What it is measured against:
 
-    NCCL     reduce_scatter_tensor, all_gather_into_tensor
-    torch    torch.ops.symm_mem._low_contention_reduce_scatter and _low_contention_all_gather, by copy engines
+    NCCL     reduce_scatter_tensor, all_gather_into_tensor, all_reduce
+    torch    torch.ops.symm_mem._low_contention_reduce_scatter and _low_contention_all_gather, by copy engines;
+             one_shot_all_reduce and two_shot_all_reduce_
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,14 +25,15 @@ import torch.distributed as dist
 import hostir as hi
 from benchmarks.comparison import Judge, Subject, Work, compare, parser, summed_rows
 from benchmarks.harness import synchronize
+from benchmarks.matmul_all_reduce import ALONE, REDUCTIONS, by_nccl, one_shot
 from benchmarks.matmul_reduce_scatter import low_contention
-from benchmarks.scores import Row
+from benchmarks.scores import ONE_SHOT, Row
 from hostir.runtime.session import Session
 
 PARTIAL = """hostir 1
 mesh @mesh [didx] = {ranks}
-fusion @reduce_scatter(%x: {dtype}[{M}, {N}] partial(didx)) -> (%y) {{
-  %y: {dtype}[{M}@didx, {N}] = reshard %x
+fusion @reduced(%x: {dtype}[{M}, {N}] partial(didx)) -> (%y) {{
+  %y: {dtype}[{M}{rows}, {N}] = reshard %x
 }}
 """
 
@@ -69,8 +73,8 @@ class Scattered(Subject):
 
     def fusion(self, slices: int) -> hi.Fusion | hi.Program:
         ranks = " ".join(map(str, range(self.ranks)))
-        text = PARTIAL.format(ranks=ranks, dtype=self.dtype_name, M=self.row.M, N=self.row.N)
-        return hi.parse(text)
+        row, rows = self.row, "@didx" if len(self.y) < self.row.M else ""
+        return hi.parse(PARTIAL.format(ranks=ranks, dtype=self.dtype_name, M=row.M, N=row.N, rows=rows))
 
     def inputs(self, slices: int) -> Sequence[torch.Tensor]:
         return (self.x,)
@@ -112,8 +116,37 @@ class Gathered(Scattered):
         return fusion
 
 
+class Summed(Scattered):
+    """Partial sums `x`, `[M, N]`, in symmetric memory on GPUs; and `y`, their sum.
+
+    The floor's all-reduces work in place, on the zeros of `z`; as a peer, one of these has to copy `x` first.
+    """
+
+    def __init__(self, row: Row, dtype: torch.dtype, joined: Session) -> None:
+        Subject.__init__(self, row, dtype, joined)
+        self.x, self.z = self.shared(row.M, row.N), self.shared(row.M, row.N).zero_()
+        self.y = torch.empty(row.M, row.N, dtype=dtype, device=self.device)
+        self.renew()
+
+    def judge(self) -> Judge:
+        exact = self.x.double()
+        dist.all_reduce(exact)
+        rows = torch.arange(self.row.M, device=self.device)
+        return Judge(rows, exact, self.copied(by_nccl))
+
+    def parts(self) -> Mapping[str, Work]:
+        return {name: partial(call, self.z) for name, call in zip(ALONE, REDUCTIONS.values(), strict=True)}
+
+    def peers(self) -> Mapping[str, Callable[[], torch.Tensor]]:
+        return {"NCCL": partial(self.copied, by_nccl), ONE_SHOT: partial(one_shot, self.x)}
+
+    def copied(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The result of a reduction in place, of a copy."""
+        return reduce(self.y.copy_(self.x))
+
+
 def subject(row: Row, dtype: torch.dtype, joined: Session) -> Subject:
-    return {"reduce_scatter": Scattered, "all_gather": Gathered}[row.model](row, dtype, joined)
+    return {"reduce_scatter": Scattered, "all_gather": Gathered, "all_reduce": Summed}[row.model](row, dtype, joined)
 
 
 # The command line -------------------------------------------------------------------------------------------------
@@ -124,7 +157,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints a line a row, and writes table and figures on rank 0."""
-    compare(options(arguments), "reshard", subject)
+    compare(options(arguments), "reshard", subject, any_rows=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ EAGER, GRAPH = "eager", "graph"
 MODES = (EAGER, GRAPH)
 COMPILED = "hi.compile"  # the candidate that is taken untuned
 BY_HAND, TORCH = "NCCL + cuBLAS", "torch fused"  # peers
+ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
 HOSTIR = "hostir"  # the candidate that is a function of hostir.torch
 NVFUSER = "nvFuser"
 # N and K of a rank; for Llama 3 they are those of the first weight of the MLP at tensor parallel 8.
@@ -52,6 +53,10 @@ DEPARTURES_MUST = {
     "70B": dict(zip(LARGE, (0.76, 0.86, 0.89, 0.90), strict=True)),
     "405B": dict(zip(LARGE, (0.90, 0.92, 0.93, 0.94), strict=True)),
 }
+# Scores to reach on 2 H200 in bf16 by a matmul + all-reduce of many rows; fewer are held against the best peer.
+REDUCED_MUST, REDUCED_GOAL = {2048: 0.75, 8192: 0.80}, {2048: 0.90, 8192: 0.92}
+FEW = (1, 16, 64, 128, 512)  # rows
+DECODED = (1, 16, 64)
 # Shapes that nothing was tuned for: K and N of a rank.
 ODD = {
     "K=3696 N=8192": (1536, 6000, 12288),
@@ -148,6 +153,19 @@ def _of_scattered(row: Result) -> Asked:
     return _of_peers(row, (alike, OF_BEST_PEER, GOAL_OF_BEST_PEER))
 
 
+def _of_reduced(row: Result) -> Asked:
+    m = row["M"]
+    if row["ranks"] != 2:
+        return None, None
+    if m in REDUCED_MUST:
+        return REDUCED_MUST[m], REDUCED_GOAL[m]
+    return _of_peers(row, (fastest(row["times"], ours=False, modes=modes_of(row)), OF_BEST_PEER, 1.15))
+
+
+def _of_decoded(row: Result) -> Asked:
+    return _of_peers(row, (fastest(row["times"], ours=False, modes=modes_of(row)), 1.0, 1.2))
+
+
 def _of_departures(row: Result) -> Asked:
     return (DEPARTURES_MUST[row["model"]][row["M"]] if row["ranks"] == 8 else None), None
 
@@ -160,6 +178,8 @@ def _of_mlp(row: Result) -> Asked:
 
 
 def _of_reshard(row: Result) -> Asked:
+    if row["model"] == "all_reduce":
+        return OF_BEST_PEER, GOAL_OF_BEST_PEER
     nccl = {name: t for name, t in row["times"].items() if name == "NCCL"}
     return _of_peers(row, (fastest(nccl, ours=False, modes=modes_of(row)), 1.0, 1.1))
 
@@ -206,6 +226,22 @@ KINDS = {
         {model: SIZES[model] for model in SHARDED} | ODD,
         _of_scattered,
     ),
+    "all_reduce": Kind(
+        "Matmul + all-reduce",
+        "all-reduce",
+        "M,N,K/rank",
+        {"70B": SHARDED["70B"]},
+        {"70B": (*FEW, *REDUCED_MUST)},
+        _of_reduced,
+    ),
+    "decode": Kind(
+        "Decoding: MLP layers in one graph",
+        "all-reduce",
+        "M,N,K/rank",
+        {"70B": SHARDED["70B"]},
+        {"70B": DECODED},
+        _of_decoded,
+    ),
     "departures": Kind(
         "Matmul + reduce-scatter as a rank of more meets it",
         "copies",
@@ -226,8 +262,8 @@ KINDS = {
         "Collectives alone",
         "NCCL",
         "M,N,-",
-        {"reduce_scatter": (16384, 0), "all_gather": (8192, 0)},
-        {"reduce_scatter": (8192,), "all_gather": (4096, 16384)},
+        {"reduce_scatter": (16384, 0), "all_gather": (8192, 0), "all_reduce": (8192, 0)},
+        {"reduce_scatter": (8192,), "all_gather": (4096, 16384), "all_reduce": (1, 16, 64, 512, 4096)},
         _of_reshard,
     ),
     "torch_operators": Kind(
@@ -278,7 +314,7 @@ def scored(found: Result) -> Result:
 
 def _collectives(row: Result) -> dict[str, float]:
     """The collectives alone that ran, by name."""
-    found = {name: row.get(f"{name}_us") for name in ("nccl", "copies", "torch")}
+    found = {name: row.get(f"{name}_us") for name in COLLECTIVES}
     return {name: us for name, us in found.items() if us is not None}
 
 
@@ -327,7 +363,7 @@ def cell(value: float | bool | str | None, digits: int = 2) -> str:
     return value if isinstance(value, str) else f"{value:.{digits}f}"
 
 
-COLLECTIVES = {"nccl": "NCCL", "copies": "copies", "torch": "torch"}
+COLLECTIVES = {"nccl": "NCCL", "copies": "copies", "torch": "torch", "one_shot": ONE_SHOT, "two_shot": TWO_SHOT}
 
 
 def cells(row: Result) -> dict[str, str]:

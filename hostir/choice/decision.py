@@ -144,7 +144,9 @@ def _refused(
     if any(c.strategy == candidate.strategy for c in same):
         return False
     if same:
-        return Impossible(candidate, _why_same(candidate, program))
+        other = same[0].strategy
+        why = _why_same(candidate, program) if other == SEQUENTIAL else f"it lowers to the same program as '{other}'"
+        return Impossible(candidate, why)
     if candidate.kernels == "aten" and _signals_by_sms(program):
         return False  # cuBLAS's matmuls leave no SM to them: they would wait for a wave of tiles
     if uses_peers(program) and platform.refuses and not (all_that_run and platform.runs_all):

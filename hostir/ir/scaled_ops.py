@@ -282,7 +282,7 @@ class RowScales(TensorOp):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Largest(TensorOp):
-    """The largest element of a tensor, with all axes 1; NaN if there is one.
+    """The largest element of a tensor, with all axes 1; NaN if there is one, 0 if there are no elements.
 
     Example: %y: f32[1, 1] = largest %x: f32[16, 32]
     """

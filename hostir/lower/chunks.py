@@ -14,6 +14,7 @@ from hostir.ir.types import Axis, TensorType
 from hostir.lower.allreduces import rows_axis
 from hostir.lower.host import Host
 from hostir.lower.scatters import epilogue, made
+from hostir.lower.slices import SlicePlace, operand_places
 from hostir.lower.transfers import COPY_STREAM, SIGNAL_STREAM, Transfers
 
 
@@ -71,10 +72,11 @@ class Chunks:
         part = self.chunk(self.part, chunk, views)
         computed: list[Statement] = []
         if self.product is not None and self.done is not None:
-            a = self.chunk(host.values[self.product.a.name], chunk, views)
-            product = self.product.rename(host.values)
+            places = operand_places(self.product, rows_in(self.count, self.axis))
+            rows = {name: self.chunk(host.values[name], chunk, views, at.axis) for name, at in places.items()}
+            product = self.product.rename({**host.values, **rows})
             assert isinstance(product, Contraction)
-            raising = replace(product, a=a, out=part, done=self.done, raised=_epoch(chunk), first=team.peer(Lit(1)))
+            raising = replace(product, out=part, done=self.done, raised=_epoch(chunk), first=team.peer(Lit(1)))
             note = "the rows for each rank are sent when they are done, its own come last"
             computed = [replace(raising, note=note)]
         slot = self.slot(self.sent.buffer, chunk, views)
@@ -146,6 +148,11 @@ class Chunks:
 
     def each(self, index: Ref, count: int, statements: list[Statement]) -> For:
         return For(index.value, Size(count), tuple(statements), span=self.reduce.span)
+
+
+def rows_in(count: int, axis: int) -> SlicePlace:
+    """Return the place of so many chunks of rows."""
+    return SlicePlace(axis, Size(), Size(count))
 
 
 def _epoch(chunk: Expr) -> Expr:

@@ -30,8 +30,8 @@ from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.tensor_ops import Contraction, DenseCopy, Shard, ViewStatement
 from hostir.lower import Pass
-from hostir.lower.allreduces import AllReduceSteps, fits_chunks
-from hostir.lower.chunks import Chunks
+from hostir.lower.allreduces import AllReduceSteps, fits_chunks, rows_axis
+from hostir.lower.chunks import Chunks, rows_in
 from hostir.lower.columns import columns_as_rows
 from hostir.lower.host import Host
 from hostir.lower.pipeline import NOT_OVERLAPPED
@@ -56,6 +56,7 @@ from hostir.lower.rows import (
 )
 from hostir.lower.scales import SMS, send_scales
 from hostir.lower.scatters import OneStep, ScatteredBlocks, made, one_of
+from hostir.lower.slices import operand_places, why_not
 from hostir.lower.transfers import ARRIVED, COPY_STREAM, SIGNAL_STREAM, Blocks, Mover, Transfers, Turns
 
 MIN_PIECE_ROWS = 256  # two tiles
@@ -129,7 +130,7 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
         .with_scales_first()
     )
     ordered = _matmuls_first(rows)
-    chunked = {s: _whole_product(s, ordered) for s in rows.reduces if two(s)}
+    chunked = {s: _whole_product(s, ordered, steps.chunks_of(s)) for s in rows.reduces if two(s)}
     host = Host(ordered, rows.ordered(ordered, chunked))
     host.apart |= {s.out.name for s in rows.reduces}
     later = {s.out.name for s in chunked.values() if s is not None}  # products that are computed in chunks
@@ -196,11 +197,13 @@ def _in_chunks(s: AllReduce, program: Program) -> bool:
     return fits_chunks(s) and not readers and not waits
 
 
-def _whole_product(s: AllReduce, program: Program) -> Contraction | None:
-    """Return the product whose result an allreduce sums up, if nothing else reads it."""
-    maker = next((other for other in program.body if result_of(other) == s.x), None)
-    alone = s.x not in program.outputs and len(users(program, s.x)) == 1
-    return maker if alone and isinstance(maker, Contraction) else None
+def _whole_product(s: AllReduce, program: Program, chunks: int) -> Contraction | None:
+    """Return the product whose result an allreduce sums up, if nothing else reads it and chunks can be computed."""
+    maker, axis = next((other for other in program.body if result_of(other) == s.x), None), rows_axis(s)
+    if axis is None or s.x in program.outputs or len(users(program, s.x)) > 1 or not isinstance(maker, Contraction):
+        return None
+    place = rows_in(chunks, axis)
+    return None if why_not(maker, place, operand_places(maker, place)) else maker
 
 
 def _sums_of_products(rows: RowCollectives, sums: Iterable[Reduction]) -> dict[str, Reduction]:

@@ -310,7 +310,7 @@ def weight_gradient(x: Tensor, dy: Tensor, axis: int, dtype_name: str, linear: b
     return left.to(dtype) @ right.to(dtype)
 
 
-def beside(dys: Sequence[Tensor], bs: Sequence[Tensor], linear: bool) -> tuple[Tensor, Tensor]:
+def side_by_side(dys: Sequence[Tensor], bs: Sequence[Tensor], linear: bool) -> tuple[Tensor, Tensor]:
     """Return `dys` and the transposes of `bs`, side by side: what is multiplied for the input gradient."""
     weights = bs if linear else [b.t() for b in bs]
     return (dys[0], weights[0]) if len(dys) == 1 else (torch.cat([*dys], dim=-1), torch.cat([*weights]))
@@ -333,7 +333,7 @@ def _all_gather_matmul_backward(
     """
     gather, scatter = (operator(f"hostir::{name}", group_name) for name in ("all_gather", "reduce_scatter"))
     gathered = gather.run(lambda: operators.start_all_gather(gather, a, gather_dim))
-    dy, weight = beside(dys, bs, linear)
+    dy, weight = side_by_side(dys, bs, linear)
     last = gather_dim == a.ndim - 1
     part = dy @ weight if last else (dy.movedim(gather_dim, 0) @ weight).movedim(0, gather_dim)
     full = gathered()
@@ -383,7 +383,7 @@ def gathering(name: str, scatter: Any) -> tuple[Callable[..., Any], Callable[...
             d_a, found = call("all_gather_matmul_backward", [x, *dys, *weights], *every)
         else:
             if wants_a:
-                d_a = scatter(*beside(dys, [bs[i] for i in used], ctx.linear), "sum", ctx.axis, ctx.group)
+                d_a = scatter(*side_by_side(dys, [bs[i] for i in used], ctx.linear), "sum", ctx.axis, ctx.group)
             x = torch.ops.hostir.all_gather(x, ctx.axis, ctx.group) if again else x
             pairs = zip(dys, dtypes, strict=True)
             found = [weight_gradient(x, dy, ctx.axis, dtype, ctx.linear) for dy, dtype in pairs if dtype]
@@ -441,7 +441,7 @@ def _gated_backward(ctx: Any, dy: Tensor | None, d_full: Tensor | None) -> tuple
     d_u = dy * torch.nn.functional.silu(g)
     d_g = torch.ops.aten.silu_backward(dy * u, g)
     if wants_a:
-        both = beside([d_g, d_u], [gate, up], linear=True)
+        both = side_by_side([d_g, d_u], [gate, up], linear=True)
         part = _scatter(*both, "sum", ctx.axis, ctx.group)
         d_a = part if d_a is None else d_a + part
     products = zip((d_g, d_u), ctx.dtypes, wanted, strict=True)

@@ -172,10 +172,8 @@ class ShardedLinear(nn.Linear):
                 hint="layers that share a gather need one fully_shard around all of them",
             )
         if bias is not None:
-            whole = isinstance(
-                bias.placements[0], Replicate
-            )  # added to own tokens: all ranks have parts of its gradient
-            bias = bias.to_local(grad_placements=[Partial()]) if whole else bias.to_local()
+            own_tokens = isinstance(bias.placements[0], Replicate) and self.output_axis is not None
+            bias = bias.to_local(grad_placements=[Partial()] if own_tokens else None)
         return weight.to_local(), bias
 
     def extra_repr(self) -> str:
@@ -283,8 +281,7 @@ class RowParallelLinear(ShardedLinear):
         in_features, out_features: of the whole layer.
         mesh: a DeviceMesh of one dimension; its ranks divide `in_features`.
         bias: whether there is one.
-        scatter_dim: the axis of the tokens, not the last one; None returns all tokens on every rank, and is torch's:
-            a product, then an all-reduce.
+        scatter_dim: the axis of the tokens, not the last one; with None every rank gets all tokens.
         local_output: whether the output is a plain tensor, this rank's part.
         device, dtype: of the parameters, as of `nn.Linear`. Rank 0's are those of all ranks.
     """
@@ -317,9 +314,9 @@ class RowParallelLinear(ShardedLinear):
     def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
         if layouts.input != LAST:
             return f"inputs are {layouts.input}, not sharded on the last axis"
-        if not isinstance(layouts.output, Shard):
-            return f"outputs are {layouts.output}: an all-reduce, and only a reduce-scatter of tokens is overlapped"
-        if layouts.output.dim == -1:
+        if not isinstance(layouts.output, (Shard, Replicate)):
+            return f"outputs are {layouts.output}, neither sharded on tokens nor whole"
+        if layouts.output == LAST:
             return "outputs are sharded on the last axis, not on that of the tokens"
         return _indivisible("its in_features", linear.in_features, layouts)
 
@@ -328,7 +325,9 @@ class RowParallelLinear(ShardedLinear):
             return why
         if self.sharded_axis(x) != x.ndim - 1:
             return "its input is not sharded on the last axis"
-        axis = (self.output_axis or 0) % x.ndim
+        if self.output_axis is None:
+            return None
+        axis = self.output_axis % x.ndim
         if axis == x.ndim - 1:
             return "its output is sharded on the last axis, not on that of the tokens"
         return _indivisible(f"axis {axis} of its input", x.shape[axis], self.layouts)
@@ -340,8 +339,8 @@ class RowParallelLinear(ShardedLinear):
             mine = layouts.dtensor(input).redistribute(layouts.mesh, [LAST])
             return layouts.redistributed(F.linear(mine, self.weight, self.bias))
         weight, bias = self.parts()
-        axis = self.output_axis or 0
-        return layouts.given(row_parallel_linear(layouts.local(input), weight, layouts.group, bias, scatter_dim=axis))
+        how: Any = {"reduce": "all"} if self.output_axis is None else {"scatter_dim": self.output_axis}
+        return layouts.given(row_parallel_linear(layouts.local(input), weight, layouts.group, bias, **how))
 
 
 def _tokens(axis: int | None) -> Placement:

@@ -35,7 +35,7 @@ def _fusion(name: str, ranks: int, inputs: Sequence[str], outputs: Sequence[str]
     return parse(f"hostir 1\nmesh @mesh [didx] = {mesh}\n{head} {{\n{lines}}}\n", f"@{name}")
 
 
-def _beside(count: int) -> list[str]:
+def _extra_sizes(count: int) -> list[str]:
     return [f"P{i}" for i in range(count)]
 
 
@@ -54,10 +54,10 @@ def _in_front(x: str, dtype: str, sizes: Sequence[Any], outside: int, partial: s
 
 
 def all_gather_matmul(
-    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, outside: int, gathered: bool
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], extra: int, outside: int, gathered: bool
 ) -> Program:
     """`a`, of which each rank has rows, gathered and multiplied with matrices of so many columns each."""
-    others, b = _beside(beside), [f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)]
+    others, b = _extra_sizes(extra), [f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)]
     a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
     body += [f"%a_full: {_type(dtype, 'M', *others, K)} = reshard {front}"]
     body += [f"%c{i}: {_type(dtype, 'M', *others, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
@@ -66,10 +66,10 @@ def all_gather_matmul(
 
 
 def all_gather_columns_matmul(
-    ranks: int, dtype: str, K: int, columns: tuple[int, ...], beside: int, slices: int, gathered: bool
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], extra: int, slices: int, gathered: bool
 ) -> Program:
     """`a`, of which each rank has columns, gathered and multiplied; `slices` divides the outermost axis."""
-    rows = (f"{slices}*M", *_beside(beside))
+    rows = (f"{slices}*M", *_extra_sizes(extra))
     inputs = [
         f"%a: {_type(dtype, *rows, f'{K}@didx')}",
         *(f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)),
@@ -80,11 +80,9 @@ def all_gather_columns_matmul(
     return _fusion("all_gather_matmul", ranks, inputs, outputs, body)
 
 
-def all_gather_gated(
-    ranks: int, dtype: str, K: int, columns: int, beside: int, outside: int, gathered: bool
-) -> Program:
+def all_gather_gated(ranks: int, dtype: str, K: int, columns: int, extra: int, outside: int, gathered: bool) -> Program:
     """`silu(a @ gate) * (a @ up)` of the gathered rows of `a`."""
-    others = _beside(beside)
+    others = _extra_sizes(extra)
     a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
     result = _type(dtype, "M", *others, columns)
     body += [
@@ -98,13 +96,13 @@ def all_gather_gated(
     return _fusion("all_gather_gated", ranks, inputs, ["%y"] + ["%a_full"] * gathered, body)
 
 
-def matmul_reduce_scatter(ranks: int, dtype: str, K: int, columns: int, beside: int, outside: int) -> Program:
+def matmul_reduce_scatter(ranks: int, dtype: str, K: int, columns: int, extra: int, outside: int) -> Program:
     """The sum over all ranks of `a @ b`, of which each gets rows."""
-    others, part = _beside(beside), "M@didx"
+    others, part = _extra_sizes(extra), "M@didx"
     a, body, front = _in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
     inputs = [a, f"%b: {_type(dtype, f'{K}@didx', columns)}"]
     product = f"{_type(dtype, part, *others, columns)}"
-    if beside > 1:  # kernels take rows of two strides, not of more
+    if extra > 1:  # kernels take rows of two strides, not of more
         rows = "*".join(others)
         body += [f"%a_rows: {_type(dtype, 'M', rows, f'{K}@didx')} = reshape {front}"]
         body += [
@@ -114,44 +112,44 @@ def matmul_reduce_scatter(ranks: int, dtype: str, K: int, columns: int, beside: 
     else:
         body += [f"%c0: {product} = matmul {front}, %b"]
     if outside:
-        order = (*range(1, outside + 1), 0, *range(outside + 1, beside + 2))
+        order = (*range(1, outside + 1), 0, *range(outside + 1, extra + 2))
         result = _type(dtype, *others[:outside], part, *others[outside:], columns)
         body += [f"%c_back: {result} = permute %c0 {order}", f"%c: {result} = copy %c_back"]
     return _fusion("matmul_reduce_scatter", ranks, inputs, ["%c" if outside else "%c0"], body)
 
 
-def matmul_reduce_scatter_columns(ranks: int, dtype: str, K: int, columns: int, beside: int) -> Program:
+def matmul_reduce_scatter_columns(ranks: int, dtype: str, K: int, columns: int, extra: int) -> Program:
     """The sum over all ranks of `a @ b`, of which each gets columns."""
-    rows = ("M", *_beside(beside))
+    rows = ("M", *_extra_sizes(extra))
     inputs = [f"%a: {_type(dtype, *rows, f'{K}@didx')}", f"%b: {_type(dtype, f'{K}@didx', columns)}"]
     product = f"%c: {_type(dtype, *rows, f'{columns}@didx')} = matmul %a, %b"
     return _fusion("matmul_reduce_scatter", ranks, inputs, ["%c"], [product])
 
 
-def all_gather(ranks: int, dtype: str, beside: int, outside: int) -> Program:
+def all_gather(ranks: int, dtype: str, extra: int, outside: int) -> Program:
     """The parts of all ranks along an axis, which is then outermost."""
-    x, body, front = _in_front("%x", dtype, ("M@didx", *_beside(beside)), outside)
+    x, body, front = _in_front("%x", dtype, ("M@didx", *_extra_sizes(extra)), outside)
     return _fusion(
-        "all_gather", ranks, [x], ["%y"], [*body, f"%y: {_type(dtype, 'M', *_beside(beside))} = reshard {front}"]
+        "all_gather", ranks, [x], ["%y"], [*body, f"%y: {_type(dtype, 'M', *_extra_sizes(extra))} = reshard {front}"]
     )
 
 
-def reduce_scatter(ranks: int, dtype: str, beside: int, outside: int) -> Program:
+def reduce_scatter(ranks: int, dtype: str, extra: int, outside: int) -> Program:
     """The sum over all ranks, of which each gets a part along an axis, which is then outermost."""
-    x, body, front = _in_front("%x", dtype, ("M", *_beside(beside)), outside, " partial(didx)")
-    y = f"%y: {_type(dtype, 'M@didx', *_beside(beside))} = reshard {front}"
+    x, body, front = _in_front("%x", dtype, ("M", *_extra_sizes(extra)), outside, " partial(didx)")
+    y = f"%y: {_type(dtype, 'M@didx', *_extra_sizes(extra))} = reshard {front}"
     return _fusion("reduce_scatter", ranks, [x], ["%y"], [*body, y])
 
 
-def matmul_all_reduce(ranks: int, dtype: str, K: int, columns: int, beside: int, addend: int) -> Program:
+def matmul_all_reduce(ranks: int, dtype: str, K: int, columns: int, extra: int, addend: int) -> Program:
     """The sum over all ranks of `a @ b`, for each; with an addend of 1 axis, or of as many as the result has."""
-    others = _beside(beside)
+    others = _extra_sizes(extra)
     rows = "*".join(("M", *others))
     a, b = f"%a: {_type(dtype, 'M', *others, f'{K}@didx')}", f"%b: {_type(dtype, f'{K}@didx', columns)}"
     body, left, z = [], "%a", "%z"
-    if beside:
+    if extra:
         body, left = [f"%a_rows: {_type(dtype, rows, f'{K}@didx')} = reshape %a"], "%a_rows"
-    if beside and addend > 1:
+    if extra and addend > 1:
         z = "%z_rows"
         body.append(f"%z_rows: {_type(dtype, rows, columns)} = reshape %z")
     body.append(f"%y0: {_type(dtype, rows, columns)} = matmul {left}, %b")
@@ -159,7 +157,7 @@ def matmul_all_reduce(ranks: int, dtype: str, K: int, columns: int, beside: int,
     if addend:
         body.append(f"%y1: {_type(dtype, rows, columns)} = add {last}, {z}")
         last = "%y1"
-    if beside:
+    if extra:
         body.append(f"%y: {_type(dtype, 'M', *others, columns)} = reshape {last}")
         last = "%y"
     third = [f"%z: {_type(dtype, *(('M', *others) if addend > 1 else ()), columns)}"] if addend else []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hostir.ir.program import Program
 from hostir.torch.operators import Operator, from_front, grouped
-from hostir.torch.programs import Unfit, _beside, _fusion, _in_front, _type
+from hostir.torch.programs import Unfit, _extra_sizes, _fusion, _in_front, _type
 
 FP8 = {torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2"}
 RESULTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -48,7 +48,7 @@ def gathered_program(
 
     tensor-wise (`one`), or of rows: each rank has those of its own (`sharded`), or of all (`replicated`).
     """
-    others = _beside(free)
+    others = _extra_sizes(free)
     a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
     ones = [1] * (free + 2)
     rows = ones if scales == "one" else ["M@didx" if scales == "sharded" else "M", *others, 1]
@@ -95,7 +95,7 @@ def scattered_program(
 
     and columns if `by_rows`.
     """
-    others, part = _beside(free), "M@didx"
+    others, part = _extra_sizes(free), "M@didx"
     a, body, front = _in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
     lead = ["M", *others] if by_rows else [1] * (free + 1)
     columns = product.columns

@@ -79,8 +79,8 @@ class RowwiseParallel(style.RowwiseParallel):
 
     Args:
         input_layouts: the placement of inputs that are no DTensors; hostir runs `Shard(-1)`, the default.
-        output_layouts: the placement of the output; hostir runs `Shard(d)`, not of the last axis. The default,
-            `Replicate()`, is torch's: a product, then an all-reduce.
+        output_layouts: the placement of the output; hostir runs `Shard(d)`, not of the last axis, and `Replicate()`,
+            the default.
         use_local_output: whether the output is a plain tensor, this rank's part.
     """
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,26 +14,69 @@ import pytest
 import torch
 
 import hostir as hi
-from benchmarks import chart, matmul_reduce_scatter, mlp, reshard
+from benchmarks import chart, matmul_all_reduce, matmul_reduce_scatter, mlp, reshard
 from benchmarks.comparison import Candidate, Judge, WrongResultError
 from benchmarks.matmul_reduce_scatter import WAYS, Way, row_parallel, text
-from benchmarks.scores import BY_HAND, COMPILED, HOSTIR, KINDS, ODD, TORCH, Row, file_name, line, report, scored
+from benchmarks.scores import (
+    BY_HAND,
+    COMPILED,
+    HOSTIR,
+    KINDS,
+    ODD,
+    ONE_SHOT,
+    TORCH,
+    TWO_SHOT,
+    Row,
+    file_name,
+    line,
+    report,
+    scored,
+)
 from hostir.lower import STRATEGIES
 from hostir.runtime.simulated.machine import run_local
 from tests.launch import ROOT, launch
 
-SMALL = ("--device", "cpu", "--repeats", "2", "--shrink", "64")
+SMALL = "--device cpu --repeats 2 --shrink 64"
 Results = dict[str, Any]
 
 
+def on_ranks(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test of what the job has written."""
+    for mark in ("torchrun", "slow"):
+        test = getattr(pytest.mark, mark)(test)
+    return pytest.mark.timeout(300)(pytest.mark.xdist_group("comparison")(test))
+
+
 # From one end to the other ----------------------------------------------------------------------------------------
-def measured(tmp_path: Path, name: str, *arguments: str, ending: str = "_2") -> tuple[list[Results], str]:
-    """The rows that a benchmark writes on two CPU processes, and its table."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(tmp_path)}
-    command = ("-m", f"benchmarks.{name}", *SMALL, "--out", str(tmp_path / name), *arguments)
-    done = launch(2, *command, env=env, timeout=150)
+TRAINED = [f"8B-{kind}{trained}" for kind in ("gather", "scatter") for trained in ("", "-trained")]
+RUNS = {
+    "matmul_reduce_scatter_2": "matmul_reduce_scatter --rows 8B:2048,70B:512",
+    "matmul_reduce_scatter_as_rank_of": "matmul_reduce_scatter --rows 8B:2048 --as-rank-of 8",
+    "matmul_all_reduce_2": "matmul_all_reduce --rows 70B:64 --only sequential,fused,push",
+    "decoder_2": "matmul_all_reduce --decode --layers 3 --rows 70B:64 --only push",
+    "mlp_2": "mlp --rows 8B:2048 --only sequential,fused",
+    "mlp_gated_2": "mlp --rows 8B:2048 --only sequential,fused --gated",
+    "reshard_2": "reshard --only sequential,push --rows reduce_scatter,all_gather,all_reduce:64",
+    "torch_operators_2": f"torch_operators --rows {','.join(f'{kind}:4096' for kind in TRAINED)}",
+    "allgather_matmul_2": "allgather_matmul --rows 8B:2048",
+}  # by what they write
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one job of two CPU processes has written the results of all `RUNS`."""
+    folder = tmp_path_factory.mktemp("comparison")
+    outs = {name: folder / re.sub("(_gated)?_2$|_as_rank_of$", "", name) for name in RUNS}  # the rest is added to it
+    commands = [f"{command} {SMALL} --out {outs[name]}" for name, command in RUNS.items()]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(folder)}
+    done = launch(2, str(Path(__file__).with_name("on_ranks.py")), *commands, env=env, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
-    written = tmp_path / f"{name}{ending}.json"
+    return folder
+
+
+def measured(folder: Path, name: str) -> tuple[list[Results], str]:
+    """The rows that a benchmark has written, and its table."""
+    written = folder / f"{name}.json"
     data = json.loads(written.read_text())
     assert [scored(row) for row in data["rows"]] == data["rows"]
     table = written.with_suffix(".md").read_text()
@@ -52,11 +97,9 @@ def took_part(row: Results) -> set[str]:
     return right(row) | {what.split(",")[0] for what in row["failed"]}
 
 
-@pytest.mark.torchrun
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_matmul_reduce_scatter_runs_from_one_end_to_the_other(tmp_path: Path) -> None:
-    rows, table = measured(tmp_path, "matmul_reduce_scatter", "--rows", "8B:2048,70B:512")
+@on_ranks
+def test_matmul_reduce_scatter_runs_from_one_end_to_the_other(folder: Path) -> None:
+    rows, table = measured(folder, "matmul_reduce_scatter_2")
     assert [(row["model"], row["M"], row["N"], row["K"]) for row in rows] == [("8B", 32, 64, 28), ("70B", 8, 128, 56)]
     for row in rows:
         assert {BY_HAND, COMPILED, "sequential", "pipeline"} <= right(row)
@@ -68,49 +111,55 @@ def test_matmul_reduce_scatter_runs_from_one_end_to_the_other(tmp_path: Path) ->
     assert "torch fused, eager: made: rank 0: NotImplementedError" in table
 
 
-@pytest.mark.torchrun
-@pytest.mark.timeout(200)
-def test_a_few_ranks_stand_for_more(tmp_path: Path) -> None:
-    arguments = ("--rows", "8B:2048", "--as-rank-of", "8")
-    rows, _ = measured(tmp_path, "matmul_reduce_scatter", *arguments, ending="_as_rank_of")
+@on_ranks
+def test_matmul_all_reduce_and_its_layers_run_from_one_end_to_the_other(folder: Path) -> None:
+    rows, _ = measured(folder, "matmul_all_reduce_2")
+    assert [(row["M"], row["N"], row["K"]) for row in rows] == [(1, 128, 56)]
+    assert right(rows[0]) == {BY_HAND, COMPILED, "sequential", "fused", "push"}
+    assert took_part(rows[0]) >= {ONE_SHOT, TWO_SHOT, "one_shot", "two_shot"}
+    rows, _ = measured(folder, "decoder_2")
+    assert right(rows[0]) == {BY_HAND, COMPILED, "push"}
+    assert (rows[0]["layers"], rows[0]["compiled"]["mode"]) == (3, "eager")
+
+
+@on_ranks
+def test_a_few_ranks_stand_for_more(folder: Path) -> None:
+    rows, _ = measured(folder, "matmul_reduce_scatter_as_rank_of")
     assert set(rows[0]["times"]) == {str(way) for way in WAYS if way.kernels == "aten"}
     assert right(rows[0]) == {"ring", "fused", "push"}
     assert rows[0]["floor_us"] == max(rows[0]["gemm_us"], rows[0]["copies_us"])
 
 
-@pytest.mark.torchrun
-@pytest.mark.timeout(200)
+@on_ranks
 @pytest.mark.parametrize("gated", [False, True])
-def test_mlp_runs_from_one_end_to_the_other(tmp_path: Path, gated: bool) -> None:
-    arguments, ending = (("--gated",), "_gated_2") if gated else ((), "_2")
-    rows, _ = measured(tmp_path, "mlp", "--rows", "8B:2048", "--only", "sequential,fused", *arguments, ending=ending)
+def test_mlp_runs_from_one_end_to_the_other(folder: Path, gated: bool) -> None:
+    rows, _ = measured(folder, "mlp_gated_2" if gated else "mlp_2")
     assert {BY_HAND, COMPILED, "sequential"} <= right(rows[0])
     assert took_part(rows[0]) == {BY_HAND, TORCH, COMPILED, "sequential", "fused"}
     assert rows[0]["flops"] == 2 * 32 * 28 * 64 * (3 if gated else 2)
 
 
-@pytest.mark.torchrun
-@pytest.mark.timeout(200)
-def test_reshard_runs_from_one_end_to_the_other(tmp_path: Path) -> None:
-    rows, _ = measured(tmp_path, "reshard", "--only", "sequential,push")
+@on_ranks
+def test_reshard_runs_from_one_end_to_the_other(folder: Path) -> None:
+    rows, _ = measured(folder, "reshard_2")
     assert [(row["model"], row["M"]) for row in rows] == [
         ("reduce_scatter", 128),
         ("all_gather", 64),
         ("all_gather", 256),
+        ("all_reduce", 1),
     ]
     for row in rows:
+        torchs = {ONE_SHOT, "one_shot", "two_shot"} if row["model"] == "all_reduce" else {"torch"}
         assert {"NCCL", COMPILED, "sequential"} <= right(row)
-        assert took_part(row) == {"NCCL", COMPILED, "sequential", "push", "torch"}
+        assert took_part(row) == {"NCCL", COMPILED, "sequential", "push", *torchs}
         assert row["floor_us"] == row["nccl_us"]
 
 
-@pytest.mark.torchrun
-@pytest.mark.timeout(200)
-def test_functions_for_torch_run_from_one_end_to_the_other(tmp_path: Path) -> None:
-    kinds = [f"8B-{kind}{trained}" for kind in ("gather", "scatter") for trained in ("", "-trained")]
-    rows, _ = measured(tmp_path, "torch_operators", "--rows", ",".join(f"{kind}:4096" for kind in kinds))
+@on_ranks
+def test_functions_for_torch_run_from_one_end_to_the_other(folder: Path) -> None:
+    rows, _ = measured(folder, "torch_operators_2")
     assert [(row["model"], row["M"], row["N"], row["K"]) for row in rows] == [
-        (kind, 64, *((28, 64) if "gather" in kind else (64, 28))) for kind in kinds
+        (kind, 64, *((28, 64) if "gather" in kind else (64, 28))) for kind in TRAINED
     ]
     for row in rows:
         names = {BY_HAND, TORCH, HOSTIR} | (set() if "trained" in row["model"] else {f"{HOSTIR} out="})
@@ -129,10 +178,9 @@ def test_functions_for_torch_are_held_against_the_fastest_peer_of_each_mode() ->
         assert scored(found)["met"] is met
 
 
-@pytest.mark.torchrun
-@pytest.mark.timeout(200)
-def test_allgather_matmul_runs_from_one_end_to_the_other(tmp_path: Path) -> None:
-    rows, _ = measured(tmp_path, "allgather_matmul", "--rows", "8B:2048")
+@on_ranks
+def test_allgather_matmul_runs_from_one_end_to_the_other(folder: Path) -> None:
+    rows, _ = measured(folder, "allgather_matmul_2")
     assert right(rows[0]) == {BY_HAND, *STRATEGIES}
     assert took_part(rows[0]) == {BY_HAND, TORCH, "torch native", *STRATEGIES}
 
@@ -161,6 +209,17 @@ def test_all_gathers_are_of_64_and_of_256_mib() -> None:
     rows = reshard.options([]).rows
     assert [row.M * row.N * 2 >> 20 for row in rows if row.model == "all_gather"] == [64, 256]
     assert [(row.M, row.N) for row in rows if row.model == "reduce_scatter"] == [(8192, 16384)]
+    sums = sorted(row.M * row.N * 2 >> 10 for row in rows if row.model == "all_reduce")
+    assert sums == [16, 256, 1 << 10, 8 << 10, 64 << 10]
+
+
+def test_sums_on_all_ranks_are_of_few_and_of_many_rows() -> None:
+    assert [row.M for row in matmul_all_reduce.options([]).rows] == [2048, 8192, 512, 64, 1, 16, 128]
+    assert sorted(row.M for row in matmul_all_reduce.options(["--decode"]).rows) == [1, 16, 64]
+    row = scored(figures("all_reduce", Row("70B", 8192, 8192, 3584)))
+    assert (row["must"], row["goal"], row["met"]) == (0.80, 0.92, True)
+    few = scored(figures("all_reduce", Row("70B", 16, 8192, 3584)))
+    assert few["must"] == round(0.98 * 100 / few["alike_us"], 4)
 
 
 # Scores -----------------------------------------------------------------------------------------------------------
@@ -219,6 +278,8 @@ def test_an_mlp_is_held_against_both_peers() -> None:
 def test_a_reshard_is_held_against_nccl() -> None:
     row = scored(figures("reshard", Row("all_gather", 4096, 8192, 0)))
     assert (row["gemm_us"], row["floor_us"], row["must"], row["met"]) == (None, 100.0, 0.6667, True)
+    row = scored(figures("reshard", Row("all_reduce", 64, 8192, 0)))
+    assert (row["must"], row["goal"]) == (0.98, 1.1)
 
 
 def test_an_emulated_row_has_scores_of_its_own() -> None:

@@ -414,3 +414,28 @@ def test_flags_rise_later_where_a_collective_takes_sms_from_the_matmul() -> None
     for task in beside:
         task.partners = beside
     assert last(beside) > 1.1 * last([])
+
+
+def test_products_of_fp8_take_little_more_than_half_the_time_of_16_bits() -> None:
+    def of(dtype: str, fast: str = "") -> float:
+        types = f"%a: {dtype}[8192, 8192], %b: {dtype}[8192, 8192]"
+        scaled = f"scaled_matmul %a, %b scaled %s, %t to bf16{fast} -> %c"
+        text = f"""hostir 1
+mesh @mesh [didx] = 0 1
+program @p({types}, %s: f32[8192, 1], %t: f32[1, 8192]) -> (%c) {{
+  %c: bf16[8192, 8192] = allocate
+  {"matmul %a, %b -> %c" if dtype == "bf16" else scaled}
+}}
+"""
+        return estimates(hi.parse(text), {}, H200)[GRAPH]
+
+    wide, fast, exact = of("bf16"), of("f8e4m3", " accumulate fast"), of("f8e4m3")
+    assert 0.5 * wide < fast < 0.6 * wide
+    assert fast < exact < wide
+
+
+def test_scaled_rows_are_estimated_for_every_strategy() -> None:
+    fusion = patterns.scaled_allgather_matmul(2, M=8192, K=8192, N=4096)
+    choice = decide(fusion.program(), reference(H200, 2), {})
+    taken = {timing.candidate.strategy for timing in choice.timings}
+    assert taken == {"sequential", "ring", "fused", "push"}

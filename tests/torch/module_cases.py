@@ -163,7 +163,6 @@ def what_styles_cannot_do_is_torchs_and_said() -> None:
         (ColwiseParallel, {}, "only sharded tokens are gathered"),
         (ColwiseParallel, {"input_layouts": Shard(-1)}, "the axis that the product sums over"),
         (ColwiseParallel, {"input_layouts": Shard(0), "output_layouts": Replicate()}, "not sharded on the last axis"),
-        (RowwiseParallel, {}, "all-reduce"),
         (RowwiseParallel, {"output_layouts": Shard(-1)}, "not on that of the tokens"),
         (RowwiseParallel, {"output_layouts": Shard(0), "input_layouts": Replicate()}, "not sharded on the last axis"),
     ):
@@ -239,16 +238,25 @@ def modules_compute_what_whole_layers_do() -> None:
 
 
 @case
-def a_replicated_end_is_torchs() -> None:
-    exact = same(nn.Linear(16, 8))
-    down = RowParallelLinear.from_linear(exact, ranks(), scatter_dim=None)
-    x = whole(4, 16)
-    mine = leaf(part(x, 1))
-    with warnings.catch_warnings(record=True):
-        y = down(mine)
-    near(y, exact.double()(x.double()))
-    y.sum().backward()
-    near(mine.grad, part(exact.weight.sum(0).expand(4, 16), 1))
+def a_replicated_end_is_an_all_reduce() -> None:
+    tp = ranks()
+    for local in (True, False):
+        exact = same(nn.Linear(16, 8))
+        down = parallelize_module(copy.deepcopy(exact), tp, RowwiseParallel(use_local_output=local))
+        x, weights = whole(4, 16), whole(4, 8)
+        mine = leaf(part(x, 1))
+        with hi.torch.install(strict=True):
+            y = down(mine)
+            assert isinstance(y, DTensor) != local
+            (y * weights if local else y * distribute_tensor(weights, tp, [Replicate()])).sum().backward()
+        assert calls("hostir::matmul_all_reduce")
+        true, given = copy.deepcopy(exact).double(), leaf(x.double())
+        true_y = true(given)
+        (true_y * weights).sum().backward()
+        near(full(y), true_y)
+        near(mine.grad, part(given.grad, 1))
+        like(down, true)
+    assert RowParallelLinear.from_linear(exact, tp, scatter_dim=None)(mine).shape == (4, 8)
 
 
 @case
@@ -292,6 +300,8 @@ def attention_and_gated_mlp_gather_once() -> None:
 
 @case
 def modules_compile_copy_and_recompute() -> None:
+    if RANKS != 2:
+        return
     from torch._dynamo.testing import CompileCounterWithBackend
 
     exact = same(Block())

@@ -34,29 +34,27 @@ def losses(printed: str) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load, of one process
 def test_ranks_train_as_one_does_and_read_what_others_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "checkpoint"
-    llama.main(["--steps", "3"])
+    folder, one = tmp_path / "checkpoint", "--layers 1"
+    llama.main([*one.split(), "--steps", "2"])
     alone = losses(capsys.readouterr().out)
-    _, two, compiled, varying, _ = ran(
+    bf16, two, compiled, varying = ran(
         2,
-        "--compare --dtype bf16 --steps 2",
-        f"--steps 3 --save {folder}",
-        "--compare --varying --steps 3 --layers 1 --compile aot_eager",
-        "--varying --steps 60 --layers 1 --batch 8",
-        f"--compare --steps 1 --load {folder}",
+        f"{one} --compare --dtype bf16 --steps 2",
+        f"{one} --steps 2 --save {folder}",
+        f"{one} --compare --varying --steps 3 --compile aot_eager",
+        f"{one} --varying --steps 40 --batch 8",
     )
-    assert two.count("step") == compiled.count("step") == 3
+    assert bf16.count("step") == 2
+    assert compiled.count("step") == 3
     assert losses(varying)[-1] < 0.8 * losses(varying)[0], "it learns"
     assert len(set(re.findall(r"(\d+) tokens", varying))) > 1
-    four, *_, loaded = ran(
+    four, _, loaded = ran(
         4,
-        "--compare --steps 3",
-        "--compare --tp 2 --steps 2",
-        "--compare --tp 2 --fsdp --dtype bf16 --steps 2",
-        f"--compare --tp 2 --fsdp --steps 1 --load {folder}",
-        f"--steps 1 --load {folder}",
+        f"{one} --compare --steps 2",
+        f"{one} --compare --tp 2 --steps 1",
+        f"{one} --compare --tp 2 --fsdp --dtype bf16 --steps 1 --load {folder}",
     )
     assert losses(two) == pytest.approx(alone, abs=2e-4)
     assert losses(four) == pytest.approx(alone, abs=2e-4)
-    llama.main(["--steps", "1", "--load", str(folder)])
-    assert losses(loaded) == pytest.approx(losses(capsys.readouterr().out), abs=2e-4)
+    llama.main([*one.split(), "--steps", "1", "--load", str(folder)])
+    assert losses(loaded) == pytest.approx(losses(capsys.readouterr().out), abs=2e-2), "in bf16"

@@ -157,8 +157,8 @@ def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0
 
 
 def largest(out: torch.Tensor, x: torch.Tensor) -> None:
-    """`out` is the largest element of `x`, NaN if there is one."""
-    out.copy_(x.amax().view(out.shape))
+    """`out` is the largest element of `x`, NaN if there is one, and 0 if there are no elements."""
+    out.copy_(x.amax().view(out.shape) if x.numel() else torch.zeros_like(out))
 
 
 def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: str) -> None:

@@ -58,7 +58,8 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     """Return a kernel for each kind of computation: `table[kind](out, *operands, **options)`, options as in statements.
 
     `policy` is `aten`, `triton` (contractions and sums in Triton, the rest in ATen) or `auto`: what suits the device,
-    `cpu` or `cuda`. Raises HostIRError for an unknown policy, and if Triton cannot run on the device.
+    `cpu` or `cuda`. Products of fp8 that ATen lacks on `cuda` are Triton's with `aten` as well, if it is installed.
+    Raises HostIRError for an unknown policy, and if Triton cannot run on the device.
 
     Results in f64 need those of `kernels_for`. Kernels in `REPEATABLE` may return a function that repeats the call, see
     `repeating`.
@@ -73,15 +74,10 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
         raise error(f"unknown kernels '{policy}'", expected=f"one of: {', '.join(POLICIES)}", hint=hint)
     if policy == "triton":
         return {**aten.KERNELS, **_triton_kernels(device_type), **BY_BLOCKS}
-    if policy == "auto" and device_type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return {
-            **aten.KERNELS,
-            "scaled_matmul": _scaled_matmul_of_either,
-            "sum": _sum_of_few,
-            **_QUANTIZING,
-            **BY_BLOCKS,
-        }
-    return aten.KERNELS
+    if device_type != "cuda" or importlib.util.find_spec("triton") is None:
+        return aten.KERNELS
+    scaled = {**aten.KERNELS, "scaled_matmul": _scaled_matmul_of_either}  # ATen lacks scales of blocks
+    return {**scaled, "sum": _sum_of_few, **_QUANTIZING, **BY_BLOCKS} if policy == "auto" else scaled
 
 
 def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str, Kernel]:

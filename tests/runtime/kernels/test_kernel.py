@@ -89,4 +89,4 @@ def test_contractions_and_sums_in_triton_are_repeatable_and_those_in_aten_are_no
     triton, aten = kernel_table("triton", "cuda"), kernel_table("aten", "cuda")
     kinds = {"matmul", "linear", "scaled_matmul", "sum"}
     assert {kind for kind, kernel in triton.items() if kernel in table.REPEATABLE} == kinds
-    assert not any(kernel in table.REPEATABLE for kernel in aten.values())
+    assert {kind for kind, kernel in aten.items() if kernel in table.REPEATABLE} <= {"scaled_matmul"}  # partly Triton's
