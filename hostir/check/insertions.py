@@ -253,16 +253,20 @@ MAX_SUGGESTIONS = 40  # suggestions of one kind
 
 
 class MissingFlags:
-    """Signals and waits of one call without a counterpart, and edits that add it."""
+    """Signals and waits of one call without a counterpart, and edits that add it.
 
-    def __init__(self, outline: Outline, order: Order) -> None:
+    `deadlock`: events that wait for each other in a circle.
+    """
+
+    def __init__(self, outline: Outline, order: Order, deadlock: Sequence[Event] = ()) -> None:
         self.outline = outline
         self.order = order
         made = (v for s in outline.program.walk() if (v := s.buffer))
         self.flags = [v for v in made if v.tensor.dtype == FLAG]
         awaited = {id(signal) for signal in order.partners.values()}
         self.sent = _by_name(flag for rank in order.ranks for flag in rank.signals)
-        self.unsent = _by_name(wait for rank in order.ranks for wait in rank.waits if not order.enough(wait))
+        alone = (wait for rank in order.ranks for wait in rank.waits if not order.enough(wait))
+        self.unsent = _by_name([*alone, *held_up(order, deadlock)])
         self.unawaited = _by_name(f for rank in order.ranks for f in rank.signals if id(f.event) not in awaited)
 
     def signals(self, waiting: Event) -> Iterator[Edits]:
@@ -419,6 +423,13 @@ class MissingFlags:
                 yield peer, over
 
 
+def held_up(order: Order, deadlock: Sequence[Event]) -> list[Flag]:
+    """Return the waits in a deadlock for epochs that nobody sends: a later epoch would end them, but waits for them."""
+    ids = {id(event.statement) for event in deadlock}
+    waits = (wait for rank in order.ranks for wait in rank.waits if id(wait.event.statement) in ids)
+    return [wait for wait in waits if (enough := order.enough(wait)) and enough[0].epoch > wait.epoch]
+
+
 def _rows(x: Value) -> Size:
     """Return the number of rows of a rank's part of a tensor."""
     return size_product(x.tensor.local_shape[:-1])
@@ -469,7 +480,7 @@ def _arrivals(body: Block, place: BodyPosition, frame: Frame) -> Iterator[Frame]
 #
 # They are suggestions: the checker decides whether one repairs anything, and a search which is best.
 
-REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
+REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "deadlock", "SMs held"}
 
 
 def for_handles(outline: Outline) -> Iterator[Edits]:
@@ -502,7 +513,7 @@ def for_leaks(outline: Outline, names: Container[str]) -> Edits:
 
 
 class Suggestions:
-    """Edits that may repair a finding about two unordered events, or about a signal that nobody sends."""
+    """Edits that may repair a finding about two unordered events, a signal that nobody sends, or kernels' SMs."""
 
     def __init__(self, outline: Outline, order: Order) -> None:
         self.outline = outline
@@ -511,6 +522,10 @@ class Suggestions:
     def of(self, found: Finding) -> Iterator[Edits]:
         if found.kind == "nobody sends":
             yield from self._unsent(found.events[0])
+            return
+        if found.kind == "deadlock":
+            for waiting in {id(w.event.statement): w.event for w in held_up(self.order, found.events)}.values():
+                yield from self._unsent(waiting, found.events)
             return
         if found.kind == "SMs held":  # by a kernel of the next call; one of this call would better be issued later
             yield from self._joins()
@@ -658,9 +673,9 @@ class Suggestions:
         yield from missing.waits(users)
         yield from missing.kernels(users)
 
-    def _unsent(self, waiting: Event) -> Iterator[Edits]:
+    def _unsent(self, waiting: Event, deadlock: Sequence[Event] = ()) -> Iterator[Edits]:
         """Add the missing signal; or replace the wait for it by a barrier, or remove it."""
-        yield from MissingFlags(self.outline, self.order).signals(waiting)
+        yield from MissingFlags(self.outline, self.order, deadlock).signals(waiting)
         s = waiting.statement
         if s is None or not s.flag_operands or not s.orders:
             return

@@ -25,6 +25,7 @@ from hostir.check.insertions import (
     edited,
     for_handles,
     for_leaks,
+    held_up,
     names_stream,
     resets,
     with_callers_stream,
@@ -291,6 +292,8 @@ def _hopeful(found: Diagnostic, candidate: RepairCandidate) -> bool:
     """Whether an insertion may repair a finding."""
     if not isinstance(found, Finding):
         return any(True for _ in for_handles(Outline(candidate.program)))
+    if found.kind == "deadlock":
+        return candidate.order is not None and bool(held_up(candidate.order, found.events))
     races = {f.buffer for f in candidate.found if isinstance(f, Finding) and f.kind == "race"}
     return found.kind in REPAIRABLE or (found.kind == "unwritten" and found.buffer in races)
 

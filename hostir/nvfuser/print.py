@@ -66,6 +66,13 @@ class DumpPrinter:
         type = value.tensor
         if type.dtype == FLAG:
             raise error("nvFuser's form has no spelling for flags", value.span)
+        if type.dtype.name not in DTYPES:
+            raise error(
+                f"nvFuser's form has no spelling for tensors of {type.dtype}: {value}",
+                value.span,
+                expected=f"one of: {', '.join(DTYPES)}",
+                hint="print it in hostir's own form",
+            )
         over = [m for m in type.mesh.axes if m in type.partial] if type.mesh else []
         lead = tuple(f"{self.domain(f'ideviceIdx.{_letter(type.mesh, m)}', _ranks(type, m))}rf" for m in over)
         axes: dict[int, tuple[str, ...]] = {}
@@ -150,7 +157,7 @@ class DumpPrinter:
                 return self.view(s)
             case ops.TensorOp() if s.keyword() in SPELLED and not (isinstance(s, ops.Contraction) and s.ready):
                 return self.computation(s)
-        what = f"{s.keyword()} ... ready" if isinstance(s, ops.Contraction) else s.keyword()
+        what = f"{s.keyword()} ... ready" if isinstance(s, ops.Contraction) and s.ready else s.keyword()
         raise error(
             f"nvFuser's form has no spelling for '{what}'",
             s.span,

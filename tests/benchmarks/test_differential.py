@@ -13,7 +13,8 @@ import torch
 
 import hostir as hi
 from benchmarks import differential
-from benchmarks.differential import CELLS, Result, fits, multiple_of, several
+from benchmarks.differential import CELLS, RANDOM, Result, fits, multiple_of, several
+from examples.patterns import PATTERNS
 from hostir.ir import program as programs
 from hostir.ir.sizes import Division
 from hostir.ir.source import Diagnostic
@@ -38,10 +39,10 @@ def test_random_cases_are_right_or_deservedly_refused(part: int) -> None:
 
 
 def test_each_stretch_of_numbers_holds_all_strategies_ranks_and_rows() -> None:
-    some = CELLS[:CASES]
-    for field, values in (("strategy", 5), ("ranks", 5), ("rows", 4), ("pattern", 24)):
+    some, kinds = CELLS[:CASES], len(PATTERNS) + len(RANDOM)
+    for field, values in (("strategy", 5), ("ranks", 5), ("rows", 4), ("pattern", kinds)):
         assert len({getattr(cell, field) for cell in some}) == values
-    assert len(set(CELLS)) == len(CELLS) == 5 * 5 * 4 * 24
+    assert len(set(CELLS)) == len(CELLS) == 5 * 5 * 4 * kinds
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,32 @@ def test_the_signal_or_the_wait_for_it_that_is_missing_comes_back(name: str, kin
     assert sorted(str(repaired).splitlines()) == sorted(str(original).splitlines())
 
 
+def test_a_signal_comes_back_whose_wait_holds_up_the_signal_of_the_next_epoch() -> None:
+    text = """hostir 1
+mesh @mesh [didx] = 0 1
+program @twice(%x: f32[2@didx, 8]) -> (%y, %z) {
+  %r = rank of %x over didx
+  %one: f32[2@didx, 8] = allocate_symmetric
+  %two: f32[2@didx, 8] = allocate_symmetric
+  %there: flag[1] = allocate_symmetric
+  %y: f32[2@didx, 8] = allocate
+  %z: f32[2@didx, 8] = allocate
+  barrier of %x over didx
+  put %x -> %one at (%r + 1) % 2 over didx
+  signal %there[0] = 1 at (%r + 1) % 2 over didx
+  wait_signal %there[0] >= 1
+  relu %one -> %y
+  put %y -> %two at (%r + 1) % 2 over didx
+  signal %there[0] = 2 at (%r + 1) % 2 over didx
+  wait_signal %there[0] >= 2
+  relu %two -> %z
+}
+"""
+    wrong = hi.parse(text.replace("  signal %there[0] = 1 at (%r + 1) % 2 over didx\n", ""))
+    assert [f.kind for f in analyse(wrong).findings if isinstance(f, Finding)] == ["deadlock"]
+    assert str(repair(wrong)) == str(hi.parse(text))
+
+
 def test_a_kernel_of_the_call_before_that_holds_sms_is_waited_for() -> None:
     original = program("onesided/signal_kernels")
     gone = next(s for s in original.walk() if isinstance(s, Synchronize) and s.stream == Lit(1))

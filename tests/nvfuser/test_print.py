@@ -16,7 +16,9 @@ from tests.same_names import same_up_to_names
 from tests.statement_examples import ALONE, example_program
 
 PATTERNS = Path(__file__).parent.parent / "cases" / "patterns"
-COLLECTIVE = sorted(path for name in ("pipeline", "sequential") for path in PATTERNS.glob(f"*-{name}.hir"))
+EVERY = sorted(path for name in ("pipeline", "sequential") for path in PATTERNS.glob(f"*-{name}.hir"))
+FP8 = [path for path in EVERY if "f8e4m3[" in path.read_text()]
+COLLECTIVE = [path for path in EVERY if path not in FP8]
 
 
 def read(text: str) -> Program:
@@ -147,6 +149,16 @@ def test_what_is_printed_reads_back_equal_up_to_names(name: str) -> None:
 def test_what_lowering_to_collectives_gives_reads_back_equal(path: Path) -> None:
     program = parse(path.read_text(), path.name)
     assert same_up_to_names(read(print_nvfuser(program)), program)
+
+
+def test_tensors_of_fp8_have_no_spelling_and_are_refused_where_they_stand() -> None:
+    assert len(FP8) >= 10
+    for path in FP8:
+        with pytest.raises(HostIRError, match="nvFuser's form has no spelling for tensors of f8e4m3: %") as refused:
+            print_nvfuser(parse(path.read_text(), path.name))
+        (found,) = refused.value.diagnostics
+        assert found.span is not None
+        assert found.expected == "one of: f64, f32, f16, bf16"
 
 
 def test_todays_spelling(golden: Golden) -> None:
