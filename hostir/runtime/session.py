@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import itertools
 import json
 import os
@@ -562,6 +563,8 @@ def detach(left: Session) -> None:
     """Release, in a process forked from a rank, what belongs to the rank; it can begin no session."""
     global _parents
     left.watchdog.forget()
+    for kept in (left, dist.group.WORLD):  # never destroyed: gloo would join threads that are not here
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     _parents = left
 
 
