@@ -164,7 +164,8 @@ class Beside:
         if not child:
             signal.alarm(int(PATIENCE))
             sys.exit(7)  # and all that Python does at the end
-        assert self.end_of(child) == 7
+        code = self.end_of(child)
+        assert code == 7, code
 
     def child_is_killed(self) -> None:
         by = self.random.choice((signal.SIGTERM, signal.SIGKILL, signal.SIGABRT))

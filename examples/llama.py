@@ -66,7 +66,7 @@ class Attention(nn.Module):
         return self.wo(self.attended(self.wq(x), self.wk(x), self.wv(x)))
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (-1, self.size)) for each in (q, k, v))
+        q, k, v = (each.view(*each.shape[:-1], -1, self.size) for each in (q, k, v))
         q, k, v = rotated(q).transpose(1, 2), rotated(k).transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return y.transpose(1, 2).flatten(2)
@@ -249,7 +249,13 @@ class Trainer:
         said = f"{tokens.shape[1] - 1} tokens, loss {loss:.4f}"
         said += compare(self.model, self.alone, loss, tokens, states) if self.alone else ""
         self.optimizer.step()
-        return said + (f", {torch.cuda.memory_allocated()} bytes" if self.device.type == "cuda" else "")
+        return said
+
+    def memory(self) -> str:
+        if self.device.type == "cpu":
+            return ""
+        symmetric = sum(report().symmetric_bytes.values())
+        return f", {torch.cuda.memory_allocated()} bytes, of symmetric memory {symmetric}"
 
     def checkpoint(self, action: str, folder: str) -> None:
         """Save parameters, or load what any number of ranks has saved."""
@@ -294,7 +300,7 @@ def main(argv: list[str] | None = None) -> None:
     for number in track(range(options.steps), "steps", console=terminal, disable=not (first and terminal.is_terminal)):
         said = trainer.step()
         if first and number + 1 in {1, 2, 3, 20, options.steps}:
-            print(f"step {number + 1}: {said}", flush=True)
+            print(f"step {number + 1}: {said}{trainer.memory()}", flush=True)
     if options.save:
         trainer.checkpoint("save", options.save)
     if options.report and first:

@@ -404,14 +404,20 @@ def _scale_shapes(scales: str, rows: list[int], K: int, N: int) -> tuple[list[in
 
 
 def scaled_allgather_matmul(
-    ranks: int = 4, M: int = 48, K: int = 256, N: int = 128, dtype: str = "bf16", scales: str = "rows"
+    ranks: int = 4,
+    M: int = 48,
+    K: int = 256,
+    N: int = 128,
+    dtype: str = "bf16",
+    scales: str = "rows",
+    fast: bool = False,
 ) -> hi.Fusion:
     """Rows of fp8 gathered with their scales, and multiplied."""
     of_a, of_b = _scale_shapes(scales, [M], K, N)
     with hi.Fusion("scaled_allgather_matmul") as fusion:
         a, b = hi.tensor("a", [M, K], "f8e4m3"), hi.tensor("b", [K, N], "f8e4m3")
         scale_a, scale_b = hi.tensor("scale_a", of_a, "f32"), hi.tensor("scale_b", of_b, "f32")
-        c = hi.scaled_matmul(a, b, scale_a, scale_b, dtype)
+        c = hi.scaled_matmul(a, b, scale_a, scale_b, dtype, fast=fast)
         fusion.output(c)
     mesh = hi.DeviceMesh(range(ranks))
     a.shard(0, mesh)
@@ -440,7 +446,14 @@ def quantized_rows(
 
 
 def scaled_row_parallel(
-    ranks: int = 4, M: int = 48, K: int = 128, N: int = 128, dtype: str = "bf16", scales: str = "rows"
+    ranks: int = 4,
+    M: int = 48,
+    K: int = 128,
+    N: int = 128,
+    dtype: str = "bf16",
+    scales: str = "rows",
+    fast: bool = False,
+    bias: bool = True,
 ) -> hi.Fusion:
     """K is sharded; each rank has quantized its own part of it, with scales of its own; partial sums are scattered."""
     of_a, of_b = _scale_shapes(scales, [M], K * ranks, N)
@@ -449,8 +462,8 @@ def scaled_row_parallel(
     with hi.Fusion("scaled_row_parallel") as fusion:
         a, b = hi.tensor("a", [M, K * ranks], "f8e4m3"), hi.tensor("b", [K * ranks, N], "f8e4m3")
         scale_a, scale_b = hi.tensor("scale_a", of_a, "f32"), hi.tensor("scale_b", of_b, "f32")
-        bias = hi.tensor("bias", [N], dtype)
-        y = hi.scaled_matmul(a, b, scale_a, scale_b, dtype, bias)
+        added = hi.tensor("bias", [N], dtype) if bias else None
+        y = hi.scaled_matmul(a, b, scale_a, scale_b, dtype, added, fast)
         fusion.output(y)
     mesh = hi.DeviceMesh(range(ranks))
     for t, axis in ((a, 1), (scale_a, 1), (b, 0), (scale_b, 0), (y, 0)):

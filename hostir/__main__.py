@@ -19,10 +19,9 @@ from typing import NoReturn, TextIO
 
 import hostir
 from hostir import knobs
-from hostir.choice.cache import CALLS
 from hostir.ir.program import VERSION
 from hostir.ir.source import HostIRError, did_you_mean, error
-from hostir.lower import AUTO, STRATEGIES, STREAMS
+from hostir.lower import AUTO, CALLS, STRATEGIES, STREAMS
 
 FORMATS = ("hir", "nvfuser", "dot")
 DEVICES = ("cpu", "cuda")

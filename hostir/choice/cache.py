@@ -50,7 +50,7 @@ class Timing:
     """The time of a call, in microseconds, and the memory that it takes.
 
     Fields:
-        us: what candidates are ranked by, one of the other two; see `CALLS`.
+        us: what candidates are ranked by, one of the other two; see `hostir.lower.CALLS`.
         eager: every statement issued anew.
         graph: the replay of a CUDA graph; None where there is none.
         symmetric: the bytes of symmetric memory on a rank.
@@ -61,11 +61,6 @@ class Timing:
     eager: float | None = None
     graph: float | None = None
     symmetric: int = 0
-
-
-# How calls are made, and so by which time candidates are ranked. With `out=` an executor replays a CUDA graph of its
-# own, but for programs that communicate through NCCL, which only their caller can capture.
-CALLS = ("out", "eager", "graph")
 
 
 def ranked_by(calls: str, eager: float | None, graph: float | None, *, captured_by_caller: bool) -> float | None:

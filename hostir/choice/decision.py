@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 from hostir.choice import cache
 from hostir.choice.cache import (
     ASKED_FOR,
-    CALLS,
     ESTIMATED,
     FALLBACK,
     MEASURED,
@@ -41,7 +40,7 @@ from hostir.ir.source import (
     warn_once,
 )
 from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
-from hostir.lower import STRATEGIES, HasProgram, lower
+from hostir.lower import CALLS, STRATEGIES, HasProgram, lower
 from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.lower.strategies import fusion_of
 from hostir.runtime.unroll import unroll

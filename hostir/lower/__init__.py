@@ -13,9 +13,30 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from hostir.ir.program import Program
-    from hostir.lower.strategies import AUTO, STRATEGIES, STREAMS, HasProgram, Strategy, lower, passes_of, run_passes
+    from hostir.lower.strategies import (
+        AUTO,
+        CALLS,
+        STRATEGIES,
+        STREAMS,
+        HasProgram,
+        Strategy,
+        lower,
+        passes_of,
+        run_passes,
+    )
 
-__all__ = ["AUTO", "STRATEGIES", "STREAMS", "HasProgram", "Pass", "Strategy", "lower", "passes_of", "run_passes"]
+__all__ = [
+    "AUTO",
+    "CALLS",
+    "STRATEGIES",
+    "STREAMS",
+    "HasProgram",
+    "Pass",
+    "Strategy",
+    "lower",
+    "passes_of",
+    "run_passes",
+]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 For an allgather, the blocks are the ranks' shards, or of an axis that is summed over parts of slices of the rows, and a
 matmul waits for them. For a reduce_scatter, they are the rows
 that a matmul makes for each other rank. In `fused` the matmul raises a flag after each block, so copies begin while it
-runs; in `push` they begin when it has ended. A sum waits for what all ranks have sent.
+runs; in `push` they begin when it has ended. A sum waits for what all ranks have sent. An allreduce is
+either such a sum of all rows, or takes both steps: `hostir/lower/allreduces.py` says which.
 
 The first schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et
 al., 2024), the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The second is that of the reduce-scatter

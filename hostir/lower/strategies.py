@@ -47,6 +47,9 @@ STRATEGIES: dict[str, Strategy] = {
     "push": Strategy(lambda _: (*EXPLICIT, Push(), *FINISH)),
 }
 AUTO = "auto"  # the fastest of them; hostir.choice, which stands on this layer, says which that is
+# How calls are made, and so by which time `AUTO` ranks them. With `out=` an executor replays a CUDA graph of its own,
+# but for programs that communicate through NCCL, which only their caller can capture.
+CALLS = ("out", "eager", "graph")
 STREAMS = 4  # the most worker streams, unless said
 
 

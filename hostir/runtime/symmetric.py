@@ -10,10 +10,10 @@ no room in them. They find room for more the next time, so that sizes that grow 
 rank decides so by the program and the sizes alone, as all others do.
 
 The memory belongs to the process group. Executors of equal programs share it at sizes of one kind: their calls run one
-after another, so that they are like calls of one executor. Memory is released when ranks meet anyway: what has become
-too small, what no plan uses any more, and what was not used longest: of all programs, if they would take more than
-HOSTIR_SYMMETRIC_LIMIT together; without that limit, of the program that needs more, if its sizes take too much. What
-CUDA graphs of the caller use stays.
+after another, so that they are like calls of one executor. Plans go on in the memory that they were made for. Memory is
+released when ranks meet anyway: what no plan uses any more, and what was not used longest: of all programs, if they
+would take more than HOSTIR_SYMMETRIC_LIMIT together; without that limit, of the program that needs more, if its sizes
+take too much. What CUDA graphs of the caller use stays.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class SymmetricMemory:
         outgrown = self.met.get(key)
         if outgrown is None or not outgrown.rooms.hold(unrolled.sizes):
             made = self.meet(unrolled, outgrown, limit)
-            if outgrown is not None and not outgrown.gone:  # graphs of the caller use it
+            if outgrown is not None and not outgrown.gone:  # its plans go on in it, and may be captured
                 self.met[key[0], (outgrown.number, key[1])] = outgrown
             self.met[key] = made
         self.met[key].plans.add(plan)
@@ -321,7 +321,7 @@ class SymmetricMemory:
         if outgrown is not None:
             rooms = rooms.grown(unrolled.sizes, limit)
         with contextlib.ExitStack() as until_all_have_mapped:
-            offer = self.offer(unrolled, rooms, outgrown, until_all_have_mapped)
+            offer = self.offer(unrolled, rooms, until_all_have_mapped)
             where = f"the symmetric memory of @{unrolled.program.name}"
             offers = [Offer.read(text) for text in self.exchange(where, json.dumps(asdict(offer)))]
             if refused := judge(offers, unrolled.program):
@@ -345,7 +345,6 @@ class SymmetricMemory:
         self,
         unrolled: UnrolledProgram,
         rooms: Rooms,
-        outgrown: SharedMemory | None,
         until_all_have_mapped: contextlib.ExitStack,
     ) -> Offer:
         buffers, uses, reads = _needs(unrolled, rooms)
@@ -354,16 +353,16 @@ class SymmetricMemory:
         try:
             path = until_all_have_mapped.enter_context(self.sharing.offering(size))
             where = _host(), os.uname().nodename, path
-            notes, drops = self.sharing.notes(unrolled), self.surplus(unrolled.program, size, outgrown)
+            notes, drops = self.sharing.notes(unrolled), self.surplus(unrolled.program, size)
             pinned = tuple(memory.number for memory in self.met.values() if memory.captured)
             return Offer(*where, buffers, uses, reads, touches(unrolled), notes, drops, pinned)
         except (OSError, RuntimeError) as problem:
             return Offer(refusal=str(problem))
 
-    def surplus(self, program: Program, size: int, outgrown: SharedMemory | None) -> tuple[int, ...]:
+    def surplus(self, program: Program, size: int) -> tuple[int, ...]:
         """Return what goes: all that no plan uses, and what was not used longest, to make room for `size` bytes."""
         limit = SYMMETRIC_LIMIT.get()
-        found = [memory.number for memory in self.met.values() if memory is outgrown or not memory.plans]
+        found = [memory.number for memory in self.met.values() if not memory.plans]
         held = [
             memory
             for (digest, _), memory in self.met.items()

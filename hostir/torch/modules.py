@@ -259,7 +259,7 @@ class ColumnParallelLinear(ShardedLinear):
 def columns(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
     """Return the outputs of layers that all have the input x, which is gathered once."""
     layouts = layers[0].layouts
-    if why := next((why for layer in layers if (why := layer.unfit_call(x))), None):
+    if why := next(filter(None, [layer.unfit_call(x) for layer in layers]), None):
         leave("ColumnParallelLinear", layouts.group, why)
         whole = layouts.dtensor(x).redistribute(layouts.mesh, [Replicate()])
         return [layer.layouts.redistributed(F.linear(whole, layer.weight, layer.bias)) for layer in layers]

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,7 +24,6 @@ from hostir.runtime.executor import Executor
 from hostir.runtime.gloo import machine as gloo
 from hostir.runtime.session import joined, session
 from hostir.runtime.sharding import random_inputs, shard
-from hostir.runtime.trace import Trace
 from hostir.runtime.unroll import UnrolledProgram
 
 RANK = int(os.environ["RANK"])
@@ -120,10 +120,10 @@ def what_ranks_refuse_in_their_first_call_is_not_timed() -> None:
     programs = {Candidate(s, 2, "aten"): hi.lower(program, s, 2) for s in ("sequential", "ring", "fused")}
     honest = gloo.GlooMachine.plan
 
-    def dishonest(self: gloo.GlooMachine, unrolled: UnrolledProgram, trace: Trace | None = None) -> gloo.GlooPlan:
+    def dishonest(self: gloo.GlooMachine, unrolled: UnrolledProgram, *rest: Any) -> gloo.GlooPlan:
         if " get " in str(unrolled.program):
             raise error("no memory to share")
-        return honest(self, unrolled, trace)
+        return honest(self, unrolled, *rest)
 
     with mock.patch.object(gloo.GlooMachine, "plan", dishonest):
         entries = measure.measure(programs, {}, job, runs=1)

@@ -105,6 +105,7 @@ a.shard(0, hi.DeviceMesh(range(2)))
 c.set_device_mesh(hi.DeviceMesh(range(2)))
 program = hi.lower(fusion)
 assert hi.parse(str(program)) == program and not hi.check(program)
+import hostir.__main__  # the command line
 print(sorted({'torch', 'triton'} & set(sys.modules)))
 """
     assert fresh(code) == "[]"

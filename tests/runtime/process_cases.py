@@ -165,7 +165,8 @@ def a_child_ends_as_a_program_does() -> None:
     if not child:
         signal.alarm(20)
         sys.exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 7, code
     for_a_while(executor)
 
 

@@ -49,13 +49,17 @@ def scales_of(whole: torch.Tensor, mode: str) -> torch.Tensor:
 def unsharded(
     whole: torch.Tensor, bs: list[torch.Tensor], of_a: torch.Tensor, of_bs: list[torch.Tensor], axis: int, dtypes: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What torch's fallback computes and how it lies in memory; gloo gathers no fp8, so it cannot run on CPUs."""
+    """What torch's fallback computes and how it lies in memory.
+
+    Gloo gathers no fp8, so it cannot run on CPUs; and cuBLAS lacks some of these dtypes.
+    """
     rows = whole.movedim(axis, 0).contiguous()
     if of_a.numel() > 1:
         of_a = of_a.movedim(axis, 0).flatten(0, -2).contiguous()
+    flat = rows.flatten(0, -2).float() * of_a
+    exact = [(flat @ (b.float() * of_b)).unflatten(0, rows.shape[:-1]) for b, of_b in zip(bs, of_bs, strict=True)]
     products = [
-        torch._scaled_mm(rows.flatten(0, -2), b, of_a, of_b, out_dtype=dtype).unflatten(0, rows.shape[:-1])
-        for b, of_b, dtype in zip(bs, of_bs, dtypes, strict=True)
+        y.clamp(-448, 448).to(F8) if dtype is None else y.to(dtype) for y, dtype in zip(exact, dtypes, strict=True)
     ]
     return rows.movedim(0, axis), [y.movedim(0, axis) for y in products]
 

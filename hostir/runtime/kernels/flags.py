@@ -554,7 +554,7 @@ def _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES: tl.co
 
 def _numbers(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """Return integers on a device, for what is issued to the current stream from now on; the host waits for nothing."""
-    found = torch.tensor(rows, dtype=torch.int64)
+    found = torch.tensor(rows, dtype=torch.int64, device="cpu")  # whatever the default device is
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 

@@ -19,7 +19,7 @@ TILES = (
     Tile(16, 64, 32, stages=1, warps=1, halves=True),
     Tile(64, 32, 16, stages=1, warps=1, group=1),
 )
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=30, deadline=None)
 
 
 def aligned(extent: int, dtype: torch.dtype) -> int:

@@ -51,7 +51,7 @@ def all_apart(monkeypatch):
     _calls.clear()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_the_bits_are_those_of_the_kernel_without_flags(data):
     draw = data.draw

@@ -11,7 +11,7 @@ from hostir.runtime.kernels.reduce import DTYPES, reduce_sum
 from tests.runtime.kernels.checking import check_reduce_sum, embedded, filled
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_strides_give_the_sum(data):
     draw = data.draw

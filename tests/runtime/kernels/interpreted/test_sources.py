@@ -40,7 +40,7 @@ def counts_are_zero() -> bool:
     return not any(tickets.any() for _, tickets in matmul_module._by_stream.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_blocks_of_all_sources_are_added_in_order_whatever_the_layouts(data):
     draw = data.draw

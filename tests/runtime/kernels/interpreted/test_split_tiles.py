@@ -39,7 +39,7 @@ def poisoned() -> None:
         assert not tickets.any()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_split_tiles_give_the_product(data):
     draw = data.draw
