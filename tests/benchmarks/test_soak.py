@@ -14,7 +14,7 @@ from examples import patterns
 @pytest.mark.torchrun
 @pytest.mark.timeout(280)
 def test_two_ranks_outlive_what_programs_do_beside_their_calls(capfd: pytest.CaptureFixture[str]) -> None:
-    code = soak.main(["--seconds", "8", "--hold", "1.5"])
+    code = soak.main(["--seconds", "5", "--hold", "1.5"])
     printed, said = capfd.readouterr()
     assert code == 0, said
     assert "2 of 2 ranks came to the end" in printed

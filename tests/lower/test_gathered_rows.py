@@ -29,7 +29,6 @@ from tests.runtime.whole import run_whole
 Pattern = Callable[..., hi.Fusion]
 GATHERED = [patterns.allgather_matmul, patterns.allgather_matmul_rows, patterns.allgather_matmul_kept]
 GATHERED += [patterns.column_parallel, patterns.gate_up, patterns.mlp, patterns.mlp_2d]
-every_pattern = pytest.mark.parametrize("pattern", GATHERED, ids=lambda p: p.__name__)
 
 
 def waiting(program: Program) -> int:
@@ -37,9 +36,10 @@ def waiting(program: Program) -> int:
     return sum(isinstance(s, Contraction) and s.ready is not None for s in program.walk())
 
 
-@every_pattern
+@pytest.mark.parametrize(
+    ("pattern", "ranks"), [*((p, n) for p in GATHERED for n in (2, 4)), (patterns.allgather_matmul, 8)]
+)
 @every_strategy
-@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_pattern_gives_the_unsharded_result_in_two_calls_whatever_the_schedule(
     pattern: Pattern, strategy: str, ranks: int
 ) -> None:
@@ -54,7 +54,7 @@ def test_a_pattern_gives_the_unsharded_result_in_two_calls_whatever_the_schedule
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_random_fusions_of_gathered_rows_give_the_unsharded_result(strategy: str, ranks: int) -> None:
     covered = 0
-    for seed in range(20):
+    for seed in range(10):
         fusion = gathered(ranks, seed)
         try:
             program = hi.lower(fusion, strategy, streams=1 + seed % 3)
@@ -66,7 +66,7 @@ def test_random_fusions_of_gathered_rows_give_the_unsharded_result(strategy: str
         assert one_sided(program)
         assert strategy == "ring" or waiting(program) in (1, 2)  # where the next product sums over its columns
         hold(fusion, program, range(seed, seed + 2))
-    assert covered > 14
+    assert covered > 6
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

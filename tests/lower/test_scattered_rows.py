@@ -80,7 +80,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=[*LAYOUTS
 
 @every_strategy
 @every_layout
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_of_every_layout_are_summed_up_where_they_are_to_be(
     layout: Callable[[int, Dtype], hi.Fusion], strategy: str, ranks: int
 ) -> None:
@@ -89,8 +89,8 @@ def test_rows_of_every_layout_are_summed_up_where_they_are_to_be(
     assert not collectives(program)
     assert len(waiting(program)) == 1
     assert len(raising(program)) == (strategy == "fused")
-    hold(fusion, program, range(3 if ranks < 8 else 1))
-    assert convicted(program, 2 if ranks < 8 else 1) == ""
+    hold(fusion, program, range(3))
+    assert convicted(program, 2) == ""
 
 
 @every_strategy
@@ -267,7 +267,7 @@ def test_both_halves_of_an_mlp_are_overlapped(pattern: Build, strategy: str, ran
 @RANKS
 def test_random_fusions_of_scattered_rows_give_the_unsharded_result(strategy: str, ranks: int) -> None:
     covered = 0
-    for seed in range(16 if ranks < 8 else 4):
+    for seed in range(8 if ranks < 8 else 4):
         fusion = scattered(ranks, seed)
         try:
             program = hi.lower(fusion, strategy, streams=1 + seed % 3)
@@ -278,14 +278,14 @@ def test_random_fusions_of_scattered_rows_give_the_unsharded_result(strategy: st
         covered += 1
         assert one_sided(program)
         hold(fusion, program, range(seed, seed + 2))
-    assert covered > (9 if ranks < 8 else 2)
+    assert covered > (4 if ranks < 8 else 2)
 
 
 @every_strategy
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_one_program_serves_every_number_of_rows(strategy: str, ranks: int) -> None:
     covered = 0
-    for seed in range(20):
+    for seed in range(10):
         fusion = scattered(ranks, seed, named=True)
         if "M" not in fusion.size_names:
             continue
@@ -297,7 +297,7 @@ def test_one_program_serves_every_number_of_rows(strategy: str, ranks: int) -> N
             continue
         covered += 1
         hold(fusion, program, range(seed, seed + 1), *({"M": rows} for rows in (0, 2 * ranks, 6 * ranks)))
-    assert covered > 8
+    assert covered > 3
 
 
 @every_strategy

@@ -162,7 +162,7 @@ def threads_own_groups_of_the_same_ranks() -> None:
 
 @case
 def groups_that_wait_for_each_other_in_a_circle_are_refused() -> None:
-    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=5)) for _ in range(2)]
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=2)) for _ in range(2)]
     if RANK > 1:
         return
     layers = [summed(group) for group in groups]
@@ -170,7 +170,7 @@ def groups_that_wait_for_each_other_in_a_circle_are_refused() -> None:
         layers.reverse()
     began = time.monotonic()
     said = refused(lambda: layers[0].check(4, 1))
-    contains(said, f"rank {RANK} waited 5 s for rank {1 - RANK} at the call of @row_parallel", "the group's timeout")
+    contains(said, f"rank {RANK} waited 2 s for rank {1 - RANK} at the call of @row_parallel", "the group's timeout")
     other = layers[1].executor.session
     contains(said, f"'{other.group.group_name}', too", "if ranks call the groups in different orders")  # type: ignore[union-attr]
     assert time.monotonic() - began < 30
