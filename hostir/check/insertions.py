@@ -480,7 +480,14 @@ def _arrivals(body: Block, place: BodyPosition, frame: Frame) -> Iterator[Frame]
 #
 # They are suggestions: the checker decides whether one repairs anything, and a search which is best.
 
-REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "deadlock", "SMs held"}
+REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
+
+
+def repairable(found: Finding, order: Order | None) -> bool:
+    """Whether there may be edits that repair a finding."""
+    if found.kind == "deadlock" and order is not None:
+        return bool(held_up(order, found.events))
+    return found.kind in REPAIRABLE
 
 
 def for_handles(outline: Outline) -> Iterator[Edits]:

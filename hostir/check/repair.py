@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from hostir.check.insertions import (
-    REPAIRABLE,
     Block,
     Edit,
     Edits,
@@ -25,8 +24,8 @@ from hostir.check.insertions import (
     edited,
     for_handles,
     for_leaks,
-    held_up,
     names_stream,
+    repairable,
     resets,
     with_callers_stream,
     without,
@@ -273,13 +272,13 @@ def _work(event: Event) -> bool:
 # What is wrong with it ------------------------------------------------------------------------------------------------
 def suggestions(candidate: RepairCandidate) -> Iterator[Edits]:
     """Yield edits for the first finding that edits may repair."""
-    outline = Outline(candidate.program)
-    if candidate.order is None:
+    outline, order = Outline(candidate.program), candidate.order
+    if order is None:
         yield from for_handles(outline)
         return
-    found = [f for f in candidate.found if isinstance(f, Finding) and f.kind in REPAIRABLE and f.kind != "leak"]
-    if found:
-        yield from Suggestions(outline, candidate.order).of(found[0])
+    found = [f for f in candidate.found if isinstance(f, Finding) and f.kind != "leak"]
+    if first := next((f for f in found if repairable(f, order)), None):
+        yield from Suggestions(outline, order).of(first)
 
 
 def _weight(found: Diagnostic) -> int:
@@ -292,10 +291,8 @@ def _hopeful(found: Diagnostic, candidate: RepairCandidate) -> bool:
     """Whether an insertion may repair a finding."""
     if not isinstance(found, Finding):
         return any(True for _ in for_handles(Outline(candidate.program)))
-    if found.kind == "deadlock":
-        return candidate.order is not None and bool(held_up(candidate.order, found.events))
     races = {f.buffer for f in candidate.found if isinstance(f, Finding) and f.kind == "race"}
-    return found.kind in REPAIRABLE or (found.kind == "unwritten" and found.buffer in races)
+    return repairable(found, candidate.order) or (found.kind == "unwritten" and found.buffer in races)
 
 
 def _given_up(why: str, found: Diagnostic) -> Diagnostic:
