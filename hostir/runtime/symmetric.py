@@ -293,14 +293,25 @@ class SymmetricMemory:
         if not shares_memory(unrolled.program):
             return None
         key = unrolled.program.digest, tuple(sorted(unrolled.sizes.items())) if kind is None else kind
-        outgrown = self.met.get(key)
-        if outgrown is None or not outgrown.rooms.hold(unrolled.sizes):
-            made = self.meet(unrolled, outgrown, limit)
+        memory = next((each for each in self.all_of(key) if each.rooms.hold(unrolled.sizes)), None)
+        if memory is None:
+            outgrown = self.met.get(key)
+            memory = self.meet(unrolled, outgrown, limit)
             if outgrown is not None and not outgrown.gone:  # its plans go on in it, and may be captured
                 self.met[key[0], (outgrown.number, key[1])] = outgrown
-            self.met[key] = made
-        self.met[key].plans.add(plan)
-        return self.met[key]
+            self.met[key] = memory
+        memory.plans.add(plan)
+        return memory
+
+    def all_of(self, key: ProgramKey) -> list[SharedMemory]:
+        """Return the memory of a program and kind of sizes, the oldest first.
+
+        Sizes run in the oldest that has room for them, whenever their plans are made: a rank may make some later than
+        others do, as for tensors of other strides.
+        """
+        digest, kind = key
+        found = [m for (its, of), m in self.met.items() if its == digest and of in (kind, (m.number, kind))]
+        return sorted(found, key=lambda memory: memory.number)
 
     def give_up(self, digest: str, why: str) -> None:
         """Let no plan of a program run again in memory that peers signal: what comes late would count for later calls.
@@ -383,7 +394,7 @@ class SymmetricMemory:
         kept = sum(memory.offers[self.rank].bytes for memory in self.met.values() if memory.number not in drops)
         if limit is None or kept + offer.bytes <= limit:
             return ""
-        others = f", captured CUDA graphs use {kept} more" if kept else ""
+        others = f", {kept} more are in use" if kept else ""
         return f"@{program.name} needs {offer.bytes} bytes{others}, and HOSTIR_SYMMETRIC_LIMIT allows {limit}"
 
     def reserve(self, offers: Sequence[Offer]) -> str:

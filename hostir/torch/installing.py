@@ -106,6 +106,8 @@ def _fused_scaled_matmul_reduce_scatter(torchs: Callable[..., Any]) -> Callable[
     ) -> Tensor:
         library.check_scatter(A, B, reduce_op, scatter_dim_after_maybe_reshape)
         shape = output_shape or [*A.shape[:-1], B.shape[1]]
+        if not 0 <= orig_scatter_dim < len(shape):
+            raise ValueError("Invalid scatter dim for 3D+ output tensor")
         operands = A, B, A_scale, B_scale
         dims = orig_scatter_dim, scatter_dim_after_maybe_reshape
         rest = bias, result_scale, out_dtype, use_fast_accum

@@ -359,14 +359,15 @@ class SharedGather:
     def __init__(self, layers: Sequence[SharingLinear]) -> None:
         self.layers = [*layers]
         self.input: Tensor | None = None
-        self.state: tuple[int, bool] = (0, False)
+        self.state: tuple[Any, ...] = ()
         self.outputs: list[Tensor | None] = [None] * len(self.layers)
 
     def output(self, layer: SharingLinear, x: Tensor) -> Tensor:
         """Return the output of one of the layers."""
         index = next(i for i, each in enumerate(self.layers) if each is layer)
         counts = not torch.compiler.is_compiling() and not x.is_inference()  # writes to x are not counted elsewhere
-        state = (x._version if counts else 0, torch.is_grad_enabled())
+        versions = [y._version for y in (x, *(each.weight for each in self.layers))] if counts else []
+        state = (*versions, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
         if self.input is not x or self.state != state or self.outputs[index] is None:
             self.input, self.state, self.outputs = x, state, [*columns(x, self.layers)]
         result = self.outputs[index]

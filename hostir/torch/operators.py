@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hostir.ir.program import Program
-from hostir.ir.source import error, warn_once
+from hostir.ir.source import error, user_span, warn_once
 from hostir.lower.rows import SLICES
 from hostir.runtime.executor import Executor
 from hostir.runtime.started import Started
@@ -171,7 +171,11 @@ def all_gather_matmul(
         rows[0] *= ranks
         key = (K, columns, x.ndim - 2, outside, gathered)
     build = programs.all_gather_columns_matmul if contracted else programs.all_gather_matmul
-    given = None if out is None else [y.view(*rows, y.shape[-1]) for y in out]
+    given = None
+    if out is not None:
+        flat = prod(rows)
+        widths = [*columns, *([K] if gathered else [])]
+        given = [_shaped(y, [flat, n]).view(*rows, n) for y, n in zip(out, widths, strict=True)]
     *products, last = op.execute(build, key, [x, *bs], given)
     products, full = (products, own(last, a, ranks)) if gathered else ([*products, last], None)
     if contracted:
@@ -211,7 +215,7 @@ def matmul_reduce_scatter(
     build = programs.matmul_reduce_scatter_columns if last else programs.matmul_reduce_scatter
     mine = [*x.shape[:-1], b.shape[1]]
     mine[-1 if last else outside] //= ranks
-    given = None if out is None else [out.view(mine)]
+    given = None if out is None else [_shaped(out, shape).view(mine)]
     (y,) = op.execute(build, key if last else (*key, outside), [x, b], given)
     if average:
         y.mul_(1 / ranks)
@@ -231,7 +235,7 @@ def matmul_all_reduce(
     if addend is not None and addend.ndim > 1 and addend.ndim > x.ndim:
         z = addend.reshape(*x.shape[:-1], b.shape[1])
     key = (a.shape[-1] * op.group.size, b.shape[1], x.ndim - 2, 0 if addend is None else 1 + (addend.ndim > 1))
-    given = None if out is None else [out.view(*x.shape[:-1], b.shape[1])]
+    given = None if out is None else [_shaped(out, shape).view(*x.shape[:-1], b.shape[1])]
     (y,) = op.execute(programs.matmul_all_reduce, key, [x, b] if z is None else [x, b, z], given)
     return y.view(shape) if out is None else out
 
@@ -239,7 +243,8 @@ def matmul_all_reduce(
 def all_reduce(op: Operator, x: Tensor, out: Tensor | None = None) -> Tensor:
     """Sum a tensor over all ranks; contiguous, and `out` if given, which is contiguous."""
     rows = (prod(x.shape[:-1]), x.shape[-1]) if x.ndim else (1, 1)
-    (y,) = op.execute(programs.all_reduce, (), [x.reshape(rows)], None if out is None else [out.view(rows)])
+    given = None if out is None else [_shaped(out, x.shape).view(rows)]
+    (y,) = op.execute(programs.all_reduce, (), [x.reshape(rows)], given)
     if out is not None:
         return out
     return own(y, x, op.group.size).view(x.shape)
@@ -299,6 +304,13 @@ def _check_mean(x: Tensor, average: bool) -> None:
     """Raise Unfit where a mean, which is computed from the rounded sum, might be less exact than torch's."""
     if average and x.dtype == torch.float16:
         raise Unfit("it is a mean of float16, and hostir computes means from sums, which may overflow")
+
+
+def _shaped(out: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor for a result. Raises HostIRError if it has another shape."""
+    if list(out.shape) != [*shape]:
+        raise error(f"out= has shape {list(out.shape)}", user_span(), expected=f"that of the result, {[*shape]}")
+    return out
 
 
 def _check_products(bs: Sequence[Tensor], K: int, has: str) -> None:

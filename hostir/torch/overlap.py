@@ -156,11 +156,11 @@ def group_of(node: Node, index: int) -> str:
     return group if isinstance(group, str) else group.group_name
 
 
-def parts_of(cat: Node) -> tuple[Node, int] | None:
-    """Return the tensor that all operands of a `cat` are equal parts of, in order, and the axis they divide."""
+def parts_of(cat: Node, ranks: int) -> tuple[Node, int] | None:
+    """Return the tensor whose equal parts, one for each rank, are the operands of a `cat`, and the axis they divide."""
     pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
     sources = {(each.target, each.args[0]) for each in pieces if isinstance(each, Node) and each.op == "call_function"}
-    if len(sources) != 1 or len(pieces) < 2:
+    if len(sources) != 1 or len(pieces) != ranks:
         return None
     ((target, source),) = sources
     if target is operator.getitem and isinstance(source, Node) and source.target in SPLITS:
@@ -217,7 +217,8 @@ def gathered(gather: Node) -> tuple[Node, int]:
     cats = {cat for user in users for cat in _cats(user)}
     for cat in cats:
         axis = argument(cat, 1, "dim", 0)
-        if parts_of(cat) == (wait, 0) and axis % len(shape_of(shard)):
+        ranks = argument(gather, 1, "group_size")
+        if parts_of(cat, ranks) == (wait, 0) and axis % len(shape_of(shard)):
             if len(cats) > 1 or any(user is not cat and cat not in _cats(user) for user in users):
                 raise LeftAlone("its result is used in several orders of axes")
             return cat, axis % len(shape_of(shard))
@@ -328,7 +329,7 @@ def scattered(scatter: Node) -> tuple[Node, int]:
         given = given.args[0]
     if given.target is not aten.cat.default or argument(given, 1, "dim", 0) != 0:
         return given, 0
-    return parts_of(given) or (given, 0)
+    return parts_of(given, argument(scatter, 2, "group_size")) or (given, 0)
 
 
 def only_user(node: Node) -> None:
@@ -374,6 +375,8 @@ def fuse_scatter(graph: Graph, scatter: Node) -> str:
     products = [*products_before(given, divided=given is not scatter.args[0])]
     lefts, rights = zip(*(product.args for product in products), strict=True)
     check_dtype(*lefts, *rights)
+    if reduce_op == "avg" and given.meta["val"].dtype == torch.float16:
+        raise LeftAlone("it is a mean of float16, whose sum may overflow")
     moved = not all(is_trivial(size) for size in shape[:axis])
     with graph.inserting_before(wait):
         rows = [_as_axes(graph, left, [*shape[:-1], shape_of(left)[-1]]) if moved else left for left in lefts]

@@ -438,6 +438,11 @@ def results_go_where_the_caller_says() -> None:
                 near(matmul_reduce_scatter(a, b, group(), scatter_dim=axis, reduce_op="avg"), result / RANKS)
             y = gated_linear(part(x, 0), bs[0].t(), 2 * bs[0].t(), group())
             near(y, F.silu(x @ bs[0]) * (2 * x @ bs[0]))
+    for call in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce):
+        with pytest.raises(hi.HostIRError, match="out= has shape"):
+            call(x, bs[0], group(), out=torch.empty(6, 4 * RANKS * (RANKS if call is all_gather_matmul else 1)))
+    with pytest.raises(hi.HostIRError, match="out= has shape"):
+        all_reduce(x, group(), out=torch.empty(8, 4))
     w = leaf(bs[0])
     with pytest.raises(hi.HostIRError, match="has no gradients"):
         all_gather_matmul(part(x, 0), w, group(), out=outs[0])

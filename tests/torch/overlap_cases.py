@@ -180,6 +180,7 @@ def collectives_that_are_left_alone_say_why() -> None:
         "used by relu": lambda a, b: gather(a).relu(),
         "right side of mm: a gathered weight": lambda a, b: b.repeat(1, RANKS) @ gather(a),
         "before it is relu": lambda a, b: scatter((a @ b).relu()),
+        "before it is cat": lambda a, b: scatter(torch.cat((a @ b).chunk(2 * RANKS, 1))),  # of more parts than ranks
         "has 2 users": twice,
         "its sum is 'max'": lambda a, b: scatter(a @ b, op="max"),
         "only all-gathers and reduce-scatters": lambda a, b: funcol.all_reduce(a @ b, "sum", group()),

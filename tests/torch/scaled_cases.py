@@ -170,6 +170,9 @@ def wrong_scales_are_refused() -> None:
             scatter(torch.rand(4, 1), columns, out_dtype=None)
         with pytest.raises(hi.HostIRError, match="sum over"):
             gather(one, one, axis=1)
+        for axis in (-1, 2):
+            with pytest.raises(ValueError, match="Invalid scatter dim for 3D"):
+                getattr(OPS, SCATTER)(a, b, one, one, "sum", axis, 0, group(), [4, 16], out_dtype=torch.bfloat16)
         with pytest.raises(ValueError, match="is 2, and len"):
             getattr(OPS, GATHER)(a, [b], one, [one], 0, group(), [None] * 2, [None], [None], [False])
 
