@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+import hostir as hi
 from examples import patterns
 from hostir.ir import parse
 from hostir.ir.program import Program
@@ -410,7 +411,7 @@ def many_executors_share_memory() -> None:
         call(layer, 1 + turn, m)
     met = joined().groups.memory.met
     mine = [memory for (digest, _), memory in met.items() if digest == program.digest]
-    assert len(mine) == 1, list(met)
+    assert len(mine) == 2, list(met)  # for 3 rows, and for more
     assert {id(plan.memory) for layer in layers for plan in layer.plans.values()} == set(map(id, mine))
     failures: list[BaseException] = []
 
@@ -471,7 +472,9 @@ def new_sizes_below_one_that_was_seen_need_no_rendezvous() -> None:
         for call, rank in ((0, SIZE - 1), (1, 0)):  # whose tensors have other strides, and so a plan of their own
             inputs = random_inputs(program, {"M": 2 * SIZE}, seed=SEED + call)
             parts = [shard(x, v.tensor, RANK, {"M": 2 * SIZE}) for x, v in zip(inputs, program.inputs, strict=True)]
-            (found,) = executor(*(x.repeat_interleave(2, 0)[::2] if rank == RANK else x for x in parts))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", hi.FallbackWarning)  # the tensors are copied
+                (found,) = executor(*(x.repeat_interleave(2, 0)[::2] if rank == RANK else x for x in parts))
             mine = shard(reference(fusion.program(), inputs)[0], program.outputs[0].tensor, RANK, {"M": 2 * SIZE})
             torch.testing.assert_close(found, mine.to(found.dtype), rtol=1e-4, atol=1e-4)
     Meetings.meet, groups.memory.exchange = meet, exchange

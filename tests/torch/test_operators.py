@@ -33,7 +33,7 @@ ON_FOUR = {  # the others are about no number of ranks, and run on two
     "random_stacks_of_layers_are_as_exact_as_those_of_dtensor",
     "styles_are_torchs",
     "modules_compute_what_whole_layers_do",
-    "a_replicated_end_is_torchs",
+    "a_replicated_end_is_an_all_reduce",
     "attention_and_gated_mlp_gather_once",
     "fully_shard_and_checkpoints",
     "a_checkpoint_of_some_ranks_is_loaded_by_others",

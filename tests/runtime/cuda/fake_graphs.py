@@ -46,6 +46,8 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         log.append((self.name, "waits for", other.name))
 
+    def synchronize(self) -> None: ...
+
 
 class Event:
     stream = ""  # of the latest record
