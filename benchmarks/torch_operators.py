@@ -40,6 +40,7 @@ from benchmarks.comparison import (
     Candidate,
     Entrant,
     Judge,
+    NotPossibleError,
     Subject,
     Work,
     compare,
@@ -234,7 +235,7 @@ class Operands(Subject):
         return product(self.x, self.weight.t(), dist.group.WORLD, out=self.y)
 
     def fusion(self, slices: int) -> hi.Fusion:
-        raise NotImplementedError("the functions make their own")
+        raise NotPossibleError("the functions make their own")
 
     def inputs(self, slices: int) -> Sequence[Tensor]:
         return self.x, self.weight

@@ -23,7 +23,7 @@ import json
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -33,9 +33,8 @@ from typing import Any, Protocol
 import torch
 
 from hostir.ir.onesided_ops import Barrier as BarrierStatement
-from hostir.ir.op import Statement, Value
+from hostir.ir.op import Value
 from hostir.ir.program import Program
-from hostir.ir.sizes import ONE, Size
 from hostir.ir.source import HostIRError, Span, error
 from hostir.ir.types import FLAG, bind_shape
 from hostir.knobs import SYMMETRIC_LIMIT
@@ -166,40 +165,30 @@ class Rooms:
     """The symmetric buffers of a program, with the bytes of each that a rank has, the same on all ranks.
 
     Fields:
-        buffers: each with the number of rounds of the loops around it.
+        buffers: as the program declares them.
         bytes: by name.
     """
 
-    buffers: tuple[tuple[Value, Size], ...]
+    buffers: tuple[Value, ...]
     bytes: Mapping[str, int]
 
     @staticmethod
     def of(program: Program, sizes: Mapping[str, int]) -> Rooms:
         """Return what a program needs for some sizes."""
-        buffers = tuple(_symmetric_buffers(program.body, ONE))
+        buffers = tuple(s.buffer for s in program.walk() if s.symmetric and s.buffer is not None)
         bytes = dict[str, int]()
-        for value, _ in buffers:  # ranks may allocate one of this name in different statements
+        for value in buffers:  # ranks may allocate one of this name in different statements
             bytes[value.name] = max(bytes.get(value.name, 0), _bytes(value, sizes))
         return Rooms(buffers, bytes)
 
     def hold(self, sizes: Mapping[str, int]) -> bool:
         """Whether there is room for other sizes of the program."""
-        return all(_bytes(value, sizes) <= self.bytes[value.name] for value, _ in self.buffers)
+        return all(_bytes(value, sizes) <= self.bytes[value.name] for value in self.buffers)
 
-    def grown(self, sizes: Mapping[str, int], limit: int | None) -> Rooms:
-        """Return more room, or the same where that could be more bytes on a rank than the limit."""
-        fixed = {value.name for value, _ in self.buffers if value.tensor.dtype == FLAG}
-        more = {name: n if name in fixed else int(n * GROWTH) for name, n in self.bytes.items()}
-        most = sum((more[value.name] + ALIGNMENT) * rounds.bind(sizes) for value, rounds in self.buffers)
-        return self if limit is not None and most > limit else replace(self, bytes=more)
-
-
-def _symmetric_buffers(body: Sequence[Statement], rounds: Size) -> Iterator[tuple[Value, Size]]:
-    for s in body:
-        if s.symmetric and s.buffer is not None:
-            yield s.buffer, rounds
-        for inner in s.bodies:
-            yield from _symmetric_buffers(inner, rounds * s.repeats)
+    def grown(self) -> Rooms:
+        """Return more room, but for flags, whose number follows from the program."""
+        fixed = {value.name for value in self.buffers if value.tensor.dtype == FLAG}
+        return replace(self, bytes={name: n if name in fixed else int(n * GROWTH) for name, n in self.bytes.items()})
 
 
 def _bytes(value: Value, sizes: Mapping[str, int]) -> int:
@@ -286,7 +275,7 @@ class SymmetricMemory:
 
         Args:
             kind: of its sizes; None if they share memory with no others.
-            limit: the bytes that the program's memory does not grow beyond by itself.
+            limit: of the program's bytes; with one, sizes get no more room than they need.
 
         Raises HostIRError on every rank where they cannot share memory, or disagree on what they share.
         """
@@ -296,7 +285,7 @@ class SymmetricMemory:
         memory = next((each for each in self.all_of(key) if each.rooms.hold(unrolled.sizes)), None)
         if memory is None:
             outgrown = self.met.get(key)
-            memory = self.meet(unrolled, outgrown, limit)
+            memory = self.meet(unrolled, larger=outgrown is not None and limit is None)
             if outgrown is not None and not outgrown.gone:  # its plans go on in it, and may be captured
                 self.met[key[0], (outgrown.number, key[1])] = outgrown
             self.met[key] = memory
@@ -322,15 +311,15 @@ class SymmetricMemory:
             if program == digest and len(memory.offers) > 1:
                 memory.broken = memory.broken or why
 
-    def meet(self, unrolled: UnrolledProgram, outgrown: SharedMemory | None, limit: int | None) -> SharedMemory:
+    def meet(self, unrolled: UnrolledProgram, *, larger: bool) -> SharedMemory:
         """Allocate this rank's memory, and map that of the ranks that it exchanges data with.
 
-        `outgrown`: the memory that it takes the place of.
+        `larger`: whether with room for larger sizes than these.
         """
         self.meetings += 1
         rooms = Rooms.of(unrolled.program, unrolled.sizes)
-        if outgrown is not None:
-            rooms = rooms.grown(unrolled.sizes, limit)
+        if larger:
+            rooms = rooms.grown()
         with contextlib.ExitStack() as until_all_have_mapped:
             offer = self.offer(unrolled, rooms, until_all_have_mapped)
             where = f"the symmetric memory of @{unrolled.program.name}"

@@ -7,6 +7,7 @@ module is an `nn.Linear` whose `forward` runs the functions of this package wher
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -137,9 +138,9 @@ class ShardedLinear(nn.Linear):
         return layer
 
     @classmethod
+    @abstractmethod
     def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
         """Return why calls cannot go through hostir, whatever their inputs; None if they can."""
-        raise NotImplementedError
 
     def unfit_call(self, x: Tensor) -> str | None:
         """Return why this call cannot go through hostir; None if it can. The same on all ranks."""

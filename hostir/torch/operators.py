@@ -266,10 +266,21 @@ def start_all_gather(op: Operator, x: Tensor, axis: int) -> Callable[[], Tensor]
 
 def _to_gather(op: Operator, x: Tensor, axis: int) -> tuple[tuple[int, ...], Tensor, Callable[[Tensor], Tensor]]:
     """Return the key of the program, its operand, and what makes the whole tensor of its result."""
-    ranks, others = op.group.size, [n for k, n in enumerate(x.shape) if k != axis]
+    return _moved(x, axis, x.shape[axis] * op.group.size, op.group.size)
+
+
+def _moved(x: Tensor, axis: int, length: int, ranks: int) -> tuple[tuple[int, ...], Tensor, Callable[[Tensor], Tensor]]:
+    """Return the key of a program that moves rows along an axis, its operand, and what shapes its result.
+
+    `length`: of the axis, in the result.
+    """
+    others = [n for k, n in enumerate(x.shape) if k != axis]
     seen, outside = grouped(x if others else x.unsqueeze(1), axis, last=0)
-    whole = lambda y: own(y, x, ranks).view(x.shape[axis] * ranks, *others).movedim(0, axis)  # noqa: E731
-    return (seen.ndim - 1, outside), seen, whole
+
+    def shaped(y: Tensor) -> Tensor:
+        return own(y, x, ranks).view(length, *others).movedim(0, axis)
+
+    return (seen.ndim - 1, outside), seen, shaped
 
 
 def reduce_scatter(op: Operator, x: Tensor, average: bool, axis: int) -> Tensor:
@@ -291,13 +302,11 @@ def _to_scatter(
     op: Operator, x: Tensor, average: bool, axis: int
 ) -> tuple[tuple[int, ...], Tensor, Callable[[Tensor], Tensor]]:
     """Return the key of the program, its operand, and what makes this rank's part of its result. Raises Unfit."""
-    ranks, others = op.group.size, [n for k, n in enumerate(x.shape) if k != axis]
+    ranks = op.group.size
     _check_mean(x, average)
     if x.shape[axis] % ranks:
         raise Unfit(f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}")
-    seen, outside = grouped(x if others else x.unsqueeze(1), axis, last=0)
-    part = lambda y: own(y, x, ranks).view(x.shape[axis] // ranks, *others).movedim(0, axis)  # noqa: E731
-    return (seen.ndim - 1, outside), seen, part
+    return _moved(x, axis, x.shape[axis] // ranks, ranks)
 
 
 def _check_mean(x: Tensor, average: bool) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
+from hostir.ir.source import HostIRError
 from hostir.runtime.kernels.aten import KERNELS, LEAST_SCALE
+from hostir.runtime.kernels.table import scaled_matmul_by_blocks
 
 F8, F8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 NAN, INF = float("nan"), float("inf")
@@ -104,3 +107,11 @@ def test_a_given_scale_that_is_too_small_saturates() -> None:
     x, q = torch.tensor([[1000.0, -1000.0, 1.0, INF]]), torch.empty(1, 4, dtype=F8)
     KERNELS["quantize"](q, x, torch.ones(1, 1), dtype="f8e4m3")
     assert q.float().tolist() == [[448.0, -448.0, 1.0, 448.0]]
+
+
+def test_scales_that_would_be_copied_before_their_rows_are_there_are_refused() -> None:
+    a, b = torch.zeros(2, 3, 128, dtype=F8), torch.zeros(16, 128, dtype=F8).t()
+    scales = torch.zeros(3, 2, 1).transpose(0, 1)
+    ready: Any = object()  # flags that are not looked at
+    with pytest.raises(HostIRError, match="lie with several strides"):
+        scaled_matmul_by_blocks(torch.zeros(2, 3, 16), a, b, scales, torch.zeros(1, 16), ready=ready)

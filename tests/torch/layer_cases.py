@@ -261,15 +261,21 @@ def operators_are_what_tracers_take_them_for() -> None:
 LAYERS = int(os.environ.get("LAYERS", "4"))
 
 
+def alive() -> int:
+    """The bytes of all tensors, those included that another thread has just now."""
+    gc.collect()
+    storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
 def held() -> dict[str, int]:
     """The bytes that this process has allocated on the device, those of symmetric memory, and what executors keep."""
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     executors = [e for made in group_named(group()).compiled.values() if not isinstance(made, str) for e in each(made)]
-    alive = [x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor] if DEVICE == "cpu" else []
     return {
-        "allocated": sum({s.data_ptr(): s.nbytes() for s in alive}.values()) or torch.cuda.memory_allocated(),
+        "allocated": torch.cuda.memory_allocated() if DEVICE == "cuda" else min(alive() for _ in range(3)),
         "symmetric": hi.torch.report().symmetric_bytes[group()],
         "plans": sum(len(e.plans) for e in executors),
         "calls": sum(len(e.bound) for e in executors),

@@ -12,7 +12,7 @@ import torch
 from hostir.ir.source import did_you_mean, error
 from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.flags import with_all_rows
-from hostir.runtime.kernels.layout import collapse
+from hostir.runtime.kernels.layout import collapse, rows
 
 if TYPE_CHECKING:
     from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags
@@ -129,7 +129,15 @@ def scaled_matmul_by_blocks(
     done: DoneFlags | None = None,
     own: torch.Tensor | None = None,
 ) -> Again | None:
-    """Compute as `hostir.runtime.kernels.scaled.scaled_matmul`; else as `matmul_by_blocks`."""
+    """Compute as `hostir.runtime.kernels.scaled.scaled_matmul`; else as `matmul_by_blocks`.
+
+    Raises HostIRError for scales that it would have to copy before their rows are there.
+    """
+    if ready is not None and scale_a.numel() > 1 and rows(scale_a) is None:
+        raise error(
+            "the scales of rows that a matmul waits for lie with several strides",
+            expected="scales of all rows in one piece, as gathered",
+        )
     return _contract_by_blocks(out, a, _scaled_product(a, b, scale_a, scale_b, bias, fast), ready, done, own)
 
 
