@@ -32,6 +32,7 @@ TWO = [
     "rows_scattered_by_every_strategy",
     "shapes_and_executors_alternate",
     "new_sizes_below_one_that_was_seen_need_no_rendezvous",
+    "sizes_that_outgrow_theirs_take_what_they_need_where_there_is_no_more",
     "sizes_leave_room_for_others",
     "sizes_that_were_called_latest_keep_their_memory",
     "many_executors_share_memory",

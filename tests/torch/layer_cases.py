@@ -39,6 +39,7 @@ from hostir.torch import (
 from hostir.torch.library import KERNELS, _all_gather_matmul_backward
 from hostir.torch.operators import Operator
 from hostir.torch.programs import group_named
+from tests.counting import calls_of
 from tests.torch.operator_cases import DEVICE, OPS, RANKS, everywhere, group, main, part
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -579,15 +580,23 @@ def calls_pass_by_the_dispatcher_where_it_has_nothing_to_add() -> None:
             assert not y._is_view(), "it may be changed in place"
         with torch.no_grad(), torch.inference_mode():
             column_parallel_linear(x, leaf(w), group())
-        assert calls == ["at once"] * 3
         assert column_parallel_linear(x, leaf(w), group()).requires_grad
+        assert calls == ["at once"] * 4
         with torch.profiler.profile() as seen:
             column_parallel_linear(x, w, group())
         assert "hostir::all_gather_matmul" in {event.name for event in seen.events()}
-        assert calls == ["at once"] * 3
+        assert calls == ["at once"] * 4
         with Seen():
             column_parallel_linear(x, w, group())
-    assert calls[3:] == ["hostir.all_gather_matmul.default"]
+    assert calls[4:] == ["hostir.all_gather_matmul.default"]
+    w, taken = leaf(w), OPS.fused_all_gather_matmul
+    with hi.torch.install(strict=True):
+        for layer in (lambda: column_parallel_linear(x, w, group()), lambda: taken(x, [w.t()], 0, group())[1]):
+            layer()
+            recorded = calls_of(layer)
+            with torch.no_grad():
+                layer()
+                assert recorded <= calls_of(layer) + 110, "what autograd adds, by torch.library 300"
 
 
 @case
