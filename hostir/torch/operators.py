@@ -203,7 +203,6 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """Multiply, sum over all ranks, and return this rank's part along an axis; contiguous, and `out` if given."""
     last, ranks = axis == a.ndim - 1, op.group.size
-    _check_mean(a, average)
     _check_products([b], a.shape[-1], f"A has {a.shape[-1]} columns")
     length = b.shape[1] if last else a.shape[axis]
     if length % ranks:
@@ -211,15 +210,20 @@ def matmul_reduce_scatter(
     shape = [*a.shape[:-1], b.shape[1]]
     shape[axis] //= ranks
     x, outside = grouped(a, 0 if last else axis, joined=True)
-    key: tuple[Any, ...] = (a.shape[-1] * ranks, b.shape[1], x.ndim - 2)
+    result = dtype_of_sum(a, average)
+    key: tuple[Any, ...] = (a.shape[-1] * ranks, b.shape[1], x.ndim - 2, *(() if last else (outside,)), result)
     build = programs.matmul_reduce_scatter_columns if last else programs.matmul_reduce_scatter
     mine = [*x.shape[:-1], b.shape[1]]
     mine[-1 if last else outside] //= ranks
-    given = None if out is None else [_shaped(out, shape).view(mine)]
-    (y,) = op.execute(build, key if last else (*key, outside), [x, b], given)
-    if average:
-        y.mul_(1 / ranks)
-    return y.view(shape) if out is None else out
+    into = out is not None and result == dtype_of([a])  # sums in a wider dtype have memory of their own
+    given = None if out is None else _shaped(out, shape).view(mine)
+    (y,) = op.execute(build, key, [x, b], [given] if given is not None and into else None)
+    y = mean(y, ranks, a.dtype) if average else y
+    if given is None or out is None:
+        return y.view(shape)
+    if not into:
+        given.copy_(y)
+    return out
 
 
 def matmul_all_reduce(
@@ -287,8 +291,7 @@ def reduce_scatter(op: Operator, x: Tensor, average: bool, axis: int) -> Tensor:
     """Sum a tensor over all ranks; return this rank's part along an axis, contiguous with that axis first."""
     key, seen, part = _to_scatter(op, x, average, axis)
     (y,) = op.execute(programs.reduce_scatter, key, [seen])
-    y = part(y)
-    return y.mul_(1 / op.group.size) if average else y
+    return mean(part(y), op.group.size, x.dtype) if average else part(y)
 
 
 def start_reduce_scatter(op: Operator, x: Tensor, axis: int) -> Callable[[], Tensor]:
@@ -300,19 +303,26 @@ def start_reduce_scatter(op: Operator, x: Tensor, axis: int) -> Callable[[], Ten
 
 def _to_scatter(
     op: Operator, x: Tensor, average: bool, axis: int
-) -> tuple[tuple[int, ...], Tensor, Callable[[Tensor], Tensor]]:
+) -> tuple[tuple[Any, ...], Tensor, Callable[[Tensor], Tensor]]:
     """Return the key of the program, its operand, and what makes this rank's part of its result. Raises Unfit."""
     ranks = op.group.size
-    _check_mean(x, average)
     if x.shape[axis] % ranks:
         raise Unfit(f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}")
-    return _moved(x, axis, x.shape[axis] // ranks, ranks)
+    key, seen, part = _moved(x, axis, x.shape[axis] // ranks, ranks)
+    return (*key, dtype_of_sum(x, average)), seen, part
 
 
-def _check_mean(x: Tensor, average: bool) -> None:
-    """Raise Unfit where a mean, which is computed from the rounded sum, might be less exact than torch's."""
-    if average and x.dtype == torch.float16:
-        raise Unfit("it is a mean of float16, and hostir computes means from sums, which may overflow")
+def dtype_of_sum(x: Tensor, average: bool) -> str:
+    """Return the dtype in which partial sums of the dtype of `x` are added up over ranks. Raises Unfit.
+
+    The sum that a mean of float16 is computed from may overflow, and so is in f32.
+    """
+    return "f32" if average and x.dtype == torch.float16 else dtype_of([x])
+
+
+def mean(total: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
+    """Return the mean over ranks in a dtype, computed from the sum; in its memory, where that is of the dtype."""
+    return total.mul_(1 / ranks).to(dtype)
 
 
 def _shaped(out: Tensor, shape: Sequence[int]) -> Tensor:
