@@ -150,11 +150,17 @@ def own(result: Tensor, given: Tensor, ranks: int) -> Tensor:
 
 
 def all_gather_matmul(
-    op: Operator, a: Tensor, bs: Sequence[Tensor], axis: int, gathered: bool, out: Sequence[Tensor] | None = None
+    op: Operator,
+    a: Tensor,
+    bs: Sequence[Tensor],
+    axis: int,
+    gathered: bool,
+    out: Sequence[Tensor] | None = None,
+    gated: bool = False,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Gather `a` along an axis of any rank, and multiply it with each of `bs`.
+    """Gather `a` along an axis of any rank, and multiply it with each of `bs`; `gated`: `silu(a @ b0) * (a @ b1)`.
 
-    With `out`, matrices of rows for the products and then, if wanted, for the gathered tensor.
+    With `out`, matrices of rows for the results and then, if wanted, for the gathered tensor.
     """
     contracted, ranks = axis == a.ndim - 1, op.group.size
     if not bs:
@@ -162,14 +168,13 @@ def all_gather_matmul(
     K = a.shape[-1] * (ranks if contracted else 1)
     _check_products(bs, K, f"A has {K} columns")
     columns = tuple(b.shape[1] for b in bs)
+    if gated and columns[0] != columns[1]:
+        raise Unfit(f"the two matrices have {columns[0]} and {columns[1]} columns")
     x, outside = grouped(a, 0 if contracted else axis)
     rows = [x.shape[outside], *x.shape[:outside], *x.shape[outside + 1 : -1]]
-    if contracted:
-        slices = next((n for n in SLICES if rows[0] % n == 0), 1)
-        key: tuple[Any, ...] = (K, columns, x.ndim - 2, slices, gathered)
-    else:
-        rows[0] *= ranks
-        key = (K, columns, x.ndim - 2, outside, gathered)
+    slices = next((n for n in SLICES if rows[0] % n == 0), 1)
+    rows[0] *= 1 if contracted else ranks
+    key = (K, columns, x.ndim - 2, slices if contracted else outside, gathered, gated)
     build = programs.all_gather_columns_matmul if contracted else programs.all_gather_matmul
     given = None
     if out is not None:
@@ -182,20 +187,6 @@ def all_gather_matmul(
         shaped = [y.view(*a.shape[:-1], y.shape[-1]) for y in products]
         return None if full is None else full.view(*a.shape[:-1], K), shaped
     return None if full is None else from_front(full, a, axis, ranks), [from_front(y, a, axis, ranks) for y in products]
-
-
-def all_gather_gated(
-    op: Operator, a: Tensor, gate: Tensor, up: Tensor, axis: int, gathered: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Gather `a` along an axis but the last; return `silu(a @ gate) * (a @ up)`, and the gathered tensor if wanted."""
-    if axis == a.ndim - 1:
-        raise Unfit("the axis that is gathered is the one that the products sum over")
-    _check_products([gate, up], a.shape[-1], f"A has {a.shape[-1]} columns")
-    if gate.shape != up.shape:
-        raise Unfit(f"the two matrices have shapes {list(gate.shape)} and {list(up.shape)}")
-    ranks, (x, outside) = op.group.size, grouped(a, axis)
-    y, *full = op.execute(programs.all_gather_gated, (*gate.shape, x.ndim - 2, outside, gathered), [x, gate, up])
-    return from_front(y, a, axis, ranks), from_front(own(full[0], a, ranks), a, axis, ranks) if gathered else None
 
 
 def matmul_reduce_scatter(

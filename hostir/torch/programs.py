@@ -54,46 +54,49 @@ def _in_front(x: str, dtype: str, sizes: Sequence[Any], outside: int, partial: s
 
 
 def all_gather_matmul(
-    ranks: int, dtype: str, K: int, columns: tuple[int, ...], extra: int, outside: int, gathered: bool
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], extra: int, outside: int, gathered: bool, gated: bool
 ) -> Program:
     """`a`, of which each rank has rows, gathered and multiplied with matrices of so many columns each."""
-    others, b = _extra_sizes(extra), [f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)]
+    others = _extra_sizes(extra)
     a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
-    body += [f"%a_full: {_type(dtype, 'M', *others, K)} = reshard {front}"]
-    body += [f"%c{i}: {_type(dtype, 'M', *others, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
-    outputs = [f"%c{i}" for i in range(len(columns))] + ["%a_full"] * gathered
-    return _fusion("all_gather_matmul", ranks, [a, *b], outputs, body)
+    return _multiplied(ranks, dtype, ("M", *others, K), columns, a, [*body, f"reshard {front}"], gathered, gated)
 
 
 def all_gather_columns_matmul(
-    ranks: int, dtype: str, K: int, columns: tuple[int, ...], extra: int, slices: int, gathered: bool
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], extra: int, slices: int, gathered: bool, gated: bool
 ) -> Program:
     """`a`, of which each rank has columns, gathered and multiplied; `slices` divides the outermost axis."""
     rows = (f"{slices}*M", *_extra_sizes(extra))
-    inputs = [
-        f"%a: {_type(dtype, *rows, f'{K}@didx')}",
-        *(f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)),
-    ]
-    body = [f"%a_full: {_type(dtype, *rows, K)} = reshard %a"]
+    a = f"%a: {_type(dtype, *rows, f'{K}@didx')}"
+    return _multiplied(ranks, dtype, (*rows, K), columns, a, ["reshard %a"], gathered, gated)
+
+
+def _multiplied(
+    ranks: int,
+    dtype: str,
+    sizes: tuple[Any, ...],
+    columns: tuple[int, ...],
+    a: str,
+    gather: list[str],
+    gathered: bool,
+    gated: bool,
+) -> Program:
+    """Return the program of what is gathered, of these sizes, and multiplied; `silu(c0) * c1` of two products `gated`.
+
+    `gather`: the statements before the products, of which the last gathers.
+    """
+    *rows, K = sizes
+    *body, last = gather
+    body.append(f"%a_full: {_type(dtype, *sizes)} = {last}")
     body += [f"%c{i}: {_type(dtype, *rows, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
-    outputs = [f"%c{i}" for i in range(len(columns))] + ["%a_full"] * gathered
-    return _fusion("all_gather_matmul", ranks, inputs, outputs, body)
-
-
-def all_gather_gated(ranks: int, dtype: str, K: int, columns: int, extra: int, outside: int, gathered: bool) -> Program:
-    """`silu(a @ gate) * (a @ up)` of the gathered rows of `a`."""
-    others = _extra_sizes(extra)
-    a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
-    result = _type(dtype, "M", *others, columns)
-    body += [
-        f"%a_full: {_type(dtype, 'M', *others, K)} = reshard {front}",
-        f"%g: {result} = matmul %a_full, %gate",
-        f"%u: {result} = matmul %a_full, %up",
-        f"%s: {result} = silu %g",
-        f"%y: {result} = mul %s, %u",
-    ]
-    inputs = [a, *(f"%{b}: {_type(dtype, K, columns)}" for b in ("gate", "up"))]
-    return _fusion("all_gather_gated", ranks, inputs, ["%y"] + ["%a_full"] * gathered, body)
+    outputs = [f"%c{i}" for i in range(len(columns))]
+    if gated:
+        result = _type(dtype, *rows, columns[0])
+        body += [f"%s: {result} = silu %c0", f"%y: {result} = mul %s, %c1"]
+        outputs = ["%y"]
+    inputs = [a, *(f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns))]
+    name = "all_gather_gated" if gated else "all_gather_matmul"
+    return _fusion(name, ranks, inputs, outputs + ["%a_full"] * gathered, body)
 
 
 def matmul_reduce_scatter(
