@@ -195,7 +195,9 @@ def _all_gather_gated(
 ) -> tuple[Tensor, Tensor | None]:
     check_gather(a, [gate, up], gather_dim)
     op = operator("hostir::all_gather_gated", group_name)
-    return op.run(lambda: operators.all_gather_gated(op, a, gate.t(), up.t(), gather_dim, return_a))
+    right = [gate.t(), up.t()]
+    full, (y,) = op.run(lambda: operators.all_gather_matmul(op, a, right, gather_dim, return_a, gated=True))
+    return y, full
 
 
 @fake("all_gather_gated")
