@@ -222,9 +222,14 @@ def _matmul_reduce_scatter(
 @fake("matmul_reduce_scatter")
 def _(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, linear: bool = False) -> Tensor:
     check_scatter(a, b, reduce_op, scatter_dim)
-    shape = [*a.shape[:-1], b.shape[0 if linear else 1]]
-    shape[scatter_dim] //= _get_group_size_by_name(group_name)  # type: ignore[arg-type]
-    return a.new_empty(shape)
+    return scattered_like(a, b.shape[0 if linear else 1], scatter_dim, group_name, a.dtype)
+
+
+def scattered_like(a: Tensor, columns: int, axis: int, group_name: str, dtype: torch.dtype) -> Tensor:
+    """Return a new tensor like this rank's part of a product."""
+    shape = [*a.shape[:-1], columns]
+    shape[axis] //= _get_group_size_by_name(group_name)  # type: ignore[arg-type]
+    return a.new_empty(shape, dtype=dtype)
 
 
 @define(MM_RS_OUT)
