@@ -31,6 +31,8 @@ from tests.torch.module_cases import full, like, ranks, same
 from tests.torch.operator_cases import RANKS, group, main, part
 
 CASES: dict[str, Callable[[], None]] = {}
+if torch.__version__ < "2.13":  # of gathers along other axes than the first; its dynamo does not look into it
+    torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
@@ -135,7 +137,7 @@ def all_gathers_of_torchs_tests() -> None:
         b = b.repeat(RANKS, 1) if axis == axes - 1 else b
         a = torch.cat([whole_a] * RANKS, 0) if axes == 3 and axis == 0 else whole_a
         a = torch.cat([whole_a] * RANKS, axis) if axis == axes - 1 else a
-        found, overlap = traced(function, part(a, axis).contiguous(), b)  # torch 2.11 gathers nothing else
+        found, overlap = traced(function, part(a, axis).contiguous(), b)
         full, c = found if return_a else (a, found)
         assert torch.equal(full, a)
         near(c, a.double() @ b.double())
