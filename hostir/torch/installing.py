@@ -83,7 +83,8 @@ def _fused_all_gather_scaled_matmul(torchs: Callable[..., Any]) -> Callable[...,
         scaled.check_lists(Bs, dict(zip(names, (B_scales, *rest), strict=True)))
         fallback = lambda: torchs(A, Bs, A_scale, B_scales, gather_dim, group_name, *rest)  # noqa: E731
         op = operator(f"symm_mem::{SCALED_GATHER}", group_name, fallback)
-        return op.run(lambda: scaled.all_gather_scaled_matmul(op, A, Bs, A_scale, B_scales, gather_dim, *rest))
+        compute = lambda: scaled.all_gather_scaled_matmul(op, A, Bs, A_scale, B_scales, gather_dim, *rest)[::2]  # noqa: E731
+        return op.run(compute)
 
     return kernel
 

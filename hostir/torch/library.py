@@ -195,7 +195,9 @@ def _all_gather_gated(
 ) -> tuple[Tensor, Tensor | None]:
     check_gather(a, [gate, up], gather_dim)
     op = operator("hostir::all_gather_gated", group_name)
-    return op.run(lambda: operators.all_gather_gated(op, a, gate.t(), up.t(), gather_dim, return_a))
+    right = [gate.t(), up.t()]
+    full, (y,) = op.run(lambda: operators.all_gather_matmul(op, a, right, gather_dim, return_a, gated=True))
+    return y, full
 
 
 @fake("all_gather_gated")
@@ -220,9 +222,14 @@ def _matmul_reduce_scatter(
 @fake("matmul_reduce_scatter")
 def _(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, linear: bool = False) -> Tensor:
     check_scatter(a, b, reduce_op, scatter_dim)
-    shape = [*a.shape[:-1], b.shape[0 if linear else 1]]
-    shape[scatter_dim] //= _get_group_size_by_name(group_name)  # type: ignore[arg-type]
-    return a.new_empty(shape)
+    return scattered_like(a, b.shape[0 if linear else 1], scatter_dim, group_name, a.dtype)
+
+
+def scattered_like(a: Tensor, columns: int, axis: int, group_name: str, dtype: torch.dtype) -> Tensor:
+    """Return a new tensor like this rank's part of a product."""
+    shape = [*a.shape[:-1], columns]
+    shape[axis] //= _get_group_size_by_name(group_name)  # type: ignore[arg-type]
+    return a.new_empty(shape, dtype=dtype)
 
 
 @define(MM_RS_OUT)

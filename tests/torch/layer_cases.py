@@ -97,6 +97,15 @@ def gradients_of_a_gather() -> None:
         near(a.grad, RANKS * part(true.grad, axis))  # the losses of all ranks count, and are equal
         for b, exactly in zip(mine, trues, strict=True):
             near(b.grad, exactly.grad)
+    for axis in (0, 1, 2):
+        x, gate, up, dy = whole(8, 12, 8), whole(4, 8), whole(4, 8), whole(8, 12, 4)
+        a, mine = leaf(part(x, axis)), [leaf(gate), leaf(up)]
+        (gated_linear(a, *mine, group(), gather_dim=axis) * dy).sum().backward()
+        true, *trues = (leaf(t.double()) for t in (x, gate, up))
+        (F.silu(true @ trues[0].t()) * (true @ trues[1].t()) * dy).sum().backward()
+        near(a.grad, RANKS * part(true.grad, axis))
+        for b, exactly in zip(mine, trues, strict=True):
+            near(b.grad, exactly.grad)
 
 
 @case
@@ -445,8 +454,9 @@ def results_go_where_the_caller_says() -> None:
                     assert matmul_reduce_scatter(a, b, group(), scatter_dim=axis, out=given) is given
                     near(given, result)
                 near(matmul_reduce_scatter(a, b, group(), scatter_dim=axis, reduce_op="avg"), result / RANKS)
-            y = gated_linear(part(x, 0), bs[0].t(), 2 * bs[0].t(), group())
-            near(y, F.silu(x @ bs[0]) * (2 * x @ bs[0]))
+            for axis in (0, 1) if strategy != "push" else (0,):
+                y = gated_linear(part(x, axis), bs[0].t(), 2 * bs[0].t(), group(), gather_dim=axis)
+                near(y, F.silu(x @ bs[0]) * (2 * x @ bs[0]))
     for call in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce):
         with pytest.raises(hi.HostIRError, match="out= has shape"):
             call(x, bs[0], group(), out=torch.empty(6, 4 * RANKS * (RANKS if call is all_gather_matmul else 1)))
