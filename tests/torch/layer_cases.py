@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
