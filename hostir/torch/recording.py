@@ -86,7 +86,9 @@ def nested(flat: Sequence[Any], counts: Sequence[int | None]) -> list[Any]:
     return [next(left) if count is None else list(islice(left, count)) for count in counts]
 
 
-def differentiable(name: str, formula: Gradients, library: Any, kernels: Mapping[str, Callable[..., Any]]) -> Record:
+def register_gradients(
+    name: str, formula: Gradients, library: Any, kernels: Mapping[str, Callable[..., Any]]
+) -> Record:
     """Give an operator gradients; return what records a call of it, for callers that need no dispatcher.
 
     Args:
