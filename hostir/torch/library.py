@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _get_group_size_by_name
 from hostir.ir.source import error
 from hostir.torch import operators
 from hostir.torch.operators import operator
-from hostir.torch.recording import Gradients, Record, differentiable, seen_by_autograd_alone, wants_gradients
+from hostir.torch.recording import Gradients, Record, register_gradients, seen_by_autograd_alone, wants_gradients
 
 KEYS = ("CPU", "CUDA")
 
@@ -473,9 +473,10 @@ def collective(name: str, other: str) -> Gradients:
     return backward, setup
 
 
-def with_gradients(name: str, formula: Gradients) -> None:
-    """Give an operator of this library gradients, and its callers what records a call: see `differentiable`."""
-    RECORDS[name] = differentiable(f"hostir::{name}", formula, LIBRARY, {key.lower(): KERNELS[name] for key in KEYS})
+def differentiable(name: str, formula: Gradients) -> None:
+    """Give an operator of `torch.ops.hostir` gradients."""
+    kernels = {key.lower(): KERNELS[name] for key in KEYS}
+    RECORDS[name] = register_gradients(f"hostir::{name}", formula, LIBRARY, kernels)
 
 
 def _gather(dy: Tensor, bs: list[Tensor], *args: Any, return_a: bool) -> Any:
@@ -486,11 +487,11 @@ def _scatter(dy: Tensor, b: Tensor, *args: Any) -> Any:
     return call("matmul_reduce_scatter", (dy, b), dy, b, *args)
 
 
-with_gradients("all_gather_matmul", gathering("hostir::all_gather_matmul", _scatter))
-with_gradients("matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", _gather))
-with_gradients("all_gather_gated", (_gated_backward, _gated_setup))
-with_gradients("all_gather", collective("hostir::all_gather", "reduce_scatter"))
-with_gradients("reduce_scatter", collective("hostir::reduce_scatter", "all_gather"))
+differentiable("all_gather_matmul", gathering("hostir::all_gather_matmul", _scatter))
+differentiable("matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", _gather))
+differentiable("all_gather_gated", (_gated_backward, _gated_setup))
+differentiable("all_gather", collective("hostir::all_gather", "reduce_scatter"))
+differentiable("reduce_scatter", collective("hostir::reduce_scatter", "all_gather"))
 
 
 # All-reduces ----------------------------------------------------------------------------------------------------------
@@ -597,5 +598,5 @@ def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dy.clone(), None
 
 
-with_gradients("matmul_all_reduce", (_summed_backward, _summed_setup))
-with_gradients("all_reduce", (_all_reduce_backward, _all_reduce_setup))
+differentiable("matmul_all_reduce", (_summed_backward, _summed_setup))
+differentiable("all_reduce", (_all_reduce_backward, _all_reduce_setup))
