@@ -123,11 +123,24 @@ class Gpus:
 
         table = kernel_table("aten", "cpu")
         waiting = {f"{name}_by_blocks": table[name] for name in ("matmul", "linear", "sum")} if self.waiting else {}
-        return {name: self.later(kernel) for name, kernel in table.items()} | waiting
+        pushed = {f"{name}_pushed": self.pushed(table[name]) for name in ("matmul", "linear")} if self.waiting else {}
+        return {name: self.later(kernel) for name, kernel in table.items()} | waiting | pushed
 
     def later(self, kernel: Callable[..., object]) -> Callable[..., None]:
         def issue(*operands: Any, **options: Any) -> None:
             self.current.add(lambda: kernel(*operands, **options))
+
+        return issue
+
+    def pushed(self, kernel: Callable[..., object]) -> Callable[..., None]:
+        """One kernel that computes and copies. Nothing can run beside its copies that does not run beside all of it."""
+
+        def issue(*operands: Any, pushed: Callable[[torch.Tensor], None], **options: Any) -> None:
+            begun = Event()
+            begun.record(self.current)
+            self.current.add(lambda: kernel(*operands, **options))
+            pushed(operands[0])
+            self.current.copying = begun
 
         return issue
 
