@@ -116,6 +116,7 @@ class Gpus:
     here: Gpus = field(init=False, repr=False)
     streams: list[Stream] = field(default_factory=list)
     waiting: bool = False
+    pushes: int = 0  # how many products have stored to peers themselves since ranks were planned last
     current: Stream = field(init=False)
 
     def kernels(self) -> Mapping[str, Kernel]:
@@ -138,6 +139,7 @@ class Gpus:
         def issue(*operands: Any, pushed: Callable[[torch.Tensor], None], **options: Any) -> None:
             begun = Event()
             begun.record(self.current)
+            self.pushes += 1
             self.current.add(lambda: kernel(*operands, **options))
             pushed(operands[0])
             self.current.copying = begun
@@ -326,7 +328,7 @@ def layers(
     count: int,
 ) -> list[list[CudaPlan]]:
     """So many plans for each rank, as of executors of one program; to meet, every rank has a thread."""
-    memory = dict[int, torch.Tensor]()
+    memory, gpus.pushes = dict[int, torch.Tensor](), 0
     monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank, group: Shared(rank, memory))
     made: dict[int, list[CudaPlan]] = {}
 
