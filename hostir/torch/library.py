@@ -473,7 +473,8 @@ def collective(name: str, other: str) -> Gradients:
     return backward, setup
 
 
-def _differentiable(name: str, formula: Gradients) -> None:
+def with_gradients(name: str, formula: Gradients) -> None:
+    """Give an operator of this library gradients, and its callers what records a call: see `differentiable`."""
     RECORDS[name] = differentiable(f"hostir::{name}", formula, LIBRARY, {key.lower(): KERNELS[name] for key in KEYS})
 
 
@@ -485,11 +486,11 @@ def _scatter(dy: Tensor, b: Tensor, *args: Any) -> Any:
     return call("matmul_reduce_scatter", (dy, b), dy, b, *args)
 
 
-_differentiable("all_gather_matmul", gathering("hostir::all_gather_matmul", _scatter))
-_differentiable("matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", _gather))
-_differentiable("all_gather_gated", (_gated_backward, _gated_setup))
-_differentiable("all_gather", collective("hostir::all_gather", "reduce_scatter"))
-_differentiable("reduce_scatter", collective("hostir::reduce_scatter", "all_gather"))
+with_gradients("all_gather_matmul", gathering("hostir::all_gather_matmul", _scatter))
+with_gradients("matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", _gather))
+with_gradients("all_gather_gated", (_gated_backward, _gated_setup))
+with_gradients("all_gather", collective("hostir::all_gather", "reduce_scatter"))
+with_gradients("reduce_scatter", collective("hostir::reduce_scatter", "all_gather"))
 
 
 # All-reduces ----------------------------------------------------------------------------------------------------------
@@ -596,5 +597,5 @@ def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dy.clone(), None
 
 
-_differentiable("matmul_all_reduce", (_summed_backward, _summed_setup))
-_differentiable("all_reduce", (_all_reduce_backward, _all_reduce_setup))
+with_gradients("matmul_all_reduce", (_summed_backward, _summed_setup))
+with_gradients("all_reduce", (_all_reduce_backward, _all_reduce_setup))
