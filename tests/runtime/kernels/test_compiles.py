@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hostir.runtime.kernels.flags import PER_THREAD, WARPS, push_kernel
+from hostir.runtime.kernels.flags import PER_THREAD, WARPS, Pushed, push_kernel
 from hostir.runtime.kernels.matmul import EXACT_RUN
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
 from hostir.runtime.kernels.quantize import _quantize_kernel, _row_scales_kernel
@@ -72,11 +72,12 @@ def compiled(
     scales: str = "",
     stepwise: bool = False,
     dtype_b: str | None = None,
+    pushed: int = 0,
 ):
     """The matmul kernel for one tile. `ready` gives the types of flags and epoch, where it waits for its rows.
 
     `done`: it raises flags behind blocks, of which a tile has rows of so many. `result`, `dtype_b`: the types of out
-    and b, if they are not `dtype`.
+    and b, if they are not `dtype`. `pushed`: it copies up to so many pieces to peers.
     """
     columns = tile.n // 2 if tile.halves else tile.n
     lead = "1," if batched else ""
@@ -90,13 +91,14 @@ def compiled(
     kind = Constants(
         *(tile.m, tile.n, tile.k, tile.halves, descriptors, b_is_nk, batched, bias, tile.split > 0, pairs),
         *(ready is not None, ready is not None and own, 8 if ready else 1, tile.early_blocks > 0, done, overlapped),
-        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k), scales, stepwise),
+        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k), scales, stepwise, pushed, pushed > 0),
     )
     result = result or dtype
     types = {"b": dtype_b or dtype, "out": result}
     absent = [*(() if bias else ["bias"]), *(() if scales else ["scales"]), *(() if ready else WAITING)]
     absent += [] if own else ["own"]
     absent += [*(() if ready or done else ("first", "height")), *(() if done else RAISING)]
+    absent += [] if pushed else ["pushed"]
     absent += [] if shares else ["workspace", "whole", "split", "parts"]
     constants = {"C": kind, **dict.fromkeys(absent)}
     one, three = "constexpr", ("i32", "i32", "constexpr")  # rows of a and out, and of b, are contiguous: strides of 1
@@ -117,6 +119,8 @@ def compiled(
         signature |= {"timeouts": "*i64", **ready}
     if done:
         signature |= {"raised_flags": "*i64", "counts": "*i64"}
+    if pushed:
+        signature["pushed"] = Pushed("*i64", "*i32", "i32", "i32")
     if shares:
         signature["workspace"] = Workspace("*fp32", "*i32")
     leaves = dict(leaves_of(tuple(signature.values())))
