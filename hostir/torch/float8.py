@@ -20,12 +20,11 @@ from torch import Tensor
 from hostir.runtime.kernels import aten
 from hostir.torch import scaled
 from hostir.torch.library import (
-    LIBRARY,
     call,
     check_gather,
     check_scatter,
     define,
-    differentiable,
+    define_gradients,
     fake,
     gathered_like,
     grad_dtype,
@@ -283,5 +282,5 @@ def _rows_backward(ctx: Any, dy: Tensor | None, d_q: None, d_scale: None) -> tup
     return d_x if ctx.needs_input_grad[0] else None, d_w, None, None
 
 
-differentiable("hostir::float8_column_linear", (_columns_backward, _columns_setup), LIBRARY)
-differentiable("hostir::float8_row_linear", (_rows_backward, _rows_setup), LIBRARY)
+define_gradients("float8_column_linear", (_columns_backward, _columns_setup))
+define_gradients("float8_row_linear", (_rows_backward, _rows_setup))

@@ -272,7 +272,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, group: Ranks, *, gather_di
         x: this rank's tokens, `[..., K]`.
         gate, up: this rank's rows of the whole weights, `[N/ranks, K]`.
         group: as for `all_gather_matmul`.
-        gather_dim: the axis of the tokens; not the last one.
+        gather_dim: the axis of the tokens. If it is the last one, the weights have as many columns as the gathered x.
     """
     axis, name = axis_of(x, gather_dim, "gather_dim"), name_of(group)
     x, gate, up = ready(x, gate, up)

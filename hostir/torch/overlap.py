@@ -461,8 +461,6 @@ def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
     if len(shape) < 2 or axis == len(shape) - 1:
         raise LeftAlone("it scatters columns" if len(shape) > 1 else f"it scatters a tensor of {len(shape)} axes")
     products = [*products_before(given, divided=given is not scatter.args[0])]
-    if reduce_op == "avg" and given.meta["val"].dtype == torch.float16:
-        raise LeftAlone("it is a mean of float16, whose sum may overflow")
     moved = not all(is_trivial(size) for size in shape[:axis])
     where = reduce_op, axis if moved else 0, group_of(scatter, 3)
     with graph.inserting_before(wait):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hostir.ir.program import Program
-from hostir.torch.operators import Operator, from_front, grouped, own
+from hostir.torch.operators import Operator, from_front, grouped, mean, own
 from hostir.torch.programs import Unfit, _extra_sizes, _fusion, _in_front, _type
 
 FP8 = {torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2"}
@@ -290,9 +290,8 @@ def scaled_matmul_reduce_scatter(
         raise Unfit(f"its {ranks} ranks do not divide axis {axis} of the product, which is {shape[axis]}")
     if out_dtype not in RESULTS:
         raise Unfit(f"partial sums in {out_dtype or b.dtype} would be added over ranks: give out_dtype")
-    if average and out_dtype == torch.float16:
-        raise Unfit("it is a mean of float16, and hostir computes means from sums, which may overflow")
-    kind, product = _name(a, "A"), _product(a, b, bias, False, out_dtype, fast)
+    summed = torch.float32 if average and out_dtype == torch.float16 else out_dtype  # which do not overflow
+    kind, product = _name(a, "A"), _product(a, b, bias, False, summed, fast)
     seen = a.reshape(*shape[:-1], a.shape[-1])
     x, outside = grouped(seen, axis, joined=True)
     of_rows = _rows_first(scale.expand(*a.shape[:-1], 1), x, outside) if by_rows else None
@@ -300,10 +299,8 @@ def scaled_matmul_reduce_scatter(
     inputs += [b, b_scale.float().reshape(1, -1)]
     if bias is not None:
         product = replace(product, bias=product.dtype)
-        inputs.append(bias.to(out_dtype))
+        inputs.append(bias.to(summed))
     shape[axis] //= ranks
     key = (a.shape[-1] * ranks, product, by_rows, x.ndim - 2, outside)
     (y,) = op.execute(scattered_program, key, inputs, dtype=kind)
-    if average:
-        y.mul_(1 / ranks)
-    return y.view(shape)
+    return (mean(y, ranks, out_dtype) if average else y).view(shape)
