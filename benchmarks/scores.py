@@ -36,11 +36,18 @@ SMALL_GOAL = 0.80
 OF_BEST_PEER = 0.98  # of its score, on small rows
 GOAL_OF_BEST_PEER = 1.1
 
-# Scores to reach on 2 H200 in bf16 by a matmul + reduce-scatter.
+# Scores to reach on 2 or 8 H200 in bf16 by a matmul + reduce-scatter, and the goal on 2.
 SCATTERED_MUST = {
-    "8B": dict(zip(LARGE, (0.58, 0.74, 0.78, 0.80), strict=True)),
-    "70B": dict(zip(LARGE, (0.88, 0.90, 0.91, 0.91), strict=True)),
-    "405B": dict(zip(LARGE, (0.92, 0.94, 0.95, 0.95), strict=True)),
+    2: {
+        "8B": dict(zip(LARGE, (0.58, 0.74, 0.78, 0.80), strict=True)),
+        "70B": dict(zip(LARGE, (0.88, 0.90, 0.91, 0.91), strict=True)),
+        "405B": dict(zip(LARGE, (0.92, 0.94, 0.95, 0.95), strict=True)),
+    },
+    8: {
+        "8B": dict(zip(LARGE, (0.70, 0.75, 0.83, 0.88), strict=True)),
+        "70B": dict(zip(LARGE, (0.75, 0.86, 0.90, 0.90), strict=True)),
+        "405B": dict(zip(LARGE, (0.90, 0.92, 0.94, 0.95), strict=True)),
+    },
 }
 SCATTERED_GOAL = {
     "8B": dict(zip(LARGE, (0.70, 0.82, 0.88, 0.90), strict=True)),
@@ -144,20 +151,20 @@ def _of_gathered(row: Result) -> Asked:
 
 
 def _of_scattered(row: Result) -> Asked:
-    model, m = row["model"], row["M"]
-    if row["ranks"] != 2:
+    model, m, ranks = row["model"], row["M"], row["ranks"]
+    if ranks not in SCATTERED_MUST:
         return None, None
-    if m in SCATTERED_MUST.get(model, {}):
-        return SCATTERED_MUST[model][m], SCATTERED_GOAL[model][m]
+    if m in SCATTERED_MUST[ranks].get(model, {}):
+        return SCATTERED_MUST[ranks][model][m], SCATTERED_GOAL[model][m] if ranks == 2 else None
     alike = fastest(row["times"], ours=False, modes=modes_of(row))
     return _of_peers(row, (alike, OF_BEST_PEER, GOAL_OF_BEST_PEER))
 
 
 def _of_reduced(row: Result) -> Asked:
     m = row["M"]
-    if row["ranks"] != 2:
+    if row["ranks"] not in SCATTERED_MUST:
         return None, None
-    if m in REDUCED_MUST:
+    if m in REDUCED_MUST and (row["model"], row["ranks"]) == ("70B", 2):
         return REDUCED_MUST[m], REDUCED_GOAL[m]
     return _of_peers(row, (fastest(row["times"], ours=False, modes=modes_of(row)), OF_BEST_PEER, 1.15))
 
@@ -230,8 +237,8 @@ KINDS = {
         "Matmul + all-reduce",
         "all-reduce",
         "M,N,K/rank",
-        {"70B": SHARDED["70B"]},
-        {"70B": (*FEW, *REDUCED_MUST)},
+        SHARDED,
+        dict.fromkeys(SHARDED, (*FEW, *LARGE)),
         _of_reduced,
     ),
     "decode": Kind(

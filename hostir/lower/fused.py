@@ -140,7 +140,8 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
     scattered: dict[Reduction, ScatteredRows] = {}
     workers = 0
     scales = {s.out.name for s in rows.scales}
-    for s in host.program.body:
+    sums = [s for s in (*rows.scatters, *rows.reduces) if s not in chunked]
+    for n, s in enumerate(host.program.body):
         if isinstance(s, AllGather) and s.out.name in scales:
             send_scales(host, s)
             continue
@@ -152,8 +153,9 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
             workers = max(workers, chunks.build())
             continue
         if isinstance(s, AllGather) and s in rows.moves:
-            arriving[s.out.name] = (SentColumns if by_columns(s) else SentRows)(host, s, mover, scales)
-            workers = max(workers, arriving[s.out.name].workers)
+            arriving[s.out.name] = sent_rows = (SentColumns if by_columns(s) else SentRows)(host, s, mover, scales)
+            sent_rows.joined_later = any(later in sums for later in host.program.body[n:])
+            workers = max(workers, sent_rows.workers)
             continue
         if isinstance(s, Reduction) and (s in rows.moves or s in rows.reduces):
             scatter = scattered.get(s) or ScatteredRows(host, s, mover, pieces, steps)
@@ -254,7 +256,13 @@ def _matmuls_first(rows: RowCollectives) -> Program:
 
 
 class SentRows:
-    """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks."""
+    """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks.
+
+    Fields:
+        joined_later: the copies of a later sum over ranks come behind these, and the caller's stream waits for those.
+    """
+
+    joined_later = False
 
     def __init__(self, host: Host, gather: AllGather, mover: Mover, scales: Collection[str] = ()) -> None:
         self.host, self.gather, self.mover, self.scales = host, gather, mover, scales
@@ -359,7 +367,8 @@ class SentRows:
 
     def finish(self) -> None:
         """Make the caller's stream wait for this rank's copies, and copy the rows out of the buffer if need be."""
-        self.transfers.join()
+        if not self.joined_later:
+            self.transfers.join()
         if self.whole:
             note = f"copy: {self.whole} is wanted whole"
             self.host.body.append(DenseCopy(out=self.whole, x=self.transfers.buffer, span=self.gather.span, note=note))

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import _get_group_size_by_name
 from hostir.ir.source import error
 from hostir.torch import operators
 from hostir.torch.operators import operator
+from hostir.torch.recording import Gradients, Record, differentiable, seen_by_autograd_alone, wants_gradients
 
 KEYS = ("CPU", "CUDA")
 
@@ -60,8 +61,8 @@ def check_out(name: str, *tensors: Tensor) -> None:
 
 LIBRARY = torch.library.Library("hostir", "DEF")
 KERNELS: dict[str, Callable[..., Any]] = {}
-PLAIN = {Tensor, torch.nn.Parameter}
-_modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+RECORDS: dict[str, Record] = {}  # of those with gradients
+_functions, _profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
 Products = tuple[Tensor | None, list[Tensor]]
 
 
@@ -82,19 +83,16 @@ def call(name: str, tensors: Sequence[Tensor], *args: Any, **options: Any) -> An
     """Call an operator of `torch.ops.hostir`; `tensors` are all those among its arguments.
 
     Where torch's dispatcher has nothing to add, which takes it 10 us, its kernel is called at once: no tracer, no mode,
-    no profiler, no tensors that require gradients or are not plain.
+    no profiler, no tensors that are not plain.
     """
-    if (
-        torch.compiler.is_compiling()
-        or _modes()
-        or _functions()
-        or torch._C._autograd._profiler_enabled()
-        or not all(type(x) in PLAIN for x in tensors)
-        or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-    ):
+    if torch.compiler.is_compiling() or _functions() or _profiled() or not seen_by_autograd_alone(tensors):
         return getattr(torch.ops.hostir, name)(*args, **options)
-    with torch._C._AutoDispatchBelowAutograd():
-        return KERNELS[name](*args, **options)
+
+    def run() -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return KERNELS[name](*args, **options)
+
+    return RECORDS[name](run, args) if wants_gradients(tensors) and name in RECORDS else run()
 
 
 def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -197,7 +195,9 @@ def _all_gather_gated(
 ) -> tuple[Tensor, Tensor | None]:
     check_gather(a, [gate, up], gather_dim)
     op = operator("hostir::all_gather_gated", group_name)
-    return op.run(lambda: operators.all_gather_gated(op, a, gate.t(), up.t(), gather_dim, return_a))
+    right = [gate.t(), up.t()]
+    full, (y,) = op.run(lambda: operators.all_gather_matmul(op, a, right, gather_dim, return_a, gated=True))
+    return y, full
 
 
 @fake("all_gather_gated")
@@ -222,9 +222,14 @@ def _matmul_reduce_scatter(
 @fake("matmul_reduce_scatter")
 def _(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, linear: bool = False) -> Tensor:
     check_scatter(a, b, reduce_op, scatter_dim)
-    shape = [*a.shape[:-1], b.shape[0 if linear else 1]]
-    shape[scatter_dim] //= _get_group_size_by_name(group_name)  # type: ignore[arg-type]
-    return a.new_empty(shape)
+    return scattered_like(a, b.shape[0 if linear else 1], scatter_dim, group_name, a.dtype)
+
+
+def scattered_like(a: Tensor, columns: int, axis: int, group_name: str, dtype: torch.dtype) -> Tensor:
+    """Return a new tensor like this rank's part of a product."""
+    shape = [*a.shape[:-1], columns]
+    shape[axis] //= _get_group_size_by_name(group_name)  # type: ignore[arg-type]
+    return a.new_empty(shape, dtype=dtype)
 
 
 @define(MM_RS_OUT)
@@ -358,10 +363,10 @@ def _(
     return a.new_empty(moved.shape).movedim(0, gather_dim), d_bs
 
 
-def gathering(name: str, scatter: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def gathering(name: str, scatter: Any) -> Gradients:
     """Return backward and set-up of an all-gather + matmul, whose input gradient `scatter` computes."""
 
-    def setup(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.set_materialize_grads(False)  # zeros for a gathered tensor that nobody uses would be scattered
         a, bs, ctx.axis, ctx.group, *rest = inputs
         full = output[0]
@@ -397,7 +402,7 @@ def gathering(name: str, scatter: Any) -> tuple[Callable[..., Any], Callable[...
     return backward, setup
 
 
-def scattering(name: str, gather: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def scattering(name: str, gather: Any) -> Gradients:
     """Return backward and set-up of a matmul + reduce-scatter, whose input gradient `gather` computes."""
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -449,7 +454,7 @@ def _gated_backward(ctx: Any, dy: Tensor | None, d_full: Tensor | None) -> tuple
     return d_a, *d_ws, None, None, None
 
 
-def collective(name: str, other: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def collective(name: str, other: str) -> Gradients:
     """Return backward and set-up of an all-gather or a reduce-scatter, of which the other is the gradient."""
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -468,10 +473,8 @@ def collective(name: str, other: str) -> tuple[Callable[..., Any], Callable[...,
     return backward, setup
 
 
-def differentiable(name: str, formula: tuple[Callable[..., Any], Callable[..., Any]], library: Any) -> None:
-    """Register backward and set-up of an operator."""
-    backward, setup = formula
-    torch.library.register_autograd(name, backward, setup_context=setup, lib=library)
+def _differentiable(name: str, formula: Gradients) -> None:
+    RECORDS[name] = differentiable(f"hostir::{name}", formula, LIBRARY, {key.lower(): KERNELS[name] for key in KEYS})
 
 
 def _gather(dy: Tensor, bs: list[Tensor], *args: Any, return_a: bool) -> Any:
@@ -482,11 +485,11 @@ def _scatter(dy: Tensor, b: Tensor, *args: Any) -> Any:
     return call("matmul_reduce_scatter", (dy, b), dy, b, *args)
 
 
-differentiable("hostir::all_gather_matmul", gathering("hostir::all_gather_matmul", _scatter), LIBRARY)
-differentiable("hostir::matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", _gather), LIBRARY)
-differentiable("hostir::all_gather_gated", (_gated_backward, _gated_setup), LIBRARY)
-differentiable("hostir::all_gather", collective("hostir::all_gather", "reduce_scatter"), LIBRARY)
-differentiable("hostir::reduce_scatter", collective("hostir::reduce_scatter", "all_gather"), LIBRARY)
+_differentiable("all_gather_matmul", gathering("hostir::all_gather_matmul", _scatter))
+_differentiable("matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", _gather))
+_differentiable("all_gather_gated", (_gated_backward, _gated_setup))
+_differentiable("all_gather", collective("hostir::all_gather", "reduce_scatter"))
+_differentiable("reduce_scatter", collective("hostir::reduce_scatter", "all_gather"))
 
 
 # All-reduces ----------------------------------------------------------------------------------------------------------
@@ -593,5 +596,5 @@ def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dy.clone(), None
 
 
-differentiable("hostir::matmul_all_reduce", (_summed_backward, _summed_setup), LIBRARY)
-differentiable("hostir::all_reduce", (_all_reduce_backward, _all_reduce_setup), LIBRARY)
+_differentiable("matmul_all_reduce", (_summed_backward, _summed_setup))
+_differentiable("all_reduce", (_all_reduce_backward, _all_reduce_setup))

@@ -375,8 +375,6 @@ def fuse_scatter(graph: Graph, scatter: Node) -> str:
     products = [*products_before(given, divided=given is not scatter.args[0])]
     lefts, rights = zip(*(product.args for product in products), strict=True)
     check_dtype(*lefts, *rights)
-    if reduce_op == "avg" and given.meta["val"].dtype == torch.float16:
-        raise LeftAlone("it is a mean of float16, whose sum may overflow")
     moved = not all(is_trivial(size) for size in shape[:axis])
     with graph.inserting_before(wait):
         rows = [_as_axes(graph, left, [*shape[:-1], shape_of(left)[-1]]) if moved else left for left in lefts]

@@ -14,7 +14,6 @@ from hostir.ir import HostIRError, Program, Statement, parse
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import Synchronize
 from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
-from hostir.ir.op import Lit
 from hostir.ir.tensor_ops import Contraction, Sum, TensorOp
 from hostir.lower import Pass, passes_of, run_passes
 from hostir.lower.allreduces import AllReduceSteps
@@ -88,7 +87,7 @@ def test_partial_sums_of_two_bytes_are_added_up_in_f32_with_the_same_bits_on_all
 ) -> None:
     """In every run, on every schedule: sums in another order of the ranks would show."""
     ranks = 4
-    fusion = matmul([4 * ranks], ranks, dtype).program()
+    fusion = matmul([2 * ranks], ranks, dtype).program()
     program = lowered(fusion, form)
     hold(fusion, program, range(1))
     inputs = random_inputs(fusion, {}, seed=1)
@@ -117,8 +116,8 @@ def test_the_forms_differ_as_they_are_to() -> None:
     }
     assert {name: found for name, found in raising.items() if found} == {
         "fused in blocks": [16],
-        "fused in chunks": [4, 4],
-        "fused in chunks, one stream": [4, 4],
+        "fused in chunks": [4],
+        "fused in chunks, one stream": [4],
     }
 
 
@@ -134,23 +133,18 @@ def test_what_is_elementwise_after_it_is_computed_with_the_sum(form: Pass, ranks
 
 
 @every_form
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_the_checker_reports_whatever_is_left_out(form: Pass, ranks: int) -> None:
-    """But for the first `synchronize`, where flags order the copies too, and signals that a later one stands in for."""
     program = lowered(matmul([2 * ranks], ranks).program(), form)
     kinds: Counter[type[Statement]] = Counter()
-    unnoticed: list[Statement] = []
     for missing, body in without_each(program.body):
         kinds[type(missing)] += 1
         found = [f for f in hi.check(program.with_body(body)) if f.level == "error"]
-        if not found:
-            unnoticed.append(missing)
-    chunked = any(isinstance(s, Signal) and s.epoch == Lit(2) for s in program.walk())
-    assert [s.keyword() for s in unnoticed if not isinstance(s, Synchronize)] == ["signal"] * chunked
-    assert sum(isinstance(s, Synchronize) for s in unnoticed) <= 2
+        assert found, f"'{missing.keyword()}' was left out unnoticed\n{program}"
     assert {Put, Signal} <= kinds.keys()
     assert kinds.keys() & {Barrier, Synchronize, WaitSignal, Get}
-    assert convicted(program, 2) == ""
+    if ranks in (2, 4):
+        assert convicted(program, 2) == ""
 
 
 @every_form
@@ -278,7 +272,7 @@ def test_real_sizes_take_the_form_that_moves_them_soonest() -> None:
 
 def test_the_text_of_chunks_is_a_page_and_one_rank_stands_for_all() -> None:
     program = lowered(matmul([32 * 8], 8).program(), FORMS["fused in chunks"])
-    assert str(program).count("\n") <= 85
+    assert str(program).count("\n") <= 60
     from hostir.check.alike import alike
 
     assert alike(program, {}, 2) is not None

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hostir as hi
 import hostir.torch
+from examples.llama import Float8Linear
 from hostir.torch import (
     ColumnParallelLinear,
     ColwiseParallel,
@@ -293,6 +294,56 @@ def attention_and_gated_mlp_gather_once() -> None:
     drawn = GatedMLP(8, 16, tp)
     near(full(drawn.up.weight), drawn.up.weight.full_tensor().double())
     QKVParallelLinear(8, 16, 8, tp)
+
+
+@case
+def layers_in_fp8_multiply_rounded_numbers() -> None:
+    tp = ranks()
+    for axis, dtype in ((0, torch.float32), (1, torch.bfloat16)):
+        exact = same(Block(dtype))
+        model = copy.deepcopy(exact)
+        columns = ColwiseParallel("a", "b", "c", input_layouts=Shard(axis), fp8=True)
+        parallelize_module(model, tp, {"": columns, "out": RowwiseParallel(output_layouts=Shard(axis), fp8=True)})
+        x, weights = whole(4, 8, 8, dtype=dtype), whole(4, 8, 8, dtype=dtype)
+        x[..., 0] *= torch.logspace(-9, 9, 8, 2.0)  # rows of other sizes have other scales
+        mine = leaf(part(x, axis))
+        hi.torch.report(clear=True)
+        with hi.torch.install(strict=True):
+            y = model(mine)
+            (y * part(weights, axis)).sum().backward()
+        names = "hostir::all_gather_scaled_matmul", "hostir::scaled_matmul_reduce_scatter"
+        assert [calls(name) for name in names] == [2, 2]
+        assert "fp8" in repr(model.a)
+        rounded_alone, given = copy.deepcopy(exact).double(), leaf(x.double())
+        for name, layer in rounded_alone.named_children():
+            layer.__class__ = Float8Linear
+            layer.gathers_dy = name == "out"
+        true_y = rounded_alone(given)
+        (true_y * weights).sum().backward()
+        bound = 1e-2 if dtype == torch.float32 else 4e-2  # few numbers are rounded to the other neighbour
+        for found, true in (
+            (y, part(true_y, axis)),
+            (mine.grad, part(given.grad, axis)),
+            *((full(model.get_parameter(n).grad), p.grad) for n, p in rounded_alone.named_parameters()),
+        ):
+            assert (found.double() - true).norm() <= bound * true.norm()
+    x, w = whole(32, 64), whole(16, 64)
+    y = hi.torch.column_parallel_linear(part(x, 0), w, tp, fp8=True)
+    assert ((y - x @ w.t()).abs() <= ((1 + 2**-4) ** 2 - 0.999) * (x.abs() @ w.t().abs())).all()
+    hostile = x.clone()
+    hostile[0, 0], hostile[1, 1], hostile[2] = torch.nan, torch.inf, 0
+    y = hi.torch.column_parallel_linear(part(hostile, 0), w, tp, fp8=True)
+    assert y[:2].isnan().all()
+    assert y[2:].isfinite().all()
+    with pytest.raises(hi.HostIRError, match="not summed on all ranks"):
+        hi.torch.row_parallel_linear(x, w, tp, reduce="all", fp8=True)
+    with pytest.raises(hi.HostIRError, match="products in fp8 are not summed"), hi.torch.install(strict=True):
+        parallelize_module(nn.Linear(16, 8), tp, RowwiseParallel(fp8=True))
+    for made in (QKVParallelLinear(16, 16, 8, tp, fp8=True), GatedMLP(16, 32, tp, fp8=True)):
+        ys = made(part(x[:, :16], 0))
+        for found in (ys,) if isinstance(ys, Tensor) else ys:
+            assert found.isfinite().all()
+    assert calls("hostir::all_gather_gated") == 0
 
 
 # With the rest of torch -----------------------------------------------------------------------------------------------

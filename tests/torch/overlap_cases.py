@@ -135,7 +135,7 @@ def all_gathers_of_torchs_tests() -> None:
         b = b.repeat(RANKS, 1) if axis == axes - 1 else b
         a = torch.cat([whole_a] * RANKS, 0) if axes == 3 and axis == 0 else whole_a
         a = torch.cat([whole_a] * RANKS, axis) if axis == axes - 1 else a
-        found, overlap = traced(function, part(a, axis), b)
+        found, overlap = traced(function, part(a, axis).contiguous(), b)  # torch 2.11 gathers nothing else
         full, c = found if return_a else (a, found)
         assert torch.equal(full, a)
         near(c, a.double() @ b.double())

@@ -35,6 +35,7 @@ ON_FOUR = {  # the others are about no number of ranks, and run on two
     "modules_compute_what_whole_layers_do",
     "a_replicated_end_is_an_all_reduce",
     "attention_and_gated_mlp_gather_once",
+    "layers_in_fp8_multiply_rounded_numbers",
     "fully_shard_and_checkpoints",
     "a_checkpoint_of_some_ranks_is_loaded_by_others",
 }
