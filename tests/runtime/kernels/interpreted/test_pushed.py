@@ -40,7 +40,8 @@ def test_pieces_are_stored_to_peers_and_flags_rise_behind_the_last_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     *rows, K, N = shape
-    a, b = filled([*rows, K], dtype, pad=[0] * len(rows) + [8]), filled([K, N], dtype)
+    a = filled([*rows, K], dtype, pad=[0, *([1] * (len(rows) - 1)), 8])  # of two axes of rows, batches stay apart
+    b = filled([K, N], dtype)
     with multiprocessors(7):
         expected = matmul(a, b, torch.empty(*rows, N, dtype=dtype), tile=tile)
         assert (parts() > 0) == (tile.split > 0)
