@@ -463,6 +463,20 @@ def test_quantizing_moves_16_bytes_at_a_time_rounds_in_hardware_and_spills_nothi
             assert re.search(r"st\.global\.(v4\.b32|v2\.b32|b64|v2\.b64)", ptx)
 
 
+def test_a_product_stores_16_bytes_at_a_time_to_peers_and_raises_flags_behind_all_of_it():
+    tile = dataclasses.replace(next(t for t in candidates("bf16") if (t.m, t.n) == (64, 128)), split=64)
+    kernel = compiled(tile, dtype="bf16", descriptors=True, b_is_nk=True, pairs=True, pushed=8)
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
+    assert kernel.metadata.spilled == 0
+    assert ptx.count("wgmma.wait_group.sync.aligned 1") == 2, "loads go on while tensor cores multiply, split or not"
+    stored = [found.start() for found in re.finditer(r"st\.global\.v4\.b32", ptx)]
+    arrival, raised = ptx.find("atom.global.sys.acq_rel.add.u32"), ptx.find("atom.global.sys.release.exch.b64")
+    assert stored
+    assert max(stored) < ptx.rfind("bar.sync", 0, arrival) < arrival < raised
+    assert arrival < ptx.find("bar.sync", arrival) < raised, "every thread knows before it raises a flag"
+
+
 def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flags_behind_them():
     constants = {
         "UNIT": tl.int64,
