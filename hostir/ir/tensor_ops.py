@@ -568,7 +568,7 @@ class Cast(Unary):
     @property
     def exact(self) -> bool:
         """Whether nothing is rounded, so that to add up after it is at least as good as before it."""
-        return DTYPES[self.dtype].bytes > self.x.tensor.dtype.bytes and self.x.tensor.dtype.name not in FP8
+        return self.result()[0].bytes > self.x.tensor.dtype.bytes and self.x.tensor.dtype.name not in FP8
 
     def infer(self) -> TensorType:
         partial = self.x.tensor.partial
