@@ -28,7 +28,7 @@ from examples.llama import Block
 from hostir.torch import OverlapPass
 from tests.torch.layer_cases import leaf, near, whole
 from tests.torch.module_cases import full, like, ranks, same
-from tests.torch.operator_cases import RANKS, group, main, part
+from tests.torch.operator_cases import DEVICE, RANKS, group, main, part
 
 CASES: dict[str, Callable[[], None]] = {}
 if torch.__version__ < "2.13":  # of gathers along other axes than the first; its dynamo does not look into it
@@ -255,10 +255,11 @@ def collectives_that_are_left_alone_say_why() -> None:
         "its sum is 'max'": lambda a, b: scatter(a @ b, op="max"),
         "its sum is 'min'": lambda a, b: funcol.all_reduce(a @ b, "min", group()),
         "only all-gathers, reduce-scatters and all-reduces": lambda a, b: funcol.broadcast(a @ b, 0, group()),
-        "its dtypes are torch.int64": lambda a, b: gather(a.long()) @ b.long(),
         "it gathers a tensor of 1 axes": lambda a, b: gather(a[0]) * 2,
         "relu": of_its_own,
     }
+    if DEVICE == "cpu":  # GPUs multiply no integers
+        functions["its dtypes are torch.int64"] = lambda a, b: gather(a.long()) @ b.long()
     for why, function in functions.items():
         found, overlap = traced(function, a, b)
         assert why in str(overlap.report), overlap.report
