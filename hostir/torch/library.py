@@ -474,7 +474,7 @@ def collective(name: str, other: str) -> Gradients:
 
 
 def differentiable(name: str, formula: Gradients) -> None:
-    """Give an operator of `torch.ops.hostir` gradients."""
+    """Give an operator of `torch.ops.hostir` gradients: backward and set-up as of `register_autograd`."""
     kernels = {key.lower(): KERNELS[name] for key in KEYS}
     RECORDS[name] = register_gradients(f"hostir::{name}", formula, LIBRARY, kernels)
 
@@ -600,3 +600,72 @@ def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 differentiable("matmul_all_reduce", (_summed_backward, _summed_setup))
 differentiable("all_reduce", (_all_reduce_backward, _all_reduce_setup))
+
+
+# Linear layers of an input that is whole on every rank ----------------------------------------------------------------
+# The product is each rank's own; the gradient of the input is summed over the ranks, beside those of the weights.
+
+LINEARS = "replicated_linear(Tensor x, Tensor[] weights, str group_name) -> Tensor[]"
+LINEARS_BACKWARD = (
+    "replicated_linear_backward(Tensor x, Tensor[] dys, Tensor[] weights, str group_name, str[] dtypes) "
+    "-> (Tensor, Tensor[])"
+)
+
+
+@define(LINEARS)
+def _replicated_linear(x: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
+    return [torch.nn.functional.linear(x, w) for w in weights]
+
+
+@fake("replicated_linear")
+def _(x: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
+    return [x.new_empty([*x.shape[:-1], w.shape[0]]) for w in weights]
+
+
+@define(LINEARS_BACKWARD)
+def _replicated_linear_backward(
+    x: Tensor, dys: list[Tensor], weights: list[Tensor], group_name: str, dtypes: list[str]
+) -> tuple[Tensor, list[Tensor]]:
+    op = operator("hostir::all_reduce", group_name)
+    dy, weight = side_by_side(dys, weights, linear=True)
+    summed = op.run(lambda: operators.start_all_reduce(op, dy @ weight))
+    d_ws = [weight_gradient(x, dy, 0, dtype, True) for dy, dtype in zip(dys, dtypes, strict=True) if dtype]
+    return summed(), d_ws
+
+
+@fake("replicated_linear_backward")
+def _(
+    x: Tensor, dys: list[Tensor], weights: list[Tensor], group_name: str, dtypes: list[str]
+) -> tuple[Tensor, list[Tensor]]:
+    pairs = zip(weights, dtypes, strict=True)
+    return x.new_empty(x.shape), [w.new_empty(w.shape, dtype=getattr(torch, dtype)) for w, dtype in pairs if dtype]
+
+
+def _linears_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.set_materialize_grads(False)
+    x, weights, ctx.group = inputs
+    ctx.dtypes = [grad_dtype(w) for w in weights]
+    ctx.save_for_backward(x if any(ctx.dtypes) else None, *[w if x.requires_grad else None for w in weights])
+
+
+def _linears_backward(ctx: Any, d_products: list[Tensor | None]) -> tuple[Any, ...]:
+    refuse_twice("hostir::replicated_linear")
+    x, *weights = ctx.saved_tensors
+    used = [i for i, dy in enumerate(d_products) if dy is not None]
+    dys, dtypes = [dy for dy in d_products if dy is not None], [ctx.dtypes[i] for i in used]
+    d_x, d_ws = None, list[Tensor | None]([None] * len(weights))
+    found: list[Tensor] = []
+    if not ctx.needs_input_grad[0]:
+        found = [weight_gradient(x, dy, 0, dtype, True) for dy, dtype in zip(dys, dtypes, strict=True) if dtype]
+    elif any(dtypes):
+        mine = [weights[i] for i in used]
+        d_x, found = call("replicated_linear_backward", [x, *dys, *mine], x, dys, mine, ctx.group, dtypes)
+    elif used:
+        both = side_by_side(dys, [weights[i] for i in used], linear=True)
+        d_x = call("matmul_all_reduce", both, *both, ctx.group)
+    for i in used:
+        d_ws[i] = found.pop(0) if ctx.dtypes[i] else None
+    return d_x, d_ws, None
+
+
+differentiable("replicated_linear", (_linears_backward, _linears_setup))

@@ -249,6 +249,12 @@ def all_reduce(op: Operator, x: Tensor, out: Tensor | None = None) -> Tensor:
     return own(y, x, op.group.size).view(x.shape)
 
 
+def start_all_reduce(op: Operator, x: Tensor) -> Callable[[], Tensor]:
+    """Sum beside what the caller issues next; what this returns waits for the result."""
+    started = op.start(programs.all_reduce, (), [x.reshape(prod(x.shape[:-1]), x.shape[-1])])
+    return lambda: own(started.wait()[0], x, op.group.size).view(x.shape)
+
+
 def all_gather(op: Operator, x: Tensor, axis: int) -> Tensor:
     """Gather a tensor along an axis; the result is contiguous with that axis first."""
     key, seen, whole = _to_gather(op, x, axis)
