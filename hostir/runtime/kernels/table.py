@@ -89,6 +89,7 @@ def matmul_by_blocks(
     out: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
+    addend: torch.Tensor | None = None,
     *,
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
@@ -96,10 +97,10 @@ def matmul_by_blocks(
 ) -> Again | None:
     """Compute `out[..., N] = a[..., K] @ b[K, N]` in Triton, each block of the flattened rows once its flag is up.
 
-    Raises the flags of `done` behind blocks of `out`. Raises HostIRError if the blocks do not fit the slices of a
-    tensor whose leading axes do not merge: see `_contract_ready`.
+    An addend is `out` itself, to which the product is added. Raises the flags of `done` behind blocks of `out`. Raises
+    HostIRError if the blocks do not fit the slices of a tensor whose leading axes do not merge: see `_contract_ready`.
     """
-    return _contract_by_blocks(out, a, _product(b, None, False), ready, done, own)
+    return _contract_by_blocks(out, a, _product(b, None, False, _adds(out, addend)), ready, done, own)
 
 
 def linear_by_blocks(
@@ -167,13 +168,19 @@ BY_BLOCKS: Mapping[str, Kernel] = {
 Multiply = Callable[..., Again | None]
 
 
-def _product(b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool) -> Multiply:
+def _product(b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool, adds: bool = False) -> Multiply:
     from hostir.runtime.kernels.matmul import multiply  # loads Triton: only where it is used
 
     def product(out: torch.Tensor, a: torch.Tensor, row: int, **flags: Any) -> Again | None:
-        return multiply(a, b, out, bias=bias, transpose_b=transpose_b, **flags)
+        return multiply(a, b, out, bias=bias, transpose_b=transpose_b, adds=adds, **flags)
 
     return product
+
+
+def _adds(out: torch.Tensor, addend: torch.Tensor | None) -> bool:
+    """Whether a product is added to its result: an addend is this and nothing else."""
+    assert addend is None or (addend.data_ptr(), addend.stride()) == (out.data_ptr(), out.stride())
+    return addend is not None
 
 
 def _scaled_product(
@@ -291,8 +298,8 @@ def _contract(out: torch.Tensor, a: torch.Tensor, product: Multiply, row: int = 
     return None
 
 
-def _matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Again | None:
-    return _contract(out, a, _product(b, None, False))
+def _matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None) -> Again | None:
+    return _contract(out, a, _product(b, None, False, _adds(out, addend)))
 
 
 def _linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Again | None:
