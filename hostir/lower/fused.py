@@ -20,7 +20,7 @@ separate reduction. The two passes differ in who moves the bytes:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from hostir.ir.comm_ops import AllGather, AllReduce, ReduceScatter
@@ -36,8 +36,10 @@ from hostir.ir.tensor_ops import (
     Linear,
     Matmul,
     Permute,
+    RmsNorm,
     Shard,
     TensorOp,
+    Unary,
     ViewStatement,
 )
 from hostir.lower import Pass
@@ -151,7 +153,8 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
     scattered: dict[Reduction, ScatteredRows] = {}
     workers = 0
     scales = {s.out.name for s in rows.scales}
-    for s in host.program.body:
+    sums = [s for s in (*rows.scatters, *rows.reduces) if s not in chunked]
+    for n, s in enumerate(host.program.body):
         if result_of(s).name in onto:
             host.values[result_of(s).name] = host.destination(onto[result_of(s).name])
         if isinstance(s, AllGather) and s.out.name in scales:
@@ -165,8 +168,9 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
             workers = max(workers, chunks.build())
             continue
         if isinstance(s, AllGather) and s in rows.moves:
-            arriving[s.out.name] = (SentColumns if by_columns(s) else SentRows)(host, s, mover, scales)
-            workers = max(workers, arriving[s.out.name].workers)
+            arriving[s.out.name] = sent_rows = (SentColumns if by_columns(s) else SentRows)(host, s, mover, scales)
+            sent_rows.joined_later = any(later in sums for later in host.program.body[n:])
+            workers = max(workers, sent_rows.workers)
             continue
         if isinstance(s, Reduction) and (s in rows.moves or s in rows.reduces):
             scatter = scattered.get(s) or ScatteredRows(host, s, mover, pieces, steps)
@@ -241,12 +245,23 @@ def in_one_step(host: Host, s: AllReduce) -> int:
 
 def _in_chunks(s: AllReduce, program: Program) -> bool:
     """Whether an allreduce in two steps is done in chunks: unless a matmul can wait for the gathered rows."""
-    readers = [user for user in program.body if reads_rows(user, s.out)]
+    readers = [user for rows in _finished(s, program) for user in program.body if reads_rows(user, rows)]
     maker = maker_of_rows(program, s)
     waits = isinstance(maker, Contraction) and any(
         isinstance(other, AllGather) and other.out in operands_of(maker) for other in program.body
     )
     return fits_chunks(s) and not readers and not waits
+
+
+def _finished(s: AllReduce, program: Program) -> Iterator[Value]:
+    """Yield the sum, and what becomes of it row by row before anything else reads it."""
+    rows = s.out
+    yield rows
+    while rows not in program.outputs and len(after := users(program, rows)) == 1:
+        if not isinstance(after[0], (Add, Unary, RmsNorm)) or after[0].out.tensor.shape != rows.tensor.shape:
+            return
+        rows = after[0].out
+        yield rows
 
 
 def _whole_product(s: AllReduce, program: Program, chunks: int) -> Contraction | None:
@@ -307,7 +322,13 @@ def _matmuls_first(rows: RowCollectives) -> Program:
 
 
 class SentRows:
-    """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks."""
+    """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks.
+
+    Fields:
+        joined_later: the copies of a later sum over ranks come behind these, and the caller's stream waits for those.
+    """
+
+    joined_later = False
 
     def __init__(self, host: Host, gather: AllGather, mover: Mover, scales: Collection[str] = ()) -> None:
         self.host, self.gather, self.mover, self.scales = host, gather, mover, scales
@@ -412,7 +433,8 @@ class SentRows:
 
     def finish(self) -> None:
         """Make the caller's stream wait for this rank's copies, and copy the rows out of the buffer if need be."""
-        self.transfers.join()
+        if not self.joined_later:
+            self.transfers.join()
         if self.whole:
             note = f"copy: {self.whole} is wanted whole"
             self.host.body.append(DenseCopy(out=self.whole, x=self.transfers.buffer, span=self.gather.span, note=note))

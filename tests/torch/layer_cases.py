@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -39,6 +38,7 @@ from hostir.torch import (
 from hostir.torch.library import KERNELS, _all_gather_matmul_backward
 from hostir.torch.operators import Operator
 from hostir.torch.programs import group_named
+from tests.counting import calls_of
 from tests.torch.operator_cases import DEVICE, OPS, RANKS, everywhere, group, main, part
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -265,9 +265,9 @@ def operators_are_what_tracers_take_them_for() -> None:
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
-# On GPUs as on CPU processes: `DEVICE=cuda LAYERS=80 torchrun --nproc-per-node 2 tests/torch/layer_cases.py CASE`.
+# On GPUs as on CPU processes: `DEVICE=cuda torchrun --nproc-per-node 2 tests/torch/layer_cases.py CASE`.
 
-LAYERS = int(os.environ.get("LAYERS", "4"))
+LAYERS = 80
 
 
 def alive() -> int:
@@ -297,20 +297,22 @@ def each(executor: Any) -> list[Any]:
 
 @case
 def new_numbers_of_tokens_take_no_more_memory() -> None:
-    """Layers of one kind, in steps that have a number of tokens of their own each; on CPUs few steps run all layers."""
-    draw, width = random.Random(int(whole(1)[0] * 1e6)), 16 if DEVICE == "cpu" else 1024  # the same on every rank
-    up, down = ([whole(*s) / width**0.5 for _ in range(LAYERS)] for s in ((2 * width, width), (width, 2 * width)))
+    """80 layers in 200 steps, each of its own number of tokens; on CPUs a step runs one of them, another each time."""
+    seed, width = int(whole(1)[0] * 1e6), 16 if DEVICE == "cpu" else 1024
+    draw, alike = random.Random(seed), torch.Generator(DEVICE).manual_seed(seed)  # the same on every rank
+    shapes = (LAYERS, 2 * width, width), (LAYERS, width, 2 * width)
+    up, down = (torch.randn(shape, generator=alike) / width**0.5 for shape in shapes)
     for strategy in STRATEGIES if DEVICE == "cuda" else ("auto", "push"):
         earlier = hi.torch.report(clear=True).symmetric_bytes.get(group(), 0)  # of the cases before
         with hi.torch.install(strict=True, strategy=strategy), torch.no_grad():
-            for step in range(1, 201 if DEVICE == "cuda" else 101):
-                tokens = RANKS * {1: 256, 2: 1}.get(step, draw.randrange(1, 256))  # one row a rank is a kind of its own
-                x = whole(2, tokens, width)
-                for layer in range(LAYERS if DEVICE == "cuda" or step % 20 == 0 else 1):
-                    h = column_parallel_linear(part(x, 1), part(up[layer], 0), group(), gather_dim=1)
-                    y = row_parallel_linear(h, part(down[layer], 1), group(), scatter_dim=1)
+            for step in range(1, 201):
+                tokens = {1: 256, 2: 1}.get(step, draw.randrange(1, 256))  # one row a rank is a kind of its own
+                x = torch.randn(tokens * RANKS, width, generator=alike)
+                for layer in range(LAYERS) if DEVICE == "cuda" else [step % LAYERS]:
+                    h = column_parallel_linear(part(x, 0), part(up[layer], 0), group())
+                    y = row_parallel_linear(h, part(down[layer], 1), group())
                 if step % 20 == 0:
-                    near(y, part(x.double() @ up[layer].double().t() @ down[layer].double().t(), 1))
+                    near(y, part(x.double() @ up[layer].double().t() @ down[layer].double().t(), 0))
                 del x, h, y
                 if step == 20:
                     before = held()
@@ -589,15 +591,23 @@ def calls_pass_by_the_dispatcher_where_it_has_nothing_to_add() -> None:
             assert not y._is_view(), "it may be changed in place"
         with torch.no_grad(), torch.inference_mode():
             column_parallel_linear(x, leaf(w), group())
-        assert calls == ["at once"] * 3
         assert column_parallel_linear(x, leaf(w), group()).requires_grad
+        assert calls == ["at once"] * 4
         with torch.profiler.profile() as seen:
             column_parallel_linear(x, w, group())
         assert "hostir::all_gather_matmul" in {event.name for event in seen.events()}
-        assert calls == ["at once"] * 3
+        assert calls == ["at once"] * 4
         with Seen():
             column_parallel_linear(x, w, group())
-    assert calls[3:] == ["hostir.all_gather_matmul.default"]
+    assert calls[4:] == ["hostir.all_gather_matmul.default"]
+    w, taken = leaf(w), OPS.fused_all_gather_matmul
+    with hi.torch.install(strict=True):
+        for layer in (lambda: column_parallel_linear(x, w, group()), lambda: taken(x, [w.t()], 0, group())[1]):
+            layer()
+            recorded = calls_of(layer)
+            with torch.no_grad():
+                layer()
+                assert recorded <= calls_of(layer) + 110, "what autograd adds, by torch.library 300"
 
 
 @case
