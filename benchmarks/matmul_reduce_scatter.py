@@ -196,7 +196,7 @@ WAYS = tuple(
 
 
 def text(row: Row, ranks: int, way: Way, dtype: str, operands: str = "", product: str = "matmul %a, %b") -> str:
-    """The program of one of two ranks that stand for `ranks`; `product` is that of `operands`, both of `dtype` unless given.
+    """The program of one of two ranks that stand for `ranks`; `product` is that of `operands`, of `dtype` unless given.
 
     This rank is at place %r, and makes the blocks for the places behind it first, its own last. All but its own go to
     the peer, at place 1 - %r: the i-th into the slot of the rank from which place 1 - %r would get its i-th.
