@@ -265,6 +265,30 @@ def mlp_replicated(
     return fusion
 
 
+def attention_output(
+    ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32"
+) -> hi.Fusion:
+    """What follows attention in inference: heads times their weights, summed up, added to the residual, and normed.
+
+    Heads are sharded; all ranks have all of the residual stream, before and after, and of its norm.
+    """
+    with hi.Fusion("attention_output") as fusion:
+        heads, w = hi.tensor("heads", [M, K], dtype), hi.tensor("w", [K, N], dtype)
+        x, scale = hi.tensor("x", [M, N], dtype), hi.tensor("scale", [N], dtype)
+        y = heads @ w + x
+        z = hi.rms_norm(y, scale, 1e-5)
+        fusion.output(y)
+        fusion.output(z)
+    mesh = hi.DeviceMesh(range(ranks))
+    heads.shard(1, mesh)
+    w.shard(0, mesh)
+    for t in (x, y, z):
+        t.set_device_mesh(mesh)
+    z.split(0, S)
+    z.axis(0).parallelize(Stream)
+    return fusion
+
+
 def mlp_2d(
     ranks: int = 4, S: int = 2, M: int = 256, K: int = 64, H: int = 128, dtype: str = "f32", dp: int = 2
 ) -> hi.Fusion:
@@ -392,6 +416,9 @@ PATTERNS = (
     all_reduce,
     all_gather,
 )
+
+
+NORMED = (attention_output,)  # which nvFuser's form has no statement for
 
 
 def _scale_shapes(scales: str, rows: list[int], K: int, N: int) -> tuple[list[int], list[int]]:
@@ -538,7 +565,7 @@ SCALED = (  # fp8: dtypes and sizes are not those of the others
 
 def main() -> None:
     """Prints what each pattern lowers to, in one line."""
-    for pattern in (*PATTERNS, *SCALED):
+    for pattern in (*PATTERNS, *NORMED, *SCALED):
         program = hi.lower(pattern())
         words = [s.keyword() for s in program.walk()]
         moves = [

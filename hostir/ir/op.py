@@ -137,6 +137,7 @@ class Codec(Enum):
     SIZE = "size"
     INT = "integer"
     INTS = "integers in parentheses"
+    NUMBER = "number"
     NAME = "name"
     BLOCK = "statements in braces"
 
@@ -157,6 +158,7 @@ Index = Annotated[Expr, Codec.INDEX]
 Extent = Annotated[Size, Codec.SIZE]
 Int = Annotated[int, Codec.INT]
 Ints = Annotated[tuple[int, ...], Codec.INTS]
+Number = Annotated[float, Codec.NUMBER]
 Name = Annotated[str, Codec.NAME]
 
 VALUE_CODECS = {Codec.READ, Codec.WRITE, Codec.ALIAS, Codec.FREE, Codec.DEFINE, Codec.USE}

@@ -23,6 +23,7 @@ from hostir.ir.op import (
     Int,
     Ints,
     Name,
+    Number,
     Phase,
     Read,
     ReadIf,
@@ -671,6 +672,43 @@ class Sum(ByBlocks, Unary):
 
 
 ACTIVATIONS = tuple(cls.keyword() for cls in (Relu, Gelu, Silu))  # that a sum may apply
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class RmsNorm(TensorOp):
+    """`x / sqrt(mean(x^2) + eps) * weight` of each row, computed in f32 (f64: in f64), and rounded once.
+
+    A row is all of the last axis, which no ranks may share. Without `times %weight` the weights are 1.
+
+    Example: %y: bf16[16, 32] = rms_norm %x: bf16[16, 32] eps 1e-06 times %w: bf16[32]
+    """
+
+    syntax = "rms_norm {x} eps {eps}<? times {weight}?> -> {out}"
+    x: Read
+    eps: Number
+    weight: ReadIf = field(default=None, kw_only=True)
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        dtype, shape = same_dtype(self, self.operands), self.x.tensor.shape
+        if not shape:
+            raise self.fail(f"{self.x} has no axes", expected="rows")
+        if self.weight is not None and self.weight.tensor.shape != shape[-1:]:
+            raise self.fail(f"the weight {self.weight} is {self.weight.type}", expected=f"one axis of {shape[-1]}")
+        return dtype, shape
+
+    def maps(self) -> tuple[Map, ...]:
+        rows: Map = (*range(len(self.x.tensor.axes) - 1), ALONE)
+        return (rows, (ALONE,))[: len(self.operands)]
+
+    def verify_layout(self) -> None:
+        super().verify_layout()
+        if marks := self.out.tensor.host().axes[-1].marks:
+            raise self.fail(
+                f"a rank has parts of the rows of {self.out}, which lie over {', '.join(marks)}",
+                expected="whole rows on each rank",
+                hint="gather the last axis first, or shard the rows",
+            )
 
 
 # Views ----------------------------------------------------------------------------------------------------------------

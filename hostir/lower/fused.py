@@ -20,7 +20,7 @@ separate reduction. The two passes differ in who moves the bytes:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from hostir.ir.comm_ops import AllGather, AllReduce, ReduceScatter
@@ -29,7 +29,7 @@ from hostir.ir.onesided_ops import Signal
 from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size, product
-from hostir.ir.tensor_ops import Contraction, DenseCopy, Shard, ViewStatement
+from hostir.ir.tensor_ops import Add, Contraction, DenseCopy, RmsNorm, Shard, Unary, ViewStatement
 from hostir.lower import Pass
 from hostir.lower.allreduces import AllReduceSteps, fits_chunks, rows_axis
 from hostir.lower.chunks import Chunks, rows_in
@@ -192,12 +192,23 @@ def in_one_step(host: Host, s: AllReduce) -> int:
 
 def _in_chunks(s: AllReduce, program: Program) -> bool:
     """Whether an allreduce in two steps is done in chunks: unless a matmul can wait for the gathered rows."""
-    readers = [user for user in program.body if reads_rows(user, s.out)]
+    readers = [user for rows in _finished(s, program) for user in program.body if reads_rows(user, rows)]
     maker = maker_of_rows(program, s)
     waits = isinstance(maker, Contraction) and any(
         isinstance(other, AllGather) and other.out in operands_of(maker) for other in program.body
     )
     return fits_chunks(s) and not readers and not waits
+
+
+def _finished(s: AllReduce, program: Program) -> Iterator[Value]:
+    """Yield the sum, and what becomes of it row by row before anything else reads it."""
+    rows = s.out
+    yield rows
+    while rows not in program.outputs and len(after := users(program, rows)) == 1:
+        if not isinstance(after[0], (Add, Unary, RmsNorm)) or after[0].out.tensor.shape != rows.tensor.shape:
+            return
+        rows = after[0].out
+        yield rows
 
 
 def _whole_product(s: AllReduce, program: Program, chunks: int) -> Contraction | None:

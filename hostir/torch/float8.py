@@ -24,6 +24,7 @@ from hostir.torch.library import (
     check_gather,
     check_scatter,
     define,
+    differentiable,
     fake,
     gathered_like,
     grad_dtype,
@@ -32,7 +33,6 @@ from hostir.torch.library import (
     side_by_side,
     weight_gradient,
     with_columns,
-    with_gradients,
 )
 from hostir.torch.operators import operator
 
@@ -282,5 +282,5 @@ def _rows_backward(ctx: Any, dy: Tensor | None, d_q: None, d_scale: None) -> tup
     return d_x if ctx.needs_input_grad[0] else None, d_w, None, None
 
 
-with_gradients("float8_column_linear", (_columns_backward, _columns_setup))
-with_gradients("float8_row_linear", (_rows_backward, _rows_setup))
+differentiable("float8_column_linear", (_columns_backward, _columns_setup))
+differentiable("float8_row_linear", (_rows_backward, _rows_setup))

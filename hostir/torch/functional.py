@@ -137,7 +137,13 @@ def matmul_reduce_scatter(
 
 @overload
 def column_parallel_linear(
-    x: Tensor, weight: Tensor, group: Ranks, bias: Tensor | None = None, *, gather_dim: int = 0, fp8: bool = False
+    x: Tensor,
+    weight: Tensor,
+    group: Ranks,
+    bias: Tensor | None = None,
+    *,
+    gather_dim: int | None = 0,
+    fp8: bool = False,
 ) -> Tensor: ...
 
 
@@ -148,7 +154,7 @@ def column_parallel_linear(
     group: Ranks,
     bias: Sequence[Tensor | None] | None = None,
     *,
-    gather_dim: int = 0,
+    gather_dim: int | None = 0,
     fp8: bool = False,
 ) -> list[Tensor]: ...
 
@@ -159,7 +165,7 @@ def column_parallel_linear(
     group: Ranks,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
-    gather_dim: int = 0,
+    gather_dim: int | None = 0,
     fp8: bool = False,
 ) -> Tensor | list[Tensor]:
     """The first linear layer of a pair: gather the tokens, and compute this rank's columns.
@@ -173,12 +179,13 @@ def column_parallel_linear(
     too; those of the weights are products in their own dtype, of the x that was gathered.
 
     Args:
-        x: this rank's tokens, `[..., K]`.
+        x: this rank's tokens, `[..., K]`; all tokens with `gather_dim=None`.
         weight: this rank's rows of the whole weight, `[N/ranks, K]` as of `torch.nn.Linear`; or several weights, such
             as those of q, k and v, for which x is gathered once.
         group: as for `all_gather_matmul`.
         bias: this rank's part, `[N/ranks]`; one for each weight.
-        gather_dim: the axis of the tokens.
+        gather_dim: the axis of the tokens. With None, x is the same on all ranks, and nothing is gathered; its gradient
+            is summed over the ranks, beside the gradients of the weights.
         fp8: whether products are of operands in fp8; for bf16, f16 and f32, not along the last axis.
 
     Returns:
@@ -189,9 +196,15 @@ def column_parallel_linear(
     biases = [bias] if bias is None or isinstance(bias, Tensor) else [*bias]
     if len(biases) != len(weights) and bias is not None:
         raise error(f"{len(biases)} biases for {len(weights)} weights", user_span(), expected="one for each weight")
-    axis, name = axis_of(x, gather_dim, "gather_dim"), name_of(group)
+    name = name_of(group)
+    if gather_dim is None and fp8:
+        expected = "gather_dim, the axis of this rank's tokens; or fp8=False"
+        raise error("fp8 products of an input that is whole are not there", user_span(), expected=expected)
+    axis = 0 if gather_dim is None else axis_of(x, gather_dim, "gather_dim")
     x, *weights = ready(x, *weights)
-    if fp8:
+    if gather_dim is None:
+        products = call("replicated_linear", [x, *weights], x, weights, name)
+    elif fp8:
         products = float8.column_linear(x, weights, axis, name)
     else:
         keeps = torch.is_grad_enabled() and any(w.requires_grad for w in weights)

@@ -18,7 +18,7 @@ from hostir.lower import AUTO
 from hostir.torch import library, operators, scaled
 from hostir.torch.operators import SETTINGS, operator
 from hostir.torch.programs import LEDGER, Report, check_taken
-from hostir.torch.recording import differentiable
+from hostir.torch.recording import register_gradients
 
 FUSED_GATHER, FUSED_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
 SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
@@ -269,7 +269,7 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
     }
     for name, formula in formulas.items():
         kernels = {key.lower(): kernel for key, kernel in made[name].items()}
-        differentiable(f"symm_mem::{name}", formula, _library, kernels)
+        register_gradients(f"symm_mem::{name}", formula, _library, kernels)
     return Installation()
 
 

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _get_group_size_by_name
 from hostir.ir.source import error
 from hostir.torch import operators
 from hostir.torch.operators import operator
-from hostir.torch.recording import Gradients, Record, differentiable, seen_by_autograd_alone, wants_gradients
+from hostir.torch.recording import Gradients, Record, register_gradients, seen_by_autograd_alone, wants_gradients
 
 KEYS = ("CPU", "CUDA")
 
@@ -473,9 +473,10 @@ def collective(name: str, other: str) -> Gradients:
     return backward, setup
 
 
-def with_gradients(name: str, formula: Gradients) -> None:
-    """Give an operator of this library gradients, and its callers what records a call: see `differentiable`."""
-    RECORDS[name] = differentiable(f"hostir::{name}", formula, LIBRARY, {key.lower(): KERNELS[name] for key in KEYS})
+def differentiable(name: str, formula: Gradients) -> None:
+    """Give an operator of `torch.ops.hostir` gradients: backward and set-up as of `register_autograd`."""
+    kernels = {key.lower(): KERNELS[name] for key in KEYS}
+    RECORDS[name] = register_gradients(f"hostir::{name}", formula, LIBRARY, kernels)
 
 
 def _gather(dy: Tensor, bs: list[Tensor], *args: Any, return_a: bool) -> Any:
@@ -486,11 +487,11 @@ def _scatter(dy: Tensor, b: Tensor, *args: Any) -> Any:
     return call("matmul_reduce_scatter", (dy, b), dy, b, *args)
 
 
-with_gradients("all_gather_matmul", gathering("hostir::all_gather_matmul", _scatter))
-with_gradients("matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", _gather))
-with_gradients("all_gather_gated", (_gated_backward, _gated_setup))
-with_gradients("all_gather", collective("hostir::all_gather", "reduce_scatter"))
-with_gradients("reduce_scatter", collective("hostir::reduce_scatter", "all_gather"))
+differentiable("all_gather_matmul", gathering("hostir::all_gather_matmul", _scatter))
+differentiable("matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", _gather))
+differentiable("all_gather_gated", (_gated_backward, _gated_setup))
+differentiable("all_gather", collective("hostir::all_gather", "reduce_scatter"))
+differentiable("reduce_scatter", collective("hostir::reduce_scatter", "all_gather"))
 
 
 # All-reduces ----------------------------------------------------------------------------------------------------------
@@ -597,5 +598,74 @@ def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dy.clone(), None
 
 
-with_gradients("matmul_all_reduce", (_summed_backward, _summed_setup))
-with_gradients("all_reduce", (_all_reduce_backward, _all_reduce_setup))
+differentiable("matmul_all_reduce", (_summed_backward, _summed_setup))
+differentiable("all_reduce", (_all_reduce_backward, _all_reduce_setup))
+
+
+# Linear layers of an input that is whole on every rank ----------------------------------------------------------------
+# The product is each rank's own; the gradient of the input is summed over the ranks, beside those of the weights.
+
+LINEARS = "replicated_linear(Tensor x, Tensor[] weights, str group_name) -> Tensor[]"
+LINEARS_BACKWARD = (
+    "replicated_linear_backward(Tensor x, Tensor[] dys, Tensor[] weights, str group_name, str[] dtypes) "
+    "-> (Tensor, Tensor[])"
+)
+
+
+@define(LINEARS)
+def _replicated_linear(x: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
+    return [torch.nn.functional.linear(x, w) for w in weights]
+
+
+@fake("replicated_linear")
+def _(x: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
+    return [x.new_empty([*x.shape[:-1], w.shape[0]]) for w in weights]
+
+
+@define(LINEARS_BACKWARD)
+def _replicated_linear_backward(
+    x: Tensor, dys: list[Tensor], weights: list[Tensor], group_name: str, dtypes: list[str]
+) -> tuple[Tensor, list[Tensor]]:
+    op = operator("hostir::all_reduce", group_name)
+    dy, weight = side_by_side(dys, weights, linear=True)
+    summed = op.run(lambda: operators.start_all_reduce(op, dy @ weight))
+    d_ws = [weight_gradient(x, dy, 0, dtype, True) for dy, dtype in zip(dys, dtypes, strict=True) if dtype]
+    return summed(), d_ws
+
+
+@fake("replicated_linear_backward")
+def _(
+    x: Tensor, dys: list[Tensor], weights: list[Tensor], group_name: str, dtypes: list[str]
+) -> tuple[Tensor, list[Tensor]]:
+    pairs = zip(weights, dtypes, strict=True)
+    return x.new_empty(x.shape), [w.new_empty(w.shape, dtype=getattr(torch, dtype)) for w, dtype in pairs if dtype]
+
+
+def _linears_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.set_materialize_grads(False)
+    x, weights, ctx.group = inputs
+    ctx.dtypes = [grad_dtype(w) for w in weights]
+    ctx.save_for_backward(x if any(ctx.dtypes) else None, *[w if x.requires_grad else None for w in weights])
+
+
+def _linears_backward(ctx: Any, d_products: list[Tensor | None]) -> tuple[Any, ...]:
+    refuse_twice("hostir::replicated_linear")
+    x, *weights = ctx.saved_tensors
+    used = [i for i, dy in enumerate(d_products) if dy is not None]
+    dys, dtypes = [dy for dy in d_products if dy is not None], [ctx.dtypes[i] for i in used]
+    d_x, d_ws = None, list[Tensor | None]([None] * len(weights))
+    found: list[Tensor] = []
+    if not ctx.needs_input_grad[0]:
+        found = [weight_gradient(x, dy, 0, dtype, True) for dy, dtype in zip(dys, dtypes, strict=True) if dtype]
+    elif any(dtypes):
+        mine = [weights[i] for i in used]
+        d_x, found = call("replicated_linear_backward", [x, *dys, *mine], x, dys, mine, ctx.group, dtypes)
+    elif used:
+        both = side_by_side(dys, [weights[i] for i in used], linear=True)
+        d_x = call("matmul_all_reduce", both, *both, ctx.group)
+    for i in used:
+        d_ws[i] = found.pop(0) if ctx.dtypes[i] else None
+    return d_x, d_ws, None
+
+
+differentiable("replicated_linear", (_linears_backward, _linears_setup))

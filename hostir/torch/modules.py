@@ -209,7 +209,7 @@ class ColumnParallelLinear(ShardedLinear):
         in_features, out_features: of the whole layer.
         mesh: a DeviceMesh of one dimension; its ranks divide `out_features`.
         bias: whether there is one.
-        gather_dim: the axis of the tokens, not the last one.
+        gather_dim: the axis of the tokens, not the last one; with None every rank has all tokens.
         local_output: whether the output is a plain tensor, this rank's part.
         fp8: whether products are of operands in fp8, as of `column_parallel_linear`; parameters are as they were.
         device, dtype: of the parameters, as of `nn.Linear`. Rank 0's are those of all ranks.
@@ -224,27 +224,35 @@ class ColumnParallelLinear(ShardedLinear):
         mesh: DeviceMesh,
         *,
         bias: bool = True,
-        gather_dim: int = 0,
+        gather_dim: int | None = 0,
         local_output: bool = True,
         fp8: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        layouts = Layouts(*mesh_of(mesh), Shard(gather_dim), LAST, local_output, fp8)
+        layouts = Layouts(*mesh_of(mesh), _tokens(gather_dim), LAST, local_output, fp8)
         super().__init__(in_features, out_features, layouts, bias, device, dtype)
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, mesh: DeviceMesh, *, gather_dim: int = 0, local_output: bool = True, fp8: bool = False
+        cls,
+        linear: nn.Linear,
+        mesh: DeviceMesh,
+        *,
+        gather_dim: int | None = 0,
+        local_output: bool = True,
+        fp8: bool = False,
     ) -> ColumnParallelLinear:
         """Return a sharded layer that computes what a whole one does, with the parameters that rank 0 has."""
-        return cls.converted(linear, Layouts(*mesh_of(mesh), Shard(gather_dim), LAST, local_output, fp8))
+        return cls.converted(linear, Layouts(*mesh_of(mesh), _tokens(gather_dim), LAST, local_output, fp8))
 
     @classmethod
     def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
-        if not isinstance(layouts.input, Shard):
-            return f"inputs are {layouts.input}, and only sharded tokens are gathered"
-        if layouts.input.dim == -1:
+        if not isinstance(layouts.input, (Shard, Replicate)):
+            return f"inputs are {layouts.input}, neither sharded on tokens nor whole"
+        if layouts.fp8 and not isinstance(layouts.input, Shard):
+            return "inputs are whole, and fp8 is for tokens that are gathered"
+        if layouts.input == LAST:
             return "inputs are sharded on the axis that the product sums over"
         if layouts.output != LAST:
             return f"outputs are {layouts.output}, not sharded on the last axis"
@@ -254,8 +262,10 @@ class ColumnParallelLinear(ShardedLinear):
         if why := super().unfit_call(x):
             return why
         axis = self.sharded_axis(x)
+        if axis is None and isinstance(x, DTensor) and not x.placements[0].is_replicate():
+            return f"its input is {x.placements[0]}, neither sharded on tokens nor whole"
         if axis is None:
-            return "its input is not sharded, and only sharded tokens are gathered"
+            return "its input is whole, and fp8 is for tokens that are gathered" if self.layouts.fp8 else None
         if axis == x.ndim - 1:
             return "its input is sharded on the axis that the product sums over"
         return _uneven(x, axis, self.layouts)
@@ -271,7 +281,7 @@ def columns(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
         leave("ColumnParallelLinear", layouts.group, why)
         whole = layouts.dtensor(x).redistribute(layouts.mesh, [Replicate()])
         return [layer.layouts.redistributed(F.linear(whole, layer.weight, layer.bias)) for layer in layers]
-    axis = layers[0].sharded_axis(x) or 0
+    axis = layers[0].sharded_axis(x)
     weights, biases = zip(*(layer.parts() for layer in layers), strict=True)
     wanted = None if all(bias is None for bias in biases) else biases
     outputs = column_parallel_linear(layouts.local(x), weights, layouts.group, wanted, gather_dim=axis, fp8=layouts.fp8)
@@ -425,7 +435,7 @@ class QKVParallelLinear(nn.Module):
         mesh: DeviceMesh,
         *,
         bias: bool = False,
-        gather_dim: int = 0,
+        gather_dim: int | None = 0,
         fp8: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -441,7 +451,14 @@ class QKVParallelLinear(nn.Module):
 
     @classmethod
     def from_linear(
-        cls, q: nn.Linear, k: nn.Linear, v: nn.Linear, mesh: DeviceMesh, *, gather_dim: int = 0, fp8: bool = False
+        cls,
+        q: nn.Linear,
+        k: nn.Linear,
+        v: nn.Linear,
+        mesh: DeviceMesh,
+        *,
+        gather_dim: int | None = 0,
+        fp8: bool = False,
     ) -> QKVParallelLinear:
         """Return sharded projections that compute what three whole ones do, with the parameters that rank 0 has."""
         convert = lambda x: ColumnParallelLinear.from_linear(x, mesh, gather_dim=gather_dim, fp8=fp8)  # noqa: E731
@@ -462,7 +479,7 @@ class GatedMLP(nn.Module):
         features: of input and output.
         hidden: the width between, over all ranks.
         mesh, fp8, device, dtype: as of ColumnParallelLinear.
-        sequence_dim: the axis of the tokens.
+        sequence_dim: the axis of the tokens; with None every rank has all tokens, before and after.
     """
 
     def __init__(
@@ -471,7 +488,7 @@ class GatedMLP(nn.Module):
         hidden: int,
         mesh: DeviceMesh,
         *,
-        sequence_dim: int = 0,
+        sequence_dim: int | None = 0,
         fp8: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -490,7 +507,7 @@ class GatedMLP(nn.Module):
         down: nn.Linear,
         mesh: DeviceMesh,
         *,
-        sequence_dim: int = 0,
+        sequence_dim: int | None = 0,
         fp8: bool = False,
     ) -> GatedMLP:
         """Return a sharded MLP that computes what three whole layers do, with the parameters that rank 0 has."""
@@ -502,11 +519,10 @@ class GatedMLP(nn.Module):
         return mlp
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up, layouts = self.gate, self.up, self.gate.layouts
-        if layouts.fp8 or gate.unfit_call(x) or up.unfit_call(x):
+        gate, up, layouts, axis = self.gate, self.up, self.gate.layouts, self.gate.sharded_axis(x)
+        if axis is None or layouts.fp8 or gate.unfit_call(x) or up.unfit_call(x):
             g, u = columns(x, [gate, up])
             return self.down(F.silu(g) * u)
-        axis = gate.sharded_axis(x) or 0
         return self.down(gated_linear(layouts.local(x), gate.parts()[0], up.parts()[0], layouts.group, gather_dim=axis))
 
 

@@ -91,8 +91,9 @@ class Operator:
 def dtype_of(tensors: Sequence[Tensor]) -> str:
     """Return the dtype of tensors in the words of a program. Raises Unfit for one that hostir lacks, or several."""
     kind = tensors[0].dtype
-    if len(kinds := {x.dtype for x in tensors}) > 1:
-        raise Unfit(f"operands of several dtypes, {', '.join(sorted(map(str, kinds)))}")
+    for x in tensors:
+        if x.dtype != kind:
+            raise Unfit(f"operands of several dtypes, {', '.join(sorted({str(x.dtype) for x in tensors}))}")
     if kind not in DTYPES:
         raise Unfit(f"its dtype is {kind}, not one of {', '.join(map(str, DTYPES))}")
     return DTYPES[kind]
@@ -167,14 +168,17 @@ def all_gather_matmul(
         return all_gather(op, a, axis) if gathered else None, []
     K = a.shape[-1] * (ranks if contracted else 1)
     _check_products(bs, K, f"A has {K} columns")
-    columns = tuple(b.shape[1] for b in bs)
+    columns = tuple([b.shape[1] for b in bs])
     if gated and columns[0] != columns[1]:
         raise Unfit(f"the two matrices have {columns[0]} and {columns[1]} columns")
     x, outside = grouped(a, 0 if contracted else axis)
     rows = [x.shape[outside], *x.shape[:outside], *x.shape[outside + 1 : -1]]
-    slices = next((n for n in SLICES if rows[0] % n == 0), 1)
-    rows[0] *= 1 if contracted else ranks
-    key = (K, columns, x.ndim - 2, slices if contracted else outside, gathered, gated)
+    if contracted:
+        cut = next((n for n in SLICES if rows[0] % n == 0), 1)
+    else:
+        cut = outside
+        rows[0] *= ranks
+    key = (K, columns, x.ndim - 2, cut, gathered, gated)
     build = programs.all_gather_columns_matmul if contracted else programs.all_gather_matmul
     given = None
     if out is not None:
@@ -243,6 +247,12 @@ def all_reduce(op: Operator, x: Tensor, out: Tensor | None = None) -> Tensor:
     if out is not None:
         return out
     return own(y, x, op.group.size).view(x.shape)
+
+
+def start_all_reduce(op: Operator, x: Tensor) -> Callable[[], Tensor]:
+    """Sum beside what the caller issues next; what this returns waits for the result."""
+    started = op.start(programs.all_reduce, (), [x.reshape(prod(x.shape[:-1]), x.shape[-1])])
+    return lambda: own(started.wait()[0], x, op.group.size).view(x.shape)
 
 
 def all_gather(op: Operator, x: Tensor, axis: int) -> Tensor:

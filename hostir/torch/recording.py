@@ -22,12 +22,12 @@ _after_autograd = torch._C._after_autograd_keyset
 
 def seen_by_autograd_alone(tensors: Iterable[Tensor]) -> bool:
     """Return whether of all that torch's dispatcher may call before a kernel, only autograd has to see these."""
-    return not _modes() and all(type(x) in PLAIN for x in tensors) and _transforms() is None
+    return not _modes() and PLAIN.issuperset(map(type, tensors)) and _transforms() is None
 
 
-def wants_gradients(tensors: Iterable[Tensor]) -> bool:
-    """Return whether autograd records a call with these tensors."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+def wants_gradients(args: Iterable[Any]) -> bool:
+    """Return whether autograd records a call with these tensors, and lists of them."""
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
 @dataclass(slots=True)
@@ -86,7 +86,9 @@ def nested(flat: Sequence[Any], counts: Sequence[int | None]) -> list[Any]:
     return [next(left) if count is None else list(islice(left, count)) for count in counts]
 
 
-def differentiable(name: str, formula: Gradients, library: Any, kernels: Mapping[str, Callable[..., Any]]) -> Record:
+def register_gradients(
+    name: str, formula: Gradients, library: Any, kernels: Mapping[str, Callable[..., Any]]
+) -> Record:
     """Give an operator gradients; return what records a call of it, for callers that need no dispatcher.
 
     Args:
@@ -106,7 +108,7 @@ def differentiable(name: str, formula: Gradients, library: Any, kernels: Mapping
         return tuple(results) if call.several else results[0]
 
     def dispatched(keys: Any, *args: Any, **options: Any) -> Any:
-        tensors = [x for x in flattened(args) if isinstance(x, Tensor)]
+        tensors = [x for arg in args for x in (arg if isinstance(arg, list) else (arg,)) if isinstance(x, Tensor)]
         kernel = kernels.get(tensors[0].device.type) if seen_by_autograd_alone(tensors) else None
 
         def run() -> Any:
@@ -115,7 +117,7 @@ def differentiable(name: str, formula: Gradients, library: Any, kernels: Mapping
                     return kernel(*args, **options)
                 return overload.redispatch(keys & _after_autograd, *args, **options)
 
-        return record(run, args) if wants_gradients(tensors) else run()
+        return record(run, args) if wants_gradients(args) else run()
 
     library.impl(short, dispatched, "Autograd", with_keyset=True)
     return record

@@ -34,7 +34,8 @@ class ColwiseParallel(style.ColwiseParallel):
 
     Args:
         names: of linear layers in the module, called with one input.
-        input_layouts: the placement of inputs that are no DTensors; hostir runs `Shard(d)`, not of the last axis.
+        input_layouts: the placement of inputs that are no DTensors; hostir runs `Shard(d)`, not of the last axis, and
+            `Replicate()`, the default: then the gradient of the input is summed beside those of the weights.
         output_layouts: the placement of the output; hostir runs `Shard(-1)`, the default.
         use_local_output: whether the output is a plain tensor, this rank's part.
         fp8: whether products are of operands in fp8, as of `column_parallel_linear`; parameters are as they were.

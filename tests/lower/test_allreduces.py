@@ -14,7 +14,7 @@ from hostir.ir import HostIRError, Program, Statement, parse
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import Synchronize
 from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
-from hostir.ir.tensor_ops import Contraction, Sum, TensorOp
+from hostir.ir.tensor_ops import Contraction, RmsNorm, Sum, TensorOp
 from hostir.lower import Pass, passes_of, run_passes
 from hostir.lower.allreduces import AllReduceSteps
 from hostir.lower.fused import Fused, Pieces, Push
@@ -195,22 +195,44 @@ def test_auto_takes_any_number_of_rows() -> None:
             torch.testing.assert_close(each, torch.nn.functional.linear(x, w, bias), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["ring", "push in two steps", "fused in chunks"])
-def test_the_next_matmul_takes_the_rows_as_they_are_gathered(form: str) -> None:
-    text = """hostir 1
-mesh @mesh [tp] = 0 1 2
-fusion @stack(%a: f32[12, 6@tp], %b: f32[6@tp, 4], %w: f32[4, 5]) -> (%y) {
-  %p: f32[12, 4] partial(tp) = matmul %a, %b
-  %c: f32[12, 4] = allreduce %p over tp
-  %y: f32[12, 5] = matmul %c, %w
+NEXT = {
+    "nothing": "",
+    "all": """  %b: f32[12, 4] = add %c, %x
+  %g: f32[12, 4] = silu %b
+  %d: f32[12, 4] = rms_norm %g eps 1e-05 times %s
+""",
 }
+
+
+@pytest.mark.parametrize("form", ["ring", "push in two steps", "fused in chunks"])
+@pytest.mark.parametrize("between", NEXT)
+def test_the_next_matmul_takes_the_rows_as_they_are_gathered(form: str, between: str) -> None:
+    """Also behind what is computed row by row, which each rank does of its own rows."""
+    text = f"""hostir 1
+mesh @mesh [tp] = 0 1 2
+fusion @stack(%a: f32[12, 6@tp], %b0: f32[6@tp, 4], %x: f32[12, 4], %s: f32[4], %w: f32[4, 5]) -> (%y) {{
+  %p: f32[12, 4] partial(tp) = matmul %a, %b0
+  %c: f32[12, 4] = allreduce %p over tp
+{NEXT[between]}  %y: f32[12, 5] = matmul {"%d" if between == "all" else "%c"}, %w
+}}
 """
     fusion = parse(text)
     program = lowered(fusion, FORMS[form])
     waiting = [s for s in program.walk() if isinstance(s, Contraction) and s.ready is not None]
     assert len(waiting) == (form != "ring")
+    norms = [s.out.tensor.local_shape[0].value for s in program.walk() if isinstance(s, RmsNorm)]
+    assert norms == [4] * (between == "all")
     hold(fusion, program, range(3))
     assert convicted(program, 2) == ""
+
+
+@every_form
+def test_the_residual_and_its_norm_are_both_results(form: Pass) -> None:
+    """On 3 ranks; the sum adds the residual, and the norm comes behind it."""
+    fusion = patterns.attention_output(3, S=1, M=12, K=6, N=4).program()
+    program = lowered(fusion, form)
+    assert all(s.addend is not None for s in program.walk() if isinstance(s, Sum))
+    hold(fusion, program, range(2))
 
 
 @pytest.mark.parametrize(("of_a", "of_b"), [("[1, 1]", "[1, 1]"), ("[24, 1]", "[1, 4]")], ids=["tensor", "rows"])

@@ -64,6 +64,7 @@ FOUR = [
     "blocks_within_teams_and_on_some_ranks",
     "blocks_of_no_rows_before_and_after_some",
     "rows_scattered_by_every_strategy",
+    "sums_on_all_ranks_have_the_same_bits_on_each_whatever_is_late",
     "shapes_and_executors_alternate",
     "sizes_leave_room_for_others",
     "sizes_that_were_called_latest_keep_their_memory",

@@ -113,6 +113,13 @@ def add_up(
     out.copy_(total)
 
 
+def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float) -> None:
+    """`out = x / sqrt(mean(x^2) + eps) * weight` of each row, in f32 or better, rounded once."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    total = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    out.copy_(total if weight is None else total * weight)
+
+
 FP8 = {"f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
 LEAST_SCALE = 2.0**-126  # the smallest normal number of f32
 
@@ -174,7 +181,7 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
 
 
 KERNELS: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum)
+    f.__name__: f for f in (matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm)
 }
 BY_CUBLAS = (matmul, linear, scaled_matmul)
 KERNELS |= {f.__name__: f for f in (scaled_matmul, row_scales, largest, quantize)}

@@ -79,7 +79,7 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     if device_type != "cuda" or importlib.util.find_spec("triton") is None:
         return aten.KERNELS
     scaled = {**aten.KERNELS, "scaled_matmul": _scaled_matmul_of_either}  # ATen lacks scales of blocks
-    return {**scaled, "sum": _sum_of_few, **_QUANTIZING, **BY_BLOCKS} if policy == "auto" else scaled
+    return {**scaled, "sum": _sum_of_few, **_BY_ROWS, **BY_BLOCKS} if policy == "auto" else scaled
 
 
 def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str, Kernel]:
@@ -391,7 +391,13 @@ def _quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype:
     quantize(out, x, scale, dtype=dtype)
 
 
-_QUANTIZING: Mapping[str, Kernel] = {"row_scales": _row_scales, "quantize": _quantize}
+def _rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float) -> None:
+    from hostir.runtime.kernels.norm import rms_norm
+
+    rms_norm(out, x, weight, eps=eps)
+
+
+_BY_ROWS: Mapping[str, Kernel] = {"row_scales": _row_scales, "quantize": _quantize, "rms_norm": _rms_norm}
 
 ATEN = "use ATen: kernels='aten' in Python, --kernels aten on the command line"
 
@@ -439,4 +445,4 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
         )
 
     contractions: dict[str, Kernel] = {"matmul": _matmul, "linear": _linear, "scaled_matmul": _scaled_matmul}
-    return {**contractions, "sum": _sum, **_QUANTIZING}
+    return {**contractions, "sum": _sum, **_BY_ROWS}

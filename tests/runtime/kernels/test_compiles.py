@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from hostir.runtime.kernels.flags import PER_THREAD, WARPS, Pushed, push_kernel
 from hostir.runtime.kernels.matmul import EXACT_RUN
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
+from hostir.runtime.kernels.norm import _rms_norm_kernel
 from hostir.runtime.kernels.quantize import _quantize_kernel, _row_scales_kernel
 from hostir.runtime.kernels.reduce import SumConstants, SumPart, sum_kernel
 from hostir.runtime.kernels.tiles import Tile, candidates
@@ -442,14 +443,18 @@ def test_a_sum_reads_behind_the_flags_and_raises_others_behind_its_stores():
 
 
 @pytest.mark.parametrize(("x", "out"), [("bf16", "fp8e4nv"), ("fp32", "fp8e5")])
-def test_quantizing_moves_16_bytes_at_a_time_rounds_in_hardware_and_spills_nothing(x, out):
-    sizes, floats = {"COUNT": 1, "WIDTH": 4096}, {"limit": "fp32", "least": "fp32"}
+def test_kernels_of_rows_move_16_bytes_at_a_time_round_in_hardware_and_spill_nothing(x, out):
+    sizes = {"COUNT": 1, "WIDTH": 4096, "ONCE": True}
+    floats = {"limit": "fp32", "least": "fp32", "eps": "fp32"}
     for kernel, types in (
         (_row_scales_kernel, {"x": f"*{x}", "out": "*fp32"}),
         (_quantize_kernel, {"x": f"*{x}", "scale": "*fp32", "out": f"*{out}"}),
+        (_rms_norm_kernel, {"x": f"*{x}", "weight": f"*{x}", "out": f"*{x}"}),
     ):
         names = kernel.arg_names
-        constants = {name: size for name, size in sizes.items() if name in names} | {"x_column": 1, "out_column": 1}
+        constants = {name: size for name, size in sizes.items() if name in names} | {
+            name: 1 for name in ("x_column", "out_column", "weight_column") if name in names
+        }
         signature = {name: "constexpr" if name in constants else {**floats, **types}.get(name, "i32") for name in names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
         source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
@@ -461,6 +466,20 @@ def test_quantizing_moves_16_bytes_at_a_time_rounds_in_hardware_and_spills_nothi
         if kernel is _quantize_kernel:
             assert f"cvt.rn.satfinite.{'e4m3' if out == 'fp8e4nv' else 'e5m2'}x2.f32" in ptx
             assert re.search(r"st\.global\.(v4\.b32|v2\.b32|b64|v2\.b64)", ptx)
+
+
+def test_a_product_stores_16_bytes_at_a_time_to_peers_and_raises_flags_behind_all_of_it():
+    tile = dataclasses.replace(next(t for t in candidates("bf16") if (t.m, t.n) == (64, 128)), split=64)
+    kernel = compiled(tile, dtype="bf16", descriptors=True, b_is_nk=True, pairs=True, pushed=8)
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
+    assert kernel.metadata.spilled == 0
+    assert ptx.count("wgmma.wait_group.sync.aligned 1") == 2, "loads go on while tensor cores multiply, split or not"
+    stored = [found.start() for found in re.finditer(r"st\.global\.v4\.b32", ptx)]
+    arrival, raised = ptx.find("atom.global.sys.acq_rel.add.u32"), ptx.find("atom.global.sys.release.exch.b64")
+    assert stored
+    assert max(stored) < ptx.rfind("bar.sync", 0, arrival) < arrival < raised
+    assert arrival < ptx.find("bar.sync", arrival) < raised, "every thread knows before it raises a flag"
 
 
 def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flags_behind_them():
